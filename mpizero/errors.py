@@ -1,0 +1,73 @@
+"""Every exception that mpizero raises on purpose, with the exit status that each means."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitStatus(IntEnum):
+    """Exit statuses of the command line (``sysexits.h`` where it has a fitting name)."""
+
+    OK = 0
+    DATA = 65
+    RANK_FAILED = 70
+    INPUT_OUTPUT = 74
+    PREEMPTED = 75
+    HANG = 76
+    CONFIG = 78
+
+
+class MpizeroError(Exception):
+    """Base of all deliberate errors; the command line prints them as one line, without a traceback."""
+
+    status: ExitStatus = ExitStatus.RANK_FAILED
+
+
+class ConfigError(MpizeroError, ValueError):
+    """A setting that cannot be used: the message names the key, the value and what is allowed."""
+
+    status = ExitStatus.CONFIG
+
+
+class GridError(ConfigError):
+    """Group sizes that do not fit the number of ranks."""
+
+
+class LayoutError(MpizeroError, ValueError):
+    """A parameter, range or shape that does not fit the layout it is used with."""
+
+
+class DataError(MpizeroError, ValueError):
+    """Training data that is missing, empty, damaged or too short."""
+
+    status = ExitStatus.DATA
+
+
+class CheckpointError(MpizeroError):
+    """A checkpoint that is damaged, foreign, or belongs to another model; names file, array and reason."""
+
+    status = ExitStatus.DATA
+
+
+class CollectiveError(MpizeroError):
+    """An MPI call that failed or did not match; names rank, operation, tag, element type and count."""
+
+    status = ExitStatus.HANG
+
+
+class RemoteError(MpizeroError):
+    """Another rank failed inside an agreed section; its own traceback says why."""
+
+
+class PeerFailure(MpizeroError):
+    """Another thread of an in-process communicator failed, so this one cannot go on."""
+
+
+class SharedMemoryError(MpizeroError):
+    """Not enough shared memory for a node's window."""
+
+    status = ExitStatus.INPUT_OUTPUT
+
+
+class NonFiniteError(MpizeroError, ArithmeticError):
+    """Losses or gradients stayed infinite or NaN for too many steps in a row."""

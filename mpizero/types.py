@@ -1,0 +1,146 @@
+"""Protocols and plain values that the floors of mpizero share; imports nothing above :mod:`mpizero.errors`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+Array = NDArray[Any]
+#: Nested dictionaries of arrays: ``params["attention"]["qkv"]["weight"]``.
+Params = Mapping[str, Any]
+#: ``schedule(step)`` gives the learning rate of optimizer step ``step`` (0 is the first).
+LearningRate = float | Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a parameter starts: ``kind`` is "zeros", "ones", "normal" (``scale`` = standard deviation)
+    or "uniform" (on [-scale, scale)). Random values are keyed by seed, parameter name and element index."""
+
+    kind: str = "zeros"
+    scale: float = 0.0
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One named parameter, without its values.
+
+    Attributes
+    ----------
+    name : str
+        Dotted name; relative to the block in :meth:`Layer.specs`, global in a layout.
+    shape : tuple of int
+        Zero-size shapes are legal.
+    init : Init
+        Start values.
+    decay : bool
+        Whether weight decay applies (false for biases, norms and embeddings).
+    trainable : bool
+        A frozen parameter has no gradient and no optimizer state.
+    tied : str or None
+        Global name of the earlier parameter whose storage this use shares; the use has its own gradient slot.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    init: Init = Init()
+    decay: bool = True
+    trainable: bool = True
+    tied: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a forward pass knows besides its input; all of it independent of ranks.
+
+    ``first_sample`` is the index, within the global batch, of the first sample of ``x``.
+    """
+
+    training: bool = False
+    seed: int = 0
+    step: int = 0
+    first_sample: int = 0
+
+
+EVALUATE = Run()
+
+
+@runtime_checkable
+class Layer(Protocol):
+    """A frozen description of a differentiable function; its parameters and caches live elsewhere.
+
+    ``backward`` = ``backward_input`` followed by ``backward_weights``; zero-bubble pipelines call the halves.
+    Gradients are *overwritten* in ``grads`` (nested views like ``params``), never added to.
+    """
+
+    def specs(self) -> tuple[ParameterSpec, ...]: ...
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]: ...
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]: ...
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None: ...
+
+    def backward(self, params: Params, cache: Any, dy: Array, grads: Params) -> Array | None: ...
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """Sum of the losses over a batch, with the weight it counts for."""
+
+    def forward(self, prediction: Array, target: Array) -> tuple[float, float, Any]: ...
+
+    def backward(self, cache: Any, scale: float = 1.0) -> Array: ...
+
+
+@runtime_checkable
+class BlockModel(Protocol):
+    """A model as a sequence of named blocks and a loss: what ZeRO-3, tensor and pipeline parallelism need."""
+
+    @property
+    def blocks(self) -> Mapping[str, Layer]: ...
+
+    @property
+    def loss(self) -> Loss: ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    @property
+    def seed(self) -> int: ...
+
+
+@runtime_checkable
+class BlackBoxModel(Protocol):
+    """A model known only by a function of named arrays."""
+
+    @property
+    def parameters(self) -> Mapping[str, Array]: ...
+
+    def loss_and_grad(
+        self, parameters: Mapping[str, Array], batch: tuple[Array, Array]
+    ) -> tuple[float, Mapping[str, Array], float]: ...
+
+
+@runtime_checkable
+class Optimizer(Protocol):
+    """An elementwise optimizer over flat arrays; it never sees a model, a rank or a communicator.
+
+    ``slots`` names its state arrays, each as long as the parameters it updates.
+    """
+
+    slots: Sequence[str]
+
+    def update(self, params: Array, grads: Array, state: Mapping[str, Array]) -> None: ...
+
+
+Dtype = DTypeLike
