@@ -19,7 +19,8 @@ LearningRate = float | Callable[[int], float]
 @dataclass(frozen=True)
 class Init:
     """How a parameter starts: ``kind`` is "zeros", "ones", "normal" (``scale`` = standard deviation)
-    or "uniform" (on [-scale, scale)). Random values are keyed by seed, parameter name and element index."""
+    or "uniform" (on [-scale, scale)). Random values are keyed by seed, parameter name and element index.
+    """
 
     kind: str = "zeros"
     scale: float = 0.0

@@ -1,1 +1,40 @@
-""""""
+"""Who owns what, in integers only: no arrays, no MPI."""
+
+from mpizero.layout.flat import Entry, FlatLayout, Span, Unit
+from mpizero.layout.grains import Grains
+from mpizero.layout.hyperslab import hyperslabs
+from mpizero.layout.partition import Partition
+from mpizero.layout.tree import (
+    FoldPlan,
+    Node,
+    Program,
+    RowsPlan,
+    Wave,
+    WavePlan,
+    cover,
+    fold_plan,
+    merge,
+    rows_plan,
+    wave_plan,
+)
+
+__all__ = [
+    "Entry",
+    "FlatLayout",
+    "FoldPlan",
+    "Grains",
+    "Node",
+    "Partition",
+    "Program",
+    "RowsPlan",
+    "Span",
+    "Unit",
+    "Wave",
+    "WavePlan",
+    "cover",
+    "fold_plan",
+    "hyperslabs",
+    "merge",
+    "rows_plan",
+    "wave_plan",
+]

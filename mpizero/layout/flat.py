@@ -1,0 +1,279 @@
+"""Named parameters in one flat order, cut into units, with the space that their gradients take.
+
+[Note: gradient space] A unit's gradients stand in their own order: first its own trainable parameters (frozen ones take
+no room), then one slot for every *use* of a parameter that lives elsewhere (tied weights). A range of the unit's
+parameters is therefore one contiguous range of its gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from mpizero.errors import LayoutError
+from mpizero.layout.partition import Partition
+from mpizero.types import Array, ParameterSpec
+
+
+class Span(NamedTuple):
+    """A half-open range of a flat order."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return max(0, self.stop - self.start)
+
+    def intersect(self, other: Span) -> Span:
+        """Return the common part, of size 0 when there is none."""
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
+    def shift(self, by: int) -> Span:
+        """Return the range moved by ``by``."""
+        return Span(self.start + by, self.stop + by)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One use of a parameter.
+
+    Attributes
+    ----------
+    spec : ParameterSpec
+        With its global name.
+    block : str
+        The block that uses it.
+    unit : int
+        The unit that this use belongs to.
+    offset : int
+        Where its values start in the flat parameter order (a tied use: where its target's do).
+    gradient : int
+        Where its gradient starts in the unit's gradient space; -1 when it has none.
+    """
+
+    spec: ParameterSpec
+    block: str
+    unit: int
+    offset: int
+    gradient: int
+
+    @property
+    def local_name(self) -> str:
+        """The name inside its block."""
+        return self.spec.name[len(self.block) + 1 :] if self.block else self.spec.name
+
+    @property
+    def span(self) -> Span:
+        """The flat parameter range."""
+        return Span(self.offset, self.offset + self.spec.size)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that travel together: gathered, reduced and freed as one."""
+
+    index: int
+    blocks: tuple[str, ...]
+    span: Span
+    entries: tuple[Entry, ...]
+    own_gradients: int
+    gradients: int
+
+    @property
+    def aliases(self) -> tuple[Entry, ...]:
+        """The uses of parameters that live elsewhere."""
+        return tuple(entry for entry in self.entries if entry.spec.tied is not None)
+
+    def gradient_of(self, offset: int) -> int:
+        """Map a flat parameter offset inside this unit to its gradient space, past frozen parameters."""
+        position = 0
+        for entry in self.entries:
+            if entry.spec.tied is not None or not entry.spec.trainable:
+                continue
+            if offset <= entry.offset:
+                return entry.gradient
+            position = entry.gradient + min(entry.spec.size, offset - entry.offset)
+            if offset < entry.span.stop:
+                return position
+        return position
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """The flat order of all parameters and the units it is cut into.
+
+    Build it with :meth:`build`; every rank builds the same one.
+    """
+
+    units: tuple[Unit, ...]
+    size: int
+
+    @classmethod
+    def build(
+        cls, blocks: Mapping[str, Sequence[ParameterSpec]], *, one_unit: bool = False, minimum_unit: int = 0
+    ) -> FlatLayout:
+        """Lay out the parameters of named blocks.
+
+        Parameters
+        ----------
+        blocks : mapping of str to sequence of ParameterSpec
+            In the order of use; spec names are relative to the block (a block named "" leaves them as they are).
+        one_unit : bool
+            Put everything into a single unit.
+        minimum_unit : int
+            Units with fewer elements than this are joined with the next one.
+
+        Raises
+        ------
+        LayoutError
+            On a name used twice, or a tied use whose target is missing, later or of another shape.
+        """
+        groups: list[list[str]] = []
+        pending: list[str] = []
+        for position, (name, _specs) in enumerate(blocks.items()):
+            pending.append(name)
+            own = sum(s.size for b in pending for s in blocks[b] if s.tied is None)
+            if position == len(blocks) - 1 and own < minimum_unit and groups:
+                groups[-1] += pending
+            elif not one_unit and own >= minimum_unit:
+                groups.append(pending)
+            else:
+                if position == len(blocks) - 1:
+                    groups.append(pending)
+                continue
+            pending = []
+        builder = _Builder()
+        units = tuple(builder.unit(i, names, blocks) for i, names in enumerate(groups))
+        return cls(units, builder.offset)
+
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        """All uses in declared order."""
+        return tuple(entry for unit in self.units for entry in unit.entries)
+
+    @cached_property
+    def parameters(self) -> tuple[Entry, ...]:
+        """The first use of every parameter, in declared order: what is stored, saved and hashed."""
+        return tuple(entry for entry in self.entries if entry.spec.tied is None)
+
+    @cached_property
+    def by_name(self) -> dict[str, Entry]:
+        """The stored parameters by name."""
+        return {entry.spec.name: entry for entry in self.parameters}
+
+    @cached_property
+    def uses(self) -> dict[str, tuple[Entry, ...]]:
+        """The later, tied uses of each parameter that has any, in declared order."""
+        found: dict[str, tuple[Entry, ...]] = {}
+        for entry in self.entries:
+            if entry.spec.tied is not None:
+                found[entry.spec.tied] = (*found.get(entry.spec.tied, ()), entry)
+        return found
+
+    @cached_property
+    def gradient_bases(self) -> tuple[int, ...]:
+        """Where each unit's gradient space starts when all of them stand in one row."""
+        bases, total = [], 0
+        for unit in self.units:
+            bases.append(total)
+            total += unit.gradients
+        return tuple(bases)
+
+    @property
+    def gradient_size(self) -> int:
+        """Elements of the gradient spaces of all units together."""
+        return sum(unit.gradients for unit in self.units)
+
+    def shards(self, part: int, parts: int) -> tuple[Span, ...]:
+        """Return the flat ranges that one of ``parts`` owners owns: one a unit, by the shard rule."""
+        spans = []
+        for unit in self.units:
+            shard = Partition(unit.span.size, parts).shard(part)
+            spans.append(Span(shard.start, shard.stop).shift(unit.span.start))
+        return tuple(spans)
+
+    def gradient_spans(self, unit: Unit, shards: Sequence[Span]) -> tuple[Span, ...]:
+        """Return the ranges of a unit's gradient space that belong to the owner of ``shards`` (one a unit).
+
+        First the range of the unit's own parameters, then one range for each tied use.
+        """
+        own = shards[unit.index]
+        spans = [Span(unit.gradient_of(own.start), unit.gradient_of(own.stop))]
+        for entry in unit.aliases:
+            if entry.gradient < 0:
+                continue
+            target = self.by_name[str(entry.spec.tied)]
+            part = target.span.intersect(shards[target.unit])
+            spans.append(part.shift(entry.gradient - target.offset) if part.size else Span(0, 0))
+        return tuple(spans)
+
+    def pieces(self, span: Span) -> Iterator[tuple[Entry, Span]]:
+        """Yield the stored parameters that a flat range meets, each with the flat range they share."""
+        for entry in self.parameters:
+            part = entry.span.intersect(span)
+            if part.size:
+                yield entry, part
+
+
+def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn dotted names into nested dictionaries: ``{"a.b": x}`` becomes ``{"a": {"b": x}}``."""
+    tree: dict[str, Any] = {}
+    for name, value in arrays.items():
+        *path, leaf = name.split(".")
+        level = tree
+        for part in path:
+            level = level.setdefault(part, {})
+        level[leaf] = value
+    return tree
+
+
+def views(buffer: Array, placed: Sequence[tuple[str, int, tuple[int, ...]]]) -> dict[str, Any]:
+    """Return nested named views of a 1-D buffer from (name, start, shape) triples."""
+    sizes = [ParameterSpec(name, shape).size for name, _, shape in placed]
+    return nested({name: buffer[s : s + n].reshape(shape) for (name, s, shape), n in zip(placed, sizes, strict=True)})
+
+
+class _Builder:
+    """Running offsets while units are laid out."""
+
+    def __init__(self) -> None:
+        self.offset = 0
+        self.known: dict[str, tuple[ParameterSpec, int]] = {}
+
+    def unit(self, index: int, names: Sequence[str], blocks: Mapping[str, Sequence[ParameterSpec]]) -> Unit:
+        start, own, entries = self.offset, 0, []
+        for block in names:
+            for spec in blocks[block]:
+                entry = self.entry(replace(spec, name=f"{block}.{spec.name}" if block else spec.name), block, index)
+                if spec.tied is None and spec.trainable:
+                    entry = replace(entry, gradient=own)
+                    own += spec.size
+                entries.append(entry)
+        total = own
+        for position, entry in enumerate(entries):
+            if entry.spec.tied is not None and entry.spec.trainable:
+                entries[position] = replace(entry, gradient=total)
+                total += entry.spec.size
+        return Unit(index, tuple(names), Span(start, self.offset), tuple(entries), own, total)
+
+    def entry(self, spec: ParameterSpec, block: str, unit: int) -> Entry:
+        if spec.tied is not None:
+            return self.tied_entry(spec, block, unit)
+        if spec.name in self.known:
+            raise LayoutError(f"parameter name {spec.name!r} is used twice; names must be unique")
+        self.known[spec.name] = (spec, self.offset)
+        self.offset += spec.size
+        return Entry(spec, block, unit, self.offset - spec.size, -1)
+
+    def tied_entry(self, spec: ParameterSpec, block: str, unit: int) -> Entry:
+        if spec.tied not in self.known:
+            raise LayoutError(f"{spec.name!r} is tied to {spec.tied!r}, which is not an earlier parameter")
+        target, offset = self.known[str(spec.tied)]
+        if target.shape != spec.shape:
+            raise LayoutError(f"{spec.name!r} has shape {spec.shape}, its target {spec.tied!r} has {target.shape}")
+        return Entry(replace(spec, trainable=target.trainable), block, unit, offset, -1)

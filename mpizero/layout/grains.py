@@ -1,0 +1,57 @@
+"""Grains: the fixed pieces of a global batch whose gradients are summed in one order, whoever computes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpizero.errors import ConfigError
+from mpizero.layout.partition import Partition
+
+#: A global batch is cut into about this many grains when the user does not choose their size.
+DEFAULT_GRAINS = 16
+
+
+@dataclass(frozen=True)
+class Grains:
+    """Cut ``samples`` samples into grains of ``size``, from the start; the last one may be short.
+
+    Parameters
+    ----------
+    samples : int
+        Samples of the global batch.
+    size : int
+        Samples of one grain.
+    """
+
+    samples: int
+    size: int
+
+    def __post_init__(self) -> None:
+        """Reject sizes that mean nothing."""
+        if self.samples < 0 or self.size < 1:
+            raise ConfigError(f"grains need samples >= 0 and size >= 1, got {self.samples=} and {self.size=}")
+
+    @staticmethod
+    def default_size(samples: int) -> int:
+        """Return the grain size used when none is given: a function of the global batch alone."""
+        return max(1, -(-samples // DEFAULT_GRAINS))
+
+    @property
+    def count(self) -> int:
+        """Number of grains."""
+        return -(-self.samples // self.size)
+
+    def span(self, grain: int) -> slice:
+        """Return the samples of one grain."""
+        start = grain * self.size
+        return slice(start, min(start + self.size, self.samples))
+
+    def dealt(self, part: int, parts: int) -> range:
+        """Return the grains of one of ``parts`` workers when grains are dealt contiguously."""
+        shard = Partition(self.count, parts).shard(part)
+        return range(shard.start, shard.stop)
+
+    def samples_of(self, part: int, parts: int) -> slice:
+        """Return the samples of one of ``parts`` workers when grains are dealt contiguously."""
+        grains = self.dealt(part, parts)
+        return slice(min(grains.start * self.size, self.samples), min(grains.stop * self.size, self.samples))

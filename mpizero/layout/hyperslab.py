@@ -1,0 +1,46 @@
+"""Rectangular blocks of an N-d array that cover a range of its C-order elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+
+def hyperslabs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
+    """Cover C-order elements ``start:stop`` of an array by at most ``2 * ndim - 1`` blocks, in order.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Shape of the array; ``()`` is a scalar.
+    start, stop : int
+        Range of C-order elements.
+
+    Yields
+    ------
+    tuple of slice
+        One slice an axis.
+    """
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield (slice(start, stop),) if shape else ()
+        return
+    row = prod(shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if first == last:
+        yield from _inside_row(shape, first, head, tail)
+        return
+    if head:
+        yield from _inside_row(shape, first, head, row)
+        first += 1
+    if first < last:
+        yield (slice(first, last), *(slice(0, n) for n in shape[1:]))
+    if tail:
+        yield from _inside_row(shape, last, 0, tail)
+
+
+def _inside_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[tuple[slice, ...]]:
+    for block in hyperslabs(shape[1:], start, stop):
+        yield (slice(index, index + 1), *block)

@@ -1,0 +1,55 @@
+"""The shard rule: contiguous parts whose sizes differ by at most one element."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mpizero.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Cut ``length`` elements into ``parts`` contiguous shards; the first ``length % parts`` get one more.
+
+    Parameters
+    ----------
+    length : int
+        Number of elements, zero included.
+    parts : int
+        Number of shards; more shards than elements are legal and leave empty ones.
+
+    Raises
+    ------
+    LayoutError
+        If ``length < 0`` or ``parts < 1``.
+
+    Examples
+    --------
+    >>> [(s.start, s.stop) for s in Partition(10, 3)]
+    [(0, 4), (4, 7), (7, 10)]
+    """
+
+    length: int
+    parts: int
+
+    def __post_init__(self) -> None:
+        """Reject sizes that mean nothing."""
+        if self.length < 0 or self.parts < 1:
+            raise LayoutError(f"a partition needs length >= 0 and parts >= 1, got {self.length=} and {self.parts=}")
+
+    def shard(self, part: int) -> slice:
+        """Return the elements of shard ``part``."""
+        if not 0 <= part < self.parts:
+            raise LayoutError(f"shard {part} does not exist: there are {self.parts} shards")
+        base, extra = divmod(self.length, self.parts)
+        start = part * base + min(part, extra)
+        return slice(start, start + base + (part < extra))
+
+    def sizes(self) -> tuple[int, ...]:
+        """Return the sizes of all shards."""
+        return tuple(s.stop - s.start for s in self)
+
+    def __iter__(self) -> Iterator[slice]:
+        """Iterate over the shards as slices."""
+        return (self.shard(part) for part in range(self.parts))
