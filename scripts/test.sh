@@ -1,0 +1,214 @@
+#!/usr/bin/env bash
+# The whole test suite, from nothing: makes its own virtual environments and prints one table at the end.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+. scripts/environment.sh
+
+PARTS=(lint types package serial mpich cuda openmpi exactness)
+
+usage() {
+    cat <<'HELP'
+usage: scripts/test.sh [--quick] [--only PART]... [--help]
+
+  lint       ruff check, ruff format --check
+  types      mypy --strict on the package
+  package    a wheel is built and holds every module
+  serial     tests without MPI
+  mpich      tests with MPI on 1, 2, 3, 4 and 8 ranks (MPICH from PyPI, no system package needed)
+  cuda       the GPU kernels in Numba's CUDA simulator
+  openmpi    tests with MPI on 4 ranks of the system's Open MPI with parallel HDF5
+  exactness  one training on every number of ranks, strategy and kind of memory: the same bits
+
+  --quick      lint, types, serial, and MPI tests on 2 ranks only
+  --only PART  this part (may be repeated)
+
+Environment: PYTHON (interpreter, >= 3.11), TEST_VENV (.venv-test), OPENMPI_VENV (.venv-openmpi),
+TEST_LOGS (build/test-logs: the output of all ranks), RANKS ("1 2 3 4 8").
+Open MPI and parallel HDF5 are installed with apt-get when this is run by root and they are missing;
+where they cannot be had, that part is left out and the table says why.
+HELP
+}
+
+QUICK=false
+ONLY=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --quick) QUICK=true ;;
+        --only)
+            [ $# -gt 1 ] || fail "--only needs a part: ${PARTS[*]}"
+            [[ " ${PARTS[*]} " == *" $2 "* ]] || fail "unknown part '$2'; there are: ${PARTS[*]}"
+            ONLY+=("$2")
+            shift
+            ;;
+        --help | -h) usage && exit 0 ;;
+        *) usage >&2 && exit 64 ;;
+    esac
+    shift
+done
+$QUICK && [ ${#ONLY[@]} -eq 0 ] && ONLY=(lint types serial mpich)
+[ ${#ONLY[@]} -gt 0 ] || ONLY=("${PARTS[@]}")
+
+VENV=${TEST_VENV:-$PWD/.venv-test}
+OPENMPI_VENV=${OPENMPI_VENV:-$PWD/.venv-openmpi}
+LOGS=${TEST_LOGS:-$PWD/build/test-logs}
+RANKS=${RANKS:-$($QUICK && echo 2 || echo 1 2 3 4 8)}
+PY=$VENV/bin/python
+mkdir -p "$LOGS"
+# One BLAS thread a rank: other numbers of threads give other bits, and 8 ranks share the cores.
+export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+if [ "$(id -u)" = 0 ]; then # Open MPI refuses root otherwise
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+fi
+export OMPI_MCA_rmaps_base_oversubscribe=1 # more ranks than cores
+
+# ---------------------------------------------------------------------------------------------- environments
+
+install_test() {
+    "$1/bin/pip" install -q -e '.[mpich,test]'
+}
+
+install_openmpi() {
+    # mpi4py must come as a wheel: its source build takes 20 GB of memory. Hence no build isolation for h5py either.
+    "$1/bin/pip" install -q cython numpy pkgconfig setuptools wheel &&
+        "$1/bin/pip" install -q --only-binary=mpi4py 'mpi4py>=4.1' &&
+        CC=mpicc.openmpi HDF5_MPI=ON HDF5_INCLUDEDIR=/usr/include/hdf5/openmpi HDF5_LIBDIR=$(hdf5_libraries) \
+            "$1/bin/pip" install -q --no-binary=h5py --no-build-isolation h5py &&
+        "$1/bin/pip" install -q -e '.[test]'
+}
+
+hdf5_libraries() {
+    dirname "$(find /usr/lib -path '*/hdf5/openmpi/libhdf5.so' 2>/dev/null | head -n 1)"
+}
+
+python_headers() {
+    [ -f "$("$(find_python)" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h" ]
+}
+
+have_openmpi() {
+    command -v mpicc.openmpi mpiexec.openmpi gcc >/dev/null && [ -f /usr/include/hdf5/openmpi/hdf5.h ] && python_headers
+}
+
+# Sets OPENMPI to "yes" or to the reason why not; tries once.
+OPENMPI=
+find_openmpi() {
+    [ -z "$OPENMPI" ] || return
+    OPENMPI="not installed (openmpi-bin libopenmpi-dev libhdf5-openmpi-dev), and only root can install it"
+    if ! have_openmpi && can_apt; then
+        echo "installing Open MPI and parallel HDF5"
+        apt_install gcc libc6-dev pkg-config openmpi-bin libopenmpi-dev libhdf5-openmpi-dev >"$LOGS/apt.log" 2>&1
+        python_headers || apt_install python3-dev >>"$LOGS/apt.log" 2>&1
+        OPENMPI="the system packages cannot be installed (see $LOGS/apt.log)"
+    fi
+    have_openmpi || return
+    OPENMPI="h5py cannot be built (see $LOGS/openmpi-venv.log)"
+    echo "virtual environment with parallel HDF5: $OPENMPI_VENV"
+    ensure_venv "$OPENMPI_VENV" install_openmpi >"$LOGS/openmpi-venv.log" 2>&1 && OPENMPI=yes
+}
+
+# ---------------------------------------------------------------------------------------------- running
+
+# passed LOG: pytest can end well without having run anything.
+passed() {
+    grep -qE '(^|[ =])[1-9][0-9]* passed' "$1" || {
+        echo "no test passed: this is a failure of the suite itself"
+        return 1
+    }
+}
+
+# run_pytest NAME SECONDS ARGUMENT...: one process, without MPI.
+run_pytest() {
+    local name=$1 seconds=$2
+    shift 2
+    timeout -k 10 "$seconds" "$PY" -m pytest --no-header -p no:cacheprovider "$@" 2>&1 | tee "$LOGS/$name.log" &&
+        passed "$LOGS/$name.log"
+}
+
+# One rank of run_mpi. Rank 0 speaks; the others write to files that are shown when something fails.
+# shellcheck disable=SC2016
+RANK_COMMAND='
+rank=${PMI_RANK:-${OMPI_COMM_WORLD_RANK:?no rank: was this started by mpiexec?}}
+[ "$rank" = 0 ] && exec "$@"
+exec "$@" >"$LOG.rank$rank" 2>&1'
+
+# run_mpi NAME RANKS MPIEXEC PYTHON: the tests marked mpi, in one launch.
+run_mpi() {
+    local name=$1 n=$2 mpiexec=$3 python=$4 log=$LOGS/$1-$2 file
+    rm -f "$log" "$log".rank*
+    # -m mpi4py ends all ranks when one fails; faulthandler ends them when one hangs; timeout when even that hangs.
+    LOG=$log timeout -k 10 400 "$mpiexec" -n "$n" bash -c "$RANK_COMMAND" rank \
+        "$python" -m mpi4py -m pytest --with-mpi -m mpi --no-header -p no:cacheprovider \
+        -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true tests 2>&1 | tee "$log" &&
+        passed "$log" && return
+    for file in "$log".rank*; do
+        [ -f "$file" ] && printf '\n--- end of %s\n' "$file" && tail -n 60 "$file"
+    done
+    return 1
+}
+
+part_lint() {
+    "$VENV/bin/ruff" check . && "$VENV/bin/ruff" format --check .
+}
+
+part_types() {
+    "$VENV/bin/mypy" --strict mpizero
+}
+
+part_package() {
+    rm -rf build/wheel && "$VENV/bin/pip" wheel -q --no-deps --wheel-dir build/wheel . &&
+        "$PY" - <<'CHECK'
+import glob, pathlib, sys, zipfile
+(wheel,) = glob.glob("build/wheel/*.whl")
+packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("mpizero/")}
+source = {str(p) for p in pathlib.Path("mpizero").rglob("*") if p.suffix == ".py" or p.name == "py.typed"}
+print(f"{wheel}: {len(packed)} files")
+sys.exit(f"missing: {sorted(source - packed)}, too many: {sorted(packed - source)}" if packed != source else 0)
+CHECK
+}
+
+part_serial() {
+    run_pytest serial 900 -m 'not mpi' tests
+}
+
+part_mpich() {
+    local n status=0
+    for n in $RANKS; do
+        say "MPICH, $n ranks"
+        run_mpi mpich "$n" "$VENV/bin/mpiexec" "$PY" || status=1
+    done
+    return $status
+}
+
+part_cuda() {
+    NUMBA_ENABLE_CUDASIM=1 run_pytest cuda 600 tests/cuda
+}
+
+part_openmpi() {
+    find_openmpi
+    [ "$OPENMPI" = yes ] || { NOTE="left out: $OPENMPI" && return; }
+    run_mpi openmpi 4 mpiexec.openmpi "$OPENMPI_VENV/bin/python"
+}
+
+part_exactness() {
+    find_openmpi
+    local second=()
+    [ "$OPENMPI" != yes ] || second=(--second-mpiexec mpiexec.openmpi --second-python "$OPENMPI_VENV/bin/python" --second-ranks 4)
+    timeout -k 10 600 "$PY" scripts/exactness.py --steps 10 --mpiexec "$VENV/bin/mpiexec" "${second[@]}"
+}
+
+# ---------------------------------------------------------------------------------------------- the parts in order
+
+say "virtual environment: $VENV"
+STARTED=$SECONDS
+ensure_venv "$VENV" install_test || fail "cannot install the test requirements"
+TABLE=$(printf '%-10s %-6s %5d s' setup ok $((SECONDS - STARTED)))
+STATUS=0
+for part in "${ONLY[@]}"; do
+    say "== $part"
+    STARTED=$SECONDS NOTE='' RESULT=ok
+    "part_$part" || { RESULT=FAILED && STATUS=1; }
+    case $NOTE in "left out"*) RESULT=- ;; esac
+    TABLE+=$(printf '\n%-10s %-6s %5d s  %s' "$part" "$RESULT" $((SECONDS - STARTED)) "$NOTE")
+done
+say "summary"
+printf '%s\n%-10s %-6s %5d s\n' "$TABLE" total "$([ $STATUS = 0 ] && echo ok || echo FAILED)" $SECONDS
+exit $STATUS
