@@ -1,0 +1,66 @@
+"""What arguments a collective accepts; all checks are local and cost less than a microsecond."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpizero.comm.transport import Transport
+from mpizero.types import Array
+
+#: Element types that travel; float16 travels as bits and is not reduced, bfloat16 is sent viewed as uint16.
+MOVABLE = frozenset("?bBhHiIlLqQefdFD")
+REDUCIBLE = frozenset("bBhHiIlLqQfd")
+REDUCTIONS = ("sum", "max", "min")
+#: Tags of ``send`` and ``recv`` are below this number (the smallest ``TAG_UB`` the standard allows is 32767).
+TAG_LIMIT = 32000
+
+
+def array(comm: Transport, operation: str, tag: object, value: Array, written: bool = False) -> None:
+    """Refuse what is not a C-contiguous NumPy array of a movable dtype. Not collective."""
+    if not isinstance(value, np.ndarray):
+        raise comm.error(operation, tag, f"expected a NumPy array, got {type(value).__name__}")
+    flags = value.flags
+    if not flags.c_contiguous:
+        raise comm.error(operation, tag, "the array is not C-contiguous; send a copy", value)
+    if written and not flags.writeable:
+        raise comm.error(operation, tag, "the array to receive into is read-only", value)
+    if value.dtype.char not in MOVABLE:
+        raise comm.error(operation, tag, "this dtype has no message type; view it as integers of its width", value)
+
+
+def peer(comm: Transport, operation: str, tag: object, rank: int) -> None:
+    """Refuse a rank outside the communicator. Not collective."""
+    if not 0 <= rank < comm.size:
+        raise comm.error(operation, tag, f"rank {rank} is not in 0..{comm.size - 1}")
+
+
+def pair(comm: Transport, operation: str, tag: str, send: Array, recv: Array) -> None:
+    """Refuse arrays of two dtypes, and each array that cannot travel. Not collective."""
+    array(comm, operation, tag, send)
+    array(comm, operation, tag, recv, written=True)
+    if send.dtype != recv.dtype:
+        raise comm.error(operation, tag, f"sends {send.dtype} but receives into {recv.dtype}", send)
+
+
+def blocks(comm: Transport, operation: str, tag: str, value: Array, counts: Sequence[int]) -> None:
+    """Refuse ``counts`` that are not one number a rank, or do not add up to the array. Not collective."""
+    if len(counts) != comm.size or min(counts) < 0 or sum(counts) != value.size:
+        raise comm.error(
+            operation, tag, f"counts {list(counts)} are not {comm.size} blocks of {value.size} elements", value
+        )
+
+
+def own_block(comm: Transport, operation: str, tag: str, value: Array, counts: Sequence[int]) -> None:
+    """Refuse a block of another size than this rank's count. Not collective."""
+    if counts[comm.rank] != value.size:
+        raise comm.error(operation, tag, f"counts[{comm.rank}] is {counts[comm.rank]}", value)
+
+
+def reduction(comm: Transport, operation: str, tag: str, value: Array, op: str) -> None:
+    """Refuse an unknown operation, and dtypes that have none. Not collective."""
+    if op not in REDUCTIONS:
+        raise comm.error(operation, tag, f"op must be one of {REDUCTIONS}, got {op!r}", value)
+    if value.dtype.char not in REDUCIBLE:
+        raise comm.error(operation, tag, "this dtype cannot be reduced; convert it to float32 or an integer", value)

@@ -1,0 +1,318 @@
+"""The surface every communicator has, over MPI or over threads; imports neither."""
+
+from __future__ import annotations
+
+import pickle
+from abc import abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from mpizero.comm import checks
+from mpizero.comm.transport import CallTrace, Counters, Request, SharedMemory, Transport
+from mpizero.errors import SharedMemoryError
+from mpizero.types import Array
+
+__all__ = ["CallTrace", "Communicator", "Counters", "Request", "SharedMemory", "as_communicator"]
+
+
+class Communicator(Transport):
+    """A group of ranks that exchange C-contiguous NumPy arrays.
+
+    The arrays of one call have the same dtype; every rank calls the collectives of a communicator in the same order
+    with fitting counts. A misuse seen on this rank is a CollectiveError before anything is sent. A communicator is a
+    context manager: closed at the end of the block, aborted if the block raises (threads) or left to the guard (MPI).
+
+    Attributes
+    ----------
+    rank, size : int
+        Place in the group and size of the group.
+    name : str
+        What errors and the watchdog call the group.
+    shares_memory : bool
+        Whether :meth:`allocate_shared` works: made by :meth:`split_node`, or of size 1.
+    counters : Counters
+        Bytes sent by this rank through this communicator.
+    trace : CallTrace
+        The call this rank is in.
+    """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._leave_failed(error)
+
+    # ------------------------------------------------------------------ collectives
+
+    def barrier(self, tag: str = "") -> None:
+        """Wait until every rank is here. Collective over the communicator."""
+        self._call("barrier", tag, self._barrier)
+
+    def ibarrier(self, tag: str = "") -> Request:
+        """Start a barrier. Collective over the communicator."""
+        request: Request = self._call("ibarrier", tag, self._ibarrier)
+        return request
+
+    def node_barrier(self, shared: SharedMemory, tag: str = "") -> None:
+        """Make what every rank wrote to ``shared`` before visible to every rank after.
+
+        Collective over the communicator that allocated ``shared``.
+        """
+        self._call("node_barrier", tag, self._node_barrier, shared)
+
+    def broadcast(self, buffer: Array, root: int = 0, tag: str = "") -> None:
+        """Copy ``buffer`` of ``root`` into ``buffer`` of every other rank. Collective over the communicator."""
+        self._count_broadcast("broadcast", tag, buffer, root)
+        self._call("broadcast", tag, self._broadcast, buffer, root)
+
+    def ibroadcast(self, buffer: Array, root: int = 0, tag: str = "") -> Request:
+        """Start :meth:`broadcast`. Collective over the communicator."""
+        self._count_broadcast("ibroadcast", tag, buffer, root)
+        request: Request = self._call("ibroadcast", tag, self._ibroadcast, buffer, root)
+        return request
+
+    def allgather(self, send: Array, recv: Array, tag: str = "") -> None:
+        """Concatenate equal blocks of all ranks into ``recv``, ``size`` times as large as ``send``.
+
+        Collective over the communicator. ``send`` and ``recv`` do not overlap.
+        """
+        self._count_allgather("allgather", tag, send, recv)
+        self._call("allgather", tag, self._allgather, send, recv)
+
+    def iallgather(self, send: Array, recv: Array, tag: str = "") -> Request:
+        """Start :meth:`allgather`. Collective over the communicator."""
+        self._count_allgather("iallgather", tag, send, recv)
+        request: Request = self._call("iallgather", tag, self._iallgather, send, recv)
+        return request
+
+    def allgatherv(self, send: Array, recv: Array, counts: Sequence[int], tag: str = "") -> None:
+        """Concatenate blocks of ``counts[rank]`` elements into ``recv``; empty blocks are legal.
+
+        Collective over the communicator; ``counts`` is the same on every rank. ``send`` and ``recv`` do not overlap.
+        """
+        self._count_allgatherv("allgatherv", tag, send, recv, counts)
+        self._call("allgatherv", tag, self._allgatherv, send, recv, counts)
+
+    def iallgatherv(self, send: Array, recv: Array, counts: Sequence[int], tag: str = "") -> Request:
+        """Start :meth:`allgatherv`. Collective over the communicator."""
+        self._count_allgatherv("iallgatherv", tag, send, recv, counts)
+        request: Request = self._call("iallgatherv", tag, self._iallgatherv, send, recv, counts)
+        return request
+
+    def alltoallv(
+        self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], tag: str = ""
+    ) -> None:
+        """Send block i of ``send`` to rank i, and receive rank i's block as block i of ``recv``.
+
+        Collective over the communicator. Blocks lie behind one another; ``recv_counts[i]`` here equals
+        ``send_counts[rank]`` on rank i. ``send`` and ``recv`` do not overlap.
+        """
+        self._count_alltoallv("alltoallv", tag, send, send_counts, recv, recv_counts)
+        self._call("alltoallv", tag, self._alltoallv, send, recv, send_counts, recv_counts)
+
+    def ialltoallv(
+        self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], tag: str = ""
+    ) -> Request:
+        """Start :meth:`alltoallv`. Collective over the communicator."""
+        self._count_alltoallv("ialltoallv", tag, send, send_counts, recv, recv_counts)
+        request: Request = self._call("ialltoallv", tag, self._ialltoallv, send, recv, send_counts, recv_counts)
+        return request
+
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], tag: str = "") -> None:
+        """Sum ``send`` over the ranks in an order of the library's choice; block ``rank`` of the sum goes to ``recv``.
+
+        Collective over the communicator; ``counts`` is the same on every rank.
+        """
+        checks.pair(self, "reduce_scatter", tag, send, recv)
+        checks.blocks(self, "reduce_scatter", tag, send, counts)
+        checks.own_block(self, "reduce_scatter", tag, recv, counts)
+        checks.reduction(self, "reduce_scatter", tag, send, "sum")
+        self.counters.add(send.nbytes - recv.nbytes)
+        self._call("reduce_scatter", tag, self._reduce_scatter, send, recv, counts)
+
+    def allreduce(self, buffer: Array, op: str = "sum", tag: str = "") -> None:
+        """Replace ``buffer`` by its elementwise "sum", "max" or "min" over the ranks.
+
+        Collective over the communicator. Sums are in the library's own order, so their bits may differ between MPIs;
+        max and min of NaN are not defined.
+        """
+        self._count_allreduce("allreduce", tag, buffer, op)
+        self._call("allreduce", tag, self._allreduce, buffer, op)
+
+    def iallreduce(self, buffer: Array, op: str = "sum", tag: str = "") -> Request:
+        """Start :meth:`allreduce`. Collective over the communicator."""
+        self._count_allreduce("iallreduce", tag, buffer, op)
+        request: Request = self._call("iallreduce", tag, self._iallreduce, buffer, op)
+        return request
+
+    def allgather_object(self, value: Any, tag: str = "") -> list[Any]:
+        """List the picklable ``value`` of every rank. Collective over the communicator; control plane only."""
+        payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        self.counters.add(len(payload) * (self.size - 1))
+        return [pickle.loads(p) for p in self._call("allgather_object", tag, self._allgather_bytes, payload)]
+
+    def broadcast_object(self, value: Any, root: int = 0, tag: str = "") -> Any:
+        """Return the picklable ``value`` of ``root`` on every rank. Collective over the communicator."""
+        checks.peer(self, "broadcast_object", tag, root)
+        payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if self.rank == root else None
+        if payload is not None:
+            self.counters.add(len(payload) * (self.size - 1))
+        return pickle.loads(self._call("broadcast_object", tag, self._broadcast_bytes, payload, root))
+
+    # ------------------------------------------------------------------ point to point
+
+    def send(self, buffer: Array, peer: int, tag: int = 0) -> None:
+        """Send ``buffer`` to ``peer``; may wait for its receive. Not collective."""
+        self.isend(buffer, peer, tag).wait()
+
+    def recv(self, buffer: Array, peer: int, tag: int = 0) -> None:
+        """Receive exactly ``buffer.size`` elements from ``peer``. Not collective."""
+        self.irecv(buffer, peer, tag).wait()
+
+    def isend(self, buffer: Array, peer: int, tag: int = 0) -> Request:
+        """Start :meth:`send`. Not collective."""
+        self._check_message("isend", buffer, peer, tag)
+        if peer != self.rank:
+            self.counters.add(buffer.nbytes)
+        return self._isend(buffer, peer, tag)
+
+    def irecv(self, buffer: Array, peer: int, tag: int = 0) -> Request:
+        """Start :meth:`recv`. Not collective."""
+        self._check_message("irecv", buffer, peer, tag)
+        return self._irecv(buffer, peer, tag)
+
+    # ------------------------------------------------------------------ groups
+
+    def split(self, color: int, key: int | None = None, name: str = "") -> Communicator:
+        """Group the ranks of equal ``color`` (>= 0), ordered by ``key`` (default: rank), then rank.
+
+        Collective over the communicator. The caller closes the result; MPI runs out at about 2000 open ones.
+        """
+        if not 0 <= color < 2**31:
+            raise self.error("split", name, f"color must be in 0..2**31-1, got {color}")
+        label = name or f"{self.name}/{color}"
+        group: Communicator = self._call("split", label, self._split, color, self.rank if key is None else key, label)
+        return group
+
+    def split_node(self, ranks_per_node: int | None = None, name: str = "") -> Communicator:
+        """Group the ranks that can share memory, in rank order.
+
+        Collective over the communicator. ``ranks_per_node=k`` simulates smaller nodes: consecutive groups of ``k``
+        ranks inside each real node. The caller closes the result.
+        """
+        if ranks_per_node is not None and ranks_per_node < 1:
+            raise self.error("split_node", name, f"ranks_per_node must be >= 1 or None, got {ranks_per_node}")
+        label = name or f"{self.name}/node"
+        group: Communicator = self._call("split_node", label, self._split_node, ranks_per_node, label)
+        return group
+
+    def allocate_shared(self, nbytes: int, tag: str = "") -> SharedMemory:
+        """Allocate zeroed memory that every rank reads and writes.
+
+        Collective over the communicator, which comes from :meth:`split_node` or has size 1.
+
+        Raises
+        ------
+        SharedMemoryError
+            On all ranks alike: not a node communicator, or too little room; nothing is allocated then.
+        """
+        if not self.shares_memory:
+            raise SharedMemoryError(
+                f"[rank {self.rank}] communicator {self.name!r} may span nodes: allocate on split_node()'s result"
+            )
+        if nbytes < 0:
+            raise self.error("allocate_shared", tag, f"nbytes must be >= 0, got {nbytes}")
+        shared: SharedMemory = self._call("allocate_shared", tag, self._allocate_shared, nbytes)
+        return shared
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the communicator; a second call does nothing. Collective over the communicator."""
+
+    @abstractmethod
+    def abort(self, error: BaseException | None = None) -> None:
+        """End every rank of the job (MPI) or of the group of threads, because of ``error``. Not collective."""
+
+    @abstractmethod
+    def _leave_failed(self, error: BaseException) -> None: ...
+
+    @abstractmethod
+    def _split(self, color: int, key: int, name: str) -> Communicator: ...
+
+    @abstractmethod
+    def _split_node(self, ranks_per_node: int | None, name: str) -> Communicator: ...
+
+    # ------------------------------------------------------------------ checks and counts
+
+    def _count_broadcast(self, operation: str, tag: str, buffer: Array, root: int) -> None:
+        checks.peer(self, operation, tag, root)
+        checks.array(self, operation, tag, buffer, written=self.rank != root)
+        if self.rank == root:
+            self.counters.add(buffer.nbytes * (self.size - 1))
+
+    def _count_allgather(self, operation: str, tag: str, send: Array, recv: Array) -> None:
+        checks.pair(self, operation, tag, send, recv)
+        if send.size * self.size != recv.size:
+            raise self.error(operation, tag, f"{self.size} blocks of {send.size} elements do not fill it", recv)
+        self.counters.add(send.nbytes * (self.size - 1))
+
+    def _count_allgatherv(self, operation: str, tag: str, send: Array, recv: Array, counts: Sequence[int]) -> None:
+        checks.pair(self, operation, tag, send, recv)
+        checks.blocks(self, operation, tag, recv, counts)
+        checks.own_block(self, operation, tag, send, counts)
+        self.counters.add(send.nbytes * (self.size - 1))
+
+    def _count_alltoallv(
+        self, operation: str, tag: str, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]
+    ) -> None:
+        checks.pair(self, operation, tag, send, recv)
+        checks.blocks(self, operation, tag, send, send_counts)
+        checks.blocks(self, operation, tag, recv, recv_counts)
+        if send_counts[self.rank] != recv_counts[self.rank]:
+            raise self.error(
+                operation, tag, f"own block: sends {send_counts[self.rank]}, receives {recv_counts[self.rank]}", send
+            )
+        self.counters.add(send.nbytes - int(send_counts[self.rank]) * send.itemsize)
+
+    def _count_allreduce(self, operation: str, tag: str, buffer: Array, op: str) -> None:
+        checks.array(self, operation, tag, buffer, written=True)
+        checks.reduction(self, operation, tag, buffer, op)
+        self.counters.add(2 * buffer.nbytes * (self.size - 1) // self.size)
+
+    def _check_message(self, operation: str, buffer: Array, peer: int, tag: int) -> None:
+        checks.array(self, operation, tag, buffer, written=operation == "irecv")
+        checks.peer(self, operation, tag, peer)
+        if not 0 <= tag < checks.TAG_LIMIT:
+            raise self.error(operation, tag, f"tag must be in 0..{checks.TAG_LIMIT - 1}", buffer)
+
+
+def as_communicator(comm: Any = None, name: str = "world") -> Communicator:
+    """Turn an mpi4py communicator, a Communicator or None (one process, no MPI) into a Communicator.
+
+    Collective over ``comm`` if it is an mpi4py communicator: it is split, never used itself, and the caller closes the
+    result. A Communicator is returned as it is.
+
+    Raises
+    ------
+    TypeError
+        If ``comm`` is something else.
+    """
+    if isinstance(comm, Communicator):
+        return comm
+    if comm is None:
+        from mpizero.comm.inmemory import InMemoryCommunicator
+
+        return InMemoryCommunicator.group(1, name=name)[0]
+    if type(comm).__module__.split(".")[0] == "mpi4py" or hasattr(comm, "Split_type"):
+        from mpizero.comm.mpi import MpiCommunicator
+
+        return MpiCommunicator(comm, name=name)
+    raise TypeError(
+        f"comm must be an mpi4py communicator, an mpizero Communicator or None, got {type(comm).__name__}: {comm!r}"
+    )

@@ -1,0 +1,205 @@
+"""What a communicator is made of: counters, trace, requests, shared memory, and the primitives of a transport."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any
+
+from mpizero.errors import CollectiveError
+from mpizero.types import Array
+
+
+class Counters:
+    """What one rank has sent to *other* ranks through one communicator.
+
+    [Note: bytes on the wire] The count is the amount of data, whatever algorithm the MPI library chooses:
+    ``allgather(v)``: own block x (size - 1); ``alltoallv``: the blocks for others; ``broadcast``: the root counts
+    buffer x (size - 1), the others nothing; ``reduce_scatter``: the blocks for others; ``allreduce``:
+    2 x buffer x (size - 1) / size, rounded down; ``send``: the buffer, unless sent to itself; objects: their pickled
+    length as in ``allgatherv`` and ``broadcast``. Barriers, splits and shared memory count nothing.
+    ``messages`` counts the calls that sent data.
+    """
+
+    __slots__ = ("bytes_sent", "messages")
+
+    def __init__(self) -> None:
+        self.bytes_sent = 0
+        self.messages = 0
+
+    def add(self, sent: int) -> None:
+        """Count one call that sends ``sent`` bytes. Not collective."""
+        if sent:
+            self.bytes_sent += sent
+            self.messages += 1
+
+    def reset(self) -> None:
+        """Start again from zero. Not collective."""
+        self.bytes_sent = 0
+        self.messages = 0
+
+    def __repr__(self) -> str:
+        return f"Counters(bytes_sent={self.bytes_sent}, messages={self.messages})"
+
+
+class CallTrace:
+    """The call a rank of one communicator is in, or was in last; written by the communicator, read by the watchdog.
+
+    Attributes
+    ----------
+    name : str
+        Name of the communicator.
+    sequence : int
+        Number of the collective, the same on all ranks of the communicator; point-to-point calls do not count.
+    operation, tag : str
+        For example ``"allgatherv"`` and ``"blocks.3"``.
+    entered : float
+        ``time.monotonic()`` at entry; 0.0 while the rank is not inside a call.
+    started : int
+        Collectives begun so far; above ``sequence`` while an older non-blocking one is waited for.
+    """
+
+    __slots__ = ("entered", "name", "operation", "sequence", "started", "tag")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.sequence = 0
+        self.operation = ""
+        self.tag = ""
+        self.entered = 0.0
+        self.started = 0
+
+
+class Request(ABC):
+    """A started operation; keeps its buffers alive until it has ended."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when the operation has ended on this rank. Not collective; a second call returns at once."""
+
+    @abstractmethod
+    def test(self) -> bool:
+        """Make progress and tell whether the operation has ended. Not collective."""
+
+
+class SharedMemory(ABC):
+    """Memory that all ranks of a node communicator read and write; made by ``Communicator.allocate_shared``.
+
+    Attributes
+    ----------
+    buffer : numpy.ndarray
+        One-dimensional, uint8, the whole window on every rank, 64-byte aligned, zero at first.
+        Views of it must not be used after :meth:`close`: the pages are gone then.
+    """
+
+    buffer: Array
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Order this rank's loads and stores to the window. Not collective; ranks are ordered by a barrier."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the window, ``buffer`` becomes empty; a second call does nothing. Collective over its communicator."""
+
+
+class Transport(ABC):
+    """Rank, size, bookkeeping and the primitives; arguments have been checked when a primitive is called."""
+
+    #: Exceptions of the transport that become CollectiveError.
+    _native_errors: tuple[type[BaseException], ...] = ()
+
+    def __init__(self, rank: int, size: int, name: str, shares_memory: bool = False) -> None:
+        self.rank = rank
+        self.size = size
+        self.name = name
+        self.shares_memory = shares_memory or size == 1
+        self.counters = Counters()
+        self.trace = CallTrace(name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size})"
+
+    def error(self, operation: str, tag: object, reason: object, array: object = None) -> CollectiveError:
+        """Describe a failed call: rank, operation, tag, communicator, dtype, count, reason. Not collective."""
+        what = f" {array.dtype}[{array.size}]" if hasattr(array, "dtype") and hasattr(array, "size") else ""
+        label = f" {tag!r}" if tag != "" else ""
+        return CollectiveError(f"[rank {self.rank}] {operation}{label} on {self.name!r}{what}: {reason}")
+
+    def _call(self, operation: str, tag: str, primitive: Callable[..., Any], *arguments: Any) -> Any:
+        """Run one primitive under the trace; the transport's errors name the call."""
+        trace = self.trace
+        trace.started += 1
+        trace.sequence = trace.started
+        trace.operation = operation
+        trace.tag = tag
+        trace.entered = monotonic()
+        try:
+            return primitive(*arguments)
+        except self._native_errors as error:
+            raise self.error(operation, tag, error, arguments[0] if arguments else None) from error
+        finally:
+            trace.entered = 0.0
+
+    @abstractmethod
+    def _barrier(self) -> None: ...
+
+    @abstractmethod
+    def _ibarrier(self) -> Request: ...
+
+    def _node_barrier(self, shared: SharedMemory) -> None:
+        shared.synchronize()
+        self._barrier()
+        shared.synchronize()
+
+    @abstractmethod
+    def _ibroadcast(self, buffer: Array, root: int) -> Request: ...
+
+    @abstractmethod
+    def _iallgather(self, send: Array, recv: Array) -> Request: ...
+
+    @abstractmethod
+    def _iallgatherv(self, send: Array, recv: Array, counts: Sequence[int]) -> Request: ...
+
+    @abstractmethod
+    def _ialltoallv(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Request:
+        ...
+
+    @abstractmethod
+    def _reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> None: ...
+
+    @abstractmethod
+    def _iallreduce(self, buffer: Array, op: str) -> Request: ...
+
+    # Blocking twins; a transport overrides those that it has in a faster form.
+
+    def _broadcast(self, buffer: Array, root: int) -> None:
+        self._ibroadcast(buffer, root).wait()
+
+    def _allgather(self, send: Array, recv: Array) -> None:
+        self._iallgather(send, recv).wait()
+
+    def _allgatherv(self, send: Array, recv: Array, counts: Sequence[int]) -> None:
+        self._iallgatherv(send, recv, counts).wait()
+
+    def _alltoallv(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> None:
+        self._ialltoallv(send, recv, send_counts, recv_counts).wait()
+
+    def _allreduce(self, buffer: Array, op: str) -> None:
+        self._iallreduce(buffer, op).wait()
+
+    @abstractmethod
+    def _allgather_bytes(self, payload: bytes) -> list[bytes]: ...
+
+    @abstractmethod
+    def _broadcast_bytes(self, payload: bytes | None, root: int) -> bytes: ...
+
+    @abstractmethod
+    def _isend(self, buffer: Array, peer: int, tag: int) -> Request: ...
+
+    @abstractmethod
+    def _irecv(self, buffer: Array, peer: int, tag: int) -> Request: ...
+
+    @abstractmethod
+    def _allocate_shared(self, nbytes: int) -> SharedMemory: ...
