@@ -1,0 +1,1 @@
+"""From one configuration file to a trained, checkpointed, resumable run."""

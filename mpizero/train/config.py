@@ -1,0 +1,354 @@
+"""The configuration of a training run: one frozen section per table of the TOML file, valid once it exists."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from mpizero.train.checks import (
+    Section,
+    choice,
+    did_you_mean,
+    flag,
+    fraction,
+    many,
+    not_negative,
+    optional,
+    positive,
+    rejected,
+    required,
+    setting,
+    shown,
+    text,
+    whole,
+)
+
+#: Settings that may differ between a saved run and the one that resumes it: none changes the mathematics.
+#: Training data are compared by their content, not by where they lie.
+FREE_SECTIONS = ("parallel", "checkpoint")
+FREE_KEYS = (
+    "train.steps",
+    "train.threads",
+    "train.validate_every",
+    "train.validate_samples",
+    "model.activation_checkpointing",
+    "data.text",
+    "data.arrays",
+    "data.hdf5",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection(Section):
+    """What every model has; :class:`GptSection` and :class:`MlpSection` say the rest."""
+
+    name: str = required(choice("gpt", "mlp"))
+    dtype: str = setting("float32", choice("float32", "float64"))
+
+    @classmethod
+    def title(cls) -> str:
+        """Return the section's name in the file."""
+        return "model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptSection(ModelSection):
+    """A byte-level language model."""
+
+    dim: int = setting(256, whole(1))
+    layers: int = setting(4, whole(1))
+    heads: int = setting(4, whole(1))
+    sequence: int = setting(128, whole(1))
+    dropout: float = setting(0.0, fraction())
+    tied: bool = setting(True, flag)
+    activation_checkpointing: bool = setting(False, flag)
+
+    def check_combination(self) -> None:
+        """Reject heads that cannot share the width equally."""
+        if self.dim % self.heads:
+            fit = ", ".join(str(n) for n in range(1, self.dim + 1) if self.dim % n == 0 and n <= 64)
+            raise self.reject("heads", f"must divide model.dim = {self.dim}; these do: {fit}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpSection(ModelSection):
+    """A multi-layer perceptron; inputs and outputs are as wide as the data."""
+
+    hidden: tuple[int, ...] = setting((64, 64), many(whole(1)))
+    activation: str = setting("relu", choice("relu", "gelu", "silu", "tanh"))
+    task: str = setting("classification", choice("classification", "regression"))
+
+
+def _arrays(value: Any) -> Any:
+    if value == "digits":
+        return value
+    return _table("x", "y", hint=' or "digits" (scikit-learn\'s handwritten digits)')(value)
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    if value in ("digits", ["digits"]):
+        raise ValueError('is for text; scikit-learn\'s digits are data.arrays = "digits"')
+    result: tuple[str, ...] = many(text, least=1)([value] if isinstance(value, str) else value)
+    if "stdlib" in result and len(result) > 1:
+        raise ValueError('"stdlib" (this Python\'s own sources) stands alone')
+    return result
+
+
+def _table(*keys: str, hint: str = "") -> Any:
+    allowed = "must be a table {" + ", ".join(f'{key} = "..."' for key in keys) + "}" + hint
+
+    def check(value: Any) -> dict[str, str]:
+        if not isinstance(value, dict):
+            raise ValueError(allowed)
+        for key in value:
+            if key not in keys:
+                raise ValueError(f"{allowed}; {key} is unknown{did_you_mean(key, keys)}")
+        for key in keys:
+            if key not in value:
+                raise ValueError(f"{allowed}; {key} is missing")
+            try:
+                text(value[key])
+            except ValueError as error:
+                raise ValueError(f"{allowed}; {key} {error}") from None
+        return dict(value)
+
+    return check
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection(Section):
+    """Where the samples come from: exactly one of text, arrays and hdf5; paths start at the working folder."""
+
+    text: tuple[str, ...] | None = setting(None, optional(_patterns))
+    arrays: Any = setting(None, optional(_arrays))
+    hdf5: Any = setting(None, optional(_table("path", "x", "y")))
+    validation: float = setting(0.05, fraction())
+
+    @property
+    def kind(self) -> str:
+        """The key that is given."""
+        return next(key for key in ("text", "arrays", "hdf5") if getattr(self, key) is not None)
+
+    def check_combination(self) -> None:
+        """Require one source, no more and no less."""
+        given = [key for key in ("text", "arrays", "hdf5") if getattr(self, key) is not None]
+        if len(given) != 1:
+            what = " and ".join(f"data.{key}" for key in given) if given else "none"
+            example = 'text = ["corpus/*.txt"], text = "stdlib", arrays = {x = "x.npy", y = "y.npy"}, arrays = "digits"'
+            raise rejected("data", what, f"must have exactly one of text, arrays and hdf5, for example {example}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSection(Section):
+    """How the work is laid out over ranks; changes no bit of the result."""
+
+    strategy: str = setting("zero2", choice("ddp", "zero1", "zero2", "zero3"))
+    pipeline: int = setting(1, whole(1))
+    tensor: int = setting(1, whole(1))
+    data: int = setting(-1, whole(-1))
+    schedule: str = setting("1f1b", choice("gpipe", "1f1b", "interleaved", "zero_bubble"))
+    virtual_stages: int = setting(1, whole(1))
+    order: str = setting("pipeline,tensor,data", text)
+    share_node_memory: bool = setting(True, flag)
+    ranks_per_node: int | None = setting(None, optional(whole(1)))
+
+    def check_combination(self) -> None:
+        """Reject layouts other than data parallelism, the only one in this version."""
+        if self.data == 0:
+            raise self.reject("data", "must be -1 (all remaining ranks) or a whole number >= 1")
+        for key in ("pipeline", "tensor", "virtual_stages"):
+            if getattr(self, key) > 1:
+                raise self.reject(key, "must be 1; this version splits the data only, not the model")
+        names = sorted(part.strip() for part in self.order.split(","))
+        if names != ["data", "pipeline", "tensor"]:
+            raise self.reject("order", "must name pipeline, tensor and data once each, separated by commas")
+
+    def check_ranks(self, ranks: int) -> None:
+        """Reject a data-parallel size that this job does not have.
+
+        Not collective.
+        """
+        if self.data not in (-1, ranks):
+            raise self.reject("data", f"must be -1 or the number of ranks, which is {ranks} in this job")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSection(Section):
+    """The batches and the loop over them."""
+
+    steps: int = setting(200, whole(1))
+    global_batch: int = setting(64, whole(1))
+    micro_batch: int | None = setting(None, optional(whole(1)))
+    seed: int = setting(0, whole(0, 2**63 - 1))
+    clip: float = setting(0.0, not_negative())
+    threads: int = setting(1, whole(1, 1024))
+    validate_every: int = setting(50, whole(0))
+    validate_samples: int = setting(512, whole(0))
+
+    def check_combination(self) -> None:
+        """Reject a grain larger than the global batch."""
+        if self.micro_batch is not None and self.micro_batch > self.global_batch:
+            raise self.reject(
+                "micro_batch", f"must be at most train.global_batch = {self.global_batch}, of which it is a part"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSection(Section):
+    """What every optimizer has; the classes below add each one's own."""
+
+    name: str = setting("adamw", choice("sgd", "adam", "adamw", "rmsprop", "lion", "lamb"))
+    lr: float = setting(3e-4, positive())
+    schedule: str = setting("constant", choice("constant", "linear", "cosine"))
+    warmup: int = setting(0, whole(0))
+    end: float = setting(0.0, not_negative())
+    weight_decay: float = setting(0.0, not_negative())
+
+    @classmethod
+    def title(cls) -> str:
+        """Return the section's name in the file."""
+        return "optimizer"
+
+    def check_combination(self) -> None:
+        """Reject a last learning rate that no schedule reaches."""
+        if self.end and self.schedule == "constant":
+            raise self.reject("end", 'belongs to the schedules "linear" and "cosine"; a constant rate has no end')
+        if self.end > self.lr:
+            raise self.reject("end", f"must be at most optimizer.lr = {self.lr}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SgdSection(OptimizerSection):
+    """Stochastic gradient descent."""
+
+    lr: float = setting(0.01, positive())
+    momentum: float = setting(0.0, fraction())
+    dampening: float = setting(0.0, fraction())
+    nesterov: bool = setting(False, flag)
+
+    def check_combination(self) -> None:
+        """Reject kinds of momentum where there is none."""
+        super().check_combination()
+        if self.nesterov and (not self.momentum or self.dampening):
+            raise self.reject("nesterov", "needs optimizer.momentum > 0 and optimizer.dampening = 0")
+        if self.dampening and not self.momentum:
+            raise self.reject("dampening", "needs optimizer.momentum > 0")
+
+
+_BETAS = many(fraction(), count=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamSection(OptimizerSection):
+    """Adam; the decay is added to the gradient."""
+
+    betas: tuple[float, float] = setting((0.9, 0.999), _BETAS)
+    eps: float = setting(1e-8, positive())
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamwSection(AdamSection):
+    """Adam with the decay applied to the weights."""
+
+    weight_decay: float = setting(0.01, not_negative())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LambSection(AdamSection):
+    """Adam with a trust ratio for every tensor."""
+
+    eps: float = setting(1e-6, positive())
+    weight_decay: float = setting(0.01, not_negative())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RmspropSection(OptimizerSection):
+    """Root-mean-square propagation."""
+
+    alpha: float = setting(0.99, fraction())
+    eps: float = setting(1e-8, positive())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LionSection(OptimizerSection):
+    """The sign of an interpolated momentum."""
+
+    lr: float = setting(1e-4, positive())
+    betas: tuple[float, float] = setting((0.9, 0.99), _BETAS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection(Section):
+    """Where and how often the state is saved; ``every = 0`` saves at the end only."""
+
+    folder: str = setting("run/checkpoints", text)
+    every: int = setting(100, whole(0))
+    keep: int = setting(2, whole(1))
+
+
+MODELS: dict[str, type[ModelSection]] = {"gpt": GptSection, "mlp": MlpSection}
+OPTIMIZERS: dict[str, type[OptimizerSection]] = {
+    "sgd": SgdSection,
+    "adam": AdamSection,
+    "adamw": AdamwSection,
+    "rmsprop": RmspropSection,
+    "lion": LionSection,
+    "lamb": LambSection,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole configuration, every combination checked."""
+
+    model: ModelSection
+    data: DataSection
+    parallel: ParallelSection = ParallelSection()
+    train: TrainSection = TrainSection()
+    optimizer: OptimizerSection = AdamwSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+
+    def __post_init__(self) -> None:
+        """Reject sections that are fine alone and not together."""
+        if self.optimizer.warmup > self.train.steps:
+            raise self.optimizer.reject("warmup", f"must be at most train.steps = {self.train.steps}")
+        if self.model.name == "gpt" and self.data.kind != "text":
+            raise rejected("data", f"data.{self.data.kind}", 'model.name = "gpt" learns from data.text')
+        if self.model.name == "mlp" and self.data.kind == "text":
+            raise rejected("data", "data.text", 'model.name = "mlp" learns from data.arrays or data.hdf5')
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Return every setting, defaults included, as plain JSON values.
+
+        Not collective.
+        """
+        return {item.name: {k: _plain(v) for k, v in asdict(getattr(self, item.name)).items()} for item in fields(self)}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def mathematics(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the settings that decide the result, by dotted name, from a :meth:`Config.to_dict`.
+
+    Not collective.
+    """
+    flat = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
+    return {
+        key: value
+        for key, value in sorted(flat.items())
+        if key not in FREE_KEYS and key.partition(".")[0] not in FREE_SECTIONS
+    }
+
+
+def difference(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]]) -> str | None:
+    """Return the first setting by which two configurations compute different things, with both values.
+
+    Not collective.
+    """
+    before, now = mathematics(saved), mathematics(wanted)
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key):
+            return f"{key} was {shown(before.get(key))} in the saved run and is {shown(now.get(key))} now"
+    return None

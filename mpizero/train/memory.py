@@ -1,0 +1,57 @@
+"""How much memory this process uses: its peak, and its fair share of what it shares with the node's other ranks."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from pathlib import Path
+
+
+def peak_resident() -> int:
+    """Return the largest resident size that this process has had, in bytes (shared pages counted in full).
+
+    Not collective.
+    """
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def resident() -> int:
+    """Return the resident size of this process now, in bytes (shared pages counted in full).
+
+    Not collective.
+    """
+    return _kilobytes(Path("/proc/self/status"), "VmRSS") or peak_resident()
+
+
+def proportional() -> int:
+    """Return the proportional set size in bytes: each shared page counts 1/k where k processes map it.
+
+    Not collective. Summed over a node's ranks it is what they use together. Where the kernel does not tell
+    (``/proc/self/smaps_rollup``), the resident size is returned.
+    """
+    return _kilobytes(Path("/proc/self/smaps_rollup"), "Pss") or resident()
+
+
+def settle() -> None:
+    """Give freed memory back to the system, so that a measurement sees what is really held.
+
+    Not collective.
+    """
+    import ctypes
+
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; other C libraries return pages by themselves
+    if trim is not None:
+        trim(0)
+
+
+def _kilobytes(path: Path, field: str) -> int:
+    try:
+        text = path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0
+    for line in text.splitlines():
+        name, _, rest = line.partition(":")
+        if name == field:
+            return int(rest.split()[0]) * 1024
+    return 0

@@ -1,0 +1,79 @@
+"""What rank 0 shows while training: a bar on a terminal, a short line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, TextIO
+
+#: Seconds between two lines where the output is not a terminal; the first and the last step always show.
+QUIET_SECONDS = 10.0
+
+
+class Progress:
+    """Report steps on one stream.
+
+    Parameters
+    ----------
+    steps : int
+        Number of the last step.
+    done : int
+        Steps that an earlier run has done.
+    active : bool
+        False on every rank but the first: nothing is shown.
+    stream : TextIO, optional
+        Default: standard error, so that standard output keeps to the result.
+    """
+
+    def __init__(self, steps: int, done: int = 0, *, active: bool = True, stream: TextIO | None = None) -> None:
+        self._stream = stream if stream is not None else sys.stderr
+        self._steps, self._active, self._spoken = steps, active, float("-inf")
+        self._bar: Any = None
+        if active and self._stream.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=steps, initial=done, file=self._stream, unit="step", dynamic_ncols=True)
+
+    def step(self, step: int, figures: dict[str, str]) -> None:
+        """Show that a step is done.
+
+        Not collective.
+        """
+        if not self._active:
+            return
+        if self._bar is not None:
+            self._bar.set_postfix(figures, refresh=False)
+            self._bar.update(1)
+            return
+        now = time.monotonic()
+        if now - self._spoken >= QUIET_SECONDS or step == self._steps:
+            self._spoken = now
+            self._write(f"step {step}/{self._steps}  " + "  ".join(f"{k} {v}" for k, v in figures.items()))
+
+    def say(self, message: str) -> None:
+        """Write one line beside the bar.
+
+        Not collective.
+        """
+        if self._active:
+            self._write(f"mpizero: {message}")
+
+    def close(self) -> None:
+        """Leave the bar as it is and end its line.
+
+        Not collective.
+        """
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _write(self, line: str) -> None:
+        try:
+            if self._bar is not None:
+                self._bar.write(line, file=self._stream)
+            else:
+                self._stream.write(line + "\n")
+                self._stream.flush()
+        except (OSError, ValueError):
+            # A closed terminal must not end a training run.
+            self._active = False
