@@ -154,7 +154,7 @@ part_types() {
 }
 
 part_package() {
-    rm -rf build/wheel && "$VENV/bin/pip" wheel -q --no-deps --wheel-dir build/wheel . &&
+    rm -rf build/wheel build/lib build/bdist* && "$VENV/bin/pip" wheel -q --no-deps --wheel-dir build/wheel . &&
         "$PY" - <<'CHECK'
 import glob, pathlib, sys, zipfile
 (wheel,) = glob.glob("build/wheel/*.whl")

@@ -1,0 +1,204 @@
+"""Show that the number of ranks, the strategy and the kind of memory do not change one bit of the result.
+
+Trains small GPTs on every combination of
+
+* 1, 2, 3, 4 and 8 ranks under mpiexec, a second MPI, and threads of one process,
+* DDP, ZeRO-1, ZeRO-2, ZeRO-3,
+* node-shared windows, private memory, and simulated nodes of two ranks,
+
+in several cases: clipping, dropout, tied embeddings, LAMB, numbers of grains that the ranks do not divide. All runs of
+a case must end with the same sha256 over all parameters. Each number of ranks is one launch; the rest happens inside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mpizero as mz
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+MEMORIES: Mapping[str, Mapping[str, Any]] = {
+    "shared": {},
+    "private": {"share_node_memory": False},
+    "nodes of 2": {"ranks_per_node": 2},
+}
+SEQUENCE, VOCABULARY = 12, 48
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training whose result must not depend on how it is run."""
+
+    name: str
+    batch: int = 12
+    grain: int = 2
+    clip: float | None = None
+    dropout: float = 0.0
+    tied: bool = False
+    optimizer: str = "adamw"
+
+    def wrapped(self) -> Any:
+        """Return the model: 2 blocks, with sizes that no number of ranks divides."""
+        return mz.nn.GPT(
+            dim=28, layers=2, heads=2, sequence=SEQUENCE, vocabulary=VOCABULARY, dropout=self.dropout, tied=self.tied
+        )
+
+    def update(self) -> Any:
+        """Return the optimizer."""
+        return {"adamw": mz.AdamW(lr=3e-3), "lamb": mz.LAMB(lr=1e-2), "sgd": mz.SGD(lr=0.1, momentum=0.9)}[
+            self.optimizer
+        ]
+
+    def batches(self, steps: int, rank: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield this rank's part of each global batch: uneven parts, re-dealt by the library."""
+        rng = np.random.default_rng(7)
+        for _ in range(steps):
+            text = rng.integers(0, VOCABULARY, (self.batch, SEQUENCE + 1))
+            text[:, 1::2] = (text[:, 0::2][:, : text[:, 1::2].shape[1]] * 3 + 1) % VOCABULARY  # something to learn
+            mine = text[rank * self.batch // size : (rank + 1) * self.batch // size]
+            yield mine[:, :-1], mine[:, 1:]
+
+
+CASES = (
+    Case("6 grains"),
+    Case("11 grains, last short", batch=32, grain=3),
+    Case("clipping", clip=0.5),
+    Case("dropout", dropout=0.2),
+    Case("tied embeddings", tied=True),
+    Case("LAMB", optimizer="lamb"),
+    Case("SGD, momentum", optimizer="sgd"),
+    Case("all of it", batch=32, grain=3, clip=0.5, dropout=0.2, tied=True, optimizer="lamb"),
+)
+
+
+def train(case: Case, comm: Any, strategy: str, memory: str, steps: int) -> str:
+    """Train one case in one way.
+
+    Collective over ``comm``.
+
+    Returns
+    -------
+    str
+        Hash of the parameters.
+    """
+    config = mz.ShardingConfig(comm=comm, micro_batch=case.grain, clip=case.clip, **MEMORIES[memory])
+    model, _ = mz.distribute(case.wrapped(), case.update(), strategy=strategy, config=config)
+    with model:
+        for x, y in case.batches(steps, model.rank, model.world_size):
+            model.train(x, y)
+        return str(model.parameters_sha256())
+
+
+def everything(comm: Any, steps: int, where: str) -> list[dict[str, str]]:
+    """Train all cases in all ways; one row each."""
+    return [
+        {"case": case.name, "where": where, "strategy": strategy, "memory": memory}
+        | {"sha256": train(case, comm, strategy, memory, steps)}
+        for case in CASES
+        for strategy in STRATEGIES
+        for memory in MEMORIES
+    ]
+
+
+def worker(args: argparse.Namespace) -> None:
+    """Be one rank of a launch; rank 0 writes the rows."""
+    from mpi4py import MPI
+
+    vendor = MPI.get_vendor()[0]
+    rows = everything(MPI.COMM_WORLD, args.steps, f"{vendor}, {MPI.COMM_WORLD.size} ranks")
+    if MPI.COMM_WORLD.rank == 0:
+        Path(args.worker).write_text(json.dumps(rows), encoding="utf-8")
+
+
+def launch(mpiexec: str, python: str, ranks: int, args: argparse.Namespace) -> list[dict[str, str]]:
+    """Start one job and return its rows."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+    if os.geteuid() == 0:
+        environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "rows.json"
+        command = [mpiexec, "-n", str(ranks), python, __file__, "--steps", str(args.steps), "--worker", str(output)]
+        status = subprocess.run(command, env=environment, timeout=args.timeout, check=False).returncode
+        if status or not output.exists():
+            sys.exit(f"{' '.join(command)}: exit status {status}")
+        rows: list[dict[str, str]] = json.loads(output.read_text(encoding="utf-8"))
+    return rows
+
+
+def in_threads(ranks: int, steps: int) -> list[dict[str, str]]:
+    """Train everything on threads of this process; no MPI is started."""
+    from mpizero.testing import run_in_threads
+
+    rows: list[dict[str, str]] = run_in_threads(ranks, lambda comm: everything(comm, steps, f"{ranks} threads"))[0]
+    return rows
+
+
+def report(rows: list[dict[str, str]]) -> bool:
+    """Print one line a case and every run that differs; return whether all agree."""
+    print(f"\n{'case':24s} {'runs':>5s}  sha256 of the parameters")
+    equal = True
+    for case in CASES:
+        mine = [row for row in rows if row["case"] == case.name]
+        counts = collections.Counter(row["sha256"] for row in mine)
+        usual = counts.most_common(1)[0][0]
+        print(f"{case.name:24s} {len(mine):5d}  {usual if len(counts) == 1 else f'{len(counts)} DIFFERENT HASHES'}")
+        for row in mine:
+            if row["sha256"] != usual:
+                equal = False
+                print(f"    {row['where']}, {row['strategy']}, {row['memory']}: {row['sha256']}")
+    return equal
+
+
+def main() -> None:
+    """Launch everything and compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--ranks", default="1,2,3,4,8", help="numbers of ranks under mpiexec (default: %(default)s)")
+    parser.add_argument("--threads", default="1,3,4", help="numbers of ranks as threads (default: %(default)s)")
+    parser.add_argument(
+        "--mpiexec", default=str(Path(sys.executable).with_name("mpiexec")), help="first MPI's launcher"
+    )
+    parser.add_argument("--python", default=sys.executable, help="interpreter for the first MPI")
+    parser.add_argument("--second-mpiexec", help="launcher of another MPI")
+    parser.add_argument("--second-python", help="interpreter for the other MPI")
+    parser.add_argument("--second-ranks", default="1,2,3,4,8", help="its numbers of ranks (default: %(default)s)")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds one launch may take")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args)
+        return
+
+    jobs = [(args.mpiexec, args.python, int(n)) for n in args.ranks.split(",") if n]
+    if args.second_mpiexec:
+        python = args.second_python or sys.executable
+        jobs += [(args.second_mpiexec, python, int(n)) for n in args.second_ranks.split(",") if n]
+    rows = []
+    for mpiexec, python, ranks in jobs:
+        started = time.monotonic()
+        rows += launch(mpiexec, python, ranks, args)
+        print(f"{rows[-1]['where']}: {time.monotonic() - started:.1f} s", flush=True)
+    for n in (int(n) for n in args.threads.split(",") if n):
+        started = time.monotonic()
+        rows += in_threads(n, args.steps)
+        print(f"{n} threads: {time.monotonic() - started:.1f} s", flush=True)
+    if not report(rows):
+        sys.exit("the hashes differ")
+    print(f"\n{len(rows)} trainings of {args.steps} steps: one hash for each case")
+
+
+if __name__ == "__main__":
+    main()
