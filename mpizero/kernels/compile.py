@@ -1,0 +1,192 @@
+"""The decorator of all CPU kernels: compiled by numba once per node, loaded from disk everywhere else.
+
+::
+
+    from mpizero.kernels.compile import kernel
+    from mpizero.kernels.formulas.optimizer import sgd as updated      # a plain Python scalar function
+
+    @kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
+    def sgd(w, g, hyper, start, stop):
+        w, g = w[start:stop], g[start:stop]      # not range(start, stop): see below
+        lr, decay = hyper[0], hyper[1]
+        for i in range(w.size):
+            w[i] = updated(w[i], g[i], lr, decay)
+
+Rules for kernels, each found by measuring:
+
+- Formulas and helpers are plain Python functions of this package, called by name; they are inlined.
+- No bare float literals in formulas (they turn float32 into float64).
+- Loops run from 0: with ``range(start, stop)`` numba must allow for negative indices, and nothing vectorizes.
+- No allocation, no ``raise``: scratch memory comes as a last parameter, named in ``scratch=`` and not passed by
+  callers. (The object file must stand without numba's run time.)
+- Array arguments are C-contiguous; ``const`` ones may be read-only. Scalars: i8, u8, i4, u4, f8, f4.
+  Results: void, bool, i8, f8.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpizero.kernels import cache
+from mpizero.kernels.signature import Parameter, Signature
+
+_DTYPES = {"f": "f4", "d": "f8"}
+_COMPILER = threading.RLock()  # neither numba's pipeline nor llvmlite may be entered by two threads
+
+
+class Kernel:
+    """A compiled function of arrays; compiles or loads itself on the first call with a dtype.
+
+    Attributes
+    ----------
+    python : function
+        The plain Python function: what runs under ``NUMBA_DISABLE_JIT=1``.
+    signature : Signature
+        Types of the parameters, scratch included.
+    """
+
+    def __init__(self, python: Callable[..., Any], signature: Signature, scratch: int) -> None:
+        functools.update_wrapper(self, python)
+        self.python = python
+        self.signature = signature
+        self._scratch = scratch
+        self._template = signature.template
+        self._calls: dict[str, Callable[..., Any]] = {}
+        self._loaded: list[Any] = []  # owners of the machine code behind `_calls`
+        self._refused: Any = np.ndarray
+        parameters = list(inspect.signature(python).parameters.values())
+        if len(parameters) != len(signature.parameters):
+            raise TypeError(f"kernel {self.__qualname__}: {len(parameters)} parameters, signature names others")
+        self.__signature__ = inspect.Signature(parameters[: -1 if scratch else None])
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the kernel; the interpreter lock is released meanwhile."""
+        try:
+            char = "" if self._template is None else args[self._template].dtype.char
+            call = self._calls[char]
+        except (KeyError, IndexError, AttributeError):
+            call = self._prepare(args)
+        result = call(*args)
+        if result is self._refused:
+            self._explain(args)
+        return result
+
+    def _explain(self, args: tuple[Any, ...]) -> None:
+        """Raise TypeError naming the first argument that does not fit."""
+        names = list(self.__signature__.parameters)
+        title = f"kernel {self.__module__}.{self.__qualname__}"
+        if len(args) != len(names):
+            raise TypeError(f"{title} takes {len(names)} arguments ({', '.join(names)}), got {len(args)}")
+        char = "f" if self._template is None else getattr(getattr(args[self._template], "dtype", None), "char", "f")
+        signature = self.signature.resolve(_DTYPES.get(char, "f4"))
+        for name, value, parameter in zip(names, args, signature.parameters, strict=False):
+            if not parameter.accepts(value):
+                raise TypeError(f"{title}: {name} must be {parameter}, got {_describe(value)}")
+        raise TypeError(f"{title}: arguments do not fit {signature}")
+
+    def _prepare(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+        if self._template is None:
+            char, dtype = "", "f4"
+        else:
+            given = getattr(args[self._template], "dtype", None) if self._template < len(args) else None
+            char = getattr(given, "char", "?")
+            if char not in _DTYPES:
+                self._explain(args)
+            dtype = _DTYPES[char]
+        with _COMPILER:
+            if char not in self._calls:
+                self._calls[char] = self._interpreted(dtype) if cache.interpreted() else self._load(dtype)
+        return self._calls[char]
+
+    def _interpreted(self, dtype: str) -> Callable[..., Any]:
+        if not self._scratch:
+            return self.python
+        last = np.dtype(self.signature.resolve(dtype).parameters[-1].dtype)
+        return lambda *args: self.python(*args, np.zeros(self._scratch, last))
+
+    def _load(self, dtype: str) -> Callable[..., Any]:
+        from mpizero.kernels import native
+
+        name = f"{self.__module__.removeprefix('mpizero.kernels.')}.{self.__qualname__}-{dtype}.o"
+        code = cache.load_or_build(cache.folder(native.cpu_name()) / name, lambda: self._build(dtype))
+        self._loaded.append(native.Native(self.__qualname__, code))
+        call: Callable[..., Any] = self._loaded[-1].call
+        return call
+
+    def _build(self, dtype: str) -> bytes:
+        """Compile with numba, store nothing: the object file."""
+        from mpizero.kernels import native
+
+        signature = self.signature.resolve(dtype)
+        dispatcher = _jit(self.python, nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+        arguments = tuple(_numba_type(p) for p in signature.parameters)
+        dispatcher.compile(arguments)
+        compiled = dispatcher.overloads[arguments]
+        if str(compiled.signature.return_type) != (expected := _RESULTS[signature.result]):
+            raise TypeError(f"kernel {self.__qualname__} returns {compiled.signature.return_type}, not {expected}")
+        scratch = self._scratch * np.dtype(signature.parameters[-1].dtype).itemsize if self._scratch else 0
+        return native.emit(compiled.library.get_llvm_str(), compiled.fndesc.llvm_func_name, signature, scratch)
+
+
+_RESULTS = {"void": "none", "bool": "bool", "i8": "int64", "f8": "float64"}
+
+
+def kernel(signature: str, scratch: int = 0) -> Callable[[Callable[..., Any]], Kernel]:
+    """Make a kernel out of a plain Python function; compiles nothing yet.
+
+    Parameters
+    ----------
+    signature : str
+        As in ``"void(const T[:,::1], T[::1], i8)"``; ``T`` is float32 or float64, whatever is passed.
+    scratch : int
+        Elements of the last parameter, a 1-D array of memory (on the stack, contents undefined) that callers do
+        not pass. 0: there is none.
+    """
+    parsed = Signature.parse(signature)
+    return lambda python: Kernel(python, parsed, scratch)
+
+
+def _numba_type(parameter: Parameter) -> Any:
+    from numba import from_dtype, types as numba_types
+
+    scalar = from_dtype(np.dtype(parameter.dtype))
+    if parameter.ndim == 0:
+        return scalar
+    return numba_types.Array(scalar, parameter.ndim, "C", readonly=parameter.readonly)
+
+
+def _jit(python: Callable[..., Any], **options: Any) -> Any:
+    """Compile a function lazily, together with the package's plain functions and kernels that it calls."""
+    import numba
+
+    linked = with_compiled_helpers(python, lambda helper: _jit(helper, forceinline=True))
+    return numba.njit(error_model="numpy", **options)(linked)
+
+
+def with_compiled_helpers(python: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Any]) -> Any:
+    """Copy a function with ``wrap`` around each plain function (or kernel) of this package that it names."""
+    source: Any = python
+    scope = dict(source.__globals__)
+    for name in source.__code__.co_names:
+        helper = scope.get(name)
+        if isinstance(helper, Kernel):
+            scope[name] = wrap(helper.python)
+        elif isinstance(helper, types.FunctionType) and helper.__module__.startswith("mpizero.kernels."):
+            scope[name] = wrap(helper)
+    copy = types.FunctionType(source.__code__, scope, source.__name__, source.__defaults__)
+    return functools.update_wrapper(copy, python, updated=())
+
+
+def _describe(value: Any) -> str:
+    if not isinstance(value, np.ndarray):
+        return f"{value!r} ({type(value).__name__})"
+    flags = value.flags
+    notes = [n for n, ok in (("not C-contiguous", flags.c_contiguous), ("read-only", flags.writeable)) if not ok]
+    return f"{value.dtype} of shape {value.shape}" + "".join(f", {note}" for note in notes)

@@ -1,0 +1,26 @@
+"""CPU kernels: NumPy arrays; compiled by numba, loaded from disk. Modules are imported on first use."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+_TOPICS = (
+    "activation",
+    "attention",
+    "copy",
+    "embedding",
+    "fused",
+    "loss",
+    "norm",
+    "optimizer",
+    "random",
+    "reduction",
+)
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in _TOPICS:
+        raise AttributeError(f"module {__name__!r} has no kernels named {name!r}")
+    from importlib import import_module
+
+    return import_module(f"{__name__}.{name}")

@@ -1,0 +1,269 @@
+"""From a kernel's LLVM code to a Python builtin, without numba at run time.
+
+Importing numba takes 0.4 s and unpickling a cached kernel some 10 ms more; with eight ranks on two cores that is
+longer than the first training step. So numba runs only when a kernel is compiled: its machine code is stored
+as an object file together with an *entry* that reads NumPy's arrays itself and releases the interpreter lock.
+Loading needs llvmlite only, and a call costs less than through numba's dispatcher.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpizero.kernels.signature import Parameter, Signature
+
+_C_CONTIGUOUS, _ALIGNED, _WRITEABLE = 0x1, 0x100, 0x400
+_LLVM_TYPES = {"i8": "i64", "u8": "i64", "i4": "i32", "u4": "i32", "f8": "double", "f4": "float", "bool": "i8"}
+_METH_FASTCALL = 0x80
+_DECLARATIONS = """
+declare i64 @PyLong_AsLongLong(ptr)
+declare i64 @PyLong_AsUnsignedLongLongMask(ptr)
+declare double @PyFloat_AsDouble(ptr)
+declare ptr @PyErr_Occurred()
+declare ptr @PyEval_SaveThread()
+declare void @PyEval_RestoreThread(ptr)
+declare ptr @PyLong_FromLongLong(i64)
+declare ptr @PyFloat_FromDouble(double)
+declare ptr @PyBool_FromLong(i64)
+declare ptr @Py_BuildValue(ptr, ...)
+declare i32 @PyType_IsSubtype(ptr, ptr)
+declare void @Py_IncRef(ptr)
+@none = private constant [1 x i8] zeroinitializer
+"""
+
+
+class _MethodDef(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("doc", ctypes.c_char_p),
+    )
+
+
+class Native:
+    """A loaded kernel; ``call`` returns ``refused`` where an argument does not fit the signature."""
+
+    refused: Any = np.ndarray
+
+    def __init__(self, name: str, code: bytes) -> None:
+        llvm, machine = target()
+        module = llvm.parse_assembly(f'target triple = "{machine.triple}"')
+        self._engine = llvm.create_mcjit_compiler(module, machine_for_engine())
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        self._engine.finalize_object()
+        address = self._engine.get_function_address("entry")
+        self._method = _MethodDef(name.encode(), address, _METH_FASTCALL, None)
+        new = ctypes.pythonapi.PyCFunction_NewEx
+        new.restype, new.argtypes = ctypes.py_object, (ctypes.POINTER(_MethodDef), ctypes.py_object, ctypes.c_void_p)
+        self.call: Callable[..., Any] = new(ctypes.byref(self._method), np.ndarray, None)
+
+
+@functools.cache
+def target() -> tuple[Any, Any]:
+    """Return llvmlite's binding and the target machine of this CPU.
+
+    Raises
+    ------
+    RuntimeError
+        This interpreter or NumPy lays arrays out in an unknown way.
+    """
+    import llvmlite.binding as llvm
+
+    probe = np.zeros((2, 3), np.float64)
+    at = _Layout()
+    base = id(probe)
+    if (
+        ctypes.c_void_p.from_address(base + at.data).value != probe.ctypes.data
+        or ctypes.c_int.from_address(base + at.ndim).value != 2
+        or not ctypes.c_int.from_address(base + at.flags).value & _C_CONTIGUOUS
+        or ctypes.c_int.from_address(id(probe.dtype) + at.type_number).value != probe.dtype.num
+    ):
+        raise RuntimeError(f"NumPy {np.__version__} lays out arrays in a way that mpizero's kernels do not know")
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm, machine_for_engine()
+
+
+def machine_for_engine() -> Any:
+    """Make a target machine; an execution engine takes possession of the one it is given."""
+    import llvmlite.binding as llvm
+
+    chosen = llvm.Target.from_default_triple()
+    cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    return chosen.create_target_machine(cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault")
+
+
+def cpu_name() -> str:
+    """Return name and features of this CPU, as the compiler sees it."""
+    llvm, _ = target()
+    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
+
+
+class _Layout:
+    """Byte offsets inside NumPy's array and dtype objects (part of its C ABI since 1.0) and the object header."""
+
+    def __init__(self) -> None:
+        head = object.__basicsize__
+        self.type = head - 8
+        self.data, self.ndim, self.shape = head, head + 8, head + 16
+        self.dtype, self.flags = head + 40, head + 48
+        self.kind, self.byte_order, self.type_number = head + 8, head + 10, head + 12
+
+
+def emit(function_ir: str, function: str, signature: Signature, scratch: int) -> bytes:
+    """Compile ``function`` (a numba function in LLVM assembly) and its entry into an object file.
+
+    Raises
+    ------
+    RuntimeError
+        The kernel calls something that is not there at run time: it allocates an array, or raises.
+    """
+    llvm, machine = target()
+    module = llvm.parse_assembly(function_ir)
+    module.link_in(llvm.parse_assembly(f'target triple = "{machine.triple}"\n' + _Entry(signature, scratch).text(function)))
+    for defined in (*module.functions, *module.global_variables):
+        if not defined.is_declaration and defined.name != "entry":
+            defined.linkage = "internal"
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=0))
+    passes = llvm.create_new_module_pass_manager()
+    passes.add_global_dead_code_eliminate_pass()
+    passes.run(module, builder)
+    missing = [
+        used.name
+        for used in module.functions
+        if used.is_declaration and not used.name.startswith("llvm.") and llvm.address_of_symbol(used.name) is None
+    ]
+    if missing:
+        raise RuntimeError(f"the kernel needs {', '.join(missing)}: it must not allocate arrays or raise (use scratch=)")
+    code: bytes = machine.emit_object(module)
+    return code
+
+
+class _Entry:
+    """Writes the LLVM assembly of the function that Python calls."""
+
+    def __init__(self, signature: Signature, scratch: int) -> None:
+        self._signature = signature
+        self._scratch = scratch
+        self._lines: list[str] = []
+        self._count = 0
+        self._at = _Layout()
+
+    def text(self, function: str) -> str:
+        """Return the module: check every argument, release the lock, call ``function``, take the lock, box."""
+        visible = self._signature.parameters[: -1 if self._scratch else None]
+        add = self._lines.append
+        add(f"define ptr @entry(ptr %self, ptr %args, i64 %count) {{\n  %fits = icmp eq i64 %count, {len(visible)}")
+        add("  %result = alloca i64, align 16\n  %exception = alloca ptr, align 16")
+        if self._scratch:
+            add(f"  %scratch = alloca [{self._scratch} x i8], align 64")
+        add("  br i1 %fits, label %good, label %refuse\ngood:")
+        arguments = ["ptr %result", "ptr %exception"]
+        for position, parameter in enumerate(visible):
+            pointer = self._load("ptr", "%args", 8 * position)
+            arguments += self._array(pointer, parameter) if parameter.ndim else self._scalar(pointer, parameter)
+        if self._scratch:
+            arguments += self._scratch_array()
+        types = ", ".join(a.split()[0] for a in arguments)
+        add("  %thread = call ptr @PyEval_SaveThread()")
+        add(f"  %status = call i32 @{function}({', '.join(arguments)})")
+        add("  call void @PyEval_RestoreThread(ptr %thread)")
+        self._box()
+        add("refuse:\n  call void @Py_IncRef(ptr %self)\n  ret ptr %self\nraised:\n  ret ptr null\n}")
+        return f"{_DECLARATIONS}\ndeclare i32 @{function}({types})\n" + "\n".join(self._lines)
+
+    def _name(self) -> str:
+        self._count += 1
+        return f"%v{self._count}"
+
+    def _load(self, kind: str, pointer: str, offset: int) -> str:
+        address, value = self._name(), self._name()
+        self._lines.append(f"  {address} = getelementptr i8, ptr {pointer}, i64 {offset}")
+        self._lines.append(f"  {value} = load {kind}, ptr {address}")
+        return value
+
+    def _require(self, condition: str, otherwise: str = "refuse") -> None:
+        label = self._name()
+        self._lines.append(f"  br i1 {condition}, label {label}, label %{otherwise}\n{label[1:]}:")
+
+    def _assign(self, expression: str) -> str:
+        value = self._name()
+        self._lines.append(f"  {value} = {expression}")
+        return value
+
+    def _array(self, pointer: str, parameter: Parameter) -> list[str]:
+        at, dtype = self._at, np.dtype(parameter.dtype)
+        kind = self._load("ptr", pointer, at.type)
+        exact = self._assign(f"icmp eq ptr {kind}, %self")
+        here, check, join = self._name(), self._name(), self._name()
+        self._lines.append(f"  br label {here}\n{here[1:]}:\n  br i1 {exact}, label {join}, label {check}\n{check[1:]}:")
+        derived = self._assign(f"call i32 @PyType_IsSubtype(ptr {kind}, ptr %self)")
+        self._lines.append(f"  br label {join}\n{join[1:]}:")
+        is_array = self._assign(f"phi i32 [ 1, {here} ], [ {derived}, {check} ]")
+        self._require(self._assign(f"icmp ne i32 {is_array}, 0"))
+        ndim = self._load("i32", pointer, at.ndim)
+        self._require(self._assign(f"icmp eq i32 {ndim}, {parameter.ndim}"))
+        needed = _C_CONTIGUOUS | _ALIGNED | (0 if parameter.readonly else _WRITEABLE)
+        flags = self._assign(f"and i32 {self._load('i32', pointer, at.flags)}, {needed}")
+        self._require(self._assign(f"icmp eq i32 {flags}, {needed}"))
+        descriptor = self._load("ptr", pointer, at.dtype)
+        self._require(self._assign(f"icmp eq i32 {self._load('i32', descriptor, at.type_number)}, {dtype.num}"))
+        order = self._load("i8", descriptor, at.byte_order)
+        self._require(self._assign(f"icmp eq i8 {order}, {ord(dtype.byteorder)}"))
+        data, sizes = self._load("ptr", pointer, at.data), self._load("ptr", pointer, at.shape)
+        shape = [self._load("i64", sizes, 8 * axis) for axis in range(parameter.ndim)]
+        strides, step = [], str(dtype.itemsize)
+        for size in reversed(shape):
+            strides.insert(0, step)
+            step = self._assign(f"mul i64 {step}, {size}")
+        items = self._assign(f"sdiv exact i64 {step}, {dtype.itemsize}")
+        return self._unpacked(data, items, dtype.itemsize, shape, strides)
+
+    @staticmethod
+    def _unpacked(data: str, items: str, itemsize: int, shape: list[str], strides: list[str]) -> list[str]:
+        """Numba's array argument: owner (none: nothing is counted), parent, items, item size, data, shape, strides."""
+        head = ["ptr null", "ptr null", f"i64 {items}", f"i64 {itemsize}", f"ptr {data}"]
+        return head + [f"i64 {number}" for number in (*shape, *strides)]
+
+    def _scratch_array(self) -> list[str]:
+        itemsize = np.dtype(self._signature.parameters[-1].dtype).itemsize
+        items = str(self._scratch // itemsize)
+        return self._unpacked("%scratch", items, itemsize, [items], [str(itemsize)])
+
+    def _scalar(self, pointer: str, parameter: Parameter) -> list[str]:
+        kind = _LLVM_TYPES[parameter.dtype]
+        if parameter.dtype[0] == "f":
+            value = self._assign(f"call double @PyFloat_AsDouble(ptr {pointer})")
+            failed = self._assign(f"fcmp oeq double {value}, -1.0")
+        else:
+            convert = "PyLong_AsLongLong" if parameter.dtype[0] == "i" else "PyLong_AsUnsignedLongLongMask"
+            value = self._assign(f"call i64 @{convert}(ptr {pointer})")
+            failed = self._assign(f"icmp eq i64 {value}, -1")
+        here, check, join = self._name(), self._name(), self._name()
+        self._lines.append(f"  br label {here}\n{here[1:]}:\n  br i1 {failed}, label {check}, label {join}\n{check[1:]}:")
+        error = self._assign("call ptr @PyErr_Occurred()")
+        raised = self._assign(f"icmp ne ptr {error}, null")
+        self._lines.append(f"  br i1 {raised}, label %raised, label {join}\n{join[1:]}:")
+        if parameter.dtype in ("i4", "u4"):
+            value = self._assign(f"trunc i64 {value} to i32")
+        elif parameter.dtype == "f4":
+            value = self._assign(f"fptrunc double {value} to float")
+        return [f"{kind} {value}"]
+
+    def _box(self) -> None:
+        result = self._signature.result
+        if result == "void":
+            self._lines.append("  %boxed = call ptr (ptr, ...) @Py_BuildValue(ptr @none)")
+        else:
+            value = self._load(_LLVM_TYPES[result], "%result", 0)
+            if result == "bool":
+                value = self._assign(f"zext i8 {value} to i64")
+            call = {"bool": "PyBool_FromLong(i64", "i8": "PyLong_FromLongLong(i64", "f8": "PyFloat_FromDouble(double"}
+            self._lines.append(f"  %boxed = call ptr @{call[result]} {value})")
+        self._lines.append("  ret ptr %boxed")

@@ -1,0 +1,75 @@
+"""Signatures of kernels: ``"void(const T[:,::1], T[::1], i8)"`` as values."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+_PARAMETER = re.compile(r"\s*(const\s+)?(T|[iuf][1248])(\[\s*(?::\s*,\s*)*::1\s*\])?\s*")
+_SIGNATURE = re.compile(r"\s*(void|bool|i8|f8)\s*\((.*)\)\s*", re.DOTALL)
+_SCALARS = ("i8", "u8", "i4", "u4", "f8", "f4")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a kernel: a scalar (``ndim`` 0) or a C-contiguous array."""
+
+    dtype: str
+    ndim: int
+    readonly: bool
+
+    def resolve(self, template: str) -> Parameter:
+        """Put a dtype in the place of ``T``."""
+        return Parameter(template, self.ndim, self.readonly) if self.dtype == "T" else self
+
+    def accepts(self, value: Any) -> bool:
+        """Tell whether ``value`` can be passed."""
+        if self.ndim == 0:
+            whole = isinstance(value, (int, np.integer))
+            return whole or (self.dtype[0] == "f" and isinstance(value, (float, np.floating)))
+        if not isinstance(value, np.ndarray) or value.dtype != np.dtype(self.dtype) or value.ndim != self.ndim:
+            return False
+        flags = value.flags
+        return flags.c_contiguous and flags.aligned and (self.readonly or flags.writeable)
+
+    def __str__(self) -> str:
+        if self.ndim == 0:
+            return f"a scalar of type {self.dtype}"
+        writable = "" if self.readonly else " writable"
+        return f"a C-contiguous{writable} {np.dtype(self.dtype).name} array of {self.ndim} dimension(s)"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Result type ("void", "bool", "i8", "f8") and parameters."""
+
+    result: str
+    parameters: tuple[Parameter, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Signature:
+        """Read ``text``; ``T`` stands for float32 or float64, ``const`` marks arrays that are only read."""
+        if (whole := _SIGNATURE.fullmatch(text)) is None:
+            raise ValueError(f"kernel signature {text!r}: expected 'void(const T[::1], T[:,::1], i8, ...)'")
+        parameters = []
+        for part in re.split(r",(?![^\[]*\])", whole[2]) if whole[2].strip() else []:
+            if (match := _PARAMETER.fullmatch(part)) is None:
+                raise ValueError(f"kernel signature {text!r}: cannot read parameter {part.strip()!r}")
+            const, dtype, brackets = match.groups()
+            ndim = brackets.count(":") - 1 if brackets else 0
+            if ndim == 0 and dtype not in _SCALARS:
+                raise ValueError(f"kernel signature {text!r}: scalars are one of {', '.join(_SCALARS)}, not {dtype!r}")
+            parameters.append(Parameter(dtype, ndim, const is not None))
+        return cls(whole[1], tuple(parameters))
+
+    @property
+    def template(self) -> int | None:
+        """Position of the first parameter of type ``T``; None where there is none."""
+        return next((i for i, p in enumerate(self.parameters) if p.dtype == "T"), None)
+
+    def resolve(self, dtype: str) -> Signature:
+        """Put a dtype in the place of ``T``."""
+        return Signature(self.result, tuple(p.resolve(dtype) for p in self.parameters))
