@@ -1,0 +1,66 @@
+"""Layers with hand-written backward passes, losses, and the models made of them; no MPI."""
+
+from mpizero.nn.activation import GELU, ReLU, SiLU, Tanh
+from mpizero.nn.attention import CausalSelfAttention
+from mpizero.nn.block import FeedForward, TransformerBlock
+from mpizero.nn.checkpointed import Checkpointed
+from mpizero.nn.dropout import Dropout
+from mpizero.nn.embedding import Embedding, Position, TokenEmbedding
+from mpizero.nn.frozen import Frozen
+from mpizero.nn.gpt import GPT, LanguageHead
+from mpizero.nn.initialize import initial_values
+from mpizero.nn.layer import Layer
+from mpizero.nn.linear import Linear, Projection
+from mpizero.nn.loss import CrossEntropy, MeanSquaredError
+from mpizero.nn.mlp import MLP, Select
+from mpizero.nn.model import (
+    bind,
+    evaluate,
+    export_computation_graph,
+    initial_parameters,
+    loss_and_gradients,
+    model_specs,
+    nest,
+)
+from mpizero.nn.norm import LayerNorm, RMSNorm
+from mpizero.nn.sequential import Sequential
+from mpizero.nn.weights import from_torch, to_torch, torch_name
+
+__all__ = [
+    "GELU",
+    "GPT",
+    "MLP",
+    "CausalSelfAttention",
+    "Checkpointed",
+    "CrossEntropy",
+    "Dropout",
+    "Embedding",
+    "FeedForward",
+    "Frozen",
+    "LanguageHead",
+    "Layer",
+    "LayerNorm",
+    "Linear",
+    "MeanSquaredError",
+    "Position",
+    "Projection",
+    "RMSNorm",
+    "ReLU",
+    "Select",
+    "Sequential",
+    "SiLU",
+    "Tanh",
+    "TokenEmbedding",
+    "TransformerBlock",
+    "bind",
+    "evaluate",
+    "export_computation_graph",
+    "from_torch",
+    "initial_parameters",
+    "initial_values",
+    "loss_and_gradients",
+    "model_specs",
+    "nest",
+    "to_torch",
+    "torch_name",
+]

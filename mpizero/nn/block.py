@@ -1,0 +1,186 @@
+"""The pre-norm transformer block and its feed-forward half."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from mpizero.nn.activation import named_activation
+from mpizero.nn.attention import CausalSelfAttention
+from mpizero.nn.dropout import Dropout
+from mpizero.nn.graph import Graph, Place
+from mpizero.nn.layer import Layer, known, namespace, require_positive
+from mpizero.nn.linear import Linear
+from mpizero.nn.norm import LayerNorm
+from mpizero.types import EVALUATE, Array, Init, Params, Run
+
+
+@dataclass(frozen=True)
+class FeedForward(Layer):
+    """Two linear layers with an activation between them, place by place.
+
+    Parameters
+    ----------
+    dim : int
+        Features of input and output.
+    hidden : int or None
+        Features in between; None is ``4 * dim``.
+    activation : str
+        "gelu", "silu", "relu" or "tanh".
+    init, projection_init : Init or None
+        Start values of the first and the second weight; None takes :class:`Linear`'s.
+    """
+
+    dim: int
+    hidden: int | None = None
+    activation: str = "gelu"
+    init: Init | None = None
+    projection_init: Init | None = None
+
+    def __post_init__(self) -> None:
+        require_positive("FeedForward", dim=self.dim, hidden=self.width)
+        named_activation(self.activation)
+
+    @property
+    def width(self) -> int:
+        """Features between the two linear layers."""
+        return 4 * self.dim if self.hidden is None else self.hidden
+
+    @cached_property
+    def _layers(self) -> tuple[Linear, Layer, Linear]:
+        return (
+            Linear(self.dim, self.width, init=self.init),
+            named_activation(self.activation),
+            Linear(self.width, self.dim, init=self.projection_init),
+        )
+
+    def children(self) -> dict[str, Layer]:
+        """Give ``expand`` and ``projection``. Not collective."""
+        expand, _, projection = self._layers
+        return {"expand": expand, "projection": projection}
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Map ``x`` (..., dim) to the same shape. Not collective."""
+        expand, act, projection = self._layers
+        hidden, expand_cache = expand.forward(params["expand"], x, run)
+        active, act_cache = act.forward({}, hidden, run)
+        y, projection_cache = projection.forward(params["projection"], active, run)
+        return y, (expand_cache, act_cache, projection_cache)
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Compute the gradient of ``x``. Not collective."""
+        expand, act, projection = self._layers
+        dactive, projection_pending = projection.backward_input(params["projection"], cache[2], dy)
+        dhidden = act.backward_input({}, cache[1], known(dactive))[0]
+        dx, expand_pending = expand.backward_input(params["expand"], cache[0], known(dhidden))
+        return dx, (expand_pending, projection_pending)
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the gradients of both weights and biases. Not collective."""
+        expand, _, projection = self._layers
+        projection.backward_weights(params["projection"], cache[2], pending[1], grads["projection"])
+        expand.backward_weights(params["expand"], cache[0], pending[0], grads["expand"])
+
+    def trace(self, graph: Graph, name: str, source: Place) -> Place:
+        """Add the three layers in a row. Not collective."""
+        expand, act, projection = self._layers
+        place = expand.trace(graph, f"{name}.expand", source)
+        place = act.trace(graph, f"{name}.activation", place)
+        return projection.trace(graph, f"{name}.projection", place)
+
+
+@dataclass(frozen=True)
+class TransformerBlock(Layer):
+    """Pre-norm block: ``h = x + attention(norm1(x))``, then ``h + feed_forward(norm2(h))``.
+
+    Parameters
+    ----------
+    dim, heads : int
+        Features and attention heads.
+    dropout : float
+        Rate of the three dropouts: of attention probabilities and of what each branch adds.
+    site : int
+        The first of three consecutive dropout numbers that belong to this block.
+    residual_scale : float
+        Factor on the start values of the two projections that write into the residual stream; GPT-2 takes
+        1/sqrt(2 * layers), so that the stream's variance does not grow with depth.
+    """
+
+    dim: int
+    heads: int
+    dropout: float = 0.0
+    site: int = 0
+    residual_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.children()
+
+    @cached_property
+    def _layers(self) -> tuple[LayerNorm, CausalSelfAttention, LayerNorm, FeedForward]:
+        init, residual = Init("normal", 0.02), Init("normal", 0.02 * self.residual_scale)
+        attention = CausalSelfAttention(self.dim, self.heads, self.dropout, self.site, init, residual)
+        feed_forward = FeedForward(self.dim, init=init, projection_init=residual)
+        return LayerNorm(self.dim), attention, LayerNorm(self.dim), feed_forward
+
+    @cached_property
+    def _dropouts(self) -> tuple[Dropout, Dropout]:
+        return Dropout(self.dropout, self.site + 1), Dropout(self.dropout, self.site + 2)
+
+    def children(self) -> dict[str, Layer]:
+        """Give ``norm1``, ``attention``, ``norm2`` and ``feed_forward``. Not collective."""
+        norm1, attention, norm2, feed_forward = self._layers
+        return {"norm1": norm1, "attention": attention, "norm2": norm2, "feed_forward": feed_forward}
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Map ``x`` (samples, length, dim) to the same shape. Not collective."""
+        norm1, attention, norm2, feed_forward = self._layers
+        drop1, drop2 = self._dropouts
+        xp = namespace(x)
+        a, norm1_cache = norm1.forward(params["norm1"], x, run)
+        a, attention_cache = attention.forward(params["attention"], a, run)
+        a, drop1_cache = drop1.forward({}, a, run)
+        h = xp.add(a, x, out=a)
+        b, norm2_cache = norm2.forward(params["norm2"], h, run)
+        b, feed_cache = feed_forward.forward(params["feed_forward"], b, run)
+        b, drop2_cache = drop2.forward({}, b, run)
+        y = xp.add(b, h, out=b)
+        return y, (norm1_cache, attention_cache, drop1_cache, norm2_cache, feed_cache, drop2_cache)
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Compute the gradient of ``x``. Not collective."""
+        norm1, attention, norm2, feed_forward = self._layers
+        drop1, drop2 = self._dropouts
+        norm1_cache, attention_cache, drop1_cache, norm2_cache, feed_cache, drop2_cache = cache
+        db = known(drop2.backward_input({}, drop2_cache, dy)[0])
+        dfeed, feed_pending = feed_forward.backward_input(params["feed_forward"], feed_cache, db)
+        dnorm, norm2_pending = norm2.backward_input(params["norm2"], norm2_cache, known(dfeed))
+        dh = known(dnorm)
+        dh += dy
+        da = known(drop1.backward_input({}, drop1_cache, dh)[0])
+        dattention, attention_pending = attention.backward_input(params["attention"], attention_cache, da)
+        dnorm, norm1_pending = norm1.backward_input(params["norm1"], norm1_cache, known(dattention))
+        dx = known(dnorm)
+        dx += dh
+        return dx, (norm1_pending, attention_pending, norm2_pending, feed_pending)
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the gradients of all four layers. Not collective."""
+        norm1_cache, attention_cache, _, norm2_cache, feed_cache, _ = cache
+        caches = (norm1_cache, attention_cache, norm2_cache, feed_cache)
+        parts = zip(reversed(self.children().items()), reversed(caches), reversed(pending), strict=True)
+        for (name, layer), layer_cache, layer_pending in parts:
+            layer.backward_weights(params[name], layer_cache, layer_pending, grads[name])
+
+    def trace(self, graph: Graph, name: str, source: Place) -> Place:
+        """Add both branches and their residual sums. Not collective."""
+        norm1, attention, norm2, feed_forward = self._layers
+        drop1, drop2 = self._dropouts
+        place = norm1.trace(graph, f"{name}.norm1", source)
+        place = attention.trace(graph, f"{name}.attention", place)
+        place = drop1.trace(graph, f"{name}.dropout1", place)
+        middle = graph.add("Add", f"{name}.residual1", (source, place), source.shape)
+        place = norm2.trace(graph, f"{name}.norm2", middle)
+        place = feed_forward.trace(graph, f"{name}.feed_forward", place)
+        place = drop2.trace(graph, f"{name}.dropout2", place)
+        return graph.add("Add", f"{name}.residual2", (middle, place), source.shape)

@@ -1,0 +1,60 @@
+"""Dropout whose mask is a function of the sample's place in the global batch, never of a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mpizero import kernels
+from mpizero.errors import ConfigError
+from mpizero.nn.graph import Graph, Place
+from mpizero.nn.layer import Layer, namespace, require_rate, vector
+from mpizero.types import EVALUATE, Array, Params, Run
+
+
+@dataclass(frozen=True)
+class Dropout(Layer):
+    """Zero each element with probability ``rate`` and scale the others by ``1 / (1 - rate)``, in training only.
+
+    The mask is drawn by Philox with key (``run.seed``, ``site``, ``run.step``) and counter (global sample, element
+    within the sample): cutting a batch over ranks or micro-batches, or recomputing a forward pass, gives the same
+    mask. ``site`` must be unique within a model, or two places share a mask.
+    """
+
+    rate: float
+    site: int = 0
+
+    def __post_init__(self) -> None:
+        require_rate("Dropout", self.rate)
+        if self.site < 0:
+            raise ConfigError(f"Dropout: site={self.site} must not be negative")
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Mask ``x`` (samples, ...) in training; otherwise return ``x`` itself. Not collective."""
+        if not run.training or self.rate == 0.0 or x.size == 0:
+            return x, None
+        return self._mask(x, run), run
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Mask ``dy`` with the forward pass's mask, drawn again. Not collective."""
+        return (dy if cache is None else self._mask(dy, cache)), None
+
+    def _mask(self, x: Array, run: Run) -> Array:
+        xp = namespace(x)
+        x = xp.ascontiguousarray(x)
+        y: Array = xp.empty_like(x)
+        kernels.backend(x).random.dropout(
+            x.reshape(-1),
+            y.reshape(-1),
+            vector(x, self.rate),
+            run.seed,
+            self.site,
+            run.step,
+            run.first_sample,
+            x.size // x.shape[0],
+        )
+        return y
+
+    def trace(self, graph: Graph, name: str, source: Place) -> Place:
+        """Add a node only where elements are dropped in training. Not collective."""
+        return graph.add_layer(self, name, source, source.shape) if self.rate else source

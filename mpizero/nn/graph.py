@@ -1,0 +1,54 @@
+"""A model as plain data: the nodes of its computation, for tools that draw, check or translate it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+#: Version of the description; raised when a reader of the old form would misread the new one.
+FORMAT = "mpizero computation graph 1"
+
+
+class Place(NamedTuple):
+    """An output inside the graph: the node's name, and the shape of one sample."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Graph:
+    """Collects nodes in the order of evaluation; see :func:`mpizero.nn.export_computation_graph`."""
+
+    nodes: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(
+        self,
+        op: str,
+        name: str,
+        inputs: tuple[Place, ...],
+        shape: tuple[int, ...],
+        **attributes: Any,
+    ) -> Place:
+        """Append a node without parameters and return the place of its output. Not collective."""
+        return self._append(op, name, inputs, shape, {"parameters": [], "attributes": attributes})
+
+    def add_layer(self, layer: Any, name: str, source: Place, shape: tuple[int, ...]) -> Place:
+        """Append a layer as one node, with its parameters' global names and its settings. Not collective."""
+        parameters = [
+            {"name": spec.tied or f"{name}.{spec.name}", "shape": list(spec.shape), "tied": spec.tied is not None}
+            for spec in layer.specs()
+        ]
+        settings = {item.name: getattr(layer, item.name) for item in fields(layer)}
+        attributes = {key: value for key, value in settings.items() if isinstance(value, (bool, int, float, str))}
+        return self._append(
+            type(layer).__name__, name, (source,), shape, {"parameters": parameters, "attributes": attributes}
+        )
+
+    def _append(
+        self, op: str, name: str, inputs: tuple[Place, ...], shape: tuple[int, ...], rest: dict[str, Any]
+    ) -> Place:
+        self.nodes.append(
+            {"name": name, "op": op, "inputs": [place.name for place in inputs], "shape": ["samples", *shape], **rest}
+        )
+        return Place(name, shape)

@@ -1,0 +1,131 @@
+"""The base of all layers: frozen descriptions whose parameters, caches and gradients live elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mpizero.errors import ConfigError, DataError
+from mpizero.nn.graph import Graph, Place
+from mpizero.types import EVALUATE, Array, ParameterSpec, Params, Run
+
+
+class Layer(ABC):
+    """A differentiable function of parameters and input, described but not holding either.
+
+    A subclass is a frozen dataclass. One with parameters of its own gives :meth:`own_specs`; one made of other
+    layers gives :meth:`children`, whose parameters are named by dotted path. The rules for every layer:
+
+    - the first axis of ``x`` counts samples, and every output keeps it;
+    - ``x``, ``dy`` and parameters are never written to; gradients are overwritten, never added to;
+    - a returned array is the caller's to overwrite unless it is one of the arguments or part of the cache.
+    """
+
+    def own_specs(self) -> tuple[ParameterSpec, ...]:
+        """Describe the parameters that belong to this layer itself, without its children's. Not collective."""
+        return ()
+
+    def children(self) -> Mapping[str, Layer]:
+        """Give the layers this one is made of, by name, in the order of their parameters. Not collective."""
+        return {}
+
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """Describe all parameters, the layer's own first, then each child's under ``child.``. Not collective."""
+        nested = (
+            replace(spec, name=f"{name}.{spec.name}")
+            for name, child in self.children().items()
+            for spec in child.specs()
+        )
+        return (*self.own_specs(), *nested)
+
+    @abstractmethod
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Compute the output and the cache that the backward pass needs. Not collective."""
+
+    @abstractmethod
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Compute the gradient of the input, and what :meth:`backward_weights` still needs. Not collective."""
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:  # noqa: B027
+        """Overwrite ``grads`` with the gradients of the parameters; without parameters there is nothing to do.
+
+        Not collective.
+        """
+
+    def backward(self, params: Params, cache: Any, dy: Array, grads: Params) -> Array | None:
+        """Run both halves of the backward pass, in order. Not collective."""
+        dx, pending = self.backward_input(params, cache, dy)
+        self.backward_weights(params, cache, pending, grads)
+        return dx
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Give one sample's output shape from one sample's input shape. Not collective."""
+        return shape
+
+    def trace(self, graph: Graph, name: str, source: Place) -> Place:
+        """Add this layer to a computation graph and return the place of its output. Not collective.
+
+        A layer made of children must say how they are joined, so it overrides this method.
+        """
+        if self.children():
+            raise NotImplementedError(f"{type(self).__name__} does not say how its layers are joined: define trace()")
+        return graph.add_layer(self, name, source, self.output_shape(source.shape))
+
+
+def namespace(array: Any) -> Any:
+    """Return the array library of ``array``: NumPy, or the package its type comes from (CuPy). Not collective."""
+    if isinstance(array, np.ndarray):
+        return np
+    return sys.modules[type(array).__module__.partition(".")[0]]
+
+
+def vector(like: Array, value: float) -> Array:
+    """Return a 1-element array of ``like``'s dtype: how kernels take scalars without leaving float32."""
+    result: Array = namespace(like).full(1, value, like.dtype)
+    return result
+
+
+def known(dx: Array | None) -> Array:
+    """Return an input gradient that the layer which computed it is known to have. Not collective."""
+    assert dx is not None
+    return dx
+
+
+def as_rows(x: Array, features: int, dtype: np.dtype[Any], where: str) -> Array:
+    """View ``x`` as a contiguous matrix of ``features`` columns and of ``dtype``; copies only if it must."""
+    if x.shape[-1:] != (features,):
+        raise DataError(f"{where} takes {features} features on the last axis, the input has shape {tuple(x.shape)}")
+    rows = x.reshape(-1, features) if x.size else x.reshape(int(np.prod(x.shape[:-1])), features)
+    matrix: Array = namespace(x).ascontiguousarray(rows, dtype=dtype)
+    return matrix
+
+
+def as_ids(x: Array, bound: int, where: str) -> Array:
+    """Return integer ids as contiguous int64 after checking that all lie in [0, ``bound``)."""
+    if x.dtype.kind not in "iu":
+        raise DataError(f"{where} takes integer ids, the input has dtype {x.dtype}; cast it with astype(numpy.int64)")
+    if x.size and (int(x.min()) < 0 or int(x.max()) >= bound):
+        raise DataError(
+            f"{where} takes ids from 0 to {bound - 1}, the input has ids from {int(x.min())} to {int(x.max())}; "
+            "make the vocabulary larger or map the ids into it"
+        )
+    ids: Array = namespace(x).ascontiguousarray(x, dtype=np.int64)
+    return ids
+
+
+def require_positive(where: str, **values: int) -> None:
+    """Raise :class:`ConfigError` naming the first of ``values`` that is not a positive integer."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+            raise ConfigError(f"{where}: {name}={value!r} must be an integer of at least 1")
+
+
+def require_rate(where: str, rate: float) -> None:
+    """Raise :class:`ConfigError` unless ``rate`` is a dropout rate, 0 <= rate < 1."""
+    if not 0.0 <= rate < 1.0:
+        raise ConfigError(f"{where}: the dropout rate {rate!r} must be at least 0 and less than 1")

@@ -1,0 +1,99 @@
+"""Losses: sums over a batch with the weight they count for, so that any cut of the batch adds up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpizero import kernels
+from mpizero.errors import DataError
+from mpizero.nn.layer import namespace, vector
+from mpizero.types import Array
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Softmax followed by the negative log-likelihood of integer targets; negative targets are ignored."""
+
+    def forward(self, prediction: Array, target: Array) -> tuple[float, float, Any]:
+        """Sum the losses of all counted targets, in float64. Not collective.
+
+        Parameters
+        ----------
+        prediction : Array
+            Logits, (..., classes).
+        target : Array
+            Integers of shape (...): below ``classes``; negative ones count for nothing.
+
+        Returns
+        -------
+        loss_sum, weight : float
+            The sum and the number of counted targets.
+        cache : Any
+            For :meth:`backward`.
+        """
+        classes = prediction.shape[-1]
+        if target.shape != prediction.shape[:-1] or target.dtype.kind not in "iu":
+            raise DataError(
+                f"CrossEntropy takes integer targets of shape {tuple(prediction.shape[:-1])}, "
+                f"it was given {target.dtype} of shape {tuple(target.shape)}"
+            )
+        xp = namespace(prediction)
+        if target.size and int(target.max()) >= classes:
+            raise DataError(f"CrossEntropy: target {int(target.max())} is not below the number of classes, {classes}")
+        targets = xp.ascontiguousarray(target.reshape(-1), dtype=np.int64)
+        logits = xp.ascontiguousarray(prediction.reshape(targets.size, classes))
+        losses = xp.empty(targets.size, np.float64)
+        kernels.backend(logits).loss.softmax_cross_entropy(logits, targets, losses)
+        return float(losses.sum()), float((targets >= 0).sum()), (logits, targets, prediction.shape)
+
+    def backward(self, cache: Any, scale: float = 1.0) -> Array:
+        """Compute ``scale`` times the gradient of the loss *sum*, shaped like the prediction. Not collective."""
+        logits, targets, shape = cache
+        gradient: Array = namespace(logits).empty_like(logits)
+        loss = kernels.backend(logits).loss
+        loss.softmax_cross_entropy_backward(logits, targets, vector(logits, scale), gradient)
+        return gradient.reshape(shape)
+
+
+@dataclass(frozen=True)
+class MeanSquaredError:
+    """Squared error, averaged over a sample's outputs and summed over samples."""
+
+    def forward(self, prediction: Array, target: Array) -> tuple[float, float, Any]:
+        """Sum the samples' losses, in float64. Not collective.
+
+        Parameters
+        ----------
+        prediction : Array
+            (samples, ...).
+        target : Array
+            The same shape; (samples,) is also taken where a sample has one output.
+
+        Returns
+        -------
+        loss_sum, weight : float
+            The sum and the number of samples.
+        cache : Any
+            For :meth:`backward`.
+        """
+        same_samples = target.shape[:1] == prediction.shape[:1]
+        if target.shape != prediction.shape and not (same_samples and target.size == prediction.size):
+            raise DataError(
+                f"MeanSquaredError takes targets of shape {tuple(prediction.shape)}, "
+                f"it was given shape {tuple(target.shape)}"
+            )
+        xp = namespace(prediction)
+        difference = prediction - xp.asarray(target, dtype=prediction.dtype).reshape(prediction.shape)
+        samples = prediction.shape[0]
+        outputs = prediction.size // samples if samples else 1
+        loss = float(xp.square(difference, dtype=np.float64).sum()) / outputs
+        return loss, float(samples), (difference, outputs)
+
+    def backward(self, cache: Any, scale: float = 1.0) -> Array:
+        """Compute ``scale`` times the gradient of the loss *sum*, shaped like the prediction. Not collective."""
+        difference, outputs = cache
+        gradient: Array = difference * difference.dtype.type(2.0 * scale / outputs)
+        return gradient

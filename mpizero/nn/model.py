@@ -1,0 +1,184 @@
+"""Whole models in one process: their parameters by name, evaluation, and loss with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mpizero.errors import LayoutError
+from mpizero.nn.graph import FORMAT, Graph, Place
+from mpizero.nn.initialize import initial_values
+from mpizero.nn.layer import Layer, namespace
+from mpizero.types import EVALUATE, Array, BlockModel, ParameterSpec, Params, Run
+
+
+def model_specs(model: BlockModel) -> tuple[ParameterSpec, ...]:
+    """List a model's parameters under their global names, ``block.name``, block by block. Not collective."""
+    return tuple(
+        replace(spec, name=f"{block}.{spec.name}") for block, layer in model.blocks.items() for spec in layer.specs()
+    )
+
+
+def initial_parameters(model: BlockModel) -> dict[str, Array]:
+    """Make a model's start values, a contiguous array for each name; tied uses have none. Not collective."""
+    values: dict[str, Array] = {}
+    for spec in model_specs(model):
+        if spec.tied is None:
+            flat = np.empty(spec.size, model.dtype)
+            initial_values(spec, model.seed, 0, spec.size, flat)
+            values[spec.name] = flat.reshape(spec.shape)
+    return values
+
+
+def bind(model: BlockModel, named: Mapping[str, Array]) -> dict[str, dict[str, Any]]:
+    """Arrange named parameters as the layers want them: by block, then nested by dotted path. Not collective.
+
+    Parameters
+    ----------
+    model : BlockModel
+        The model.
+    named : mapping of str to Array
+        An array for each global name that is not tied, of the shape and dtype the model declares.
+
+    Returns
+    -------
+    dict
+        ``bound["blocks.0"]["attention"]["qkv"]["weight"]`` is the very array of ``named``, not a copy; a tied use
+        shows the array it shares.
+
+    Raises
+    ------
+    LayoutError
+        Naming what is missing, unknown or of another shape or dtype.
+    """
+    wanted = {spec.name: spec for spec in model_specs(model) if spec.tied is None}
+    _require_equal_names(set(wanted), set(named))
+    for name, spec in wanted.items():
+        array = named[name]
+        if tuple(array.shape) != spec.shape or array.dtype != model.dtype:
+            raise LayoutError(
+                f"parameter {name} must be {model.dtype} of shape {spec.shape}, "
+                f"it is {array.dtype} of shape {tuple(array.shape)}"
+            )
+    return {
+        block: nest((spec.name, named[spec.tied or f"{block}.{spec.name}"]) for spec in layer.specs())
+        for block, layer in model.blocks.items()
+    }
+
+
+def nest(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Turn dotted names into nested dictionaries: ``("a.b", 1)`` becomes ``{"a": {"b": 1}}``. Not collective."""
+    root: dict[str, Any] = {}
+    for name, value in items:
+        *path, last = name.split(".")
+        here = root
+        for part in path:
+            here = here.setdefault(part, {})
+        here[last] = value
+    return root
+
+
+def evaluate(model: BlockModel, params: Mapping[str, Params], x: Array, run: Run = EVALUATE) -> Array:
+    """Compute a model's output, keeping nothing for a backward pass. Not collective.
+
+    Parameters
+    ----------
+    model : BlockModel
+        The model.
+    params : mapping of str to Params
+        Nested parameters by block, as :func:`bind` gives them.
+    x : Array
+        Samples on the first axis.
+    run : Run
+        ``run.training`` turns dropout on.
+    """
+    for block, layer in model.blocks.items():
+        x = layer.forward(params.get(block, {}), x, run)[0]
+    return x
+
+
+def loss_and_gradients(
+    model: BlockModel,
+    named: Mapping[str, Array],
+    batch: tuple[Array, Array],
+    run: Run = EVALUATE,
+    scale: float = 1.0,
+) -> tuple[float, float, dict[str, Array]]:
+    """Run a model forward and backward in one process; tied uses are added. Not collective.
+
+    Returns
+    -------
+    loss_sum, weight : float
+        The sum of the losses and what it counts for: their ratio is the mean loss.
+    gradients : dict of str to Array
+        The gradient of ``scale * loss_sum`` for each trainable name.
+    """
+    params = bind(model, named)
+    x, target = batch
+    caches = []
+    for block, layer in model.blocks.items():
+        x, cache = layer.forward(params[block], x, run)
+        caches.append(cache)
+    loss_sum, weight, loss_cache = model.loss.forward(x, target)
+    dy: Array | None = model.loss.backward(loss_cache, scale)
+    specs = [spec for spec in model_specs(model) if spec.trainable]
+    uses = {spec.name: namespace(x).empty(spec.shape, model.dtype) for spec in specs}
+    for (block, layer), cache in zip(reversed(list(model.blocks.items())), reversed(caches), strict=True):
+        if dy is None:
+            raise LayoutError(f"no gradient reaches block {block!r}: the block after it returns none for its input")
+        dy = layer.backward(params[block], cache, dy, nest(_block_items(block, layer, uses)))
+    gradients = {spec.name: uses[spec.name] for spec in specs if spec.tied is None}
+    for spec in specs:
+        if spec.tied is not None:
+            gradients[spec.tied] += uses[spec.name]
+    return loss_sum, weight, gradients
+
+
+def export_computation_graph(model: BlockModel, input_shape: tuple[int, ...]) -> dict[str, Any]:
+    """Describe a model's computation as plain JSON values. Not collective.
+
+    Parameters
+    ----------
+    model : BlockModel
+        The model; each layer must know how its children are joined (:meth:`Layer.trace`).
+    input_shape : tuple of int
+        Shape of one sample.
+
+    Returns
+    -------
+    dict
+        ``nodes`` in the order of evaluation, each with its name, op, the names of its inputs, the shape of its
+        output, its parameters (global name, shape, whether it is a tied use) and its settings; ``inputs`` and
+        ``outputs`` name the ends.
+    """
+    graph, place = Graph(), Place("x", input_shape)
+    for block, layer in model.blocks.items():
+        if not isinstance(layer, Layer):
+            raise NotImplementedError(
+                f"block {block!r} is a {type(layer).__name__}, which does not describe its computation; "
+                "derive it from mpizero.nn.Layer"
+            )
+        place = layer.trace(graph, block, place)
+    return {
+        "format": FORMAT,
+        "model": type(model).__name__,
+        "dtype": str(model.dtype),
+        "inputs": [{"name": "x", "shape": ["samples", *input_shape]}],
+        "nodes": graph.nodes,
+        "outputs": [place.name],
+        "loss": type(model.loss).__name__,
+    }
+
+
+def _block_items(block: str, layer: Any, uses: Mapping[str, Array]) -> Iterable[tuple[str, Array]]:
+    return ((spec.name, uses[f"{block}.{spec.name}"]) for spec in layer.specs() if spec.trainable)
+
+
+def _require_equal_names(wanted: set[str], given: set[str]) -> None:
+    if missing := sorted(wanted - given):
+        raise LayoutError(f"parameters are missing: {', '.join(missing[:5])} ({len(missing)} in all)")
+    if unknown := sorted(given - wanted):
+        raise LayoutError(f"the model has no parameters {', '.join(unknown[:5])} ({len(unknown)} in all)")

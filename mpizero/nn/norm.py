@@ -1,0 +1,99 @@
+"""Normalization over the last axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mpizero import kernels
+from mpizero.errors import ConfigError
+from mpizero.nn.layer import Layer, as_rows, namespace, require_positive, vector
+from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
+
+
+def _require(where: str, features: int, eps: float) -> None:
+    require_positive(where, features=features)
+    if not eps > 0.0:
+        raise ConfigError(f"{where}: eps={eps!r} must be greater than 0")
+
+
+@dataclass(frozen=True)
+class LayerNorm(Layer):
+    """Shift and scale each row to mean 0 and variance 1, then apply ``weight`` and ``bias``. Ba et al., 2016."""
+
+    features: int
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        _require("LayerNorm", self.features, self.eps)
+
+    def own_specs(self) -> tuple[ParameterSpec, ...]:
+        """Describe ``weight`` (ones) and ``bias`` (zeros), without decay. Not collective."""
+        return (
+            ParameterSpec("weight", (self.features,), Init("ones"), decay=False),
+            ParameterSpec("bias", (self.features,), decay=False),
+        )
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Normalize ``x`` (..., features). Not collective."""
+        weight = params["weight"]
+        xp = namespace(weight)
+        rows = as_rows(x, self.features, weight.dtype, "LayerNorm")
+        y = xp.empty_like(rows)
+        mean, rstd = xp.empty((2, len(rows)), rows.dtype)
+        kernels.backend(rows).norm.layernorm(rows, weight, params["bias"], vector(rows, self.eps), y, mean, rstd)
+        return y.reshape(x.shape), (rows, mean, rstd)
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Compute the gradient of ``x``. Not collective."""
+        rows, mean, rstd = cache
+        xp = namespace(rows)
+        dy_rows = xp.ascontiguousarray(dy.reshape(rows.shape))
+        dx = xp.empty_like(rows)
+        kernels.backend(rows).norm.layernorm_backward_input(dy_rows, rows, params["weight"], mean, rstd, dx)
+        return dx.reshape(dy.shape), dy_rows
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the gradients of ``weight`` and ``bias``. Not collective."""
+        rows, mean, rstd = cache
+        norm = kernels.backend(rows).norm
+        norm.layernorm_backward_weights(pending, rows, mean, rstd, grads["weight"], grads["bias"])
+
+
+@dataclass(frozen=True)
+class RMSNorm(Layer):
+    """Scale each row to root mean square 1, then apply ``weight``. Zhang and Sennrich, 2019."""
+
+    features: int
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        _require("RMSNorm", self.features, self.eps)
+
+    def own_specs(self) -> tuple[ParameterSpec, ...]:
+        """Describe ``weight`` (ones), without decay. Not collective."""
+        return (ParameterSpec("weight", (self.features,), Init("ones"), decay=False),)
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Normalize ``x`` (..., features). Not collective."""
+        weight = params["weight"]
+        xp = namespace(weight)
+        rows = as_rows(x, self.features, weight.dtype, "RMSNorm")
+        y = xp.empty_like(rows)
+        rstd = xp.empty(len(rows), rows.dtype)
+        kernels.backend(rows).norm.rmsnorm(rows, weight, vector(rows, self.eps), y, rstd)
+        return y.reshape(x.shape), (rows, rstd)
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Compute the gradient of ``x``. Not collective."""
+        rows, rstd = cache
+        xp = namespace(rows)
+        dy_rows = xp.ascontiguousarray(dy.reshape(rows.shape))
+        dx = xp.empty_like(rows)
+        kernels.backend(rows).norm.rmsnorm_backward_input(dy_rows, rows, params["weight"], rstd, dx)
+        return dx.reshape(dy.shape), dy_rows
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the gradient of ``weight``. Not collective."""
+        rows, rstd = cache
+        kernels.backend(rows).norm.rmsnorm_backward_weights(pending, rows, rstd, grads["weight"])

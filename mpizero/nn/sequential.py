@@ -1,0 +1,75 @@
+"""Layers one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mpizero.errors import ConfigError
+from mpizero.nn.graph import Graph, Place
+from mpizero.nn.layer import Layer
+from mpizero.types import EVALUATE, Array, Params, Run
+
+
+@dataclass(frozen=True, init=False)
+class Sequential(Layer):
+    """Apply layers in order.
+
+    Parameters
+    ----------
+    layers : mapping of str to Layer, or iterable of Layer
+        An iterable's layers are named "0", "1", ...
+    """
+
+    layers: tuple[tuple[str, Layer], ...]
+
+    def __init__(self, layers: Mapping[str, Layer] | Iterable[Layer]) -> None:
+        named = layers.items() if isinstance(layers, Mapping) else ((str(i), layer) for i, layer in enumerate(layers))
+        object.__setattr__(self, "layers", tuple(named))
+        for name, layer in self.layers:
+            if not name or "." in name or not isinstance(layer, Layer):
+                raise ConfigError(f"Sequential: {name!r}: {layer!r} must be a layer under a name without dots")
+
+    def children(self) -> dict[str, Layer]:
+        """Give the layers by name. Not collective."""
+        return dict(self.layers)
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Apply the layers first to last. Not collective."""
+        caches = []
+        for name, layer in self.layers:
+            x, cache = layer.forward(params.get(name, {}), x, run)
+            caches.append(cache)
+        return x, caches
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Go back through the layers; stops where a layer's input has no gradient. Not collective."""
+        gradient: Array | None = dy
+        pendings = []
+        for (name, layer), layer_cache in zip(reversed(self.layers), reversed(cache), strict=True):
+            if gradient is None:
+                if any(spec.trainable for spec in layer.specs()):
+                    raise ConfigError(f"Sequential: no gradient reaches {name!r}: the layer after it returns none")
+                continue
+            gradient, pending = layer.backward_input(params.get(name, {}), layer_cache, gradient)
+            pendings.append(pending)
+        return gradient, pendings
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the gradients of all layers, last to first. Not collective."""
+        reached = zip(reversed(self.layers), reversed(cache), pending, strict=False)
+        for (name, layer), layer_cache, layer_pending in reached:
+            layer.backward_weights(params.get(name, {}), layer_cache, layer_pending, grads.get(name, {}))
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Follow the shape through all layers. Not collective."""
+        for _, layer in self.layers:
+            shape = layer.output_shape(shape)
+        return shape
+
+    def trace(self, graph: Graph, name: str, source: Place) -> Place:
+        """Add the layers in a row. Not collective."""
+        for child, layer in self.layers:
+            source = layer.trace(graph, f"{name}.{child}", source)
+        return source

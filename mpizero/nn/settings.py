@@ -1,0 +1,25 @@
+"""Checks of the settings that all models share."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+
+from mpizero.errors import ConfigError
+
+
+def model_dtype(where: str, dtype: Any) -> np.dtype[Any]:
+    """Return ``dtype`` as a NumPy dtype; :class:`ConfigError` unless it is float32 or float64. Not collective."""
+    for known in (np.dtype(np.float32), np.dtype(np.float64)):
+        with contextlib.suppress(TypeError):  # NumPy's answer to names that it does not know
+            if np.dtype(dtype) == known:
+                return known
+    raise ConfigError(f'{where}: dtype={dtype!r} is not supported; choose "float32" or "float64"')
+
+
+def require_seed(where: str, seed: int) -> None:
+    """Raise :class:`ConfigError` unless ``seed`` is an integer in [0, 2**64). Not collective."""
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
+        raise ConfigError(f"{where}: seed={seed!r} must be an integer from 0 to 2**64 - 1")

@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpizero.errors import ConfigError, DataError
+from mpizero.nn import (
+    GELU,
+    CausalSelfAttention,
+    Checkpointed,
+    Dropout,
+    Embedding,
+    FeedForward,
+    Frozen,
+    LanguageHead,
+    LayerNorm,
+    Linear,
+    Position,
+    Projection,
+    ReLU,
+    RMSNorm,
+    Select,
+    Sequential,
+    SiLU,
+    Tanh,
+    TokenEmbedding,
+    TransformerBlock,
+)
+from mpizero.types import Run
+
+TRAINING = Run(training=True, seed=3, step=5, first_sample=11)
+
+LAYERS = {
+    "linear": (Linear(4, 3), (5, 4)),
+    "linear without bias": (Linear(4, 3, bias=False), (2, 3, 4)),
+    "projection": (Projection(4, 3), (2, 3, 4)),
+    "layernorm": (LayerNorm(5), (2, 3, 5)),
+    "rmsnorm": (RMSNorm(5), (2, 3, 5)),
+    "gelu": (GELU(), (3, 4)),
+    "silu": (SiLU(), (3, 4)),
+    "relu": (ReLU(), (3, 4)),
+    "tanh": (Tanh(), (3, 4)),
+    "dropout": (Dropout(0.4, site=2), (3, 7)),
+    "position": (Position(4, 3), (2, 3, 3)),
+    "select": (Select(4, (0, 2)), (3, 4)),
+    "attention": (CausalSelfAttention(4, 2), (2, 5, 4)),
+    "attention with dropout": (CausalSelfAttention(4, 2, dropout=0.3, site=1), (2, 5, 4)),
+    "feed forward": (FeedForward(3, 5), (2, 2, 3)),
+    "block": (TransformerBlock(4, 2), (2, 3, 4)),
+    "block with dropout": (TransformerBlock(4, 2, dropout=0.3, site=1), (2, 3, 4)),
+    "head": (LanguageHead(4, 5), (2, 3, 4)),
+    "sequential": (Sequential([Linear(3, 4), Tanh(), Linear(4, 2)]), (4, 3)),
+    "checkpointed": (Checkpointed(TransformerBlock(4, 2, dropout=0.3, site=1)), (2, 3, 4)),
+    "frozen": (Frozen(Linear(4, 3)), (5, 4)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_are_those_of_finite_differences(name, check_gradients, rng):
+    layer, shape = LAYERS[name]
+    assert check_gradients(layer, rng.normal(size=shape), TRAINING) is not None
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_keeps_dtypes_and_arguments_and_its_halves_make_the_whole(name, check_contract, rng):
+    layer, shape = LAYERS[name]
+    check_contract(layer, rng.normal(size=shape), TRAINING)
+
+
+@pytest.mark.parametrize("layer", [Embedding(6, 3), TokenEmbedding(6, 5, 3), TokenEmbedding(6, 4, 3, dropout=0.3)])
+def test_embeddings_have_gradients_for_tables_and_none_for_ids(layer, check_gradients, check_contract):
+    ids = np.array([[0, 5, 5, 1], [2, 0, 5, 1]])
+    assert check_gradients(layer, ids, TRAINING) is None
+    check_contract(layer, ids.astype(np.uint8), TRAINING)
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 130])
+def test_attention_in_blocks_equals_attention_in_one_product(length, rng):
+    layer = CausalSelfAttention(6, 2)
+    x = rng.normal(size=(2, length, 6))
+    w, b = rng.normal(size=(6, 18)), rng.normal(size=18)
+    params = {"qkv": {"weight": w, "bias": b}, "projection": {"weight": np.eye(6), "bias": np.zeros(6)}}
+    q, k, v = (x @ w + b).reshape(2, length, 3, 2, 3).transpose(2, 0, 3, 1, 4)
+    scores = np.where(np.tri(length, dtype=bool), q @ k.swapaxes(-1, -2) / np.sqrt(3), -np.inf)
+    probabilities = np.exp(scores - scores.max(-1, keepdims=True))
+    probabilities /= probabilities.sum(-1, keepdims=True)
+    expected = (probabilities @ v).transpose(0, 2, 1, 3).reshape(2, length, 6)
+    np.testing.assert_allclose(layer.forward(params, x)[0], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_attention_gradients_hold_across_blocks(rng):
+    """Directional derivative of every input at once, at a length of more than one block."""
+    layer = CausalSelfAttention(4, 2)
+    length = 130
+    x, direction, dy = (rng.normal(size=(1, length, 4)) for _ in range(3))
+    shapes = {spec.name: spec.shape for spec in layer.specs()}
+    flat = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+
+    def nested(values):
+        return {part: {kind: values[f"{part}.{kind}"] for kind in ("weight", "bias")} for part in ("qkv", "projection")}
+
+    moves = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    grads = {name: np.full(shape, np.nan) for name, shape in shapes.items()}
+    _, cache = layer.forward(nested(flat), x)
+    dx = layer.backward(nested(flat), cache, dy, nested(grads))
+    slope = (dx * direction).sum() + sum((grads[name] * moves[name]).sum() for name in grads)
+
+    def value(t):
+        there = {name: flat[name] + t * moves[name] for name in flat}
+        return (layer.forward(nested(there), x + t * direction)[0] * dy).sum()
+
+    assert slope == pytest.approx((value(1e-6) - value(-1e-6)) / 2e-6, rel=1e-6)
+
+
+def test_later_places_do_not_change_earlier_outputs(rng, nested_block):
+    block, params = nested_block
+    x = rng.normal(size=(1, 70, 4))
+    changed = x.copy()
+    changed[:, 66:] += 1.0
+    np.testing.assert_array_equal(block.forward(params, x)[0][:, :66], block.forward(params, changed)[0][:, :66])
+
+
+@pytest.fixture
+def nested_block(rng):
+    from mpizero.nn import nest
+
+    block = TransformerBlock(4, 2)
+    return block, nest((spec.name, rng.normal(size=spec.shape)) for spec in block.specs())
+
+
+def test_checkpointed_gradients_have_the_same_bits(rng):
+    from mpizero.nn import nest
+
+    plain = TransformerBlock(8, 2, dropout=0.2, site=4)
+    values = [(spec.name, rng.normal(size=spec.shape).astype(np.float32)) for spec in plain.specs()]
+    x, dy = (rng.normal(size=(3, 5, 8)).astype(np.float32) for _ in range(2))
+    results = []
+    for layer in (plain, Checkpointed(plain)):
+        grads = {spec.name: np.full(spec.shape, np.nan, np.float32) for spec in layer.specs()}
+        y, cache = layer.forward(nest(values), x, TRAINING)
+        dx = layer.backward(nest(values), cache, dy, nest(grads.items()))
+        results.append([y, dx, *grads.values()])
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_checkpointing_keeps_only_the_input(rng, nested_block):
+    block, params = nested_block
+    x = rng.normal(size=(2, 3, 4))
+    _, cache = Checkpointed(block).forward(params, x, TRAINING)
+    assert cache == (x, TRAINING) or (cache[0] is x and cache[1] is TRAINING)
+
+
+def test_dropout_does_not_depend_on_how_a_batch_is_cut(rng):
+    layer = Dropout(0.5, site=9)
+    x = rng.normal(size=(7, 4, 3)).astype(np.float32)
+    whole = layer.forward({}, x, Run(training=True, seed=1, step=2))[0]
+    for cuts in ([0, 7], [0, 1, 7], [0, 3, 5, 7]):
+        parts = [
+            layer.forward({}, x[a:b], Run(training=True, seed=1, step=2, first_sample=a))[0]
+            for a, b in zip(cuts, cuts[1:], strict=False)
+        ]
+        np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+def test_dropout_masks_differ_by_seed_step_and_site_and_keep_the_mean():
+    x = np.ones((40, 100))
+    runs = [(0, Run(True, 1, 2)), (0, Run(True, 1, 3)), (0, Run(True, 2, 2)), (1, Run(True, 1, 2))]
+    masks = [Dropout(0.25, site).forward({}, x, run)[0] for site, run in runs]
+    assert len({mask.tobytes() for mask in masks}) == len(masks)
+    for mask in masks:
+        assert set(np.unique(mask)) == {0.0, 1 / 0.75}
+        assert mask.mean() == pytest.approx(1.0, abs=0.05)
+
+
+def test_dropout_outside_training_is_the_identity():
+    x = np.ones((2, 3))
+    assert Dropout(0.5).forward({}, x, Run(training=False))[0] is x
+    assert Dropout(0.0).forward({}, x, Run(training=True))[0] is x
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in ("frozen",)])
+def test_an_empty_batch_has_zero_gradients(name, rng):
+    from mpizero.nn import nest
+
+    layer, shape = LAYERS[name]
+    params = nest((spec.name, rng.normal(size=spec.shape)) for spec in layer.specs())
+    grads = {spec.name: np.full(spec.shape, np.nan) for spec in layer.specs()}
+    y, cache = layer.forward(params, np.empty((0, *shape[1:])), TRAINING)
+    dx = layer.backward(params, cache, np.empty(y.shape), nest(grads.items()))
+    assert dx.shape == (0, *shape[1:])
+    assert all((gradient == 0).all() for gradient in grads.values())
+
+
+def test_composites_name_parameters_by_dotted_path():
+    names = [spec.name for spec in TransformerBlock(4, 2).specs()]
+    assert names == [
+        "norm1.weight",
+        "norm1.bias",
+        "attention.qkv.weight",
+        "attention.qkv.bias",
+        "attention.projection.weight",
+        "attention.projection.bias",
+        "norm2.weight",
+        "norm2.bias",
+        "feed_forward.expand.weight",
+        "feed_forward.expand.bias",
+        "feed_forward.projection.weight",
+        "feed_forward.projection.bias",
+    ]
+
+
+def test_only_matrices_take_weight_decay():
+    for spec in (*TransformerBlock(4, 2).specs(), *TokenEmbedding(5, 3, 4).specs(), *LanguageHead(4, 5, "x").specs()):
+        wanted = spec.name.endswith(("qkv.weight", "expand.weight")) or (
+            spec.name.endswith("projection.weight") and spec.tied is None
+        )
+        assert spec.decay == wanted, spec.name
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: CausalSelfAttention(10, 4), "dim=10 is not divisible by heads=4"),
+        (lambda: TransformerBlock(10, 4), "dim=10 is not divisible by heads=4"),
+        (lambda: Linear(0, 3), "inputs=0 must be an integer of at least 1"),
+        (lambda: Linear(3, -1), "outputs=-1"),
+        (lambda: Embedding(5, 2.5), "features=2.5"),
+        (lambda: Dropout(1.0), "rate 1.0"),
+        (lambda: Dropout(0.1, site=-1), "site=-1"),
+        (lambda: LayerNorm(4, eps=0.0), "eps=0.0"),
+        (lambda: FeedForward(4, activation="swoosh"), "activation='swoosh'.*gelu, silu, relu, tanh"),
+        (lambda: Sequential([Linear(2, 2), "tanh"]), "'tanh' must be a layer"),
+        (lambda: Sequential({"a.b": ReLU()}), "without dots"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_named(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (np.array([[1, 6]]), "ids from 0 to 5, the input has ids from 1 to 6"),
+        (np.array([[-1, 2]]), "ids from -1 to 2"),
+        (np.array([[1.0]]), "dtype float64"),
+        (np.array([[1, 2, 3, 4, 5]]), r"length <= 4.*shape \(1, 5\)"),
+        (np.array([1]), r"shape \(1,\)"),
+    ],
+)
+def test_ids_outside_the_model_are_refused(ids, message, rng):
+    layer = TokenEmbedding(6, 4, 3)
+    params = {"token": {"weight": np.zeros((6, 3))}, "position": {"weight": np.zeros((4, 3))}}
+    with pytest.raises(DataError, match=message):
+        layer.forward(params, ids)
+
+
+def test_inputs_of_another_width_are_refused():
+    with pytest.raises(DataError, match=r"4 features.*shape \(2, 3\)"):
+        Linear(4, 2).forward({"weight": np.zeros((4, 2)), "bias": np.zeros(2)}, np.zeros((2, 3)))
