@@ -38,11 +38,13 @@ class Communicator(Transport):
     """
 
     def __enter__(self) -> Self:
+        """Return itself. Not collective."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Close the communicator; with an error, leave it to whoever ends the job. Collective without an error."""
         if error is None:
             self.close()
         else:
@@ -180,12 +182,14 @@ class Communicator(Transport):
         self._check_message("isend", buffer, peer, tag)
         if peer != self.rank:
             self.counters.add(buffer.nbytes)
-        return self._isend(buffer, peer, tag)
+        request: Request = self._run("isend", str(tag), self.trace.started, self._isend, buffer, peer, tag)
+        return request
 
     def irecv(self, buffer: Array, peer: int, tag: int = 0) -> Request:
         """Start :meth:`recv`. Not collective."""
         self._check_message("irecv", buffer, peer, tag)
-        return self._irecv(buffer, peer, tag)
+        request: Request = self._run("irecv", str(tag), self.trace.started, self._irecv, buffer, peer, tag)
+        return request
 
     # ------------------------------------------------------------------ groups
 

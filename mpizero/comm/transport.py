@@ -40,6 +40,7 @@ class Counters:
         self.messages = 0
 
     def __repr__(self) -> str:
+        """Show both numbers. Not collective."""
         return f"Counters(bytes_sent={self.bytes_sent}, messages={self.messages})"
 
 
@@ -119,6 +120,7 @@ class Transport(ABC):
         self.trace = CallTrace(name)
 
     def __repr__(self) -> str:
+        """Show name, rank and size. Not collective."""
         return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size})"
 
     def error(self, operation: str, tag: object, reason: object, array: object = None) -> CollectiveError:
@@ -128,10 +130,14 @@ class Transport(ABC):
         return CollectiveError(f"[rank {self.rank}] {operation}{label} on {self.name!r}{what}: {reason}")
 
     def _call(self, operation: str, tag: str, primitive: Callable[..., Any], *arguments: Any) -> Any:
-        """Run one primitive under the trace; the transport's errors name the call."""
+        """Run a collective primitive under the next sequence number."""
+        sequence = self.trace.started = self.trace.started + 1
+        return self._run(operation, tag, sequence, primitive, *arguments)
+
+    def _run(self, operation: str, tag: str, sequence: int, primitive: Callable[..., Any], *arguments: Any) -> Any:
+        """Run ``primitive`` under the trace; the transport's errors name the call."""
         trace = self.trace
-        trace.started += 1
-        trace.sequence = trace.started
+        trace.sequence = sequence
         trace.operation = operation
         trace.tag = tag
         trace.entered = monotonic()
@@ -163,8 +169,9 @@ class Transport(ABC):
     def _iallgatherv(self, send: Array, recv: Array, counts: Sequence[int]) -> Request: ...
 
     @abstractmethod
-    def _ialltoallv(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Request:
-        ...
+    def _ialltoallv(
+        self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]
+    ) -> Request: ...
 
     @abstractmethod
     def _reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> None: ...

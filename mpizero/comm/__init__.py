@@ -1,0 +1,16 @@
+"""The only door to mpi4py: communicators, process grids, shared memory, exact sums, agreement, watchdog."""
+
+from mpizero.comm.communicator import CallTrace, Communicator, Counters, Request, SharedMemory, as_communicator
+from mpizero.comm.grid import ProcessGrid
+from mpizero.comm.inmemory import InMemoryCommunicator
+
+__all__ = [
+    "CallTrace",
+    "Communicator",
+    "Counters",
+    "InMemoryCommunicator",
+    "ProcessGrid",
+    "Request",
+    "SharedMemory",
+    "as_communicator",
+]

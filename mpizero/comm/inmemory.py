@@ -1,0 +1,349 @@
+"""The communicator over threads of one process: for notebooks, debuggers and unit tests; never touches MPI.
+
+[Note: threads] Every collective is one exchange: each rank posts a copy of what it sends under the next number, and
+goes on; whoever waits for it does so until all ranks have posted that number. The exchange remembers what was called,
+so a mismatch is an error on every rank instead of wrong numbers. A failure is noted once for the whole job (the group
+and everything split off it) and wakes all who wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Condition
+from typing import Any, Self
+
+import numpy as np
+
+from mpizero.comm.communicator import Communicator
+from mpizero.comm.transport import Request, SharedMemory
+from mpizero.errors import PeerFailure
+from mpizero.types import Array
+
+ALIGNMENT = 64
+_ADD: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+
+
+class _Job:
+    """What all threads of one group share: a lock to sleep on, the first failure, and who has gone."""
+
+    def __init__(self) -> None:
+        self.changed = Condition()
+        self.failure: tuple[int, BaseException] | None = None
+        self.gone: set[int] = set()
+
+
+class _Exchange:
+    """One collective: what each rank called and sent."""
+
+    def __init__(self, size: int) -> None:
+        self.calls: list[tuple[Any, ...] | None] = [None] * size
+        self.payloads: list[Any] = [None] * size
+        self.posted = 0
+        self.taken = 0
+
+
+class _Mailbox:
+    """Messages of one sender, receiver and tag; receives take them in the order in which they were started."""
+
+    def __init__(self) -> None:
+        self.messages: dict[int, Array] = {}
+        self.sent = 0
+        self.claimed = 0
+
+
+class _Group:
+    """The members of one communicator, by their rank in the job, and its traffic."""
+
+    def __init__(self, job: _Job, members: Sequence[int]) -> None:
+        self.job = job
+        self.members = tuple(members)
+        self.exchanges: dict[int, _Exchange] = {}
+        self.mail: dict[tuple[int, int, int], _Mailbox] = {}
+
+    def exchange(self, number: int) -> _Exchange:
+        if number not in self.exchanges:
+            self.exchanges[number] = _Exchange(len(self.members))
+        return self.exchanges[number]
+
+
+class _ThreadRequest(Request):
+    """Waits until ``ready`` and then runs ``finish`` once."""
+
+    __slots__ = ("_communicator", "_finish", "_operation", "_ready", "_sequence", "_tag", "_waits_for")
+
+    def __init__(
+        self,
+        communicator: InMemoryCommunicator,
+        ready: Callable[[], bool],
+        finish: Callable[[], None],
+        waits_for: Callable[[], Sequence[int]],
+    ) -> None:
+        trace = communicator.trace
+        self._communicator = communicator
+        self._ready: Callable[[], bool] = ready
+        self._finish: Callable[[], None] | None = finish
+        self._waits_for = waits_for
+        self._operation, self._tag, self._sequence = trace.operation, trace.tag, trace.sequence
+
+    def wait(self) -> None:
+        """Return when the operation has ended on this rank. Not collective; a second call returns at once."""
+        if self._finish is not None:
+            self._communicator._run(self._operation, self._tag, self._sequence, self._wait)
+
+    def _wait(self) -> None:
+        job = self._communicator._group.job
+        with job.changed:
+            while not self._ready():
+                self._communicator._check_peers(self._waits_for())
+                job.changed.wait()
+        self._end()
+
+    def test(self) -> bool:
+        """Make progress and tell whether the operation has ended. Not collective."""
+        if self._finish is not None:
+            with self._communicator._group.job.changed:
+                if not self._ready():
+                    self._communicator._check_peers(self._waits_for())
+                    return False
+            self._end()
+        return True
+
+    def _end(self) -> None:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+class ThreadSharedMemory(SharedMemory):
+    """One array that all threads hold."""
+
+    def __init__(self, buffer: Array) -> None:
+        self.buffer = buffer
+
+    def synchronize(self) -> None:
+        """Do nothing: the lock of the next barrier orders memory between threads. Not collective."""
+
+    def close(self) -> None:
+        """Drop the array; ``buffer`` becomes empty. Collective over its communicator."""
+        self.buffer = np.empty(0, np.uint8)
+
+
+class InMemoryCommunicator(Communicator):
+    """A communicator whose ranks are threads of this process; made by :meth:`group`, one for each thread.
+
+    Results are those of MPI, bit for bit, except sums, which are added in rank order. A thread that fails calls
+    :meth:`abort` (``mpizero.testing.run_in_threads`` and the context manager do): every other thread of the group then
+    raises PeerFailure in its next or present call.
+    """
+
+    def __init__(self, group: _Group, rank: int, name: str, shares_memory: bool = False) -> None:
+        super().__init__(rank, len(group.members), name, shares_memory)
+        self._group = group
+        self._posted = 0
+        self._closed = False
+
+    @classmethod
+    def group(cls, size: int, name: str = "world") -> list[Self]:
+        """Make the ``size`` communicators of a new group, one for each thread. Not collective."""
+        if size < 1:
+            raise ValueError(f"a group needs at least one rank, got {size}")
+        group = _Group(_Job(), range(size))
+        return [cls(group, rank, name) for rank in range(size)]
+
+    # ------------------------------------------------------------------ failures
+
+    def abort(self, error: BaseException | None = None) -> None:
+        """Make every thread of the job raise PeerFailure, because of ``error``. Not collective; returns."""
+        job = self._group.job
+        with job.changed:
+            if job.failure is None:
+                cause = error if error is not None else RuntimeError("abort() was called")
+                job.failure = (self._group.members[self.rank], cause)
+            job.changed.notify_all()
+
+    def leave(self) -> None:
+        """Declare that this thread calls nothing more, so that whoever waits for it fails. Not collective."""
+        job = self._group.job
+        with job.changed:
+            job.gone.add(self._group.members[self.rank])
+            job.changed.notify_all()
+
+    def close(self) -> None:
+        """Refuse further calls; a second call does nothing. Collective over the communicator."""
+        self._closed = True
+
+    def _leave_failed(self, error: BaseException) -> None:
+        self.abort(error)
+
+    def _check_peers(self, waits_for: Sequence[int] = ()) -> None:
+        """Raise if the job has failed, or a rank that this one waits for has gone. The caller holds the lock."""
+        job, members = self._group.job, self._group.members
+        if job.failure is not None:
+            rank, cause = job.failure
+            raise PeerFailure(
+                f"[rank {self.rank}] the thread of rank {rank} failed: {type(cause).__name__}: {cause}"
+            ) from cause
+        if gone := [r for r in waits_for if members[r] in job.gone]:
+            trace = self.trace
+            raise PeerFailure(
+                f"[rank {self.rank}] waits in {trace.operation} #{trace.sequence} on {self.name!r} for ranks {gone}, "
+                "whose threads have ended"
+            )
+
+    # ------------------------------------------------------------------ exchange
+
+    def _post(
+        self, call: tuple[Any, ...], payload: Any, finish: Callable[[list[Any]], None], describe: Array | None = None
+    ) -> Request:
+        if self._closed:
+            raise self.error(str(call[0]), self.trace.tag, "the communicator is closed", describe)
+        group, number, size = self._group, self._posted, self.size
+        with group.job.changed:
+            self._check_peers()
+            exchange = group.exchange(number)
+            exchange.calls[self.rank] = call
+            exchange.payloads[self.rank] = payload
+            exchange.posted += 1
+            if exchange.posted == size:
+                group.job.changed.notify_all()
+        self._posted += 1
+
+        def end() -> None:
+            if any(other != call for other in exchange.calls):
+                calls = "; ".join(f"rank {r}: {' '.join(map(str, c or ()))}" for r, c in enumerate(exchange.calls))
+                raise self.error(str(call[0]), self.trace.tag, f"the ranks call different things: {calls}")
+            finish(exchange.payloads)
+            with group.job.changed:
+                exchange.taken += 1
+                if exchange.taken == size:
+                    del group.exchanges[number]
+
+        return _ThreadRequest(
+            self,
+            lambda: exchange.posted == size,
+            end,
+            lambda: [r for r, c in enumerate(exchange.calls) if c is None],
+        )
+
+    def _swap(self, call: tuple[Any, ...], payload: Any) -> list[Any]:
+        """Exchange references to ``payload``."""
+        result: list[Any] = []
+        request = self._post(call, payload, result.extend)
+        assert isinstance(request, _ThreadRequest)
+        request._wait()
+        return result
+
+    def _barrier(self) -> None:
+        self._swap(("barrier",), None)
+
+    def _ibarrier(self) -> Request:
+        return self._post(("barrier",), None, lambda _: None)
+
+    def _ibroadcast(self, buffer: Array, root: int) -> Request:
+        def finish(payloads: list[Any]) -> None:
+            if self.rank != root:
+                buffer.reshape(-1)[:] = payloads[root]
+
+        payload = buffer.reshape(-1).copy() if self.rank == root else None
+        return self._post(("broadcast", str(buffer.dtype), buffer.size, f"root {root}"), payload, finish, buffer)
+
+    def _iallgather(self, send: Array, recv: Array) -> Request:
+        return self._iallgatherv(send, recv, [send.size] * self.size)
+
+    def _iallgatherv(self, send: Array, recv: Array, counts: Sequence[int]) -> Request:
+        def finish(payloads: list[Any]) -> None:
+            np.concatenate(payloads, out=recv.reshape(-1))
+
+        return self._post(
+            ("allgatherv", str(send.dtype), tuple(map(int, counts))), send.reshape(-1).copy(), finish, send
+        )
+
+    def _ialltoallv(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Request:
+        def finish(payloads: list[Any]) -> None:
+            arrived = [blocks[self.rank] for blocks in payloads]
+            if (lengths := [b.size for b in arrived]) != [int(c) for c in recv_counts]:
+                reason = f"expects blocks of {list(map(int, recv_counts))} elements, is sent {lengths}"
+                raise self.error("alltoallv", self.trace.tag, reason, recv)
+            np.concatenate(arrived, out=recv.reshape(-1))
+
+        blocks = np.split(send.reshape(-1).copy(), np.cumsum(send_counts)[:-1])
+        return self._post(("alltoallv", str(send.dtype)), blocks, finish, send)
+
+    def _reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> None:
+        start = int(sum(counts[: self.rank]))
+        rows = self._swap(("reduce_scatter", str(send.dtype), tuple(map(int, counts))), send.reshape(-1).copy())
+        _fold([row[start : start + recv.size] for row in rows], recv, "sum")
+
+    def _iallreduce(self, buffer: Array, op: str) -> Request:
+        return self._post(
+            ("allreduce", str(buffer.dtype), buffer.size, op),
+            buffer.reshape(-1).copy(),
+            lambda rows: _fold(rows, buffer, op),
+            buffer,
+        )
+
+    def _allgather_bytes(self, payload: bytes) -> list[bytes]:
+        return self._swap(("allgather_object",), payload)
+
+    def _broadcast_bytes(self, payload: bytes | None, root: int) -> bytes:
+        result: bytes = self._swap(("broadcast_object", f"root {root}"), payload)[root]
+        return result
+
+    # ------------------------------------------------------------------ point to point
+
+    def _isend(self, buffer: Array, peer: int, tag: int) -> Request:
+        group = self._group
+        with group.job.changed:
+            self._check_peers()
+            box = group.mail.setdefault((self.rank, peer, tag), _Mailbox())
+            box.messages[box.sent] = buffer.reshape(-1).copy()
+            box.sent += 1
+            group.job.changed.notify_all()
+        return _ThreadRequest(self, lambda: True, lambda: None, lambda: ())
+
+    def _irecv(self, buffer: Array, peer: int, tag: int) -> Request:
+        group = self._group
+        with group.job.changed:
+            self._check_peers()
+            box = group.mail.setdefault((peer, self.rank, tag), _Mailbox())
+            ticket = box.claimed
+            box.claimed += 1
+
+        def finish() -> None:
+            message = box.messages.pop(ticket)
+            if message.size != buffer.size or message.dtype != buffer.dtype:
+                reason = f"the message from rank {peer} is {message.dtype}[{message.size}]"
+                raise self.error("irecv", tag, reason, buffer)
+            buffer.reshape(-1)[:] = message
+
+        return _ThreadRequest(self, lambda: ticket in box.messages, finish, lambda: (peer,))
+
+    # ------------------------------------------------------------------ groups
+
+    def _split(self, color: int, key: int, name: str) -> Communicator:
+        return self._regroup(color, key, name, shares_memory=False)
+
+    def _split_node(self, ranks_per_node: int | None, name: str) -> Communicator:
+        return self._regroup(self.rank // (ranks_per_node or self.size), self.rank, name, shares_memory=True)
+
+    def _regroup(self, color: int, key: int, name: str, shares_memory: bool) -> Communicator:
+        wishes = self._swap(("split",), (color, key))
+        chosen = sorted((k, r) for r, (c, k) in enumerate(wishes) if c == color)
+        ranks = [r for _, r in chosen]
+        mine = _Group(self._group.job, [self._group.members[r] for r in ranks]) if ranks[0] == self.rank else None
+        group = self._swap(("split",), mine)[ranks[0]]
+        return type(self)(group, ranks.index(self.rank), name, shares_memory)
+
+    def _allocate_shared(self, nbytes: int) -> SharedMemory:
+        whole = np.zeros(nbytes + ALIGNMENT, np.uint8) if self.rank == 0 else None
+        buffer = self._swap(("allocate_shared", nbytes), whole)[0]
+        offset = -buffer.ctypes.data % ALIGNMENT
+        return ThreadSharedMemory(buffer[offset : offset + nbytes])
+
+
+def _fold(rows: Sequence[Array], out: Array, op: str) -> None:
+    """Combine ``rows`` in rank order into ``out``."""
+    flat = out.reshape(-1)
+    flat[:] = rows[0]
+    for row in rows[1:]:
+        _ADD[op](flat, row, out=flat)
