@@ -1,0 +1,322 @@
+"""Nobody fails alone: an error on one rank ends the job with that rank's traceback, and leaving early is an error.
+
+Works under plain ``mpiexec python script.py``. What it cannot see is ``os._exit``, which runs no Python code: there
+the launcher must notice (Open MPI's does; MPICH's takes status 0 for success), so a marker file has to tell success.
+
+[Note: one holder] ``sys.excepthook``, ``threading.excepthook`` and ``atexit`` belong to the process, as MPI does, so
+there is one guard per process: ``_GUARD``, the only module state of the package. It holds what those hooks need and
+nothing that a computation reads.
+
+[Note: last words] Of all ranks that fail, one speaks. The ranks of a node ask their board who is first. Other nodes
+cannot ask, so nodes without rank 0 first wait for ``_OTHER_NODE`` seconds, in which a job that is being ended kills
+them. An error of bad input (MpizeroError) is usually raised by all ranks at once: each brings it into a minimum over
+the ranks, which names the lowest failing rank and its exit status; that rank speaks, and all leave without Abort.
+A RemoteError or PeerFailure only says that somebody else failed: it speaks only if nobody else does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, NoReturn
+
+import numpy as np
+
+from mpizero.comm.board import Board, Slot, open_board
+from mpizero.comm.heartbeat import Heartbeat, Register
+from mpizero.comm.transport import CallTrace
+from mpizero.errors import ExitStatus, MpizeroError, PeerFailure, RemoteError
+
+#: Seconds between the failure of a rank and the hard end of its process, whatever MPI does.
+HARD_STOP = 4.0
+#: Seconds for which an error of bad input waits for the same error on the other ranks.
+_AGREEMENT = 0.5
+#: Seconds for which ranks that fail because of another rank, or second, wait to be ended.
+_CONSEQUENCE = 2.0
+_OTHER_NODE = 0.3
+#: Seconds that others must have waited for this rank before it counts as gone early.
+_BLOCKED = 1.0
+#: Seconds without any sign of progress on the others before a rank that has ended stops waiting for them.
+PATIENCE = 120.0
+
+_NORMAL = 2**62
+_KEYBOARD_INTERRUPT = 130
+
+
+class Guard:
+    """What the hooks of one process need; made once, see [Note: one holder]."""
+
+    def __init__(self) -> None:
+        self.process = 0
+        self.rank, self.size, self.host = 0, 1, ""
+        self.board: Board | None = None
+        self.heartbeat: Heartbeat | None = None
+        self.register = Register()
+        self.context: dict[str, Any] = {}
+        self._control: Any = None
+        self._leaving = ""
+        self._agreed = False
+        self._dying = threading.Lock()
+        self._excepthook: Callable[..., Any] = sys.__excepthook__
+        self._unraisablehook: Callable[..., Any] = sys.__unraisablehook__
+
+    # ------------------------------------------------------------------ life
+
+    def install(self) -> None:
+        """Set the hooks; a second call does nothing. Not collective."""
+        if self.process == os.getpid():
+            return
+        self.process = os.getpid()
+        self.host = socket.gethostname()
+        self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
+        self._unraisablehook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
+        # A foreign hook for threads (pytest's) collects their errors for a report of its own.
+        if threading.excepthook is threading.__excepthook__:
+            threading.excepthook = self._on_thread_exception
+        atexit.register(self._on_exit)
+
+    def follow(self, trace: CallTrace, comm: Any) -> None:
+        """Put a communicator on the register; the first with all ranks gives the guard one for its own use.
+
+        Collective over ``comm``, an mpi4py intracommunicator.
+        """
+        from mpi4py import MPI
+
+        world = MPI.COMM_WORLD
+        self.rank, self.size = world.Get_rank(), world.Get_size()
+        group, everyone = comm.Get_group(), world.Get_group()
+        members = group.Translate_ranks(None, everyone)
+        group.Free()
+        everyone.Free()
+        self.register.add(trace, members)
+        if self._control is None and sorted(members) == list(range(self.size)):
+            # Ordered by world rank. Every rank comes here with the same communicator: its first with all ranks.
+            self._control = comm.Split(0, self.rank)
+            if self.size > 1:
+                self.board = open_board(self.rank, self.host, self._control.allgather)
+                self.heartbeat = Heartbeat(self.board, self.register, self._state, world)
+                self.heartbeat.start()
+
+    def _state(self) -> Slot:
+        return {"state": self._leaving or "working", **self.context}
+
+    def _mpi(self) -> Any:
+        """The MPI module while it can be used by this process and there is anyone else, else None."""
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is None or self.process != os.getpid() or not mpi.Is_initialized() or mpi.Is_finalized():
+            return None
+        if self.size == 1:  # no communicator with all ranks was made yet
+            self.rank, self.size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
+        return mpi if self.size > 1 else None
+
+    # ------------------------------------------------------------------ hooks
+
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, origin: str = ""
+    ) -> None:
+        if self.process != os.getpid() or hasattr(sys, "ps1"):  # a forked child, or a person at the prompt
+            self._excepthook(kind, error, trace)
+            return
+        mpi = self._mpi()
+        if isinstance(error, MpizeroError):
+            status = self._agree_to_fail(mpi, error) if mpi and not origin else None
+            if status is None and mpi:
+                self.end(mpi, self.lines(describe(error)), error.status, self._is_consequence(error, mpi) if origin else 0.0)
+            if status is None:
+                write(f"{describe(error)}\n")
+            self._exit(error.status if status is None else status)
+        elif mpi is None:
+            self._excepthook(kind, error, trace)
+        else:
+            code = _KEYBOARD_INTERRUPT if issubclass(kind, KeyboardInterrupt) else ExitStatus.RANK_FAILED
+            delay = _AGREEMENT if self._is_consequence(error, mpi) else 0.0
+            self.end(mpi, self.lines(format_error(error, trace), origin), code, delay)
+
+    def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
+        if args.exc_type is SystemExit or args.exc_value is None or self._mpi() is None:
+            threading.__excepthook__(args)
+        else:
+            name = args.thread.name if args.thread else "?"
+            self._on_exception(args.exc_type, args.exc_value, args.exc_traceback, f"in thread {name!r}")
+
+    def _on_unraisable(self, args: Any) -> None:
+        """Errors of functions registered with atexit come here; all others have no effect on the program."""
+        if "atexit" in (args.err_msg or "") and args.exc_value is not None and self._mpi() is not None:
+            self._on_exception(args.exc_type, args.exc_value, args.exc_traceback, "while leaving (atexit)")
+        else:
+            self._unraisablehook(args)
+
+    @staticmethod
+    def _is_consequence(error: BaseException, mpi: Any) -> float:
+        """Seconds to give the rank that failed first; MPI itself reports dead peers to those that live."""
+        if isinstance(error, RemoteError | PeerFailure):
+            return _CONSEQUENCE
+        return _AGREEMENT if isinstance(error, mpi.Exception) else 0.0
+
+    # ------------------------------------------------------------------ ending together
+
+    def _agree_to_fail(self, mpi: Any, error: MpizeroError) -> int | None:
+        """Return the common exit status if every rank ends now, after one of them has printed its error; else None."""
+        second = isinstance(error, RemoteError | PeerFailure)
+        self._leaving = "failed"
+        mine = (second << 56) | (self.rank << 8) | int(error.status)
+        first = self._minimum(mpi, mine, lambda waited: waited > (_CONSEQUENCE if second else _AGREEMENT))
+        if first is None:
+            return None
+        if first == mine:
+            write(f"{describe(error)}\n")
+        return first & 0xFF
+
+    def _minimum(self, mpi: Any, value: int, give_up: Callable[[float], bool]) -> int | None:
+        """Minimum over all ranks, or None if ``give_up`` (told the seconds waited) says so first."""
+        if self._control is None:
+            return None
+        send, recv = np.array([value]), np.empty(1, np.int64)
+        request = self._control.Iallreduce([send, mpi.INT64_T], [recv, mpi.INT64_T], mpi.MIN)
+        started, pause = time.monotonic(), 20e-6
+        while not request.Test():
+            if give_up(time.monotonic() - started):
+                return None
+            time.sleep(pause)
+            pause = min(1.5 * pause, 5e-3)
+        self._agreed = True
+        return int(recv[0])
+
+    def _exit(self, status: int) -> NoReturn:
+        # -m mpi4py has noted status 1 for the error it saw pass, and would abort with it at the end.
+        if (runner := sys.modules.get("mpi4py.run")) is not None:
+            runner.set_abort_status(int(status))
+        raise SystemExit(int(status))
+
+    def _on_exit(self) -> None:
+        mpi = self._mpi()
+        if mpi is not None and not self._agreed and not self._dying.locked():
+            self._leaving = "leaving"
+            with contextlib.suppress(mpi.Exception):
+                self._minimum(mpi, _NORMAL, self._left_early)
+        if self.heartbeat is not None and self.process == os.getpid():
+            self.heartbeat.stop()
+
+    def _left_early(self, waited: float) -> bool:
+        """End the job if this rank has ended while others still need it; False to go on waiting."""
+        if self.board is None or waited < _BLOCKED:
+            return False
+        reasons = [self._needs_me(other, slot) for other, slot in self.board.read().items() if other != self.rank]
+        reason = next(filter(None, reasons), "")
+        if not reason and waited > PATIENCE and not any(reason is None for reason in reasons):
+            reason = f"the others have not come to their end for {waited:.0f} s"
+        if reason and (mpi := self._mpi()):
+            self.end(mpi, self.lines(f"left early: the program has ended here, but {reason}"), ExitStatus.RANK_FAILED)
+        return False
+
+    def _needs_me(self, other: int, slot: Slot) -> str | None:
+        """Say what ``other`` waits for; "" if it does not; None if it does not and was seen at work lately."""
+        known = self.register.counts()
+        for key, name, sequence, operation, tag, since in slot["calls"]:
+            if since >= _BLOCKED and sequence > known.get(key, sequence):
+                label = f" {tag!r}" if tag else ""
+                return f"rank {other} waits in {operation} #{sequence}{label} of {name!r} at {slot['place']}"
+        if slot.get("library") and slot["still"] >= 2 * _BLOCKED:
+            return f"rank {other} waits in {slot['library']} at {slot['place']}"
+        return None if slot["still"] < PATIENCE and slot["state"] == "working" else ""
+
+    # ------------------------------------------------------------------ last words
+
+    def lines(self, text: str, origin: str = "") -> str:
+        """Put ``[rank r/N host]`` before every line; the first line says where the job stood."""
+        place = ", ".join(f"{name} {value}" for name, value in self.context.items())
+        head = " ".join(filter(None, [origin, f"at {place}" if place else ""]))
+        body = f"failed {head}\n{text}" if head else text
+        prefix = f"[rank {self.rank}/{self.size} {self.host}]"
+        return "".join(f"{prefix} {line}\n" for line in body.splitlines())
+
+    def speaks(self) -> bool:
+        """Tell whether this rank is the one to say why the job ends. See [Note: last words]."""
+        if self.board is None:
+            return True
+        if 0 not in self.board.ranks:
+            time.sleep(_OTHER_NODE)
+        return self.board.claim()
+
+    def end(self, mpi: Any, text: str, status: int, delay: float = 0.0) -> NoReturn:
+        """Write ``text`` if no other rank has spoken, and end all ranks with ``status``. Does not return."""
+        if not self._dying.acquire(blocking=False):
+            threading.Event().wait()  # another thread of this rank is at it
+        with open(os.devnull, "w") as nowhere:
+            faulthandler.dump_traceback_later(HARD_STOP + delay, exit=True, file=nowhere)
+            self._leaving = "failed"
+            time.sleep(delay)
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+            if self.speaks():
+                write(text)
+            else:
+                time.sleep(_CONSEQUENCE)
+            mpi.COMM_WORLD.Abort(int(status))
+            os._exit(int(status))
+
+
+def describe(error: BaseException) -> str:
+    """Return one line for an error that is the user's to mend."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no further description'}"
+
+
+def format_error(error: BaseException, trace: TracebackType | None) -> str:
+    """Return the traceback; only one header of a chain says Traceback, so that a log's number of them is its failures'."""
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    head, first, rest = text.partition("Traceback (most recent call last)")
+    return head + first + rest.replace("Traceback (most recent call last)", "Frames (most recent call last)")
+
+
+def write(text: str) -> None:
+    """Write to standard error in one piece, so that lines of ranks do not mix."""
+    data = memoryview(text.encode(errors="backslashreplace"))
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(2, data) :]
+
+
+_GUARD = Guard()
+
+
+def install() -> None:
+    """End all ranks when this one fails or leaves early; done by the first MpiCommunicator. Not collective."""
+    _GUARD.install()
+
+
+def follow(trace: CallTrace, comm: Any) -> None:
+    """Register a new communicator. Collective over ``comm``, the mpi4py communicator behind ``trace``."""
+    _GUARD.follow(trace, comm)
+
+
+def forget(trace: CallTrace) -> None:
+    """Take a closed communicator off the register. Not collective."""
+    _GUARD.register.remove(trace)
+
+
+def set_context(step: int | None = None, phase: str | None = None) -> None:
+    """Name the step and phase that this rank is in, for last words and the watchdog. Not collective."""
+    if step is not None:
+        _GUARD.context["step"] = step
+    if phase is not None:
+        _GUARD.context["phase"] = phase
+
+
+def current() -> Guard:
+    """Return the guard of this process, for the watchdog."""
+    return _GUARD
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 0, 1, 3"."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"

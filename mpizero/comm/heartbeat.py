@@ -1,0 +1,159 @@
+"""The daemon thread that writes on the board where this rank stands; it calls no MPI."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import re
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from types import FrameType
+from typing import Any
+
+from mpizero.comm.board import Board, Slot
+from mpizero.comm.transport import CallTrace
+
+#: Seconds between two entries on the board, unless a watchdog asks for more.
+TICK = 0.5
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
+_COMM = str(Path(__file__).resolve().parent) + os.sep
+_LIBRARY_CALL = re.compile(
+    r"([A-Za-z_][\w.]*)\.((?:Neighbor_|neighbor_)?(?:[Aa]ll)?"
+    r"(?:[Bb]arrier|[Bb]cast|[Rr]educe|[Gg]atherv?|[Ss]catterv?|[Tt]oallv?|[Rr]educe_scatter(?:_block)?|[Ee]?[Ss]can))\("
+)
+
+
+@dataclass(eq=False)
+class Registration:
+    """A communicator of this process: its trace, the world ranks it joins, and a key that is the same on all of them.
+
+    Communicators of the same ranks are made in the same order on each of them, so (members, ordinal) names one.
+    """
+
+    trace: CallTrace
+    members: tuple[int, ...]
+    key: str
+
+
+@dataclass
+class Register:
+    """All communicators of this process."""
+
+    live: list[Registration] = field(default_factory=list)
+    #: Collectives begun in communicators that are closed: others may still wait in them.
+    closed: dict[str, int] = field(default_factory=dict)
+    _ordinals: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def add(self, trace: CallTrace, members: Sequence[int]) -> None:
+        """Start to follow ``trace``. Not collective."""
+        group = tuple(members)
+        ordinal = self._ordinals[group] = self._ordinals.get(group, -1) + 1
+        self.live.append(Registration(trace, group, f"{zlib.crc32(repr(group).encode()):08x}.{ordinal}"))
+
+    def remove(self, trace: CallTrace) -> None:
+        """Stop to follow ``trace``. Not collective."""
+        for entry in [entry for entry in self.live if entry.trace is trace]:
+            self.live.remove(entry)
+            self.closed[entry.key] = trace.started
+
+    def counts(self) -> dict[str, int]:
+        """Return collectives begun by key; most recent communicators first."""
+        return {entry.key: entry.trace.started for entry in reversed(self.live)} | self.closed
+
+
+def place(frame: FrameType | None) -> str:
+    """Describe the line of the user's own code that ``frame`` is in, and the line of mpizero beneath it."""
+    inner = outer = None
+    while frame is not None and outer is None:
+        name = frame.f_code.co_filename
+        if inner is None and not name.startswith(_COMM):
+            inner = frame
+        if not name.startswith((_PACKAGE, "<frozen")):
+            outer = frame
+        frame = frame.f_back
+    lines = [outer] if inner is outer else [outer, inner]
+    return " > ".join(
+        f"{Path(f.f_code.co_filename).name}:{f.f_lineno} in {f.f_code.co_name}" for f in lines if f is not None
+    )
+
+
+def library_call(frame: FrameType, world: Any) -> str:
+    """Name the collective over ``world`` that ``frame`` calls by itself, past our communicators; "" if it does not.
+
+    Such a call is invisible in the traces, and the frame of a compiled method does not exist; but the source text of
+    the current instruction is known, and so is the object that its dotted name means.
+    """
+    positions = list(frame.f_code.co_positions())
+    index = frame.f_lasti // 2
+    line, _, column, end = positions[index] if 0 <= index < len(positions) else (None, None, None, None)
+    if line is None or column is None:
+        return ""
+    text = linecache.getline(frame.f_code.co_filename, line).encode()[column:end].decode(errors="replace")
+    found = _LIBRARY_CALL.match(text)
+    if not found:
+        return ""
+    first, *rest = found[1].split(".")
+    value = frame.f_locals.get(first, frame.f_globals.get(first))
+    for name in rest:  # by dictionaries only: a property of the user's must not run in this thread
+        value = getattr(value, "__dict__", {}).get(name)
+    return f"{found[2]} of COMM_WORLD" if type(value) is type(world) and value == world else ""
+
+
+class Heartbeat:
+    """Writes this rank's slot every ``tick`` seconds, then asks the listeners whether something is wrong."""
+
+    def __init__(self, board: Board, register: Register, context: Callable[[], dict[str, Any]], world: Any) -> None:
+        self.board = board
+        self.register = register
+        self.tick = TICK
+        self.listeners: list[Callable[[Slot], None]] = []
+        self._context = context
+        self._world = world
+        self._spot: tuple[int, int] = (0, 0)
+        self._since = monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mpizero-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Write the first slot and start the thread. Not collective."""
+        self.board.write(self.slot())
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; a second call does nothing. Not collective."""
+        self._stop.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+
+    def slot(self) -> Slot:
+        """Describe where the main thread stands now."""
+        now = monotonic()
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        spot = (id(frame), frame.f_lasti) if frame else (0, 0)
+        if spot != self._spot:
+            self._spot, self._since = spot, now
+        slot: Slot = {"beat": now, "place": place(frame), "still": now - self._since, "pid": os.getpid()}
+        # A caught exception's frame may be gone at any moment; the board is a courtesy and never a fault of its own.
+        with contextlib.suppress(Exception):
+            slot["library"] = library_call(frame, self._world) if frame and slot["still"] >= TICK else ""
+        slot["calls"] = [
+            [e.key, e.trace.name, e.trace.sequence, e.trace.operation, e.trace.tag[:80], now - entered]
+            for e in tuple(self.register.live)
+            if (entered := e.trace.entered)
+        ]
+        slot["counts"] = self.register.counts()
+        return slot | self._context()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.tick):
+            slot = self.slot()
+            self.board.write(slot)
+            for listener in tuple(self.listeners):
+                listener(slot)
