@@ -1,0 +1,129 @@
+"""Sums in one fixed order, whoever computes them, and tests for infinite and NaN values.
+
+The order is the canonical binary tree over the element index: node(level, i) = node(level - 1, 2i) +
+node(level - 1, 2i + 1), a missing right child passes the left one through; everything in float64. Blocks of
+``BLOCK`` elements (a power of two, so a block is a node) are summed level by level, which vectorizes; a binary
+counter merges the blocks.
+"""
+
+import numpy as np
+
+from mpizero.kernels.compile import kernel
+from mpizero.kernels.formulas import reduction as _formulas
+
+BLOCK = 1024
+LEVELS = 64
+
+_is_finite = _formulas.is_finite
+
+
+def _halve(source, target, count):
+    """Write one level up; return the number of nodes there."""
+    pairs = count // 2
+    for i in range(pairs):
+        target[i] = source[2 * i] + source[2 * i + 1]
+    if count % 2:
+        target[pairs] = source[count - 1]
+        return pairs + 1
+    return pairs
+
+
+def _top(even, odd, count):
+    """Sum ``count`` nodes in ``even`` by the tree, using ``odd`` for every other level."""
+    while True:
+        if count == 1:
+            return even[0]
+        count = _halve(even, odd, count)
+        if count == 1:
+            return odd[0]
+        count = _halve(odd, even, count)
+
+
+def _merge(pending, blocks, value):
+    """Add a full block to the binary counter: ``pending[k]`` is a node over 2**k blocks."""
+    level = 0
+    while blocks & 1:
+        value = pending[level] + value
+        blocks >>= 1
+        level += 1
+    pending[level] = value
+
+
+def _collect(pending, blocks, value, has_value):
+    """Add the pending nodes, the smallest first, to the unfinished block on their right."""
+    level = 0
+    while blocks:
+        if blocks & 1:
+            value = pending[level] + value if has_value else pending[level]
+            has_value = True
+        blocks >>= 1
+        level += 1
+    return value
+
+
+@kernel("void(const T[::1], const i8[::1], const i8[::1], f8[::1], f8[::1])", scratch=2 * BLOCK + LEVELS)
+def tree_square_sums(x, starts, stops, out, scratch):
+    """Write the canonical sum of squares of ``x[starts[k]:stops[k]]`` to ``out[k]``; 0 where empty."""
+    even, odd, pending = scratch[:BLOCK], scratch[BLOCK : 2 * BLOCK], scratch[2 * BLOCK :]
+    for k in range(starts.size):
+        part = x[starts[k] : stops[k]]
+        blocks, rest = part.size // BLOCK, part.size % BLOCK
+        for block in range(blocks):
+            full = part[block * BLOCK : (block + 1) * BLOCK]
+            for i in range(BLOCK // 2):
+                left, right = np.float64(full[2 * i]), np.float64(full[2 * i + 1])
+                even[i] = left * left + right * right
+            _merge(pending, block, _top(even, odd, BLOCK // 2))
+        last = part[blocks * BLOCK :]
+        for i in range(rest):
+            value = np.float64(last[i])
+            even[i] = value * value
+        out[k] = _collect(pending, blocks, _top(even, odd, rest) if rest else 0.0, rest > 0)
+
+
+@kernel("void(const T[::1], const T[::1], const i8[::1], const i8[::1], f8[::1], f8[::1])", scratch=2 * BLOCK + LEVELS)
+def tree_dots(x, y, starts, stops, out, scratch):
+    """Write the canonical dot product of ``x`` and ``y`` on ``starts[k]:stops[k]`` to ``out[k]``; 0 where empty."""
+    even, odd, pending = scratch[:BLOCK], scratch[BLOCK : 2 * BLOCK], scratch[2 * BLOCK :]
+    for k in range(starts.size):
+        part, other = x[starts[k] : stops[k]], y[starts[k] : stops[k]]
+        blocks, rest = part.size // BLOCK, part.size % BLOCK
+        for block in range(blocks):
+            full, beside = part[block * BLOCK : (block + 1) * BLOCK], other[block * BLOCK : (block + 1) * BLOCK]
+            for i in range(BLOCK // 2):
+                left = np.float64(full[2 * i]) * np.float64(beside[2 * i])
+                right = np.float64(full[2 * i + 1]) * np.float64(beside[2 * i + 1])
+                even[i] = left + right
+            _merge(pending, block, _top(even, odd, BLOCK // 2))
+        last, beside = part[blocks * BLOCK :], other[blocks * BLOCK :]
+        for i in range(rest):
+            even[i] = np.float64(last[i]) * np.float64(beside[i])
+        out[k] = _collect(pending, blocks, _top(even, odd, rest) if rest else 0.0, rest > 0)
+
+
+def _count_nonfinite(x):
+    bad = 0
+    for i in range(x.size):
+        bad += not _is_finite(x[i])
+    return bad
+
+
+@kernel("bool(const T[::1])")
+def all_finite(x):
+    """Tell whether no element is infinite or NaN."""
+    for block in range(0, x.size, BLOCK):
+        if _count_nonfinite(x[block : block + BLOCK]):
+            return False
+    return True
+
+
+@kernel("i8(const T[::1])")
+def first_nonfinite(x):
+    """Return the index of the first infinite or NaN element, -1 where there is none."""
+    for block in range(0, x.size, BLOCK):
+        part = x[block : block + BLOCK]
+        if _count_nonfinite(part):
+            for i in range(part.size):
+                if not _is_finite(part[i]):
+                    return block + i
+    return -1
