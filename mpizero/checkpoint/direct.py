@@ -1,0 +1,93 @@
+"""The direct back end: every rank writes its ranges of the HDF5 file by itself, without HDF5."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mpizero.checkpoint.checksum import BLOCK, block_count, crc32_combine, cut
+from mpizero.checkpoint.failures import agreed
+from mpizero.checkpoint.stage import write_at
+from mpizero.checkpoint.table import LocalArray, Table
+from mpizero.comm.communicator import Communicator
+from mpizero.types import Array
+
+
+class PieceSums(NamedTuple):
+    """CRC32 of a piece of an array, one for each part that :func:`~mpizero.checkpoint.checksum.cut` gives."""
+
+    path: str
+    start: int
+    stop: int
+    checksums: tuple[int, ...]
+
+
+def as_bytes(values: Array) -> memoryview:
+    """Return the bytes of a one-dimensional contiguous array, without a copy. Not collective."""
+    return values.view(np.uint8).data
+
+
+def store(
+    comm: Communicator, file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int], prefix: str
+) -> list[PieceSums]:
+    """Write every rank's pieces into ``file`` and make them durable; return this rank's checksums.
+
+    Collective over ``comm``: all ranks succeed, or all raise the same error, which begins with ``prefix``.
+    """
+    with agreed(comm, prefix):
+        return _write(file, arrays, offsets)
+
+
+def _write(file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int]) -> list[PieceSums]:
+    """Take each block's checksum from memory just before it is written: what is damaged later, reading finds."""
+    sums = []
+    handle = os.open(file, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        for array in arrays:
+            for first, values in array.pieces:
+                data, begin = as_bytes(values), first * array.dtype.itemsize
+                checksums = []
+                for start, stop in cut(begin, begin + len(data)):
+                    part = data[start - begin : stop - begin]
+                    checksums.append(zlib.crc32(part))
+                    write_at(handle, part, offsets[array.path] + start, f"{file}: array {array.path!r}")
+                if checksums:
+                    sums.append(PieceSums(array.path, begin, begin + len(data), tuple(checksums)))
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return sums
+
+
+def checksums(arrays: Sequence[LocalArray]) -> list[PieceSums]:
+    """Return the checksums of pieces in memory. Not collective."""
+    sums = []
+    for array in arrays:
+        for first, values in array.pieces:
+            data, begin = as_bytes(values), first * array.dtype.itemsize
+            parts = cut(begin, begin + len(data))
+            crcs = tuple(zlib.crc32(data[start - begin : stop - begin]) for start, stop in parts)
+            if crcs:
+                sums.append(PieceSums(array.path, begin, begin + len(data), crcs))
+    return sums
+
+
+def join(table: Table, gathered: Sequence[Sequence[PieceSums]]) -> dict[str, tuple[int, ...]]:
+    """Join the checksums of all ranks' pieces to those of whole blocks. Not collective."""
+    pieces: dict[str, list[PieceSums]] = {path: [] for path in table}
+    for listed in gathered:
+        for piece in listed:
+            pieces[piece.path].append(piece)
+    joined = {}
+    for path, (shape, dtype) in table.items():
+        blocks = [0] * block_count(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+        for piece in sorted(pieces[path], key=lambda piece: piece.start):
+            for (start, stop), crc in zip(cut(piece.start, piece.stop), piece.checksums, strict=True):
+                index, inside = divmod(start, BLOCK)
+                blocks[index] = crc32_combine(blocks[index], crc, stop - start) if inside else crc
+        joined[path] = tuple(blocks)
+    return joined

@@ -1,0 +1,128 @@
+"""Failures of checkpoints, and how every rank comes to raise the same one."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, NoReturn, TypeVar
+
+from mpizero.comm import as_communicator
+from mpizero.comm.communicator import Communicator
+from mpizero.errors import (
+    CheckpointError,
+    CollectiveError,
+    ConfigError,
+    ExitStatus,
+    MpizeroError,
+    PeerFailure,
+    RemoteError,
+)
+
+T = TypeVar("T")
+
+
+class CheckpointMissingError(CheckpointError, FileNotFoundError):
+    """A checkpoint, or a file of it, that does not exist."""
+
+
+class CheckpointIOError(CheckpointError, OSError):
+    """A checkpoint that the operating system refused to write or read; ``errno`` says why."""
+
+    status = ExitStatus.INPUT_OUTPUT
+
+
+class _Outcome(NamedTuple):
+    """An exception in a form that travels between ranks."""
+
+    kind: str
+    code: int
+    message: str
+
+
+def _outcome(error: Exception) -> _Outcome:
+    if isinstance(error, CheckpointError):
+        kinds = {CheckpointMissingError: "missing", CheckpointIOError: "io"}
+        return _Outcome(kinds.get(type(error), "damaged"), getattr(error, "errno", 0) or 0, str(error))
+    if isinstance(error, ConfigError):
+        return _Outcome("config", 0, str(error))
+    if isinstance(error, OSError):
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
+        return _Outcome("missing" if error.errno == errno.ENOENT else "io", error.errno or 0, where + reason)
+    return _Outcome("foreign", 0, f"{type(error).__name__}: {error}")
+
+
+def _raise(outcome: _Outcome, text: str) -> NoReturn:
+    kinds: dict[str, type[MpizeroError]] = {
+        "missing": CheckpointMissingError,
+        "io": CheckpointIOError,
+        "damaged": CheckpointError,
+        "config": ConfigError,
+        "foreign": RemoteError,
+    }
+    error = kinds[outcome.kind](text)
+    if isinstance(error, OSError):
+        error.errno = outcome.code or None
+    raise error
+
+
+@contextmanager
+def agreed(comm: Communicator, prefix: str) -> Iterator[None]:
+    """Leave on every rank, or raise the same error on every rank: the lowest failing rank's.
+
+    Collective over ``comm``. The message is ``prefix``, the rank, and the reason. Unlike ``comm.agreement.all_ranks``
+    the other ranks do not raise ``RemoteError``: whoever loads a missing file catches ``FileNotFoundError`` on every
+    rank alike. An error that is nobody's business but ours (a bug) keeps its traceback on its own rank.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except (CollectiveError, PeerFailure):
+        raise  # the communicator is broken: nobody would answer
+    except Exception as error:  # every failure must reach the other ranks, or they wait for ever
+        failure = error
+    outcomes = comm.allgather_object(None if failure is None else _outcome(failure), tag="checkpoint outcome")
+    for rank, outcome in enumerate(outcomes):
+        if outcome is None:
+            continue
+        if failure is not None and _outcome(failure).kind == "foreign":
+            raise failure
+        where = f"[rank {rank}] " if comm.size > 1 else ""
+        _raise(outcome, f"{prefix}: {where}{outcome.message}")
+
+
+@contextmanager
+def borrowed(comm: object) -> Iterator[Communicator]:
+    """Turn ``comm`` into a Communicator, and close it in the end if it had to be made.
+
+    Collective over ``comm``. Within, every error is agreed, so all ranks come to the end together.
+    """
+    world = as_communicator(comm)
+    try:
+        yield world
+    except (CollectiveError, PeerFailure):
+        raise  # the others may never come to close it
+    except BaseException:
+        _close(world, comm)
+        raise
+    _close(world, comm)
+
+
+def _close(world: Communicator, comm: object) -> None:
+    if world is not comm:
+        world.close()
+
+
+def on_root(comm: Communicator, prefix: str, function: Callable[[], T]) -> T:
+    """Call ``function`` on rank 0 and return its result on every rank, or raise the same error on every rank.
+
+    Collective over ``comm``. The result is pickled.
+    """
+    result: T | None = None
+    with agreed(comm, prefix):
+        if comm.rank == 0:
+            result = function()
+    shared: T = comm.broadcast_object(result, tag="checkpoint")
+    return shared

@@ -1,0 +1,87 @@
+"""A checkpoint as one byte string: the HDF5 file, then its manifest."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpizero.checkpoint.direct import as_bytes, checksums
+from mpizero.checkpoint.failures import agreed, borrowed, on_root
+from mpizero.checkpoint.manifest import MANIFEST_LIMIT, decode, encode
+from mpizero.checkpoint.reader import MemoryBytes, Reader, check_structure
+from mpizero.checkpoint.skeleton import build
+from mpizero.checkpoint.table import LocalArray
+from mpizero.checkpoint.writer import agree_on_arrays, describe
+from mpizero.comm import as_communicator
+from mpizero.comm.communicator import Communicator
+from mpizero.errors import CheckpointError
+
+#: Last bytes of an image, after eight bytes with the manifest's length (little-endian).
+MAGIC = b"mpizero1"
+
+
+def to_bytes(arrays: Sequence[LocalArray], attributes: Mapping[str, Any], comm: object = None) -> bytes:
+    """Return a checkpoint as bytes, the same on every rank; the same values always give the same bytes.
+
+    Collective over ``comm``; arguments as in :func:`~mpizero.checkpoint.writer.write`. The result starts with the HDF5
+    file, so h5py reads ``io.BytesIO`` of it. Every rank holds the whole: meant for small models.
+    """
+    with borrowed(comm) as world:
+        return _to_bytes(world, arrays, attributes)
+
+
+def _to_bytes(world: Communicator, arrays: Sequence[LocalArray], attributes: Mapping[str, Any]) -> bytes:
+    prefix = "the model was not serialized"
+    local, table = agree_on_arrays(world, arrays, attributes, prefix)
+    skeleton = on_root(world, prefix, lambda: build(table))
+    with agreed(world, prefix):
+        image = np.zeros(skeleton.nbytes, np.uint8)
+    for offset, data in skeleton.structure:
+        image[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+    gathered = world.allgather_object(checksums(local), tag="checkpoint checksums")
+    values = {(a.path, start * a.dtype.itemsize): as_bytes(v) for a in local for start, v in a.pieces}
+    for rank, listed in enumerate(gathered):
+        for piece in listed:
+            begin = skeleton.offsets[piece.path]
+            target = image[begin + piece.start : begin + piece.stop]
+            if rank == world.rank:
+                target[:] = np.frombuffer(values[piece.path, piece.start], np.uint8)
+            world.broadcast(target, root=rank, tag=piece.path)
+    structure = 0
+    for _, data in skeleton.structure:
+        structure = zlib.crc32(data, structure)
+    manifest = encode(describe(table, skeleton, structure, gathered, attributes))
+    return b"".join((image.data, manifest, len(manifest).to_bytes(8, "little"), MAGIC))
+
+
+def from_bytes(data: bytes | bytearray | memoryview) -> Reader:
+    """Open what :func:`to_bytes` returned; each rank reads by itself.
+
+    Not collective.
+
+    Raises
+    ------
+    CheckpointError
+        Damaged, foreign or hostile bytes.
+    """
+    name = "of serialized bytes"
+    view = memoryview(data).cast("B")
+    tail = len(MAGIC) + 8
+    if len(view) < tail or view[-len(MAGIC) :] != MAGIC:
+        raise CheckpointError(f"{len(view)} bytes that do not end like a serialized model: truncated or foreign")
+    length = int.from_bytes(view[-tail : -len(MAGIC)], "little")
+    if length > min(MANIFEST_LIMIT, len(view) - tail):
+        raise CheckpointError(f"serialized model: a manifest of {length} bytes does not fit {len(view)} bytes")
+    start = len(view) - tail - length
+    try:
+        manifest = decode(bytes(view[start : start + length]))
+    except CheckpointError as error:
+        raise CheckpointError(f"serialized model: manifest: {error}") from None
+    if manifest.state_bytes != start:
+        raise CheckpointError(f"serialized model: {start} bytes of state instead of {manifest.state_bytes}")
+    source = MemoryBytes(view[:start])
+    check_structure(source, manifest, "serialized model")
+    return Reader(as_communicator(None), manifest, source, name)

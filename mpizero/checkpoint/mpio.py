@@ -1,0 +1,94 @@
+"""The back end of parallel HDF5: every rank writes its ranges through one file opened by all."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from mpizero.checkpoint.checksum import cut
+from mpizero.checkpoint.direct import PieceSums, checksums
+from mpizero.checkpoint.failures import agreed
+from mpizero.checkpoint.table import LocalArray
+from mpizero.comm.communicator import Communicator
+from mpizero.errors import CheckpointError, ConfigError
+from mpizero.layout.hyperslab import hyperslabs
+
+#: Bytes of one HDF5 write at most: MPI-IO counts in 32 bits.
+WRITE_LIMIT = 256 * 1024 * 1024
+
+
+def check_available(comm: Communicator) -> None:
+    """Raise :class:`ConfigError` unless h5py has MPI and ``comm`` is an MPI communicator. Not collective."""
+    import h5py
+
+    if not h5py.get_config().mpi:
+        raise ConfigError('backend="mpio" needs an h5py built with MPI, and this one is not: use backend="direct"')
+    if getattr(comm, "mpi", None) is None:
+        raise ConfigError(f'backend="mpio" needs an MPI communicator, got {comm!r}: use backend="direct"')
+
+
+def store(
+    comm: Communicator, file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int], prefix: str
+) -> list[PieceSums]:
+    """Write every rank's pieces into ``file`` by independent HDF5 writes; return this rank's checksums.
+
+    Collective over ``comm``: all ranks succeed, or all raise the same error, which begins with ``prefix``. The file is
+    opened on a communicator made by ``split`` and nothing is written collectively: collective writes on Cartesian
+    communicators lose data in Open MPI 4.1.4. What was written is read back and compared with the checksums from
+    memory, because an MPI library may report success for writes that it loses.
+    """
+    import h5py
+
+    with agreed(comm, prefix):
+        check_available(comm)
+        sums = checksums(arrays)
+        os.close(os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))  # opening below fails on all ranks or none
+    with comm.split(0, name=f"{comm.name}/checkpoint") as own:
+        failure: Exception | None = None
+        handle = h5py.File(file, "r+", driver="mpio", comm=getattr(own, "mpi", None))
+        try:
+            for array in arrays:
+                _write(handle, array)
+        except Exception as error:  # the others wait in close()
+            failure = error
+        try:
+            handle.close()
+        except Exception as error:
+            failure = failure or error
+    with agreed(comm, prefix):
+        if failure is not None:
+            reason = " ".join(str(failure).split())
+            raise OSError(getattr(failure, "errno", None) or 5, reason, file) from failure
+        _sync_and_compare(file, sums, offsets)
+    return sums
+
+
+def _write(handle: Any, array: LocalArray) -> None:
+    dataset = None
+    step = max(1, WRITE_LIMIT // array.dtype.itemsize)
+    for first, values in array.pieces:
+        for begin in range(0, values.size, step):
+            part = values[begin : begin + step]
+            dataset = handle[array.path] if dataset is None else dataset
+            done = 0
+            for block in hyperslabs(array.shape, first + begin, first + begin + part.size):
+                sizes = tuple(axis.stop - axis.start for axis in block)
+                dataset[block] = part[done : done + prod(sizes)].reshape(sizes)
+                done += prod(sizes)
+
+
+def _sync_and_compare(file: str, sums: Sequence[PieceSums], offsets: Mapping[str, int]) -> None:
+    handle = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+        for piece in sums:
+            for (start, stop), crc in zip(cut(piece.start, piece.stop), piece.checksums, strict=True):
+                if zlib.crc32(os.pread(handle, stop - start, offsets[piece.path] + start)) != crc:
+                    raise CheckpointError(
+                        f"{file}: array {piece.path!r}, bytes {start} to {stop - 1}: MPI-IO wrote something else"
+                    )
+    finally:
+        os.close(handle)

@@ -1,0 +1,159 @@
+"""Which arrays a checkpoint holds, and which rank writes which part of them: integers and names, no files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from mpizero.errors import CheckpointError
+from mpizero.types import Array
+
+#: Element types a checkpoint may hold, little-endian; bfloat16 is stored as its bits, in ``<u2``.
+DTYPES = ("<f2", "<f4", "<f8", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8")
+#: Arrays of one checkpoint at most.
+ARRAY_LIMIT = 1_000_000
+#: Bytes that one array may have at most; keeps every sum of sizes far from 2**63.
+SIZE_LIMIT = 2**56
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
+
+#: Shape and element type by path.
+Table = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
+
+
+@dataclass(frozen=True)
+class LocalArray:
+    """One array of a checkpoint, as one rank sees it.
+
+    Parameters
+    ----------
+    path : str
+        Name in the file, for example ``"parameters/blocks.0.weight"`` or ``"optimizer/exp_avg/blocks.0.weight"``.
+    shape : tuple of int
+        Shape of the whole array.
+    dtype : numpy.dtype
+        Element type, one of :data:`DTYPES`.
+    pieces : tuple of (int, numpy.ndarray)
+        Flat C-order ranges: first element and a one-dimensional contiguous array of values. When writing, the pieces
+        of all ranks are disjoint and make up the whole array; when reading, they are filled, and may be any ranges.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    pieces: tuple[tuple[int, Array], ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the whole array."""
+        return prod(self.shape)
+
+
+def check_path(path: object) -> str:
+    """Return ``path`` if it is a legal name of an array, else raise :class:`CheckpointError`."""
+    if not isinstance(path, str) or len(path) > 512 or not _NAME.fullmatch(path) or ".." in path:
+        shown = repr(path)[:80]
+        raise CheckpointError(
+            f"array name {shown} is not allowed: at most 512 of A-Z a-z 0-9 _ . - in parts joined by /, no '..'"
+        )
+    if any(part == "." for part in path.split("/")):
+        raise CheckpointError(f"array name {path!r} is not allowed: a part is '.'")
+    return path
+
+
+def check_shape(path: str, shape: Sequence[object], dtype: str) -> tuple[int, ...]:
+    """Return ``shape`` as a tuple if a checkpoint can hold such an array of ``dtype``."""
+    if dtype not in DTYPES:
+        raise CheckpointError(f"array {path!r}: element type {dtype!r} is not one of {', '.join(DTYPES)}")
+    sizes = tuple(int(n) for n in shape if isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 0)
+    if len(sizes) != len(shape) or len(sizes) > 32:
+        raise CheckpointError(f"array {path!r}: shape {tuple(shape)!r:.80} is not a list of at most 32 sizes >= 0")
+    if prod(max(n, 1) for n in sizes) > SIZE_LIMIT // np.dtype(dtype).itemsize:
+        raise CheckpointError(f"array {path!r}: shape {sizes} of {dtype} is larger than {SIZE_LIMIT} bytes")
+    return sizes
+
+
+def check_paths(paths: Iterable[str]) -> None:
+    """Reject a name that is also the folder of another one."""
+    known = set(paths)
+    for path in known:
+        parts = path.split("/")
+        for depth in range(1, len(parts)):
+            if (parent := "/".join(parts[:depth])) in known:
+                raise CheckpointError(f"array {parent!r} cannot also be the group of array {path!r}")
+
+
+def check_array(array: LocalArray, writable: bool = False) -> LocalArray:
+    """Return ``array`` in its canonical form, or raise :class:`CheckpointError` naming it and what is wrong."""
+    path = check_path(array.path)
+    dtype = np.dtype(array.dtype)
+    shape = check_shape(path, array.shape, dtype.str)
+    size = prod(shape)
+    for start, values in array.pieces:
+        where = f"array {path!r}, piece at element {start}"
+        if not isinstance(values, np.ndarray) or values.ndim != 1 or not values.flags.c_contiguous:
+            raise CheckpointError(f"{where}: values must be a one-dimensional contiguous NumPy array")
+        if values.dtype != dtype:
+            raise CheckpointError(f"{where}: values are {values.dtype.str}, the array is {dtype.str}")
+        if writable and not values.flags.writeable:
+            raise CheckpointError(f"{where}: values to read into must be writable")
+        if start < 0 or start + values.size > size:
+            raise CheckpointError(f"{where}: {values.size} elements do not fit an array of {size}")
+    return LocalArray(path, shape, dtype, tuple((int(start), values) for start, values in array.pieces))
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one rank says about one array: its shape, its type and the ranges that this rank writes."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    ranges: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, array: LocalArray) -> Claim:
+        """Describe ``array`` without its values."""
+        ranges = tuple((start, start + values.size) for start, values in array.pieces if values.size)
+        return cls(array.path, array.shape, array.dtype.str, ranges)
+
+
+def merge(claims: Sequence[Sequence[Claim]]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Join what all ranks say, sorted by name; each element must be written by exactly one rank.
+
+    Not collective: every rank calls it with the same gathered claims and gets the same table or the same error.
+    """
+    table: dict[str, tuple[tuple[int, ...], str, int]] = {}
+    ranges: dict[str, list[tuple[int, int, int]]] = {}
+    for rank, listed in enumerate(claims):
+        for claim in listed:
+            shape, dtype, first = table.setdefault(claim.path, (claim.shape, claim.dtype, rank))
+            if (shape, dtype) != (claim.shape, claim.dtype):
+                raise CheckpointError(
+                    f"array {claim.path!r}: rank {first} has shape {shape} of {dtype}, "
+                    f"rank {rank} has {claim.shape} of {claim.dtype}"
+                )
+            ranges.setdefault(claim.path, []).extend((*span, rank) for span in claim.ranges)
+    if len(table) > ARRAY_LIMIT:
+        raise CheckpointError(f"{len(table)} arrays are more than the {ARRAY_LIMIT} that one checkpoint may hold")
+    check_paths(table)
+    for path in sorted(table):
+        _check_tiling(path, prod(table[path][0]), sorted(ranges[path]))
+    return {path: (table[path][0], np.dtype(table[path][1])) for path in sorted(table)}
+
+
+def _check_tiling(path: str, size: int, ranges: Sequence[tuple[int, int, int]]) -> None:
+    end, writer = 0, -1
+    for start, stop, rank in ranges:
+        if start < end:
+            raise CheckpointError(f"array {path!r}: element {start} is written by rank {writer} and by rank {rank}")
+        if start > end:
+            raise CheckpointError(f"array {path!r}: elements {end} to {start - 1} are written by no rank")
+        end, writer = stop, rank
+    if end != size:
+        raise CheckpointError(f"array {path!r}: elements {end} to {size - 1} are written by no rank")
