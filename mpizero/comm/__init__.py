@@ -1,6 +1,7 @@
 """The only door to mpi4py: communicators, process grids, shared memory, exact sums, agreement, watchdog."""
 
-from mpizero.comm.communicator import CallTrace, Communicator, Counters, Request, SharedMemory, as_communicator
+from mpizero.comm.communicator import CallTrace, Communicator, Counters, Request, SharedMemory
+from mpizero.comm.convert import as_communicator
 from mpizero.comm.grid import ProcessGrid
 from mpizero.comm.inmemory import InMemoryCommunicator
 

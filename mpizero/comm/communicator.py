@@ -13,7 +13,7 @@ from mpizero.comm.transport import CallTrace, Counters, Request, SharedMemory, T
 from mpizero.errors import SharedMemoryError
 from mpizero.types import Array
 
-__all__ = ["CallTrace", "Communicator", "Counters", "Request", "SharedMemory", "as_communicator"]
+__all__ = ["CallTrace", "Communicator", "Counters", "Request", "SharedMemory"]
 
 
 class Communicator(Transport):
@@ -294,29 +294,3 @@ class Communicator(Transport):
         checks.peer(self, operation, tag, peer)
         if not 0 <= tag < checks.TAG_LIMIT:
             raise self.error(operation, tag, f"tag must be in 0..{checks.TAG_LIMIT - 1}", buffer)
-
-
-def as_communicator(comm: Any = None, name: str = "world") -> Communicator:
-    """Turn an mpi4py communicator, a Communicator or None (one process, no MPI) into a Communicator.
-
-    Collective over ``comm`` if it is an mpi4py communicator: it is split, never used itself, and the caller closes the
-    result. A Communicator is returned as it is.
-
-    Raises
-    ------
-    TypeError
-        If ``comm`` is something else.
-    """
-    if isinstance(comm, Communicator):
-        return comm
-    if comm is None:
-        from mpizero.comm.inmemory import InMemoryCommunicator
-
-        return InMemoryCommunicator.group(1, name=name)[0]
-    if type(comm).__module__.split(".")[0] == "mpi4py" or hasattr(comm, "Split_type"):
-        from mpizero.comm.mpi import MpiCommunicator
-
-        return MpiCommunicator(comm, name=name)
-    raise TypeError(
-        f"comm must be an mpi4py communicator, an mpizero Communicator or None, got {type(comm).__name__}: {comm!r}"
-    )

@@ -87,6 +87,31 @@ class ProcessGrid:
         return cls(world, data, node, peers, nodes, tuple(position))
 
     @property
+    def order(self) -> tuple[int, ...]:
+        """The data ranks, node after node: the order in which grains are dealt."""
+        return tuple(rank for ranks in self.nodes for rank in ranks)
+
+    @property
+    def place(self) -> int:
+        """This rank's place in :attr:`order`."""
+        return self.position[self.data.rank]
+
+    @property
+    def node_ranks(self) -> tuple[int, ...]:
+        """The data ranks of this rank's node, by their rank in ``node``."""
+        return next(ranks for ranks in self.nodes if self.data.rank in ranks)
+
+    @property
+    def peer_ranks(self) -> tuple[int, ...]:
+        """The data ranks of ``peers``, by their rank there."""
+        return tuple(ranks[self.node.rank] for ranks in self.nodes)
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Number of ranks of every node."""
+        return tuple(len(ranks) for ranks in self.nodes)
+
+    @property
     def local_size(self) -> int:
         """Number of ranks on each node."""
         return self.node.size

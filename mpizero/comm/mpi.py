@@ -49,14 +49,6 @@ def _starts(counts: Sequence[int]) -> list[int]:
     return list(accumulate(counts, initial=0))[:-1]
 
 
-def _install_guard() -> None:
-    try:
-        from mpizero.comm import guard
-    except ImportError:
-        return
-    guard.install()
-
-
 class MpiRequest(Request):
     """MPI requests of one operation (several when its buffer was cut), with the buffers they use."""
 
@@ -134,7 +126,7 @@ class MpiCommunicator(Communicator):
     def __init__(self, comm: MPI.Comm, *, limit: int = MESSAGE_LIMIT, name: str = "world") -> None:
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             raise TypeError(f"comm must be a live mpi4py intracommunicator, got {comm!r}")
-        _install_guard()
+        guard.install()
         # [Note: split, never dup] A duplicate of a Cartesian communicator keeps what makes Open MPI 4.1.4 write
         # wrong HDF5 data; a split does not, and no message of the user can meet one of ours.
         own = comm.Split(0, comm.Get_rank())
@@ -152,6 +144,7 @@ class MpiCommunicator(Communicator):
         super().__init__(own.Get_rank(), own.Get_size(), name, shares_memory)
         self._comm = cast("MPI.Intracomm", own)
         self._limit = limit
+        guard.follow(self.trace, own)
 
     @classmethod
     def _of(cls, own: MPI.Comm, limit: int, name: str, shares_memory: bool = False) -> Self:
