@@ -18,8 +18,10 @@ LearningRate = float | Callable[[int], float]
 
 @dataclass(frozen=True)
 class Init:
-    """How a parameter starts: ``kind`` is "zeros", "ones", "normal" (``scale`` = standard deviation)
-    or "uniform" (on [-scale, scale)). Random values are keyed by seed, parameter name and element index.
+    """How a parameter starts.
+
+    ``kind`` is "zeros", "ones", "normal" (``scale`` = standard deviation) or "uniform" (on [-scale, scale)).
+    Random values are keyed by seed, parameter name and element index.
     """
 
     kind: str = "zeros"

@@ -220,6 +220,11 @@ class FlatLayout:
                 yield entry, part
 
 
+def joined(block: str, name: str) -> str:
+    """Return the global name of a block's parameter; an empty name on either side adds nothing."""
+    return f"{block}.{name}" if block and name else block or name
+
+
 def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Turn dotted names into nested dictionaries: ``{"a.b": x}`` becomes ``{"a": {"b": x}}``."""
     tree: dict[str, Any] = {}
@@ -249,7 +254,7 @@ class _Builder:
         start, own, entries = self.offset, 0, []
         for block in names:
             for spec in blocks[block]:
-                entry = self.entry(replace(spec, name=f"{block}.{spec.name}" if block else spec.name), block, index)
+                entry = self.entry(replace(spec, name=joined(block, spec.name)), block, index)
                 if spec.tied is None and spec.trainable:
                     entry = replace(entry, gradient=own)
                     own += spec.size
