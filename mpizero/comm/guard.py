@@ -110,7 +110,7 @@ class Guard:
         return {"state": self._leaving or "working", **self.context}
 
     def _mpi(self) -> Any:
-        """The MPI module while it can be used by this process and there is anyone else, else None."""
+        """Return the MPI module while this process can use it and is not the only one, else None."""
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi is None or self.process != os.getpid() or not mpi.Is_initialized() or mpi.Is_finalized():
             return None
@@ -130,7 +130,9 @@ class Guard:
         if isinstance(error, MpizeroError):
             status = self._agree_to_fail(mpi, error) if mpi and not origin else None
             if status is None and mpi:
-                self.end(mpi, self.lines(describe(error)), error.status, self._is_consequence(error, mpi) if origin else 0.0)
+                self.end(
+                    mpi, self.lines(describe(error)), error.status, self._is_consequence(error, mpi) if origin else 0.0
+                )
             if status is None:
                 write(f"{describe(error)}\n")
             self._exit(error.status if status is None else status)
@@ -247,6 +249,20 @@ class Guard:
             time.sleep(_OTHER_NODE)
         return self.board.claim()
 
+    @property
+    def ending(self) -> bool:
+        """Whether this rank is about to end the job."""
+        return self._dying.locked()
+
+    def follows(self, trace: CallTrace) -> bool:
+        """Tell whether ``trace`` belongs to an MPI communicator of this process. Not collective."""
+        return any(entry.trace is trace for entry in self.register.live)
+
+    def end_job(self, text: str, status: int) -> None:
+        """End all ranks like :meth:`end`; returns only where MPI is gone already. Not collective."""
+        if (mpi := self._mpi()) is not None:
+            self.end(mpi, text, status)
+
     def end(self, mpi: Any, text: str, status: int, delay: float = 0.0) -> NoReturn:
         """Write ``text`` if no other rank has spoken, and end all ranks with ``status``. Does not return."""
         if not self._dying.acquire(blocking=False):
@@ -262,7 +278,8 @@ class Guard:
                 write(text)
             else:
                 time.sleep(_CONSEQUENCE)
-            mpi.COMM_WORLD.Abort(int(status))
+            if threading.current_thread() is threading.main_thread() or mpi.Query_thread() == mpi.THREAD_MULTIPLE:
+                mpi.COMM_WORLD.Abort(int(status))
             os._exit(int(status))
 
 
@@ -272,7 +289,7 @@ def describe(error: BaseException) -> str:
 
 
 def format_error(error: BaseException, trace: TracebackType | None) -> str:
-    """Return the traceback; only one header of a chain says Traceback, so that a log's number of them is its failures'."""
+    """Return the traceback; in a chain only the first header says Traceback, so that a log has one per failure."""
     text = "".join(traceback.format_exception(type(error), error, trace))
     head, first, rest = text.partition("Traceback (most recent call last)")
     return head + first + rest.replace("Traceback (most recent call last)", "Frames (most recent call last)")

@@ -107,15 +107,27 @@ def library_call(frame: FrameType, world: Any) -> str:
 
 
 class Heartbeat:
-    """Writes this rank's slot every ``tick`` seconds, then asks the listeners whether something is wrong."""
+    """Writes this rank's slot every ``tick`` seconds, then asks the listeners whether something is wrong.
 
-    def __init__(self, board: Board, register: Register, context: Callable[[], dict[str, Any]], world: Any) -> None:
+    ``thread`` is the one whose line is reported (default: the main thread), ``context`` gives further entries of the
+    slot, ``world`` is mpi4py's COMM_WORLD.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        register: Register,
+        context: Callable[[], dict[str, Any]],
+        world: Any,
+        thread: int | None = None,
+    ) -> None:
         self.board = board
         self.register = register
         self.tick = TICK
         self.listeners: list[Callable[[Slot], None]] = []
         self._context = context
         self._world = world
+        self._watched = thread or threading.main_thread().ident or 0
         self._spot: tuple[int, int] = (0, 0)
         self._since = monotonic()
         self._stop = threading.Event()
@@ -135,7 +147,7 @@ class Heartbeat:
     def slot(self) -> Slot:
         """Describe where the main thread stands now."""
         now = monotonic()
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        frame = sys._current_frames().get(self._watched)
         spot = (id(frame), frame.f_lasti) if frame else (0, 0)
         if spot != self._spot:
             self._spot, self._since = spot, now

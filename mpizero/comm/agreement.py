@@ -1,0 +1,147 @@
+"""What may fail on one rank fails on all: agreed sections, and values that must not differ."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from mpizero.comm.communicator import Communicator
+from mpizero.errors import CollectiveError, ConfigError, MpizeroError, PeerFailure, RemoteError
+
+_SHOWN = 200
+
+
+@contextmanager
+def all_ranks(comm: Communicator, tag: str = "all_ranks") -> Iterator[None]:
+    """Leave the block on every rank, or raise on every rank.
+
+    Collective over ``comm``: one small reduction. Inside the block, collectives of ``comm`` and operations that can
+    fail on one rank only must not be mixed: the others would wait in the collective. A failed collective is raised
+    at once, without agreement, since the ranks may not come to one any more.
+
+    Raises
+    ------
+    Exception
+        The block's own error, on the ranks that raised it.
+    RemoteError
+        On the others; names the ranks and the first one's error.
+
+    Examples
+    --------
+    >>> with all_ranks(comm):  # doctest: +SKIP
+    ...     source = Hdf5Source(path)
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except (CollectiveError, PeerFailure):
+        raise
+    except Exception as caught:
+        error = caught
+    failed = np.array([error is not None], np.int8)
+    comm.allreduce(failed, "max", tag=tag)
+    if not failed[0]:
+        return
+    reports = comm.allgather_object(None if error is None else (isinstance(error, RemoteError), _describe(error)), tag)
+    if error is not None:
+        raise error
+    ranks = [rank for rank, report in enumerate(reports) if report is not None]
+    # A RemoteError only tells of another section's failure: the cause comes first.
+    first = min(ranks, key=lambda rank: (reports[rank][0], rank))
+    raise RemoteError(f"rank{'s' if len(ranks) > 1 else ''} {_ranges(ranks)} raised; rank {first}: {reports[first][1]}")
+
+
+def agree_equal(comm: Communicator, name: str, value: Any, error: type[MpizeroError] = ConfigError) -> None:
+    """Raise on every rank unless ``value`` is the same on all.
+
+    Collective over ``comm``; 32 bytes a rank while the ranks agree. Values may be numbers, strings, arrays,
+    dataclasses, and mappings, sequences and sets of them; arrays are compared by type, shape and bits.
+
+    Raises
+    ------
+    MpizeroError
+        Of type ``error``: names the first entry that differs, its values and their ranks.
+    """
+    digest = np.frombuffer(_digest(value), np.uint8)
+    digests = np.empty((comm.size, digest.size), np.uint8)
+    comm.allgather(digest.copy(), digests, tag=f"agree {name}"[:80])
+    if (digests == digests[0]).all():
+        return
+    path: list[str] = []
+    while True:
+        tables = comm.allgather_object(_entries(value), f"agree {name}"[:80])
+        keys = list(dict.fromkeys(key for table in tables for key in table))
+        differing = next((key for key in keys if len({table.get(key) for table in tables}) > 1), None)
+        if differing is None:  # the whole differs but no entry: a plain value, or an order
+            shown = comm.allgather_object(_show(value), f"agree {name}"[:80])
+            raise error(f"{name}{''.join(path)} differs between ranks: {_groups(shown)}")
+        path.append(f"[{differing}]")
+        if any(differing not in table for table in tables):
+            shown = ["present" if differing in table else "absent" for table in tables]
+            raise error(f"{name}{''.join(path)} differs between ranks: {_groups(shown)}")
+        value = _children(value)[differing]
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _children(value: Any) -> dict[str, Any]:
+    """Entries of a container by name; empty for a plain value."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {repr(key): value[key] for key in value}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
+        return {str(index): item for index, item in enumerate(value)}
+    return {}
+
+
+def _entries(value: Any) -> dict[str, bytes]:
+    return {key: _digest(child) for key, child in _children(value).items()}
+
+
+def _digest(value: Any) -> bytes:
+    """Digest the type and content of ``value``, the same in every process."""
+    result = hashlib.sha256(type(value).__qualname__.encode())
+    if isinstance(value, np.ndarray):
+        result.update(f"{value.dtype.str}{value.shape}".encode())
+        result.update(np.ascontiguousarray(value).tobytes())
+    elif isinstance(value, Set):
+        result.update(b"".join(sorted(map(_digest, value))))
+    elif isinstance(value, Mapping):  # mappings are equal whatever the order
+        result.update(b"".join(sorted(_digest(key) + _digest(item) for key, item in value.items())))
+    elif children := _children(value):
+        result.update(b"".join(map(_digest, children.values())))
+    else:
+        result.update(repr(value).encode(errors="backslashreplace"))
+    return result.digest()
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} array of shape {value.shape}, sha256 {_digest(value).hex()[:12]}"
+    text = repr(sorted(value, key=repr)) if isinstance(value, Set) else repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... (sha256 {_digest(value).hex()[:12]})"
+
+
+def _groups(shown: list[str]) -> str:
+    """List the different values with the ranks that have them."""
+    groups = {text: [rank for rank, other in enumerate(shown) if other == text] for text in dict.fromkeys(shown)}
+    return "; ".join(f"rank{'s' if len(r) > 1 else ''} {_ranges(r)}: {text}" for text, r in groups.items())
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Shorten [0, 1, 2, 5] to "0-2, 5"."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
