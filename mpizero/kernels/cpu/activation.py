@@ -1,0 +1,173 @@
+"""Activation functions, bias additions and column sums on the CPU.
+
+Results pass through a scratch block, so that outputs may be the inputs themselves: LLVM's vectorized loops want
+arrays that do not overlap, and the copies stay in the first-level cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpizero.kernels.compile import kernel
+from mpizero.kernels.formulas.activation import gelu as gelu_value
+from mpizero.kernels.formulas.activation import (
+    gelu_gradient,
+    relu_gradient,
+    silu_gradient,
+    tanh_gradient,
+    tanh_value,
+)
+from mpizero.kernels.formulas.activation import relu as relu_value
+from mpizero.kernels.formulas.activation import silu as silu_value
+from mpizero.types import Array
+
+_BLOCK = 1024
+
+
+def store(source: Any, target: Any) -> None:
+    """Copy the first ``target.size`` elements."""
+    for i in range(target.size):
+        target[i] = source[i]
+
+
+@kernel("void(const T[::1], T[::1], T[::1])", scratch=_BLOCK)
+def gelu(x: Array, y: Array, block: Array) -> None:
+    """Write the tanh form of GELU into ``y``, which may be ``x``."""
+    T = x.dtype.type  # noqa: N806
+    for first in range(0, x.size, _BLOCK):
+        part = x[first : first + _BLOCK]
+        for i in range(part.size):
+            block[i] = gelu_value(part[i], T)
+        store(block, y[first : first + part.size])
+
+
+@kernel("void(const T[::1], const T[::1], T[::1], T[::1])", scratch=_BLOCK)
+def gelu_backward(x: Array, dy: Array, dx: Array, block: Array) -> None:
+    """Write ``dy`` times the derivative of :func:`gelu` at ``x`` into ``dx``, which may be ``dy`` or ``x``."""
+    T = x.dtype.type  # noqa: N806
+    for first in range(0, x.size, _BLOCK):
+        part, above = x[first : first + _BLOCK], dy[first : first + _BLOCK]
+        for i in range(part.size):
+            block[i] = gelu_gradient(part[i], above[i], T)
+        store(block, dx[first : first + part.size])
+
+
+@kernel("void(const T[::1], T[::1], T[::1])", scratch=_BLOCK)
+def silu(x: Array, y: Array, block: Array) -> None:
+    """Write x * sigmoid(x) into ``y``, which may be ``x``."""
+    T = x.dtype.type  # noqa: N806
+    for first in range(0, x.size, _BLOCK):
+        part = x[first : first + _BLOCK]
+        for i in range(part.size):
+            block[i] = silu_value(part[i], T)
+        store(block, y[first : first + part.size])
+
+
+@kernel("void(const T[::1], const T[::1], T[::1], T[::1])", scratch=_BLOCK)
+def silu_backward(x: Array, dy: Array, dx: Array, block: Array) -> None:
+    """Write ``dy`` times the derivative of :func:`silu` at ``x`` into ``dx``, which may be ``dy`` or ``x``."""
+    T = x.dtype.type  # noqa: N806
+    for first in range(0, x.size, _BLOCK):
+        part, above = x[first : first + _BLOCK], dy[first : first + _BLOCK]
+        for i in range(part.size):
+            block[i] = silu_gradient(part[i], above[i], T)
+        store(block, dx[first : first + part.size])
+
+
+@kernel("void(const T[::1], T[::1], T[::1])", scratch=_BLOCK)
+def relu(x: Array, y: Array, block: Array) -> None:
+    """Write max(x, 0) into ``y``, which may be ``x``."""
+    T = x.dtype.type  # noqa: N806
+    for first in range(0, x.size, _BLOCK):
+        part = x[first : first + _BLOCK]
+        for i in range(part.size):
+            block[i] = relu_value(part[i], T)
+        store(block, y[first : first + part.size])
+
+
+@kernel("void(const T[::1], const T[::1], T[::1], T[::1])", scratch=_BLOCK)
+def relu_backward(x: Array, dy: Array, dx: Array, block: Array) -> None:
+    """Write ``dy`` times the derivative of :func:`relu` at ``x`` into ``dx``, which may be ``dy`` or ``x``."""
+    T = x.dtype.type  # noqa: N806
+    for first in range(0, x.size, _BLOCK):
+        part, above = x[first : first + _BLOCK], dy[first : first + _BLOCK]
+        for i in range(part.size):
+            block[i] = relu_gradient(part[i], above[i], T)
+        store(block, dx[first : first + part.size])
+
+
+@kernel("void(const T[::1], T[::1], T[::1])", scratch=_BLOCK)
+def tanh(x: Array, y: Array, block: Array) -> None:
+    """Write tanh(x) into ``y``, which may be ``x``."""
+    T = x.dtype.type  # noqa: N806
+    for first in range(0, x.size, _BLOCK):
+        part = x[first : first + _BLOCK]
+        for i in range(part.size):
+            block[i] = tanh_value(part[i], T)
+        store(block, y[first : first + part.size])
+
+
+@kernel("void(const T[::1], const T[::1], T[::1], T[::1])", scratch=_BLOCK)
+def tanh_backward(x: Array, dy: Array, dx: Array, block: Array) -> None:
+    """Write ``dy`` times the derivative of :func:`tanh` at ``x`` into ``dx``, which may be ``dy`` or ``x``."""
+    T = x.dtype.type  # noqa: N806
+    for first in range(0, x.size, _BLOCK):
+        part, above = x[first : first + _BLOCK], dy[first : first + _BLOCK]
+        for i in range(part.size):
+            block[i] = tanh_gradient(part[i], above[i], T)
+        store(block, dx[first : first + part.size])
+
+
+@kernel("void(const T[:,::1], const T[::1], T[:,::1], T[:,::1], T[::1])", scratch=_BLOCK)
+def bias_gelu(x: Array, bias: Array, z: Array, y: Array, block: Array) -> None:
+    """Write ``x + bias`` (one row) into ``z``, which may be ``x``, and its GELU into ``y``."""
+    T = x.dtype.type  # noqa: N806
+    for row in range(x.shape[0]):
+        for first in range(0, x.shape[1], _BLOCK):
+            part, shift = x[row, first : first + _BLOCK], bias[first : first + _BLOCK]
+            before, after = z[row, first : first + part.size], y[row, first : first + part.size]
+            for i in range(part.size):
+                block[i] = part[i] + shift[i]
+            store(block, before)
+            for i in range(part.size):
+                after[i] = gelu_value(block[i], T)
+
+
+@kernel("void(const T[:,::1], const T[::1], T[:,::1], T[::1])", scratch=_BLOCK)
+def add_bias(x: Array, bias: Array, y: Array, block: Array) -> None:
+    """Write ``x + bias`` (one row) into ``y``, which may be ``x``."""
+    for row in range(x.shape[0]):
+        for first in range(0, x.shape[1], _BLOCK):
+            part, shift = x[row, first : first + _BLOCK], bias[first : first + _BLOCK]
+            for i in range(part.size):
+                block[i] = part[i] + shift[i]
+            store(block, y[row, first : first + part.size])
+
+
+@kernel("void(const T[:,::1], const T[::1], const T[:,::1], T[:,::1], T[::1])", scratch=_BLOCK)
+def add_bias_residual(x: Array, bias: Array, residual: Array, y: Array, block: Array) -> None:
+    """Write ``x + bias + residual`` into ``y``, which may be ``x`` or ``residual``."""
+    for row in range(x.shape[0]):
+        for first in range(0, x.shape[1], _BLOCK):
+            part, shift = x[row, first : first + _BLOCK], bias[first : first + _BLOCK]
+            past = residual[row, first : first + _BLOCK]
+            for i in range(part.size):
+                block[i] = (part[i] + shift[i]) + past[i]
+            store(block, y[row, first : first + part.size])
+
+
+@kernel("void(const T[:,::1], T[::1])")
+def column_sums(x: Array, out: Array) -> None:
+    """Write the sums over the rows, added in ascending order from 0: the gradient of a bias."""
+    T = x.dtype.type  # noqa: N806
+    rows, columns = x.shape
+    out[:] = T(0)
+    quads = rows // 4
+    for k in range(quads):
+        a, b, c, d = x[4 * k], x[4 * k + 1], x[4 * k + 2], x[4 * k + 3]
+        for j in range(columns):
+            out[j] = (((out[j] + a[j]) + b[j]) + c[j]) + d[j]
+    for row in range(4 * quads, rows):
+        a = x[row]
+        for j in range(columns):
+            out[j] += a[j]

@@ -1,0 +1,35 @@
+"""Rows of a table by their ids, and the gradient of that, on the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpizero.kernels.compile import kernel
+from mpizero.kernels.formulas.embedding import inside
+from mpizero.types import Array
+
+
+@kernel("void(const T[:,::1], const i8[::1], T[:,::1])")
+def gather(table: Array, ids: Array, out: Array) -> None:
+    """Copy row ``ids[i]`` of the table into row i of ``out``; an id outside of the table gives NaN."""
+    T = table.dtype.type  # noqa: N806
+    rows, width = table.shape
+    for i in range(ids.size):
+        target = out[i]
+        if inside(ids[i], rows):
+            source = table[ids[i]]
+            for j in range(width):
+                target[j] = source[j]
+        else:
+            target[:] = T(np.nan)
+
+
+@kernel("void(const T[:,::1], const i8[::1], T[:,::1])")
+def scatter_add(dy: Array, ids: Array, dtable: Array) -> None:
+    """Add row i of ``dy`` to row ``ids[i]`` of ``dtable``, in ascending order of i; ids outside add nothing."""
+    rows, width = dtable.shape
+    for i in range(ids.size):
+        if inside(ids[i], rows):
+            source, target = dy[i], dtable[ids[i]]
+            for j in range(width):
+                target[j] += source[j]

@@ -1,0 +1,122 @@
+"""Layer and root-mean-square normalization on the CPU; rows are samples or tokens.
+
+Statistics take two passes over the row (mean, then mean square of the differences): no cancellation.
+"""
+
+from __future__ import annotations
+
+from mpizero.kernels.compile import kernel
+from mpizero.kernels.cpu.rows import SCRATCH, row_dot, row_dot3, row_square_sum, row_sum
+from mpizero.kernels.formulas.norm import (
+    inverse_root,
+    layernorm_gradient,
+    rmsnorm_gradient,
+    scaled,
+    standardized,
+)
+from mpizero.types import Array
+
+
+@kernel("void(const T[:,::1], const T[::1], const T[::1], const T[::1], T[:,::1], T[::1], T[::1], T[::1])", scratch=SCRATCH)
+def layernorm(
+    x: Array, gamma: Array, beta: Array, eps1: Array, y: Array, mean: Array, rstd: Array, scratch: Array
+) -> None:
+    """Normalize every row: ``y = (x - mean) * rstd * gamma + beta`` with ``rstd = 1 / sqrt(variance + eps)``."""
+    T = x.dtype.type  # noqa: N806
+    rows, features = x.shape
+    count = T(features)
+    for row in range(rows):
+        part, result = x[row], y[row]
+        m = row_sum(part, scratch) / count
+        r = inverse_root(row_square_sum(part, m, scratch) / count, eps1[0], T)
+        mean[row], rstd[row] = m, r
+        for j in range(features):
+            result[j] = scaled(standardized(part[j], m, r), gamma[j], beta[j])
+
+
+@kernel("void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], const T[::1], T[:,::1], T[::1])", scratch=SCRATCH)
+def layernorm_backward_input(
+    dy: Array, x: Array, gamma: Array, mean: Array, rstd: Array, dx: Array, scratch: Array
+) -> None:
+    """Write the gradient of the input into ``dx``, which is none of the inputs."""
+    T = x.dtype.type  # noqa: N806
+    rows, features = x.shape
+    count = T(features)
+    for row in range(rows):
+        above, part, result, m, r = dy[row], x[row], dx[row], mean[row], rstd[row]
+        for j in range(features):
+            result[j] = standardized(part[j], m, r)
+        mean_g = row_dot(above, gamma, scratch) / count
+        mean_gs = row_dot3(above, gamma, result, scratch) / count
+        for j in range(features):
+            result[j] = layernorm_gradient(above[j] * gamma[j], result[j], mean_g, mean_gs, r)
+
+
+@kernel("void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], T[::1], T[::1])")
+def layernorm_backward_weights(dy: Array, x: Array, mean: Array, rstd: Array, dgamma: Array, dbeta: Array) -> None:
+    """Write the gradients of gamma and beta: sums over the rows in ascending order."""
+    T = x.dtype.type  # noqa: N806
+    rows, features = x.shape
+    dgamma[:] = T(0)
+    dbeta[:] = T(0)
+    pairs = rows // 2
+    for k in range(pairs):
+        r = 2 * k
+        a, b, s, t = dy[r], dy[r + 1], x[r], x[r + 1]
+        m, n, u, v = mean[r], mean[r + 1], rstd[r], rstd[r + 1]
+        for j in range(features):
+            dgamma[j] = (dgamma[j] + a[j] * standardized(s[j], m, u)) + b[j] * standardized(t[j], n, v)
+            dbeta[j] = (dbeta[j] + a[j]) + b[j]
+    for row in range(2 * pairs, rows):
+        a, s, m, u = dy[row], x[row], mean[row], rstd[row]
+        for j in range(features):
+            dgamma[j] += a[j] * standardized(s[j], m, u)
+            dbeta[j] += a[j]
+
+
+@kernel("void(const T[:,::1], const T[::1], const T[::1], T[:,::1], T[::1], T[::1])", scratch=SCRATCH)
+def rmsnorm(x: Array, gamma: Array, eps1: Array, y: Array, rstd: Array, scratch: Array) -> None:
+    """Scale every row: ``y = x * rstd * gamma`` with ``rstd = 1 / sqrt(mean(x**2) + eps)`` (Zhang, Sennrich 2019)."""
+    T = x.dtype.type  # noqa: N806
+    rows, features = x.shape
+    zero = T(0)
+    for row in range(rows):
+        part, result = x[row], y[row]
+        r = inverse_root(row_square_sum(part, zero, scratch) / T(features), eps1[0], T)
+        rstd[row] = r
+        for j in range(features):
+            result[j] = standardized(part[j], zero, r) * gamma[j]
+
+
+@kernel("void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], T[:,::1], T[::1])", scratch=SCRATCH)
+def rmsnorm_backward_input(dy: Array, x: Array, gamma: Array, rstd: Array, dx: Array, scratch: Array) -> None:
+    """Write the gradient of the input into ``dx``, which is none of the inputs."""
+    T = x.dtype.type  # noqa: N806
+    rows, features = x.shape
+    zero = T(0)
+    for row in range(rows):
+        above, part, result, r = dy[row], x[row], dx[row], rstd[row]
+        for j in range(features):
+            result[j] = standardized(part[j], zero, r)
+        mean_gs = row_dot3(above, gamma, result, scratch) / T(features)
+        for j in range(features):
+            result[j] = rmsnorm_gradient(above[j] * gamma[j], result[j], mean_gs, r)
+
+
+@kernel("void(const T[:,::1], const T[:,::1], const T[::1], T[::1])")
+def rmsnorm_backward_weights(dy: Array, x: Array, rstd: Array, dgamma: Array) -> None:
+    """Write the gradient of gamma: a sum over the rows in ascending order."""
+    T = x.dtype.type  # noqa: N806
+    rows, features = x.shape
+    zero = T(0)
+    dgamma[:] = zero
+    pairs = rows // 2
+    for k in range(pairs):
+        r = 2 * k
+        a, b, s, t, u, v = dy[r], dy[r + 1], x[r], x[r + 1], rstd[r], rstd[r + 1]
+        for j in range(features):
+            dgamma[j] = (dgamma[j] + a[j] * standardized(s[j], zero, u)) + b[j] * standardized(t[j], zero, v)
+    for row in range(2 * pairs, rows):
+        a, s, u = dy[row], x[row], rstd[row]
+        for j in range(features):
+            dgamma[j] += a[j] * standardized(s[j], zero, u)

@@ -1,0 +1,171 @@
+"""Counter-based random numbers on the CPU, filled in chunks of whole Philox blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpizero.kernels.compile import kernel
+from mpizero.kernels.formulas.random import (
+    dropout_key,
+    dropout_threshold,
+    feistel_mix,
+    half_bits,
+    high_word,
+    low_word,
+    normals,
+    philox_words,
+    round_keys,
+    scaled_unit,
+    units,
+)
+from mpizero.types import Array
+
+# Philox blocks at a time; four words each.
+_CHUNK = 64
+_SCRATCH = 4 * _CHUNK
+
+
+@kernel("void(const u4[::1], const u4[::1], u4[::1])")
+def philox(counter: Array, key: Array, out: Array) -> None:
+    """Write the four words of a counter (four words) and a key (two words)."""
+    a, b, c, d = philox_words(
+        np.uint64(counter[0]),
+        np.uint64(counter[1]),
+        np.uint64(counter[2]),
+        np.uint64(counter[3]),
+        np.uint64(key[0]),
+        np.uint64(key[1]),
+    )
+    out[0], out[1], out[2], out[3] = np.uint32(a), np.uint32(b), np.uint32(c), np.uint32(d)
+
+
+def values_per_block(T: Any) -> Any:  # noqa: N803
+    """Return how many numbers a Philox block makes."""
+    if T is np.float32:
+        return 4
+    return 2
+
+
+@kernel("void(u8, u8, u8, i8, T[::1], const T[::1], const T[::1], T[::1])", scratch=_SCRATCH)
+def fill_uniform(
+    key0: int, key1: int, site: int, start: int, out: Array, low1: Array, high1: Array, chunk: Array
+) -> None:
+    """Write elements ``start ...`` of the uniform numbers on [low, high) that a key and a site name."""
+    T = out.dtype.type  # noqa: N806
+    per, low, high = values_per_block(T), low1[0], high1[0]
+    k0, k1, s0, s1 = low_word(key0), low_word(key1), low_word(site), high_word(site)
+    first_block = start // per
+    skip, done = start - first_block * per, 0
+    while done < out.size:
+        for b in range(_CHUNK):
+            block = np.uint64(first_block + b)
+            w0, w1, w2, w3 = philox_words(low_word(block), high_word(block), s0, s1, k0, k1)
+            a, c, e, f = units(w0, w1, w2, w3, T)
+            chunk[per * b] = scaled_unit(a, low, high)
+            chunk[per * b + 1] = scaled_unit(c, low, high)
+            if per == 4:
+                chunk[4 * b + 2] = scaled_unit(e, low, high)
+                chunk[4 * b + 3] = scaled_unit(f, low, high)
+        count = min(per * _CHUNK - skip, out.size - done)
+        target, source = out[done : done + count], chunk[skip : skip + count]
+        for i in range(count):
+            target[i] = source[i]
+        done, skip, first_block = done + count, 0, first_block + _CHUNK
+
+
+@kernel("void(u8, u8, u8, i8, T[::1], const T[::1], T[::1])", scratch=_SCRATCH)
+def fill_normal(key0: int, key1: int, site: int, start: int, out: Array, scale1: Array, chunk: Array) -> None:
+    """Write elements ``start ...`` of the normal numbers of deviation ``scale1[0]`` that a key and a site name."""
+    T = out.dtype.type  # noqa: N806
+    per, scale = values_per_block(T), scale1[0]
+    k0, k1, s0, s1 = low_word(key0), low_word(key1), low_word(site), high_word(site)
+    first_block = start // per
+    skip, done = start - first_block * per, 0
+    while done < out.size:
+        for b in range(_CHUNK):
+            block = np.uint64(first_block + b)
+            w0, w1, w2, w3 = philox_words(low_word(block), high_word(block), s0, s1, k0, k1)
+            a, c, e, f = normals(w0, w1, w2, w3, T)
+            chunk[per * b] = a * scale
+            chunk[per * b + 1] = c * scale
+            if per == 4:
+                chunk[4 * b + 2] = e * scale
+                chunk[4 * b + 3] = f * scale
+        count = min(per * _CHUNK - skip, out.size - done)
+        target, source = out[done : done + count], chunk[skip : skip + count]
+        for i in range(count):
+            target[i] = source[i]
+        done, skip, first_block = done + count, 0, first_block + _CHUNK
+
+
+@kernel("void(const T[::1], T[::1], const T[::1], u8, u8, u8, i8, i8, T[::1])", scratch=2 * _SCRATCH)
+def dropout(
+    x: Array,
+    y: Array,
+    rate1: Array,
+    seed: int,
+    site: int,
+    step: int,
+    first_sample: int,
+    per_sample: int,
+    scratch: Array,
+) -> None:
+    """Write ``x / (1 - rate)`` or, with probability ``rate``, 0 into ``y``, which may be ``x``.
+
+    ``x`` holds whole samples of ``per_sample`` elements; an element's fate depends on seed, site, step, its global
+    sample (``first_sample`` is that of the first) and its place in the sample. The gradient is the same function
+    of ``dy``.
+    """
+    T = x.dtype.type  # noqa: N806
+    k0, k1, _, _ = dropout_key(seed, site, step)
+    threshold, scale = dropout_threshold(rate1[0]), T(1) / (T(1) - rate1[0])
+    factors, results = scratch[:_SCRATCH], scratch[_SCRATCH : 2 * _SCRATCH]
+    samples = x.size // per_sample if per_sample > 0 else 0
+    for sample in range(samples):
+        s0, s1 = low_word(first_sample + sample), high_word(first_sample + sample)
+        for first in range(0, per_sample, _SCRATCH):
+            for b in range(_CHUNK):
+                block = np.uint64(first // 4 + b)
+                w0, w1, w2, w3 = philox_words(low_word(block), high_word(block), s0, s1, k0, k1)
+                factors[4 * b] = T(0) if w0 < threshold else scale
+                factors[4 * b + 1] = T(0) if w1 < threshold else scale
+                factors[4 * b + 2] = T(0) if w2 < threshold else scale
+                factors[4 * b + 3] = T(0) if w3 < threshold else scale
+            begin = sample * per_sample + first
+            count = min(_SCRATCH, per_sample - first)
+            source, target = x[begin : begin + count], y[begin : begin + count]
+            for i in range(count):
+                results[i] = source[i] * factors[i] if factors[i] > T(0) else T(0)
+            for i in range(count):
+                target[i] = results[i]
+
+
+dropout_backward = dropout
+
+
+@kernel("void(i8[::1], i8, u8, u8)")
+def permutation(index: Array, length: int, seed: int, epoch: int) -> None:
+    """Replace every index by its image under a random permutation of ``range(length)`` keyed by seed and epoch.
+
+    A Feistel network of eight rounds permutes the next power of four; images beyond ``length`` are sent through it
+    again (cycle walking; Black and Rogaway 2002). Indices outside ``range(length)`` become -1.
+    """
+    a, b, c, d = round_keys(seed, epoch, 0)
+    e, f, g, h = round_keys(seed, epoch, 1)
+    bits = np.uint64(half_bits(length))
+    mask = (np.uint64(1) << bits) - np.uint64(1)
+    for i in range(index.size):
+        if index[i] < 0 or index[i] >= length:
+            index[i] = -1
+            continue
+        value = np.uint64(index[i])
+        while True:
+            left, right = value >> bits, value & mask
+            for key in (a, b, c, d, e, f, g, h):
+                left, right = right, left ^ (feistel_mix(right, key) & mask)
+            value = (left << bits) | right
+            if value < np.uint64(length):
+                break
+        index[i] = np.int64(value)

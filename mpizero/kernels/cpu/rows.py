@@ -1,0 +1,110 @@
+"""Sums, maxima and dot products of one row, in an order that is the same on every CPU.
+
+LLVM does not vectorize a float sum, since that would change its order. Here the order is fixed and vectorizes: a
+block of at most ``BLOCK`` elements is folded eight-to-one, element j with j + h, j + 2 h, ... (h = an eighth of the
+block), then the eighth is summed in four lanes. Block sums are added in order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: Elements of a row that are folded at once.
+BLOCK = 2048
+FOLD = BLOCK // 4
+#: Scratch elements that the functions with a ``fold`` and a ``terms`` part need.
+SCRATCH = FOLD + BLOCK
+
+
+def fold_sum(x: Any, fold: Any) -> Any:
+    """Return the sum of at most ``BLOCK`` elements."""
+    T = x.dtype.type  # noqa: N806
+    h = x.size >> 3
+    for j in range(h):
+        fold[j] = ((x[j] + x[j + h]) + (x[j + 2 * h] + x[j + 3 * h])) + (
+            (x[j + 4 * h] + x[j + 5 * h]) + (x[j + 6 * h] + x[j + 7 * h])
+        )
+    a, b, c, d = T(0), T(0), T(0), T(0)
+    q = h >> 2
+    for j in range(q):
+        a += fold[j]
+        b += fold[j + q]
+        c += fold[j + 2 * q]
+        d += fold[j + 3 * q]
+    for j in range(4 * q, h):
+        a += fold[j]
+    for j in range(8 * h, x.size):
+        b += x[j]
+    return (a + b) + (c + d)
+
+
+def larger(a: Any, b: Any) -> Any:
+    """Return the larger of two numbers, ``b`` where ``a`` is NaN."""
+    return a if a > b else b
+
+
+def row_max(x: Any, fold: Any) -> Any:
+    """Return the largest element of a row that is not empty; which, is unspecified, if it holds a NaN."""
+    first = x[0]
+    for start in range(0, x.size, BLOCK):
+        part = x[start : start + BLOCK]
+        h = part.size >> 2
+        for j in range(h):
+            fold[j] = larger(larger(part[j], part[j + h]), larger(part[j + 2 * h], part[j + 3 * h]))
+        a, b, c, d = first, first, first, first
+        q = h >> 2
+        for j in range(q):
+            a = larger(fold[j], a)
+            b = larger(fold[j + q], b)
+            c = larger(fold[j + 2 * q], c)
+            d = larger(fold[j + 3 * q], d)
+        for j in range(4 * q, h):
+            a = larger(fold[j], a)
+        for j in range(4 * h, part.size):
+            b = larger(part[j], b)
+        first = larger(larger(a, b), larger(c, d))
+    return first
+
+
+def row_sum(x: Any, fold: Any) -> Any:
+    """Return the sum of a row."""
+    total = x.dtype.type(0)
+    for start in range(0, x.size, BLOCK):
+        total += fold_sum(x[start : start + BLOCK], fold)
+    return total
+
+
+def row_dot(x: Any, y: Any, scratch: Any) -> Any:
+    """Return the dot product of two rows."""
+    total = x.dtype.type(0)
+    fold, terms = scratch[:FOLD], scratch[FOLD:SCRATCH]
+    for start in range(0, x.size, BLOCK):
+        a, b = x[start : start + BLOCK], y[start : start + BLOCK]
+        for j in range(a.size):
+            terms[j] = a[j] * b[j]
+        total += fold_sum(terms[: a.size], fold)
+    return total
+
+
+def row_dot3(x: Any, y: Any, z: Any, scratch: Any) -> Any:
+    """Return the sum of the products (x * y) * z of three rows."""
+    total = x.dtype.type(0)
+    fold, terms = scratch[:FOLD], scratch[FOLD:SCRATCH]
+    for start in range(0, x.size, BLOCK):
+        a, b, c = x[start : start + BLOCK], y[start : start + BLOCK], z[start : start + BLOCK]
+        for j in range(a.size):
+            terms[j] = (a[j] * b[j]) * c[j]
+        total += fold_sum(terms[: a.size], fold)
+    return total
+
+
+def row_square_sum(x: Any, center: Any, scratch: Any) -> Any:
+    """Return the sum of (x - center)**2 over a row."""
+    total = x.dtype.type(0)
+    fold, terms = scratch[:FOLD], scratch[FOLD:SCRATCH]
+    for start in range(0, x.size, BLOCK):
+        part = x[start : start + BLOCK]
+        for j in range(part.size):
+            terms[j] = (part[j] - center) * (part[j] - center)
+        total += fold_sum(terms[: part.size], fold)
+    return total
