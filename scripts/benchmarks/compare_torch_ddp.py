@@ -2,13 +2,15 @@
 
 All contenders train the same architecture with AdamW on CPU, with the same number of ranks and one thread each, and
 without clipping. Every round runs each contender once, so that a slow moment of the machine meets all of them; ratios
-are taken within a round, and medians over rounds. PyTorch is not a dependency: ``pip install torch==2.13.0`` (the CPU
-build), in this environment or in one named by ``--torch-python``.
+are taken within a round, and medians over rounds. ``--bits`` asks another question: does the same training, with the
+same global batch, end with the same bits on 1, 2 and 4 ranks? PyTorch is not a dependency: ``pip install torch==2.13.0``
+(the CPU build), in this environment or in one named by ``--torch-python``.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import platform
@@ -44,6 +46,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--strategies", default=",".join(OURS), help="of mpizero (default: %(default)s)")
     parser.add_argument("--mpiexec", default=str(Path(sys.executable).with_name("mpiexec")))
     parser.add_argument("--torch-python", default=sys.executable, help="interpreter that has PyTorch")
+    parser.add_argument("--grain", type=int, help="mpizero's micro_batch (default: the sequences of a rank)")
+    parser.add_argument("--bits", action="store_true", help="compare results over numbers of ranks instead of speed")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
@@ -52,9 +56,10 @@ def arguments() -> argparse.Namespace:
 
 
 def data(args: argparse.Namespace, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return one rank's batch; speed does not depend on the text."""
-    text = np.random.default_rng(rank).integers(0, VOCABULARY, (args.batch, args.sequence + 1))
-    return text[:, :-1], text[:, 1:]
+    """Return one rank's part of the global batch; speed does not depend on the text."""
+    text = np.random.default_rng(0).integers(0, VOCABULARY, (args.ranks * args.batch, args.sequence + 1))
+    mine = text[rank * args.batch : (rank + 1) * args.batch]
+    return mine[:, :-1], mine[:, 1:]
 
 
 def timed(args: argparse.Namespace, step: Callable[[], Any], barrier: Callable[[], Any]) -> float:
@@ -76,12 +81,13 @@ def our_worker(args: argparse.Namespace) -> dict[str, Any]:
     import mpizero as mz
 
     gpt = mz.nn.GPT(dim=args.dim, layers=args.layers, heads=args.heads, sequence=args.sequence, vocabulary=VOCABULARY)
-    config = mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=args.batch)
+    config = mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=args.grain)
     model, _ = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=args.worker, config=config)
     x, y = data(args, MPI.COMM_WORLD.rank)
     with model:
         speed = timed(args, lambda: model.train(x, y), MPI.COMM_WORLD.Barrier)
-        return {"rank": MPI.COMM_WORLD.rank, "tokens_per_second": speed, "parameters": model.parameter_count}
+        result = {"rank": MPI.COMM_WORLD.rank, "tokens_per_second": speed, "parameters": model.parameter_count}
+        return result | {"sha256": model.parameters_sha256()}
 
 
 def torch_model(args: argparse.Namespace) -> Any:
@@ -152,13 +158,18 @@ def torch_worker(args: argparse.Namespace) -> dict[str, Any]:
         optimizer.zero_grad()
 
     speed = timed(args, step, distributed.barrier)
+    digest = hashlib.sha256()
+    for value in model.state_dict().values():
+        digest.update((value.full_tensor() if hasattr(value, "full_tensor") else value).numpy().tobytes())
     distributed.destroy_process_group()
-    return {"rank": args.rank, "tokens_per_second": speed, "parameters": parameters, "torch": torch.__version__}
+    result = {"rank": args.rank, "tokens_per_second": speed, "parameters": parameters}
+    return result | {"torch": torch.__version__, "sha256": digest.hexdigest()}
 
 
 def forwarded(args: argparse.Namespace, worker: str, output: str) -> list[str]:
     """Return this script's command line for one rank."""
-    options = [word for key in SHAPE for word in (f"--{key}", str(getattr(args, key)))]
+    values = {key: getattr(args, key) for key in SHAPE} | {"grain": args.grain or args.batch}
+    options = [word for key, value in values.items() for word in (f"--{key}", str(value))]
     return [__file__, *options, "--worker", worker, "--output", output]
 
 
@@ -208,6 +219,20 @@ def summary(args: argparse.Namespace, rounds: list[dict[str, dict[str, Any]]]) -
     }
 
 
+def compare_bits(args: argparse.Namespace, contenders: list[str]) -> None:
+    """Train with one global batch on 1, 2 and 4 ranks and print how many results there are."""
+    total = args.ranks * args.batch
+    shape = vars(args) | {"grain": total // 4, "steps": 10, "warmup": 0}
+    runs = [argparse.Namespace(**shape | {"ranks": n, "batch": total // n}) for n in (1, 2, 4)]
+    found = {name: [run(one, name)["sha256"] for one in runs] for name in contenders}
+    if args.json:
+        print(json.dumps(found, indent=1))
+        return
+    print(f"after 10 steps with {total} sequences each, on 1, 2 and 4 ranks:")
+    for name, hashes in found.items():
+        print(f"{name:14s} {len(set(hashes))} different results: {', '.join(digest[:8] for digest in hashes)}")
+
+
 def main() -> None:
     """Run all contenders in turn and compare."""
     args = arguments()
@@ -218,6 +243,9 @@ def main() -> None:
         return
     require_torch(args.torch_python)
     contenders = [*args.strategies.split(","), *TORCH]
+    if args.bits:
+        compare_bits(args, contenders)
+        return
     rounds: list[dict[str, dict[str, Any]]] = []
     for number in range(args.rounds):
         rounds.append({name: run(args, name) for name in contenders})

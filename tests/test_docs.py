@@ -1,0 +1,122 @@
+"""What README and docs/ show is true: their Python runs, their commands, options, files and links exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ids = [str(page.relative_to(ROOT)) for page in PAGES]
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for name, text in FENCE.findall(page.read_text(encoding="utf-8")) if name == language]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@cache
+def help_of(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command, "--help"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, f"{' '.join(command)} --help: {done.stderr}"
+    return done.stdout
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The commands of a page's shell blocks, without launchers, as words."""
+    lines = [line.partition(" #")[0].strip() for text in blocks(page, "sh") for line in text.splitlines()]
+    words = [line.split() for line in lines if line and not line.startswith("#")]
+    return [w[w.index("python") + 1 :] if "python" in w else w for w in words]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
+def test_python_of_the_docs_runs(page, tmp_path):
+    """A page's blocks are one script, in a folder with some text."""
+    (tmp_path / "corpus").mkdir()
+    shutil.copy(ROOT / "README.md", tmp_path / "corpus" / "text.txt")
+    (tmp_path / "script.py").write_text("\n".join(blocks(page, "python")), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_commands_of_the_docs_exist(page):
+    for words in commands(page):
+        if words[:2] == ["-m", "mpizero"]:
+            text = help_of("-m", "mpizero", words[2])
+        elif words[0].startswith("scripts/") and words[0].endswith(".py"):
+            text = help_of(words[0])
+        else:
+            assert not words[0].startswith("scripts/") or os.access(ROOT / words[0], os.X_OK), words[0]
+            continue
+        for option in (word.partition("=")[0] for word in words if word.startswith("--")):
+            assert option in text, f"{' '.join(words)}: no option {option}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_files_named_in_the_docs_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"`((?:scripts|docs|tests|mpizero)/[\w./-]*)`", text):
+        assert (ROOT / name).exists(), name
+
+
+def test_every_setting_is_documented():
+    from mpizero.train.config import MODELS, OPTIMIZERS, Config
+
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    plain = [field.default.__class__ for field in dataclasses.fields(Config) if dataclasses.is_dataclass(field.default)]
+    for section in {*MODELS.values(), *OPTIMIZERS.values(), *plain}:
+        missing = [field.name for field in dataclasses.fields(section) if f"`{field.name}`" not in text]
+        assert not missing, f"docs/cli.md does not name {missing} of {section.__name__}"
+
+
+def test_the_package_is_named_once():
+    """setup.cfg holds the version; README, changelog and package do not repeat it."""
+    assert not re.findall(r"__version__\s*=\s*[\"']", (ROOT / "mpizero" / "__init__.py").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts").rglob("*.py")), ids=lambda p: p.name)
+def test_scripts_say_what_they_do(script):
+    assert "usage:" in help_of(str(script.relative_to(ROOT)))
+
+
+def test_test_script_lists_its_parts():
+    shown = subprocess.run(
+        ["bash", ROOT / "scripts" / "test.sh", "--help"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    for part in ("lint", "types", "package", "serial", "mpich", "cuda", "openmpi", "exactness"):
+        assert part in shown
