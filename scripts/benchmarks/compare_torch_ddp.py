@@ -3,8 +3,8 @@
 All contenders train the same architecture with AdamW on CPU, with the same number of ranks and one thread each, and
 without clipping. Every round runs each contender once, so that a slow moment of the machine meets all of them; ratios
 are taken within a round, and medians over rounds. ``--bits`` asks another question: does the same training, with the
-same global batch, end with the same bits on 1, 2 and 4 ranks? PyTorch is not a dependency: ``pip install torch==2.13.0``
-(the CPU build), in this environment or in one named by ``--torch-python``.
+same global batch, end with the same bits on 1, 2 and 4 ranks? PyTorch is not a dependency:
+``pip install torch==2.13.0`` (the CPU build), in this environment or in one named by ``--torch-python``.
 """
 
 from __future__ import annotations
