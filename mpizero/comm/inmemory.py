@@ -24,12 +24,25 @@ _ADD: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum, "min": np.minimum
 
 
 class _Job:
-    """What all threads of one group share: a lock to sleep on, the first failure, and who has gone."""
+    """What all threads of one group share: a lock to sleep on, the first failure, who sleeps and who has gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.changed = Condition()
         self.failure: tuple[int, BaseException] | None = None
+        self.sleeping: dict[int, Callable[[], bool]] = {}
         self.gone: set[int] = set()
+
+    def sleep(self, member: int, ready: Callable[[], bool]) -> bool:
+        """Sleep until something changes; False at once if then nobody could change anything. Needs the lock."""
+        self.sleeping[member] = ready
+        alive = self.size - len(self.gone)
+        if len(self.sleeping) == alive and not any(is_ready() for is_ready in self.sleeping.values()):
+            del self.sleeping[member]
+            return False
+        self.changed.wait()
+        del self.sleeping[member]
+        return True
 
 
 class _Exchange:
@@ -95,7 +108,10 @@ class _ThreadRequest(Request):
         with job.changed:
             while not self._ready():
                 self._communicator._check_peers(self._waits_for())
-                job.changed.wait()
+                if not job.sleep(self._communicator._member, self._ready):
+                    error = self._communicator.error(self._operation, self._tag, "all threads wait, none can go on")
+                    self._communicator.abort(error)
+                    raise error
         self._end()
 
     def test(self) -> bool:
@@ -141,13 +157,14 @@ class InMemoryCommunicator(Communicator):
         self._group = group
         self._posted = 0
         self._closed = False
+        self._member = group.members[rank]
 
     @classmethod
     def group(cls, size: int, name: str = "world") -> list[Self]:
         """Make the ``size`` communicators of a new group, one for each thread. Not collective."""
         if size < 1:
             raise ValueError(f"a group needs at least one rank, got {size}")
-        group = _Group(_Job(), range(size))
+        group = _Group(_Job(size), range(size))
         return [cls(group, rank, name) for rank in range(size)]
 
     # ------------------------------------------------------------------ failures
@@ -158,14 +175,14 @@ class InMemoryCommunicator(Communicator):
         with job.changed:
             if job.failure is None:
                 cause = error if error is not None else RuntimeError("abort() was called")
-                job.failure = (self._group.members[self.rank], cause)
+                job.failure = (self._member, cause)
             job.changed.notify_all()
 
     def leave(self) -> None:
         """Declare that this thread calls nothing more, so that whoever waits for it fails. Not collective."""
         job = self._group.job
         with job.changed:
-            job.gone.add(self._group.members[self.rank])
+            job.gone.add(self._member)
             job.changed.notify_all()
 
     def close(self) -> None:

@@ -1,0 +1,134 @@
+"""Identities that prove gradients and movements of data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from mpizero.comm import Communicator
+from mpizero.types import Array
+
+Point = Array | Mapping[str, Array]
+
+
+def _flat(value: Point) -> Array:
+    parts = list(value.values()) if isinstance(value, Mapping) else [value]
+    return np.concatenate([np.asarray(p).reshape(-1) for p in parts])
+
+
+def _like(flat: Array, value: Point) -> Point:
+    if not isinstance(value, Mapping):
+        return flat.reshape(np.shape(value))
+    stops = np.cumsum([np.size(v) for v in value.values()])
+    parts = np.split(flat, stops[:-1])
+    return {name: p.reshape(np.shape(v)) for (name, v), p in zip(value.items(), parts, strict=True)}
+
+
+def taylor_test(
+    f: Callable[[Any], float],
+    gradient: Point | Callable[[Any], Point],
+    x: Point,
+    *,
+    step: float = 1e-3,
+    seed: int = 0,
+    tolerance: float = 0.05,
+) -> float:
+    """Prove that ``gradient`` is the gradient of ``f`` at ``x``: the Taylor remainder falls with slope 2.
+
+    Collective if ``f`` is: every rank uses the same direction. The remainder ``|f(x + h p) - f(x) - h <g, p>|`` is taken
+    at eight halvings of ``h``; a wrong gradient, be it by a factor 1/n, gives slope 1.
+
+    Parameters
+    ----------
+    f : callable
+        Maps an array, or a mapping of arrays, like ``x`` to a number; smooth near ``x``.
+    gradient : array, mapping or callable
+        Gradient at ``x``, or a function that returns it.
+    x : array or mapping of arrays
+        float64.
+    step : float
+        First ``h``, along a random direction of unit length times the length of ``x`` (at least 1).
+    seed : int
+        Seed of the direction.
+    tolerance : float
+        Largest distance of the slope from 2.
+
+    Returns
+    -------
+    float
+        The slope; ``inf`` where ``f`` is linear along the direction, so that only rounding remains.
+
+    Raises
+    ------
+    AssertionError
+        With all slopes, when the slope is not 2.
+    TypeError
+        If ``x`` is not float64: rounding would hide the slope.
+    """
+    start = _flat(x)
+    if start.dtype != np.float64:
+        raise TypeError(f"taylor_test needs float64, got {start.dtype}: rounding would hide the slope")
+    slope_at_x = _flat(gradient(x) if callable(gradient) else gradient)
+    if slope_at_x.size != start.size:
+        raise ValueError(f"the gradient has {slope_at_x.size} elements, x has {start.size}")
+    direction = np.random.default_rng(seed).standard_normal(start.size)
+    direction *= max(1.0, float(np.linalg.norm(start))) / max(float(np.linalg.norm(direction)), 1e-300)
+    here, along = float(f(x)), float(slope_at_x @ direction)
+    steps = [step / 2**k for k in range(9)]
+    there = [float(f(_like(start + h * direction, x))) for h in steps]
+    rest = [abs(value - here - h * along) for h, value in zip(steps, there, strict=True)]
+    floor = 1e3 * np.finfo(np.float64).eps * max(abs(here), *map(abs, there), abs(along) * step)
+    seen = [r for r in rest if r > floor]
+    if not seen:
+        return math.inf
+    slopes = [math.log2(a / b) for a, b in zip(seen, seen[1:], strict=False)]
+    slope = float(np.median(slopes[-3:])) if slopes else math.nan
+    if not abs(slope - 2.0) <= tolerance:
+        raise AssertionError(
+            f"Taylor slope {slope:.3f}, expected 2.00 +- {tolerance}: slopes {[round(s, 3) for s in slopes]}, "
+            f"remainders {[f'{r:.2e}' for r in rest]} for steps from {step}"
+        )
+    return slope
+
+
+def adjoint_test(
+    forward: Callable[[Array], Array],
+    adjoint: Callable[[Array], Array],
+    x: Array,
+    y: Array,
+    comm: Communicator | None = None,
+    *,
+    rtol: float = 1e-12,
+) -> float:
+    """Prove that ``adjoint`` is the adjoint of the linear ``forward``: <F x, y> = <x, F* y>, summed over the ranks.
+
+    Collective over ``comm``. ``x`` and ``y`` are the parts of this rank, ``y`` shaped like ``forward(x)``; parts may be
+    empty. Every movement of data has an adjoint: a gather that of a scatter, a broadcast that of a sum.
+
+    Returns
+    -------
+    float
+        Relative difference of the two products.
+
+    Raises
+    ------
+    AssertionError
+        On every rank, with both products.
+    """
+    fx, fy = np.asarray(forward(x)), np.asarray(adjoint(y))
+    if fx.shape != np.shape(y) or fy.shape != np.shape(x):
+        raise ValueError(f"forward maps {np.shape(x)} to {fx.shape}, adjoint {np.shape(y)} to {fy.shape}")
+    left, right = (np.vdot(a.astype(np.float64), b.astype(np.float64)) for a, b in ((fx, y), (x, fy)))
+    size = np.linalg.norm(fx) * np.linalg.norm(y) + np.linalg.norm(x) * np.linalg.norm(fy)
+    sums = np.array([left, right, size])
+    if comm is not None:
+        comm.allreduce(sums, tag="adjoint_test")
+    difference = float(abs(sums[0] - sums[1]) / max(sums[2], np.finfo(np.float64).tiny))
+    if not difference <= rtol:
+        raise AssertionError(
+            f"<F x, y> = {sums[0]!r} but <x, F* y> = {sums[1]!r}: relative difference {difference:.2e}"
+        )
+    return difference

@@ -1,0 +1,73 @@
+"""Assertions that all ranks make together, so that none is left waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from mpizero.comm import Communicator
+
+
+def parallel_assert(comm: Communicator, condition: object, message: str = "") -> None:
+    """Assert on all ranks what holds on each.
+
+    Collective over ``comm``.
+
+    Raises
+    ------
+    AssertionError
+        On every rank, naming the ranks where ``condition`` is false and their messages.
+    """
+    answers = comm.allgather_object((bool(condition), message), tag="parallel_assert")
+    if wrong := [f"rank {rank}: {text or 'false'}" for rank, (right, text) in enumerate(answers) if not right]:
+        raise AssertionError("; ".join(wrong))
+
+
+def assert_same_as_serial(function: Callable[[Any], Any], comm: Communicator) -> None:
+    """Assert that ``function(comm)`` has on every rank the bits that ``function(None)`` has in one process.
+
+    Collective over ``comm``. The results are numbers, strings, arrays, or nested mappings and sequences of them; all of
+    it is compared, arrays by dtype, shape and bytes, so that NaN equals itself and 0.0 differs from -0.0.
+
+    Raises
+    ------
+    AssertionError
+        On every rank, naming the ranks that differ and where.
+    """
+    try:
+        difference = first_difference(function(comm), function(None))
+    except AssertionError as error:
+        difference = str(error)
+    parallel_assert(comm, not difference, difference)
+
+
+def first_difference(found: Any, expected: Any, place: str = "result") -> str:
+    """Describe the first place where two nested values differ in a bit, or return "". Not collective."""
+    if isinstance(found, Mapping) and isinstance(expected, Mapping):
+        if list(found) != list(expected):
+            return f"{place} has keys {list(found)}, expected {list(expected)}"
+        pairs = [(found[key], expected[key], f"{place}[{key!r}]") for key in expected]
+    elif isinstance(found, list | tuple) and isinstance(expected, list | tuple):
+        if len(found) != len(expected):
+            return f"{place} has {len(found)} items, expected {len(expected)}"
+        pairs = [(a, b, f"{place}[{i}]") for i, (a, b) in enumerate(zip(found, expected, strict=True))]
+    else:
+        return _leaf_difference(found, expected, place)
+    return next(filter(None, (first_difference(*pair) for pair in pairs)), "")
+
+
+def _leaf_difference(found: Any, expected: Any, place: str) -> str:
+    a, b = np.asarray(found), np.asarray(expected)
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return f"{place} is {a.dtype}{list(a.shape)}, expected {b.dtype}{list(b.shape)}"
+    if a.dtype.hasobject:
+        return "" if found == expected else f"{place} is {found!r}, expected {expected!r}"
+    if a.tobytes() == b.tobytes():
+        return ""
+    rows = [np.frombuffer(v.tobytes(), np.dtype((np.void, v.itemsize))) for v in (a, b)]
+    wrong = [i for i, (p, q) in enumerate(zip(*rows, strict=True)) if p.tobytes() != q.tobytes()]
+    first = wrong[0]
+    values = f"{a.reshape(-1)[first]!r}, expected {b.reshape(-1)[first]!r}"
+    return f"{place} differs in {len(wrong)} of {a.size} elements, first at {first}: {values}"

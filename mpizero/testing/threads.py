@@ -1,0 +1,46 @@
+"""Ranks as threads of this process: no launcher, one debugger, one traceback."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from mpizero.comm import InMemoryCommunicator
+from mpizero.errors import PeerFailure
+
+T = TypeVar("T")
+
+
+def run_in_threads(size: int, function: Callable[[InMemoryCommunicator], T]) -> list[T]:
+    """Call ``function(comm)`` on ``size`` threads, one for each rank, and list the results by rank.
+
+    Not collective. When a thread raises, all others raise PeerFailure in the call they are in, and the first error is
+    raised here. A thread that ends while others wait for it, and threads that all wait, are errors too: it ends always
+    unless ``function`` itself loops forever.
+    """
+    communicators = InMemoryCommunicator.group(size)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def work(comm: InMemoryCommunicator) -> None:
+        try:
+            results[comm.rank] = function(comm)
+        except BaseException as error:
+            errors.append(error)
+            comm.abort(error)
+        finally:
+            comm.leave()
+
+    threads = [threading.Thread(target=work, args=(c,), name=f"rank {c.rank}", daemon=True) for c in communicators]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # Ctrl-C reaches the main thread alone
+        communicators[0].abort(error)
+        raise
+    if errors:
+        raise next((e for e in errors if not isinstance(e, PeerFailure)), errors[0])
+    return [results[rank] for rank in range(size)]

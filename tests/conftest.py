@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+pytest_plugins = ["mpizero.testing.plugin"]
+
+# Every rank of a job must draw the same examples, and a suite that repeats itself is worth more than luck.
+settings.register_profile(
+    "mpizero",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=30,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("mpizero")
