@@ -107,7 +107,7 @@ def fill_stage(stage: Stage, skeleton: Skeleton) -> None:
         os.close(file)
 
 
-def commit(stage: Stage, manifest: bytes, replace: bool) -> None:
+def commit(stage: Stage, manifest: bytes) -> None:
     """Write the manifest, make everything durable, and give the folder its name. Not collective: rank 0 only."""
     path = os.path.join(stage.path, MANIFEST_NAME)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -119,7 +119,7 @@ def commit(stage: Stage, manifest: bytes, replace: bool) -> None:
     os.fsync(stage.lock)
     parent, name = os.path.split(stage.target)
     aside = os.path.join(parent, REPLACED + name)
-    if not (replace and os.path.lexists(stage.target)):
+    if not os.path.lexists(stage.target):
         os.rename(stage.path, stage.target)
     elif not _exchange(stage.path, stage.target):
         os.rename(stage.target, aside)

@@ -23,6 +23,13 @@ def verify(folder: str | os.PathLike[str]) -> int:
         Naming file, array and reason; ``CheckpointMissingError`` where there is none.
     """
     where = os.path.abspath(os.fspath(folder))
+    manifest = verify_checksums(where)
+    _compare_with_hdf5(os.path.join(where, STATE_NAME), manifest)
+    return manifest.state_bytes
+
+
+def verify_checksums(where: str) -> Manifest:
+    """Read all of a checkpoint and compare every checksum; return its manifest. Not collective."""
     _, manifest = read_manifest(where)
     state = os.path.join(where, STATE_NAME)
     source = FileBytes(state, manifest.state_bytes)
@@ -36,8 +43,7 @@ def verify(folder: str | os.PathLike[str]) -> int:
                     raise CheckpointError(f"{state}: array {path!r}: checksum mismatch in bytes {start} to {stop - 1}")
     finally:
         source.close()
-    _compare_with_hdf5(state, manifest)
-    return manifest.state_bytes
+    return manifest
 
 
 def _compare_with_hdf5(state: str, manifest: Manifest) -> None:

@@ -15,6 +15,7 @@ from mpizero.checkpoint.manifest import Manifest, StoredArray, canonical_json, e
 from mpizero.checkpoint.skeleton import Skeleton, build
 from mpizero.checkpoint.stage import Stage, commit, discard, fill_stage, open_stage
 from mpizero.checkpoint.table import Claim, LocalArray, Table, check_array, merge
+from mpizero.checkpoint.verify import verify_checksums
 from mpizero.comm.communicator import Communicator
 from mpizero.errors import CheckpointError, ConfigError
 
@@ -50,6 +51,7 @@ def write(
         Each rank writes its bytes by itself, or through parallel HDF5. The resulting files are the same.
     replace : bool
         Whether a checkpoint that stands at ``folder`` may be replaced (in one step, after the new one is complete).
+        Without it only a damaged one is, after its checksums have been tried.
 
     Raises
     ------
@@ -87,7 +89,7 @@ def _write(
         def finish() -> None:
             if stage is not None and skeleton is not None:
                 structure = _structure(state, skeleton)
-                commit(stage, encode(describe(table, skeleton, structure, gathered, attributes)), replace)
+                commit(stage, encode(describe(table, skeleton, structure, gathered, attributes)))
 
         on_root(world, prefix, finish)
 
@@ -124,7 +126,7 @@ def _staged(
         nonlocal stage
         if skeleton is None:
             raise CheckpointError("rank 0 has no layout")
-        stage = open_stage(target, replace)
+        stage = open_stage(target, replace or _is_damaged(target))
         fill_stage(stage, skeleton)
         return stage.state, skeleton.offsets
 
@@ -134,6 +136,17 @@ def _staged(
     finally:
         if stage is not None:
             discard(stage)
+
+
+def _is_damaged(target: str) -> bool:
+    """Tell whether a checkpoint stands at ``target`` that cannot be loaded: it makes room for a good one."""
+    if not os.path.isdir(target):
+        return False
+    try:
+        verify_checksums(target)
+    except CheckpointError:
+        return True
+    return False
 
 
 def _structure(state: str, skeleton: Skeleton) -> int:

@@ -1,0 +1,139 @@
+"""The batch law: which samples make up global batch k, and which of them this rank gets."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from mpizero.comm.agreement import agree_equal, all_ranks
+from mpizero.comm.communicator import Communicator
+from mpizero.data.source import Indices, Source
+from mpizero.errors import ConfigError, DataError
+from mpizero.kernels import cpu
+from mpizero.layout.grains import Grains
+from mpizero.types import Array
+
+
+class BatchConfig(Protocol):
+    """What batches need to know about the ranks; :class:`~mpizero.parallel.config.ShardingConfig` has it."""
+
+    @property
+    def communicator(self) -> Communicator:
+        """The ranks that share a global batch."""
+
+    def grain_size(self, global_batch: int) -> int:
+        """Return the samples of one grain."""
+
+
+def sample_order(start: int, stop: int, length: int, seed: int) -> Indices:
+    """Return the samples at places ``start:stop`` of the endless shuffled order of a source of ``length`` samples.
+
+    Not collective. Epoch e is the keyed permutation (seed, e) of all samples, epoch after epoch: every sample occurs
+    exactly once in each, a function of seed and place alone. No array of the data's length is made.
+    """
+    order = np.arange(start, stop, dtype=np.int64)
+    done = 0
+    while done < order.size:
+        epoch, inside = divmod(start + done, length)
+        count = min(order.size - done, length - inside)
+        part = order[done : done + count]
+        part -= epoch * length
+        cpu.random.permutation(part, length, seed, epoch)
+        done += count
+    return order
+
+
+class Batches:
+    """Iterate over this rank's parts of successive global batches; made by :func:`batches`.
+
+    Attributes
+    ----------
+    consumed : int
+        Samples of all global batches so far: the whole state. ``batches(..., consumed=this)`` on any number of ranks
+        goes on with the same global batches.
+    """
+
+    def __init__(
+        self, source: Source, config: BatchConfig, global_batch: int, seed: int, steps: int | None, consumed: int
+    ) -> None:
+        self.consumed = consumed
+        self._source = source
+        self._batch = global_batch
+        self._seed = seed
+        self._left = steps
+        comm = config.communicator
+        self._own = Grains(global_batch, config.grain_size(global_batch)).samples_of(comm.rank, comm.size)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[Array, Array]:
+        if self._left == 0:
+            raise StopIteration
+        start = self.consumed
+        order = sample_order(start + self._own.start, start + self._own.stop, len(self._source), self._seed)
+        samples = self._source.samples(order)
+        self.consumed += self._batch
+        if self._left is not None:
+            self._left -= 1
+        return samples
+
+
+def batches(
+    source: Source,
+    config: BatchConfig,
+    global_batch: int,
+    seed: int = 0,
+    steps: int | None = None,
+    consumed: int = 0,
+) -> Batches:
+    """Return an iterator over this rank's samples ``(x, y)`` of successive global batches.
+
+    Collective over ``config.communicator`` (the iteration itself is not). A global batch is the next ``global_batch``
+    samples of :func:`sample_order`, also across the end of an epoch. It is cut into grains, which are dealt to the
+    ranks contiguously: rank r's samples follow rank r-1's, and a rank may get none.
+
+    Parameters
+    ----------
+    source : Source
+        The data, the same on every rank.
+    config : ShardingConfig
+        Gives the ranks and the size of a grain.
+    global_batch : int
+        Samples of one step, over all ranks.
+    seed : int
+        Key of the sample order, 0 to 2**64 - 1.
+    steps : int or None
+        Global batches to give; None never ends.
+    consumed : int
+        Samples already used: the ``consumed`` of an earlier iterator.
+
+    Raises
+    ------
+    ConfigError
+        A number that makes no sense.
+    DataError
+        A source without samples.
+    MpizeroError
+        Ranks that differ in data or arguments.
+    """
+    comm = config.communicator
+    with all_ranks(comm):
+        if not isinstance(source, Source):
+            raise DataError(f"expected a source of samples such as TextSource, got {type(source).__name__}")
+        _check("global_batch", global_batch, 1)
+        _check("seed", seed, 0)
+        _check("consumed", consumed, 0)
+        if steps is not None:
+            _check("steps", steps, 0)
+        if not len(source):
+            raise DataError("the source has no samples to train on")
+    arguments = {"data": source.fingerprint, "global_batch": global_batch, "seed": seed}
+    agree_equal(comm, "batches", {**arguments, "steps": steps, "consumed": consumed})
+    return Batches(source, config, global_batch, seed, steps, consumed)
+
+
+def _check(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value < 2**63:
+        raise ConfigError(f"{name}={value!r}: expected a whole number >= {least}")

@@ -1,0 +1,154 @@
+"""What every source of samples offers, and the split that holds samples back for validation."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mpizero.errors import ConfigError, DataError
+from mpizero.kernels import cpu
+from mpizero.types import Array
+
+#: Share of the samples that :meth:`Source.split` holds back unless told otherwise.
+VALIDATION = 0.05
+#: Key of the permutation that chooses validation samples; part of the format of a run, never to be changed.
+SPLIT_SEED = 0x5EED
+
+Indices = NDArray[np.int64]
+
+
+class Source(ABC):
+    """Numbered samples ``(x, y)``, the same on every rank; nothing is read before it is asked for.
+
+    ``default_validation`` is the share that :meth:`split` holds back without an argument. ``in_order`` says that
+    neighbouring samples belong together (text), so that a split takes the last samples and not a random choice.
+    """
+
+    default_validation: float = VALIDATION
+    in_order: bool = False
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    @abstractmethod
+    def read(self, indices: Indices) -> tuple[Array, Array]:
+        """Return the samples of valid indices, in that order. Not collective."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Return what tells this data from other data (names, sizes, types), without reading it. Not collective."""
+
+    def samples(self, indices: ArrayLike) -> tuple[Array, Array]:
+        """Return the samples of ``indices``, in that order: ``(x, y)``, each with samples on its first axis.
+
+        Not collective. Indices may repeat; an empty list gives arrays with no samples.
+
+        Raises
+        ------
+        DataError
+            An index that is not in ``range(len(source))``.
+        """
+        wanted = np.asarray(indices)
+        if wanted.size == 0:
+            wanted = wanted.astype(np.int64)
+        if wanted.ndim != 1 or not np.issubdtype(wanted.dtype, np.integer):
+            raise DataError(f"indices must be a list of whole numbers, got {wanted.dtype} of shape {wanted.shape}")
+        wanted = wanted.astype(np.int64)
+        if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
+            bad = int(wanted.min() if wanted.min() < 0 else wanted.max())
+            raise DataError(f"sample {bad} does not exist: there are {len(self)}")
+        return self.read(wanted)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of :meth:`describe`: equal on all ranks, or they would train on different data."""
+        return hashlib.sha256(repr(sorted(self.describe().items())).encode()).hexdigest()
+
+    def split(self, validation: float | None = None) -> tuple[Source, Source]:
+        """Return ``(train, valid)``: disjoint, together everything, and the same in every run on any ranks.
+
+        Not collective. ``round(validation * len(source))`` samples are held back, at least one: the last ones where
+        neighbours belong together (text), otherwise a choice that depends on the number of samples alone. A share of 0
+        holds nothing back.
+
+        Raises
+        ------
+        ConfigError
+            A share outside [0, 1).
+        DataError
+            Too few samples to leave one on both sides.
+        """
+        share = self.default_validation if validation is None else validation
+        if isinstance(share, bool) or not isinstance(share, int | float) or not math.isfinite(share):
+            raise ConfigError(f"validation={share!r}: expected a share of the samples, a number in [0, 1)")
+        if not 0 <= share < 1:
+            raise ConfigError(f"validation={share!r}: expected a share of the samples in [0, 1)")
+        held = max(1, round(share * len(self))) if share else 0
+        if held >= len(self):
+            raise DataError(
+                f"validation={share} of {len(self)} samples holds {held} back and leaves none to train on: "
+                "give more data or a smaller share"
+            )
+        return Subset(self, 0, len(self) - held), Subset(self, len(self) - held, len(self))
+
+
+class Subset(Source):
+    """The samples ``start:stop`` of a source, in its own order or in the order of the split's permutation.
+
+    Parameters
+    ----------
+    source : Source
+        Where the samples come from.
+    start, stop : int
+        Range of places in that order.
+    """
+
+    def __init__(self, source: Source, start: int, stop: int) -> None:
+        self.source = source
+        self.start = start
+        self.stop = stop
+        self.in_order = source.in_order
+        self.default_validation = source.default_validation
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def read(self, indices: Indices) -> tuple[Array, Array]:
+        """Return the samples of valid indices, in that order. Not collective."""
+        places = indices + self.start
+        if not self.in_order:
+            cpu.random.permutation(places, len(self.source), SPLIT_SEED, 0)
+        return self.source.read(places)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what tells this data from other data. Not collective."""
+        return {"subset": (self.start, self.stop), "of": self.source.fingerprint}
+
+
+def check_samples(values: Array, name: str) -> Array:
+    """Return ``values`` if they can be samples: numbers, the first axis not empty; ``name`` goes into the error."""
+    if values.dtype.kind not in "fiub":
+        raise DataError(f"{name}: elements of type {values.dtype}; needed are real numbers (float, integer or bool)")
+    if values.ndim == 0:
+        raise DataError(f"{name}: a single number; needed is an array with samples on its first axis")
+    if values.shape[0] == 0:
+        raise DataError(f"{name}: shape {values.shape} has no samples")
+    return values
+
+
+def check_lengths(x: Array, x_name: str, y: Array, y_name: str) -> None:
+    """Reject inputs and targets of different number."""
+    if len(x) != len(y):
+        raise DataError(f"{x_name} has {len(x)} samples and {y_name} has {len(y)}: needed is one target for each input")
+
+
+def native(values: Array) -> Array:
+    """Return ``values`` contiguous and in this machine's byte order."""
+    return np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))

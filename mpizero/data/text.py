@@ -1,0 +1,176 @@
+"""Text as bytes: files, folders and globs, read as one long string cut into sequences."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import stat
+import sysconfig
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from mpizero.data.source import VALIDATION, Indices, Source
+from mpizero.errors import ConfigError, DataError
+from mpizero.types import Array
+
+#: Files that stay mapped into memory at a time; the rest are mapped again when needed.
+OPEN_FILES = 64
+#: Folders of the standard library that are left out: installed packages, and tests, which are full of odd bytes.
+LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+
+Path = str | os.PathLike[str]
+
+
+class TextSource(Source):
+    """Next-byte prediction on text: sample i is the bytes ``i * sequence`` to ``(i + 1) * sequence``, inclusive.
+
+    ``x`` are the first ``sequence`` of them and ``y`` the last: ``y`` is ``x`` moved by one byte. Both are int64 of
+    shape (samples, sequence), values below 256. The files are read as one string, in the order given; samples do not
+    overlap and may cross from one file to the next. Nothing is held in memory: files are mapped when they are read.
+
+    Parameters
+    ----------
+    paths : path, sequence of paths, or "stdlib"
+        A file; a folder (all files below it, sorted by path, without hidden ones); or a glob pattern (sorted; ``**``
+        goes through folders). "stdlib" is this Python's own standard library: its ``.py`` files without tests, in the
+        order of the SHA-256 of their names, so that the files at the end, which validation takes, are a random choice.
+    sequence : int
+        Bytes of one sample.
+    validation : float
+        Share that :meth:`split` holds back without an argument: the last samples.
+
+    Raises
+    ------
+    DataError
+        A path that matches nothing or cannot be read, an empty file named as such, or less text than one sequence.
+    """
+
+    in_order = True
+
+    def __init__(self, paths: Path | Sequence[Path], sequence: int, validation: float = VALIDATION) -> None:
+        if isinstance(sequence, bool) or not isinstance(sequence, int) or sequence < 1:
+            raise ConfigError(f"sequence={sequence!r}: expected a whole number of bytes >= 1")
+        self.sequence = sequence
+        self.default_validation = validation
+        listed = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+        if not listed:
+            raise DataError("no text: the list of paths is empty")
+        found = [file for path in listed for file in _expand(os.fspath(path))]
+        self.files = tuple(name for name, size in found if size)
+        self._ends = tuple(accumulate(size for _, size in found if size))
+        self._map = lru_cache(maxsize=OPEN_FILES)(_map_file)
+        names = ", ".join(str(path) for path in listed[:3]) + (", ..." if len(listed) > 3 else "")
+        if not self.files:
+            raise DataError(f"{names}: no text: {len(found)} files, all of them empty")
+        if self.bytes <= sequence:
+            raise DataError(
+                f"{names}: {self.bytes} bytes of text; sequences of {sequence} need at least {sequence + 1} bytes"
+            )
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files together."""
+        return self._ends[-1]
+
+    def __len__(self) -> int:
+        return (self.bytes - 1) // self.sequence
+
+    def read(self, indices: Indices) -> tuple[Array, Array]:
+        """Return the samples of valid indices, in that order. Not collective."""
+        text = np.empty((indices.size, self.sequence + 1), np.uint8)
+        for row, index in zip(text, indices.tolist(), strict=True):
+            self._fill(row, index * self.sequence)
+        return text[:, :-1].astype(np.int64), text[:, 1:].astype(np.int64)
+
+    def _fill(self, row: Array, start: int) -> None:
+        """Copy the bytes from ``start`` on into ``row``, across as many files as it takes."""
+        done, file = 0, bisect_right(self._ends, start)
+        while done < row.size:
+            begin = self._ends[file - 1] if file else 0
+            inside = start + done - begin
+            count = min(row.size - done, self._ends[file] - begin - inside)
+            row[done : done + count] = self._map(self.files[file], self._ends[file] - begin)[inside : inside + count]
+            done, file = done + count, file + 1
+
+    def describe(self) -> dict[str, Any]:
+        """Return names without folders, and sizes: the text may move. Not collective."""
+        names = [os.path.basename(name) for name in self.files]
+        return {"kind": "text", "sequence": self.sequence, "files": names, "ends": self._ends}
+
+
+def _map_file(path: str, size: int) -> Array:
+    try:
+        mapped: Array = np.memmap(path, np.uint8, "r")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read any more: {error}") from None
+    if mapped.size != size:
+        raise DataError(f"{path}: {mapped.size} bytes now, {size} when training started: it must not change")
+    return mapped
+
+
+def _expand(path: str) -> list[tuple[str, int]]:
+    """Return the files that a path stands for, with their sizes."""
+    if path == "stdlib":
+        return [(name, _size(name)) for name in _standard_library()]
+    if os.path.isdir(path):
+        files = [(name, _size(name)) for name in _below(path)]
+        if not files:
+            raise DataError(f"{path}: a folder without files")
+        return files
+    if os.path.lexists(path):
+        if not (size := _size(path)):
+            raise DataError(f"{path}: the file is empty")
+        return [(path, size)]
+    if not glob.has_magic(path):
+        raise DataError(f"{path}: does not exist; needed is a text file, a folder, a pattern such as *.txt, or stdlib")
+    matches = [name for name in sorted(glob.glob(path, recursive=True)) if os.path.isfile(name)]
+    if not matches:
+        raise DataError(f"{path}: the pattern matches no file")
+    return [(name, _size(name)) for name in matches]
+
+
+def _size(path: str) -> int:
+    """Return the size of a regular file that can be read."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        found = os.fstat(file)
+    finally:
+        os.close(file)
+    if not stat.S_ISREG(found.st_mode):
+        raise DataError(f"{path}: not a regular file")
+    return found.st_size
+
+
+def _below(folder: str) -> Iterator[str]:
+    """Yield the files below a folder, sorted, without hidden files and folders."""
+    with os.scandir(folder) as scanned:
+        entries = sorted((entry for entry in scanned if not entry.name.startswith(".")), key=lambda entry: entry.name)
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _below(entry.path)
+        elif entry.is_file():
+            yield entry.path
+
+
+def _standard_library() -> list[str]:
+    root = sysconfig.get_paths()["stdlib"]
+    found = {}
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in LEFT_OUT]
+        for name in files:
+            if name.endswith(".py"):
+                path = os.path.join(folder, name)
+                found[os.path.relpath(path, root)] = path
+    if not found:
+        raise DataError(f"stdlib: no .py files below {root}; give text files instead")
+    order = sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest())
+    return [found[name] for name in order]
