@@ -1,0 +1,43 @@
+"""Threads inside a rank: fixed blocks of an elementwise kernel, so the number of threads changes no bit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+BLOCK = 1 << 17
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="mpizero-kernel")
+
+
+def run(kernel: Callable[..., None], args: tuple[Any, ...], start: int, stop: int, threads: int = 1) -> None:
+    """Call ``kernel(*args, start, stop)``, cut at fixed places where there are several threads.
+
+    Not collective. The calling thread takes part, so ``threads=2`` starts one more.
+
+    Raises
+    ------
+    Exception
+        Whatever the kernel raises, after all blocks have ended.
+    """
+    if threads <= 1 or stop - start <= BLOCK:
+        kernel(*args, start, stop)
+        return
+    blocks = iter(range(start, stop, BLOCK))
+
+    def work() -> None:
+        while (block := next(blocks, None)) is not None:  # next() on a range iterator is atomic under the lock
+            kernel(*args, block, min(block + BLOCK, stop))
+
+    helpers = [_pool(threads - 1).submit(work) for _ in range(threads - 1)]
+    try:
+        work()
+    finally:
+        errors = [error for helper in helpers if (error := helper.exception()) is not None]
+    if errors:
+        raise errors[0]

@@ -1,0 +1,30 @@
+"""Optimizers over flat arrays, learning-rate schedules, clipping and loss scaling; no MPI, no models."""
+
+from __future__ import annotations
+
+from mpizero.optim.adapted import AdaptedOptimizer, adapt, learning_rate
+from mpizero.optim.base import FlatOptimizer, ParameterGroup
+from mpizero.optim.optimizers import LAMB, SGD, Adam, AdamW, Lion, RMSprop
+from mpizero.optim.scaling import DynamicLossScale, LossScaleState, clip_factor
+from mpizero.optim.schedules import Schedule, constant, cosine, linear
+
+__all__ = [
+    "LAMB",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "AdaptedOptimizer",
+    "DynamicLossScale",
+    "FlatOptimizer",
+    "Lion",
+    "LossScaleState",
+    "ParameterGroup",
+    "RMSprop",
+    "Schedule",
+    "adapt",
+    "clip_factor",
+    "constant",
+    "cosine",
+    "learning_rate",
+    "linear",
+]

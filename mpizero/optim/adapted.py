@@ -1,0 +1,178 @@
+"""A user's own optimizer behind the interface of the library's."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mpizero import kernels
+from mpizero.optim.base import FlatOptimizer, rate_at
+from mpizero.types import Array, Dtype, ParameterSpec
+
+_PROBE = 48
+_STEP = "step"
+
+
+class AdaptedOptimizer:
+    """A class with ``update(params, grads, state)``, run on whatever ranges a rank owns.
+
+    ``update`` works in place on 1-D arrays and must be elementwise. ``state["step"]`` is the number of the step (1 is
+    the first). The other entries are its own arrays, as long as ``params``: those named in ``slots`` start at zero,
+    those of ``init_state(size, dtype) -> dict`` as returned; where there is neither, the first update makes them.
+
+    Parameters
+    ----------
+    optimizer : object
+        The user's.
+    """
+
+    needs_tensor_norms = False
+    elementwise_kernel = False
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.name = type(optimizer).__name__
+        self._declared = hasattr(optimizer, "slots")
+        self.slots: tuple[str, ...] = tuple(optimizer.slots) if self._declared else self._discover()
+        self._verify_elementwise()
+
+    def group_of(self, spec: ParameterSpec) -> int:
+        """Return 0: all parameters are treated alike. Not collective."""
+        return 0
+
+    def hyper(self, step: int, group: int, dtype: Dtype) -> Array:
+        """Return the number of the step (1 is the first). Not collective."""
+        return np.array([step], np.int64)
+
+    def apply(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
+        """Update ``w`` and ``state`` in place. Not collective.
+
+        Raises
+        ------
+        TypeError
+            The optimizer keeps state that is no array as long as the parameters.
+        """
+        step = int(hyper[0])
+        given: dict[str, Any] = {_STEP: step}
+        if step > 1 or self._declared:
+            given.update({slot: state[slot] for slot in self.slots})
+        elif hasattr(self.optimizer, "init_state"):
+            given.update(self.optimizer.init_state(w.size, w.dtype))
+        self.optimizer.update(w, g, given)
+        self._check_entries(given, step, w.size)
+        for slot in self.slots:
+            if given.get(slot) is not state[slot]:
+                state[slot][:] = given[slot]
+
+    def apply_tree(
+        self,
+        rows_a: Array,
+        first_a: int,
+        rows_b: Array,
+        first_b: int,
+        program: Array,
+        divisor: Array,
+        w: Array,
+        state: Mapping[str, Array],
+        hyper: Array,
+        threads: int = 1,
+    ) -> None:
+        """Sum rows of gradients by a tree program, divide, and update; two passes. Not collective."""
+        g = np.empty_like(w)
+        kernels.backend(w).fused.tree_sum(rows_a, first_a, rows_b, first_b, program, divisor, g, 0, w.size)
+        self.apply(w, g, state, hyper, threads)
+
+    def _check_entries(self, given: Mapping[str, Any], step: int, size: int) -> None:
+        if given.get(_STEP) != step:
+            raise TypeError(f"{self.name}: state['step'] is the number of the step (1 is the first) and not to be set")
+        for name, value in given.items():
+            if name == _STEP:
+                continue
+            if name not in self.slots:
+                raise TypeError(
+                    f"{self.name}: state[{name!r}] appeared after the first update; expected {self.slots or 'no state'}"
+                )
+            if getattr(value, "shape", None) != (size,):
+                found = f"an array of shape {value.shape}" if hasattr(value, "shape") else f"{value!r}"
+                raise TypeError(
+                    f"{self.name}: state[{name!r}] is {found}; expected an array of shape ({size},). "
+                    "A step count is in state['step']"
+                )
+
+    def _discover(self) -> tuple[str, ...]:
+        """Run one update on small data with a copy, and see which entries it makes."""
+        if hasattr(self.optimizer, "init_state"):
+            return tuple(self.optimizer.init_state(0, np.dtype(np.float64)))
+        state: dict[str, Any] = {_STEP: 1}
+        self._copy().update(np.ones(_PROBE), np.ones(_PROBE), state)
+        self.slots = tuple(name for name in state if name != _STEP)
+        self._check_entries(state, 1, _PROBE)
+        return self.slots
+
+    def _copy(self) -> Any:
+        try:
+            return copy.deepcopy(self.optimizer)
+        except Exception as error:
+            raise TypeError(f"{self.name}: cannot be copied ({error}), so it cannot be tried on sample data") from error
+
+    def _verify_elementwise(self) -> None:
+        """Compare updates of the whole with updates of its parts, bit for bit, over three steps.
+
+        A shard is a part, and one rank may own several: an ``update`` that mixes elements, or counts its own calls,
+        gives other results there.
+        """
+        rng = np.random.default_rng(0)
+        whole, parts = AdaptedOptimizer.__new__(AdaptedOptimizer), AdaptedOptimizer.__new__(AdaptedOptimizer)
+        for trial in (whole, parts):
+            trial.__dict__.update(self.__dict__, optimizer=self._copy())
+        w = rng.standard_normal(_PROBE)
+        results = [w.copy(), w.copy()]
+        states = [{slot: np.zeros(_PROBE) for slot in self.slots} for _ in results]
+        cuts = (slice(0, 5), slice(5, 29), slice(29, _PROBE))
+        for step in (1, 2, 3):
+            g, hyper = rng.standard_normal(_PROBE), self.hyper(step, 0, np.float64)
+            whole.apply(results[0], g.copy(), states[0], hyper)
+            for cut in cuts:
+                parts.apply(results[1][cut], g[cut].copy(), {k: a[cut] for k, a in states[1].items()}, hyper)
+        if not np.array_equal(*results, equal_nan=True):
+            raise TypeError(
+                f"{self.name}.update is not elementwise: updating a part of the parameters gives other values than "
+                "updating all of them. Norms and means over all elements cannot be sharded this way; for a step "
+                "count use state['step'], not a counter of calls"
+            )
+
+
+def adapt(optimizer: Any) -> Any:
+    """Return an optimizer with the interface of :class:`mpizero.optim.FlatOptimizer`.
+
+    Not collective. The library's own come back as they are; any other object needs ``update(params, grads, state)``.
+
+    Raises
+    ------
+    TypeError
+        It is no gradient-based optimizer, or not an elementwise one; the message names what is missing.
+    """
+    if isinstance(optimizer, (FlatOptimizer, AdaptedOptimizer)):
+        return optimizer
+    if isinstance(optimizer, type):
+        raise TypeError(f"expected an optimizer, got the class {optimizer.__name__}: call it to make one")
+    if not callable(getattr(optimizer, "update", None)):
+        raise TypeError(
+            f"{type(optimizer).__name__} is not a gradient-based optimizer: it has no method "
+            "update(params, grads, state)"
+        )
+    return AdaptedOptimizer(optimizer)
+
+
+def learning_rate(optimizer: Any, step: int) -> float:
+    """Return the learning rate of ``step`` (0 is the first); NaN for a user's optimizer without ``lr``.
+
+    Not collective.
+    """
+    source = optimizer.optimizer if isinstance(optimizer, AdaptedOptimizer) else optimizer
+    lr = getattr(source, "lr", None)
+    return math.nan if lr is None else rate_at(type(source).__name__, lr, step)

@@ -1,0 +1,164 @@
+"""What all of the library's optimizers share: groups, scalars of a step, and kernels over flat arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mpizero import kernels
+from mpizero.errors import ConfigError
+from mpizero.kernels import pool
+from mpizero.optim import validation
+from mpizero.types import Array, Dtype, LearningRate, ParameterSpec
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Settings for the parameters whose dotted name matches a pattern; the first matching group counts.
+
+    Attributes
+    ----------
+    pattern : str
+        Shell pattern: ``"blocks.*.norm.*"``.
+    lr_scale : float
+        Factor on the learning rate.
+    weight_decay : float or None
+        Decay of all matching parameters, biases too. None: the optimizer's, where the parameter takes any.
+    """
+
+    pattern: str
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        owner = f"ParameterGroup({self.pattern!r})"
+        if not isinstance(self.pattern, str) or not self.pattern:
+            raise ConfigError(f"{owner}: pattern is not allowed; expected a shell pattern for dotted names")
+        validation.number(owner, "lr_scale", self.lr_scale)
+        if self.weight_decay is not None:
+            validation.number(owner, "weight_decay", self.weight_decay)
+
+
+def rate_at(owner: str, lr: LearningRate, step: int) -> float:
+    """Return the learning rate of ``step`` (0 is the first).
+
+    Raises
+    ------
+    ConfigError
+        A schedule returned something that is no learning rate; names the step.
+    """
+    return validation.number(owner, f"lr({step})", lr(step)) if callable(lr) else float(lr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatOptimizer:
+    """An elementwise optimizer over flat arrays; it never sees a model, a rank or a communicator.
+
+    Attributes
+    ----------
+    lr : float or callable
+        Learning rate, or ``schedule(step) -> float`` with 0 for the first step.
+    weight_decay : float
+        For parameters whose spec takes decay: not biases, norms and embeddings.
+    groups : sequence of ParameterGroup
+        Exceptions, by name.
+    """
+
+    lr: LearningRate = 1e-3
+    weight_decay: float = 0.0
+    groups: Sequence[ParameterGroup] = ()
+
+    #: Whether ``direction`` and ``apply_direction`` with per-tensor norms take the place of ``apply``.
+    needs_tensor_norms: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        if not callable(self.lr):
+            validation.number(owner, "lr", self.lr)
+        validation.number(owner, "weight_decay", self.weight_decay)
+        object.__setattr__(self, "groups", tuple(self.groups))
+        for group in self.groups:
+            if not isinstance(group, ParameterGroup):
+                raise ConfigError(f"{owner}: groups holds {group!r}; expected ParameterGroup objects")
+        self._check(owner)
+
+    def _check(self, owner: str) -> None:
+        """Check the settings of the subclass."""
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the state arrays, each as long as the parameters, zero before the first step."""
+        return ()
+
+    @property
+    def elementwise_kernel(self) -> bool:
+        """Whether ``apply_tree`` can sum gradients and update in one pass."""
+        return not self.needs_tensor_norms
+
+    @property
+    def _kernel(self) -> str:
+        return type(self).__name__.lower()
+
+    def _scalars(self, step: int, lr: float, decay: float) -> Sequence[float]:
+        raise NotImplementedError(type(self).__name__)
+
+    def group_of(self, spec: ParameterSpec) -> int:
+        """Return the number of the group of a parameter: parameters of equal number share a ``hyper``.
+
+        Not collective.
+        """
+        matches = (i for i, group in enumerate(self.groups) if fnmatchcase(spec.name, group.pattern))
+        return 2 * next(matches, len(self.groups)) + int(spec.decay)
+
+    def hyper(self, step: int, group: int, dtype: Dtype) -> Array:
+        """Return the kernel's scalars for ``step`` (1 is the first), formed in float64 and rounded to ``dtype`` once.
+
+        Not collective.
+
+        Raises
+        ------
+        ConfigError
+            The schedule gives no usable learning rate.
+        """
+        place, decays = divmod(group, 2)
+        lr, decay = rate_at(type(self).__name__, self.lr, step - 1), self.weight_decay if decays else 0.0
+        if place < len(self.groups):
+            chosen = self.groups[place]
+            lr *= chosen.lr_scale
+            decay = decay if chosen.weight_decay is None else chosen.weight_decay
+        return np.array(self._scalars(step, lr, decay), dtype)
+
+    def apply(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
+        """Update ``w`` and ``state`` in place; ``g`` is left as it is. All are contiguous, 1-D, of one dtype.
+
+        Not collective.
+        """
+        kernel = getattr(kernels.backend(w).optimizer, self._kernel)
+        pool.run(kernel, (w, g, *(state[slot] for slot in self.slots), hyper), 0, w.size, threads)
+
+    def apply_tree(
+        self,
+        rows_a: Array,
+        first_a: int,
+        rows_b: Array,
+        first_b: int,
+        program: Array,
+        divisor: Array,
+        w: Array,
+        state: Mapping[str, Array],
+        hyper: Array,
+        threads: int = 1,
+    ) -> None:
+        """Sum rows of gradients by a tree program, divide, and update, in one pass over memory.
+
+        Not collective. Has the bits of ``fused.tree_sum`` followed by :meth:`apply`; see
+        :mod:`mpizero.kernels.cpu.fused` for rows and programs.
+        """
+        kernel = getattr(kernels.backend(w).fused, f"{self._kernel}_tree")
+        slots = (state[slot] for slot in self.slots)
+        args: tuple[Any, ...] = (rows_a, first_a, rows_b, first_b, program, divisor, w, *slots, hyper)
+        pool.run(kernel, args, 0, w.size, threads)

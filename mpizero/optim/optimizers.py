@@ -1,0 +1,200 @@
+"""SGD, Adam, AdamW, RMSprop, Lion and LAMB; the first four with PyTorch's definitions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from mpizero import kernels
+from mpizero.errors import ConfigError
+from mpizero.optim import validation
+from mpizero.optim.base import FlatOptimizer
+from mpizero.types import Array, LearningRate
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(FlatOptimizer):
+    """Gradient descent, with momentum and Nesterov's variant (Sutskever et al. 2013).
+
+    Attributes
+    ----------
+    momentum, dampening : float
+        ``m = momentum * m + (1 - dampening) * g``; the first step has ``m = g``. 0 momentum keeps no state.
+    nesterov : bool
+        Step along ``g + momentum * m``; needs momentum and no dampening.
+    """
+
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+
+    def _check(self, owner: str) -> None:
+        validation.number(owner, "momentum", self.momentum, high=1.0)
+        validation.number(owner, "dampening", self.dampening, high=1.0)
+        if validation.flag(owner, "nesterov", self.nesterov) and (self.momentum == 0.0 or self.dampening != 0.0):
+            raise ConfigError(
+                f"{owner}: nesterov=True with momentum={self.momentum!r}, dampening={self.dampening!r} is not "
+                "allowed; expected momentum > 0 and dampening = 0"
+            )
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The momentum, where there is any."""
+        return ("momentum_buffer",) if self.momentum else ()
+
+    @property
+    def _kernel(self) -> str:
+        return "momentum" if self.momentum else "sgd"
+
+    def _scalars(self, step: int, lr: float, decay: float) -> Sequence[float]:
+        if not self.momentum:
+            return lr, decay
+        keep = 1.0 if step == 1 else 1.0 - self.dampening
+        return lr, decay, self.momentum, keep, *((1.0, self.momentum) if self.nesterov else (0.0, 1.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(FlatOptimizer):
+    """Adam (Kingma & Ba 2015); weight decay is added to the gradient.
+
+    Attributes
+    ----------
+    betas : pair of float
+        Decay rates of the averages of gradient and squared gradient, in [0, 1).
+    eps : float
+        Added to the root, > 0.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def _check(self, owner: str) -> None:
+        object.__setattr__(self, "betas", validation.pair(owner, "betas", self.betas))
+        validation.number(owner, "eps", self.eps, above=True)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The averages of gradient and squared gradient."""
+        return ("exp_avg", "exp_avg_sq")
+
+    def _averages(self, step: int) -> tuple[tuple[float, ...], float, float]:
+        """Rates of the averages, then the corrections of what their start at zero does (section 3 of the paper)."""
+        beta1, beta2 = self.betas
+        rates = (beta1, 1.0 - beta1, beta2, 1.0 - beta2)
+        return rates, 1.0 / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step)
+
+    def _scalars(self, step: int, lr: float, decay: float) -> Sequence[float]:
+        rates, first, second = self._averages(step)
+        return decay, *rates, lr * first, second, self.eps
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019); arguments as :class:`Adam`."""
+
+    weight_decay: float = 0.01
+
+    def _scalars(self, step: int, lr: float, decay: float) -> Sequence[float]:
+        rates, first, second = self._averages(step)
+        return 1.0 - lr * decay, *rates, lr * first, second, self.eps
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMSprop(FlatOptimizer):
+    """RMSprop (Tieleman & Hinton 2012), neither centred nor with momentum.
+
+    Attributes
+    ----------
+    alpha : float
+        Decay rate of the average of the squared gradient, in [0, 1).
+    eps : float
+        Added to the root, > 0.
+    """
+
+    lr: LearningRate = 1e-2
+    alpha: float = 0.99
+    eps: float = 1e-8
+
+    def _check(self, owner: str) -> None:
+        validation.number(owner, "alpha", self.alpha, high=1.0)
+        validation.number(owner, "eps", self.eps, above=True)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The average of the squared gradient."""
+        return ("square_avg",)
+
+    def _scalars(self, step: int, lr: float, decay: float) -> Sequence[float]:
+        return lr, decay, self.alpha, 1.0 - self.alpha, self.eps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lion(FlatOptimizer):
+    """Lion (Chen et al. 2023), with decoupled weight decay.
+
+    Attributes
+    ----------
+    betas : pair of float
+        Weights of the average in the step and in its own update, in [0, 1).
+    """
+
+    lr: LearningRate = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+
+    def _check(self, owner: str) -> None:
+        object.__setattr__(self, "betas", validation.pair(owner, "betas", self.betas))
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The average of the gradient."""
+        return ("exp_avg",)
+
+    def _scalars(self, step: int, lr: float, decay: float) -> Sequence[float]:
+        beta1, beta2 = self.betas
+        return 1.0 - lr * decay, lr, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LAMB(Adam):
+    """LAMB (You et al. 2020): Adam's step, as long as a fraction ``lr`` of each tensor's own norm.
+
+    Needs the norms of every tensor and of its step, so sum and update take two passes. Arguments as :class:`Adam`.
+    """
+
+    eps: float = 1e-6
+    weight_decay: float = 0.01
+
+    needs_tensor_norms: ClassVar[bool] = True
+
+    def _scalars(self, step: int, lr: float, decay: float) -> Sequence[float]:
+        rates, first, second = self._averages(step)
+        return decay, *rates, first, second, self.eps, lr
+
+    def direction(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array) -> None:
+        """Write the step's direction over ``g`` and update the averages. Not collective."""
+        slots = (state[slot] for slot in self.slots)
+        kernels.backend(w).optimizer.lamb_direction(w, g, *slots, hyper, 0, w.size)
+
+    @staticmethod
+    def trust_ratio(weight_norm: float, direction_norm: float) -> float:
+        """Return the factor on a tensor's learning rate from its own norm and its direction's; 1 where either is 0."""
+        return weight_norm / direction_norm if weight_norm > 0.0 and direction_norm > 0.0 else 1.0
+
+    def apply_direction(self, w: Array, u: Array, hyper: Array, ratio: float) -> None:
+        """Step along a direction: ``w -= lr * ratio * u``. Not collective."""
+        rate = np.array([float(hyper[-1]) * ratio], hyper.dtype)
+        kernels.backend(w).optimizer.lamb_apply(w, u, rate, 0, w.size)
+
+    def apply(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
+        """Refuse: a part of the parameters has no tensor norms.
+
+        Raises
+        ------
+        TypeError
+            Always; ``direction`` and ``apply_direction`` do the work.
+        """
+        raise TypeError("LAMB needs per-tensor norms: use direction, trust_ratio and apply_direction")

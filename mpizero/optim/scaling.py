@@ -1,0 +1,82 @@
+"""Factors on gradients: clipping by the global norm, and the loss scale of 16-bit training."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from mpizero.errors import ConfigError, NonFiniteError
+from mpizero.optim import validation
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """Return what gradients of this global norm are multiplied by: 1.0 up to ``limit``, ``limit / norm`` above.
+
+    Not collective: give it the norm of the whole gradient. (PyTorch divides by ``norm + 1e-6``.)
+
+    Raises
+    ------
+    ConfigError
+        ``limit`` is not a finite number > 0.
+    NonFiniteError
+        The norm is infinite or NaN.
+    """
+    validation.number("clip", "limit", limit, above=True)
+    if not math.isfinite(norm):
+        raise NonFiniteError(f"the global gradient norm is {norm}; such a step must be skipped, not clipped")
+    return 1.0 if norm <= limit else limit / norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicLossScale:
+    """How the loss scale follows overflows (Micikevicius et al. 2018).
+
+    Attributes
+    ----------
+    initial, smallest, largest : float
+        First scale, and the range it stays in. Powers of two keep scaling exact.
+    growth, backoff : float
+        Factors after ``interval`` good steps in a row, and after an overflow.
+    interval : int
+        Good steps before the scale grows.
+    """
+
+    initial: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    smallest: float = 1.0
+    largest: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        validation.number(owner, "smallest", self.smallest, above=True)
+        validation.number(owner, "largest", self.largest, low=self.smallest)
+        validation.number(owner, "initial", self.initial, low=self.smallest)
+        if self.initial > self.largest:
+            raise ConfigError(f"{owner}: initial={self.initial!r} is not allowed; expected at most {self.largest!r}")
+        validation.number(owner, "growth", self.growth, low=1.0, above=True)
+        validation.number(owner, "backoff", self.backoff, high=1.0, above=True)
+        validation.count(owner, "interval", self.interval, low=1)
+
+    def start(self) -> LossScaleState:
+        """Return the state before the first step. Not collective."""
+        return LossScaleState(self, self.initial)
+
+
+@dataclass(frozen=True)
+class LossScaleState:
+    """The scale now, and how many good steps it has seen; all ranks hold equal values."""
+
+    policy: DynamicLossScale
+    scale: float
+    good_steps: int = 0
+
+    def after(self, *, finite: bool) -> LossScaleState:
+        """Return the state after a step whose gradients were all finite, or were not. Not collective."""
+        policy = self.policy
+        if not finite:
+            return replace(self, scale=max(self.scale * policy.backoff, policy.smallest), good_steps=0)
+        if self.good_steps + 1 < policy.interval:
+            return replace(self, good_steps=self.good_steps + 1)
+        return replace(self, scale=min(self.scale * policy.growth, policy.largest), good_steps=0)

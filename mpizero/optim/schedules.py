@@ -1,0 +1,69 @@
+"""Learning rates as frozen functions of the step: constant, linear, cosine, each with a linear warm-up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mpizero.errors import ConfigError
+from mpizero.optim import validation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A learning rate for every step; ``schedule(0)`` is the first one.
+
+    Step s of the warm-up has ``lr * (s + 1) / warmup``; after it the rate goes from ``lr`` at step ``warmup`` to
+    ``end`` at step ``steps``, and stays there.
+
+    Attributes
+    ----------
+    shape : str
+        "constant", "linear" or "cosine" (Loshchilov & Hutter 2017).
+    lr, end : float
+        Rates after the warm-up and at the end.
+    steps, warmup : int
+        Step where the end is reached (the constant shape has none: 0), and length of the warm-up.
+    """
+
+    shape: str
+    lr: float
+    steps: int = 0
+    warmup: int = 0
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        validation.number(self.shape, "lr", self.lr)
+        validation.number(self.shape, "end", self.end)
+        validation.count(self.shape, "warmup", self.warmup)
+        if self.shape != "constant":
+            validation.count(self.shape, "steps", self.steps, low=1)
+            if self.warmup > self.steps:
+                raise ConfigError(
+                    f"{self.shape}: warmup={self.warmup!r} is not allowed; expected at most steps={self.steps}"
+                )
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate of ``step``."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        if self.shape == "constant":
+            return self.lr
+        done = min((step - self.warmup) / max(self.steps - self.warmup, 1), 1.0)
+        left = 1.0 - done if self.shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return self.end + (self.lr - self.end) * left
+
+
+def constant(lr: float, warmup: int = 0) -> Schedule:
+    """Return a schedule that stays at ``lr`` after the warm-up. Not collective."""
+    return Schedule(shape="constant", lr=lr, warmup=warmup)
+
+
+def linear(lr: float, steps: int, warmup: int = 0, end: float = 0.0) -> Schedule:
+    """Return a schedule that falls to ``end`` in a straight line. Not collective."""
+    return Schedule(shape="linear", lr=lr, steps=steps, warmup=warmup, end=end)
+
+
+def cosine(lr: float, steps: int, warmup: int = 0, end: float = 0.0) -> Schedule:
+    """Return a schedule that falls to ``end`` along half a cosine. Not collective."""
+    return Schedule(shape="cosine", lr=lr, steps=steps, warmup=warmup, end=end)

@@ -1,0 +1,72 @@
+"""Checks of optimizer settings: every error names the argument, its value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+from mpizero.errors import ConfigError
+
+
+def number(
+    owner: str, name: str, value: Any, low: float = 0.0, high: float = math.inf, *, above: bool = False
+) -> float:
+    """Return ``value`` as a float in [low, high); with ``above`` in (low, high).
+
+    Raises
+    ------
+    ConfigError
+        It is not a finite number in that range.
+    """
+    inside = (
+        isinstance(value, Real)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and (low < value if above else low <= value)
+        and value < high
+    )
+    if not inside:
+        allowed = f"{'>' if above else '>='} {low:g}" + ("" if high == math.inf else f" and < {high:g}")
+        raise ConfigError(f"{owner}: {name}={value!r} is not allowed; expected a finite number {allowed}")
+    return float(value)
+
+
+def pair(owner: str, name: str, value: Any) -> tuple[float, float]:
+    """Return two decay rates in [0, 1).
+
+    Raises
+    ------
+    ConfigError
+        It is not a pair of such numbers.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+        raise ConfigError(f"{owner}: {name}={value!r} is not allowed; expected two numbers in [0, 1)")
+    return (number(owner, f"{name}[0]", value[0], high=1.0), number(owner, f"{name}[1]", value[1], high=1.0))
+
+
+def flag(owner: str, name: str, value: Any) -> bool:
+    """Return a bool.
+
+    Raises
+    ------
+    ConfigError
+        It is something else.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{owner}: {name}={value!r} is not allowed; expected True or False")
+    return value
+
+
+def count(owner: str, name: str, value: Any, low: int = 0) -> int:
+    """Return a whole number >= ``low``.
+
+    Raises
+    ------
+    ConfigError
+        It is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{owner}: {name}={value!r} is not allowed; expected a whole number >= {low}")
+    return value
