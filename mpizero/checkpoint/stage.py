@@ -33,6 +33,7 @@ class Stage:
     target: str
     path: str
     lock: int
+    replace: bool
 
     @property
     def state(self) -> str:
@@ -66,7 +67,7 @@ def open_stage(target: str, replace: bool) -> Stage:
     except BaseException:
         os.rmdir(path)
         raise
-    return Stage(target, path, lock)
+    return Stage(target, path, lock, replace)
 
 
 def _check_target(target: str, replace: bool) -> None:
@@ -119,8 +120,8 @@ def commit(stage: Stage, manifest: bytes) -> None:
     os.fsync(stage.lock)
     parent, name = os.path.split(stage.target)
     aside = os.path.join(parent, REPLACED + name)
-    if not os.path.lexists(stage.target):
-        os.rename(stage.path, stage.target)
+    if not (stage.replace and os.path.lexists(stage.target)):
+        os.rename(stage.path, stage.target)  # fails where something stands that was not there at the start
     elif not _exchange(stage.path, stage.target):
         os.rename(stage.target, aside)
         os.rename(stage.path, stage.target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import mmap
 import os
 import stat
 import sysconfig
@@ -106,12 +107,13 @@ class TextSource(Source):
 
 def _map_file(path: str, size: int) -> Array:
     try:
-        mapped: Array = np.memmap(path, np.uint8, "r")
+        with open(path, "rb", buffering=0) as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read any more: {error}") from None
-    if mapped.size != size:
-        raise DataError(f"{path}: {mapped.size} bytes now, {size} when training started: it must not change")
-    return mapped
+    if len(mapped) != size:
+        raise DataError(f"{path}: {len(mapped)} bytes now, {size} when training started: it must not change")
+    return np.frombuffer(mapped, np.uint8)
 
 
 def _expand(path: str) -> list[tuple[str, int]]:
