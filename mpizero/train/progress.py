@@ -17,22 +17,26 @@ class Progress:
     ----------
     steps : int
         Number of the last step.
-    done : int
-        Steps that an earlier run has done.
     active : bool
         False on every rank but the first: nothing is shown.
     stream : TextIO, optional
         Default: standard error, so that standard output keeps to the result.
     """
 
-    def __init__(self, steps: int, done: int = 0, *, active: bool = True, stream: TextIO | None = None) -> None:
+    def __init__(self, steps: int, *, active: bool = True, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stderr
         self._steps, self._active, self._spoken = steps, active, float("-inf")
         self._bar: Any = None
-        if active and self._stream.isatty():
+
+    def begin(self, done: int = 0) -> None:
+        """Start the bar where an earlier run has left off.
+
+        Not collective.
+        """
+        if self._active and self._stream.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=steps, initial=done, file=self._stream, unit="step", dynamic_ncols=True)
+            self._bar = tqdm(total=self._steps, initial=done, file=self._stream, unit="step", dynamic_ncols=True)
 
     def step(self, step: int, figures: dict[str, str]) -> None:
         """Show that a step is done.

@@ -1,0 +1,8 @@
+"""``python -m mpizero``."""
+
+import sys
+
+from mpizero.train.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,276 @@
+"""The command line: ``python -m mpizero COMMAND``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+from mpizero.errors import ConfigError, ExitStatus, MpizeroError
+
+if TYPE_CHECKING:
+    from mpizero.comm import Communicator
+
+#: Where launchers tell a process its rank, and how many there are.
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_CONFIG_LIMIT = 1 << 20
+
+
+class InputOutputError(MpizeroError):
+    """The operating system refused to read or write something."""
+
+    status = ExitStatus.INPUT_OUTPUT
+
+
+class Interrupted(MpizeroError):  # noqa: N818 - what the user wanted
+    """Ctrl-C; the status is the shell's own for it."""
+
+    status = cast("ExitStatus", 130)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Usage errors once per job, with the exit status for bad usage."""
+
+    def error(self, message: str) -> NoReturn:
+        if _launched_rank() == 0:
+            self.print_usage(sys.stderr)
+            print(f"{self.prog}: error: {message}", file=sys.stderr)
+        raise SystemExit(int(ExitStatus.CONFIG))
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if message and _launched_rank() == 0:
+            super()._print_message(message, file)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command, and return its exit status.
+
+    Collective over all processes that were started together. Errors that the user can mend become one line on
+    standard error from one rank; anything else ends the job with its traceback.
+    """
+    from mpizero.comm import guard
+
+    options = build_parser().parse_args(arguments)
+    guard.install()
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitStatus.INPUT_OUTPUT)
+    except KeyboardInterrupt:
+        raise Interrupted("stopped from the keyboard") from None
+    except OSError as error:
+        if isinstance(error, MpizeroError):
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        raise InputOutputError(f"{where}{error.strerror or error}") from error
+    return status
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line.
+
+    Not collective.
+    """
+    import mpizero
+
+    parser = _Parser(
+        prog="mpizero",
+        description="Train models that do not fit one process, over MPI, with the same bits on any number of ranks.",
+        epilog="Exit status: 0 done; 65 bad data or checkpoint; 70 a rank failed; 74 input/output; 75 stopped by a "
+        "signal and saved; 76 hang or mismatch; 78 bad configuration or usage.",
+    )
+    version = getattr(mpizero, "__version__", "0")
+    parser.add_argument("--version", action="version", version=f"mpizero {version}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_train(commands)
+    _add_generate(commands)
+    _add_doctor(commands)
+    _add_bench(commands)
+    return parser
+
+
+def _add_train(commands: Any) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a model as a TOML file describes it; runs under mpiexec or srun",
+        description="Train a model. Ends with one line of JSON on standard output; metrics, checkpoints and the "
+        "marker run_complete go into the run's folder. SIGUSR1 or SIGTERM: save and exit with status 75.",
+        epilog="Example: mpiexec -n 8 python -m mpizero train config.toml --set train.steps=500",
+    )
+    parser.add_argument("config", metavar="CONFIG.toml", help="what to train")
+    parser.add_argument(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="replace a setting of the file; a TOML value, or a bare word; may be given many times",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the newest good checkpoint, on any number of ranks and with any strategy",
+    )
+    parser.set_defaults(run=_train)
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="write text with a trained language model",
+        description="Write text, byte by byte. The same seed gives the same text.",
+        epilog='Example: python -m mpizero generate run --prompt "def " --length 400',
+    )
+    parser.add_argument("checkpoint", metavar="RUN_OR_CHECKPOINT", help="a run's folder (newest checkpoint), or one")
+    parser.add_argument("--prompt", metavar="TEXT", default="", help="what the text starts with")
+    parser.add_argument("--length", metavar="N", type=int, default=200, help="bytes to write (default: %(default)s)")
+    parser.add_argument(
+        "--temperature", metavar="T", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--top-k", metavar="K", type=int, default=40, help="choose among the K likeliest; 0: all (default: %(default)s)"
+    )
+    parser.add_argument("--seed", metavar="S", type=int, default=0, help="of the choices (default: %(default)s)")
+    parser.set_defaults(run=_generate)
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="look at MPI, cores, shared memory, HDF5 and kernels, and say how to mend what is wrong",
+        description="Try what training needs. Run it the way you would train, to see what training would see.",
+        epilog="Example: mpiexec -n 8 python -m mpizero doctor",
+    )
+    parser.add_argument("--json", action="store_true", help="one line for programs")
+    parser.set_defaults(run=_doctor)
+
+
+def _add_bench(commands: Any) -> None:
+    parser = commands.add_parser("bench", help="measure", description="Measure.")
+    kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    memory = kinds.add_parser(
+        "memory",
+        help="memory and bytes sent of every strategy, from real training steps",
+        description="Train a few steps with every strategy, with memory shared on the node and private; print the "
+        "formula, the library's own count, what the system has measured, and the bytes sent, beside each other.",
+        epilog="Example: mpiexec -n 4 python -m mpizero bench memory --parameters 64e6",
+    )
+    memory.add_argument("--parameters", metavar="P", type=float, default=64e6, help="at least (default: 64e6)")
+    memory.add_argument("--strategies", metavar="A,B", default="ddp,zero1,zero2,zero3", help="(default: %(default)s)")
+    memory.add_argument("--memory", choices=("shared", "private", "both"), default="both", help="(default: both)")
+    memory.add_argument("--steps", metavar="N", type=int, default=2, help="training steps each (default: %(default)s)")
+    memory.add_argument("--json", action="store_true", help="one line for programs")
+    memory.set_defaults(run=_bench_memory)
+
+
+# ------------------------------------------------------------------ commands
+
+
+def _train(options: argparse.Namespace) -> int:
+    from mpizero.comm.agreement import all_ranks
+    from mpizero.train.configfile import Document, parse_config
+
+    comm = _world()
+    with all_ranks(comm):
+        text = _read_config(options.config) if comm.rank == 0 else ""
+    document = Document(options.config, comm.broadcast_object(text), options.overrides)
+    config = parse_config(document, {"train.threads": str(_threads())})
+
+    from mpizero.train.trainer import Preempted, train
+
+    try:
+        with document.located():
+            result = train(config, comm, resume=options.resume)
+    except Preempted as stop:
+        if comm.rank == 0:
+            print(f"mpizero: {stop}", file=sys.stderr, flush=True)
+        return int(stop.status)
+    if comm.rank == 0:
+        print(json.dumps(result, allow_nan=False), flush=True)
+    return int(ExitStatus.OK)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from mpizero.comm.agreement import all_ranks
+    from mpizero.train.generate import Sampling, characters, load_language_model
+
+    if options.length < 0:
+        raise ConfigError(f"--length {options.length}: must be a whole number >= 0")
+    sampling = Sampling(temperature=options.temperature, top_k=options.top_k, seed=options.seed)
+    comm = _world()
+    with all_ranks(comm):
+        if comm.rank == 0:
+            model = load_language_model(options.checkpoint)
+            prompt = os.fsencode(options.prompt)
+            print(prompt.decode("utf-8", "replace"), end="", flush=True)
+            for text in characters(model.generate(prompt, options.length, sampling)):
+                print(text, end="", flush=True)
+            print(flush=True)
+    return int(ExitStatus.OK)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from mpizero.train import doctor
+
+    comm = _world()
+    findings = doctor.examine(comm, _threads())
+    if comm.rank == 0:
+        print(doctor.as_json(findings, comm.size) if options.json else doctor.report(findings), flush=True)
+    return doctor.exit_status(findings)
+
+
+def _bench_memory(options: argparse.Namespace) -> int:
+    from mpizero.train import bench
+
+    request = bench.MemoryRequest.parse(options.parameters, options.strategies, options.memory, options.steps)
+    comm = _world()
+    rows = bench.measure_memory(request, comm, lambda line: print(line, file=sys.stderr, flush=True))
+    if comm.rank == 0:
+        print(bench.as_json(rows) if options.json else bench.table(rows), flush=True)
+    return int(ExitStatus.OK)
+
+
+# ------------------------------------------------------------------ surroundings
+
+
+def _read_config(name: str) -> str:
+    path = Path(name)
+    try:
+        if path.stat().st_size > _CONFIG_LIMIT:
+            raise ConfigError(f"{name}: more than {_CONFIG_LIMIT} bytes: not a configuration")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: not valid TOML: not UTF-8 at byte {error.start}") from None
+
+
+def _world() -> Communicator:
+    from mpizero.comm.launch import world
+
+    size = next((int(os.environ[name]) for name in _SIZES if os.environ.get(name, "").isdecimal()), None)
+    try:
+        return world(size)
+    except ConfigError as error:
+        if _launched_rank() == 0:  # MPI cannot tell who is first: it is the launcher that is wrong
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        raise SystemExit(int(error.status)) from None
+
+
+def _launched_rank() -> int:
+    """Return the rank that the launcher has given this process, 0 without a launcher; MPI need not run."""
+    return next((int(os.environ[name]) for name in _RANKS if os.environ.get(name, "").isdecimal()), 0)
+
+
+def _threads() -> int:
+    """Return the threads of a rank that the environment asks for, else 1."""
+    value = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return min(int(value), 1024) if value.isdecimal() and int(value) > 0 else 1

@@ -1,0 +1,230 @@
+"""Look at what training needs on this machine, try it for real, and say how to mend what is wrong."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from mpizero.comm import Communicator
+from mpizero.errors import ExitStatus
+from mpizero.train import machine
+
+Status = Literal["ok", "warn", "FAIL"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one check.
+
+    Attributes
+    ----------
+    name : str
+        What was looked at.
+    status : {"ok", "warn", "FAIL"}
+        "warn": training works, not as well as it could.
+    text : str
+        What was found.
+    remedy : str
+        How to mend it.
+    code : int
+        Exit status of a "FAIL".
+    """
+
+    name: str
+    status: Status
+    text: str
+    remedy: str = ""
+    code: int = ExitStatus.CONFIG
+
+
+Check = Callable[[Communicator, int], Finding]
+
+
+def check_versions(comm: Communicator, threads: int) -> Finding:
+    """Compare Python and library versions over the ranks. Collective over ``comm``."""
+    mine = {"python": platform.python_version(), **machine.versions()}
+    every = comm.allgather_object(mine)
+    text = ", ".join(f"{name} {version}" for name, version in mine.items())
+    for name in mine:
+        values = [found[name] for found in every]
+        if len(set(values)) > 1:
+            differ = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            return Finding(
+                "versions", "FAIL", f"{name} differs: {differ}", "install the same environment on every node"
+            )
+    missing = [name for name, version in mine.items() if version == "missing"]
+    if missing:
+        return Finding("versions", "FAIL", text, f"pip install {' '.join(missing)}")
+    return Finding("versions", "ok", text)
+
+
+def check_mpi(comm: Communicator, threads: int) -> Finding:
+    """Tell the MPI, and try a reduction. Collective over ``comm``."""
+    facts = machine.mpi_facts()
+    if facts is None:
+        return Finding("mpi", "warn", "no MPI can be loaded: one process only", "pip install mpich, or a system's MPI")
+    total, seconds = machine.try_reduction(comm)
+    text = f"{facts.vendor} {facts.version}, mpi4py {facts.mpi4py}, threads {facts.thread_level}, {comm.size} ranks"
+    if total != comm.size * (comm.size - 1) // 2:
+        return Finding("mpi", "FAIL", f"{text}; a sum over ranks is wrong", "reinstall MPI", ExitStatus.RANK_FAILED)
+    if facts.thread_level != "MULTIPLE":
+        return Finding("mpi", "warn", text, "unset MPI4PY_RC_THREAD_LEVEL: the watchdog needs the level MULTIPLE")
+    return Finding("mpi", "ok", f"{text}; a small reduction takes {seconds * 1e6:.0f} µs")
+
+
+def check_cores(comm: Communicator, threads: int) -> Finding:
+    """Compare cores with ranks x threads on every node. Collective over ``comm``."""
+    with comm.split_node(name="doctor") as node:
+        sets = node.allgather_object(machine.cores())
+        ranks = node.size
+    together = len(set().union(*sets))
+    nodes = sorted(set(comm.allgather_object((machine.host(), ranks, together, len(machine.cores())))))
+    text = "; ".join(f"{name}: {count} ranks x {threads} threads on {cores} cores" for name, count, cores, _ in nodes)
+    over = [name for name, count, cores, own in nodes if count * threads > cores or threads > own]
+    idle = [name for name, count, cores, _ in nodes if count * threads <= cores // 2]
+    if over:
+        advice = f"start fewer ranks or set OMP_NUM_THREADS lower: {', '.join(over)} has fewer cores than work"
+        return Finding("cores", "warn", text, advice)
+    if idle:
+        return Finding("cores", "warn", text, "start more ranks or set OMP_NUM_THREADS higher: cores stay idle")
+    if len({count for _, count, _, _ in nodes}) > 1:
+        return Finding("cores", "warn", text, "start the same number of ranks on every node, or memory is not shared")
+    return Finding("cores", "ok", text)
+
+
+def check_blas(comm: Communicator, threads: int) -> Finding:
+    """Compare the BLAS builds of all ranks: another build gives other bits. Collective over ``comm``."""
+    mine = machine.blas()
+    every = comm.allgather_object(mine)
+    for rank, other in enumerate(every):
+        if other != every[0]:
+            text = f"rank 0 has {every[0]}, rank {rank} has {other}"
+            return Finding(
+                "blas", "warn", text, "use one environment and one CPU type, or results differ in the last bits"
+            )
+    return Finding("blas", "ok", f"{mine}; training uses {threads} thread{'s' if threads > 1 else ''} a rank")
+
+
+def check_hdf5(comm: Communicator, threads: int) -> Finding:
+    """Tell whether HDF5 is there, with or without MPI. Collective over ``comm``."""
+    facts = machine.hdf5(comm)
+    if facts is None:
+        return Finding("hdf5", "FAIL", "h5py cannot be imported", "pip install h5py")
+    return Finding("hdf5", "ok", facts)
+
+
+def check_shared_memory(comm: Communicator, threads: int) -> Finding:
+    """Allocate a window on every node, write it from every rank and read it from every other. Collective."""
+    wrong = machine.try_shared_memory(comm)
+    space = machine.shared_space()
+    failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(comm.allgather_object(wrong)) if reason]
+    if failed:
+        remedy = "set parallel.share_node_memory = false; in a container, give it more shared memory (--shm-size=8g)"
+        return Finding("shared memory", "FAIL", "; ".join(failed[:3]), remedy, ExitStatus.RANK_FAILED)
+    if space is None:
+        return Finding("shared memory", "ok", "windows work; the system does not say how much room there is")
+    free, total = space
+    text = f"windows work; {free / 2**30:.1f} of {total / 2**30:.1f} GiB free in {machine.SHARED_FOLDER}"
+    if free < 256 * 2**20:
+        return Finding("shared memory", "warn", text, "give it more room: a model's state of one node lies there")
+    return Finding("shared memory", "ok", text)
+
+
+def check_leftovers(comm: Communicator, threads: int) -> Finding:
+    """Look for shared memory that killed jobs have left. Collective over ``comm``."""
+    found = comm.allgather_object((machine.host(), machine.leftovers()))
+    every = {host: files for host, files in found}
+    files = [f"{host}: {path}" for host, paths in sorted(every.items()) for path, _ in paths]
+    if not files:
+        return Finding("leftovers", "ok", f"none of yours in {machine.SHARED_FOLDER}")
+    size = sum(size for paths in every.values() for _, size in paths)
+    shown = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
+    return Finding("leftovers", "warn", f"{size / 2**20:.0f} MiB of ended jobs: {shown}", "remove these files")
+
+
+def check_kernels(comm: Communicator, threads: int) -> Finding:
+    """Run one compiled kernel, and find out where compiled ones are kept. Collective over ``comm``."""
+    problem, folder, seconds = machine.try_kernel()
+    failed = [(rank, text) for rank, text in enumerate(comm.allgather_object(problem)) if text]
+    if failed:
+        rank, text = failed[0]
+        remedy = "set MPIZERO_CACHE_DIR to a folder of yours that can be written"
+        return Finding("kernels", "FAIL", f"rank {rank}: {text}", remedy)
+    return Finding("kernels", "ok", f"compiled ones are kept in {folder}; the first took {seconds:.2f} s to be ready")
+
+
+def check_gpu(comm: Communicator, threads: int) -> Finding:
+    """Look for GPUs, and for what drives them. Collective over ``comm``."""
+    count, packages = machine.gpus()
+    everywhere = comm.allgather_object(count)
+    if not any(everywhere):
+        return Finding("gpu", "ok", "none seen; training runs on CPUs")
+    text = f"{max(everywhere)} on a node; {', '.join(packages) or 'no Python package for it'}"
+    if not packages:
+        return Finding("gpu", "warn", text, "pip install 'mpizero[cuda12]' for kernels on device arrays")
+    return Finding("gpu", "ok", text)
+
+
+CHECKS: Sequence[Check] = (
+    check_versions,
+    check_mpi,
+    check_cores,
+    check_blas,
+    check_hdf5,
+    check_shared_memory,
+    check_leftovers,
+    check_kernels,
+    check_gpu,
+)
+
+
+def examine(comm: Communicator, threads: int = 1) -> list[Finding]:
+    """Run every check.
+
+    Collective over ``comm``. The result is rank 0's view on every rank.
+
+    Parameters
+    ----------
+    comm : Communicator
+        The ranks to look at.
+    threads : int
+        Threads a rank will use.
+    """
+    result: list[Finding] = comm.broadcast_object([check(comm, threads) for check in CHECKS])
+    return result
+
+
+def exit_status(findings: Sequence[Finding]) -> int:
+    """Return 0, or the status of the first failure.
+
+    Not collective.
+    """
+    return next((int(finding.code) for finding in findings if finding.status == "FAIL"), 0)
+
+
+def report(findings: Sequence[Finding]) -> str:
+    """Return the findings for people.
+
+    Not collective.
+    """
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.status:4}  {finding.name:13}  {finding.text}")
+        if finding.remedy:
+            lines.append(f"{'':4}  {'':13}  -> {finding.remedy}")
+    return "\n".join(lines)
+
+
+def as_json(findings: Sequence[Finding], ranks: int) -> str:
+    """Return the findings for programs.
+
+    Not collective.
+    """
+    checks: list[dict[str, Any]] = [asdict(finding) | {"code": int(finding.code)} for finding in findings]
+    for entry in checks:
+        if entry["status"] != "FAIL":
+            del entry["code"]
+    return json.dumps({"ok": exit_status(findings) == 0, "ranks": ranks, "checks": checks})

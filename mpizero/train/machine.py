@@ -1,0 +1,223 @@
+"""What this process can find out about its machine: the measurements behind ``mpizero doctor``."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import socket
+import time
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+
+from mpizero.comm import Communicator
+from mpizero.comm.launch import mpi_facts
+from mpizero.errors import ConfigError, MpizeroError
+
+__all__ = [
+    "blas",
+    "cores",
+    "gpus",
+    "hdf5",
+    "host",
+    "leftovers",
+    "mpi_facts",
+    "shared_space",
+    "try_kernel",
+    "try_reduction",
+    "try_shared_memory",
+    "versions",
+]
+
+SHARED_FOLDER = "/dev/shm"
+#: Names under which MPI libraries and mpizero keep shared memory.
+_LEFTOVERS = re.compile(r"(mpich_|MPI|vader_segment|sm_segment|osc_rdma|psm2?_|ucx_shm|mpizero-).*")
+_PACKAGES = ("numpy", "mpi4py", "numba", "h5py", "threadpoolctl")
+_WINDOW = 1 << 16
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what mpizero stands on, "missing" where it is not installed.
+
+    Not collective.
+    """
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def host() -> str:
+    """Return this node's name.
+
+    Not collective.
+    """
+    return socket.gethostname()
+
+
+def cores() -> list[int]:
+    """Return the cores that this process may run on.
+
+    Not collective.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def blas() -> str:
+    """Return the BLAS that NumPy has loaded, with the kind of core that it is built for.
+
+    Not collective.
+    """
+    from threadpoolctl import threadpool_info
+
+    np.dot(np.ones((2, 2)), np.ones((2, 2)))
+    found = [
+        f"{entry['internal_api']} {entry.get('version')} for {entry.get('architecture', 'any core')}"
+        for entry in threadpool_info()
+        if entry.get("user_api") == "blas"
+    ]
+    return ", ".join(sorted(set(found))) or "unknown to threadpoolctl"
+
+
+def hdf5(comm: Communicator) -> str | None:
+    """Return what h5py can do, None without it.
+
+    Not collective.
+    """
+    if importlib.util.find_spec("h5py") is None:
+        return None
+    from mpizero.checkpoint.mpio import check_available
+
+    try:
+        check_available(comm)
+    except ConfigError:
+        return f"h5py {metadata.version('h5py')} without MPI: checkpoints are written directly, each rank its own bytes"
+    except ImportError as error:
+        return None if "h5py" in str(error) else f"h5py cannot be loaded: {error}"
+    return f"h5py {metadata.version('h5py')} with MPI"
+
+
+def try_reduction(comm: Communicator) -> tuple[int, float]:
+    """Sum the ranks, and time it.
+
+    Collective over ``comm``.
+    """
+    buffer = np.array([comm.rank], dtype=np.int64)
+    comm.allreduce(buffer, tag="doctor")
+    scratch, times = np.zeros(1, dtype=np.int64), []
+    for _ in range(20):
+        started = time.perf_counter()
+        comm.allreduce(scratch, tag="doctor")
+        times.append(time.perf_counter() - started)
+    return int(buffer[0]), sorted(times)[len(times) // 2]
+
+
+def try_shared_memory(comm: Communicator) -> str:
+    """Write a shared window from every rank of this node and read it from every other; return what is wrong.
+
+    Collective over ``comm``.
+    """
+    with comm.split_node(name="doctor") as node:
+        try:
+            shared = node.allocate_shared(_WINDOW * node.size)
+        except MpizeroError as error:
+            return str(error)
+        rows = shared.buffer.reshape(node.size, _WINDOW)
+        rows[node.rank] = node.rank + 1
+        node.node_barrier(shared)
+        wrong = [rank for rank in range(node.size) if not (rows[rank] == rank + 1).all()]
+        del rows
+        node.node_barrier(shared)
+        shared.close()
+    return f"does not see what ranks {wrong} of its node wrote" if wrong else ""
+
+
+def shared_space() -> tuple[int, int] | None:
+    """Return the free and the whole room for shared memory in bytes, None where the system does not say.
+
+    Not collective.
+    """
+    try:
+        space = os.statvfs(SHARED_FOLDER)
+    except OSError:
+        return None
+    return space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+
+
+def leftovers() -> list[tuple[str, int]]:
+    """Return this user's files of shared memory that no process has open or mapped, with their sizes.
+
+    Not collective.
+    """
+    folder = Path(SHARED_FOLDER)
+    try:
+        mine = [path for path in folder.iterdir() if _LEFTOVERS.match(path.name) and path.stat().st_uid == os.getuid()]
+    except OSError:
+        return []
+    used = _used_files() if mine else set()
+    found = []
+    for path in sorted(mine):
+        try:
+            size = path.stat().st_size
+        except OSError:
+            continue  # removed by its owner meanwhile
+        if str(path) not in used:
+            found.append((str(path), size))
+    return found
+
+
+def _used_files() -> set[str]:
+    """Return every file in shared memory that a process of this user has mapped or open."""
+    used: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            used.update(re.findall(rf"{SHARED_FOLDER}/\S+", (process / "maps").read_text(errors="replace")))
+            used.update(os.readlink(link) for link in (process / "fd").iterdir())
+        except OSError:
+            continue  # another user's, or gone
+    return used
+
+
+def try_kernel() -> tuple[str, str, float]:
+    """Run one compiled kernel; return what is wrong, the folder of compiled kernels, and the seconds it took.
+
+    Not collective.
+    """
+    from mpizero.kernels import cache, cpu, native
+
+    started = time.perf_counter()
+    try:
+        folder = cache.folder(native.cpu_name())
+        if not os.access(folder, os.W_OK | os.X_OK):
+            return f"{folder} cannot be written", str(folder), 0.0
+        x = np.arange(5, dtype=np.float32)
+        y = np.empty_like(x)
+        cpu.activation.relu(x - 2, y)
+    except Exception as error:  # whatever a broken compiler or disk may raise is the finding
+        return f"{type(error).__name__}: {error}", "", 0.0
+    wrong = "" if y.tolist() == [0, 0, 0, 1, 2] else f"a kernel computes {y.tolist()} instead of [0, 0, 0, 1, 2]"
+    return wrong, str(folder), time.perf_counter() - started
+
+
+def gpus() -> tuple[int, list[str]]:
+    """Return the number of NVIDIA GPUs that the driver shows, and the Python packages that can use them.
+
+    Not collective.
+    """
+    packages = [name for name in ("cupy", "numba_cuda") if importlib.util.find_spec(name) is not None]
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0, packages
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0, packages
+    return count.value, packages

@@ -1,0 +1,123 @@
+"""The figures of a step and of a run, as the JSON lines that ``mpizero train`` writes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Steps at the start that do not count for the speed: compilation, first touches, cold caches.
+WARM_UP_STEPS = 3
+
+
+def finite(value: float | None) -> float | None:
+    """Return ``value``, or None where JSON has no word for it (NaN, infinities).
+
+    Not collective.
+    """
+    return value if value is None or math.isfinite(value) else None
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), infinite where it does not fit a float.
+
+    Not collective.
+    """
+    return math.exp(loss) if loss < 709 else math.inf
+
+
+@dataclass
+class Speed:
+    """Units (tokens or samples) a second: of every step, and the median over the steps that tell.
+
+    Attributes
+    ----------
+    unit : str
+        "tokens" or "samples".
+    """
+
+    unit: str
+    _rates: list[float] = field(default_factory=list)
+    _steps: int = 0
+    _disturbed: bool = False
+
+    def step(self, units: float, seconds: float) -> float:
+        """Record a step and return its rate.
+
+        Not collective.
+        """
+        rate = units / seconds if seconds > 0 else 0.0
+        self._steps += 1
+        if self._steps > WARM_UP_STEPS and not self._disturbed:
+            self._rates.append(rate)
+        self._disturbed = False
+        return rate
+
+    def disturb(self) -> None:
+        """Leave the next step out of the median: a checkpoint or a validation came before it.
+
+        Not collective.
+        """
+        self._disturbed = True
+
+    def median(self) -> float | None:
+        """Return the median rate, None when no step counts.
+
+        Not collective.
+        """
+        return statistics.median(self._rates) if self._rates else None
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Sums over the validation samples, and what they mean for a task.
+
+    Attributes
+    ----------
+    loss_sum, weight : float
+        Over all samples of all ranks.
+    correct : float or None
+        How many predictions were right.
+    task : str
+        "language", "classification" or "regression".
+    """
+
+    loss_sum: float
+    weight: float
+    correct: float | None
+    task: str
+
+    @property
+    def loss(self) -> float:
+        """The mean loss."""
+        return self.loss_sum / self.weight if self.weight else math.nan
+
+    def figures(self) -> dict[str, Any]:
+        """Return the keys for the step's JSON line.
+
+        Not collective.
+        """
+        found: dict[str, Any] = {"validation_loss": finite(self.loss)}
+        if self.task == "language":
+            found["perplexity"] = finite(perplexity(self.loss)) if math.isfinite(self.loss) else None
+        if self.task == "classification" and self.correct is not None:
+            found["accuracy"] = self.correct / self.weight if self.weight else None
+        return found
+
+
+def short(value: float | None, digits: int = 4) -> str:
+    """Return a number for people: four significant digits, "-" for none.
+
+    Not collective.
+    """
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def shortened(figures: Sequence[tuple[str, float | None]]) -> dict[str, str]:
+    """Return named figures for the progress line.
+
+    Not collective.
+    """
+    return {name: short(value) for name, value in figures}

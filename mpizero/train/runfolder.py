@@ -1,0 +1,189 @@
+"""The files of one run: metrics, marker, lock and checkpoints; whatever an earlier run left is kept."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from mpizero.errors import ExitStatus, MpizeroError
+
+
+class RunFolderError(MpizeroError):
+    """A run folder that cannot be used: not writable, full, or in use by another job."""
+
+    status = ExitStatus.INPUT_OUTPUT
+
+
+class RunFolder:
+    """The folder that holds a run.
+
+    ``checkpoint.folder = "run/checkpoints"`` makes ``run`` the run's folder; a checkpoint folder of any other name is
+    the run's folder itself. Everything here happens on one rank; the caller agrees on the outcome.
+
+    Parameters
+    ----------
+    checkpoints : path
+        ``checkpoint.folder``.
+    """
+
+    def __init__(self, checkpoints: str | Path) -> None:
+        self.checkpoints = Path(checkpoints).expanduser().absolute()
+        self.root = self.checkpoints.parent if self.checkpoints.name == "checkpoints" else self.checkpoints
+        self._lock: TextIO | None = None
+        self._metrics: TextIO | None = None
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON line a step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def marker(self) -> Path:
+        """Exists once the run has ended well; holds the result line."""
+        return self.root / "run_complete"
+
+    def open(self) -> None:
+        """Create the folders, prove that they can be written, and keep other jobs out.
+
+        Not collective.
+
+        Raises
+        ------
+        RunFolderError
+            Naming the folder and the reason.
+        """
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            for folder in {self.root, self.checkpoints}:
+                if not os.access(folder, os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+            self._lock = (self.root / ".lock").open("a+", encoding="utf-8")
+            self._take_lock(self._lock)
+        except OSError as error:
+            self.close()
+            raise self._failed("cannot be used", error) from None
+
+    def steps(self) -> list[Path]:
+        """Return the checkpoints, the newest first.
+
+        Not collective.
+        """
+        found = [path for path in self.checkpoints.glob("step_*") if path.name[5:].isdecimal() and path.is_dir()]
+        return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+
+    def set_aside(self) -> Path | None:
+        """Move what an earlier run left into a folder of its own, and return that.
+
+        Not collective. None when there is nothing.
+        """
+        old = [path for path in (self.metrics, self.superseded, self.marker) if path.exists()] + self.steps()
+        if not old:
+            return None
+        try:
+            number = 1
+            while (home := self.root / "earlier" / f"{number:04d}").exists():
+                number += 1
+            (home / "checkpoints").mkdir(parents=True)
+            for path in old:
+                path.rename(home / "checkpoints" / path.name if path.is_dir() else home / path.name)
+        except OSError as error:
+            raise self._failed("the earlier run in it cannot be moved aside", error) from None
+        return home
+
+    @property
+    def superseded(self) -> Path:
+        """Metrics of steps that were done again after a resume."""
+        return self.root / "metrics.superseded.jsonl"
+
+    def continue_metrics(self, step: int) -> None:
+        """Keep the metrics up to ``step`` in place; later lines, which will be written again, move to another file.
+
+        Not collective.
+        """
+        try:
+            lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []
+            kept = [line for line in lines if _step_of(line) <= step]
+            rest = [line for line in lines if _step_of(line) > step]
+            if rest:
+                with self.superseded.open("a", encoding="utf-8") as file:
+                    file.writelines(f"{line}\n" for line in rest)
+                self._replace(self.metrics, kept)
+            self.marker.unlink(missing_ok=True)
+        except OSError as error:
+            raise self._failed("its metrics cannot be rewritten", error) from None
+
+    def write_metrics(self, line: Mapping[str, Any]) -> None:
+        """Append one line to the metrics.
+
+        Not collective.
+        """
+        try:
+            if self._metrics is None:
+                self._metrics = self.metrics.open("a", encoding="utf-8")
+            self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
+            self._metrics.flush()
+        except OSError as error:
+            raise self._failed("metrics cannot be written", error) from None
+
+    def complete(self, result: Mapping[str, Any]) -> None:
+        """Leave the marker that tells success.
+
+        Not collective.
+        """
+        try:
+            self._replace(self.marker, [json.dumps(result, allow_nan=False)])
+        except OSError as error:
+            raise self._failed("the marker cannot be written", error) from None
+
+    def close(self) -> None:
+        """Close the files and let other jobs in.
+
+        Not collective.
+        """
+        for file in (self._metrics, self._lock):
+            if file is not None:
+                file.close()
+        self._metrics = self._lock = None
+
+    def _take_lock(self, file: TextIO) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read().strip() or "another process"
+            raise RunFolderError(
+                f"run folder {self.root}: in use by {owner}; choose another checkpoint.folder"
+            ) from None
+        except OSError:
+            return  # a file system without locks: go on unprotected, as everywhere else on it
+        file.seek(0)
+        file.truncate()
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+
+    @staticmethod
+    def _replace(path: Path, lines: Iterable[str]) -> None:
+        temporary = path.with_name(f"{path.name}.tmp")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+
+    def _failed(self, what: str, error: OSError) -> RunFolderError:
+        where = f" ({error.filename})" if error.filename and str(error.filename) != str(self.root) else ""
+        return RunFolderError(f"run folder {self.root}: {what}: {error.strerror or error}{where}")
+
+
+def _step_of(line: str) -> float:
+    """Return a metrics line's step; a torn line counts as later than all."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

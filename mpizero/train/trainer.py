@@ -1,0 +1,267 @@
+"""The training loop: batches, steps, metrics, validation, checkpoints, and stopping early without losing a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import agree_equal, all_ranks
+from mpizero.data import batches
+from mpizero.errors import ConfigError, ExitStatus, MpizeroError, NonFiniteError
+from mpizero.layout import Grains
+from mpizero.parallel import StepReport
+from mpizero.train.builder import Job, build
+from mpizero.train.config import Config
+from mpizero.train.memory import peak_resident
+from mpizero.train.metrics import Speed, Validation, finite, shortened
+from mpizero.train.preemption import StopRequests, Verdict
+from mpizero.train.progress import Progress
+from mpizero.train.resume import load_newest, save
+from mpizero.train.runfolder import RunFolder
+
+#: So many steps in a row without a finite gradient end the run.
+MAX_SKIPPED = 5
+
+
+class Preempted(MpizeroError):  # noqa: N818 - it is the outcome of a request, not a mistake
+    """The run was asked to stop, and saved its state."""
+
+    status = ExitStatus.PREEMPTED
+
+
+def train(config: Config, comm: Communicator, *, resume: bool = False) -> dict[str, Any]:
+    """Run the training that a configuration describes, and return its result.
+
+    Collective over ``comm``.
+
+    Parameters
+    ----------
+    config : Config
+        The same on every rank.
+    comm : Communicator
+        The ranks that train; left open.
+    resume : bool
+        Continue from the newest good checkpoint of the run's folder, if there is one.
+
+    Returns
+    -------
+    dict
+        ``steps``, ``loss`` (of the last step), ``parameters_sha256``, ``ranks``, ``strategy``, ``tokens_per_second``
+        (``samples_per_second`` beside it where samples have no tokens) and ``parameter_count``.
+
+    Raises
+    ------
+    Preempted
+        After SIGUSR1 or SIGTERM on any rank: the state is saved.
+    NonFiniteError
+        After five steps in a row without a finite gradient.
+    """
+    config.parallel.check_ranks(comm.size)
+    agree_equal(comm, "the configuration", config.to_dict())
+    folder = RunFolder(config.checkpoint.folder)
+    progress = Progress(config.train.steps, active=comm.rank == 0)
+    try:
+        with comm.split(0, name="control") as control, StopRequests(control) as stop:
+            with all_ranks(control):
+                if comm.rank == 0:
+                    open_folder(folder, progress, resume=resume)
+            with build(config, comm) as job:
+                trainer = Trainer(job, folder, stop, control, progress)
+                result = trainer.run(resume=resume)
+    finally:
+        folder.close()
+        progress.close()
+    if result is None:
+        raise Preempted(trainer.farewell)
+    return result
+
+
+def open_folder(folder: RunFolder, progress: Progress, *, resume: bool) -> None:
+    """Take the run's folder; unless it is resumed, an earlier run in it moves aside.
+
+    Not collective.
+    """
+    folder.open()
+    earlier = None if resume else folder.set_aside()
+    if earlier is not None:
+        progress.say(f"{folder.root} held an earlier run: moved to {earlier} (--resume would have continued it)")
+
+
+class Trainer:
+    """One run from its first or resumed step to its last; made by :func:`train`."""
+
+    def __init__(
+        self, job: Job, folder: RunFolder, stop: StopRequests, control: Communicator, progress: Progress
+    ) -> None:
+        self.job, self.folder, self.stop, self.control, self.progress = job, folder, stop, control, progress
+        self.config = job.config
+        self.speed = Speed("tokens" if job.task == "language" else "samples")
+        self.step = 0
+        self.loss: float | None = None
+        self._skipped = 0
+        self._saved = -1
+        self._failure: MpizeroError | None = None
+
+    def run(self, *, resume: bool) -> dict[str, Any] | None:
+        """Train to the last step, and return the result; None if a signal stopped the run before.
+
+        Collective over the job's ranks.
+        """
+        self._start(resume)
+        stream = iter(self._batches())
+        verdict = Verdict.GO_ON
+        while self.step < self.config.train.steps and verdict is Verdict.GO_ON:
+            started = time.perf_counter()
+            x, y = next(stream)
+            self.stop.ask()
+            self.job.model.train(x, y)
+            verdict = self.stop.answer()
+            self.step += 1
+            self._finish_step(self.job.model.last_step, time.perf_counter() - started)
+            if self._checkpoint_due(verdict):
+                self._save()
+        with all_ranks(self.control):
+            if self._failure is not None:
+                raise self._failure
+        if self.step < self.config.train.steps:
+            return None
+        return self._result()
+
+    def _start(self, resume: bool) -> None:
+        job = self.job
+        state = load_newest(job, self.folder, self.control, self.progress) if resume else None
+        if state is not None:
+            self.step, self.loss, self._saved = state.step, state.loss, state.step
+            if self.step > self.config.train.steps:
+                raise ConfigError(
+                    f"train.steps = {self.config.train.steps}: the run in {self.folder.root} has done {self.step} "
+                    "steps already; give more steps, or start in another checkpoint.folder"
+                )
+        with all_ranks(self.control):
+            if job.comm.rank == 0:
+                self.folder.continue_metrics(self.step)
+        self.progress.begin(self.step)
+        self.progress.say(job.describe())
+
+    def _batches(self) -> Any:
+        train = self.config.train
+        return batches(
+            self.job.source,
+            self.job.sharding,
+            train.global_batch,
+            seed=train.seed,
+            steps=train.steps - self.step,
+            consumed=self.step * train.global_batch,
+        )
+
+    def _finish_step(self, report: StepReport, seconds: float) -> None:
+        self.loss = report.loss
+        self._count_skipped(report)
+        samples = self.config.train.global_batch
+        rate = self.speed.step(samples * self.job.units_per_sample, seconds)
+        line: dict[str, Any] = {
+            "step": self.step,
+            "loss": finite(report.loss),
+            "learning_rate": report.learning_rate,
+            "gradient_norm": finite(report.gradient_norm),
+            f"{self.speed.unit}_per_second": rate,
+            "bytes_sent": report.bytes_sent,
+            "memory": peak_resident(),
+        }
+        if report.skipped:
+            line["skipped"] = report.skipped
+        if self._validation_due():
+            line |= self._validate().figures()
+            self.speed.disturb()
+        if self.job.comm.rank == 0:
+            self._write(line)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        try:
+            self.folder.write_metrics(line)
+        except MpizeroError as error:
+            # The other ranks are in the next step already: they learn of it when that one is done.
+            self._failure = error
+            self.stop.fail()
+        shown = [("loss", line["loss"]), (f"{self.speed.unit}/s", line[f"{self.speed.unit}_per_second"])]
+        shown += [(key, line[key]) for key in ("validation_loss", "perplexity", "accuracy") if key in line]
+        self.progress.step(self.step, shortened(shown))
+
+    def _count_skipped(self, report: StepReport) -> None:
+        if not report.skipped:
+            self._skipped = 0
+            return
+        self._skipped += 1
+        self.progress.say(
+            f"step {self.step} skipped, parameters unchanged: {report.skipped} "
+            f"({self._skipped} in a row, {MAX_SKIPPED} end the run)"
+        )
+        if self._skipped >= MAX_SKIPPED:
+            raise NonFiniteError(
+                f"step {self.step}: skipped {MAX_SKIPPED} steps in a row: {report.skipped}; lower optimizer.lr, set "
+                f"train.clip, or look at the data; the checkpoints in {self.folder.checkpoints} are from before"
+            )
+
+    def _validation_due(self) -> bool:
+        train = self.config.train
+        if not train.validate_every or not len(self.job.validation):
+            return False
+        return self.step % train.validate_every == 0 or self.step == train.steps
+
+    def _validate(self) -> Validation:
+        """Evaluate the model on an even choice of the validation samples.
+
+        Collective over the job's ranks.
+        """
+        job, train = self.job, self.config.train
+        count = min(len(job.validation), train.validate_samples or len(job.validation))
+        chosen = np.arange(count, dtype=np.int64) * len(job.validation) // count
+        size = job.sharding.grain_size(train.global_batch)
+        loss_sum, weight, correct = 0.0, 0.0, None
+        for start in range(0, count, train.global_batch):
+            part = chosen[start : start + train.global_batch]
+            own = part[Grains(len(part), size).samples_of(job.comm.rank, job.comm.size)]
+            loss, counted, right = job.model.evaluate(*job.validation.samples(own))
+            loss_sum, weight = loss_sum + loss, weight + counted
+            correct = None if right is None else (correct or 0.0) + right
+        return Validation(loss_sum, weight, correct, job.task)
+
+    def _checkpoint_due(self, verdict: Verdict) -> bool:
+        every = self.config.checkpoint.every
+        last = self.step == self.config.train.steps
+        return last or verdict is Verdict.STOP or bool(every and self.step % every == 0)
+
+    def _save(self) -> None:
+        save(self.job, self.folder, self.step, self.loss)
+        self._saved = self.step
+        self.speed.disturb()
+
+    @property
+    def farewell(self) -> str:
+        """What a stopped run tells."""
+        name = self.stop.signal_name or "a signal to another rank"
+        return f"stopped by {name} after step {self.step}: saved in {self.folder.checkpoints}; go on with --resume"
+
+    def _result(self) -> dict[str, Any]:
+        if self._saved != self.step:
+            self._save()
+        rate = self.speed.median()
+        result: dict[str, Any] = {
+            "steps": self.step,
+            "loss": finite(self.loss),
+            "parameters_sha256": self.job.model.parameters_sha256(),
+            "ranks": self.job.comm.size,
+            "strategy": self.config.parallel.strategy,
+            "tokens_per_second": rate if self.speed.unit == "tokens" else None,
+            "parameter_count": self.job.model.parameter_count,
+        }
+        if self.speed.unit == "samples":
+            result["samples_per_second"] = rate
+        with all_ranks(self.control):
+            if self.job.comm.rank == 0:
+                self.folder.complete(result)
+        return result
