@@ -98,9 +98,8 @@ class CausalSelfAttention(Layer):
         dprobabilities = xp.empty_like(probabilities)
         for start, stop in _blocks(qkv.shape[1]):
             queries = slice(start, stop)
-            rows = dprobabilities[:, :, queries]
-            xp.matmul(dout[:, :, queries], v[:, :, :stop].swapaxes(-1, -2), out=rows[..., :stop])
-            rows[..., stop:] = 0
+            seen = dprobabilities[:, :, queries, :stop]  # what lies beyond stays undefined: the kernel does not read it
+            xp.matmul(dout[:, :, queries], v[:, :, :stop].swapaxes(-1, -2), out=seen)
             xp.matmul(kept[:, :, start:, queries].swapaxes(-1, -2), dout[:, :, start:], out=dv[:, :, queries])
         dscores = known(dropout.backward_input({}, mask, dprobabilities)[0])
         self._softmax_backward(probabilities, dscores)

@@ -1,0 +1,182 @@
+"""Whole models as one kernel: the compiled prediction of the library's own networks.
+
+For small batches on a CPU, where a call of NumPy costs more than the arithmetic it starts. There is no twin for
+device arrays: there the layers' own kernels and products are the faster way. Parameters come as one flat array in the
+order that :mod:`mpizero.nn.predictor` packs; weights are (inputs, outputs).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mpizero.kernels.compile import kernel
+from mpizero.kernels.formulas import activation as _activation
+from mpizero.kernels.formulas import elementary as _elementary
+
+RELU, GELU, SILU, TANH = 0, 1, 2, 3
+#: Name of each code, in order.
+ACTIVATIONS = ("relu", "gelu", "silu", "tanh")
+
+_exp = _elementary.exponential
+_relu = _activation.relu
+_gelu = _activation.gelu
+_silu = _activation.silu
+_tanh = _elementary.hyperbolic_tangent
+
+
+def _affine(x: Any, rows: Any, inputs: Any, weight: Any, bias: Any, outputs: Any, y: Any) -> None:
+    """Write x @ weight + bias to y; four rows of weight at a time load and store y a quarter as often."""
+    quads = inputs - inputs % 4
+    for r in range(rows):
+        row = y[r * outputs : (r + 1) * outputs]
+        for j in range(outputs):
+            row[j] = bias[j]
+        source = x[r * inputs : (r + 1) * inputs]
+        for k in range(0, quads, 4):
+            a0, a1, a2, a3 = source[k], source[k + 1], source[k + 2], source[k + 3]
+            w0 = weight[k * outputs : (k + 1) * outputs]
+            w1 = weight[(k + 1) * outputs : (k + 2) * outputs]
+            w2 = weight[(k + 2) * outputs : (k + 3) * outputs]
+            w3 = weight[(k + 3) * outputs : (k + 4) * outputs]
+            for j in range(outputs):
+                row[j] += (a0 * w0[j] + a1 * w1[j]) + (a2 * w2[j] + a3 * w3[j])
+        for k in range(quads, inputs):
+            a0 = source[k]
+            w0 = weight[k * outputs : (k + 1) * outputs]
+            for j in range(outputs):
+                row[j] += a0 * w0[j]
+
+
+def _activate(x: Any, count: Any, kind: Any) -> None:
+    T = x.dtype.type  # noqa: N806
+    if kind == RELU:
+        for i in range(count):
+            x[i] = _relu(x[i], T)
+    elif kind == GELU:
+        for i in range(count):
+            x[i] = _gelu(x[i], T)
+    elif kind == SILU:
+        for i in range(count):
+            x[i] = _silu(x[i], T)
+    else:
+        for i in range(count):
+            x[i] = _tanh(x[i], T)
+
+
+def _layernorm(x: Any, rows: Any, features: Any, weight: Any, bias: Any, eps: Any, y: Any) -> None:
+    T = x.dtype.type  # noqa: N806
+    for r in range(rows):
+        source, target = x[r * features : (r + 1) * features], y[r * features : (r + 1) * features]
+        mean = T(0)
+        for i in range(features):
+            mean += source[i]
+        mean /= T(features)
+        variance = T(0)
+        for i in range(features):
+            variance += (source[i] - mean) * (source[i] - mean)
+        rstd = T(1) / math.sqrt(variance / T(features) + eps)
+        for i in range(features):
+            target[i] = (source[i] - mean) * rstd * weight[i] + bias[i]
+
+
+def _attend(qkv: Any, length: Any, dim: Any, heads: Any, scale: Any, scores: Any, mixed: Any) -> None:
+    """Causal attention of one sample; ``scores`` holds one query's."""
+    T = qkv.dtype.type  # noqa: N806
+    size = dim // heads
+    for t in range(length):
+        for h in range(heads):
+            query = qkv[t * 3 * dim + h * size : t * 3 * dim + (h + 1) * size]
+            highest = -T(math.inf)
+            for s in range(t + 1):
+                key = qkv[s * 3 * dim + dim + h * size : s * 3 * dim + dim + (h + 1) * size]
+                total = T(0)
+                for i in range(size):
+                    total += query[i] * key[i]
+                scores[s] = total * scale
+                highest = max(highest, scores[s])
+            norm = T(0)
+            for s in range(t + 1):
+                scores[s] = _exp(scores[s] - highest, T)
+                norm += scores[s]
+            target = mixed[t * dim + h * size : t * dim + (h + 1) * size]
+            for i in range(size):
+                target[i] = T(0)
+            for s in range(t + 1):
+                share = scores[s] / norm
+                value = qkv[s * 3 * dim + 2 * dim + h * size : s * 3 * dim + 2 * dim + (h + 1) * size]
+                for i in range(size):
+                    target[i] += share * value[i]
+
+
+def _add(x: Any, y: Any, count: Any) -> None:
+    for i in range(count):
+        x[i] += y[i]
+
+
+@kernel("void(const T[::1], i8, const i8[::1], i8, const T[::1], T[::1], T[::1])")
+def mlp(x: Any, rows: Any, widths: Any, activation: Any, params: Any, work: Any, out: Any) -> None:
+    """Run ``rows`` samples through affine layers of ``widths``; ``work``: 2 * rows * the largest width."""
+    last = widths.size - 2
+    half = work.size // 2
+    for i in range(rows * widths[0]):
+        work[i] = x[i]
+    at = 0
+    for layer in range(last + 1):
+        inputs, outputs = widths[layer], widths[layer + 1]
+        source = work[(layer % 2) * half :]
+        target = out if layer == last else work[((layer + 1) % 2) * half :]
+        bias = at + inputs * outputs
+        _affine(source, rows, inputs, params[at:bias], params[bias : bias + outputs], outputs, target)
+        at = bias + outputs
+        if layer < last:
+            _activate(target, rows * outputs, activation)
+
+
+@kernel("void(const i8[::1], i8, i8, i8, i8, i8, i8, const T[::1], const T[::1], T[::1], T[::1])")
+def gpt(
+    ids: Any,
+    length: Any,
+    dim: Any,
+    layers: Any,
+    heads: Any,
+    vocabulary: Any,
+    sequence: Any,
+    scalars: Any,
+    params: Any,
+    work: Any,
+    out: Any,
+) -> None:
+    """Run whole sequences; ``scalars``: norm's eps, score scale; ``work``: length * (9 * dim + 1)."""
+    eps, scale = scalars[0], scalars[1]
+    count = length * dim
+    x, normed = work[:count], work[count : 2 * count]
+    wide, qkv, scores = work[2 * count : 6 * count], work[6 * count : 9 * count], work[9 * count :]
+    for sample in range(ids.size // max(length, 1)):
+        for t in range(length):
+            token = ids[sample * length + t] * dim
+            place = vocabulary * dim + t * dim
+            for i in range(dim):
+                x[t * dim + i] = params[token + i] + params[place + i]
+        at = (vocabulary + sequence) * dim
+        for _ in range(layers):
+            _layernorm(x, length, dim, params[at:], params[at + dim :], eps, normed)
+            at += 2 * dim
+            _affine(normed, length, dim, params[at:], params[at + 3 * dim * dim :], 3 * dim, qkv)
+            at += 3 * dim * dim + 3 * dim
+            _attend(qkv, length, dim, heads, scale, scores, normed)
+            _affine(normed, length, dim, params[at:], params[at + dim * dim :], dim, wide)
+            _add(x, wide, count)
+            at += dim * dim + dim
+            _layernorm(x, length, dim, params[at:], params[at + dim :], eps, normed)
+            at += 2 * dim
+            _affine(normed, length, dim, params[at:], params[at + 4 * dim * dim :], 4 * dim, wide)
+            at += 4 * dim * dim + 4 * dim
+            _activate(wide, 4 * count, GELU)
+            _affine(wide, length, 4 * dim, params[at:], params[at + 4 * dim * dim :], dim, normed)
+            _add(x, normed, count)
+            at += 4 * dim * dim + dim
+        _layernorm(x, length, dim, params[at:], params[at + dim :], eps, normed)
+        at += 2 * dim
+        logits = out[sample * length * vocabulary : (sample + 1) * length * vocabulary]
+        _affine(normed, length, dim, params[at:], params[at + dim * vocabulary :], vocabulary, logits)

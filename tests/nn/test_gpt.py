@@ -1,0 +1,236 @@
+"""GPT as a whole, against a forward pass written independently here, in plain NumPy float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpizero.errors import ConfigError, DataError, LayoutError
+from mpizero.nn import GPT, bind, evaluate, initial_parameters, loss_and_gradients, model_specs
+from mpizero.types import BlockModel, Run
+
+SMALL = {"dim": 12, "layers": 2, "heads": 3, "sequence": 7, "vocabulary": 11}
+
+
+def independent_logits(p, x, layers, heads):
+    """A GPT with nothing of the library's: einsum, explicit masks, one sample at a time."""
+
+    def norm(h, name):
+        centered = h - h.mean(-1, keepdims=True)
+        return (
+            centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-5) * p[f"{name}.weight"] + p[f"{name}.bias"]
+        )
+
+    def affine(h, name):
+        return np.einsum("ti,io->to", h, p[f"{name}.weight"]) + p[f"{name}.bias"]
+
+    def attend(h, name):
+        length, dim = h.shape
+        size = dim // heads
+        qkv = affine(h, f"{name}.qkv")
+        out = np.zeros((length, dim))
+        for head in range(heads):
+            q, k, v = (qkv[:, part * dim + head * size : part * dim + (head + 1) * size] for part in range(3))
+            for t in range(length):
+                weights = np.exp(k[: t + 1] @ q[t] / np.sqrt(size))
+                out[t, head * size : (head + 1) * size] = weights @ v[: t + 1] / weights.sum()
+        return affine(out, f"{name}.projection")
+
+    def feed(h, name):
+        a = affine(h, f"{name}.expand")
+        a = a / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (a + 0.044715 * a**3)))
+        return affine(a, f"{name}.projection")
+
+    logits = []
+    for ids in x:
+        h = np.stack([p["embedding.token.weight"][i] + p["embedding.position.weight"][t] for t, i in enumerate(ids)])
+        for i in range(layers):
+            h = h + attend(norm(h, f"blocks.{i}.norm1"), f"blocks.{i}.attention")
+            h = h + feed(norm(h, f"blocks.{i}.norm2"), f"blocks.{i}.feed_forward")
+        table = p.get("head.projection.weight", p["embedding.token.weight"])
+        logits.append(norm(h, "head.norm") @ table.T)
+    return np.stack(logits)
+
+
+def independent_loss(p, x, y, layers, heads):
+    logits = independent_logits(p, x, layers, heads)
+    log_sum = np.log(np.exp(logits).sum(-1))
+    chosen = np.take_along_axis(logits, np.maximum(y, 0)[..., None], -1)[..., 0]
+    return float(((log_sum - chosen) * (y >= 0)).sum())
+
+
+@pytest.fixture
+def batch(rng):
+    x, y = rng.integers(0, 11, (2, 3, 7))
+    y[0, 2] = -1
+    return x, y
+
+
+def perturbed(model, rng):
+    """Start values with noise: biases and norms are then not at their special values."""
+    return {name: value + rng.normal(0, 0.3, value.shape) for name, value in initial_parameters(model).items()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_and_loss_are_those_of_the_independent_forward_pass(tied, batch, rng):
+    model = GPT(**SMALL, tied=tied, dtype="float64")
+    named = perturbed(model, rng)
+    np.testing.assert_allclose(
+        evaluate(model, bind(model, named), batch[0]), independent_logits(named, batch[0], 2, 3), rtol=1e-11, atol=1e-12
+    )
+    loss, weight, _ = loss_and_gradients(model, named, batch)
+    assert loss == pytest.approx(independent_loss(named, *batch, 2, 3), rel=1e-12)
+    assert weight == 20.0, "the ignored target counts for nothing"
+
+
+@pytest.mark.parametrize("options", [{}, {"tied": False}, {"activation_checkpointing": True}])
+def test_gradients_are_those_of_the_independent_loss(options, batch, rng):
+    """Central differences of sampled entries of every parameter, and one direction through all of them."""
+    model = GPT(**SMALL, **options, dtype="float64")
+    named = perturbed(model, rng)
+    _, _, gradients = loss_and_gradients(model, named, batch)
+    assert gradients.keys() == named.keys()
+
+    def loss():
+        return independent_loss(named, *batch, 2, 3)
+
+    for name, value in named.items():
+        flat = value.reshape(-1)
+        for i in rng.choice(flat.size, 2):
+            kept = flat[i]
+            flat[i] = kept + 1e-5
+            high = loss()
+            flat[i] = kept - 1e-5
+            slope = (high - loss()) / 2e-5
+            flat[i] = kept
+            assert gradients[name].reshape(-1)[i] == pytest.approx(slope, rel=1e-5, abs=1e-7), (name, i)
+
+    start = {name: value.copy() for name, value in named.items()}
+    direction = {name: rng.normal(size=value.shape) for name, value in named.items()}
+    values = []
+    for t in (1e-6, -1e-6):
+        for name in named:
+            named[name][...] = start[name] + t * direction[name]
+        values.append(loss())
+    slope = sum(float((gradients[name] * direction[name]).sum()) for name in named)
+    assert slope == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_everything_stays_in_the_models_dtype(dtype, batch):
+    model = GPT(**SMALL, dropout=0.2, dtype=dtype)
+    named = initial_parameters(model)
+    run = Run(training=True, seed=1, step=2)
+    x = batch[0]
+    for block, layer in model.blocks.items():
+        x, cache = layer.forward(bind(model, named)[block], x, run)
+        for array in arrays_in(cache):
+            assert array.dtype in (dtype, np.int64), f"{block} caches {array.dtype}"
+        assert x.dtype == dtype, block
+    loss, _, gradients = loss_and_gradients(model, named, batch, run)
+    assert isinstance(loss, float)
+    assert {array.dtype for array in (*named.values(), *gradients.values())} == {np.dtype(dtype)}
+
+
+def arrays_in(cache):
+    if isinstance(cache, np.ndarray):
+        yield cache
+    elif isinstance(cache, tuple | list):
+        for part in cache:
+            yield from arrays_in(part)
+
+
+def test_checkpointed_model_has_the_same_bits(batch):
+    run = Run(training=True, seed=1, step=2)
+    results = []
+    for checkpointing in (False, True):
+        model = GPT(**SMALL, dropout=0.2, activation_checkpointing=checkpointing)
+        loss, _, gradients = loss_and_gradients(model, initial_parameters(model), batch, run)
+        results.append((loss, gradients))
+    assert results[0][0] == results[1][0]
+    for name, gradient in results[0][1].items():
+        np.testing.assert_array_equal(gradient, results[1][1][name], err_msg=name)
+
+
+def test_samples_of_a_batch_do_not_know_each_other(batch):
+    """Dropout included: a sample alone, under its place in the batch, has the losses it has in company."""
+    model = GPT(**SMALL, dropout=0.2, dtype="float64")
+    named = initial_parameters(model)
+    x, y = batch
+    whole = loss_and_gradients(model, named, batch, Run(training=True, step=4))
+    parts = [
+        loss_and_gradients(model, named, (x[i : i + 1], y[i : i + 1]), Run(training=True, step=4, first_sample=i))
+        for i in range(3)
+    ]
+    assert whole[0] == pytest.approx(sum(part[0] for part in parts), rel=1e-13)
+    for name in named:
+        total = sum(part[2][name] for part in parts)
+        np.testing.assert_allclose(whole[2][name], total, rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+def test_the_tied_table_has_a_slot_for_each_use():
+    specs = {spec.name: spec for spec in model_specs(GPT(**SMALL))}
+    assert specs["head.projection.weight"].tied == "embedding.token.weight"
+    assert specs["head.projection.weight"].shape == specs["embedding.token.weight"].shape
+    assert model_specs(GPT(**SMALL, tied=False))[-1].tied is None
+
+
+def test_blocks_are_embedding_blocks_and_head():
+    model = GPT(**SMALL)
+    assert isinstance(model, BlockModel)
+    assert list(model.blocks) == ["embedding", "blocks.0", "blocks.1", "head"]
+
+
+def test_start_values_depend_on_seed_and_name_and_on_nothing_else():
+    one, same, other = (initial_parameters(GPT(**SMALL, seed=seed)) for seed in (1, 1, 2))
+    for name, value in one.items():
+        np.testing.assert_array_equal(value, same[name])
+    assert not np.array_equal(one["blocks.0.attention.qkv.weight"], other["blocks.0.attention.qkv.weight"])
+    assert not np.array_equal(one["blocks.0.attention.qkv.weight"], one["blocks.1.attention.qkv.weight"])
+
+
+def test_dropout_sites_are_unique():
+    model = GPT(**{**SMALL, "layers": 4}, dropout=0.1)
+    sites = [model.blocks["embedding"].site]
+    for i in range(4):
+        first = model.blocks[f"blocks.{i}"].site
+        sites += [first, first + 1, first + 2]
+    assert len(set(sites)) == len(sites)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 5}, "dim=12 is not divisible by heads=5"),
+        ({"layers": 0}, "layers=0"),
+        ({"sequence": -3}, "sequence=-3"),
+        ({"vocabulary": 2.0}, "vocabulary=2.0"),
+        ({"dropout": 1.5}, "dropout rate 1.5"),
+        ({"dtype": "float16"}, "'float16' is not supported"),
+        ({"dtype": "flout"}, "'flout' is not supported"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_named(change, message):
+    with pytest.raises(ConfigError, match=message):
+        GPT(**{**SMALL, **change})
+
+
+def test_inputs_that_cannot_be_used_are_named():
+    model = GPT(**SMALL)
+    params = bind(model, initial_parameters(model))
+    with pytest.raises(DataError, match=r"length <= 7.*\(1, 8\)"):
+        evaluate(model, params, np.zeros((1, 8), int))
+    with pytest.raises(DataError, match="ids from 0 to 10, the input has ids from 0 to 11"):
+        evaluate(model, params, np.array([[0, 11]]))
+
+
+def test_parameters_that_do_not_fit_are_named():
+    model = GPT(**SMALL)
+    named = initial_parameters(model)
+    with pytest.raises(LayoutError, match=r"missing: head\.norm\.bias"):
+        bind(model, {name: value for name, value in named.items() if name != "head.norm.bias"})
+    with pytest.raises(LayoutError, match="no parameters surplus"):
+        bind(model, {**named, "surplus": np.zeros(1)})
+    with pytest.raises(LayoutError, match=r"head\.norm\.bias must be float32 of shape \(12,\), it is float64"):
+        bind(model, {**named, "head.norm.bias": np.zeros(12)})
