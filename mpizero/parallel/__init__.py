@@ -1,1 +1,38 @@
-""""""
+"""Sharded models and optimizers: one engine, one placement table, the strategies by name."""
+
+from mpizero.parallel.base import Gradients, ShardedModelBase
+from mpizero.parallel.config import ShardingConfig
+from mpizero.parallel.engine import StepReport
+from mpizero.parallel.loop import OptimizationOptions, OptimizationResult
+from mpizero.parallel.metadata import ModelMetadata
+from mpizero.parallel.models import DDPModel, FSDPModel, ZeRO1Model, ZeRO2Model, ZeRO3Model, distribute
+from mpizero.parallel.optimizers import (
+    DDPOptimizer,
+    FSDPOptimizer,
+    ShardedOptimizer,
+    ZeRO1Optimizer,
+    ZeRO2Optimizer,
+    ZeRO3Optimizer,
+)
+
+__all__ = [
+    "DDPModel",
+    "DDPOptimizer",
+    "FSDPModel",
+    "FSDPOptimizer",
+    "Gradients",
+    "ModelMetadata",
+    "OptimizationOptions",
+    "OptimizationResult",
+    "ShardedModelBase",
+    "ShardedOptimizer",
+    "ShardingConfig",
+    "StepReport",
+    "ZeRO1Model",
+    "ZeRO1Optimizer",
+    "ZeRO2Model",
+    "ZeRO2Optimizer",
+    "ZeRO3Model",
+    "ZeRO3Optimizer",
+    "distribute",
+]

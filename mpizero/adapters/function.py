@@ -1,0 +1,65 @@
+"""A model known only by a function: named arrays in, loss and gradients out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from mpizero.errors import ConfigError
+from mpizero.types import Array
+
+LossAndGrad = Callable[[Mapping[str, Array], tuple[Any, Any]], tuple[float, Mapping[str, Array], float]]
+
+
+class FunctionModel:
+    """Wrap any code that computes a loss and its gradient, so that every strategy can train it.
+
+    The function sees all parameters at once: ZeRO-3 gathers the whole model for each evaluation and frees it after, so
+    its peak memory is that of a full copy of parameters and gradients.
+
+    Parameters
+    ----------
+    parameters : mapping of str to array
+        Start values, all float32 or all float64. They are copied when the model is placed.
+    loss_and_grad : callable
+        ``loss_and_grad(parameters, (x, y)) -> (loss_sum, gradients, weight)``: the sum of the losses over the batch's
+        samples, the gradient of that sum for every trainable parameter, and how much the batch weighs (for a plain
+        mean: the number of samples). It must not change its arguments; the arrays it gets are read-only.
+    predict : callable or None
+        ``predict(parameters, x)``.
+    frozen : collection of str
+        Names that are not trained.
+
+    Raises
+    ------
+    ConfigError
+        If there is no parameter, types differ, or ``frozen`` names something unknown.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Array],
+        loss_and_grad: LossAndGrad,
+        *,
+        predict: Callable[[Mapping[str, Array], Any], Any] | None = None,
+        frozen: Collection[str] = (),
+    ) -> None:
+        if not parameters:
+            raise ConfigError("FunctionModel needs at least one named parameter")
+        dtypes = {name: np.asarray(value).dtype for name, value in parameters.items()}
+        kinds = sorted({str(dtype) for dtype in dtypes.values()})
+        if len(kinds) > 1 or kinds[0] not in ("float32", "float64"):
+            raise ConfigError(f"all parameters must be float32, or all float64; got {dtypes}")
+        if unknown := sorted(set(frozen) - set(parameters)):
+            raise ConfigError(f"frozen names {unknown}, but the parameters are {sorted(parameters)}")
+        if not callable(loss_and_grad):
+            raise ConfigError(f"loss_and_grad must be a function, got {loss_and_grad!r}")
+        self.parameters = MappingProxyType(dict(parameters))
+        self.dtype = np.dtype(kinds[0])
+        self.frozen = frozenset(frozen)
+        self.loss_and_grad = loss_and_grad
+        if predict is not None:
+            self.predict = predict

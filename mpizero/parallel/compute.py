@@ -1,0 +1,204 @@
+"""Evaluate one micro-batch of either kind of model, with parameters lent and gradients written unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpizero.errors import LayoutError
+from mpizero.layout import Unit
+from mpizero.layout.flat import joined
+from mpizero.parallel.storage import ParameterStore, flat_names
+from mpizero.types import EVALUATE, BlackBoxModel, BlockModel, Init, ParameterSpec, Run
+
+#: Lends the views that a unit's gradients are written to.
+GradientTarget = Callable[[Unit], Mapping[str, Any]]
+#: Called when a unit's gradients are complete.
+UnitDone = Callable[[Unit], None]
+
+
+class Evaluator(Protocol):
+    """Runs a model's forward and backward pass over the units of a store."""
+
+    def gradients(self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone) -> tuple[float, float]:
+        """Write the gradient of the loss sum; return the loss sum and the weight."""
+
+    def absent(self, done: UnitDone) -> None:
+        """Take part in every gather of a micro-batch that this rank does not have."""
+
+    def predict(self, x: Any) -> Any:
+        """Return the prediction for this rank's ``x``."""
+
+    def loss(self, x: Any, y: Any) -> tuple[float, float, Any]:
+        """Return the loss sum, the weight and the prediction."""
+
+    def using_loss(self, loss: Any) -> AbstractContextManager[None]:
+        """Put ``loss`` in the place of the model's own for a while."""
+
+
+class BlockEvaluator:
+    """Blocks: each unit is lent just before its forward and its backward and released right after."""
+
+    def __init__(self, model: BlockModel, store: ParameterStore, loss_scale: Callable[[], float]) -> None:
+        self.model, self.store, self.loss_scale = model, store, loss_scale
+        self.criterion = model.loss
+        self.blocks = dict(model.blocks)
+        self.units = store.layout.units
+
+    def gradients(self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone) -> tuple[float, float]:
+        """Write the gradient of the loss sum; return the loss sum and the weight. Collective if sharded."""
+        caches: dict[str, Any] = {}
+        for unit in self.units:
+            with self.store.unit(unit) as params:
+                for block in unit.blocks:
+                    x, caches[block] = self.blocks[block].forward(params[block], x, run)
+        loss, weight, cache = self.criterion.forward(x, y)
+        d = self.criterion.backward(cache, self.loss_scale())
+        for unit in reversed(self.units):
+            with self.store.unit(unit) as params:
+                grads = target(unit)
+                for block in reversed(unit.blocks):
+                    d = self.blocks[block].backward(params[block], caches.pop(block), d, grads[block])
+            done(unit)
+        return loss, weight
+
+    def absent(self, done: UnitDone) -> None:
+        """Take part in every gather of a micro-batch that this rank does not have. Collective if sharded."""
+        for unit in self.units:
+            with self.store.unit(unit):
+                pass
+        for unit in reversed(self.units):
+            with self.store.unit(unit):
+                pass
+            done(unit)
+
+    def predict(self, x: Any) -> Any:
+        """Return the prediction for this rank's ``x``. Collective if sharded."""
+        for unit in self.units:
+            with self.store.unit(unit) as params:
+                for block in unit.blocks:
+                    if x is not None:
+                        x, _ = self.blocks[block].forward(params[block], x, EVALUATE)
+        return x
+
+    def loss(self, x: Any, y: Any) -> tuple[float, float, Any]:
+        """Return the loss sum, the weight and the prediction. Collective if sharded."""
+        prediction = self.predict(x)
+        if prediction is None:
+            return 0.0, 0.0, None
+        loss, weight, _ = self.criterion.forward(prediction, y)
+        return loss, weight, prediction
+
+    @contextmanager
+    def using_loss(self, loss: Any) -> Iterator[None]:
+        """Put ``loss`` in the place of the model's own for a while; None changes nothing. Not collective."""
+        own = self.criterion
+        self.criterion = own if loss is None else loss
+        try:
+            yield
+        finally:
+            self.criterion = own
+
+
+class BlackBoxEvaluator:
+    """A function of all parameters: it needs every unit at once, and gives all gradients at the end."""
+
+    def __init__(self, model: BlackBoxModel, store: ParameterStore) -> None:
+        self.model, self.store = model, store
+        self.units = store.layout.units
+
+    def gradients(self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone) -> tuple[float, float]:
+        """Write the gradient of the loss sum; return the loss sum and the weight. Collective if sharded."""
+        params = self._parameters()
+        loss, grads, weight = self.model.loss_and_grad(params, (x, y))
+        del params
+        for unit in reversed(self.units):
+            for block, views in target(unit).items():
+                for name, view in flat_names(views):
+                    self._copy(joined(block, name), grads, view)
+            done(unit)
+        return float(loss), float(weight)
+
+    def absent(self, done: UnitDone) -> None:
+        """Take part in every gather of a micro-batch that this rank does not have. Collective if sharded."""
+        self._parameters()
+        for unit in reversed(self.units):
+            done(unit)
+
+    def predict(self, x: Any) -> Any:
+        """Return the prediction for this rank's ``x``. Collective if sharded."""
+        params = self._parameters()
+        if x is None:
+            return None
+        predict = getattr(self.model, "predict", None)
+        if predict is None:
+            raise NotImplementedError(
+                f"{type(self.model).__name__} has no predict function: give one, FunctionModel(..., predict=...)"
+            )
+        return predict(params, x)
+
+    def loss(self, x: Any, y: Any) -> tuple[float, float, Any]:
+        """Return the loss sum, the weight and no prediction. Collective if sharded."""
+        params = self._parameters()
+        if x is None:
+            return 0.0, 0.0, None
+        loss, _, weight = self.model.loss_and_grad(params, (x, y))
+        return float(loss), float(weight), None
+
+    @contextmanager
+    def using_loss(self, loss: Any) -> Iterator[None]:
+        """Refuse another loss: a black box contains its own. Not collective."""
+        if loss is not None:
+            raise NotImplementedError("a black box computes its own loss: another one cannot be put in its place")
+        yield
+
+    def _parameters(self) -> dict[str, Any]:
+        """Return all parameters by name: views of the store, or copies that live as long as they are used."""
+        with ExitStack() as stack:
+            if not self.store.sharded:
+                lent = [(unit, stack.enter_context(self.store.unit(unit))) for unit in self.units]
+                return {n: a for unit, params in lent for n, a in _named(params)}
+            found: dict[str, Any] = {}
+            for unit in self.units:
+                with self.store.unit(unit) as params:
+                    found.update((n, a.copy()) for n, a in _named(params))
+                self.store.memory.barrier("black box")
+            return found
+
+    @staticmethod
+    def _copy(name: str, grads: Mapping[str, Any], view: Any) -> None:
+        if name not in grads:
+            raise LayoutError(f"loss_and_grad returned no gradient for {name!r}; it returned {sorted(grads)[:8]}")
+        value = np.asarray(grads[name])
+        if value.shape != view.shape:
+            raise LayoutError(f"the gradient of {name!r} has shape {value.shape}, its parameter has {view.shape}")
+        view[...] = value
+
+
+def _named(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(joined(b, n), array) for b, tree in params.items() for n, array in flat_names(tree)]
+
+
+def blocks_of(model: Any) -> dict[str, tuple[ParameterSpec, ...]]:
+    """Return the parameter specs of a model, by block; each parameter of a black box is a block of its own.
+
+    Raises
+    ------
+    TypeError
+        If ``model`` is neither a block model nor a black box, naming what it lacks.
+    """
+    if isinstance(model, BlockModel):
+        return {name: tuple(block.specs()) for name, block in model.blocks.items()}
+    if isinstance(model, BlackBoxModel):
+        frozen = frozenset(getattr(model, "frozen", ()))
+        return {
+            name: (ParameterSpec("", np.shape(a), Init(), np.ndim(a) > 1, name not in frozen),)
+            for name, a in model.parameters.items()
+        }
+    raise TypeError(
+        f"{type(model).__name__} is not a model: it needs 'blocks', 'loss', 'dtype' and 'seed' (a sequence of layers), "
+        "or 'parameters' and 'loss_and_grad' (a function; wrap it in mpizero.FunctionModel)"
+    )

@@ -1,0 +1,126 @@
+"""The configuration that sharded models and optimizers share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, Self
+
+from mpizero.comm import Communicator, ProcessGrid, as_communicator
+from mpizero.errors import ConfigError
+from mpizero.layout import Grains
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardingConfig:
+    """How a model is spread over ranks; validated on construction.
+
+    Parameters
+    ----------
+    comm : mpi4py communicator, InMemoryCommunicator or None
+        The ranks that train together; None is one process. The library talks over a communicator of its own.
+    auto_sync_gradients : bool
+        Whether ``compute_gradients`` and ``train`` sum gradients over the ranks. If not, ``train`` leaves this rank's
+        gradient pending until ``synchronize_gradients`` and ``optimizer.step()``.
+    minimum_parameter_group_size : int
+        Blocks with fewer elements than this travel together with a neighbour (ZeRO-2 and 3).
+    gradient_compression : {None, "bf16", "fp16"}
+        Sends float32 partial sums between nodes (between ranks with private memory) in 16 bits; they are still added
+        in float32. Gives up the equality of bits between layouts.
+    learning_rate : float
+        Of the plain SGD that updates a model without a bound optimizer; > 0.
+    share_node_memory : bool
+        One copy of replicated data per node through MPI-3 shared windows; otherwise every rank has its own.
+    ranks_per_node : int or None
+        Simulate nodes of this many consecutive ranks.
+    micro_batch : int or None
+        Samples of a grain; None is ceil(global batch / 16).
+    accumulate : int
+        Micro-batches folded in order, one after the other, into one grain of ``micro_batch * accumulate`` samples.
+    threads : int
+        Threads of this rank's kernels and BLAS.
+    clip : float or None
+        Largest global norm of the averaged gradient; None does not clip.
+    timeout : float or None
+        Seconds after which a rank that is still inside one collective ends the job with a report of every rank's
+        Python line; None watches nothing.
+    """
+
+    comm: Any = None
+    auto_sync_gradients: bool = True
+    minimum_parameter_group_size: int = 1024
+    gradient_compression: str | None = None
+    learning_rate: float = 0.01
+    share_node_memory: bool = True
+    ranks_per_node: int | None = None
+    micro_batch: int | None = None
+    accumulate: int = 1
+    threads: int = 1
+    clip: float | None = None
+    timeout: float | None = 600.0
+
+    def __post_init__(self) -> None:
+        """Refuse values that mean nothing, each with its name."""
+        for name in ("minimum_parameter_group_size", "accumulate", "threads"):
+            _whole(name, getattr(self, name))
+        for name in ("micro_batch", "ranks_per_node"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name))
+        _positive("learning_rate", self.learning_rate)
+        for name in ("clip", "timeout"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        if self.gradient_compression not in (None, "bf16", "fp16"):
+            raise ConfigError(f"gradient_compression={self.gradient_compression!r}: expected None, 'bf16' or 'fp16'")
+
+    @classmethod
+    def default(cls, comm: Any = None) -> Self:
+        """Return the defaults."""
+        return cls(comm=comm)
+
+    @classmethod
+    def for_high_bandwidth(cls, comm: Any = None) -> Self:
+        """Return a configuration with smaller parameter groups, for fast links."""
+        return cls(comm=comm, minimum_parameter_group_size=512)
+
+    @classmethod
+    def for_low_bandwidth(cls, comm: Any = None) -> Self:
+        """Return a configuration with larger parameter groups and bf16 messages, for slow links."""
+        return cls(comm=comm, minimum_parameter_group_size=4096, gradient_compression="bf16")
+
+    @cached_property
+    def communicator(self) -> Communicator:
+        """The library's own communicator over ``comm``. The first access is collective."""
+        return as_communicator(self.comm)
+
+    @cached_property
+    def grid(self) -> ProcessGrid:
+        """The groups of ranks: data, node, peers. The first access is collective."""
+        return ProcessGrid.create(
+            self.communicator, share_node_memory=self.share_node_memory, ranks_per_node=self.ranks_per_node
+        )
+
+    def grain_size(self, global_batch: int) -> int:
+        """Return the samples of a grain of a global batch: a function of the batch alone, never of the ranks."""
+        micro = self.micro_batch or Grains.default_size(-(-global_batch // self.accumulate))
+        return micro * self.accumulate
+
+    def comparable(self) -> dict[str, Any]:
+        """Return everything but the communicator, which must be the same on every rank."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "comm"}
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with some values changed."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return type(self)(**{**values, **changes})
+
+
+def _whole(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={value!r}: expected a whole number >= 1")
+
+
+def _positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"{name}={value!r}: expected a finite number > 0")

@@ -1,0 +1,159 @@
+"""Bring the samples of a global batch to the ranks that compute their grains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpizero.comm import Communicator
+from mpizero.errors import DataError
+from mpizero.layout import Grains
+from mpizero.types import Array
+
+
+class Grain(NamedTuple):
+    """The samples of one grain: in micro-batches, each with the global index of its first sample."""
+
+    index: int
+    micro_batches: tuple[tuple[Any, Any, int], ...]
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """This rank's grains of a global batch.
+
+    Attributes
+    ----------
+    grains : dict of int to Grain
+        By index.
+    count : int
+        Grains of the whole batch.
+    samples : int
+        Samples of the whole batch.
+    """
+
+    grains: dict[int, Grain]
+    count: int
+    samples: int
+
+
+def _described(array: Array) -> int:
+    """Return a number that differs between arrays that cannot be joined."""
+    text = f"{array.dtype.str}{array.shape[1:]}"
+    return int.from_bytes(text.encode()[:256], "little") % (2**61 - 1)
+
+
+def deal(
+    comm: Communicator,
+    x: Any,
+    y: Any,
+    grain_size: Callable[[int], int],
+    owners: Callable[[int], Sequence[int]],
+    micro: int,
+) -> GlobalBatch:
+    """Exchange samples so that every rank has those of its grains.
+
+    Collective over ``comm``. Rank r's samples follow rank r-1's in the global batch. Nothing travels when every rank
+    already has what it needs.
+
+    Parameters
+    ----------
+    comm : Communicator
+        The data group.
+    x, y : array with samples on the first axis, or any other object
+        A batch that is not an array is one grain of one sample on its rank.
+    grain_size : callable
+        Samples of a grain, from the samples of the global batch.
+    owners : callable
+        The rank that computes each grain, from the number of grains.
+    micro : int
+        Micro-batches of a full grain.
+
+    Raises
+    ------
+    DataError
+        On all ranks, if the batch is empty, or x and y differ in length, or ranks differ in type or shape.
+    """
+    arrays = hasattr(x, "shape") and hasattr(y, "shape") and x.ndim > 0 and y.ndim > 0
+    local = [len(x), len(y), _described(x), _described(y)] if arrays else [1, 1, -1, -1]
+    table = np.empty(4 * comm.size, np.int64)
+    comm.allgather(np.array(local, np.int64), table, "batch sizes")
+    table = table.reshape(comm.size, 4)
+    if (table[:, 0] != table[:, 1]).any() or (table[:, 2:] != table[0, 2:]).any() or table[:, 0].sum() == 0:
+        _refuse(comm, x, y, table)
+    counts = table[:, 0].tolist()
+    if not arrays:
+        return GlobalBatch({comm.rank: Grain(comm.rank, ((x, y, comm.rank),))}, comm.size, comm.size)
+    grains = Grains(sum(counts), grain_size(sum(counts)))
+    transfer = _Transfer(grains, counts, owners(grains.count), comm.rank)
+    x, y = transfer.exchange(comm, np.asarray(x)), transfer.exchange(comm, np.asarray(y))
+    return GlobalBatch(transfer.cut(x, y, -(-grains.size // micro)), grains.count, grains.samples)
+
+
+def _refuse(comm: Communicator, x: Any, y: Any, table: Array) -> None:
+    if table[:, 0].sum() == 0:
+        raise DataError("the global batch has no samples on any rank")
+    shown = [f"{type(v).__name__} {getattr(v, 'dtype', '')}{getattr(v, 'shape', '')}" for v in (x, y)]
+    listed = "; ".join(
+        f"rank {r}: x {a}, y {b}" for r, (a, b) in enumerate(comm.allgather_object(tuple(shown), "batch"))
+    )
+    raise DataError(
+        f"x and y must have equally many samples, and the same type and sample shape on every rank, got {listed}"
+    )
+
+
+class _Transfer:
+    """Who sends which samples to whom, from integers that every rank knows."""
+
+    def __init__(self, grains: Grains, counts: Sequence[int], owners: Sequence[int], rank: int) -> None:
+        self.grains, self.rank = grains, rank
+        self.starts = np.concatenate([[0], np.cumsum(counts)]).tolist()
+        self.mine = [g for g in range(grains.count) if owners[g] == rank]
+        self.in_place = True
+        self.sends: list[list[slice]] = [[] for _ in counts]
+        self.receives = [0] * len(counts)
+        for g in range(grains.count):
+            span = grains.span(g)
+            for r in range(len(counts)):
+                start, stop = max(span.start, self.starts[r]), min(span.stop, self.starts[r + 1])
+                if start >= stop:
+                    continue
+                self.in_place &= owners[g] == r
+                if r == rank:
+                    self.sends[owners[g]].append(slice(start - self.starts[r], stop - self.starts[r]))
+                if owners[g] == rank:
+                    self.receives[r] += stop - start
+
+    def exchange(self, comm: Communicator, array: Array) -> Array:
+        if self.in_place:
+            return array
+        per_sample = int(np.prod(array.shape[1:], dtype=np.int64))
+        parts = [array[part] for group in self.sends for part in group]
+        send = np.ascontiguousarray(np.concatenate([array[:0], *parts])).reshape(-1)
+        send_counts = [sum(s.stop - s.start for s in group) * per_sample for group in self.sends]
+        recv_counts = [count * per_sample for count in self.receives]
+        recv = np.empty(sum(recv_counts), array.dtype)
+        comm.alltoallv(
+            send.view(np.uint8),
+            [n * array.itemsize for n in send_counts],
+            recv.view(np.uint8),
+            [n * array.itemsize for n in recv_counts],
+            "samples",
+        )
+        return recv.reshape(sum(self.receives), *array.shape[1:])
+
+    def cut(self, x: Array, y: Array, micro: int) -> dict[int, Grain]:
+        """Return this rank's grains, cut into micro-batches of ``micro`` samples."""
+        dealt, position = {}, 0
+        for g in self.mine:
+            span = self.grains.span(g)
+            parts = []
+            for start in range(span.start, span.stop, micro):
+                size = min(micro, span.stop - start)
+                parts.append((x[position : position + size], y[position : position + size], start))
+                position += size
+            dealt[g] = Grain(g, tuple(parts))
+        return dealt

@@ -1,0 +1,290 @@
+"""Two ways of holding gradients until their owners have summed them: whole rows, or a ring of units.
+
+Rows: every rank folds contiguous grains into rows of the whole gradient, summed once at the end (DDP, ZeRO-1, and every
+strategy whose gradients stay local for a while). Ring: grains come in waves, and each unit's gradient is summed into
+its owners' stacks as soon as its backward ends (ZeRO-2 and 3). The tree is the same, so the bits are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpizero import kernels
+from mpizero.comm import ProcessGrid
+from mpizero.comm.exact import ExactExchange, Piece, gather_spans, program_array, tree_sum
+from mpizero.layout import FlatLayout, Grains, RowsPlan, Unit, Wave, WavePlan, rows_plan, wave_plan
+from mpizero.layout.flat import views
+from mpizero.parallel.dealing import GlobalBatch, Grain
+from mpizero.parallel.memory import PAGE, Memory
+from mpizero.parallel.ownership import Share
+from mpizero.types import Array
+
+#: ``evaluate(grain, micro-batch number, target, done)`` runs one micro-batch of a grain, or takes part without one.
+Evaluate = Callable[[Grain | None, int, Callable[[Unit], Any], Callable[[Unit], None]], None]
+
+
+class GradientViews:
+    """Named views of gradient buffers; frozen parameters get a scratch place whose values nobody reads."""
+
+    def __init__(self, layout: FlatLayout, memory: Memory, dtype: Any) -> None:
+        frozen = max((e.spec.size for e in layout.entries if e.gradient < 0), default=0)
+        self.scratch = memory.private("buffers", frozen, dtype)
+        self.layout = layout
+
+    def unit(self, unit: Unit, buffer: Array) -> dict[str, Any]:
+        """Return nested views, by block, of a buffer that holds the gradient space of ``unit``."""
+        result = {}
+        for block in unit.blocks:
+            entries = [entry for entry in unit.entries if entry.block == block]
+            tree = views(buffer, [(e.local_name, e.gradient, e.spec.shape) for e in entries if e.gradient >= 0])
+            frozen = views(self.scratch, [(e.local_name, 0, e.spec.shape) for e in entries if e.gradient < 0])
+            result[block] = _united(tree, frozen)
+        return result
+
+
+def _united(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    for name, value in second.items():
+        first[name] = _united(first[name], value) if isinstance(first.get(name), dict) else value
+    return first
+
+
+class _MicroFold:
+    """Add the micro-batches of a grain in order, in one buffer besides the target."""
+
+    def __init__(self, memory: Memory, size: int, dtype: Any, accumulate: int) -> None:
+        self.partial = memory.private("gradients", size if accumulate > 1 else 0, dtype)
+
+    def fold(self, target: Array, base: int, number: int) -> None:
+        """Add micro-batch ``number``, whose gradient stands in ``target``, to the running sum."""
+        if not self.partial.size:
+            return
+        partial = self.partial[base : base + target.size]
+        if number == 0:
+            partial[:] = target
+        else:
+            partial += target
+
+    def finish(self, target: Array, base: int) -> None:
+        """Write the sum to ``target``."""
+        if self.partial.size:
+            target[:] = self.partial[base : base + target.size]
+
+
+class GradientRows:
+    """Whole gradients of contiguous grains in rows, in the window of the group.
+
+    Collective methods are collective over the data group.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, grid: ProcessGrid, memory: Memory, dtype: Any, accumulate: int, named: GradientViews
+    ) -> None:
+        self.layout, self.grid, self.memory, self.named = layout, grid, memory, named
+        self.dtype = np.dtype(dtype)
+        self.stride = -(-layout.gradient_size * self.dtype.itemsize // PAGE) * PAGE // self.dtype.itemsize
+        self.window: Array = np.zeros((0, self.stride), dtype)
+        self.micro = _MicroFold(memory, layout.gradient_size, dtype, accumulate)
+        self._views: dict[tuple[int, int], Any] = {}
+        self._plans: dict[int, RowsPlan] = {}
+        self.plan: RowsPlan | None = None
+        self.one = np.ones(1, dtype)
+
+    def owners(self, count: int) -> list[int]:
+        """Return the rank that computes each of ``count`` grains: contiguous, nodes one after the other."""
+        owner = [0] * count
+        for position, rank in enumerate(self.grid.order):
+            for grain in Grains(count, 1).dealt(position, self.grid.data.size):
+                owner[grain] = rank
+        return owner
+
+    def planned(self, count: int) -> RowsPlan:
+        """Return the plan for ``count`` grains."""
+        if count not in self._plans:
+            workers = self.grid.data.size
+            dealt = [Grains(count, 1).dealt(position, workers) for position in range(workers)]
+            self._plans[count] = rows_plan(dealt, self.grid.group_sizes, count)
+        return self._plans[count]
+
+    def row(self, number: int) -> Array:
+        """Return one of this rank's rows."""
+        rows = self.window.shape[0] // self.grid.node.size
+        row: Array = self.window[self.grid.node.rank * rows + number]
+        return row[: self.layout.gradient_size]
+
+    def compute(self, batch: GlobalBatch, evaluate: Evaluate, waves: int) -> None:
+        """Compute this rank's grains and fold them. Collective where a sharded store gathers units.
+
+        ``waves`` is the number of (grain, micro-batch) rounds that every rank takes part in; 0 where nothing is
+        gathered, so that absent grains cost nothing.
+        """
+        self.plan = plan = self.planned(batch.count)
+        self._reserve(plan.rows)
+        done = 0
+        for grain, row, additions in plan.folds[self.grid.place].folds:
+            micro = len(batch.grains[grain].micro_batches)
+            for number in range(micro):
+                evaluate(batch.grains[grain], number, lambda unit, row=row: self._target(row, unit), _nothing)
+                self.micro.fold(self.row(row), 0, number)
+                done += 1
+            self.micro.finish(self.row(row), 0)
+            for target, source in additions:
+                self._add(target, source)
+        for _ in range(done, waves):
+            evaluate(None, 0, _no_target, _nothing)
+
+    def local_sum(self) -> Array:
+        """Return the sum of this rank's grains as a new array: their nodes added in order. Not collective."""
+        plan = self._current()
+        held = [row for _, row in plan.folds[self.grid.place].held]
+        total = np.zeros(self.layout.gradient_size, self.dtype)
+        for number, row in enumerate(held):
+            total = self.row(row).copy() if number == 0 else total + self.row(row)
+        return total
+
+    def pieces(self, exchange: ExactExchange, shares: Sequence[Share]) -> tuple[Any, Array]:
+        """Return an iterator over what this rank has to sum, and the program that sums it. Collective."""
+        plan = self._current()
+        ranges = [[s for unit in self.layout.units for s in share.row_spans(unit.index)] for share in shares]
+        return exchange.pieces(self.window, ranges, plan.group_programs, "gradients"), program_array(plan.root)
+
+    def reduce(self, exchange: ExactExchange, shares: Sequence[Share], divisor: Array, out: Array | None) -> Array:
+        """Sum this rank's ranges and divide by ``divisor``.
+
+        Collective. Without ``out`` the result stands in this rank's first row, at its place in the row space; else in
+        ``out``, the concatenation of the ranges.
+        """
+        pieces, program = self.pieces(exchange, shares)
+        result = self.row(0) if out is None else out
+        for piece in pieces:
+            start = piece.target if out is None else piece.position
+            tree_sum(piece.rows, piece.first, program, divisor, result[start : start + piece.size])
+        return result
+
+    def replicate(self, shares: Sequence[Share]) -> None:
+        """Give the reduced ranges in the first row to all peers. Collective."""
+        spans = [[s for unit in self.layout.units for s in share.row_spans(unit.index)] for share in shares]
+        row = self.row(0)
+        gather_spans(self.grid.peers, [row[s.start : s.stop] for s in spans[self.grid.peers.rank]], row, spans)
+
+    def _current(self) -> RowsPlan:
+        if self.plan is None:
+            raise RuntimeError("no gradient exists yet: call train or compute_gradients first")
+        return self.plan
+
+    def _reserve(self, rows: int) -> None:
+        needed = rows * self.grid.node.size
+        if self.window.shape[0] < needed:
+            if self.window.size:
+                self.memory.free_shared("gradients", (self.window,))
+            self._views.clear()
+            (self.window,) = self.memory.shared("gradients", [(needed, self.stride)], self.dtype)
+        self.window = self.window[:needed] if self.window.shape[0] == needed else self.window
+
+    def _target(self, row: int, unit: Unit) -> Any:
+        key = (row, unit.index)
+        if key not in self._views:
+            base = self.layout.gradient_bases[unit.index]
+            self._views[key] = self.named.unit(unit, self.row(row)[base : base + unit.gradients])
+        return self._views[key]
+
+    def _add(self, target: int, source: int) -> None:
+        row = self.row(target)
+        row += self.row(source)
+
+
+class GradientRing:
+    """Units of gradients in a small ring, summed into the owners' stacks wave by wave."""
+
+    def __init__(
+        self, layout: FlatLayout, grid: ProcessGrid, memory: Memory, dtype: Any, accumulate: int, named: GradientViews
+    ) -> None:
+        self.layout, self.grid, self.memory, self.named = layout, grid, memory, named
+        self.dtype = np.dtype(dtype)
+        self.shares = tuple(Share(layout, rank, grid.data.size) for rank in grid.peer_ranks)
+        self.share = Share(layout, grid.data.rank, grid.data.size)
+        largest = max((unit.gradients for unit in layout.units), default=0)
+        slots = 2 if grid.node.size > 1 else 1
+        stride = -(-largest * self.dtype.itemsize // PAGE) * PAGE // self.dtype.itemsize
+        self.slots = memory.shared("gradients", [(grid.node.size, stride)] * slots, dtype)
+        self.micro = _MicroFold(memory, layout.gradient_size, dtype, accumulate)
+        self.accumulate = accumulate
+        self.stack = memory.private("gradients", (1, self.share.gradient_size), dtype)
+        self._plans: dict[int, WavePlan] = {}
+        self._views: dict[tuple[int, int], Any] = {}
+        self._next = 0
+        self.one = np.ones(1, dtype)
+
+    def owners(self, count: int) -> list[int]:
+        """Return the rank that computes each of ``count`` grains: one after the other, in waves."""
+        return [self.grid.order[grain % self.grid.data.size] for grain in range(count)]
+
+    def planned(self, count: int) -> WavePlan:
+        """Return the plan for ``count`` grains."""
+        if count not in self._plans:
+            self._plans[count] = wave_plan(count, self.grid.group_sizes)
+        return self._plans[count]
+
+    def compute(self, batch: GlobalBatch, evaluate: Evaluate, exchange: ExactExchange) -> Array:
+        """Compute all waves and return this rank's sums, the concatenation of its ranges. Collective."""
+        plan = self.planned(batch.count)
+        if self.stack.shape[0] < plan.rows:
+            self.memory.release("gradients", self.stack)
+            self.stack = self.memory.private("gradients", (plan.rows, self.share.gradient_size), self.dtype)
+        for wave in plan.waves:
+            index = wave.grains[self.grid.place]
+            self._wave(None if index is None else batch.grains[index], wave, evaluate, exchange)
+        result: Array = self.stack[plan.root]
+        return result
+
+    def _wave(self, grain: Grain | None, wave: Wave, evaluate: Evaluate, exchange: ExactExchange) -> None:
+        count = 0 if grain is None else len(grain.micro_batches)
+        for number in range(self.accumulate):
+            present = grain if number < count else None
+
+            def done(unit: Unit, number: int = number, present: Grain | None = present) -> None:
+                base = self.layout.gradient_bases[unit.index]
+                target = self.slots[self._next][self.grid.node.rank][: unit.gradients]
+                if present is not None:
+                    self.micro.fold(target, base, number)
+                if number == self.accumulate - 1:
+                    if grain is not None:
+                        self.micro.finish(target, base)
+                    self._reduce(unit, wave, exchange)
+
+            evaluate(present, number, self._target, done)
+
+    def _target(self, unit: Unit) -> Any:
+        key = (self._next, unit.index)
+        if key not in self._views:
+            buffer = self.slots[self._next][self.grid.node.rank][: unit.gradients]
+            self._views[key] = self.named.unit(unit, buffer)
+        return self._views[key]
+
+    def _reduce(self, unit: Unit, wave: Wave, exchange: ExactExchange) -> None:
+        """Sum one unit's gradients of this wave into the stacks of its owners. Collective."""
+        self.memory.barrier("unit gradients")
+        rows = self.slots[self._next]
+        ranges = [share.gradient_spans[unit.index] for share in self.shares]
+        base = self.share.gradient_offsets[unit.index]
+        programs = [(row, program_array(program)) for row, program in wave.merges]
+        for piece in exchange.pieces(rows, ranges, wave.group_programs, "unit gradients"):
+            self._merge(piece, base + piece.position, programs, wave.arrivals)
+        self._next = (self._next + 1) % len(self.slots)
+
+    def _merge(self, piece: Piece, at: int, programs: Sequence[tuple[int, Array]], arrivals: int) -> None:
+        fused = kernels.backend(self.stack).fused
+        rows = piece.rows[:arrivals]
+        for row, program in programs:
+            out = self.stack[row, at : at + piece.size]
+            fused.tree_sum(rows, piece.first, self.stack, at, program, self.one, out, 0, piece.size)
+
+
+def _nothing(unit: Unit) -> None:
+    """Rows need nothing when a unit's backward ends."""
+
+
+def _no_target(unit: Unit) -> Any:
+    raise RuntimeError("an absent grain has no gradient")

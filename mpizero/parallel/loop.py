@@ -1,0 +1,121 @@
+"""The whole optimization loop: epochs, mini-batches, validation, early stop, the best parameters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpizero.data import ArraySource, batches
+from mpizero.errors import ConfigError, DataError
+from mpizero.layout import Grains
+from mpizero.types import Array
+
+if TYPE_CHECKING:
+    from mpizero.parallel.optimizers import ShardedOptimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizationOptions:
+    """What ``optimize`` does.
+
+    Parameters
+    ----------
+    epochs : int
+        Passes over the training samples.
+    batch_size : int
+        Samples of a global batch.
+    validation : float
+        Share of the samples held back, in [0, 1); 0 validates on the training loss.
+    patience : int or None
+        Epochs without improvement after which training stops; None never stops early.
+    minimum_improvement : float
+        How much smaller a loss must be to count as better.
+    seed : int
+        Of the sample order.
+    restore_best : bool
+        Whether the model ends with the parameters of its best epoch.
+    """
+
+    epochs: int = 10
+    batch_size: int = 32
+    validation: float = 0.1
+    patience: int | None = None
+    minimum_improvement: float = 0.0
+    seed: int = 0
+    restore_best: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse values that mean nothing."""
+        for name, low in (("epochs", 1), ("batch_size", 1), ("patience", 1)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+                raise ConfigError(f"{name}={value!r}: expected a whole number >= {low}")
+        if not 0 <= self.validation < 1:
+            raise ConfigError(f"validation={self.validation!r}: expected a share in [0, 1)")
+        if not (math.isfinite(self.minimum_improvement) and self.minimum_improvement >= 0):
+            raise ConfigError(f"minimum_improvement={self.minimum_improvement!r}: expected a finite number >= 0")
+
+
+@dataclass(frozen=True)
+class OptimizationResult:
+    """What ``optimize`` did.
+
+    Attributes
+    ----------
+    history : tuple of dict
+        For each epoch: ``epoch``, ``loss`` (mean over its steps), ``validation_loss``, and ``accuracy`` where the
+        prediction is one score a class.
+    best_epoch : int
+        Counted from 0.
+    best_loss : float
+        Its validation loss.
+    best_parameters : 1-D array
+        All parameters after it.
+    steps : int
+        Training steps made.
+    stopped_early : bool
+        Whether patience ended the loop.
+    """
+
+    history: tuple[dict[str, float], ...]
+    best_epoch: int
+    best_loss: float
+    best_parameters: Array = field(repr=False)
+    steps: int
+    stopped_early: bool
+
+
+def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOptions) -> OptimizationResult:
+    """Run the loop of ``optimizer.optimize``. Collective."""
+    model, comm = optimizer.model, optimizer.config.communicator
+    source = ArraySource(*data) if isinstance(data, tuple) else data
+    train, valid = source.split(options.validation) if options.validation else (source, source)
+    batch = min(options.batch_size, len(train))
+    if batch < 1 or len(valid) < 1:
+        raise DataError(f"{len(source)} samples leave {len(train)} to train and {len(valid)} to validate: need both")
+    per_epoch = len(train) // batch
+    history: list[dict[str, float]] = []
+    best, best_epoch, best_parameters, steps = math.inf, 0, model.get_parameters(), 0
+    stop = False
+    for epoch in range(options.epochs):
+        losses = []
+        for x, y in batches(train, optimizer.config, batch, options.seed, per_epoch, consumed=steps * batch):
+            losses.append(model.train(x, y))
+            steps += 1
+        part = Grains(len(valid), 1).samples_of(comm.rank, comm.size)
+        loss, weight, right = model.evaluate(*valid.samples(np.arange(part.start, part.stop)))
+        record = {"epoch": epoch, "loss": float(np.mean(losses)), "validation_loss": loss / weight}
+        if right is not None:
+            record["accuracy"] = right / weight
+        history.append(record)
+        if record["validation_loss"] < best - options.minimum_improvement or epoch == 0:
+            best, best_epoch, best_parameters = record["validation_loss"], epoch, model.get_parameters()
+        optimizer.note_stall(options.patience is not None and epoch - best_epoch >= options.patience)
+        if stop := optimizer.should_early_stop():
+            break
+    if options.restore_best and best_epoch != len(history) - 1:
+        model.set_parameters(best_parameters)
+    return OptimizationResult(tuple(history), best_epoch, best, best_parameters, steps, stop)

@@ -1,0 +1,105 @@
+"""The library's own allocator: every array that holds model state comes from here and is counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from mpizero.comm import Communicator, SharedMemory
+from mpizero.types import Array
+
+#: Rows that different ranks touch first start on their own page.
+PAGE = 4096
+
+
+class Memory:
+    """Allocate private arrays and node-shared windows, and count their bytes by kind.
+
+    Parameters
+    ----------
+    node : Communicator
+        The ranks that share memory with this one; of size 1 when memory is private.
+
+    Attributes
+    ----------
+    private_bytes, shared_bytes : Counter of str to int
+        What this rank holds alone, and what its node holds together, by kind ("parameters", "gradients",
+        "optimizer state", "buffers").
+    peak_bytes : int
+        The most that this rank held alone plus its equal part of what its node shares.
+    """
+
+    def __init__(self, node: Communicator) -> None:
+        self.node = node
+        self.private_bytes: Counter[str] = Counter()
+        self.shared_bytes: Counter[str] = Counter()
+        self.peak_bytes = 0
+        self._windows: list[SharedMemory] = []
+
+    def private(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        """Return a zeroed array of this rank alone. Not collective."""
+        array = np.zeros(shape, dtype)
+        self.private_bytes[kind] += array.nbytes
+        self._note_peak()
+        return array
+
+    def release(self, kind: str, array: Array) -> None:
+        """Stop counting a private array that its owner drops. Not collective."""
+        self.private_bytes[kind] -= array.nbytes
+
+    def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
+        """Return zeroed arrays that all ranks of the node read and write, in one window.
+
+        Collective over the node. With private memory these are this rank's own arrays.
+        """
+        if self.node.size == 1:
+            return tuple(self.private(kind, shape, dtype) for shape in shapes)
+        dtype = np.dtype(dtype)
+        sizes = [prod(shape) * dtype.itemsize for shape in shapes]
+        starts = np.concatenate([[0], np.cumsum([-(-size // PAGE) * PAGE for size in sizes])])
+        window = self.node.allocate_shared(int(starts[-1]), kind)
+        self._windows.append(window)
+        self.shared_bytes[kind] += int(starts[-1])
+        self._note_peak()
+        return tuple(
+            window.buffer[start : start + size].view(dtype).reshape(shape)
+            for start, size, shape in zip(starts[:-1].tolist(), sizes, shapes, strict=True)
+        )
+
+    def free_shared(self, kind: str, arrays: Sequence[Array]) -> None:
+        """Free the newest window, which must be the one behind ``arrays``. Collective over the node."""
+        if self.node.size == 1:
+            for array in arrays:
+                self.release(kind, array)
+            return
+        self.shared_bytes[kind] -= self._windows[-1].buffer.nbytes
+        self._windows.pop().close()
+
+    def barrier(self, tag: str = "") -> None:
+        """Make what every rank of the node wrote before visible to all of them after. Collective over the node."""
+        if self.node.size > 1:
+            self.node.node_barrier(self._windows[0], tag)
+
+    @property
+    def rank_bytes(self) -> int:
+        """Bytes this rank holds now: its private arrays and its equal part of the node's windows."""
+        return sum(self.private_bytes.values()) + sum(self.shared_bytes.values()) // self.node.size
+
+    def kinds(self) -> dict[str, int]:
+        """Bytes of this rank by kind, its equal part of the node's windows included."""
+        kinds = sorted({*self.private_bytes, *self.shared_bytes})
+        return {kind: self.private_bytes[kind] + self.shared_bytes[kind] // self.node.size for kind in kinds}
+
+    def close(self) -> None:
+        """Free all windows. Collective over the node."""
+        while self._windows:
+            self._windows.pop().close()
+        self.shared_bytes.clear()
+        self.private_bytes.clear()
+
+    def _note_peak(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.rank_bytes)

@@ -1,0 +1,114 @@
+"""What a sharded model says about itself: what is replicated, what is sharded, and what it really holds and sends."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpizero.parallel.engine import Engine
+
+
+@dataclass(frozen=True)
+class ModelMetadata:
+    """Placement and measured figures of one rank's part of a model.
+
+    Attributes
+    ----------
+    strategy : str
+        "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3" or "FSDP".
+    is_distributed : bool
+        Whether more than one rank takes part.
+    world_size, rank : int
+        Ranks of the data group, and this one.
+    nodes, ranks_per_node : int
+        Groups of ranks that share memory, and the ranks of each.
+    replicated, sharded : tuple of str
+        Which of "parameters", "gradients", "optimizer state" each node (each rank with private memory) keeps whole,
+        and which are split over the ranks.
+    parameter_count, trainable_count : int
+        Elements of the whole model.
+    bytes_on_rank : dict of str to int
+        By kind: this rank's private arrays and its equal part of its node's windows.
+    bytes_on_node : dict of str to int
+        By kind, windows and every rank's private arrays, if all ranks hold as much as this one.
+    formula_bytes : dict of str to float
+        By kind, what the placement needs with one grain a rank, buffers left out.
+    peak_bytes : int
+        The most that this rank has held.
+    bytes_sent_last_step : int
+        Bytes this rank sent to other ranks in the last training step.
+    """
+
+    strategy: str
+    is_distributed: bool
+    world_size: int
+    rank: int
+    nodes: int
+    ranks_per_node: int
+    replicated: tuple[str, ...]
+    sharded: tuple[str, ...]
+    parameter_count: int
+    trainable_count: int
+    bytes_on_rank: dict[str, int]
+    bytes_on_node: dict[str, int]
+    formula_bytes: dict[str, float]
+    peak_bytes: int
+    bytes_sent_last_step: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as a dictionary that JSON can hold."""
+        return asdict(self)
+
+
+def describe(engine: Engine, bytes_sent: int) -> ModelMetadata:
+    """Collect the metadata of an engine. Not collective."""
+    row, grid, memory = engine.placement, engine.grid, engine.memory
+    flags = {
+        "parameters": row.shard_parameters,
+        "gradients": row.shard_gradients,
+        "optimizer state": row.shard_optimizer,
+    }
+    per_node = {
+        kind: memory.shared_bytes[kind] + memory.private_bytes[kind] * grid.node.size
+        for kind in sorted({*memory.shared_bytes, *memory.private_bytes})
+    }
+    return ModelMetadata(
+        strategy=row.strategy,
+        is_distributed=grid.data.size > 1,
+        world_size=grid.data.size,
+        rank=grid.data.rank,
+        nodes=grid.peers.size,
+        ranks_per_node=grid.node.size,
+        replicated=tuple(kind for kind, sharded in flags.items() if not sharded),
+        sharded=tuple(kind for kind, sharded in flags.items() if sharded),
+        parameter_count=engine.layout.size,
+        trainable_count=_trainable(engine),
+        bytes_on_rank=memory.kinds(),
+        bytes_on_node=per_node,
+        formula_bytes=_formula(engine),
+        peak_bytes=memory.peak_bytes,
+        bytes_sent_last_step=bytes_sent,
+    )
+
+
+def _trainable(engine: Engine) -> int:
+    return sum(entry.spec.size for entry in engine.layout.parameters if entry.spec.trainable)
+
+
+def _formula(engine: Engine) -> dict[str, float]:
+    """Return the bytes that one rank's part of the placement needs.
+
+    [Note: memory formulas] With P parameters of b bytes, n ranks, L of them on a node and N nodes (private memory: L = 1,
+    N = n), s state arrays an element: parameters P*b/L replicated, P*b/n sharded over more than one node (one node: P*b/L, the
+    window is the shard); gradients P*b for whole rows, P*b/n for owned sums; state s*P*b/L replicated, s*P*b/n sharded.
+    """
+    row, grid = engine.placement, engine.grid
+    item, n, local = engine.dtype.itemsize, grid.data.size, grid.node.size
+    slots = len(engine.updater.state) if engine.updater is not None else 0
+    trainable = _trainable(engine)
+    return {
+        "parameters": engine.layout.size * item / (n if row.shard_parameters else local),
+        "gradients": trainable * item / (n if row.shard_gradients else 1),
+        "optimizer state": slots * trainable * item / (n if row.shard_optimizer else local),
+    }

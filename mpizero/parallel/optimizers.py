@@ -1,0 +1,264 @@
+"""Sharded optimizers: any gradient-based optimizer, run by each rank on the ranges it owns."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpizero import checkpoint, optim
+from mpizero.comm.exact import gather_spans
+from mpizero.errors import ConfigError, LayoutError
+from mpizero.parallel import persistence
+from mpizero.parallel.config import ShardingConfig
+from mpizero.parallel.loop import OptimizationOptions, OptimizationResult, run_loop
+from mpizero.parallel.ownership import Share
+from mpizero.parallel.update import Updater
+from mpizero.types import Array
+
+if TYPE_CHECKING:
+    from mpizero.parallel.base import ShardedModelBase
+
+
+class ShardedOptimizer:
+    """An optimizer bound to a sharded model; makes exactly one stateful update a step.
+
+    Parameters
+    ----------
+    wrapped_optimizer : optimizer
+        A library optimizer, or any object with an elementwise ``update(params, grads, state)``.
+    config : ShardingConfig
+        The same as the model's.
+    options : OptimizationOptions or None
+        What :meth:`optimize` does.
+    loss_scale : DynamicLossScale or None
+        Multiplies the loss before the backward pass and divides the gradient after; a step whose gradient is not
+        finite is skipped and lowers it.
+
+    Raises
+    ------
+    TypeError
+        If ``wrapped_optimizer`` is not gradient-based, naming what is missing.
+    """
+
+    def __init__(
+        self,
+        wrapped_optimizer: Any,
+        config: ShardingConfig,
+        *,
+        options: OptimizationOptions | None = None,
+        loss_scale: optim.DynamicLossScale | None = None,
+    ) -> None:
+        if config is None:
+            raise TypeError(f"{type(self).__name__} needs a ShardingConfig, got None")
+        self.wrapped_optimizer = optim.adapt(wrapped_optimizer)
+        self.config = config
+        self.options = options if options is not None else OptimizationOptions()
+        self.loss_scale = loss_scale
+        self._model: ShardedModelBase | None = None
+        self._stalled = False
+
+    # ------------------------------------------------------------------ binding and stepping
+
+    def set_model(self, model: ShardedModelBase) -> None:
+        """Bind to a model and allocate the state for what this rank owns. Collective over the model's ranks.
+
+        Raises
+        ------
+        ConfigError
+            If the model has another configuration.
+        """
+        if model.config is not self.config:
+            raise ConfigError("model and optimizer must share one ShardingConfig object")
+        self._check_strategy(model)
+        model.engine.bind(self.wrapped_optimizer, self.loss_scale)
+        self._model = model
+
+    def _check_strategy(self, model: ShardedModelBase) -> None:
+        wanted = type(self).__name__.removesuffix("Optimizer")
+        found = {"fsdp": "FSDP", "ddp": "DDP"}.get(model.strategy, f"ZeRO{model.strategy[-1]}")
+        if wanted not in ("Sharded", found) and {wanted, found} != {"ZeRO3", "FSDP"}:
+            raise ConfigError(f"{type(self).__name__} belongs to {wanted}Model, got {type(model).__name__}")
+
+    @property
+    def model(self) -> ShardedModelBase:
+        """The bound model."""
+        if self._model is None:
+            raise RuntimeError(f"{type(self).__name__} has no model yet: call set_model first")
+        return self._model
+
+    @property
+    def step_count(self) -> int:
+        """Updates made so far. Not collective."""
+        return self._updater.step_count
+
+    @property
+    def _updater(self) -> Updater:
+        updater = self.model.engine.updater
+        assert updater is not None
+        return updater
+
+    def step(self) -> None:
+        """Update the parameters from the model's pending gradient. Collective.
+
+        A pending gradient comes from ``compute_gradients``, or from ``train`` with ``auto_sync_gradients=False``; one that
+        is not yet synchronized is synchronized first. ``train`` alone already makes this update.
+
+        Raises
+        ------
+        RuntimeError
+            If no gradient is pending.
+        """
+        self.model.apply_pending()
+
+    def optimize(self, data: Any) -> OptimizationResult:
+        """Train for ``options.epochs`` epochs over ``data``, with validation and early stop. Collective.
+
+        Parameters
+        ----------
+        data : (x, y) arrays, the same on every rank, or a data source
+            Samples on the first axis.
+        """
+        return run_loop(self, data, self.options)
+
+    def should_early_stop(self) -> bool:
+        """Tell whether the validation loss has stalled on any rank. Collective."""
+        flag = np.array([self._stalled], np.int32)
+        self.config.communicator.allreduce(flag, "max", "early stop")
+        return bool(flag[0])
+
+    def note_stall(self, stalled: bool) -> None:
+        """Record whether this rank has seen the validation loss stall. Not collective."""
+        self._stalled = stalled
+
+    # ------------------------------------------------------------------ state
+
+    def reset(self) -> None:
+        """Forget the state, as if no step had been made. Not collective; call it on every rank."""
+        self._updater.reset()
+        self._stalled = False
+
+    def synchronize_optimizer_state(self) -> int:
+        """Bring the state of all ranks into agreement. Collective.
+
+        All ranks take rank 0's step count. Replicated arrays are compared by hash and, where they differ,
+        replaced by those of the first node.
+
+        Returns
+        -------
+        int
+            Number of arrays that had to be repaired, over all ranks.
+        """
+        updater, grid = self._updater, self.model.engine.grid
+        updater.step_count = grid.data.broadcast_object(updater.step_count, 0)
+        repaired = 0
+        if len(updater.shares) > 1:
+            for slot in sorted(updater.state):
+                values = updater.state[slot]
+                digests = grid.peers.allgather_object(hashlib.sha256(values.tobytes()).hexdigest())
+                if any(digest != digests[0] for digest in digests):
+                    repaired += grid.peers.rank == 0
+                    grid.peers.broadcast(values, 0, slot)
+        total = np.array([repaired], np.int64)
+        grid.data.allreduce(total, "sum", "repaired")
+        return int(total[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state on every rank: step count, and full arrays by slot and name. Collective."""
+        updater = self._updater
+        layout, data = self.model.layout, self.model.engine.grid.data
+        spans = [Share(layout, rank, data.size).spans for rank in range(data.size)]
+        slots: dict[str, dict[str, Array]] = {}
+        for slot, values in updater.state.items():
+            full = np.zeros(layout.size, values.dtype)
+            for piece in updater.trees.own:
+                full[piece.span.start : piece.span.stop] = values[piece.state : piece.state + piece.size]
+            gather_spans(data, [full[s.start : s.stop] for s in spans[data.rank]], full, spans)
+            slots[slot] = {
+                e.spec.name: full[e.span.start : e.span.stop].reshape(e.spec.shape).copy()
+                for e in layout.parameters
+                if e.spec.trainable
+            }
+        return {"step_count": updater.step_count, "state": slots}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what ``state_dict`` returned, on any layout. Not collective; call it with the same on every rank.
+
+        Raises
+        ------
+        LayoutError
+            If a slot, name or shape is missing or differs; nothing is changed then.
+        """
+        updater, slots = self._updater, state["state"]
+        if set(slots) != set(updater.state):
+            raise LayoutError(f"state has slots {sorted(slots)}, the optimizer's are {sorted(updater.optimizer.slots)}")
+        for slot, arrays in slots.items():
+            for piece in updater.pieces:
+                spec = piece.entry.spec
+                if spec.name not in arrays or np.shape(arrays[spec.name]) != spec.shape:
+                    raise LayoutError(f"state {slot!r} has no array {spec.name!r} of shape {spec.shape}")
+        for slot, arrays in slots.items():
+            for piece in updater.pieces:
+                flat = np.asarray(arrays[piece.entry.spec.name]).reshape(-1)
+                start = piece.span.start - piece.entry.offset
+                updater.state[slot][piece.state : piece.state + piece.size] = flat[start : start + piece.size]
+        updater.step_count = int(state["step_count"])
+
+    def serialize(self) -> bytes:
+        """Return the state as an HDF5 image, the same bytes on every rank. Collective."""
+        engine = self.model.engine
+        arrays = persistence.local_arrays(engine, parameters=False)
+        return checkpoint.to_bytes(arrays, {"mpizero": persistence.attributes(engine)}, self.config.communicator)
+
+    def deserialize(self, data: bytes) -> None:
+        """Take what ``serialize`` returned, on any layout. Collective."""
+        with checkpoint.from_bytes(data) as reader:
+            persistence.restore_state(self.model.engine, reader)
+
+    def save(self, path: str | Path) -> None:
+        """Write the state to the folder ``path``, in place of what was there. Collective."""
+        engine = self.model.engine
+        checkpoint.write(
+            path,
+            persistence.local_arrays(engine, parameters=False),
+            {"mpizero": persistence.attributes(engine)},
+            self.config.communicator,
+            replace=True,
+        )
+
+    def load(self, path: str | Path) -> None:
+        """Read what ``save`` wrote, on any layout. Collective.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is nothing at ``path``.
+        CheckpointError
+            On damage, or the state of another optimizer.
+        """
+        with checkpoint.open_checkpoint(path, self.config.communicator) as reader:
+            persistence.restore_state(self.model.engine, reader)
+
+
+class DDPOptimizer(ShardedOptimizer):
+    """Replicated state: one copy a node, each rank updating its part of it."""
+
+
+class ZeRO1Optimizer(ShardedOptimizer):
+    """State sharded over all ranks."""
+
+
+class ZeRO2Optimizer(ShardedOptimizer):
+    """State sharded over all ranks, fed by sharded gradients."""
+
+
+class ZeRO3Optimizer(ShardedOptimizer):
+    """State, gradients and parameters sharded."""
+
+
+class FSDPOptimizer(ZeRO3Optimizer):
+    """ZeRO-3 by its other name."""
+

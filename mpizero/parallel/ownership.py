@@ -1,0 +1,162 @@
+"""Which ranges of parameters and gradients a rank owns, and where each of them stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from mpizero.layout import Entry, FlatLayout, Span
+from mpizero.types import ParameterSpec
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank owns: one range of the flat order a unit, and the gradients that belong to it."""
+
+    layout: FlatLayout
+    rank: int
+    parts: int
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """The owned ranges of the flat order, one a unit."""
+        return self.layout.shards(self.rank, self.parts)
+
+    @cached_property
+    def size(self) -> int:
+        """Number of owned parameters."""
+        return sum(span.size for span in self.spans)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each unit's range starts in the concatenation of all of them."""
+        return _running([span.size for span in self.spans])
+
+    @cached_property
+    def gradient_spans(self) -> tuple[tuple[Span, ...], ...]:
+        """For each unit, the owned ranges of its gradient space."""
+        return tuple(self.layout.gradient_spans(unit, self.spans) for unit in self.layout.units)
+
+    @cached_property
+    def gradient_offsets(self) -> tuple[int, ...]:
+        """Where each unit's owned gradients start in the concatenation of all of them."""
+        return _running([sum(span.size for span in spans) for spans in self.gradient_spans])
+
+    @cached_property
+    def gradient_size(self) -> int:
+        """Number of owned gradient elements."""
+        return sum(span.size for spans in self.gradient_spans for span in spans)
+
+    def row_spans(self, unit: int) -> tuple[Span, ...]:
+        """Return the owned ranges of a unit's gradients in a row that holds the gradients of all units."""
+        base = self.layout.gradient_bases[unit]
+        return tuple(span.shift(base) for span in self.gradient_spans[unit])
+
+    def shard_position(self, unit: int, gradient: int) -> int:
+        """Return where element ``gradient`` of a unit's gradient space stands in the concatenation."""
+        position = self.gradient_offsets[unit]
+        for span in self.gradient_spans[unit]:
+            if span.start <= gradient < span.stop:
+                return position + gradient - span.start
+            position += span.size
+        return position
+
+
+class UpdatePiece(NamedTuple):
+    """A contiguous range of one trainable parameter that this rank updates.
+
+    ``store``, ``gradient`` and ``state`` are its starts in the parameter store, in the reduced gradient and in the
+    optimizer's arrays; ``uses`` are the starts of the gradients of its later, tied uses.
+    """
+
+    entry: Entry
+    span: Span
+    store: int
+    gradient: int
+    uses: tuple[int, ...]
+    state: int
+    group: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.span.size
+
+
+class UpdateRun(NamedTuple):
+    """Neighbouring pieces that one kernel call can update together."""
+
+    store: int
+    gradient: int
+    state: int
+    size: int
+    group: int
+
+
+def update_pieces(
+    shares: Sequence[Share], groups: dict[ParameterSpec, int], store_bases: Sequence[int] | None, in_rows: bool
+) -> tuple[UpdatePiece, ...]:
+    """List what a rank updates.
+
+    Parameters
+    ----------
+    shares : sequence of Share
+        What it updates: its own share, or with replicated optimizer state those of all its peers.
+    groups : dict
+        The optimizer's group of each parameter.
+    store_bases : sequence of int or None
+        Where each share starts in a sharded store; None for a store that holds the whole flat order.
+    in_rows : bool
+        Whether the reduced gradient stands in a row of all gradients (else in the concatenation of the owned ones).
+    """
+    pieces: list[UpdatePiece] = []
+    state = 0
+    for number, share in enumerate(shares):
+        layout = share.layout
+        for unit, span in zip(layout.units, share.spans, strict=True):
+            for entry, part in layout.pieces(span):
+                if not entry.spec.trainable:
+                    continue
+                inside = part.start - entry.offset
+                store = part.start
+                if store_bases is not None:
+                    store = store_bases[number] + share.offsets[unit.index] + part.start - span.start
+                uses = tuple(_locate(share, use, inside, in_rows) for use in layout.uses.get(entry.spec.name, ()))
+                gradient = _locate(share, entry, inside, in_rows)
+                pieces.append(UpdatePiece(entry, part, store, gradient, uses, state, groups[entry.spec]))
+                state += part.size
+    return tuple(pieces)
+
+
+def _locate(share: Share, entry: Entry, inside: int, in_rows: bool) -> int:
+    gradient = entry.gradient + inside
+    if in_rows:
+        return share.layout.gradient_bases[entry.unit] + gradient
+    return share.shard_position(entry.unit, gradient)
+
+
+def runs_of(pieces: Sequence[UpdatePiece]) -> tuple[UpdateRun, ...]:
+    """Join neighbouring pieces of the same optimizer group."""
+    runs: list[UpdateRun] = []
+    for piece in pieces:
+        run = UpdateRun(piece.store, piece.gradient, piece.state, piece.size, piece.group)
+        if runs and _follows(runs[-1], run):
+            runs[-1] = runs[-1]._replace(size=runs[-1].size + run.size)
+        else:
+            runs.append(run)
+    return tuple(runs)
+
+
+def _follows(first: UpdateRun, second: UpdateRun) -> bool:
+    ends = (first.store + first.size, first.gradient + first.size, first.state + first.size, first.group)
+    return ends == (second.store, second.gradient, second.state, second.group)
+
+
+def _running(sizes: Sequence[int]) -> tuple[int, ...]:
+    starts, total = [], 0
+    for size in sizes:
+        starts.append(total)
+        total += size
+    return tuple(starts)

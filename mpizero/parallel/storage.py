@@ -1,0 +1,169 @@
+"""Where parameters live: one whole copy per group of ranks that share memory, or this group's shards only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from mpizero.comm import ProcessGrid
+from mpizero.comm.exact import gather_spans
+from mpizero.layout import FlatLayout, Span, Unit
+from mpizero.layout.flat import views
+from mpizero.parallel.memory import Memory
+from mpizero.parallel.ownership import Share
+from mpizero.types import Array
+
+
+class ParameterStore:
+    """The values of all parameters, whole or sharded over groups.
+
+    With a single group the window of the group is the shard of every rank and nothing is ever gathered.
+
+    Parameters
+    ----------
+    layout : FlatLayout
+        The flat order.
+    grid : ProcessGrid
+        The ranks.
+    memory : Memory
+        Where the arrays come from.
+    sharded : bool
+        Whether each group keeps its ranks' shards only; units are then gathered when they are needed.
+    dtype : numpy dtype
+        Of all parameters.
+    """
+
+    def __init__(self, layout: FlatLayout, grid: ProcessGrid, memory: Memory, sharded: bool, dtype: Any) -> None:
+        self.layout, self.grid, self.memory = layout, grid, memory
+        self.sharded = sharded and grid.peers.size > 1
+        self.share = Share(layout, grid.data.rank, grid.data.size)
+        members = [Share(layout, rank, grid.data.size) for rank in grid.node_ranks]
+        self.bases = np.concatenate([[0], np.cumsum([share.size for share in members])]).tolist()
+        size = int(self.bases[-1]) if self.sharded else layout.size
+        (self.values,) = memory.shared("parameters", [(size,)], dtype)
+        self.peer_shares = tuple(Share(layout, rank, grid.data.size) for rank in grid.peer_ranks)
+        self._slots: tuple[Array, ...] = ()
+        self._next = 0
+        if self.sharded:
+            largest = max((self.needed(unit) for unit in layout.units), default=0)
+            self._slots = memory.shared("buffers", [(largest,)] * (2 if grid.node.size > 1 else 1), dtype)
+        self._views: dict[tuple[int, int], dict[str, Any]] = {}
+
+    @property
+    def base(self) -> int:
+        """Where this rank's shard starts in a sharded store."""
+        return int(self.bases[self.grid.node.rank])
+
+    @staticmethod
+    def needed(unit: Unit) -> int:
+        """Return the elements of a gathered unit: its own parameters and the tied ones it uses."""
+        return unit.span.size + sum(entry.spec.size for entry in unit.aliases)
+
+    def owned(self, unit: int) -> Array:
+        """Return the writable values of this rank's range of a unit. Not collective."""
+        span = self.share.spans[unit]
+        start = self.base + self.share.offsets[unit] if self.sharded else span.start
+        return self.values[start : start + span.size]
+
+    @contextmanager
+    def unit(self, unit: Unit) -> Iterator[dict[str, Any]]:
+        """Lend read-only nested views of a unit's parameters, by block.
+
+        Collective over the data group when the store is sharded: the unit is gathered for the time of the context.
+        """
+        slot = 0
+        if self.sharded:
+            slot = self._next
+            self._next = (slot + 1) % len(self._slots)
+            self._gather(unit, self._slots[slot])
+        key = (unit.index, slot)
+        if key not in self._views:
+            self._views[key] = self._unit_views(unit, self._slots[slot] if self.sharded else self.values)
+        yield self._views[key]
+
+    def publish(self, *, exchange: bool = True) -> None:
+        """Make what owners wrote readable by all. Collective over the data group.
+
+        ``exchange`` brings every rank's owned range to the copies of all groups; without it each group has written
+        its whole copy itself.
+        """
+        if exchange and self.grid.peers.size > 1 and not self.sharded:
+            for unit in self.layout.units:
+                spans = [(share.spans[unit.index],) for share in self.peer_shares]
+                gather_spans(self.grid.peers, [self.owned(unit.index)], self.values, spans)
+        self.memory.barrier("publish")
+
+    def gathered(self, unit: Unit) -> Array:
+        """Return a new 1-D array of a unit's own parameters. Collective over the data group."""
+        if not self.sharded:
+            return self.values[unit.span.start : unit.span.stop].copy()
+        with self.unit(unit):
+            slot = (self._next - 1) % len(self._slots)
+            values = self._slots[slot][: unit.span.size].copy()
+        self.memory.barrier("gathered")
+        return values
+
+    def fill(self, values: Array) -> None:
+        """Set all parameters from the same full vector on every rank. Collective over the data group."""
+        for unit in self.layout.units:
+            span = self.share.spans[unit.index]
+            self.owned(unit.index)[:] = values[span.start : span.stop]
+        self.publish()
+
+    def copy_from(self, other: ParameterStore) -> None:
+        """Take the values of a store of the same layout and grid. Collective over the data group."""
+        for unit in self.layout.units:
+            self.owned(unit.index)[:] = other.owned(unit.index)
+        self.publish()
+
+    def _gather(self, unit: Unit, slot: Array) -> None:
+        spans = [self._slot_spans(unit, share) for share in self.peer_shares]
+        gather_spans(self.grid.peers, self._sent(unit), slot, spans)
+        self.memory.barrier("gather")
+
+    def _slot_spans(self, unit: Unit, share: Share) -> tuple[Span, ...]:
+        """Return where the values of ``share`` stand in a gathered unit: its own range, then the tied uses'."""
+        spans = [share.spans[unit.index].shift(-unit.span.start)]
+        place = unit.span.size
+        for entry in unit.aliases:
+            part = entry.span.intersect(share.spans[self._home(entry.spec.tied)])
+            spans.append(part.shift(place - entry.offset))
+            place += entry.spec.size
+        return tuple(spans)
+
+    def _sent(self, unit: Unit) -> list[Array]:
+        sent = [self.owned(unit.index)]
+        for entry in unit.aliases:
+            home = self._home(entry.spec.tied)
+            part = entry.span.intersect(self.share.spans[home]).shift(-self.share.spans[home].start)
+            sent.append(self.owned(home)[part.start : part.stop] if part.size else self.values[:0])
+        return sent
+
+    def _home(self, name: str | None) -> int:
+        return self.layout.by_name[str(name)].unit
+
+    def _unit_views(self, unit: Unit, buffer: Array) -> dict[str, Any]:
+        buffer = buffer.view()
+        buffer.flags.writeable = False
+        placed: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {block: [] for block in unit.blocks}
+        alias = unit.span.size
+        for entry in unit.entries:
+            start = entry.offset
+            if self.sharded:
+                start = entry.offset - unit.span.start
+                if entry.spec.tied is not None:
+                    start, alias = alias, alias + entry.spec.size
+            placed[entry.block].append((entry.local_name, start, entry.spec.shape))
+        return {block: views(buffer, triples) for block, triples in placed.items()}
+
+
+def flat_names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:
+    """Yield dotted names and arrays of nested views."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flat_names(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -1,0 +1,259 @@
+"""Run an optimizer on the ranges that a rank owns: the same elements, the same arithmetic, on every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpizero import kernels, optim
+from mpizero.comm import ProcessGrid
+from mpizero.comm.exact import ExactExchange
+from mpizero.layout import FlatLayout, Span, cover, merge
+from mpizero.parallel.gradients import GradientRows
+from mpizero.parallel.memory import Memory
+from mpizero.parallel.ownership import Share, UpdatePiece, runs_of, update_pieces
+from mpizero.parallel.storage import ParameterStore
+from mpizero.types import Array
+
+class TensorTree:
+    """Sums over the elements of each parameter, by the canonical tree over its element index, in float64.
+
+    [Note: scalar sums] A rank adds the largest nodes of the tree inside its ranges; the few (node, value) pairs are
+    gathered and merged on every rank in the same order, so norms have the same bits on every layout.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+        The ranks.
+    layout : FlatLayout
+        The parameters.
+    pieces : sequence of UpdatePiece
+        What this rank updates; only its own share is summed here.
+    """
+
+    def __init__(self, grid: ProcessGrid, layout: FlatLayout, pieces: Sequence[UpdatePiece]) -> None:
+        self.grid = grid
+        share = Share(layout, grid.data.rank, grid.data.size)
+        self.own = [piece for piece in pieces if _inside(piece.span, share.spans[piece.entry.unit])]
+        self.names = [e.spec.name for e in layout.parameters if e.spec.trainable]
+        self.counts = [0] * grid.data.size
+        arrivals: dict[str, list[Any]] = {name: [] for name in self.names}
+        place = 0
+        for rank in range(grid.data.size):
+            for name, nodes in _held(Share(layout, rank, grid.data.size)):
+                arrivals[name] += [(node, (place + i,)) for i, node in enumerate(nodes)]
+                place += len(nodes)
+                self.counts[rank] += len(nodes)
+        totals = {e.spec.name: e.spec.size for e in layout.parameters}
+        self.programs = {name: merge(held, totals[name]) for name, held in arrivals.items()}
+        self.cuts = [self._cuts(piece) for piece in self.own]
+
+    @staticmethod
+    def _cuts(piece: UpdatePiece) -> tuple[Array, Array]:
+        entry, span = piece.entry, piece.span
+        nodes = cover(span.start - entry.offset, span.stop - entry.offset, entry.spec.size)
+        leaves = [node.leaves(entry.spec.size) for node in nodes]
+        start = span.start - entry.offset
+        return (
+            np.array([r.start - start for r in leaves], np.int64),
+            np.array([r.stop - start for r in leaves], np.int64),
+        )
+
+    def square_sums(self, values: Sequence[Array]) -> dict[str, float]:
+        """Return the sum of squares of every trainable parameter's values.
+
+        Collective over the data group. ``values`` are this rank's elements, one 1-D array for each piece of its own
+        share.
+        """
+        local = np.empty(self.counts[self.grid.data.rank], np.float64)
+        place = 0
+        for (starts, stops), piece_values in zip(self.cuts, values, strict=True):
+            part = local[place : place + starts.size]
+            kernels.backend(piece_values).reduction.tree_square_sums(piece_values, starts, stops, part)
+            place += starts.size
+        everyone = np.empty(sum(self.counts), np.float64)
+        self.grid.data.allgatherv(local, everyone, self.counts, "tensor sums")
+        return {name: _evaluate(held, everyone) for name, held in self.programs.items()}
+
+
+def _inside(span: Span, other: Span) -> bool:
+    return other.start <= span.start and span.stop <= other.stop
+
+
+def _held(share: Share) -> list[tuple[str, tuple[Any, ...]]]:
+    held = []
+    for span in share.spans:
+        for entry, part in share.layout.pieces(span):
+            if entry.spec.trainable:
+                first, last = part.start - entry.offset, part.stop - entry.offset
+                held.append((entry.spec.name, cover(first, last, entry.spec.size)))
+    return held
+
+
+def _evaluate(held: Sequence[tuple[Any, tuple[int, ...]]], values: Array) -> float:
+    if not held:
+        return 0.0
+    stack: list[float] = []
+    for v in held[0][1]:
+        if v >= 0:
+            stack.append(float(values[v]))
+        elif v == -1:
+            right = stack.pop()
+            stack[-1] += right
+        else:
+            stack[-1] += float(values[-2 - v])
+    return stack[0]
+
+
+class Updater:
+    """An optimizer bound to the ranges that this rank updates.
+
+    Parameters
+    ----------
+    optimizer : optimizer
+        Anything that :func:`mpizero.optim.adapt` takes.
+    store : ParameterStore
+        The parameters.
+    memory : Memory
+        Where the state comes from.
+    replicated : bool
+        Whether every group keeps the whole state (DDP); otherwise each rank keeps that of its own share.
+    in_rows : bool
+        Whether reduced gradients stand in the first row (else in the concatenation of the owned ranges).
+    """
+
+    def __init__(
+        self, optimizer: Any, store: ParameterStore, memory: Memory, *, replicated: bool, in_rows: bool
+    ) -> None:
+        self.optimizer = optim.adapt(optimizer)
+        self.store, self.memory, self.grid, layout = store, memory, store.grid, store.layout
+        self.shares = store.peer_shares if replicated else (store.share,)
+        groups = {e.spec: self.optimizer.group_of(e.spec) for e in layout.parameters}
+        bases = [store.base] if store.sharded else None
+        self.pieces = update_pieces(self.shares, groups, bases, in_rows)
+        self.plain_runs = runs_of([p for p in self.pieces if not p.uses])
+        self.runs = runs_of(self.pieces)
+        self.tied = tuple(p for p in self.pieces if p.uses)
+        self.groups = sorted(set(groups.values()))
+        self.size = sum(piece.size for piece in self.pieces)
+        self.trees = TensorTree(self.grid, layout, self.pieces)
+        self.step_count = 0
+        self.dtype = store.values.dtype
+        self.state: dict[str, Array] = {
+            slot: memory.private("optimizer state", self.size, self.dtype) for slot in self.optimizer.slots
+        }
+
+    def reset(self) -> None:
+        """Forget the state, as if no step had been made. Not collective."""
+        for array in self.state.values():
+            array[:] = 0
+        self.step_count = 0
+
+    @property
+    def fusible(self) -> bool:
+        """Whether the update can run in the same pass as the sum."""
+        return bool(self.optimizer.elementwise_kernel)
+
+    def hypers(self) -> dict[int, Array]:
+        """Return the scalars of the next step, by group."""
+        return {g: self.optimizer.hyper(self.step_count + 1, g, self.dtype) for g in self.groups}
+
+    def update_fused(self, rows: Array, program: Array, divisor: Array, threads: int) -> None:
+        """Sum, divide and update in one pass over memory. Not collective.
+
+        Parameters
+        ----------
+        rows : array
+            The rows of the group, in the space in which pieces know their gradients.
+        program : array
+            What sums them.
+        divisor : 1-element array
+            The total weight.
+        threads : int
+            Threads of this rank.
+        """
+        hypers = self.hypers()
+        none = rows[:0]
+        for run in self.plain_runs:
+            w, state = self._run_arrays(run.store, run.state, run.size)
+            self.optimizer.apply_tree(
+                rows, run.gradient, none, 0, program, divisor, w, state, hypers[run.group], threads
+            )
+        fused = kernels.backend(rows).fused
+        for piece in self.tied:
+            total = np.empty(piece.size, self.dtype)
+            other = np.empty(piece.size, self.dtype)
+            fused.tree_sum(rows, piece.gradient, none, 0, program, divisor, total, 0, piece.size)
+            for use in piece.uses:
+                fused.tree_sum(rows, use, none, 0, program, divisor, other, 0, piece.size)
+                total += other
+            w, state = self._run_arrays(piece.store, piece.state, piece.size)
+            self.optimizer.apply(w, total, state, hypers[piece.group], threads)
+        self.step_count += 1
+
+    def add_uses(self, reduced: Array) -> None:
+        """Add the gradients of tied uses to the parameter's own, in declared order. Not collective."""
+        for piece in self.tied:
+            own = reduced[piece.gradient : piece.gradient + piece.size]
+            for use in piece.uses:
+                own += reduced[use : use + piece.size]
+
+    def squared_norm(self, reduced: Array) -> float:
+        """Return the sum of squares of the reduced gradient over all parameters. Collective over the data group."""
+        values = [reduced[p.gradient : p.gradient + p.size] for p in self.trees.own]
+        return float(sum(self.trees.square_sums(values).values()))
+
+    def scale(self, reduced: Array, factor: float) -> None:
+        """Multiply this rank's reduced gradients by ``factor``. Not collective."""
+        for run in self.runs:
+            part = reduced[run.gradient : run.gradient + run.size]
+            np.multiply(part, self.dtype.type(factor), out=part)
+
+    def update(self, reduced: Array, threads: int) -> None:
+        """Update this rank's parameters from reduced gradients. Collective for optimizers that need norms."""
+        hypers = self.hypers()
+        if self.optimizer.needs_tensor_norms:
+            self._update_with_norms(reduced, hypers)
+        else:
+            for run in self.runs:
+                w, state = self._run_arrays(run.store, run.state, run.size)
+                self.optimizer.apply(
+                    w, reduced[run.gradient : run.gradient + run.size], state, hypers[run.group], threads
+                )
+        self.step_count += 1
+
+    def _update_with_norms(self, reduced: Array, hypers: dict[int, Array]) -> None:
+        """LAMB: directions first, then the ratio of two norms for each parameter (You et al. 2020, algorithm 2)."""
+        for run in self.runs:
+            w, state = self._run_arrays(run.store, run.state, run.size)
+            gradient = reduced[run.gradient : run.gradient + run.size]
+            self.optimizer.direction(w, gradient, state, hypers[run.group])
+        weights = self.trees.square_sums([self.store.values[p.store : p.store + p.size] for p in self.trees.own])
+        steps = self.trees.square_sums([reduced[p.gradient : p.gradient + p.size] for p in self.trees.own])
+        for piece in self.pieces:
+            name = piece.entry.spec.name
+            w = self.store.values[piece.store : piece.store + piece.size]
+            direction = reduced[piece.gradient : piece.gradient + piece.size]
+            ratio = self.optimizer.trust_ratio(weights[name] ** 0.5, steps[name] ** 0.5)
+            self.optimizer.apply_direction(w, direction, hypers[piece.group], ratio)
+
+    def _run_arrays(self, store: int, state: int, size: int) -> tuple[Array, dict[str, Array]]:
+        arrays = {slot: array[state : state + size] for slot, array in self.state.items()}
+        return self.store.values[store : store + size], arrays
+
+
+def reduce_rows(
+    rows: GradientRows, exchange: ExactExchange, updater: Updater, divisor: Array, out: Array | None
+) -> Array:
+    """Sum the rows of all ranks into this rank's ranges, tied uses added. Collective over the data group.
+
+    With replicated optimizer state (``out`` is None and several shares) every peer gets the ranges of all peers.
+    """
+    shares = updater.store.peer_shares
+    reduced = rows.reduce(exchange, shares, divisor, out)
+    if len(updater.shares) > 1:
+        rows.replicate(shares)
+    updater.add_uses(reduced)
+    return reduced
