@@ -93,7 +93,7 @@ class ProcessGrid:
 
     @property
     def place(self) -> int:
-        """This rank's place in :attr:`order`."""
+        """Place of this rank in :attr:`order`."""
         return self.position[self.data.rank]
 
     @property

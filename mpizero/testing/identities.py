@@ -38,8 +38,8 @@ def taylor_test(
 ) -> float:
     """Prove that ``gradient`` is the gradient of ``f`` at ``x``: the Taylor remainder falls with slope 2.
 
-    Collective if ``f`` is: every rank uses the same direction. The remainder ``|f(x + h p) - f(x) - h <g, p>|`` is taken
-    at eight halvings of ``h``; a wrong gradient, be it by a factor 1/n, gives slope 1.
+    Collective if ``f`` is: every rank uses the same direction. The remainder ``|f(x + h p) - f(x) - h <g, p>|`` is
+    taken at eight halvings of ``h``; a wrong gradient, be it by a factor 1/n, gives slope 1.
 
     Parameters
     ----------

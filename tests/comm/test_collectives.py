@@ -1,0 +1,400 @@
+"""Each movement of data is proven by its adjoint, and by the values a reader expects."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+from mpizero.errors import CollectiveError, MpizeroError
+from mpizero.testing import adjoint_test, parallel_assert
+
+DTYPES = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16"]
+
+
+def uneven(size: int) -> list[int]:
+    """Blocks of 0, 3, 6, 0, ... elements: some ranks have nothing."""
+    return [3 * (rank % 3) for rank in range(size)]
+
+
+def parts(comm, length):
+    """Random numbers that differ between ranks."""
+    return np.random.default_rng([length, comm.rank]).standard_normal(length)
+
+
+def test_allgather_is_adjoint_to_reduce_scatter(ranks):
+    def specification(comm):
+        def gather(x):
+            comm.allgather(x, out := np.empty(5 * comm.size))
+            return out
+
+        def reduce(y):
+            comm.reduce_scatter(y, out := np.empty(5), [5] * comm.size)
+            return out
+
+        adjoint_test(gather, reduce, parts(comm, 5), parts(comm, 5 * comm.size), comm)
+
+    ranks(specification)
+
+
+def test_uneven_allgather_is_adjoint_to_uneven_reduce_scatter(ranks):
+    def specification(comm):
+        counts = uneven(comm.size)
+
+        def gather(x):
+            comm.allgatherv(x, out := np.empty(sum(counts)), counts)
+            return out
+
+        def reduce(y):
+            comm.reduce_scatter(y, out := np.empty(counts[comm.rank]), counts)
+            return out
+
+        adjoint_test(gather, reduce, parts(comm, counts[comm.rank]), parts(comm, sum(counts)), comm)
+
+    ranks(specification)
+
+
+def test_broadcast_is_adjoint_to_the_sum_on_its_root(ranks):
+    def specification(comm):
+        for root in range(comm.size):
+
+            def spread(x, root=root):
+                comm.broadcast(out := x.copy(), root)
+                return out
+
+            def collect(y, root=root):
+                comm.allreduce(out := y.copy())
+                return out if comm.rank == root else np.zeros_like(out)
+
+            adjoint_test(spread, collect, parts(comm, 7), parts(comm, 7), comm)
+
+    ranks(specification)
+
+
+def test_alltoallv_is_adjoint_to_the_reverse_alltoallv(ranks):
+    def specification(comm):
+        there = [(comm.rank + 2 * peer) % 4 for peer in range(comm.size)]
+        here = [(peer + 2 * comm.rank) % 4 for peer in range(comm.size)]
+
+        def forth(x):
+            comm.alltoallv(x, there, out := np.empty(sum(here)), here)
+            return out
+
+        def back(y):
+            comm.alltoallv(y, here, out := np.empty(sum(there)), there)
+            return out
+
+        adjoint_test(forth, back, parts(comm, sum(there)), parts(comm, sum(here)), comm)
+
+    ranks(specification)
+
+
+def test_a_shift_by_messages_is_adjoint_to_the_opposite_shift(ranks):
+    def specification(comm):
+        after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+        def shift(x, target, source):
+            out = np.empty_like(x)
+            arrives = comm.irecv(out, source, tag=3)
+            comm.isend(x, target, tag=3).wait()
+            arrives.wait()
+            return out
+
+        def forth(x):
+            return shift(x, after, before)
+
+        def back(y):
+            return shift(y, before, after)
+
+        adjoint_test(forth, back, parts(comm, 8), parts(comm, 8), comm)
+
+    ranks(specification)
+
+
+def test_allreduce_is_its_own_adjoint(ranks):
+    def specification(comm):
+        def reduce(x):
+            comm.allreduce(out := x.copy())
+            return out
+
+        adjoint_test(reduce, reduce, parts(comm, 11), parts(comm, 11), comm)
+
+    ranks(specification)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_travels_unchanged(ranks, dtype):
+    def specification(comm):
+        # Random bits: a NaN's payload must arrive too.
+        bits = np.random.default_rng(1).integers(0, 2 if dtype == "?" else 256, 16 * 4 * comm.size, np.uint8)
+        whole = bits.view(dtype)[: 4 * comm.size].copy()
+        own = whole[4 * comm.rank :][:4].copy()
+        gathered, spread = np.zeros_like(whole), own.copy()
+        comm.allgather(own, gathered)
+        comm.broadcast(spread)
+        parallel_assert(comm, gathered.tobytes() == whole.tobytes() and spread.tobytes() == whole[:4].tobytes())
+
+    ranks(specification)
+
+
+def test_blocks_arrive_in_rank_order_and_empty_ones_take_no_room(ranks):
+    def specification(comm):
+        counts = uneven(comm.size)
+        comm.allgatherv(np.full(counts[comm.rank], comm.rank, np.int32), out := np.empty(sum(counts), np.int32), counts)
+        assert_array_equal(out, np.repeat(np.arange(comm.size), counts))
+
+    ranks(specification)
+
+
+def test_collectives_of_nothing_are_legal(ranks):
+    def specification(comm):
+        empty, none = np.empty(0), [0] * comm.size
+        comm.broadcast(empty)
+        comm.allgather(empty, empty.copy())
+        comm.allgatherv(empty, empty.copy(), none)
+        comm.alltoallv(empty, none, empty.copy(), none)
+        comm.reduce_scatter(empty, empty.copy(), none)
+        comm.allreduce(empty)
+        comm.barrier()
+
+    ranks(specification)
+
+
+def test_arrays_of_several_dimensions_travel_in_c_order(ranks):
+    def specification(comm):
+        block = np.arange(6.0).reshape(2, 3) + 10 * comm.rank
+        comm.allgather(block, out := np.empty((comm.size, 2, 3)))
+        assert_array_equal(out, np.arange(6.0).reshape(2, 3) + 10 * np.arange(comm.size)[:, None, None])
+
+    ranks(specification)
+
+
+def test_non_blocking_twins_give_what_the_blocking_ones_give(ranks):
+    def specification(comm):
+        counts, x = uneven(comm.size), parts(comm, 6)
+        own = x[: counts[comm.rank]].copy()
+        there = [1 + (comm.rank + peer) % 2 for peer in range(comm.size)]
+        scatter = parts(comm, sum(there))
+
+        def run(prefix):
+            spread, total = x.copy(), x.copy()
+            equal, ragged, turned = np.empty(6 * comm.size), np.empty(sum(counts)), np.empty(sum(there))
+            requests = [
+                getattr(comm, prefix + "broadcast")(spread, comm.size - 1),
+                getattr(comm, prefix + "allgather")(x, equal),
+                getattr(comm, prefix + "allgatherv")(own, ragged, counts),
+                getattr(comm, prefix + "alltoallv")(scatter, there, turned, there),
+                getattr(comm, prefix + "allreduce")(total, "max"),
+                getattr(comm, prefix + "barrier")(),
+            ]
+            for request in reversed(requests):
+                if request is not None:
+                    request.wait()
+                    request.wait()
+            return [a.tobytes() for a in (spread, total, equal, ragged, turned)]
+
+        parallel_assert(comm, run("") == run("i"))
+
+    ranks(specification)
+
+
+def test_a_request_can_be_polled_to_its_end(ranks):
+    def specification(comm):
+        request = comm.iallgather(np.array([comm.rank]), out := np.empty(comm.size, np.int64))
+        while not request.test():
+            pass
+        request.wait()
+        assert_array_equal(out, np.arange(comm.size))
+
+    ranks(specification)
+
+
+@pytest.mark.parametrize(("op", "expected"), [("sum", sum), ("max", max), ("min", min)])
+def test_allreduce_works_in_place_on_integers_too(ranks, op, expected):
+    def specification(comm):
+        buffer = np.arange(8) * (comm.rank + 1)
+        comm.allreduce(buffer, op)
+        assert_array_equal(buffer, [expected(i * (r + 1) for r in range(comm.size)) for i in range(8)])
+
+    ranks(specification)
+
+
+def test_objects_of_any_size_reach_all_ranks(ranks):
+    def specification(comm):
+        values = ["", "x" * 503, "y" * 5000, {"shape": (2, 3)}, None]
+        mine = values[comm.rank % 5]
+        assert comm.allgather_object(mine) == [values[rank % 5] for rank in range(comm.size)]
+        for root in range(comm.size):
+            assert comm.broadcast_object(mine, root) == values[root % 5]
+
+    ranks(specification)
+
+
+def test_messages_overtake_only_other_tags(ranks):
+    def specification(comm):
+        out = [np.empty(1) for _ in range(3)]
+        arrivals = [comm.irecv(out[0], 0, tag=7), comm.irecv(out[1], 0, tag=7), comm.irecv(out[2], 0, tag=8)]
+        if comm.rank == 0:
+            for peer in range(comm.size):
+                for value, tag in ((3.0, 8), (1.0, 7), (2.0, 7)):
+                    comm.isend(np.array([value]), peer, tag).wait()
+        for arrival in reversed(arrivals):
+            arrival.wait()
+        assert_array_equal(np.concatenate(out), [1.0, 2.0, 3.0])
+
+    ranks(specification)
+
+
+def test_counters_count_what_goes_to_other_ranks(ranks):
+    def specification(comm):
+        n, rank = comm.size, comm.rank
+        x = np.zeros(3, np.float32)
+
+        def sent(call, *arguments):
+            comm.counters.reset()
+            result = call(*arguments)
+            if result is not None:
+                result.wait()
+            return comm.counters.bytes_sent
+
+        there = [peer + 1 for peer in range(n)]
+        block, total = np.zeros(rank + 1, np.float32), np.zeros(sum(there), np.float32)
+        assert sent(comm.allgather, x, np.empty(3 * n, np.float32)) == 12 * (n - 1)
+        assert sent(comm.iallgatherv, block, np.empty_like(total), there) == 4 * (rank + 1) * (n - 1)
+        received = np.empty((rank + 1) * n, np.float32)
+        assert sent(comm.alltoallv, total, there, received, [rank + 1] * n) == 4 * (sum(there) - rank - 1)
+        assert sent(comm.broadcast, x, n - 1) == (12 * (n - 1) if rank == n - 1 else 0)
+        assert sent(comm.reduce_scatter, total, block, there) == 4 * (sum(there) - rank - 1)
+        assert sent(comm.allreduce, x) == 24 * (n - 1) // n
+        assert sent(comm.barrier) == 0
+        assert comm.counters.messages == 0
+
+    ranks(specification)
+
+
+def test_the_trace_numbers_collectives_and_is_outside_between_calls(ranks):
+    def specification(comm):
+        first = comm.trace.sequence
+        request = comm.iallgather(np.zeros(1), np.zeros(comm.size), tag="early")
+        comm.barrier(tag="late")
+        assert (comm.trace.operation, comm.trace.tag, comm.trace.sequence) == ("barrier", "late", first + 2)
+        request.wait()
+        assert (comm.trace.operation, comm.trace.tag) in {("iallgather", "early"), ("barrier", "late")}
+        assert comm.trace.entered == 0.0
+        assert comm.trace.started == first + 2
+
+    ranks(specification)
+
+
+BAD_CALLS = {
+    "another dtype": (lambda c: c.allgather(np.zeros(2), np.zeros(2 * c.size, "f4"), "w"), "float64 but receives"),
+    "too small a result": (lambda c: c.allgather(np.zeros(2), np.zeros(2 * c.size + 1), "w"), "do not fill it"),
+    "wrong counts": (lambda c: c.allgatherv(np.zeros(2), np.zeros(2), [7] * c.size, "w"), "counts .* blocks of 2"),
+    "too few counts": (lambda c: c.allgatherv(np.zeros(2), np.zeros(2), [], "w"), "counts"),
+    "negative counts": (lambda c: c.alltoallv(np.zeros(0), [1, -1], np.zeros(0), [0] * c.size, "w"), "counts"),
+    "another own block": (lambda c: c.reduce_scatter(np.zeros(4 * c.size), np.zeros(3), [4] * c.size, "w"), "is 4"),
+    "a strided array": (lambda c: c.broadcast(np.zeros((4, 4))[:, 0], 0, "w"), "not C-contiguous"),
+    "a list": (lambda c: c.allreduce([1.0], "sum", "w"), "got list"),
+    "objects": (lambda c: c.broadcast(np.array([None]), 0, "w"), "no message type"),
+    "an unknown operation": (lambda c: c.allreduce(np.zeros(2), "mean", "w"), "'mean'"),
+    "a sum of float16": (lambda c: c.allreduce(np.zeros(2, "f2"), "sum", "w"), "convert it to float32"),
+    "no such root": (lambda c: c.broadcast(np.zeros(2), c.size, "w"), "is not in 0"),
+    "no such peer": (lambda c: c.isend(np.zeros(2), -1), "is not in 0"),
+    "too large a tag": (lambda c: c.irecv(np.zeros(2), 0, 32000), "tag must be"),
+    "a negative color": (lambda c: c.split(-1), "color must be"),
+    "nodes of nobody": (lambda c: c.split_node(0), "ranks_per_node"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_misuse_is_refused_before_anything_is_sent(ranks, case):
+    call, message = BAD_CALLS[case]
+
+    def specification(comm):
+        with pytest.raises(CollectiveError, match=rf"\[rank {comm.rank}\].*{message}"):
+            call(comm)
+        comm.barrier()
+
+    ranks(specification)
+
+
+def test_a_read_only_array_is_sent_but_never_written(ranks):
+    def specification(comm):
+        frozen = np.arange(2.0)
+        frozen.flags.writeable = False
+        comm.allgather(frozen, np.empty(2 * comm.size))
+        with pytest.raises(CollectiveError, match="read-only"):
+            comm.allreduce(frozen)
+
+    ranks(specification)
+
+
+def test_a_message_of_another_length_is_an_error(ranks):
+    def specification(comm):
+        arrival = comm.irecv(np.empty(2), comm.rank)
+        comm.isend(np.zeros(1), comm.rank).wait()
+        with pytest.raises(CollectiveError, match=r"irecv .*float64\[2\]"):
+            arrival.wait()
+
+    ranks(specification)
+
+
+def test_a_closed_communicator_refuses_calls_and_closes_twice(ranks):
+    def specification(comm):
+        half = comm.split(comm.rank % 2)
+        half.close()
+        half.close()
+        with pytest.raises(MpizeroError):
+            half.barrier()
+
+    ranks(specification)
+
+
+def test_split_groups_by_color_and_orders_by_key(ranks):
+    def specification(comm):
+        with comm.split(comm.rank % 2, key=-comm.rank, name="half") as half:
+            members = half.allgather_object(comm.rank)
+            assert members == sorted((r for r in range(comm.size) if r % 2 == comm.rank % 2), reverse=True)
+            assert (half.rank, half.size, half.name) == (members.index(comm.rank), len(members), "half")
+
+    ranks(specification)
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 3, 8])
+def test_split_node_simulates_smaller_nodes(ranks, per_node):
+    def specification(comm):
+        with comm.split_node(per_node) as node:
+            first = comm.rank // per_node * per_node
+            assert node.allgather_object(comm.rank) == list(range(first, min(first + per_node, comm.size)))
+            assert node.shares_memory
+
+    ranks(specification)
+
+
+def test_more_communicators_can_be_opened_and_closed_than_live_at_once(ranks):
+    def specification(comm):
+        for _ in range(300):
+            comm.split(0).close()
+        comm.barrier()
+
+    ranks(specification)
+
+
+def test_prefix_sums_of_counts_place_blocks_at_any_distance(ranks):
+    """With tiny messages every block is described by a derived type; the bytes are the same."""
+
+    def specification(comm):
+        counts = [5 * (rank + 1) for rank in range(comm.size)]
+        starts = [0, *accumulate(counts)]
+        whole = np.arange(starts[-1], dtype=np.int16)
+        own = whole[starts[comm.rank] : starts[comm.rank + 1]].copy()
+        request = comm.iallgatherv(own, out := np.zeros_like(whole), counts)
+        request.wait()
+        assert_array_equal(out, whole)
+        everywhere = np.tile(own, comm.size)
+        comm.alltoallv(everywhere, [own.size] * comm.size, out := np.zeros_like(whole), counts)
+        assert_array_equal(out, whole)
+
+    ranks(specification)

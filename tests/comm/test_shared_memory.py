@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+from mpizero.errors import CollectiveError, SharedMemoryError
+
+
+def test_what_one_rank_writes_every_rank_of_the_node_reads(ranks):
+    def specification(comm):
+        with comm.split_node() as node:
+            shared = node.allocate_shared(8 * node.size)
+            values = shared.buffer.view(np.int64)
+            for turn in range(20):
+                values[node.rank] = 100 * turn + node.rank
+                node.node_barrier(shared)
+                assert_array_equal(values, 100 * turn + np.arange(node.size))
+                node.node_barrier(shared)
+            shared.close()
+
+    ranks(specification)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 4096, 100_001])
+def test_a_window_is_whole_on_every_rank_aligned_and_zero(ranks, nbytes):
+    def specification(comm):
+        with comm.split_node() as node:
+            for _ in range(2):  # the second window must not show what the first one held
+                shared = node.allocate_shared(nbytes)
+                assert (shared.buffer.dtype, shared.buffer.shape) == (np.uint8, (nbytes,))
+                assert nbytes == 0 or shared.buffer.ctypes.data % 64 == 0
+                assert not shared.buffer.any()
+                node.node_barrier(shared)
+                shared.buffer[node.rank :: node.size] = 255
+                node.node_barrier(shared)
+                shared.close()
+                shared.close()
+                assert shared.buffer.size == 0
+
+    ranks(specification)
+
+
+def test_simulated_nodes_have_windows_of_their_own(ranks):
+    def specification(comm):
+        with comm.split_node(2) as node:
+            shared = node.allocate_shared(1)
+            if node.rank == 0:
+                shared.buffer[0] = comm.rank
+            node.node_barrier(shared)
+            assert shared.buffer[0] == comm.rank - node.rank
+            shared.close()
+
+    ranks(specification)
+
+
+def test_only_ranks_that_share_memory_get_a_window(ranks):
+    def specification(comm):
+        if comm.size > 1:
+            with pytest.raises(SharedMemoryError, match=r"may span nodes: allocate on split_node"):
+                comm.allocate_shared(8)
+        comm.barrier()
+
+    ranks(specification)
+
+
+def test_a_negative_size_is_refused(ranks):
+    def specification(comm):
+        with comm.split_node() as node, pytest.raises(CollectiveError, match="nbytes must be >= 0, got -1"):
+            node.allocate_shared(-1)
+
+    ranks(specification)
+
+
+@pytest.mark.mpi
+def test_a_window_that_does_not_fit_is_refused_on_every_rank_alike(world):
+    with world.split_node() as node:
+        texts = []
+        try:
+            node.allocate_shared(2**60)
+        except SharedMemoryError as error:
+            texts.append(str(error))
+        gathered = node.allgather_object(texts)
+        assert len(gathered[0]) == 1
+        assert all(text == gathered[0] for text in gathered)
+        assert str(2**60) in gathered[0][0]
+        assert "share_node_memory=False" in gathered[0][0]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_ask_for_different_windows_are_told_so(world):
+    with world.split_node() as node, pytest.raises(SharedMemoryError, match="64 to 128 bytes; they must agree"):
+        node.allocate_shared(128 if node.rank else 64)
+
+
+@pytest.mark.mpi
+def test_windows_leave_nothing_behind(world):
+    """MPI runs out of windows at about 2000; closed ones do not count."""
+    with world.split_node() as node:
+        for _ in range(100):
+            node.allocate_shared(64).close()
