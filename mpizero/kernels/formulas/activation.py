@@ -2,48 +2,77 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from mpizero.kernels.formulas.elementary import exponential, hyperbolic_tangent
+import numpy as np
 
-# 2 * sqrt(2 / pi): the tanh form of GELU is x * sigmoid(2 u), u = sqrt(2 / pi) * (x + 0.044715 x**3); as a sigmoid
-# it keeps its relative precision for negative x, where 1 + tanh(u) cancels.
+from mpizero.kernels.formulas.elementary import exp2_single, exponential, hyperbolic_tangent
+
+# The tanh form of GELU is x / (1 + exp(-2 u)), u = sqrt(2 / pi) * (x + 0.044715 x**3); in this form it keeps its
+# relative precision for negative x, where 1 + tanh(u) cancels.
 _TWICE_ROOT = 1.5957691216057308
 _CUBE = 0.044715
-_THREE_CUBE = 0.134145
-# Beyond this the sigmoid is exactly 0 or 1 in float64 too, while the cube may overflow.
-_FLAT = 32.0
+_SLOPE_CUBE = 3.0 * _TWICE_ROOT * _CUBE
+_NEGATIVE_TWICE_ROOT = -_TWICE_ROOT
+_NEGATIVE_TWICE_ROOT_CUBE = -_TWICE_ROOT * _CUBE
+# The same for a power of two instead of e.
+_POWER = _NEGATIVE_TWICE_ROOT / math.log(2.0)
+_POWER_CUBE = _NEGATIVE_TWICE_ROOT_CUBE / math.log(2.0)
+# Outside of these the derivative is 0 or 1 to the last bit, while the cube may overflow.
+_FLAT = 20.0
+_FLAT_SINGLE = 10.0
+# From here exp(-2 u) is inf in float32 (2**127.97), so that huge negative x give 0.
+_LOWEST_SINGLE = -10.06
+# Outside of these the derivative of SiLU is 0 or 1, and exp(-x) is still finite.
+_SILU_FLAT = 700.0
+_SILU_FLAT_SINGLE = 80.0
 
 
-def sigmoid(x: Any, T: Any) -> Any:  # noqa: N803
-    """Return 1 / (1 + exp(-x))."""
-    return T(1.0) / (T(1.0) + exponential(-x, T))
+def clamped(x: Any, low: Any, high: Any) -> Any:
+    """Return ``x`` kept in [low, high]; NaN stays NaN."""
+    above = low if low > x else x
+    return high if high < above else above
+
+
+def gelu_power(x: Any, T: Any) -> Any:  # noqa: N803
+    """Return exp(-2 u) of :func:`gelu`; in float32 ``x`` is in [-10.06, 10]."""
+    if T is np.float32:
+        c = np.float32(x)
+        return T(exp2_single(c * (np.float32(_POWER) + np.float32(_POWER_CUBE) * (c * c))))
+    return exponential(x * (T(_NEGATIVE_TWICE_ROOT) + T(_NEGATIVE_TWICE_ROOT_CUBE) * (x * x)), T)
 
 
 def gelu(x: Any, T: Any) -> Any:  # noqa: N803
     """Return the tanh form of GELU (Hendrycks and Gimpel 2016)."""
-    return x * sigmoid(T(_TWICE_ROOT) * x * (T(1.0) + T(_CUBE) * x * x), T)
+    if T is np.float32:
+        return x / (T(1.0) + gelu_power(clamped(x, T(_LOWEST_SINGLE), T(_FLAT_SINGLE)), T))
+    return x / (T(1.0) + gelu_power(x, T))
 
 
 def gelu_gradient(x: Any, dy: Any, T: Any) -> Any:  # noqa: N803
     """Return dy times the derivative of :func:`gelu`."""
-    c = T(_FLAT) if x > T(_FLAT) else x
-    c = T(-_FLAT) if c < T(-_FLAT) else c
-    square = c * c
-    s = sigmoid(T(_TWICE_ROOT) * c * (T(1.0) + T(_CUBE) * square), T)
-    slope = T(_TWICE_ROOT) * (T(1.0) + T(_THREE_CUBE) * square)
-    return dy * (s + c * (s * (T(1.0) - s)) * slope)
+    flat = T(_FLAT_SINGLE) if T is np.float32 else T(_FLAT)
+    c = clamped(x, -flat, flat)
+    power = gelu_power(c, T)
+    s = T(1.0) / (T(1.0) + power)
+    slope = T(_TWICE_ROOT) + T(_SLOPE_CUBE) * (c * c)
+    # power * s is 1 - s without its cancellation.
+    return dy * (s + c * slope * (s * (power * s)))
 
 
 def silu(x: Any, T: Any) -> Any:  # noqa: N803
-    """Return x * sigmoid(x)."""
-    return x * sigmoid(x, T)
+    """Return x / (1 + exp(-x))."""
+    return x / (T(1.0) + exponential(-x, T))
 
 
 def silu_gradient(x: Any, dy: Any, T: Any) -> Any:  # noqa: N803
     """Return dy times the derivative of :func:`silu`."""
-    s = sigmoid(x, T)
-    return dy * (s * (T(1.0) + x * (T(1.0) - s)))
+    flat = T(_SILU_FLAT_SINGLE) if T is np.float32 else T(_SILU_FLAT)
+    c = clamped(x, -flat, flat)
+    power = exponential(-c, T)
+    s = T(1.0) / (T(1.0) + power)
+    return dy * (s * (T(1.0) + c * (power * s)))
 
 
 def relu(x: Any, T: Any) -> Any:  # noqa: N803

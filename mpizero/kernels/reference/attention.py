@@ -1,0 +1,31 @@
+"""Causal softmax in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpizero.types import Array
+
+
+def _seen(queries: int, keys: int) -> Array:
+    return np.tri(queries, keys, keys - queries, dtype=bool)
+
+
+def causal_softmax(scores: Array, scale1: Array) -> None:
+    """Replace scores (batch, queries, keys) by softmax(scale * scores) over the keys each query sees."""
+    seen = _seen(*scores.shape[1:])
+    for matrix in scores:
+        for row, mask in zip(matrix, seen, strict=True):
+            if mask.any():
+                wide = row[mask].astype(np.float64) * scale1[0]
+                shares = np.exp(wide - wide.max())
+                row[mask] = shares / shares.sum()
+            row[~mask] = 0
+
+
+def causal_softmax_backward(probs: Array, dprobs: Array, scale1: Array) -> None:
+    """Replace the gradient of the probabilities by that of the scores; entries of unseen keys become 0."""
+    seen = _seen(*probs.shape[1:])
+    dprobs[:, ~seen] = 0
+    dots = (probs * dprobs).sum(axis=2, keepdims=True)
+    dprobs[:] = np.where(seen, scale1[0] * probs * (dprobs - dots), 0)

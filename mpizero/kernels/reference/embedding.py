@@ -1,0 +1,20 @@
+"""Rows of a table by their ids, and the gradient of that, in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpizero.types import Array
+
+
+def gather(table: Array, ids: Array, out: Array) -> None:
+    """Copy row ``ids[i]`` of the table into row i of ``out``; an id outside of the table gives NaN."""
+    for i, index in enumerate(ids):
+        out[i] = table[index] if 0 <= index < table.shape[0] else np.nan
+
+
+def scatter_add(dy: Array, ids: Array, dtable: Array) -> None:
+    """Add row i of ``dy`` to row ``ids[i]`` of ``dtable``, in ascending order of i; ids outside add nothing."""
+    for row, index in zip(dy, ids, strict=True):
+        if 0 <= index < dtable.shape[0]:
+            dtable[index] += row

@@ -1,0 +1,51 @@
+"""Layer and root-mean-square normalization in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpizero.types import Array
+
+
+def layernorm(x: Array, gamma: Array, beta: Array, eps1: Array, y: Array, mean: Array, rstd: Array) -> None:
+    """Normalize every row: ``y = (x - mean) * rstd * gamma + beta`` with ``rstd = 1 / sqrt(variance + eps)``."""
+    mean[:] = x.mean(axis=1, dtype=np.float64)
+    rstd[:] = 1 / np.sqrt(x.var(axis=1, dtype=np.float64) + eps1[0])
+    y[:] = (x - mean[:, None]) * rstd[:, None] * gamma + beta
+
+
+def layernorm_backward_input(dy: Array, x: Array, gamma: Array, mean: Array, rstd: Array, dx: Array) -> None:
+    """Write the gradient of the input into ``dx``."""
+    standard = (x - mean[:, None]) * rstd[:, None]
+    g = dy * gamma
+    mean_g, mean_gs = g.mean(axis=1, keepdims=True), (g * standard).mean(axis=1, keepdims=True)
+    dx[:] = rstd[:, None] * (g - mean_g - standard * mean_gs)
+
+
+def layernorm_backward_weights(dy: Array, x: Array, mean: Array, rstd: Array, dgamma: Array, dbeta: Array) -> None:
+    """Write the gradients of gamma and beta: sums over the rows in ascending order."""
+    dgamma[:] = 0
+    dbeta[:] = 0
+    for row in range(x.shape[0]):
+        dgamma += dy[row] * ((x[row] - mean[row]) * rstd[row])
+        dbeta += dy[row]
+
+
+def rmsnorm(x: Array, gamma: Array, eps1: Array, y: Array, rstd: Array) -> None:
+    """Scale every row: ``y = x * rstd * gamma`` with ``rstd = 1 / sqrt(mean(x**2) + eps)``."""
+    rstd[:] = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1) + eps1[0])
+    y[:] = x * rstd[:, None] * gamma
+
+
+def rmsnorm_backward_input(dy: Array, x: Array, gamma: Array, rstd: Array, dx: Array) -> None:
+    """Write the gradient of the input into ``dx``."""
+    standard = x * rstd[:, None]
+    g = dy * gamma
+    dx[:] = rstd[:, None] * (g - standard * (g * standard).mean(axis=1, keepdims=True))
+
+
+def rmsnorm_backward_weights(dy: Array, x: Array, rstd: Array, dgamma: Array) -> None:
+    """Write the gradient of gamma: a sum over the rows in ascending order."""
+    dgamma[:] = 0
+    for row in range(x.shape[0]):
+        dgamma += dy[row] * (x[row] * rstd[row])

@@ -1,0 +1,126 @@
+"""Counter-based random numbers in NumPy: Philox 4x32-10 over arrays of counters, and what is made of its words."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpizero.types import Array
+
+_LOW = np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
+_DROPOUT, _PERMUTATION = 0xD809, 0x9E12
+
+
+def _philox(counter: Array, key: tuple[int, int]) -> Array:
+    """Return the words (n, 4) of counters (n, 4) under one key."""
+    c = np.asarray(counter, np.uint64).reshape(-1, 4)
+    k = list(key)
+    for _ in range(10):
+        a, b = np.uint64(0xD2511F53) * c[:, 0], np.uint64(0xCD9E8D57) * c[:, 2]
+        c = np.stack(
+            [(b >> _32) ^ c[:, 1] ^ np.uint64(k[0]), b & _LOW, (a >> _32) ^ c[:, 3] ^ np.uint64(k[1]), a & _LOW], axis=1
+        )
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return c
+
+
+def _words(value: int) -> tuple[int, int]:
+    return value % 2**32, (value >> 32) % 2**32
+
+
+def philox(counter: Array, key: Array, out: Array) -> None:
+    """Write the four words of a counter (four words) and a key (two words)."""
+    out[:] = _philox(counter, (int(key[0]), int(key[1])))[0]
+
+
+def _element_words(key0: int, key1: int, site: int, start: int, count: int, per: int) -> Array:
+    """Return the words (count, 4) of the block of each element, for ``per`` elements a block."""
+    blocks = (np.arange(start, start + count) // per).astype(np.uint64)
+    counter = np.empty((count, 4), np.uint64)
+    counter[:, 0], counter[:, 1] = blocks & _LOW, blocks >> _32
+    counter[:, 2], counter[:, 3] = _words(site)
+    return _philox(counter, (key0 % 2**32, key1 % 2**32))
+
+
+def _unit64(words: Array) -> Array:
+    """Return the two 53-bit uniform numbers of each block."""
+    high, low = words[:, 0::2] >> np.uint64(5), words[:, 1::2] >> np.uint64(6)
+    return np.asarray((high * np.uint64(2**26) + low) / 2.0**53)
+
+
+def fill_uniform(key0: int, key1: int, site: int, start: int, out: Array, low1: Array, high1: Array) -> None:
+    """Write elements ``start ...`` of the uniform numbers on [low, high) that a key and a site name."""
+    single = out.dtype == np.float32
+    per = 4 if single else 2
+    words = _element_words(key0, key1, site, start, out.size, per)
+    lanes = np.arange(start, start + out.size) % per
+    units = (words >> np.uint64(8)) / 2.0**24 if single else _unit64(words)
+    unit = units[np.arange(out.size), lanes].astype(out.dtype)
+    value = low1[0] + (high1[0] - low1[0]) * unit
+    out[:] = np.where(value < high1[0], value, low1[0])
+
+
+def fill_normal(key0: int, key1: int, site: int, start: int, out: Array, scale1: Array) -> None:
+    """Write elements ``start ...`` of the normal numbers of deviation ``scale1[0]`` that a key and a site name."""
+    single = out.dtype == np.float32
+    per = 4 if single else 2
+    words = _element_words(key0, key1, site, start, out.size, per)
+    lanes = np.arange(start, start + out.size) % per
+    if single:
+        a, b = words[:, 0::2] / 2.0**32 + 2.0**-33, (words[:, 1::2] >> np.uint64(8)) / 2.0**24
+    else:
+        a, b = _unit64(words)[:, :1] + 2.0**-54, _unit64(words)[:, 1:]
+    radius, angle = np.sqrt(-2 * np.log(a)), 2 * np.pi * b
+    pairs = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=2).reshape(out.size, per)
+    out[:] = pairs[np.arange(out.size), lanes] * scale1[0]
+
+
+def _derived_key(seed: int, purpose: int, first: int, second: int) -> Array:
+    key = (_words(seed)[0], _words(seed)[1] ^ purpose)
+    return _philox(np.array([*_words(first), *_words(second)], np.uint64), key)[0]
+
+
+def dropout(
+    x: Array, y: Array, rate1: Array, seed: int, site: int, step: int, first_sample: int, per_sample: int
+) -> None:
+    """Write ``x / (1 - rate)`` or, with probability ``rate``, 0 into ``y``."""
+    k0, k1, _, _ = (int(word) for word in _derived_key(seed, _DROPOUT, site, step))
+    threshold = int(float(rate1[0]) * 2**32)
+    one = rate1.dtype.type(1)
+    for sample in range(x.size // per_sample if per_sample else 0):
+        part = slice(sample * per_sample, (sample + 1) * per_sample)
+        words = _element_words(k0, k1, first_sample + sample, 0, per_sample, 4)
+        kept = words[np.arange(per_sample), np.arange(per_sample) % 4] >= threshold
+        y[part] = np.where(kept, x[part] * (one / (one - rate1[0]) if rate1[0] < 1 else one), 0)
+
+
+def dropout_backward(
+    x: Array, y: Array, rate1: Array, seed: int, site: int, step: int, first_sample: int, per_sample: int
+) -> None:
+    """Write the gradient of :func:`dropout`: the same mask and factor on the gradient ``x``."""
+    dropout(x, y, rate1, seed, site, step, first_sample, per_sample)
+
+
+def _mix(half: int, key: int) -> int:
+    p = (half ^ key) * 0xD2511F53
+    p = ((p >> 32) ^ (p % 2**32) ^ key) * 0xCD9E8D57
+    return (p >> 32) ^ (p % 2**32)
+
+
+def permutation(index: Array, length: int, seed: int, epoch: int) -> None:
+    """Replace every index by its image under a permutation of ``range(length)``; indices outside become -1."""
+    keys = [int(word) for part in (0, 1) for word in _derived_key(seed, _PERMUTATION, epoch, part)]
+    bits = 1
+    while 4**bits < length:
+        bits += 1
+    for i, value in enumerate(index.tolist()):
+        if not 0 <= value < length:
+            index[i] = -1
+            continue
+        image = length
+        while image >= length:
+            left, right = divmod(value, 2**bits)
+            for key in keys:
+                left, right = right, left ^ (_mix(right, key) % 2**bits)
+            image = value = left * 2**bits + right
+        index[i] = image
