@@ -48,6 +48,9 @@ _BLOCKED = 1.0
 #: Seconds without any sign of progress on the others before a rank that has ended stops waiting for them.
 PATIENCE = 120.0
 
+#: Set for every rank by the launchers of MPICH, Open MPI, and srun with PMI or PMIx.
+_LAUNCHED = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+
 _NORMAL = 2**62
 _KEYBOARD_INTERRUPT = 130
 
@@ -58,6 +61,7 @@ class Guard:
     def __init__(self) -> None:
         self.process = 0
         self.rank, self.size, self.host = 0, 1, ""
+        self.launched = any(name in os.environ for name in _LAUNCHED)
         self.board: Board | None = None
         self.heartbeat: Heartbeat | None = None
         self.register = Register()
@@ -109,8 +113,17 @@ class Guard:
     def _state(self) -> Slot:
         return {"state": self._leaving or "working", **self.context}
 
-    def _mpi(self) -> Any:
-        """Return the MPI module while this process can use it and is not the only one, else None."""
+    def _mpi(self, join: bool = False) -> Any:
+        """Return the MPI module while this process can use it and is not the only one, else None.
+
+        With ``join`` a rank that fails before it has loaded MPI does so now: MPICH's launcher does not notice the end
+        of a process that never came to MPI_Init, and the others would wait for it there.
+        """
+        if join and self.launched and self.process == os.getpid() and "mpi4py.MPI" not in sys.modules:
+            self._arm_hard_stop(0.0)
+            with contextlib.suppress(Exception):
+                from mpi4py import MPI  # noqa: F401
+            faulthandler.cancel_dump_traceback_later()
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi is None or self.process != os.getpid() or not mpi.Is_initialized() or mpi.Is_finalized():
             return None
@@ -126,7 +139,7 @@ class Guard:
         if self.process != os.getpid() or hasattr(sys, "ps1"):  # a forked child, or a person at the prompt
             self._excepthook(kind, error, trace)
             return
-        mpi = self._mpi()
+        mpi = self._mpi(join=True)
         if isinstance(error, MpizeroError):
             status = self._agree_to_fail(mpi, error) if mpi and not origin else None
             if status is None and mpi:
@@ -180,10 +193,10 @@ class Guard:
 
     def _minimum(self, mpi: Any, value: int, give_up: Callable[[float], bool]) -> int | None:
         """Minimum over all ranks, or None if ``give_up`` (told the seconds waited) says so first."""
-        if self._control is None:
-            return None
         send, recv = np.array([value]), np.empty(1, np.int64)
-        request = self._control.Iallreduce([send, mpi.INT64_T], [recv, mpi.INT64_T], mpi.MIN)
+        # Before the first communicator only COMM_WORLD is there; a rank that fails there may use it, for it leaves.
+        control = self._control or mpi.COMM_WORLD
+        request = control.Iallreduce([send, mpi.INT64_T], [recv, mpi.INT64_T], mpi.MIN)
         started, pause = time.monotonic(), 20e-6
         while not request.Test():
             if give_up(time.monotonic() - started):
@@ -201,7 +214,7 @@ class Guard:
 
     def _on_exit(self) -> None:
         mpi = self._mpi()
-        if mpi is not None and not self._agreed and not self._dying.locked():
+        if mpi is not None and self._control is not None and not self._agreed and not self._dying.locked():
             self._leaving = "leaving"
             with contextlib.suppress(mpi.Exception):
                 self._minimum(mpi, _NORMAL, self._left_early)
@@ -237,13 +250,14 @@ class Guard:
         """Put ``[rank r/N host]`` before every line; the first line says where the job stood."""
         place = ", ".join(f"{name} {value}" for name, value in self.context.items())
         head = " ".join(filter(None, [origin, f"at {place}" if place else ""]))
-        body = f"failed {head}\n{text}" if head else text
+        body = f"{head}:\n{text}" if head else text
         prefix = f"[rank {self.rank}/{self.size} {self.host}]"
-        return "".join(f"{prefix} {line}\n" for line in body.splitlines())
+        return "".join(f"{prefix} {line}".rstrip() + "\n" for line in body.splitlines())
 
     def speaks(self) -> bool:
         """Tell whether this rank is the one to say why the job ends. See [Note: last words]."""
-        if self.board is None:
+        if self.board is None:  # nobody to ask: lower ranks first
+            time.sleep(min(0.1 * self.rank, _CONSEQUENCE) + (_OTHER_NODE if self.rank else 0.0))
             return True
         if 0 not in self.board.ranks:
             time.sleep(_OTHER_NODE)
@@ -267,20 +281,24 @@ class Guard:
         """Write ``text`` if no other rank has spoken, and end all ranks with ``status``. Does not return."""
         if not self._dying.acquire(blocking=False):
             threading.Event().wait()  # another thread of this rank is at it
-        with open(os.devnull, "w") as nowhere:
-            faulthandler.dump_traceback_later(HARD_STOP + delay, exit=True, file=nowhere)
-            self._leaving = "failed"
-            time.sleep(delay)
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):
-                    stream.flush()
-            if self.speaks():
-                write(text)
-            else:
-                time.sleep(_CONSEQUENCE)
-            if threading.current_thread() is threading.main_thread() or mpi.Query_thread() == mpi.THREAD_MULTIPLE:
-                mpi.COMM_WORLD.Abort(int(status))
-            os._exit(int(status))
+        self._arm_hard_stop(delay)
+        self._leaving = "failed"
+        time.sleep(delay)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        if self.speaks():
+            write(text)
+        else:
+            time.sleep(_CONSEQUENCE)
+        if threading.current_thread() is threading.main_thread() or mpi.Query_thread() == mpi.THREAD_MULTIPLE:
+            mpi.COMM_WORLD.Abort(int(status))
+        os._exit(int(status))
+
+    @staticmethod
+    def _arm_hard_stop(delay: float) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)  # faulthandler wants somewhere to write; open until the end
+        faulthandler.dump_traceback_later(HARD_STOP + delay, exit=True, file=nowhere)
 
 
 def describe(error: BaseException) -> str:
@@ -309,6 +327,15 @@ _GUARD = Guard()
 def install() -> None:
     """End all ranks when this one fails or leaves early; done by the first MpiCommunicator. Not collective."""
     _GUARD.install()
+
+
+def install_in_job() -> None:
+    """Install if a launcher has started this process, so that errors before the first communicator count too.
+
+    Not collective; loads no MPI.
+    """
+    if _GUARD.launched or "mpi4py.MPI" in sys.modules:
+        _GUARD.install()
 
 
 def follow(trace: CallTrace, comm: Any) -> None:

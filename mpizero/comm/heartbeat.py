@@ -125,17 +125,19 @@ class Heartbeat:
         self.register = register
         self.tick = TICK
         self.listeners: list[Callable[[Slot], None]] = []
+        self.notes: Slot = {}
         self._context = context
         self._world = world
         self._watched = thread or threading.main_thread().ident or 0
         self._spot: tuple[int, int] = (0, 0)
         self._since = monotonic()
+        self._writing = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpizero-heartbeat", daemon=True)
 
     def start(self) -> None:
         """Write the first slot and start the thread. Not collective."""
-        self.board.write(self.slot())
+        self.beat()
         self._thread.start()
 
     def stop(self) -> None:
@@ -143,6 +145,13 @@ class Heartbeat:
         self._stop.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(1.0)
+
+    def beat(self) -> Slot:
+        """Write the slot of this moment. Not collective."""
+        with self._writing:
+            slot = self.slot()
+            self.board.write(slot)
+        return slot
 
     def slot(self) -> Slot:
         """Describe where the main thread stands now."""
@@ -161,11 +170,10 @@ class Heartbeat:
             if (entered := e.trace.entered)
         ]
         slot["counts"] = self.register.counts()
-        return slot | self._context()
+        return slot | self.notes | self._context()
 
     def _run(self) -> None:
         while not self._stop.wait(self.tick):
-            slot = self.slot()
-            self.board.write(slot)
+            slot = self.beat()
             for listener in tuple(self.listeners):
                 listener(slot)

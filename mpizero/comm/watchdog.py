@@ -30,6 +30,9 @@ from mpizero.errors import CollectiveError, ConfigError, ExitStatus
 
 #: Heartbeats of silence after which a rank counts as stopped.
 _SILENT_TICKS = 4
+_MIN_SILENCE = 0.5
+#: Seconds for a silent rank to write its stacks before the job ends.
+_STACKS = 0.3
 
 
 class Watchdog:
@@ -95,14 +98,14 @@ class Watchdog:
         assert self._heartbeat is not None
         self._heartbeat.tick = min(TICK, self._timeout / 10)
         self._heartbeat.listeners.append(self._look)
-        if not self._shared:
-            self._heartbeat.start()
         with contextlib.suppress(ValueError, OSError, AttributeError):  # standard error replaced by a file-like object
             faulthandler.register(signal.SIGUSR2, file=sys.__stderr__ or 2, all_threads=True)
+            self._heartbeat.notes["stacks"] = True
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._log = open(self._folder / f"hang-rank{self._guard.rank:05d}.txt", "w")  # noqa: SIM115 (kept open)
         self._arm(time.monotonic())
+        self._heartbeat.beat() if self._shared else self._heartbeat.start()
 
     def stop(self) -> None:
         """Stop to watch and remove what was written; a second call does nothing. Not collective."""
@@ -116,8 +119,7 @@ class Watchdog:
             heartbeat.stop()
         if not self._guard.ending:
             faulthandler.cancel_dump_traceback_later()
-        with contextlib.suppress(ValueError):
-            faulthandler.unregister(signal.SIGUSR2)
+        # SIGUSR2 stays registered: without it a late signal of another rank would kill this one.
         if self._log is not None:
             self._log.close()
             Path(self._log.name).unlink(missing_ok=True)
@@ -146,7 +148,11 @@ class Watchdog:
 
     def _end(self, slot: Slot, call: list[Any]) -> None:
         if self._shared:
-            self._guard.end_job(self._guard.lines("\n".join(self._report(call))), ExitStatus.HANG)
+            text = self._guard.lines("\n".join(self._report(call)))
+            if self._guard.speaks():
+                guard.write(text)
+                self._ask_silent()
+            self._guard.end_job("", ExitStatus.HANG)
         frames = sys._current_frames()
         where = "; ".join(
             f"{t.name} at {place(frames.get(t.ident or 0))}" for t in threading.enumerate() if not t.daemon
@@ -198,9 +204,22 @@ class Watchdog:
         calls = [f"in {_call(c)} for {c[5] + slot['age']:.1f} s" for c in slot["calls"]]
         doing = {"leaving": "at the end of the program", "failed": "failing"}.get(slot["state"], "at work")
         what = ", ".join(calls) or (f"in {slot['library']}" if slot.get("library") else doing)
-        if slot["age"] > max(_SILENT_TICKS * self._tick(), 1.0):
+        if self._is_silent(slot):
             what = f"silent for {slot['age']:.1f} s (stopped, or holding the interpreter lock); last seen {what}"
         return f"{what} at {slot['place']}{f' ({context})' if context else ''}"
+
+    def _ask_silent(self) -> None:
+        """Let ranks of this node that hold the interpreter lock write their stacks: the signal needs no lock."""
+        asked = 0
+        for rank, slot in self._slots(()).items():
+            if rank != self._guard.rank and slot.get("stacks") and self._is_silent(slot):
+                with contextlib.suppress(OSError):
+                    os.kill(slot["pid"], signal.SIGUSR2)
+                    asked += 1
+        time.sleep(_STACKS if asked else 0.0)
+
+    def _is_silent(self, slot: Slot) -> bool:
+        return bool(slot["age"] > max(_SILENT_TICKS * self._tick(), _MIN_SILENCE))
 
     def _tick(self) -> float:
         return self._heartbeat.tick if self._heartbeat is not None else TICK
