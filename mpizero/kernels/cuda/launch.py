@@ -1,0 +1,134 @@
+"""The decorator of all CUDA kernels: the names, signatures and argument checks of the CPU twins.
+
+::
+
+    from numba import cuda
+
+    from mpizero.kernels.cuda.launch import kernel
+    from mpizero.kernels.formulas.optimizer import sgd as updated
+
+    @kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
+    def sgd(w, g, hyper, start, stop):
+        lr, decay = hyper[0], hyper[1]
+        for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+            w[i] = updated(w[i], g[i], lr, decay)
+
+Every loop over elements or rows strides over the grid, so any number of threads is right. Kernels return nothing;
+a twin with a result is a plain function that launches kernels and reads their output.
+
+Arrays are CuPy's or numba-cuda's device arrays. Small host arrays (scalars of a step, tree programs, sums) may be
+passed too: they are copied to the device, and back unless ``const``. Under ``NUMBA_ENABLE_CUDASIM=1`` all arrays are
+NumPy's, and threads are simulated one by one: keep them small.
+
+The simulator is part of numba (0.68 has it) and of the package numba-cuda, which GPUs need; where both are installed
+numba-cuda provides ``numba.cuda``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from mpizero.kernels.compile import with_compiled_helpers
+from mpizero.kernels.signature import Signature
+from mpizero.types import Array
+
+THREADS = 128
+BLOCKS = 1024
+SIMULATED_THREADS = 3  # not a power of two: strides over the grid leave a remainder
+
+
+def simulated() -> bool:
+    """Tell whether kernels run in numba's simulator, on NumPy arrays."""
+    from numba.core import config
+
+    return bool(config.ENABLE_CUDASIM)
+
+
+class CudaKernel:
+    """A kernel called like its CPU twin; compiled by numba on the first call with a dtype.
+
+    Attributes
+    ----------
+    python : function
+        The plain Python function.
+    signature : Signature
+        Types of the parameters.
+    """
+
+    def __init__(self, python: Callable[..., None], signature: Signature) -> None:
+        functools.update_wrapper(self, python)
+        self.python = python
+        self.signature = signature
+        self.__signature__ = inspect.signature(python)
+        self._compiled: Any = None
+
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel on the current stream."""
+        names = list(self.__signature__.parameters)
+        if len(args) != len(names):
+            raise TypeError(f"kernel {self.__qualname__} takes {len(names)} arguments ({', '.join(names)})")
+        if self._compiled is None:
+            self._compiled = _jit(self.python)
+        passed, returned = [], []
+        for name, value, parameter in zip(names, args, self.signature.parameters, strict=True):
+            if parameter.ndim and getattr(value, "ndim", None) != parameter.ndim:
+                raise TypeError(f"kernel {self.__qualname__}: {name} must have {parameter.ndim} dimension(s)")
+            if isinstance(value, np.ndarray) and not simulated():
+                device = cuda.to_device(value)
+                passed.append(device)
+                if not parameter.readonly:
+                    returned.append((device, value))
+            else:
+                passed.append(value)
+        self._compiled[self._grid(args)](*passed)
+        for device, host in returned:
+            device.copy_to_host(host)
+
+    @staticmethod
+    def _grid(args: tuple[Any, ...]) -> tuple[int, int]:
+        if simulated():
+            return 1, SIMULATED_THREADS
+        largest = max((int(value.size) for value in args if hasattr(value, "size")), default=1)
+        return max(1, min(BLOCKS, -(-largest // THREADS))), THREADS
+
+
+def kernel(signature: str) -> Callable[[Callable[..., None]], CudaKernel]:
+    """Make a CUDA kernel out of a plain Python function; compiles nothing yet.
+
+    Parameters
+    ----------
+    signature : str
+        As for :func:`mpizero.kernels.compile.kernel`; the result is void.
+    """
+    parsed = Signature.parse(signature)
+    return lambda python: CudaKernel(python, parsed)
+
+
+def _jit(python: Callable[..., Any]) -> Any:
+    return cuda.jit(with_compiled_helpers(python, _device_function))
+
+
+def _device_function(helper: Callable[..., Any]) -> Any:
+    return cuda.jit(device=True)(with_compiled_helpers(helper, _device_function))
+
+
+def empty(like: Array, shape: int, dtype: str) -> Array:
+    """Allocate a 1-D array where ``like`` lies: host, CuPy or numba-cuda."""
+    if isinstance(like, np.ndarray):
+        return np.empty(shape, dtype)
+    made: Array = cuda.device_array(shape, np.dtype(dtype))
+    return made
+
+
+def to_host(array: Array) -> Array:
+    """Copy an array made by :func:`empty` to the host; the same object where it is there."""
+    if isinstance(array, np.ndarray):
+        return array
+    copied: Array = array.copy_to_host()
+    return copied
