@@ -38,8 +38,9 @@ from mpizero.errors import ExitStatus, MpizeroError, PeerFailure, RemoteError
 
 #: Seconds between the failure of a rank and the hard end of its process, whatever MPI does.
 HARD_STOP = 4.0
-#: Seconds for which an error of bad input waits for the same error on the other ranks.
-_AGREEMENT = 0.5
+#: Seconds for which an error of bad input waits for the same error on the other ranks: they are in step once they
+#: share a communicator; before, one may still be loading the program.
+_AGREEMENT, _AGREEMENT_AT_START = 0.7, 2.0
 #: Seconds for which ranks that fail because of another rank, or second, wait to be ended.
 _CONSEQUENCE = 2.0
 _OTHER_NODE = 0.3
@@ -184,7 +185,8 @@ class Guard:
         second = isinstance(error, RemoteError | PeerFailure)
         self._leaving = "failed"
         mine = (second << 56) | (self.rank << 8) | int(error.status)
-        first = self._minimum(mpi, mine, lambda waited: waited > (_CONSEQUENCE if second else _AGREEMENT))
+        limit = _CONSEQUENCE if second else _AGREEMENT if self._control else _AGREEMENT_AT_START
+        first = self._minimum(mpi, mine, lambda waited: waited > limit)
         if first is None:
             return None
         if first == mine:

@@ -1,0 +1,166 @@
+"""One rank of a job that meets a fault: ``program.py FAULT FOLDER VICTIM``; started by test_faults.py under mpiexec."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from mpizero.comm import guard
+
+FAULT, FOLDER, VICTIM = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+(FOLDER / f"pid-{os.getpid()}").touch()
+guard.install_in_job()
+
+
+def note_fault():
+    """Say when the fault happens: the seconds until all ranks are gone count from here."""
+    (FOLDER / "fault").write_text(repr(time.time()))
+
+
+def launched_rank():
+    return int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+
+
+if FAULT == "raise_before_mpi" and launched_rank() == VICTIM:
+    note_fault()
+    raise ValueError("planted")
+
+from mpi4py import MPI  # noqa: E402
+
+from mpizero.comm.agreement import all_ranks  # noqa: E402
+from mpizero.comm.mpi import MpiCommunicator  # noqa: E402
+from mpizero.comm.watchdog import Watchdog  # noqa: E402
+from mpizero.errors import ConfigError, DataError  # noqa: E402
+
+if FAULT == "config_error_before_communicator":
+    note_fault()
+    raise ConfigError("[optimizer] lr = nan: must be a finite number > 0")
+if FAULT == "raise_in_setup" and MPI.COMM_WORLD.rank == VICTIM:
+    note_fault()
+    raise ValueError("planted")
+
+COMM = MpiCommunicator(MPI.COMM_WORLD)
+
+
+def raise_error():
+    raise ValueError("planted")
+
+
+def raise_chain():
+    try:
+        raise KeyError("cause")
+    except KeyError as error:
+        raise ValueError("planted") from error
+
+
+def raise_in_thread():
+    threading.Thread(target=raise_error, name="worker").start()
+
+
+def raise_at_exit():
+    atexit.register(raise_error)
+    sys.exit(0)
+
+
+def raise_data_error():
+    raise DataError("planted")
+
+
+def segfault():
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def hold_the_lock():
+    sum(itertools.repeat(0))  # a loop in C that never gives the interpreter lock away
+
+
+#: What the victim does in the middle of training.
+FAULTS = {
+    "raise": raise_error,
+    "chain": raise_chain,
+    "thread": raise_in_thread,
+    "atexit": raise_at_exit,
+    "data_error": raise_data_error,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "segfault": segfault,
+    "interrupt": lambda: signal.raise_signal(signal.SIGINT),
+    "exit_0": lambda: sys.exit(0),
+    "exit_3": lambda: sys.exit(3),
+    "sleep": lambda: time.sleep(100),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "lock": hold_the_lock,
+}
+
+
+def train(steps=1000):
+    for step in range(steps):
+        guard.set_context(step=step, phase="forward")
+        if step == 5 and COMM.rank == VICTIM and FAULT in FAULTS:
+            note_fault()
+            FAULTS[FAULT]()
+        COMM.barrier("gradients")
+        if step >= 5:
+            time.sleep(0.005)
+
+
+def fail_together():
+    if FAULT == "config_error_everywhere":
+        raise ConfigError("[optimizer] lr = nan: must be a finite number > 0")
+    if FAULT == "bug_everywhere":
+        raise ValueError("planted")
+    with all_ranks(COMM):
+        if COMM.rank == VICTIM:
+            raise DataError("planted") if FAULT == "agreed_data_error" else ValueError("planted")
+
+
+def end_well():
+    COMM.barrier()
+    if FAULT == "end_with_finalize":
+        COMM.close()
+        MPI.Finalize()
+    elif FAULT == "end_with_a_tail" and COMM.rank == 0:
+        time.sleep(2.5)  # rank 0 alone writes the results of a run that is over
+    elif FAULT == "end_of_part_of_the_ranks":
+        part = COMM.split(COMM.rank % 2)
+        if COMM.rank % 2 == 1:
+            time.sleep(1.5 if COMM.rank == VICTIM else 0.0)
+            part.barrier()
+
+
+def main():
+    if FAULT.endswith("everywhere") or FAULT.startswith("agreed"):
+        note_fault()
+        fail_together()
+    elif FAULT.startswith("end"):
+        end_well()
+    elif FAULT == "leave_past_our_communicators":
+        if COMM.rank == VICTIM:
+            note_fault()
+            sys.exit(0)
+        MPI.COMM_WORLD.Barrier()
+    elif FAULT == "all_hold_the_lock":
+        with Watchdog(COMM, timeout=1.0, grace=0.5):
+            note_fault()
+            ctypes.PyDLL(None).sleep(100)
+    elif FAULT in {"sleep", "stop", "lock"}:
+        with Watchdog(COMM, timeout=0.6):
+            train()
+    elif FAULT == "watched":
+        with Watchdog(COMM, timeout=5.0):
+            train(100)
+    elif FAULT == "interrupt_the_launcher":
+        (FOLDER / "ready").touch()
+        train()
+    else:
+        train()
+
+
+main()

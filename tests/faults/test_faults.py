@@ -1,0 +1,298 @@
+"""Nobody fails alone, nobody waits for the dead: each fault ends the whole job soon, and is explained once.
+
+Every test starts mpiexec itself, in a session of its own, with a hard limit. MPIZERO_MPIEXEC names other launchers
+than the one beside this interpreter or on PATH: "MPIEXEC PYTHON", several separated by ";".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = Path(__file__).with_name("program.py")
+#: Seconds for all ranks to be gone after the fault, and for a whole case.
+SOON, LIMIT = 5.0, 40.0
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+
+
+def launchers():
+    """Pairs of mpiexec and the Python that goes with it."""
+    if given := os.environ.get("MPIZERO_MPIEXEC"):
+        pairs = [entry.split() for entry in given.split(";")]
+        return [(pair[0], pair[1] if len(pair) > 1 else sys.executable) for pair in pairs]
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    return [(found, sys.executable)] if found else []
+
+
+if not launchers():
+    pytest.skip("no mpiexec beside the interpreter or on PATH", allow_module_level=True)
+
+
+@pytest.fixture(params=launchers(), ids=lambda pair: pair[0])
+def launcher(request):
+    return request.param
+
+
+@dataclass
+class Ended:
+    """What is left of a job."""
+
+    status: int
+    out: str
+    err: str
+    seconds: float  # from the fault, or the start, until the last rank was gone
+
+    @property
+    def said(self):
+        """What was written by ranks, without the lines of the launcher and of MPI_Abort."""
+        lines = self.err.splitlines()
+        return [line for line in lines if line.startswith("[rank ") or re.match(r"\w+Error: ", line)]
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def pids(folder):
+    return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
+
+
+@pytest.fixture
+def job(launcher, tmp_path, record_property):
+    """Run one fault, and leave no process behind whatever happens."""
+    mpiexec, python = launcher
+
+    def run(fault, ranks=2, victim=1, runner=(), interrupt=False):
+        command = [mpiexec, "-n", str(ranks), python, *runner, str(PROGRAM), fault, str(tmp_path), str(victim)]
+        started = time.time()
+        with open(tmp_path / "out", "w") as out, open(tmp_path / "err", "w") as err:
+            process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=err,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | ENVIRONMENT,
+                cwd=tmp_path,
+                start_new_session=True,
+            )
+            try:
+                if interrupt:
+                    wait_for(lambda: (tmp_path / "ready").exists())
+                    started = time.time()
+                    process.send_signal(signal.SIGINT)
+                status = process.wait(LIMIT)
+                wait_for(lambda: not any(map(alive, pids(tmp_path))))
+                ended = time.time()
+            finally:
+                for pid in (process.pid, *pids(tmp_path)):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                process.wait()
+        fault_time = tmp_path / "fault"
+        seconds = ended - (float(fault_time.read_text()) if fault_time.exists() else started)
+        record_property("seconds_until_gone", f"{seconds:.2f}")
+        return Ended(status, (tmp_path / "out").read_text(), (tmp_path / "err").read_text(), seconds)
+
+    return run
+
+
+def wait_for(condition):
+    limit = time.time() + LIMIT
+    while not condition():
+        assert time.time() < limit, "ranks were left behind"
+        time.sleep(0.01)
+
+
+def check_failed(ended, tracebacks):
+    assert ended.status != 0, ended.err
+    assert ended.seconds < SOON, ended.err
+    assert ended.err.count("Traceback") == tracebacks, ended.err
+
+
+@pytest.fixture(autouse=True)
+def _no_file_left_in_shared_memory():
+    before = set(Path("/dev/shm").glob("mpizero-*"))
+    yield
+    assert set(Path("/dev/shm").glob("mpizero-*")) <= before
+
+
+# ---------------------------------------------------------------------------------------------- errors of one rank
+
+
+@pytest.mark.parametrize(
+    ("fault", "ranks", "victim"),
+    [
+        ("raise_before_mpi", 2, 1),
+        ("raise_in_setup", 4, 2),
+        ("raise", 2, 0),
+        ("raise", 4, 3),
+        ("chain", 2, 1),
+        ("thread", 4, 0),
+        ("atexit", 2, 1),
+    ],
+)
+def test_an_error_on_one_rank_ends_all_with_its_traceback(job, fault, ranks, victim):
+    ended = job(fault, ranks, victim)
+    check_failed(ended, tracebacks=1)
+    assert ended.said
+    assert all(line.startswith(f"[rank {victim}/{ranks} ") for line in ended.said)
+    assert ended.said[-1].endswith("ValueError: planted")
+    if fault == "raise":
+        assert ended.said[0].endswith("at step 5, phase forward:")
+
+
+def test_the_runner_of_mpi4py_changes_nothing(job):
+    ended = job("raise", runner=("-m", "mpi4py"))
+    check_failed(ended, tracebacks=1)
+    assert ended.said[-1].endswith("ValueError: planted")
+
+
+@pytest.mark.parametrize(("fault", "ranks"), [("kill", 2), ("segfault", 4)])
+def test_a_killed_rank_ends_all_and_the_survivors_add_no_traceback(job, fault, ranks):
+    ended = job(fault, ranks)
+    check_failed(ended, tracebacks=0)
+
+
+def test_an_interrupt_of_one_rank_ends_all(job):
+    ended = job("interrupt", ranks=4, victim=2)
+    check_failed(ended, tracebacks=1)
+    assert ended.said[-1] == ended.said[0].partition("]")[0] + "] KeyboardInterrupt"
+
+
+def test_an_interrupt_of_the_launcher_ends_all(job):
+    ended = job("interrupt_the_launcher", interrupt=True)
+    assert ended.status != 0
+    assert ended.seconds < SOON
+    assert ended.err.count("Traceback") <= 1
+
+
+# ---------------------------------------------------------------------------------------------- leaving early
+
+
+@pytest.mark.parametrize(("fault", "ranks", "victim"), [("exit_0", 2, 1), ("exit_0", 4, 0), ("exit_3", 2, 1)])
+def test_a_rank_that_leaves_early_ends_all_and_says_who_waits_where(job, fault, ranks, victim):
+    ended = job(fault, ranks, victim)
+    check_failed(ended, tracebacks=0)
+    assert any(re.search(r"left early: .* waits in barrier #\d+ 'gradients' .* at program.py:\d+ in train", line)
+               for line in ended.said), ended.err  # fmt: skip
+
+
+def test_a_rank_that_leaves_early_is_missed_in_a_collective_of_the_users_own(job):
+    ended = job("leave_past_our_communicators")
+    check_failed(ended, tracebacks=0)
+    assert "left early" in ended.said[0]
+    assert "waits in Barrier of COMM_WORLD at program.py:" in ended.said[0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "runner"),
+    [
+        ("end", ("-m", "mpi4py")),
+        ("end_with_finalize", ()),
+        ("end_with_a_tail", ()),
+        ("watched", ()),
+    ],
+)
+def test_a_good_end_is_silent(job, fault, runner):
+    ended = job(fault, runner=runner)
+    assert (ended.status, ended.out, ended.err) == (0, "", "")
+
+
+def test_some_ranks_may_end_while_others_still_work_together(job):
+    ended = job("end_of_part_of_the_ranks", ranks=4, victim=3)
+    assert (ended.status, ended.err) == (0, "")
+
+
+# ---------------------------------------------------------------------------------------------- all ranks at once
+
+
+@pytest.mark.parametrize(("fault", "ranks"), [("config_error_everywhere", 4), ("config_error_before_communicator", 2)])
+def test_bad_input_is_one_line_for_the_job_and_its_own_exit_status(job, fault, ranks):
+    ended = job(fault, ranks)
+    check_failed(ended, tracebacks=0)
+    assert ended.status == 78
+    assert len(ended.said) == 1
+    assert ended.said[0].endswith("ConfigError: [optimizer] lr = nan: must be a finite number > 0")
+
+
+def test_bad_input_is_one_line_under_the_runner_of_mpi4py(job):
+    ended = job("config_error_everywhere", runner=("-m", "mpi4py"))
+    assert ended.status == 78
+    assert len(ended.said) == 1
+    assert ended.said[0].endswith("ConfigError: [optimizer] lr = nan: must be a finite number > 0")
+
+
+def test_bad_input_of_one_rank_ends_all_with_its_line_and_status(job):
+    ended = job("data_error", ranks=4, victim=2)
+    check_failed(ended, tracebacks=0)
+    assert ended.status == 65
+    assert [line.partition("] ")[2] for line in ended.said] == ["at step 5, phase forward:", "DataError: planted"]
+
+
+def test_bad_input_in_an_agreed_section_is_one_line(job):
+    ended = job("agreed_data_error", ranks=4, victim=2)
+    check_failed(ended, tracebacks=0)
+    assert ended.status == 65
+    assert ended.said == ["DataError: planted"]
+
+
+def test_an_error_in_an_agreed_section_has_the_traceback_of_the_rank_that_raised(job):
+    ended = job("agreed_error", ranks=4, victim=2)
+    check_failed(ended, tracebacks=1)
+    assert all(line.startswith("[rank 2/4 ") for line in ended.said)
+
+
+def test_a_bug_on_all_ranks_has_one_traceback(job):
+    check_failed(job("bug_everywhere", ranks=4), tracebacks=1)
+
+
+# ---------------------------------------------------------------------------------------------- stuck
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_stuck_collective_names_the_missing_rank_and_every_line(job, ranks):
+    ended = job("sleep", ranks)
+    check_failed(ended, tracebacks=0)
+    assert ended.status == 76
+    report = "\n".join(ended.said)
+    assert re.search(r"stuck: barrier #6 'gradients' of 'world' has lasted .*: rank 1 not in it", report)
+    assert re.search(r"rank 0: in barrier #6 .* at program.py:\d+ in train \(step 5, phase forward\)", report)
+    assert re.search(r"rank 1: at work at program.py:\d+ in <lambda>", report)
+    assert report.count("stuck:") == 1
+
+
+@pytest.mark.parametrize(("fault", "ranks"), [("stop", 4), ("lock", 2)])
+def test_a_rank_that_cannot_run_python_is_reported_silent(job, fault, ranks):
+    ended = job(fault, ranks)
+    check_failed(ended, tracebacks=0)
+    assert ended.status == 76
+    assert re.search(r"rank 1: silent for .* \(stopped, or holding the interpreter lock\)", "\n".join(ended.said))
+    if fault == "lock":  # a signal makes it write its stacks all the same
+        assert re.search(r"program.py\", line \d+ in hold_the_lock", ended.err)
+
+
+def test_when_all_ranks_hold_the_lock_a_timer_ends_them_with_their_stacks(job):
+    ended = job("all_hold_the_lock")
+    check_failed(ended, tracebacks=0)
+    assert re.search(r"program.py\", line \d+ in main", ended.err)
