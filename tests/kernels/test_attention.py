@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpizero.kernels.cpu import attention
+from mpizero.kernels.reference import attention as reference
+
+DTYPES = (np.float32, np.float64)
+SHAPES = [(0, 4, 4), (1, 1, 1), (2, 5, 5), (3, 17, 17), (2, 64, 64), (2, 3, 9), (2, 1, 130), (1, 6, 4), (1, 2, 4100)]
+
+
+def tolerance(dtype):
+    return {"rtol": 1e-5, "atol": 1e-6} if dtype is np.float32 else {"rtol": 1e-12, "atol": 1e-13}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_probabilities_and_gradients_agree_with_the_oracle(shape, dtype):
+    rng = np.random.default_rng(shape[2])
+    scores, dprobs = (5 * rng.normal(size=(2, *shape))).astype(dtype)
+    scale, wanted, dwanted = np.array([0.3], dtype), scores.copy(), dprobs.copy()
+    attention.causal_softmax(scores, scale)
+    reference.causal_softmax(wanted, scale)
+    np.testing.assert_allclose(scores, wanted, **tolerance(dtype))
+    attention.causal_softmax_backward(scores, dprobs, scale)
+    reference.causal_softmax_backward(wanted, dwanted, scale)
+    np.testing.assert_allclose(dprobs, dwanted, **tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_stands_beyond_the_query_has_no_influence(dtype):
+    scores = np.random.default_rng(0).normal(size=(2, 9, 9)).astype(dtype)
+    spoiled, scale = scores.copy(), np.ones(1, dtype)
+    beyond = ~np.tri(9, dtype=bool)
+    spoiled[:, beyond] = np.nan
+    dprobs, dspoiled = scores.copy(), spoiled.copy()
+    attention.causal_softmax(scores, scale)
+    attention.causal_softmax(spoiled, scale)
+    assert spoiled.tobytes() == scores.tobytes()
+    assert not scores[:, beyond].any()
+    attention.causal_softmax_backward(scores, dprobs, scale)
+    attention.causal_softmax_backward(scores, dspoiled, scale)
+    assert dspoiled.tobytes() == dprobs.tobytes()
+
+
+def test_gradient_is_the_limit_of_differences():
+    rng = np.random.default_rng(1)
+    scores, dprobs = rng.normal(size=(2, 1, 4, 5))
+    scale, probs, got, step = np.array([0.7]), scores.copy(), dprobs.copy(), 1e-6
+    attention.causal_softmax(probs, scale)
+    attention.causal_softmax_backward(probs, got, scale)
+    for index in np.ndindex(scores.shape):
+        sums = []
+        for sign in (1, -1):
+            moved = scores.copy()
+            moved[index] += sign * step
+            reference.causal_softmax(moved, scale)
+            sums.append((moved * dprobs).sum())
+        assert got[index] == pytest.approx((sums[0] - sums[1]) / (2 * step), abs=1e-8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_block_of_queries_has_the_bits_of_the_whole(dtype):
+    scores = np.random.default_rng(2).normal(size=(3, 40, 40)).astype(dtype)
+    scale = np.ones(1, dtype)
+    block = np.ascontiguousarray(scores[:, 16:32, :32])
+    attention.causal_softmax(scores, scale)
+    attention.causal_softmax(block, scale)
+    assert block.tobytes() == np.ascontiguousarray(scores[:, 16:32, :32]).tobytes()
+
+
+def test_a_nan_is_seen_by_the_queries_that_see_its_key():
+    scores = np.zeros((1, 6, 6), np.float32)
+    scores[0, :, 3] = np.nan
+    attention.causal_softmax(scores, np.ones(1, np.float32))
+    assert np.isnan(scores[0]).any(axis=1).tolist() == [False, False, False, True, True, True]
