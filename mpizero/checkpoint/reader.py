@@ -16,6 +16,7 @@ from mpizero.checkpoint.checksum import BLOCK, cut, judge
 from mpizero.checkpoint.direct import as_bytes
 from mpizero.checkpoint.failures import CheckpointMissingError, agreed, on_root
 from mpizero.checkpoint.manifest import MANIFEST_LIMIT, MANIFEST_NAME, STATE_NAME, Manifest, StoredArray, decode
+from mpizero.checkpoint.stage import standing
 from mpizero.checkpoint.table import LocalArray, Table, check_array
 from mpizero.comm import as_communicator
 from mpizero.comm.communicator import Communicator
@@ -332,7 +333,8 @@ def open_checkpoint(folder: str | os.PathLike[str], comm: object = None) -> Read
 
 
 def _open(world: Communicator, folder: str | os.PathLike[str], owns_comm: bool) -> Reader:
-    target = world.broadcast_object(os.path.abspath(os.fspath(folder)) if world.rank == 0 else None, tag="checkpoint")
+    found = standing(os.path.abspath(os.fspath(folder))) if world.rank == 0 else None
+    target = world.broadcast_object(found, tag="checkpoint")
     prefix = "cannot open checkpoint"
     data = on_root(world, prefix, lambda: read_manifest(target)[0])
     with agreed(world, prefix):

@@ -130,6 +130,12 @@ def commit(stage: Stage, manifest: bytes) -> None:
         shutil.rmtree(old, ignore_errors=True)  # committed: what cannot be removed now, the next save removes
 
 
+def standing(target: str) -> str:
+    """Return where the checkpoint of ``target`` stands: aside, if its replacement was killed between two renames."""
+    aside = os.path.join(os.path.dirname(target), REPLACED + os.path.basename(target))
+    return aside if os.path.isdir(aside) and not os.path.lexists(target) else target
+
+
 def discard(stage: Stage) -> None:
     """Remove the temporary folder, if it is still there, and its lock. Not collective: rank 0 only."""
     shutil.rmtree(stage.path, ignore_errors=True)

