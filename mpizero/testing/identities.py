@@ -81,7 +81,7 @@ def taylor_test(
     there = [float(f(_like(start + h * direction, x))) for h in steps]
     rest = [abs(value - here - h * along) for h, value in zip(steps, there, strict=True)]
     floor = 1e3 * np.finfo(np.float64).eps * max(abs(here), *map(abs, there), abs(along) * step)
-    seen = [r for r in rest if r > floor]
+    seen = [r for r in rest if not r <= floor]  # keeps NaN
     if not seen:
         return math.inf
     slopes = [math.log2(a / b) for a, b in zip(seen, seen[1:], strict=False)]

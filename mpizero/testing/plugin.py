@@ -16,8 +16,6 @@ import pytest
 
 from mpizero.comm import Communicator
 
-#: Seconds that a rank whose test failed waits for the others, who may be blocked in that test for ever.
-PATIENCE = 10.0
 _OUTCOMES = ("passed", "failed", "skipped")
 _CONTROL: pytest.StashKey[Communicator] = pytest.StashKey()
 
@@ -47,6 +45,12 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """Give random numbers that repeat from run to run and differ between ranks. Not collective."""
     control = request.config.stash.get(_CONTROL, None)
     return np.random.default_rng([len(request.node.name), 0 if control is None else control.rank])
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the setting ``mpi_patience``. Not collective."""
+    text = "seconds that a rank whose test failed waits for the others, who may be blocked in that test for ever"
+    parser.addini("mpi_patience", text, default="10")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -116,11 +120,11 @@ def _agree(item: pytest.Item, report: pytest.TestReport, control: Communicator) 
     mine = np.array([_OUTCOMES.index(report.outcome)], np.int8)
     outcomes = np.full(control.size, -1, np.int8)
     request = control.iallgather(mine, outcomes, tag=item.nodeid)
-    started = time.monotonic()
+    started, patience = time.monotonic(), float(item.config.getini("mpi_patience"))
     while not request.test():
         waited = time.monotonic() - started
-        if report.failed and waited > PATIENCE:
-            reason = f"{item.nodeid} failed here, and others have not ended it {PATIENCE:.0f} s later"
+        if report.failed and waited > patience:
+            reason = f"{item.nodeid} failed here, and others have not ended it {patience:g} s later"
             _end(item.config, control, f"{reason}\n{report.longreprtext}", speaks=True)
         time.sleep(0 if waited < 1e-3 else 1e-3)
     if (outcomes != mine).any():
