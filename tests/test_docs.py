@@ -104,9 +104,12 @@ def test_every_setting_is_documented():
         assert not missing, f"docs/cli.md does not name {missing} of {section.__name__}"
 
 
-def test_the_package_is_named_once():
-    """setup.cfg holds the version; README, changelog and package do not repeat it."""
-    assert not re.findall(r"__version__\s*=\s*[\"']", (ROOT / "mpizero" / "__init__.py").read_text(encoding="utf-8"))
+def test_the_version_stands_once():
+    """setup.cfg holds it; the package and the pages do not repeat it."""
+    version = re.search(r"^version = (\S+)$", (ROOT / "setup.cfg").read_text(encoding="utf-8"), re.MULTILINE)
+    assert version
+    for path in (ROOT / "mpizero" / "__init__.py", ROOT / "README.md", ROOT / "pyproject.toml"):
+        assert f'"{version[1]}"' not in path.read_text(encoding="utf-8"), path
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "scripts").rglob("*.py")), ids=lambda p: p.name)
