@@ -21,8 +21,12 @@ from mpizero.comm.transport import CallTrace
 
 #: Seconds between two entries on the board, unless a watchdog asks for more.
 TICK = 0.5
+#: Name of the thread.
+HEARTBEAT = "mpizero-heartbeat"
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
+_LIBRARY = str(Path(os.__file__).parent) + os.sep
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
 _COMM = str(Path(__file__).resolve().parent) + os.sep
 _LIBRARY_CALL = re.compile(
     r"([A-Za-z_][\w.]*)\.((?:Neighbor_|neighbor_)?(?:[Aa]ll)?"
@@ -69,13 +73,13 @@ class Register:
 
 
 def place(frame: FrameType | None) -> str:
-    """Describe the line of the user's own code that ``frame`` is in, and the line of mpizero beneath it."""
+    """Describe the line of the user's own code that ``frame`` is in, and the line of a library beneath it."""
     inner = outer = None
     while frame is not None and outer is None:
         name = frame.f_code.co_filename
         if inner is None and not name.startswith(_COMM):
             inner = frame
-        if not name.startswith((_PACKAGE, "<frozen")):
+        if not name.startswith((_PACKAGE, _LIBRARY, "<frozen")) and _INSTALLED not in name:
             outer = frame
         frame = frame.f_back
     lines = [outer] if inner is outer else [outer, inner]
@@ -133,7 +137,7 @@ class Heartbeat:
         self._since = monotonic()
         self._writing = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="mpizero-heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=HEARTBEAT, daemon=True)
 
     def start(self) -> None:
         """Write the first slot and start the thread. Not collective."""

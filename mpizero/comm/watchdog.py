@@ -25,7 +25,7 @@ from typing import Any, Self, TextIO
 from mpizero.comm import guard
 from mpizero.comm.board import Board, Slot
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.heartbeat import TICK, Heartbeat, Register, place
+from mpizero.comm.heartbeat import HEARTBEAT, TICK, Heartbeat, Register, place
 from mpizero.errors import CollectiveError, ConfigError, ExitStatus
 
 #: Heartbeats of silence after which a rank counts as stopped.
@@ -74,6 +74,7 @@ class Watchdog:
         self._guard = guard.current()
         self._heartbeat: Heartbeat | None = None
         self._shared = False
+        self._rank = 0
         self._armed = 0.0
         self._log: TextIO | None = None
 
@@ -89,6 +90,7 @@ class Watchdog:
     def start(self) -> None:
         """Start to watch. Not collective."""
         self._shared = self._guard.heartbeat is not None and self._guard.follows(self._comm.trace)
+        self._rank = self._guard.rank if self._shared else self._comm.rank
         if self._shared:
             self._heartbeat = self._guard.heartbeat
         else:  # one rank, or ranks that are threads of this process
@@ -103,7 +105,7 @@ class Watchdog:
             self._heartbeat.notes["stacks"] = True
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._log = open(self._folder / f"hang-rank{self._guard.rank:05d}.txt", "w")  # noqa: SIM115 (kept open)
+            self._log = open(self._folder / f"hang-rank{self._rank:05d}.txt", "w")  # noqa: SIM115 (kept open)
         self._arm(time.monotonic())
         self._heartbeat.beat() if self._shared else self._heartbeat.start()
 
@@ -123,7 +125,7 @@ class Watchdog:
         if self._log is not None:
             self._log.close()
             Path(self._log.name).unlink(missing_ok=True)
-            self._path(self._guard.rank).unlink(missing_ok=True)
+            self._path(self._rank).unlink(missing_ok=True)
             self._log = None
 
     # ------------------------------------------------------------------ in the heartbeat's thread
@@ -155,7 +157,9 @@ class Watchdog:
             self._guard.end_job("", ExitStatus.HANG)
         frames = sys._current_frames()
         where = "; ".join(
-            f"{t.name} at {place(frames.get(t.ident or 0))}" for t in threading.enumerate() if not t.daemon
+            f"{t.name} at {place(frames.get(t.ident or 0))}"
+            for t in threading.enumerate()
+            if t is not threading.current_thread() and t.name != HEARTBEAT
         )
         error = CollectiveError(f"[rank {self._comm.rank}] {_call(call)} has lasted {call[5]:.1f} s; threads: {where}")
         self._comm.abort(error)
@@ -166,7 +170,7 @@ class Watchdog:
 
     def _publish(self, slot: Slot) -> None:
         """Write the slot where other nodes see it; a full or slow folder is not a fault of the training."""
-        own = self._path(self._guard.rank)
+        own = self._path(self._rank)
         with contextlib.suppress(OSError):
             temporary = own.with_suffix(".new")
             temporary.write_text(json.dumps(slot | {"beat": 0.0, "wall": time.time()}))
@@ -212,7 +216,7 @@ class Watchdog:
         """Let ranks of this node that hold the interpreter lock write their stacks: the signal needs no lock."""
         asked = 0
         for rank, slot in self._slots(()).items():
-            if rank != self._guard.rank and slot.get("stacks") and self._is_silent(slot):
+            if rank != self._rank and slot.get("stacks") and self._is_silent(slot):
                 with contextlib.suppress(OSError):
                     os.kill(slot["pid"], signal.SIGUSR2)
                     asked += 1

@@ -21,7 +21,7 @@ guard.install_in_job()
 
 def note_fault():
     """Say when the fault happens: the seconds until all ranks are gone count from here."""
-    (FOLDER / "fault").write_text(repr(time.time()))
+    (FOLDER / f"fault-{time.time()}").touch()
 
 
 def launched_rank():

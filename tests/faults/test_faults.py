@@ -79,7 +79,7 @@ def pids(folder):
 
 
 @pytest.fixture
-def job(launcher, tmp_path, record_property):
+def job(launcher, tmp_path):
     """Run one fault, and leave no process behind whatever happens."""
     mpiexec, python = launcher
 
@@ -109,9 +109,9 @@ def job(launcher, tmp_path, record_property):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 process.wait()
-        fault_time = tmp_path / "fault"
-        seconds = ended - (float(fault_time.read_text()) if fault_time.exists() else started)
-        record_property("seconds_until_gone", f"{seconds:.2f}")
+        faults = [float(path.name.removeprefix("fault-")) for path in tmp_path.glob("fault-*")]
+        seconds = ended - min(faults, default=started)
+        print(f"{fault}, {ranks} ranks: all gone after {seconds:.2f} s")  # shown by pytest -rP
         return Ended(status, (tmp_path / "out").read_text(), (tmp_path / "err").read_text(), seconds)
 
     return run
