@@ -1,0 +1,451 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from mpizero import data
+from mpizero.data import text as text_module
+from mpizero.errors import ConfigError, DataError
+from mpizero.testing import run_in_threads
+
+# ---------------------------------------------------------------------------------------------- text
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    folder = tmp_path / "corpus"
+    (folder / "b").mkdir(parents=True)
+    (folder / ".git").mkdir()
+    (folder / "a.txt").write_bytes(b"0123456789")
+    (folder / "b" / "c.txt").write_bytes(b"abcde")
+    (folder / "b" / "empty.txt").write_bytes(b"")
+    (folder / "d.txt").write_bytes(bytes(range(200, 220)))
+    (folder / ".git" / "index").write_bytes(b"hidden")
+    (folder / ".hidden").write_bytes(b"hidden")
+    return folder
+
+
+WHOLE = b"0123456789abcde" + bytes(range(200, 220))
+
+
+@pytest.mark.parametrize("sequence", [1, 3, 4, 7, 17, 34])
+def test_sample_i_is_its_bytes_and_the_next_one(corpus, sequence):
+    source = data.TextSource(corpus, sequence)
+    assert len(source) == (len(WHOLE) - 1) // sequence
+    order = np.random.default_rng(0).permutation(len(source))
+    x, y = source.samples(order)
+    assert x.shape == y.shape == (len(source), sequence)
+    assert x.dtype == y.dtype == np.int64
+    for row, i in enumerate(order):
+        assert x[row].tolist() == list(WHOLE[i * sequence : (i + 1) * sequence])
+        assert y[row].tolist() == list(WHOLE[i * sequence + 1 : (i + 1) * sequence + 1])
+
+
+def test_files_folders_and_patterns_name_the_same_text(corpus, monkeypatch):
+    monkeypatch.chdir(corpus)
+    files = ["a.txt", "b/c.txt", "d.txt"]
+    expected = [corpus / name for name in files]
+    for paths in (corpus, str(corpus), expected, f"{corpus}/**/*.txt", files, "."):
+        source = data.TextSource(paths, 4)
+        assert [Path(name).resolve() for name in source.files] == expected
+        assert source.bytes == len(WHOLE)
+    assert data.TextSource(["d.txt", "a.txt"], 4).files == ("d.txt", "a.txt")
+
+
+def test_more_files_than_stay_open_are_read_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_module, "OPEN_FILES", 2)
+    for k in range(30):
+        (tmp_path / f"{k:02}.txt").write_bytes(bytes([k] * 3))
+    source = data.TextSource(tmp_path, 10)
+    before = len(os.listdir("/proc/self/fd"))
+    x, _ = source.samples(range(len(source)))
+    assert x.reshape(-1).tolist() == [k for k in range(30) for _ in range(3)][: x.size]
+    assert len(os.listdir("/proc/self/fd")) - before <= 2
+
+
+def missing(folder):
+    return folder / "nothing.txt", "nothing.txt: does not exist"
+
+
+def empty_file(folder):
+    return folder / "b" / "empty.txt", "empty.txt: the file is empty"
+
+
+def empty_folder(folder):
+    (folder / "e").mkdir()
+    return folder / "e", "a folder without files"
+
+
+def no_match(folder):
+    return f"{folder}/*.rst", "matches no file"
+
+
+def all_empty(folder):
+    return f"{folder}/b/em*", "all of them empty"
+
+
+def pipe(folder):
+    os.mkfifo(folder / "pipe")
+    return folder / "pipe", "not a regular file"
+
+
+def too_short(folder):
+    return folder / "b" / "c.txt", "5 bytes of text; sequences of 8 need at least 9 bytes"
+
+
+def no_paths(folder):
+    return [], "list of paths is empty"
+
+
+@pytest.mark.parametrize("make", [missing, empty_file, empty_folder, no_match, all_empty, pipe, too_short, no_paths])
+def test_text_that_cannot_be_used_is_a_clear_error(corpus, make):
+    paths, reason = make(corpus)
+    with pytest.raises(DataError, match=reason) as caught:
+        data.TextSource(paths, 8)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("sequence", [0, -3, 2.5, True, "8"])
+def test_sequence_is_a_whole_number_of_bytes(corpus, sequence):
+    with pytest.raises(ConfigError, match="sequence="):
+        data.TextSource(corpus, sequence)
+
+
+def test_a_file_that_changes_under_training_is_named(corpus):
+    source = data.TextSource(corpus, 4)
+    (corpus / "a.txt").write_bytes(b"longer than before")
+    with pytest.raises(DataError, match=r"a\.txt: 18 bytes now, 10 when training started"):
+        source.samples([0])
+    (corpus / "a.txt").unlink()
+    with pytest.raises(DataError, match=r"a\.txt: cannot be read any more"):
+        source.samples([0])
+
+
+def test_the_standard_library_is_a_corpus_without_tests():
+    source = data.TextSource("stdlib", 128)
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = {Path(file).relative_to(root).as_posix() for file in source.files}
+    assert {"argparse.py", "json/decoder.py", "os.py"} <= names
+    assert not any(part in text_module.LEFT_OUT for name in names for part in name.split("/")[:-1])
+    assert source.bytes > 5_000_000
+    x, y = source.samples([0, len(source) - 1])
+    assert (x[:, 1:] == y[:, :-1]).all()
+
+
+def test_the_standard_library_is_the_same_in_every_process():
+    code = "from mpizero import data; print(data.TextSource('stdlib', 128).fingerprint)"
+    root = Path(text_module.__file__).resolve().parents[2]
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=root,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        assert done.stdout.strip() == data.TextSource("stdlib", 128).fingerprint
+
+
+# ---------------------------------------------------------------------------------------------- arrays
+
+
+def test_arrays_give_their_rows():
+    x, y = np.random.default_rng(0).normal(size=(20, 3, 2)).astype("f4"), np.arange(20)
+    source = data.ArraySource(x, y)
+    for order in (np.array([3, 3, 19, 0]), [5], []):
+        got_x, got_y = source.samples(order)
+        np.testing.assert_array_equal(got_x, x[np.asarray(order, int)])
+        np.testing.assert_array_equal(got_y, y[np.asarray(order, int)])
+        assert got_x.dtype == np.float32
+
+
+def test_other_byte_orders_become_this_machines():
+    x, _ = data.ArraySource(np.arange(4, dtype=">f8"), np.arange(4)).samples([1, 2])
+    assert x.dtype.isnative
+    assert x.tolist() == [1, 2]
+
+
+BAD_ARRAYS = [
+    ([[1, 2], [3]], [0, 1], "x: not an array"),
+    (["a", "b"], [0, 1], r"x: elements of type <U1; needed are real numbers"),
+    ([1j, 2], [0, 1], "x: elements of type complex128"),
+    ([1.0, 2], [None, "x"], "y: elements of type object"),
+    ([1, 2, 3], [0, 1], "x has 3 samples and y has 2"),
+    (np.zeros((0, 3)), [], r"x: shape \(0, 3\) has no samples"),
+    (5, 5, "x: a single number"),
+]
+
+
+@pytest.mark.parametrize(("x", "y", "reason"), BAD_ARRAYS)
+def test_arrays_that_cannot_be_samples_are_a_clear_error(x, y, reason):
+    with pytest.raises(DataError, match=reason):
+        data.ArraySource(x, y)
+
+
+@pytest.mark.parametrize("bad", [[-1], [20], [0, 99], [1.5], [[1]], "x"])
+def test_indices_outside_are_errors(bad):
+    with pytest.raises(DataError, match="does not exist|whole numbers"):
+        data.ArraySource(np.arange(20), np.arange(20)).samples(bad)
+
+
+def test_npy_files_are_mapped_and_give_their_rows(tmp_path):
+    x, y = np.random.default_rng(0).normal(size=(50, 3)), np.arange(50, dtype=np.uint8)
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "y.npy", y)
+    source = data.NpySource(tmp_path / "x.npy", tmp_path / "y.npy")
+    assert isinstance(source.x, np.memmap)
+    got_x, got_y = source.samples([7, 0, 49])
+    assert not isinstance(got_x, np.memmap)
+    np.testing.assert_array_equal(got_x, x[[7, 0, 49]])
+    np.testing.assert_array_equal(got_y, y[[7, 0, 49]])
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, ("exploded",)
+
+
+def npy_missing(path):
+    pass
+
+
+def npy_empty(path):
+    path.touch()
+
+
+def npy_text(path):
+    path.write_text("1 2 3")
+
+
+def npy_truncated(path):
+    np.save(path, np.zeros(1000))
+    path.write_bytes(path.read_bytes()[:500])
+
+
+def npy_pickled(path):
+    np.save(path, np.array([Bomb()], object), allow_pickle=True)
+
+
+def npy_archive(path):
+    with path.open("wb") as file:
+        np.savez(file, x=np.zeros(3))
+
+
+def npy_folder(path):
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    "make", [npy_missing, npy_empty, npy_text, npy_truncated, npy_pickled, npy_archive, npy_folder]
+)
+def test_npy_files_that_cannot_be_used_are_a_clear_error(tmp_path, make, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save(tmp_path / "y.npy", np.zeros(3))
+    make(tmp_path / "x.npy")
+    with pytest.raises(DataError, match=r"x\.npy: "):
+        data.NpySource(tmp_path / "x.npy", tmp_path / "y.npy")
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_npy_files_of_different_length_are_named(tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros(3))
+    np.save(tmp_path / "y.npy", np.zeros(4))
+    with pytest.raises(DataError, match=r"x\.npy has 3 samples and .*y\.npy has 4"):
+        data.NpySource(tmp_path / "x.npy", tmp_path / "y.npy")
+
+
+def test_digits_are_scikit_learns():
+    source = data.digits()
+    x, y = source.samples(range(len(source)))
+    assert x.shape == (1797, 64)
+    assert x.dtype == np.float32
+    assert (x.min(), x.max()) == (0, 1)
+    assert set(y.tolist()) == set(range(10))
+
+
+def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(DataError, match="pip install scikit-learn"):
+        data.digits()
+
+
+# ---------------------------------------------------------------------------------------------- HDF5
+
+STORAGE = {
+    "contiguous": {},
+    "chunked": {"chunks": (7, 2)},
+    "compressed": {"chunks": (16, 3), "compression": "gzip", "shuffle": True},
+    "one chunk": {"chunks": (100, 3)},
+}
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+def test_hdf5_gives_its_rows_however_they_are_stored(tmp_path, storage):
+    x, y = np.random.default_rng(0).normal(size=(100, 3)).astype(">f4"), np.arange(100) % 2 == 0
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        file.create_dataset("in/x", data=x, **STORAGE[storage])
+        file["y"] = y
+    source = data.Hdf5Source(tmp_path / "d.h5", "in/x", "y")
+    assert len(source) == 100
+    for order in (np.random.default_rng(1).permutation(100), [99, 0, 0, 50], []):
+        got_x, got_y = source.samples(order)
+        np.testing.assert_array_equal(got_x, x[np.asarray(order, int)])
+        np.testing.assert_array_equal(got_y, y[np.asarray(order, int)])
+        assert got_x.dtype.isnative
+    source.close()
+    source.close()
+
+
+def test_every_chunk_is_read_once(tmp_path):
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        file.create_dataset("x", data=np.arange(100.0), chunks=(10,))
+        file["y"] = np.arange(100)
+    source = data.Hdf5Source(tmp_path / "d.h5", "x", "y")
+    spans = []
+
+    class Watched:
+        chunks, dtype, shape = (10,), np.dtype("f8"), (100,)
+
+        def __len__(self):
+            return 100
+
+        def __getitem__(self, rows):
+            spans.append((rows.start, rows.stop))
+            return np.arange(100.0)[rows]
+
+    source._x = Watched()
+    x, _ = source.samples([55, 3, 51, 9, 58, 3])
+    assert x.tolist() == [55, 3, 51, 9, 58, 3]
+    assert spans == [(3, 10), (51, 59)]
+
+
+def h5_missing(path):
+    return "does not exist"
+
+
+def h5_empty(path):
+    path.touch()
+    return "the file is empty"
+
+
+def h5_text(path):
+    path.write_text("no HDF5 at all")
+    return "not a readable HDF5 file"
+
+
+def h5_other_names(path):
+    with h5py.File(path, "w") as file:
+        file["images"] = np.zeros(3)
+    return "no dataset 'x'; it has images"
+
+
+def h5_group(path):
+    with h5py.File(path, "w") as file:
+        file["x/deep"] = np.zeros(3)
+    return "'x' is a group"
+
+
+def h5_strings(path):
+    with h5py.File(path, "w") as file:
+        file["x"] = ["a", "b"]
+    return "dataset 'x': elements of type object"
+
+
+def h5_no_rows(path):
+    with h5py.File(path, "w") as file:
+        file["x"] = np.zeros((0, 3))
+    return "has no samples"
+
+
+def h5_null(path):
+    with h5py.File(path, "w") as file:
+        file["x"] = h5py.Empty("f4")
+    return "dataset 'x' is empty"
+
+
+def h5_lengths(path):
+    with h5py.File(path, "w") as file:
+        file["x"], file["y"] = np.zeros(3), np.zeros(4)
+    return r"dataset 'x' has 3 samples and .* dataset 'y' has 4"
+
+
+H5_BAD = [h5_missing, h5_empty, h5_text, h5_other_names, h5_group, h5_strings, h5_no_rows, h5_null, h5_lengths]
+
+
+@pytest.mark.parametrize("make", H5_BAD)
+def test_hdf5_files_that_cannot_be_used_are_a_clear_error(tmp_path, make):
+    reason = make(tmp_path / "d.h5")
+    with pytest.raises(DataError, match=reason) as caught:
+        data.Hdf5Source(tmp_path / "d.h5", "x", "y")
+    assert "d.h5" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------- split
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.2, 0.5])
+@pytest.mark.parametrize("length", [2, 10, 1000])
+def test_a_split_is_disjoint_complete_and_of_the_asked_share(numbers, length, share):
+    train, valid = numbers(length).split(share)
+    assert len(valid) == max(1, round(share * length))
+    ids = [part.samples(range(len(part)))[0].tolist() for part in (train, valid)]
+    assert sorted(ids[0] + ids[1]) == list(range(length))
+    again = numbers(length).split(share)[1]
+    assert again.samples(range(len(again)))[0].tolist() == ids[1]
+
+
+def test_arrays_hold_back_a_random_choice_and_text_its_end(numbers, corpus):
+    _, valid = numbers(1000).split(0.1)
+    ids = sorted(valid.samples(range(100))[0].tolist())
+    assert ids[0] < 100
+    assert ids[-1] > 900
+    source = data.TextSource(corpus, 2, validation=0.25)
+    train, valid = source.split()
+    assert (len(train), len(valid)) == (13, 4)
+    assert valid.samples([3])[0].tolist() == source.samples([16])[0].tolist()
+
+
+def test_a_share_of_zero_holds_nothing_back(numbers):
+    train, valid = numbers(5).split(0)
+    assert (len(train), len(valid)) == (5, 0)
+    assert valid.samples([])[0].shape == (0,)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1, 1.5, float("nan"), float("inf"), "0.1", True])
+def test_shares_outside_are_errors(numbers, share):
+    with pytest.raises(ConfigError, match="validation="):
+        numbers(5).split(share)
+
+
+@pytest.mark.parametrize(("length", "share"), [(1, 0.5), (3, 0.99)])
+def test_a_split_that_leaves_nothing_to_train_on_is_an_error(numbers, length, share):
+    with pytest.raises(DataError, match="leaves none to train on"):
+        numbers(length).split(share)
+
+
+def test_parts_of_a_split_train_like_any_source(numbers, ranks):
+    train, valid = numbers(40).split(0.25)
+
+    def run(comm):
+        return [i for x, _ in data.batches(train, ranks(comm), 10, steps=3) for i in x.tolist()]
+
+    seen = sorted(i for part in run_in_threads(4, run) for i in part)
+    assert len(set(seen)) == 30
+    assert not set(seen) & set(valid.samples(range(10))[0].tolist())
+
+
+def test_fingerprints_tell_data_apart(numbers, corpus):
+    whole = data.TextSource(corpus, 4)
+    train, valid = whole.split(0.25)
+    prints = [whole, train, valid, data.TextSource(corpus, 5), numbers(5), numbers(6), numbers(5).split(0.2)[0]]
+    assert len({source.fingerprint for source in prints}) == len(prints)
+    assert data.TextSource(f"{corpus}/**/*.txt", 4).fingerprint == whole.fingerprint
