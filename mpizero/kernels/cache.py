@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _DIGEST = 32
@@ -25,10 +25,8 @@ def _writable_root() -> Path:
         return Path(configured)
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     root = Path(caches) / "mpizero"
-    try:
+    with suppress(OSError):
         root.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        pass
     if os.access(root, os.W_OK | os.X_OK):
         return root
     root = Path(tempfile.gettempdir()) / f"mpizero-{os.getuid()}"
@@ -80,10 +78,8 @@ def _locked(path: Path) -> Iterator[None]:
     import fcntl
 
     with open(path, "wb") as file:
-        try:
+        with suppress(OSError):  # without locks several processes compile the same bytes, and the last rename wins
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            pass  # a file system without locks: several processes compile the same bytes, the last rename wins
         yield
 
 

@@ -154,7 +154,8 @@ def kernel(signature: str, scratch: int = 0) -> Callable[[Callable[..., Any]], K
 
 
 def _numba_type(parameter: Parameter) -> Any:
-    from numba import from_dtype, types as numba_types
+    from numba import from_dtype
+    from numba import types as numba_types
 
     scalar = from_dtype(np.dtype(parameter.dtype))
     if parameter.ndim == 0:

@@ -33,6 +33,9 @@ declare ptr @PyBool_FromLong(i64)
 declare ptr @Py_BuildValue(ptr, ...)
 declare i32 @PyType_IsSubtype(ptr, ptr)
 declare void @Py_IncRef(ptr)
+define void @NRT_MemInfo_call_dtor(ptr %owner) {
+  ret void
+}
 @none = private constant [1 x i8] zeroinitializer
 """
 
@@ -126,7 +129,8 @@ def emit(function_ir: str, function: str, signature: Signature, scratch: int) ->
     """
     llvm, machine = target()
     module = llvm.parse_assembly(function_ir)
-    module.link_in(llvm.parse_assembly(f'target triple = "{machine.triple}"\n' + _Entry(signature, scratch).text(function)))
+    entry = f'target triple = "{machine.triple}"\n' + _Entry(signature, scratch).text(function)
+    module.link_in(llvm.parse_assembly(entry))
     for defined in (*module.functions, *module.global_variables):
         if not defined.is_declaration and defined.name != "entry":
             defined.linkage = "internal"
@@ -140,7 +144,7 @@ def emit(function_ir: str, function: str, signature: Signature, scratch: int) ->
         if used.is_declaration and not used.name.startswith("llvm.") and llvm.address_of_symbol(used.name) is None
     ]
     if missing:
-        raise RuntimeError(f"the kernel needs {', '.join(missing)}: it must not allocate arrays or raise (use scratch=)")
+        raise RuntimeError(f"kernels neither allocate (use scratch=) nor raise; this one needs {', '.join(missing)}")
     code: bytes = machine.emit_object(module)
     return code
 
@@ -202,7 +206,8 @@ class _Entry:
         kind = self._load("ptr", pointer, at.type)
         exact = self._assign(f"icmp eq ptr {kind}, %self")
         here, check, join = self._name(), self._name(), self._name()
-        self._lines.append(f"  br label {here}\n{here[1:]}:\n  br i1 {exact}, label {join}, label {check}\n{check[1:]}:")
+        self._lines.append(f"  br label {here}\n{here[1:]}:")
+        self._lines.append(f"  br i1 {exact}, label {join}, label {check}\n{check[1:]}:")
         derived = self._assign(f"call i32 @PyType_IsSubtype(ptr {kind}, ptr %self)")
         self._lines.append(f"  br label {join}\n{join[1:]}:")
         is_array = self._assign(f"phi i32 [ 1, {here} ], [ {derived}, {check} ]")
@@ -245,8 +250,8 @@ class _Entry:
             convert = "PyLong_AsLongLong" if parameter.dtype[0] == "i" else "PyLong_AsUnsignedLongLongMask"
             value = self._assign(f"call i64 @{convert}(ptr {pointer})")
             failed = self._assign(f"icmp eq i64 {value}, -1")
-        here, check, join = self._name(), self._name(), self._name()
-        self._lines.append(f"  br label {here}\n{here[1:]}:\n  br i1 {failed}, label {check}, label {join}\n{check[1:]}:")
+        check, join = self._name(), self._name()
+        self._lines.append(f"  br i1 {failed}, label {check}, label {join}\n{check[1:]}:")
         error = self._assign("call ptr @PyErr_Occurred()")
         raised = self._assign(f"icmp ne ptr {error}, null")
         self._lines.append(f"  br i1 {raised}, label %raised, label {join}\n{join[1:]}:")

@@ -138,7 +138,7 @@ class AdaptedOptimizer:
             whole.apply(results[0], g.copy(), states[0], hyper)
             for cut in cuts:
                 parts.apply(results[1][cut], g[cut].copy(), {k: a[cut] for k, a in states[1].items()}, hyper)
-        if not np.array_equal(*results, equal_nan=True):
+        if not np.array_equal(results[0], results[1], equal_nan=True):
             raise TypeError(
                 f"{self.name}.update is not elementwise: updating a part of the parameters gives other values than "
                 "updating all of them. Norms and means over all elements cannot be sharded this way; for a step "

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from mpizero.errors import ConfigError
 
 
@@ -20,17 +22,11 @@ def number(
     ConfigError
         It is not a finite number in that range.
     """
-    inside = (
-        isinstance(value, Real)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and (low < value if above else low <= value)
-        and value < high
-    )
-    if not inside:
+    given = float(value) if isinstance(value, Real) and not isinstance(value, (bool, np.bool)) else math.nan
+    if not (math.isfinite(given) and (low < given if above else low <= given) and given < high):
         allowed = f"{'>' if above else '>='} {low:g}" + ("" if high == math.inf else f" and < {high:g}")
         raise ConfigError(f"{owner}: {name}={value!r} is not allowed; expected a finite number {allowed}")
-    return float(value)
+    return given
 
 
 def pair(owner: str, name: str, value: Any) -> tuple[float, float]:

@@ -1,20 +1,23 @@
 """Optimizer updates of elements [start, stop) of flat arrays, in place; :mod:`mpizero.optim` fills ``hyper``."""
 
-from mpizero.kernels.compile import kernel
-from mpizero.kernels.formulas import optimizer as _formulas
+from __future__ import annotations
 
-_sgd = _formulas.sgd
-_momentum = _formulas.momentum
-_adam = _formulas.adam
-_adamw = _formulas.adamw
-_rmsprop = _formulas.rmsprop
-_lion = _formulas.lion
-_lamb_direction = _formulas.lamb_direction
-_lamb_apply = _formulas.lamb_apply
+from mpizero.kernels.compile import kernel
+from mpizero.kernels.formulas import optimizer as formulas
+from mpizero.types import Array
+
+_sgd = formulas.sgd
+_momentum = formulas.momentum
+_adam = formulas.adam
+_adamw = formulas.adamw
+_rmsprop = formulas.rmsprop
+_lion = formulas.lion
+_lamb_direction = formulas.lamb_direction
+_lamb_apply = formulas.lamb_apply
 
 
 @kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
-def sgd(w, g, hyper, start, stop):
+def sgd(w: Array, g: Array, hyper: Array, start: int, stop: int) -> None:
     """Update ``w`` by gradient descent; hyper = [lr, decay]."""
     lr, decay = hyper[0], hyper[1]
     w, g = w[start:stop], g[start:stop]
@@ -23,16 +26,17 @@ def sgd(w, g, hyper, start, stop):
 
 
 @kernel("void(T[::1], const T[::1], T[::1], const T[::1], i8, i8)")
-def momentum(w, g, m, hyper, start, stop):
+def momentum(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
     """Update ``w`` by gradient descent with momentum; hyper = [lr, decay, factor, keep, of_g, of_m]."""
-    lr, decay, factor, keep, of_g, of_m = hyper[0], hyper[1], hyper[2], hyper[3], hyper[4], hyper[5]
+    lr, decay, factor, keep = hyper[0], hyper[1], hyper[2], hyper[3]
+    of_g, of_m = hyper[4], hyper[5]
     w, g, m = w[start:stop], g[start:stop], m[start:stop]
     for i in range(w.size):
         w[i], m[i] = _momentum(w[i], g[i], m[i], lr, decay, factor, keep, of_g, of_m)
 
 
 @kernel("void(T[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
-def adam(w, g, m, v, hyper, start, stop):
+def adam(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
     """Update ``w`` by Adam; hyper = [decay, beta1, rest1, beta2, rest2, rate, correction, eps]."""
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
@@ -42,7 +46,7 @@ def adam(w, g, m, v, hyper, start, stop):
 
 
 @kernel("void(T[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
-def adamw(w, g, m, v, hyper, start, stop):
+def adamw(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
     """Update ``w`` by AdamW; hyper = [shrink, beta1, rest1, beta2, rest2, rate, correction, eps]."""
     shrink, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
@@ -52,25 +56,27 @@ def adamw(w, g, m, v, hyper, start, stop):
 
 
 @kernel("void(T[::1], const T[::1], T[::1], const T[::1], i8, i8)")
-def rmsprop(w, g, v, hyper, start, stop):
+def rmsprop(w: Array, g: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
     """Update ``w`` by RMSprop; hyper = [lr, decay, alpha, rest, eps]."""
-    lr, decay, alpha, rest, eps = hyper[0], hyper[1], hyper[2], hyper[3], hyper[4]
+    lr, decay, alpha, rest = hyper[0], hyper[1], hyper[2], hyper[3]
+    eps = hyper[4]
     w, g, v = w[start:stop], g[start:stop], v[start:stop]
     for i in range(w.size):
         w[i], v[i] = _rmsprop(w[i], g[i], v[i], lr, decay, alpha, rest, eps)
 
 
 @kernel("void(T[::1], const T[::1], T[::1], const T[::1], i8, i8)")
-def lion(w, g, m, hyper, start, stop):
+def lion(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
     """Update ``w`` by Lion; hyper = [shrink, lr, beta1, rest1, beta2, rest2, zero]."""
-    shrink, lr, beta1, rest1, beta2, rest2, zero = hyper[0], hyper[1], hyper[2], hyper[3], hyper[4], hyper[5], hyper[6]
+    shrink, lr, beta1, rest1 = hyper[0], hyper[1], hyper[2], hyper[3]
+    beta2, rest2, zero = hyper[4], hyper[5], hyper[6]
     w, g, m = w[start:stop], g[start:stop], m[start:stop]
     for i in range(w.size):
         w[i], m[i] = _lion(w[i], g[i], m[i], shrink, lr, beta1, rest1, beta2, rest2, zero)
 
 
 @kernel("void(const T[::1], T[::1], T[::1], T[::1], const T[::1], i8, i8)")
-def lamb_direction(w, g, m, v, hyper, start, stop):
+def lamb_direction(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
     """Write LAMB's direction over ``g``; hyper = [decay, beta1, rest1, beta2, rest2, first, correction, eps]."""
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, first, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
@@ -82,7 +88,7 @@ def lamb_direction(w, g, m, v, hyper, start, stop):
 
 
 @kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
-def lamb_apply(w, u, hyper, start, stop):
+def lamb_apply(w: Array, u: Array, hyper: Array, start: int, stop: int) -> None:
     """Subtract ``hyper[0]`` times ``u`` from ``w``."""
     rate = hyper[0]
     w, u = w[start:stop], u[start:stop]

@@ -6,18 +6,23 @@ node(level - 1, 2i + 1), a missing right child passes the left one through; ever
 counter merges the blocks.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 
 from mpizero.kernels.compile import kernel
-from mpizero.kernels.formulas import reduction as _formulas
+from mpizero.kernels.formulas import reduction as formulas
+from mpizero.types import Array
 
 BLOCK = 1024
 LEVELS = 64
 
-_is_finite = _formulas.is_finite
+_is_finite = formulas.is_finite
 
 
-def _halve(source, target, count):
+def _halve(source: Array, target: Array, count: int) -> int:
     """Write one level up; return the number of nodes there."""
     pairs = count // 2
     for i in range(pairs):
@@ -28,7 +33,7 @@ def _halve(source, target, count):
     return pairs
 
 
-def _top(even, odd, count):
+def _top(even: Array, odd: Array, count: int) -> Any:
     """Sum ``count`` nodes in ``even`` by the tree, using ``odd`` for every other level."""
     while True:
         if count == 1:
@@ -39,7 +44,7 @@ def _top(even, odd, count):
         count = _halve(odd, even, count)
 
 
-def _merge(pending, blocks, value):
+def _merge(pending: Array, blocks: int, value: float) -> None:
     """Add a full block to the binary counter: ``pending[k]`` is a node over 2**k blocks."""
     level = 0
     while blocks & 1:
@@ -49,7 +54,7 @@ def _merge(pending, blocks, value):
     pending[level] = value
 
 
-def _collect(pending, blocks, value, has_value):
+def _collect(pending: Array, blocks: int, value: float, has_value: bool) -> float:
     """Add the pending nodes, the smallest first, to the unfinished block on their right."""
     level = 0
     while blocks:
@@ -62,7 +67,7 @@ def _collect(pending, blocks, value, has_value):
 
 
 @kernel("void(const T[::1], const i8[::1], const i8[::1], f8[::1], f8[::1])", scratch=2 * BLOCK + LEVELS)
-def tree_square_sums(x, starts, stops, out, scratch):
+def tree_square_sums(x: Array, starts: Array, stops: Array, out: Array, scratch: Array) -> None:
     """Write the canonical sum of squares of ``x[starts[k]:stops[k]]`` to ``out[k]``; 0 where empty."""
     even, odd, pending = scratch[:BLOCK], scratch[BLOCK : 2 * BLOCK], scratch[2 * BLOCK :]
     for k in range(starts.size):
@@ -82,7 +87,7 @@ def tree_square_sums(x, starts, stops, out, scratch):
 
 
 @kernel("void(const T[::1], const T[::1], const i8[::1], const i8[::1], f8[::1], f8[::1])", scratch=2 * BLOCK + LEVELS)
-def tree_dots(x, y, starts, stops, out, scratch):
+def tree_dots(x: Array, y: Array, starts: Array, stops: Array, out: Array, scratch: Array) -> None:
     """Write the canonical dot product of ``x`` and ``y`` on ``starts[k]:stops[k]`` to ``out[k]``; 0 where empty."""
     even, odd, pending = scratch[:BLOCK], scratch[BLOCK : 2 * BLOCK], scratch[2 * BLOCK :]
     for k in range(starts.size):
@@ -101,7 +106,7 @@ def tree_dots(x, y, starts, stops, out, scratch):
         out[k] = _collect(pending, blocks, _top(even, odd, rest) if rest else 0.0, rest > 0)
 
 
-def _count_nonfinite(x):
+def _count_nonfinite(x: Array) -> int:
     bad = 0
     for i in range(x.size):
         bad += not _is_finite(x[i])
@@ -109,16 +114,16 @@ def _count_nonfinite(x):
 
 
 @kernel("bool(const T[::1])")
-def all_finite(x):
+def all_finite(x: Array) -> bool:
     """Tell whether no element is infinite or NaN."""
-    for block in range(0, x.size, BLOCK):
+    for block in range(0, x.size, BLOCK):  # noqa: SIM110 - numba has no all()
         if _count_nonfinite(x[block : block + BLOCK]):
             return False
     return True
 
 
 @kernel("i8(const T[::1])")
-def first_nonfinite(x):
+def first_nonfinite(x: Array) -> int:
     """Return the index of the first infinite or NaN element, -1 where there is none."""
     for block in range(0, x.size, BLOCK):
         part = x[block : block + BLOCK]

@@ -1,4 +1,7 @@
-"""CUDA kernels: CuPy or numba-cuda device arrays; NumPy arrays under ``NUMBA_ENABLE_CUDASIM=1``. Modules are imported on first use."""
+"""CUDA kernels: CuPy or numba-cuda device arrays; NumPy arrays under ``NUMBA_ENABLE_CUDASIM=1``.
+
+Modules are imported on first use.
+"""
 
 from __future__ import annotations
 

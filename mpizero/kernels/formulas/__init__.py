@@ -1,1 +1,4 @@
-"""Scalar formulas, written once for CPU and GPU: plain Python without float literals (they would turn float32 into float64)."""
+"""Scalar formulas, written once for CPU and GPU.
+
+Plain Python without float literals: numba would take them for float64, and float32 arithmetic with them.
+"""

@@ -1,7 +1,13 @@
 """Scalars of the reductions."""
 
+from __future__ import annotations
 
-def is_finite(x):
+from typing import Any
+
+Scalar = Any
+
+
+def is_finite(x: Scalar) -> bool:
     """Tell whether ``x`` is neither infinite nor NaN: only then is x - x a number."""
     difference = x - x
-    return difference == difference
+    return bool(difference == difference)

@@ -1,0 +1,132 @@
+"""Sums in the canonical order on the GPU, and tests for infinite and NaN values.
+
+A thread sums ``TILE`` neighbours (a node of the tree, since ``TILE`` is a power of two), which makes a level with
+``TILE`` times fewer nodes; the same again until every range is one node. Order and bits are the CPU twin's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import cuda
+
+from mpizero.kernels.cuda.launch import empty, kernel, to_host
+from mpizero.kernels.formulas import reduction as formulas
+from mpizero.types import Array
+
+TILE = 64
+_LEVELS = 8
+
+_is_finite = formulas.is_finite
+
+
+def _range_of(firsts: Array, node: int) -> int:
+    """Return k with ``firsts[k] <= node < firsts[k + 1]``."""
+    low, high = 0, firsts.size - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if firsts[middle] <= node:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _push(stack: Array, count: int, value: float) -> None:
+    """Add leaf number ``count`` to a binary counter of partial sums."""
+    level = 0
+    while count & 1:
+        value = stack[level] + value
+        count >>= 1
+        level += 1
+    stack[level] = value
+
+
+def _collect(stack: Array, count: int) -> float:
+    """Add what the counter holds after ``count`` > 0 leaves, the smallest node first."""
+    level = 0
+    while not count & 1:
+        count >>= 1
+        level += 1
+    value = stack[level]
+    count >>= 1
+    level += 1
+    while count:
+        if count & 1:
+            value = stack[level] + value
+        count >>= 1
+        level += 1
+    return float(value)
+
+
+@kernel("void(const T[::1], const T[::1], const i8[::1], const i8[::1], const i8[::1], f8[::1])")
+def _product_nodes(x: Array, y: Array, starts: Array, stops: Array, firsts: Array, nodes: Array) -> None:
+    """Sum tiles of products: node ``firsts[k] + j`` is tile j of range k."""
+    stack = cuda.local.array(_LEVELS, np.float64)
+    for node in range(cuda.grid(1), nodes.size, cuda.gridsize(1)):
+        k = _range_of(firsts, node)
+        first = starts[k] + (node - firsts[k]) * TILE
+        count = min(TILE, stops[k] - first)
+        for i in range(count):
+            _push(stack, i, np.float64(x[first + i]) * np.float64(y[first + i]))
+        nodes[node] = _collect(stack, count)
+
+
+@kernel("void(const f8[::1], const i8[::1], const i8[::1], const i8[::1], f8[::1])")
+def _sum_nodes(x: Array, starts: Array, stops: Array, firsts: Array, nodes: Array) -> None:
+    """Sum tiles of nodes of the level below."""
+    stack = cuda.local.array(_LEVELS, np.float64)
+    for node in range(cuda.grid(1), nodes.size, cuda.gridsize(1)):
+        k = _range_of(firsts, node)
+        first = starts[k] + (node - firsts[k]) * TILE
+        count = min(TILE, stops[k] - first)
+        for i in range(count):
+            _push(stack, i, x[first + i])
+        nodes[node] = _collect(stack, count)
+
+
+def tree_square_sums(x: Array, starts: Array, stops: Array, out: Array) -> None:
+    """Write the canonical sum of squares of ``x[starts[k]:stops[k]]`` to ``out[k]``; 0 where empty."""
+    tree_dots(x, x, starts, stops, out)
+
+
+def tree_dots(x: Array, y: Array, starts: Array, stops: Array, out: Array) -> None:
+    """Write the canonical dot product of ``x`` and ``y`` on ``starts[k]:stops[k]`` to ``out[k]``; 0 where empty."""
+    sizes = np.asarray(stops) - np.asarray(starts)
+    filled = np.flatnonzero(sizes > 0)
+    result = np.zeros(sizes.size)
+    if filled.size:
+        begins, ends = np.asarray(starts)[filled], np.asarray(stops)[filled]
+        firsts = _first_nodes(begins, ends)
+        nodes = empty(x, int(firsts[-1]), "f8")
+        _product_nodes(x, y, begins, ends, firsts, nodes)
+        while (np.diff(firsts) > 1).any():
+            begins, ends = firsts[:-1], firsts[1:]
+            below, firsts = nodes, _first_nodes(begins, ends)
+            nodes = empty(x, int(firsts[-1]), "f8")
+            _sum_nodes(below, begins, ends, firsts, nodes)
+        result[filled] = to_host(nodes)
+    out[:] = result
+
+
+def _first_nodes(starts: Array, stops: Array) -> Array:
+    """Return where each range's nodes begin on the level above, and where the last ends."""
+    return np.concatenate([[0], np.cumsum(-(-(stops - starts) // TILE))]).astype(np.int64)
+
+
+@kernel("void(const T[::1], i8[::1])")
+def _lowest_nonfinite(x: Array, found: Array) -> None:
+    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
+        if not _is_finite(x[i]):
+            cuda.atomic.min(found, 0, i)
+
+
+def all_finite(x: Array) -> bool:
+    """Tell whether no element is infinite or NaN."""
+    return first_nonfinite(x) < 0
+
+
+def first_nonfinite(x: Array) -> int:
+    """Return the index of the first infinite or NaN element, -1 where there is none."""
+    found = np.array([x.size], np.int64)
+    _lowest_nonfinite(x, found)
+    return int(found[0]) if found[0] < x.size else -1

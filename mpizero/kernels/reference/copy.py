@@ -1,0 +1,63 @@
+"""Oracle of :mod:`mpizero.kernels.cpu.copy`: NumPy's indexing and float16; bfloat16 by comparing distances."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpizero.types import Array
+
+
+def _indices(starts: Array, sizes: Array) -> Array:
+    ranges = [np.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    return np.concatenate([np.empty(0, np.int64), *ranges])
+
+
+def pack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
+    """Write ``source[starts[k] : starts[k] + sizes[k]]`` to ``target``, one range after the other."""
+    index = _indices(starts, sizes)
+    target[: index.size] = source[index]
+
+
+def unpack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
+    """Write consecutive parts of ``source`` to ``target[starts[k] : starts[k] + sizes[k]]``; undoes ``pack``."""
+    index = _indices(starts, sizes)
+    target[index] = source[: index.size]
+
+
+def to_bfloat16(x: Array, out: Array) -> None:
+    """Round to bfloat16, to nearest even; NaN stays NaN."""
+    below = x.view(np.uint32) >> np.uint32(16)
+    # In float64 the neighbour above the largest bfloat16 is 2**128, so rounding to infinity needs no special case.
+    low, high = _magnitude(below), _magnitude(below + np.uint32(1))
+    from_low, to_high = np.abs(x.astype(np.float64)) - low, high - np.abs(x.astype(np.float64))
+    up = (from_low > to_high) | ((from_low == to_high) & (below % 2 == 1))
+    rounded = np.where(np.isinf(x), below, below + up)
+    out[:] = np.where(np.isnan(x), below | np.uint32(0x40), rounded).astype(np.uint16)
+
+
+def _magnitude(bits: Array) -> Array:
+    exponent, mantissa = (bits >> np.uint32(7) & np.uint32(0xFF)).astype(np.int64), bits & np.uint32(0x7F)
+    fraction = np.where(exponent == 0, mantissa / 128.0, 1.0 + mantissa / 128.0)
+    return np.ldexp(fraction, np.maximum(exponent, 1) - 127)
+
+
+def from_bfloat16(x: Array, out: Array) -> None:
+    """Widen bfloat16; exact."""
+    out.view(np.uint32)[:] = x.astype(np.uint32) << np.uint32(16)
+
+
+def to_float16(x: Array, out: Array) -> None:
+    """Round to float16, to nearest even, as hardware does."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        out[:] = x.astype(np.float16).view(np.uint16)
+
+
+def from_float16(x: Array, out: Array) -> None:
+    """Widen float16; exact."""
+    with np.errstate(invalid="ignore"):
+        out[:] = x.view(np.float16)
+
+
+def scale(x: Array, factor: Array) -> None:
+    """Multiply ``x`` by ``factor[0]``."""
+    x *= factor[0]
