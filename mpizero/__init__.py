@@ -1,1 +1,110 @@
-"""ZeRO, tensor, pipeline and hybrid parallel training over MPI, with the same bits on any number of ranks."""
+"""ZeRO, tensor, pipeline and hybrid parallel training over MPI, with the same bits on any number of ranks.
+
+Names are loaded on first use, so that ``import mpizero`` starts in milliseconds and needs no MPI.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpizero import data as data
+    from mpizero import nn as nn
+    from mpizero import optim as optim
+    from mpizero import testing as testing
+    from mpizero.adapters import FunctionModel as FunctionModel
+    from mpizero.comm import InMemoryCommunicator as InMemoryCommunicator
+    from mpizero.comm import ProcessGrid as ProcessGrid
+    from mpizero.optim import LAMB as LAMB
+    from mpizero.optim import SGD as SGD
+    from mpizero.optim import Adam as Adam
+    from mpizero.optim import AdamW as AdamW
+    from mpizero.optim import DynamicLossScale as DynamicLossScale
+    from mpizero.optim import Lion as Lion
+    from mpizero.optim import ParameterGroup as ParameterGroup
+    from mpizero.optim import RMSprop as RMSprop
+    from mpizero.parallel import DDPModel as DDPModel
+    from mpizero.parallel import DDPOptimizer as DDPOptimizer
+    from mpizero.parallel import FSDPModel as FSDPModel
+    from mpizero.parallel import FSDPOptimizer as FSDPOptimizer
+    from mpizero.parallel import Gradients as Gradients
+    from mpizero.parallel import LocalSGDOptimizer as LocalSGDOptimizer
+    from mpizero.parallel import ModelMetadata as ModelMetadata
+    from mpizero.parallel import OptimizationOptions as OptimizationOptions
+    from mpizero.parallel import OptimizationResult as OptimizationResult
+    from mpizero.parallel import ShardedModelBase as ShardedModelBase
+    from mpizero.parallel import ShardedOptimizer as ShardedOptimizer
+    from mpizero.parallel import ShardingConfig as ShardingConfig
+    from mpizero.parallel import StepReport as StepReport
+    from mpizero.parallel import ZeRO1Model as ZeRO1Model
+    from mpizero.parallel import ZeRO1Optimizer as ZeRO1Optimizer
+    from mpizero.parallel import ZeRO2Model as ZeRO2Model
+    from mpizero.parallel import ZeRO2Optimizer as ZeRO2Optimizer
+    from mpizero.parallel import ZeRO3Model as ZeRO3Model
+    from mpizero.parallel import ZeRO3Optimizer as ZeRO3Optimizer
+    from mpizero.parallel import distribute as distribute
+
+_MODULES = (
+    "adapters",
+    "checkpoint",
+    "comm",
+    "data",
+    "errors",
+    "kernels",
+    "layout",
+    "nn",
+    "optim",
+    "parallel",
+    "testing",
+)
+_NAMES = {
+    "mpizero.adapters": ("FunctionModel",),
+    "mpizero.comm": ("InMemoryCommunicator", "ProcessGrid"),
+    "mpizero.optim": ("LAMB", "SGD", "Adam", "AdamW", "DynamicLossScale", "Lion", "ParameterGroup", "RMSprop"),
+    "mpizero.parallel": (
+        "DDPModel",
+        "DDPOptimizer",
+        "FSDPModel",
+        "FSDPOptimizer",
+        "Gradients",
+        "LocalSGDOptimizer",
+        "ModelMetadata",
+        "OptimizationOptions",
+        "OptimizationResult",
+        "ShardedModelBase",
+        "ShardedOptimizer",
+        "ShardingConfig",
+        "StepReport",
+        "ZeRO1Model",
+        "ZeRO1Optimizer",
+        "ZeRO2Model",
+        "ZeRO2Optimizer",
+        "ZeRO3Model",
+        "ZeRO3Optimizer",
+        "distribute",
+    ),
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = [*_MODULES, *_HOME]
+
+try:
+    __version__ = version("mpizero")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0+unknown"
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use."""
+    if name in _MODULES:
+        return import_module(f"mpizero.{name}")
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'mpizero' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return sorted(__all__)

@@ -137,7 +137,9 @@ class ExactExchange:
             return
         copy = kernels.backend(send).copy
         encode, decode = (
-            (copy.to_bfloat16, copy.from_bfloat16) if self.compression == "bf16" else (copy.to_float16, copy.from_float16)
+            (copy.to_bfloat16, copy.from_bfloat16)
+            if self.compression == "bf16"
+            else (copy.to_float16, copy.from_float16)
         )
         packed, arrived = np.empty(send.size, np.uint16), np.empty(recv.size, np.uint16)
         encode(send, packed)

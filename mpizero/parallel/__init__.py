@@ -3,6 +3,7 @@
 from mpizero.parallel.base import Gradients, ShardedModelBase
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.engine import StepReport
+from mpizero.parallel.local_sgd import LocalSGDOptimizer
 from mpizero.parallel.loop import OptimizationOptions, OptimizationResult
 from mpizero.parallel.metadata import ModelMetadata
 from mpizero.parallel.models import DDPModel, FSDPModel, ZeRO1Model, ZeRO2Model, ZeRO3Model, distribute
@@ -21,6 +22,7 @@ __all__ = [
     "FSDPModel",
     "FSDPOptimizer",
     "Gradients",
+    "LocalSGDOptimizer",
     "ModelMetadata",
     "OptimizationOptions",
     "OptimizationResult",

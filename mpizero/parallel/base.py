@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, ClassVar, Self
@@ -23,10 +23,11 @@ from mpizero.parallel.compute import blocks_of
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.engine import Engine, StepReport
 from mpizero.parallel.inspection import Inspection, same_parameters
+from mpizero.parallel.means import mean_over_ranks
 from mpizero.parallel.metadata import ModelMetadata, describe
 from mpizero.parallel.ownership import Share
 from mpizero.parallel.placement import placement
-from mpizero.parallel.scalars import Totals
+from mpizero.parallel.scalars import Totals, tree_total
 from mpizero.types import Array
 
 
@@ -100,6 +101,7 @@ class ShardedModelBase(Inspection, ABC):
         self.engine = Engine(self._wrapped, self._config, placement(self.strategy))
         self._pending: tuple[Totals, Array | None] | None = None
         self._cache: Array | None = None
+        self._mean_every = 0
         self.last_step: StepReport | None = None
         self._open = True
 
@@ -132,13 +134,13 @@ class ShardedModelBase(Inspection, ABC):
 
     @property
     def rank(self) -> int:
-        """This rank of the data group."""
-        return self.engine.grid.data.rank
+        """Number of this rank in the data group."""
+        return self._config.communicator.rank
 
     @property
     def world_size(self) -> int:
         """Ranks of the data group."""
-        return self.engine.grid.data.size
+        return self._config.communicator.size
 
     @property
     def parameter_count(self) -> int:
@@ -186,7 +188,7 @@ class ShardedModelBase(Inspection, ABC):
         self.last_step = self.engine.train(x, y)
         self._pending = None
         self.invalidate_cache()
-        return self.last_step.loss
+        return self._local_loss(self.last_step) if self._mean_every else self.last_step.loss
 
     def compute_gradients(self, x: Any, y: Any, loss: Any = None) -> Gradients:
         """Return the gradient of the mean loss without changing the parameters.
@@ -416,6 +418,32 @@ class ShardedModelBase(Inspection, ABC):
         if error is None:
             self.close()
 
+    # ------------------------------------------------------------------ local training
+
+    def become_local(self, every: int) -> None:
+        """Train alone from now on, on private parameters, averaged every ``every`` steps; see LocalSGDOptimizer."""
+        values = self.get_parameters()
+        self.engine.close()
+        self.engine = Engine(self._wrapped, self._config.replace(comm=None), placement(self.strategy))
+        self._mean_every = every
+        self._update_local_shard_from_full(values)
+
+    def average_parameters(self) -> None:
+        """Replace private parameters by their mean over the ranks."""
+        self._update_local_shard_from_full(mean_over_ranks(self._config.communicator, self.engine.store.values))
+
+    def _local_loss(self, report: StepReport) -> float:
+        """Average when it is time, and return the mean loss of all ranks' batches."""
+        comm = self._config.communicator
+        sent = comm.counters.bytes_sent
+        if self.engine.step_number % self._mean_every == 0:
+            self.average_parameters()
+        table = np.empty((comm.size, 2))
+        comm.allgather(np.array([report.loss * report.weight, report.weight]), table.reshape(-1), "losses")
+        loss, weight = tree_total(table).tolist()
+        self.last_step = replace(report, loss=loss / weight, weight=weight, bytes_sent=comm.counters.bytes_sent - sent)
+        return self.last_step.loss
+
     def _replace_wrapped(self, wrapped: Any) -> None:
         same_parameters(blocks_of(self._wrapped), blocks_of(wrapped))
         self._wrapped = wrapped
@@ -425,7 +453,8 @@ class ShardedModelBase(Inspection, ABC):
 
     def checkpoint_arrays(self) -> list[LocalArray]:
         """Return this rank's owned ranges of parameters and optimizer state, as views. Not collective."""
-        return persistence.local_arrays(self.engine)
+        arrays = persistence.local_arrays(self.engine)
+        return arrays if self.rank == 0 or not self._mean_every else [replace(a, pieces=()) for a in arrays]
 
     def checkpoint_attributes(self) -> dict[str, Any]:
         """Return what a checkpoint must know besides arrays. Not collective."""
@@ -477,5 +506,3 @@ class ShardedModelBase(Inspection, ABC):
     def metadata(self) -> ModelMetadata:
         """Return placement and measured figures. Not collective."""
         return describe(self.engine, self.last_step.bytes_sent if self.last_step is not None else 0)
-
-

@@ -51,6 +51,7 @@ class BlockEvaluator:
     def gradients(self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone) -> tuple[float, float]:
         """Write the gradient of the loss sum; return the loss sum and the weight. Collective if sharded."""
         caches: dict[str, Any] = {}
+        d: Any
         for unit in self.units:
             with self.store.unit(unit) as params:
                 for block in unit.blocks:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from functools import cached_property
+from types import TracebackType
 from typing import Any, Self
 
 from mpizero.comm import Communicator, ProcessGrid, as_communicator
+from mpizero.comm.watchdog import Watchdog
 from mpizero.errors import ConfigError
 from mpizero.layout import Grains
 
@@ -97,9 +99,41 @@ class ShardingConfig:
     @cached_property
     def grid(self) -> ProcessGrid:
         """The groups of ranks: data, node, peers. The first access is collective."""
+        if self.timeout is not None and self.communicator.size > 1:
+            self._watchdog.start()
         return ProcessGrid.create(
             self.communicator, share_node_memory=self.share_node_memory, ranks_per_node=self.ranks_per_node
         )
+
+    @cached_property
+    def _watchdog(self) -> Watchdog:
+        return Watchdog(self.communicator, self.timeout or math.inf)
+
+    def close(self) -> None:
+        """Free the communicators made for this configuration and stop its watchdog. Collective.
+
+        Close the models first. A configuration that was never used, or was closed, has nothing to free.
+        """
+        made = self.__dict__
+        if "_watchdog" in made:
+            made.pop("_watchdog").stop()
+        if "grid" in made:
+            made.pop("grid").close()
+        if "communicator" in made:
+            communicator = made.pop("communicator")
+            if communicator is not self.comm:
+                communicator.close()
+
+    def __enter__(self) -> Self:
+        """Return itself. Not collective."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the configuration, unless an error leaves it on this rank only."""
+        if error is None:
+            self.close()
 
     def grain_size(self, global_batch: int) -> int:
         """Return the samples of a grain of a global batch: a function of the batch alone, never of the ranks."""

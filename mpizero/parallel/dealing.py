@@ -17,13 +17,13 @@ from mpizero.types import Array
 class Grain(NamedTuple):
     """The samples of one grain: in micro-batches, each with the global index of its first sample."""
 
-    index: int
+    number: int
     micro_batches: tuple[tuple[Any, Any, int], ...]
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """This rank's grains of a global batch.
+    """The grains of a global batch that one rank computes.
 
     Attributes
     ----------
@@ -79,9 +79,8 @@ def deal(
     """
     arrays = hasattr(x, "shape") and hasattr(y, "shape") and x.ndim > 0 and y.ndim > 0
     local = [len(x), len(y), _described(x), _described(y)] if arrays else [1, 1, -1, -1]
-    table = np.empty(4 * comm.size, np.int64)
-    comm.allgather(np.array(local, np.int64), table, "batch sizes")
-    table = table.reshape(comm.size, 4)
+    table = np.empty((comm.size, 4), np.int64)
+    comm.allgather(np.array(local, np.int64), table.reshape(-1), "batch sizes")
     if (table[:, 0] != table[:, 1]).any() or (table[:, 2:] != table[0, 2:]).any() or table[:, 0].sum() == 0:
         _refuse(comm, x, y, table)
     counts = table[:, 0].tolist()
@@ -146,7 +145,7 @@ class _Transfer:
         return recv.reshape(sum(self.receives), *array.shape[1:])
 
     def cut(self, x: Array, y: Array, micro: int) -> dict[int, Grain]:
-        """Return this rank's grains, cut into micro-batches of ``micro`` samples."""
+        """Cut this rank's samples into grains, and those into micro-batches of ``micro`` samples."""
         dealt, position = {}, 0
         for g in self.mine:
             span = self.grains.span(g)

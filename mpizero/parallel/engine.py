@@ -21,9 +21,9 @@ from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.dealing import GlobalBatch, Grain, deal
 from mpizero.parallel.gradients import GradientRing, GradientRows, GradientViews
 from mpizero.parallel.memory import Memory
+from mpizero.parallel.ownership import UpdatePiece
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.scalars import GrainScalars, Totals
-from mpizero.parallel.ownership import UpdatePiece
 from mpizero.parallel.storage import ParameterStore
 from mpizero.parallel.update import Updater, reduce_rows
 from mpizero.types import Array, BlockModel, Run
@@ -84,9 +84,7 @@ class Engine:
         self._rows: GradientRows | None = None
         self._ring: GradientRing | None = None
         if placement.waves:
-            self._ring = GradientRing(
-                self.layout, self.grid, self.memory, self.dtype, config.accumulate, self._named
-            )
+            self._ring = GradientRing(self.layout, self.grid, self.memory, self.dtype, config.accumulate, self._named)
         self.scalars = GrainScalars(self.grid, self.layout)
         self.updater: Updater | None = None
         self.loss_scale: optim.LossScaleState | None = None
@@ -190,9 +188,7 @@ class Engine:
     def _forward_backward(self, x: Any, y: Any, ring: bool) -> tuple[GlobalBatch, Totals, int]:
         """Leave this rank's gradients in the rows, or the owners' sums in the ring's stack."""
         owners = self._ring.owners if ring and self._ring is not None else self.rows.owners
-        batch = deal(
-            self.grid.data, x, y, self.config.grain_size, owners, self.config.accumulate
-        )
+        batch = deal(self.grid.data, x, y, self.config.grain_size, owners, self.config.accumulate)
         self.scalars.begin(batch)
         stack_row = 0
         if ring and self._ring is not None:
@@ -221,7 +217,7 @@ class Engine:
 
         def checked(unit: Unit) -> None:
             for block, views in written.pop(unit.index, {}).items():
-                self.scalars.check(grain.index, block, views)
+                self.scalars.check(grain.number, block, views)
             done(unit)
 
         written: dict[int, Any] = {}
@@ -231,7 +227,7 @@ class Engine:
             return written[unit.index]
 
         loss, weight = self.evaluator.gradients(x, y, run, noted, checked)
-        self.scalars.add(grain.index, loss, weight)
+        self.scalars.add(grain.number, loss, weight)
 
     def _update(self, updater: Updater, totals: Totals, stack_row: int) -> tuple[float | None, str | None]:
         """Update and publish; return the gradient norm where it was needed, and why a step was skipped."""
@@ -312,7 +308,7 @@ class Engine:
         for grain in batch.grains.values():
             for gx, gy, _ in grain.micro_batches:
                 loss, weight, prediction = self.evaluator.loss(gx, gy)
-                self.scalars.add(grain.index, loss, weight)
+                self.scalars.add(grain.number, loss, weight)
                 rounds += 1
                 scored = scored and prediction is not None and prediction.ndim == np.ndim(gy) + 1
                 if scored:

@@ -8,6 +8,7 @@ its owners' stacks as soon as its backward ends (ZeRO-2 and 3). The tree is the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -126,7 +127,7 @@ class GradientRows:
         for grain, row, additions in plan.folds[self.grid.place].folds:
             micro = len(batch.grains[grain].micro_batches)
             for number in range(micro):
-                evaluate(batch.grains[grain], number, lambda unit, row=row: self._target(row, unit), _nothing)
+                evaluate(batch.grains[grain], number, partial(self._target, row), _nothing)
                 self.micro.fold(self.row(row), 0, number)
                 done += 1
             self.micro.finish(self.row(row), 0)

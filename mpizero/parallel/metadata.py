@@ -99,9 +99,9 @@ def _trainable(engine: Engine) -> int:
 def _formula(engine: Engine) -> dict[str, float]:
     """Return the bytes that one rank's part of the placement needs.
 
-    [Note: memory formulas] With P parameters of b bytes, n ranks, L of them on a node and N nodes (private memory: L = 1,
-    N = n), s state arrays an element: parameters P*b/L replicated, P*b/n sharded over more than one node (one node: P*b/L, the
-    window is the shard); gradients P*b for whole rows, P*b/n for owned sums; state s*P*b/L replicated, s*P*b/n sharded.
+    [Note: memory formulas] With P parameters of b bytes, s state arrays, n ranks, L of them on a node (private memory:
+    L = 1): replicated parameters take P*b/L, sharded ones P*b/n (on a single node both are the node's one copy);
+    whole rows of gradients P*b, owned sums P*b/n; replicated state s*P*b/L, sharded s*P*b/n.
     """
     row, grid = engine.placement, engine.grid
     item, n, local = engine.dtype.itemsize, grid.data.size, grid.node.size

@@ -104,8 +104,8 @@ class ShardedOptimizer:
     def step(self) -> None:
         """Update the parameters from the model's pending gradient. Collective.
 
-        A pending gradient comes from ``compute_gradients``, or from ``train`` with ``auto_sync_gradients=False``; one that
-        is not yet synchronized is synchronized first. ``train`` alone already makes this update.
+        A pending gradient comes from ``compute_gradients``, or from ``train`` with ``auto_sync_gradients=False``; one
+        that is not yet synchronized is synchronized first. ``train`` alone already makes this update.
 
         Raises
         ------
@@ -261,4 +261,3 @@ class ZeRO3Optimizer(ShardedOptimizer):
 
 class FSDPOptimizer(ZeRO3Optimizer):
     """ZeRO-3 by its other name."""
-

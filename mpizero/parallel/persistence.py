@@ -131,7 +131,9 @@ def restore_state(engine: Engine, reader: ArrayReader) -> None:
         raise CheckpointError("no optimizer state to restore: the checkpoint or the model has none")
     name = type(updater.optimizer).__name__
     if optimizer.get("name") != name:
-        raise CheckpointError(f"the checkpoint holds the state of {optimizer.get('name')}, the bound optimizer is {name}")
+        raise CheckpointError(
+            f"the checkpoint holds the state of {optimizer.get('name')}, the bound optimizer is {name}"
+        )
     reader.read([array for array in _state_arrays(engine, owned_only=False) if array.pieces])
     updater.step_count = int(optimizer["step_count"])
     if saved.get("loss_scale") is not None and engine.loss_scale is not None:
@@ -161,9 +163,8 @@ def _check_model(engine: Engine, reader: ArrayReader) -> None:
 
 def save(model: ShardedModelBase, path: str | Path) -> None:
     """Write a model to a folder, in place of what was there. Collective."""
-    engine = model.engine
     checkpoint.write(
-        path, local_arrays(engine), {"mpizero": attributes(engine)}, engine.config.communicator, replace=True
+        path, model.checkpoint_arrays(), model.checkpoint_attributes(), model.config.communicator, replace=True
     )
 
 
@@ -176,8 +177,7 @@ def load(model: ShardedModelBase, path: str | Path, *, strict_layout: bool) -> N
 
 def to_bytes(model: ShardedModelBase) -> bytes:
     """Return a model as bytes, the same on every rank. Collective."""
-    engine = model.engine
-    return checkpoint.to_bytes(local_arrays(engine), {"mpizero": attributes(engine)}, engine.config.communicator)
+    return checkpoint.to_bytes(model.checkpoint_arrays(), model.checkpoint_attributes(), model.config.communicator)
 
 
 def from_bytes(model: ShardedModelBase, data: bytes) -> None:

@@ -30,7 +30,8 @@ def tree_total(values: Array) -> Array:
         pairs = values[: len(values) // 2 * 2]
         summed = pairs[0::2] + pairs[1::2]
         values = np.concatenate([summed, values[len(pairs) :]])
-    return values[0]
+    total: Array = values[0]
+    return total
 
 
 class GrainScalars:
@@ -51,9 +52,7 @@ class GrainScalars:
         self._per_rank = -(-batch.count // self.grid.data.size)
         self._mine = {}
         self._bad = None
-        self._spans = {
-            g: (grain.micro_batches[0][2], grain.micro_batches[-1]) for g, grain in batch.grains.items()
-        }
+        self._spans = {g: (grain.micro_batches[0][2], grain.micro_batches[-1]) for g, grain in batch.grains.items()}
 
     def add(self, grain: int, loss: float, weight: float) -> None:
         """Add the loss sum and weight of one micro-batch of a grain. Not collective."""

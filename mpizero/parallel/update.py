@@ -17,6 +17,7 @@ from mpizero.parallel.ownership import Share, UpdatePiece, runs_of, update_piece
 from mpizero.parallel.storage import ParameterStore
 from mpizero.types import Array
 
+
 class TensorTree:
     """Sums over the elements of each parameter, by the canonical tree over its element index, in float64.
 
