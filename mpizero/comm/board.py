@@ -65,10 +65,11 @@ class Board:
 
     def write(self, slot: Slot) -> None:
         """Replace this rank's slot. Not collective; one thread at a time."""
-        data = json.dumps(slot, separators=(",", ":")).encode()
-        room = _SLOT - _HEADER.size
-        if len(data) > room:
-            data = json.dumps({**slot, "counts": {}}, separators=(",", ":")).encode()[:room]
+        data, counts = _encode(slot), list(slot.get("counts", {}).items())
+        while len(data) > _SLOT - _HEADER.size and counts:  # the counts of communicators made long ago
+            counts = counts[: len(counts) // 2]
+            data = _encode(slot | {"counts": dict(counts)})
+        data = data[: _SLOT - _HEADER.size]
         start = _SLOT * (self._own + 1)
         self._version += 2
         _HEADER.pack_into(self._map, start, self._version - 1, len(data))
@@ -107,6 +108,10 @@ class Board:
     def claimed(self) -> bool:
         """Tell whether a rank of the node has spoken. Not collective."""
         return bool(_CLAIM.unpack_from(self._map, 0)[0])
+
+
+def _encode(slot: Slot) -> bytes:
+    return json.dumps(slot, separators=(",", ":")).encode()
 
 
 def open_board(rank: int, host: str, allgather: Callable[[Any], list[Any]]) -> Board:

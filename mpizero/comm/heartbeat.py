@@ -23,6 +23,8 @@ from mpizero.comm.transport import CallTrace
 TICK = 0.5
 #: Name of the thread.
 HEARTBEAT = "mpizero-heartbeat"
+#: Closed communicators that are remembered.
+_CLOSED = 32
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _LIBRARY = str(Path(os.__file__).parent) + os.sep
@@ -66,9 +68,11 @@ class Register:
         for entry in [entry for entry in self.live if entry.trace is trace]:
             self.live.remove(entry)
             self.closed[entry.key] = trace.started
+            if len(self.closed) > _CLOSED:
+                del self.closed[next(iter(self.closed))]
 
     def counts(self) -> dict[str, int]:
-        """Return collectives begun by key; most recent communicators first."""
+        """Return collectives begun by key; open communicators first, those made last before older ones."""
         return {entry.key: entry.trace.started for entry in reversed(self.live)} | self.closed
 
 

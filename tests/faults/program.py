@@ -1,4 +1,7 @@
-"""One rank of a job that meets a fault: ``program.py FAULT FOLDER VICTIM``; started by test_faults.py under mpiexec."""
+"""One rank of a job that meets a fault, started by test_faults.py under mpiexec.
+
+``program.py FAULT FOLDER VICTIM [RANKS_PER_NODE]``; with the last, ranks believe they are on several nodes.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,8 @@ if FAULT == "raise_in_setup" and MPI.COMM_WORLD.rank == VICTIM:
     note_fault()
     raise ValueError("planted")
 
+if len(sys.argv) > 4:
+    guard.current().host = f"node{MPI.COMM_WORLD.rank // int(sys.argv[4])}"
 COMM = MpiCommunicator(MPI.COMM_WORLD)
 
 
@@ -151,7 +156,7 @@ def main():
             note_fault()
             ctypes.PyDLL(None).sleep(100)
     elif FAULT in {"sleep", "stop", "lock"}:
-        with Watchdog(COMM, timeout=0.6):
+        with Watchdog(COMM, timeout=0.6, folder=FOLDER / "watch" if len(sys.argv) > 4 else None):
             train()
     elif FAULT == "watched":
         with Watchdog(COMM, timeout=5.0):

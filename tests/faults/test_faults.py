@@ -83,8 +83,9 @@ def job(launcher, tmp_path):
     """Run one fault, and leave no process behind whatever happens."""
     mpiexec, python = launcher
 
-    def run(fault, ranks=2, victim=1, runner=(), interrupt=False):
+    def run(fault, ranks=2, victim=1, runner=(), per_node=None, interrupt=False):
         command = [mpiexec, "-n", str(ranks), python, *runner, str(PROGRAM), fault, str(tmp_path), str(victim)]
+        command += [str(per_node)] if per_node else []
         started = time.time()
         with open(tmp_path / "out", "w") as out, open(tmp_path / "err", "w") as err:
             process = subprocess.Popen(
@@ -267,6 +268,12 @@ def test_a_bug_on_all_ranks_has_one_traceback(job):
     check_failed(job("bug_everywhere", ranks=4), tracebacks=1)
 
 
+def test_ranks_of_other_nodes_let_the_first_one_speak(job):
+    ended = job("bug_everywhere", ranks=4, per_node=2)
+    check_failed(ended, tracebacks=1)
+    assert all(re.match(r"\[rank [01]/4 node0\]", line) for line in ended.said)
+
+
 # ---------------------------------------------------------------------------------------------- stuck
 
 
@@ -280,6 +287,14 @@ def test_a_stuck_collective_names_the_missing_rank_and_every_line(job, ranks):
     assert re.search(r"rank 0: in barrier #6 .* at program.py:\d+ in train \(step 5, phase forward\)", report)
     assert re.search(r"rank 1: at work at program.py:\d+ in <lambda>", report)
     assert report.count("stuck:") == 1
+
+
+def test_a_common_folder_shows_the_lines_of_other_nodes(job):
+    ended = job("sleep", ranks=2, per_node=1)
+    check_failed(ended, tracebacks=0)
+    report = "\n".join(ended.said)
+    assert "rank 1 not in it" in report
+    assert re.search(r"rank 1: at work at program.py:\d+ in <lambda>", report)
 
 
 @pytest.mark.parametrize(("fault", "ranks"), [("stop", 4), ("lock", 2)])
