@@ -9,6 +9,7 @@ and everything split off it) and wakes all who wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from threading import Condition
 from typing import Any, Self
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.transport import Request, SharedMemory
-from mpizero.errors import PeerFailure
+from mpizero.errors import PeerFailure, SharedMemoryError
 from mpizero.types import Array
 
 ALIGNMENT = 64
@@ -352,8 +353,12 @@ class InMemoryCommunicator(Communicator):
         return type(self)(group, ranks.index(self.rank), name, shares_memory)
 
     def _allocate_shared(self, nbytes: int) -> SharedMemory:
-        whole = np.zeros(nbytes + ALIGNMENT, np.uint8) if self.rank == 0 else None
+        whole = None
+        with suppress(MemoryError):
+            whole = np.zeros(nbytes + ALIGNMENT, np.uint8) if self.rank == 0 else None
         buffer = self._swap(("allocate_shared", nbytes), whole)[0]
+        if buffer is None:
+            raise SharedMemoryError(f"a window of {nbytes} bytes for {self.name!r} does not fit into this process")
         offset = -buffer.ctypes.data % ALIGNMENT
         return ThreadSharedMemory(buffer[offset : offset + nbytes])
 

@@ -64,18 +64,24 @@ class MpiRequest(Request):
     def wait(self) -> None:
         """Return when the operation has ended on this rank. Not collective; a second call returns at once."""
         if self._requests:
-            wait = self._requests[0].Wait if len(self._requests) == 1 else self._wait_all
-            self._communicator._run(self._operation, self._tag, self._sequence, wait)
+            self._communicator._run(self._operation, self._tag, self._sequence, self._wait_all)
             self._release()
 
     def test(self) -> bool:
         """Make progress and tell whether the operation has ended. Not collective."""
-        if self._requests and MPI.Request.Testall(self._requests):
+        if self._requests and self._ended():
             self._release()
         return not self._requests
 
+    def _ended(self) -> bool:
+        try:
+            return MPI.Request.Testall(self._requests)
+        except MPI.Exception as error:
+            raise self._communicator.error(self._operation, self._tag, error) from error
+
     def _wait_all(self) -> None:
-        MPI.Request.Waitall(self._requests)
+        for request in self._requests:  # Waitall would say only "error code in status"
+            request.Wait()
 
     def _release(self) -> None:
         self._requests = []
@@ -93,18 +99,20 @@ class MpiReceive(MpiRequest):
             self._communicator._run(self._operation, self._tag, self._sequence, self._wait_full, self._buffers)
             self._release()
 
-    def test(self) -> bool:
-        """Make progress and tell whether the whole buffer has arrived. Not collective."""
-        if self._requests:
-            statuses = [MPI.Status() for _ in self._requests]
-            if MPI.Request.Testall(self._requests, statuses):
-                self._check(statuses)
-                self._release()
-        return not self._requests
+    def _ended(self) -> bool:
+        statuses = [MPI.Status() for _ in self._requests]
+        try:
+            ended = MPI.Request.Testall(self._requests, statuses)
+        except MPI.Exception as error:
+            raise self._communicator.error(self._operation, self._tag, error, self._buffers) from error
+        if ended:
+            self._check(statuses)
+        return ended
 
     def _wait_full(self, _: object) -> None:
         statuses = [MPI.Status() for _ in self._requests]
-        MPI.Request.Waitall(self._requests, statuses)
+        for request, status in zip(self._requests, statuses, strict=True):
+            request.Wait(status)
         self._check(statuses)
 
     def _check(self, statuses: list[MPI.Status]) -> None:
