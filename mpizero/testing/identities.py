@@ -74,17 +74,9 @@ def taylor_test(
     slope_at_x = _flat(gradient(x) if callable(gradient) else gradient)
     if slope_at_x.size != start.size:
         raise ValueError(f"the gradient has {slope_at_x.size} elements, x has {start.size}")
-    direction = np.random.default_rng(seed).standard_normal(start.size)
-    direction *= max(1.0, float(np.linalg.norm(start))) / max(float(np.linalg.norm(direction)), 1e-300)
-    here, along = float(f(x)), float(slope_at_x @ direction)
-    steps = [step / 2**k for k in range(9)]
-    there = [float(f(_like(start + h * direction, x))) for h in steps]
-    rest = [abs(value - here - h * along) for h, value in zip(steps, there, strict=True)]
-    floor = 1e3 * np.finfo(np.float64).eps * max(abs(here), *map(abs, there), abs(along) * step)
-    seen = [r for r in rest if not r <= floor]  # keeps NaN
-    if not seen:
+    rest, slopes = _remainders(f, slope_at_x, x, step, seed)
+    if slopes is None:
         return math.inf
-    slopes = [math.log2(a / b) for a, b in zip(seen, seen[1:], strict=False)]
     slope = float(np.median(slopes[-3:])) if slopes else math.nan
     if not abs(slope - 2.0) <= tolerance:
         raise AssertionError(
@@ -92,6 +84,22 @@ def taylor_test(
             f"remainders {[f'{r:.2e}' for r in rest]} for steps from {step}"
         )
     return slope
+
+
+def _remainders(
+    f: Callable[[Any], float], gradient: Array, x: Point, step: float, seed: int
+) -> tuple[list[float], list[float] | None]:
+    """Return the remainders for all steps, and the slopes between those above rounding (None if there are none)."""
+    start = _flat(x)
+    direction = np.random.default_rng(seed).standard_normal(start.size)
+    direction *= max(1.0, float(np.linalg.norm(start))) / max(float(np.linalg.norm(direction)), 1e-300)
+    here, along = float(f(x)), float(gradient @ direction)
+    steps = [step / 2**k for k in range(9)]
+    there = [float(f(_like(start + h * direction, x))) for h in steps]
+    rest = [abs(value - here - h * along) for h, value in zip(steps, there, strict=True)]
+    floor = 1e3 * np.finfo(np.float64).eps * max(abs(here), *map(abs, there), abs(along) * step)
+    seen = [r for r in rest if not r <= floor]  # keeps NaN
+    return rest, [math.log2(a / b) for a, b in zip(seen, seen[1:], strict=False)] if seen else None
 
 
 def adjoint_test(
