@@ -116,17 +116,19 @@ def build(table: Table) -> Skeleton:
     offsets: dict[str, int] = {}
     bounds: dict[str, Any] = {"alignment_threshold": 1, "alignment_interval": ALIGNMENT}
     with h5py.File(record, "w", libver=("v110", "v110"), **bounds) as file:
-        create, link = h5py.h5p.create(h5py.h5p.DATASET_CREATE), h5py.h5p.create(h5py.h5p.LINK_CREATE)
+        create, group = h5py.h5p.create(h5py.h5p.DATASET_CREATE), h5py.h5p.create(h5py.h5p.GROUP_CREATE)
         create.set_layout(h5py.h5d.CONTIGUOUS)
         create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         create.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
         create.set_obj_track_times(False)
-        link.set_create_intermediate_group(True)
+        group.set_obj_track_times(False)  # HDF5 1.10 writes the date into groups unless told not to
+        for name in _groups(table):
+            h5py.h5g.create(file.id, name.encode(), gcpl=group)
         for path in sorted(table):
             shape, dtype = table[path]
             space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
             kind = h5py.h5t.py_create(dtype)
-            dataset = h5py.h5d.create(file.id, path.encode(), kind, space, dcpl=create, lcpl=link)
+            dataset = h5py.h5d.create(file.id, path.encode(), kind, space, dcpl=create)
             offsets[path] = dataset.get_offset() or 0
         file.attrs.create("format", np.bytes_(FORMAT))
         file.attrs.create("version", np.int64(VERSION))
@@ -134,6 +136,12 @@ def build(table: Table) -> Skeleton:
     ranges = gaps(record.nbytes, extents)
     structure = zip((start for start, _ in ranges), record.regions(ranges), strict=True)
     return Skeleton(record.nbytes, offsets, tuple(structure))
+
+
+def _groups(paths: Iterable[str]) -> list[str]:
+    """Return every group that the arrays lie in, the outer ones first."""
+    parts = (path.split("/") for path in paths)
+    return sorted({"/".join(names[:depth]) for names in parts for depth in range(1, len(names))})
 
 
 def _nbytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:

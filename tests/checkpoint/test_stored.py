@@ -1,0 +1,36 @@
+"""Files of every version of the format, as they were written by the mpizero of their time, load for ever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpizero import checkpoint
+
+STORED = Path(__file__).parent / "stored"
+A = np.arange(12, dtype=np.float32).reshape(3, 4)
+VERSION_1 = {
+    "parameters/a.weight": A,
+    "parameters/scale": np.array(0.1),
+    "parameters/none": np.zeros((0, 2), np.float32),
+    "optimizer/exp_avg/a.weight": -A,
+    "optimizer/half/a.weight": np.arange(12, dtype=np.float16),
+    "optimizer/steps": np.array([1, 2**40]),
+}
+
+
+@pytest.mark.parametrize("name", ["version1", "version1.bin"])
+def test_version_1_loads(name):
+    path = STORED / name
+    opened = checkpoint.open_checkpoint(path) if path.is_dir() else checkpoint.from_bytes(path.read_bytes())
+    with opened as reader:
+        assert reader.attributes == {"step": 3, "text": "ä"}
+        reader.check({key: (value.shape, value.dtype) for key, value in VERSION_1.items()})
+        for key, value in VERSION_1.items():
+            assert reader.read_whole(key).tobytes() == value.tobytes()
+
+
+def test_version_1_passes_the_full_check():
+    assert checkpoint.verify(STORED / "version1") > 0
