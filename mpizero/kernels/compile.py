@@ -54,6 +54,7 @@ class Kernel:
 
     def __init__(self, python: Callable[..., Any], signature: Signature, scratch: int) -> None:
         functools.update_wrapper(self, python)
+        self.name = python.__qualname__
         self.python = python
         self.signature = signature
         self._scratch = scratch
@@ -63,7 +64,7 @@ class Kernel:
         self._refused: Any = np.ndarray
         parameters = list(inspect.signature(python).parameters.values())
         if len(parameters) != len(signature.parameters):
-            raise TypeError(f"kernel {self.__qualname__}: {len(parameters)} parameters, signature names others")
+            raise TypeError(f"kernel {self.name}: {len(parameters)} parameters, signature names others")
         self.__signature__ = inspect.Signature(parameters[: -1 if scratch else None])
 
     def __call__(self, *args: Any) -> Any:
@@ -81,7 +82,7 @@ class Kernel:
     def _explain(self, args: tuple[Any, ...]) -> None:
         """Raise TypeError naming the first argument that does not fit."""
         names = list(self.__signature__.parameters)
-        title = f"kernel {self.__module__}.{self.__qualname__}"
+        title = f"kernel {self.__module__}.{self.name}"
         if len(args) != len(names):
             raise TypeError(f"{title} takes {len(names)} arguments ({', '.join(names)}), got {len(args)}")
         char = "f" if self._template is None else getattr(getattr(args[self._template], "dtype", None), "char", "f")
@@ -114,9 +115,9 @@ class Kernel:
     def _load(self, dtype: str) -> Callable[..., Any]:
         from mpizero.kernels import native
 
-        name = f"{self.__module__.removeprefix('mpizero.kernels.')}.{self.__qualname__}-{dtype}.o"
+        name = f"{self.__module__.removeprefix('mpizero.kernels.')}.{self.name}-{dtype}.o"
         code = cache.load_or_build(cache.folder(native.cpu_name()) / name, lambda: self._build(dtype))
-        self._loaded.append(native.Native(self.__qualname__, code))
+        self._loaded.append(native.Native(self.name, code))
         call: Callable[..., Any] = self._loaded[-1].call
         return call
 
@@ -130,7 +131,7 @@ class Kernel:
         dispatcher.compile(arguments)
         compiled = dispatcher.overloads[arguments]
         if str(compiled.signature.return_type) != (expected := _RESULTS[signature.result]):
-            raise TypeError(f"kernel {self.__qualname__} returns {compiled.signature.return_type}, not {expected}")
+            raise TypeError(f"kernel {self.name} returns {compiled.signature.return_type}, not {expected}")
         scratch = self._scratch * np.dtype(signature.parameters[-1].dtype).itemsize if self._scratch else 0
         return native.emit(compiled.library.get_llvm_str(), compiled.fndesc.llvm_func_name, signature, scratch)
 

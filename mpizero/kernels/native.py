@@ -223,7 +223,8 @@ class _Entry:
         self._require(self._assign(f"icmp eq i8 {order}, {ord(dtype.byteorder)}"))
         data, sizes = self._load("ptr", pointer, at.data), self._load("ptr", pointer, at.shape)
         shape = [self._load("i64", sizes, 8 * axis) for axis in range(parameter.ndim)]
-        strides, step = [], str(dtype.itemsize)
+        strides: list[str] = []
+        step = str(dtype.itemsize)
         for size in reversed(shape):
             strides.insert(0, step)
             step = self._assign(f"mul i64 {step}, {size}")

@@ -22,7 +22,7 @@ def number(
     ConfigError
         It is not a finite number in that range.
     """
-    given = float(value) if isinstance(value, Real) and not isinstance(value, (bool, np.bool)) else math.nan
+    given = math.nan if isinstance(value, (bool, np.bool)) or not isinstance(value, Real) else float(value)
     if not (math.isfinite(given) and (low < given if above else low <= given) and given < high):
         allowed = f"{'>' if above else '>='} {low:g}" + ("" if high == math.inf else f" and < {high:g}")
         raise ConfigError(f"{owner}: {name}={value!r} is not allowed; expected a finite number {allowed}")

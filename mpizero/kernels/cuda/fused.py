@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda
-
-from mpizero.kernels.cuda.launch import kernel
+from mpizero.kernels.cuda.launch import cuda, kernel
 from mpizero.kernels.formulas import optimizer as formulas
 from mpizero.types import Array
 

@@ -2,9 +2,7 @@
 
 ::
 
-    from numba import cuda
-
-    from mpizero.kernels.cuda.launch import kernel
+    from mpizero.kernels.cuda.launch import cuda, kernel
     from mpizero.kernels.formulas.optimizer import sgd as updated
 
     @kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
@@ -32,11 +30,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import cuda
+from numba import cuda as _cuda
 
 from mpizero.kernels.compile import with_compiled_helpers
 from mpizero.kernels.signature import Signature
 from mpizero.types import Array
+
+cuda: Any = _cuda  # numba publishes types without the names that kernels use
 
 THREADS = 128
 BLOCKS = 1024
@@ -63,6 +63,7 @@ class CudaKernel:
 
     def __init__(self, python: Callable[..., None], signature: Signature) -> None:
         functools.update_wrapper(self, python)
+        self.name = python.__qualname__
         self.python = python
         self.signature = signature
         self.__signature__ = inspect.signature(python)
@@ -72,13 +73,13 @@ class CudaKernel:
         """Launch the kernel on the current stream."""
         names = list(self.__signature__.parameters)
         if len(args) != len(names):
-            raise TypeError(f"kernel {self.__qualname__} takes {len(names)} arguments ({', '.join(names)})")
+            raise TypeError(f"kernel {self.name} takes {len(names)} arguments ({', '.join(names)})")
         if self._compiled is None:
             self._compiled = _jit(self.python)
         passed, returned = [], []
         for name, value, parameter in zip(names, args, self.signature.parameters, strict=True):
             if parameter.ndim and getattr(value, "ndim", None) != parameter.ndim:
-                raise TypeError(f"kernel {self.__qualname__}: {name} must have {parameter.ndim} dimension(s)")
+                raise TypeError(f"kernel {self.name}: {name} must have {parameter.ndim} dimension(s)")
             if isinstance(value, np.ndarray) and not simulated():
                 device = cuda.to_device(value)
                 passed.append(device)

@@ -7,9 +7,8 @@ A thread sums ``TILE`` neighbours (a node of the tree, since ``TILE`` is a power
 from __future__ import annotations
 
 import numpy as np
-from numba import cuda
 
-from mpizero.kernels.cuda.launch import empty, kernel, to_host
+from mpizero.kernels.cuda.launch import cuda, empty, kernel, to_host
 from mpizero.kernels.formulas import reduction as formulas
 from mpizero.types import Array
 

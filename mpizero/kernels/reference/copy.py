@@ -38,7 +38,8 @@ def to_bfloat16(x: Array, out: Array) -> None:
 def _magnitude(bits: Array) -> Array:
     exponent, mantissa = (bits >> np.uint32(7) & np.uint32(0xFF)).astype(np.int64), bits & np.uint32(0x7F)
     fraction = np.where(exponent == 0, mantissa / 128.0, 1.0 + mantissa / 128.0)
-    return np.ldexp(fraction, np.maximum(exponent, 1) - 127)
+    magnitude: Array = np.ldexp(fraction, np.maximum(exponent, 1) - 127)
+    return magnitude
 
 
 def from_bfloat16(x: Array, out: Array) -> None:
