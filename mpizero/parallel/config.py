@@ -96,14 +96,18 @@ class ShardingConfig:
         """The library's own communicator over ``comm``. The first access is collective."""
         return as_communicator(self.comm)
 
-    @cached_property
+    @property
     def grid(self) -> ProcessGrid:
         """The groups of ranks: data, node, peers. The first access is collective."""
-        if self.timeout is not None and self.communicator.size > 1:
-            self._watchdog.start()
-        return ProcessGrid.create(
-            self.communicator, share_node_memory=self.share_node_memory, ranks_per_node=self.ranks_per_node
-        )
+        made = self.__dict__  # no cached_property: before Python 3.12 its lock is one for all threads, which meet inside
+        if "grid" not in made:
+            if self.timeout is not None and self.communicator.size > 1:
+                self._watchdog.start()
+            made["grid"] = ProcessGrid.create(
+                self.communicator, share_node_memory=self.share_node_memory, ranks_per_node=self.ranks_per_node
+            )
+        grid: ProcessGrid = made["grid"]
+        return grid
 
     @cached_property
     def _watchdog(self) -> Watchdog:
