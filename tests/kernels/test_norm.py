@@ -33,7 +33,7 @@ def test_layernorm_agrees_with_the_oracle(shape, dtype):
         mean, rstd = np.empty(shape[0], dtype), np.empty(shape[0], dtype)
         dgamma, dbeta = np.full(shape[1], 9, dtype), np.full(shape[1], 9, dtype)
         kernels.layernorm(x, gamma, beta, eps, y, mean, rstd)
-        if shape[1] == 1:  # a row of one element has no variance; rstd is 1 / sqrt(eps), and dx a difference of huge terms
+        if shape[1] == 1:  # without variance rstd is 1 / sqrt(eps), and dx a difference of huge terms
             results.append((y, mean, rstd))
             continue
         kernels.layernorm_backward_input(dy, x, gamma, mean, rstd, dx)
@@ -113,7 +113,8 @@ def test_a_row_has_the_same_bits_alone_and_among_others(dtype):
     norm.layernorm_backward_input(dy, x, gamma, mean, rstd, dx)
     for row in range(6):
         part = slice(row, row + 1)
-        alone, dalone, m, r = np.empty((1, 131), dtype), np.empty((1, 131), dtype), np.empty(1, dtype), np.empty(1, dtype)
+        alone, dalone = np.empty((2, 1, 131), dtype)
+        m, r = np.empty((2, 1), dtype)
         norm.layernorm(x[part], gamma, beta, eps, alone, m, r)
         norm.layernorm_backward_input(dy[part], x[part], gamma, m, r, dalone)
         assert alone.tobytes() == y[part].tobytes()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from mpizero.kernels.compile import kernel
-from mpizero.kernels.cpu.rows import SCRATCH, row_dot, row_max, row_sum
+from mpizero.kernels.cpu._rows import SCRATCH, row_dot, row_max, row_sum
 from mpizero.kernels.formulas.attention import softmax_gradient, visible_keys
 from mpizero.kernels.formulas.elementary import exponential
 from mpizero.types import Array
+
+# Exponentials are taken of whole vectors, as the few elements of a remainder would cost as much as the rest of a row;
+# what lies beyond the keys seen is cleared after.
+_WIDTH = 16
 
 
 @kernel("void(T[:,:,::1], const T[::1], T[::1])", scratch=SCRATCH)
@@ -23,15 +27,17 @@ def causal_softmax(scores: Array, scale1: Array, scratch: Array) -> None:
     for b in range(batch):
         for query in range(queries):
             seen = visible_keys(query, queries, keys)
-            scores[b, query, seen:] = T(0)
             if seen == 0:
+                scores[b, query] = T(0)
                 continue
             row = scores[b, query, :seen]
             for j in range(seen):
                 row[j] *= scale
             largest = row_max(row, scratch)
-            for j in range(seen):
-                row[j] = exponential(row[j] - largest, T)
+            whole = scores[b, query, : min(keys, (seen + _WIDTH - 1) // _WIDTH * _WIDTH)]
+            for j in range(whole.size):
+                whole[j] = exponential(whole[j] - largest, T)
+            scores[b, query, seen:] = T(0)
             share = T(1) / row_sum(row, scratch)
             for j in range(seen):
                 row[j] *= share

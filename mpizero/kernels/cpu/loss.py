@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.kernels.compile import kernel
-from mpizero.kernels.cpu.rows import BLOCK, FOLD, SCRATCH, fold_sum, row_max
+from mpizero.kernels.cpu._rows import BLOCK, FOLD, SCRATCH, fold_sum, row_max
 from mpizero.kernels.formulas.elementary import exponential
 from mpizero.kernels.formulas.embedding import inside
 from mpizero.kernels.formulas.loss import cross_entropy, cross_entropy_gradient
@@ -55,20 +55,23 @@ def softmax_cross_entropy_backward(
     T = logits.dtype.type  # noqa: N806
     rows, classes = logits.shape
     scale = scale1[0]
-    terms = scratch[FOLD:SCRATCH]
+    fold, terms = scratch[:FOLD], scratch[FOLD:SCRATCH]
     for row in range(rows):
         part, result, target = logits[row], dlogits[row], targets[row]
         if not inside(target, classes):
             result[:] = T(0) if target < 0 else T(np.nan)
             continue
         largest = row_max(part, scratch)
-        share = T(1) / exp_sum(part, largest, scratch)
-        # At the target, the value the whole row would give; kept before `part`, which may be `result`, is overwritten.
-        hit = cross_entropy_gradient(exponential(part[target] - largest, T) * share, T(1), scale)
+        at_target = exponential(part[target] - largest, T)
+        total = T(0)
         for first in range(0, classes, BLOCK):
             source, aim = part[first : first + BLOCK], result[first : first + BLOCK]
             for j in range(source.size):
-                terms[j] = cross_entropy_gradient(exponential(source[j] - largest, T) * share, T(0), scale)
+                terms[j] = exponential(source[j] - largest, T)
+            total += fold_sum(terms[: source.size], fold)
             for j in range(source.size):
                 aim[j] = terms[j]
-        result[target] = hit
+        share = T(1) / total
+        for j in range(classes):
+            result[j] = cross_entropy_gradient(result[j] * share, T(0), scale)
+        result[target] = cross_entropy_gradient(at_target * share, T(1), scale)

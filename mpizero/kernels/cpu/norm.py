@@ -6,7 +6,7 @@ Statistics take two passes over the row (mean, then mean square of the differenc
 from __future__ import annotations
 
 from mpizero.kernels.compile import kernel
-from mpizero.kernels.cpu.rows import SCRATCH, row_dot, row_dot3, row_square_sum, row_sum
+from mpizero.kernels.cpu._rows import SCRATCH, row_dot, row_dot3, row_square_sum, row_sum
 from mpizero.kernels.formulas.norm import (
     inverse_root,
     layernorm_gradient,
@@ -17,7 +17,9 @@ from mpizero.kernels.formulas.norm import (
 from mpizero.types import Array
 
 
-@kernel("void(const T[:,::1], const T[::1], const T[::1], const T[::1], T[:,::1], T[::1], T[::1], T[::1])", scratch=SCRATCH)
+@kernel(
+    "void(const T[:,::1], const T[::1], const T[::1], const T[::1], T[:,::1], T[::1], T[::1], T[::1])", scratch=SCRATCH
+)
 def layernorm(
     x: Array, gamma: Array, beta: Array, eps1: Array, y: Array, mean: Array, rstd: Array, scratch: Array
 ) -> None:
@@ -34,7 +36,9 @@ def layernorm(
             result[j] = scaled(standardized(part[j], m, r), gamma[j], beta[j])
 
 
-@kernel("void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], const T[::1], T[:,::1], T[::1])", scratch=SCRATCH)
+@kernel(
+    "void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], const T[::1], T[:,::1], T[::1])", scratch=SCRATCH
+)
 def layernorm_backward_input(
     dy: Array, x: Array, gamma: Array, mean: Array, rstd: Array, dx: Array, scratch: Array
 ) -> None:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from mpizero.kernels.compile import kernel
 from mpizero.kernels.formulas.random import (
     dropout_key,
     dropout_threshold,
-    feistel_mix,
     half_bits,
     high_word,
     low_word,
     normals,
+    permuted,
     philox_words,
     round_keys,
     scaled_unit,
     units,
+    values_per_block,
 )
 from mpizero.types import Array
 
@@ -39,13 +38,6 @@ def philox(counter: Array, key: Array, out: Array) -> None:
         np.uint64(key[1]),
     )
     out[0], out[1], out[2], out[3] = np.uint32(a), np.uint32(b), np.uint32(c), np.uint32(d)
-
-
-def values_per_block(T: Any) -> Any:  # noqa: N803
-    """Return how many numbers a Philox block makes."""
-    if T is np.float32:
-        return 4
-    return 2
 
 
 @kernel("void(u8, u8, u8, i8, T[::1], const T[::1], const T[::1], T[::1])", scratch=_SCRATCH)
@@ -152,20 +144,7 @@ def permutation(index: Array, length: int, seed: int, epoch: int) -> None:
     A Feistel network of eight rounds permutes the next power of four; images beyond ``length`` are sent through it
     again (cycle walking; Black and Rogaway 2002). Indices outside ``range(length)`` become -1.
     """
-    a, b, c, d = round_keys(seed, epoch, 0)
-    e, f, g, h = round_keys(seed, epoch, 1)
-    bits = np.uint64(half_bits(length))
-    mask = (np.uint64(1) << bits) - np.uint64(1)
+    first, second = round_keys(seed, epoch, 0), round_keys(seed, epoch, 1)
+    bits = half_bits(length)
     for i in range(index.size):
-        if index[i] < 0 or index[i] >= length:
-            index[i] = -1
-            continue
-        value = np.uint64(index[i])
-        while True:
-            left, right = value >> bits, value & mask
-            for key in (a, b, c, d, e, f, g, h):
-                left, right = right, left ^ (feistel_mix(right, key) & mask)
-            value = (left << bits) | right
-            if value < np.uint64(length):
-                break
-        index[i] = np.int64(value)
+        index[i] = permuted(index[i], length, bits, first, second)

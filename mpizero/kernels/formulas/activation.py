@@ -31,8 +31,8 @@ _SILU_FLAT_SINGLE = 80.0
 
 def clamped(x: Any, low: Any, high: Any) -> Any:
     """Return ``x`` kept in [low, high]; NaN stays NaN."""
-    above = low if low > x else x
-    return high if high < above else above
+    above = low if x < low else x
+    return high if above > high else above
 
 
 def gelu_power(x: Any, T: Any) -> Any:  # noqa: N803

@@ -18,6 +18,7 @@ import numpy as np
 
 _ONE = np.float32(1.0)
 _TWO = np.float32(2.0)
+_THREE = np.float32(3.0)
 _HALF = np.float32(0.5)
 
 # exp(r) = 1 + r + r**2 * q(r) on |r| <= log(2) / 2, relative error 5e-2 ulp before rounding.
@@ -75,8 +76,7 @@ _MANTISSA = np.int32(0x007FFFFF)
 # sin(2 pi t) = t * s(t**2) and cos(2 pi t) = c(t**2) on |t| <= 1/8.
 _SIN_S = tuple(np.float32(c) for c in (6.2831854820251465, -41.3416633605957, 81.5925521850586, -75.40206909179688))
 _COS_C = tuple(
-    np.float32(c)
-    for c in (1.0, -19.739208221435547, 64.93931579589844, -85.44285583496094, 59.22040557861328)
+    np.float32(c) for c in (1.0, -19.739208221435547, 64.93931579589844, -85.44285583496094, 59.22040557861328)
 )
 _QUARTER = np.float32(0.25)
 _FOUR = np.float32(4.0)
@@ -88,8 +88,8 @@ def exp_single(x: Any) -> Any:
 
     Results below 1.7e-38 are 0: subnormal numbers would cost a hundred times more in every loop that meets them.
     """
-    above = _EXP_LOW if _EXP_LOW > x else x
-    c = _EXP_HIGH if _EXP_HIGH < above else above
+    above = _EXP_LOW if x < _EXP_LOW else x
+    c = _EXP_HIGH if above > _EXP_HIGH else above
     shifted = c * _LOG2_E + _ROUND
     n = shifted - _ROUND
     r = (c - n * _LN2_HIGH) - n * _LN2_LOW
@@ -168,11 +168,11 @@ def cos_sin_turn_single(u: Any) -> Any:
     c = c * square + _COS_C[2]
     c = c * square + _COS_C[1]
     c = c * square + _COS_C[0]
-    odd = quarter == _ONE or quarter == np.float32(3.0)
+    odd = quarter in (_ONE, _THREE)
     cosine = s if odd else c
     sine = c if odd else s
-    cosine = -cosine if quarter == _ONE or quarter == _TWO else cosine
-    sine = -sine if quarter == _TWO or quarter == np.float32(3.0) else sine
+    cosine = -cosine if quarter in (_ONE, _TWO) else cosine
+    sine = -sine if quarter in (_TWO, _THREE) else sine
     return cosine, sine
 
 

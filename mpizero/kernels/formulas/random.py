@@ -13,6 +13,7 @@ import numpy as np
 from mpizero.kernels.formulas.elementary import cos_sin_turn, logarithm
 
 _LOW = np.uint64(0xFFFFFFFF)
+_ONE = np.uint64(1)
 _32 = np.uint64(32)
 _MULTIPLY_0 = np.uint64(0xD2511F53)
 _MULTIPLY_1 = np.uint64(0xCD9E8D57)
@@ -28,13 +29,13 @@ _26 = np.uint64(26)
 
 
 def low_word(value: Any) -> Any:
-    """Return the low 32 bits of an unsigned integer."""
-    return np.uint64(value) & _LOW
+    """Return the low 32 bits of an integer, which may be negative."""
+    return np.uint64(value & 0xFFFFFFFF)
 
 
 def high_word(value: Any) -> Any:
-    """Return the high 32 bits of a 64-bit unsigned integer."""
-    return np.uint64(value) >> _32
+    """Return the high 32 bits of a 64-bit integer, which may be negative."""
+    return np.uint64((value >> 32) & 0xFFFFFFFF)
 
 
 def philox_round(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
@@ -134,3 +135,32 @@ def half_bits(length: Any) -> Any:
     while (np.int64(1) << (np.int64(2) * bits)) < length:
         bits += np.int64(1)
     return bits
+
+
+def feistel_image(value: Any, bits: Any, first: Any, second: Any) -> Any:
+    """Return the image of ``value`` < 4**bits after eight rounds with the keys of two tuples."""
+    mask = (_ONE << bits) - _ONE
+    left, right = value >> bits, value & mask
+    for key in first:
+        left, right = right, left ^ (feistel_mix(right, key) & mask)
+    for key in second:
+        left, right = right, left ^ (feistel_mix(right, key) & mask)
+    return (left << bits) | right
+
+
+def permuted(index: Any, length: Any, bits: Any, first: Any, second: Any) -> Any:
+    """Return the image of an index in ``range(length)``; -1 for an index outside."""
+    if index < 0 or index >= length:
+        return np.int64(-1)
+    # Cycle walking: an image beyond the length is sent through again, which ends since the whole map is a bijection.
+    image = feistel_image(np.uint64(index), np.uint64(bits), first, second)
+    while image >= np.uint64(length):
+        image = feistel_image(image, np.uint64(bits), first, second)
+    return np.int64(image)
+
+
+def values_per_block(T: Any) -> Any:  # noqa: N803
+    """Return how many floating-point numbers a Philox block makes."""
+    if T is np.float32:
+        return 4
+    return 2

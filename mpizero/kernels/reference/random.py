@@ -77,7 +77,7 @@ def fill_normal(key0: int, key1: int, site: int, start: int, out: Array, scale1:
 
 def _derived_key(seed: int, purpose: int, first: int, second: int) -> Array:
     key = (_words(seed)[0], _words(seed)[1] ^ purpose)
-    return _philox(np.array([*_words(first), *_words(second)], np.uint64), key)[0]
+    return np.asarray(_philox(np.array([*_words(first), *_words(second)], np.uint64), key)[0])
 
 
 def dropout(

@@ -1,0 +1,121 @@
+"""Layer and root-mean-square normalization on the GPU: a block per row, a thread per column of weight gradients."""
+
+from __future__ import annotations
+
+from numba import cuda
+
+from mpizero.kernels.cuda.launch import kernel
+from mpizero.kernels.cuda._rows import MOST_THREADS, block_sum
+from mpizero.kernels.formulas.norm import (
+    inverse_root,
+    layernorm_gradient,
+    rmsnorm_gradient,
+    scaled,
+    standardized,
+)
+from mpizero.types import Array
+
+
+@kernel("void(const T[:,::1], const T[::1], const T[::1], const T[::1], T[:,::1], T[::1], T[::1])")
+def layernorm(x: Array, gamma: Array, beta: Array, eps1: Array, y: Array, mean: Array, rstd: Array) -> None:
+    """Normalize every row: ``y = (x - mean) * rstd * gamma + beta`` with ``rstd = 1 / sqrt(variance + eps)``."""
+    T = x.dtype.type  # noqa: N806
+    shared = cuda.shared.array(MOST_THREADS, x.dtype)
+    rows, features = x.shape
+    first, step = cuda.threadIdx.x, cuda.blockDim.x
+    for row in range(cuda.blockIdx.x, rows, cuda.gridDim.x):
+        total = T(0)
+        for j in range(first, features, step):
+            total += x[row, j]
+        m = block_sum(total, shared) / T(features)
+        total = T(0)
+        for j in range(first, features, step):
+            total += (x[row, j] - m) * (x[row, j] - m)
+        r = inverse_root(block_sum(total, shared) / T(features), eps1[0], T)
+        if first == 0:
+            mean[row] = m
+            rstd[row] = r
+        for j in range(first, features, step):
+            y[row, j] = scaled(standardized(x[row, j], m, r), gamma[j], beta[j])
+
+
+@kernel("void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], const T[::1], T[:,::1])")
+def layernorm_backward_input(dy: Array, x: Array, gamma: Array, mean: Array, rstd: Array, dx: Array) -> None:
+    """Write the gradient of the input into ``dx``, which is none of the inputs."""
+    T = x.dtype.type  # noqa: N806
+    shared = cuda.shared.array(MOST_THREADS, x.dtype)
+    rows, features = x.shape
+    first, step = cuda.threadIdx.x, cuda.blockDim.x
+    for row in range(cuda.blockIdx.x, rows, cuda.gridDim.x):
+        m, r = mean[row], rstd[row]
+        total, weighted = T(0), T(0)
+        for j in range(first, features, step):
+            g = dy[row, j] * gamma[j]
+            total += g
+            weighted += g * standardized(x[row, j], m, r)
+        mean_g = block_sum(total, shared) / T(features)
+        mean_gs = block_sum(weighted, shared) / T(features)
+        for j in range(first, features, step):
+            g = dy[row, j] * gamma[j]
+            dx[row, j] = layernorm_gradient(g, standardized(x[row, j], m, r), mean_g, mean_gs, r)
+
+
+@kernel("void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], T[::1], T[::1])")
+def layernorm_backward_weights(dy: Array, x: Array, mean: Array, rstd: Array, dgamma: Array, dbeta: Array) -> None:
+    """Write the gradients of gamma and beta: sums over the rows in ascending order."""
+    T = x.dtype.type  # noqa: N806
+    rows, features = x.shape
+    for j in range(cuda.grid(1), features, cuda.gridsize(1)):
+        total, shift = T(0), T(0)
+        for row in range(rows):
+            total += dy[row, j] * standardized(x[row, j], mean[row], rstd[row])
+            shift += dy[row, j]
+        dgamma[j] = total
+        dbeta[j] = shift
+
+
+@kernel("void(const T[:,::1], const T[::1], const T[::1], T[:,::1], T[::1])")
+def rmsnorm(x: Array, gamma: Array, eps1: Array, y: Array, rstd: Array) -> None:
+    """Scale every row: ``y = x * rstd * gamma`` with ``rstd = 1 / sqrt(mean(x**2) + eps)`` (Zhang, Sennrich 2019)."""
+    T = x.dtype.type  # noqa: N806
+    shared = cuda.shared.array(MOST_THREADS, x.dtype)
+    rows, features = x.shape
+    first, step = cuda.threadIdx.x, cuda.blockDim.x
+    for row in range(cuda.blockIdx.x, rows, cuda.gridDim.x):
+        total = T(0)
+        for j in range(first, features, step):
+            total += x[row, j] * x[row, j]
+        r = inverse_root(block_sum(total, shared) / T(features), eps1[0], T)
+        if first == 0:
+            rstd[row] = r
+        for j in range(first, features, step):
+            y[row, j] = standardized(x[row, j], T(0), r) * gamma[j]
+
+
+@kernel("void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], T[:,::1])")
+def rmsnorm_backward_input(dy: Array, x: Array, gamma: Array, rstd: Array, dx: Array) -> None:
+    """Write the gradient of the input into ``dx``, which is none of the inputs."""
+    T = x.dtype.type  # noqa: N806
+    shared = cuda.shared.array(MOST_THREADS, x.dtype)
+    rows, features = x.shape
+    first, step = cuda.threadIdx.x, cuda.blockDim.x
+    for row in range(cuda.blockIdx.x, rows, cuda.gridDim.x):
+        r, weighted = rstd[row], T(0)
+        for j in range(first, features, step):
+            weighted += (dy[row, j] * gamma[j]) * standardized(x[row, j], T(0), r)
+        mean_gs = block_sum(weighted, shared) / T(features)
+        for j in range(first, features, step):
+            g = dy[row, j] * gamma[j]
+            dx[row, j] = rmsnorm_gradient(g, standardized(x[row, j], T(0), r), mean_gs, r)
+
+
+@kernel("void(const T[:,::1], const T[:,::1], const T[::1], T[::1])")
+def rmsnorm_backward_weights(dy: Array, x: Array, rstd: Array, dgamma: Array) -> None:
+    """Write the gradient of gamma: a sum over the rows in ascending order."""
+    T = x.dtype.type  # noqa: N806
+    rows, features = x.shape
+    for j in range(cuda.grid(1), features, cuda.gridsize(1)):
+        total = T(0)
+        for row in range(rows):
+            total += dy[row, j] * standardized(x[row, j], T(0), rstd[row])
+        dgamma[j] = total

@@ -1,0 +1,123 @@
+"""Counter-based random numbers on the GPU: one thread per Philox block or index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from mpizero.kernels.cuda.launch import kernel
+from mpizero.kernels.formulas.random import (
+    dropout_key,
+    dropout_threshold,
+    half_bits,
+    high_word,
+    low_word,
+    normals,
+    permuted,
+    philox_words,
+    round_keys,
+    scaled_unit,
+    units,
+    values_per_block,
+)
+from mpizero.types import Array
+
+
+@kernel("void(const u4[::1], const u4[::1], u4[::1])")
+def philox(counter: Array, key: Array, out: Array) -> None:
+    """Write the four words of a counter (four words) and a key (two words)."""
+    if cuda.grid(1) == 0:
+        a, b, c, d = philox_words(
+            np.uint64(counter[0]),
+            np.uint64(counter[1]),
+            np.uint64(counter[2]),
+            np.uint64(counter[3]),
+            np.uint64(key[0]),
+            np.uint64(key[1]),
+        )
+        out[0], out[1], out[2], out[3] = np.uint32(a), np.uint32(b), np.uint32(c), np.uint32(d)
+
+
+def put(out: Array, place: Any, value: Any) -> None:
+    """Write ``value`` where ``place`` is inside of ``out``."""
+    if 0 <= place < out.size:
+        out[place] = value
+
+
+@kernel("void(u8, u8, u8, i8, T[::1], const T[::1], const T[::1])")
+def fill_uniform(key0: int, key1: int, site: int, start: int, out: Array, low1: Array, high1: Array) -> None:
+    """Write elements ``start ...`` of the uniform numbers on [low, high) that a key and a site name."""
+    T = out.dtype.type  # noqa: N806
+    per, low, high = values_per_block(T), low1[0], high1[0]
+    k0, k1, s0, s1 = low_word(key0), low_word(key1), low_word(site), high_word(site)
+    first_block = start // per
+    blocks = (start + out.size + per - 1) // per - first_block
+    for b in range(cuda.grid(1), blocks, cuda.gridsize(1)):
+        block = first_block + b
+        w0, w1, w2, w3 = philox_words(low_word(block), high_word(block), s0, s1, k0, k1)
+        a, c, e, f = units(w0, w1, w2, w3, T)
+        place = block * per - start
+        put(out, place, scaled_unit(a, low, high))
+        put(out, place + 1, scaled_unit(c, low, high))
+        if per == 4:
+            put(out, place + 2, scaled_unit(e, low, high))
+            put(out, place + 3, scaled_unit(f, low, high))
+
+
+@kernel("void(u8, u8, u8, i8, T[::1], const T[::1])")
+def fill_normal(key0: int, key1: int, site: int, start: int, out: Array, scale1: Array) -> None:
+    """Write elements ``start ...`` of the normal numbers of deviation ``scale1[0]`` that a key and a site name."""
+    T = out.dtype.type  # noqa: N806
+    per, scale = values_per_block(T), scale1[0]
+    k0, k1, s0, s1 = low_word(key0), low_word(key1), low_word(site), high_word(site)
+    first_block = start // per
+    blocks = (start + out.size + per - 1) // per - first_block
+    for b in range(cuda.grid(1), blocks, cuda.gridsize(1)):
+        block = first_block + b
+        w0, w1, w2, w3 = philox_words(low_word(block), high_word(block), s0, s1, k0, k1)
+        a, c, e, f = normals(w0, w1, w2, w3, T)
+        place = block * per - start
+        put(out, place, a * scale)
+        put(out, place + 1, c * scale)
+        if per == 4:
+            put(out, place + 2, e * scale)
+            put(out, place + 3, f * scale)
+
+
+@kernel("void(const T[::1], T[::1], const T[::1], u8, u8, u8, i8, i8)")
+def dropout(
+    x: Array, y: Array, rate1: Array, seed: int, site: int, step: int, first_sample: int, per_sample: int
+) -> None:
+    """Write ``x / (1 - rate)`` or, with probability ``rate``, 0 into ``y``, which may be ``x``.
+
+    ``x`` holds whole samples of ``per_sample`` elements; an element's fate depends on seed, site, step, its global
+    sample (``first_sample`` is that of the first) and its place in the sample. The gradient is the same function
+    of ``dy``.
+    """
+    T = x.dtype.type  # noqa: N806
+    k0, k1, _, _ = dropout_key(seed, site, step)
+    threshold, scale = dropout_threshold(rate1[0]), T(1) / (T(1) - rate1[0])
+    per_row = (per_sample + 3) // 4
+    samples = x.size // per_sample if per_sample > 0 else 0
+    for place in range(cuda.grid(1), samples * per_row, cuda.gridsize(1)):
+        sample, block = place // per_row, place % per_row
+        s0, s1 = low_word(first_sample + sample), high_word(first_sample + sample)
+        words = philox_words(low_word(block), high_word(block), s0, s1, k0, k1)
+        first = sample * per_sample + 4 * block
+        for lane in range(min(4, per_sample - 4 * block)):
+            kept = words[lane] >= threshold
+            y[first + lane] = x[first + lane] * scale if kept else T(0)
+
+
+dropout_backward = dropout
+
+
+@kernel("void(i8[::1], i8, u8, u8)")
+def permutation(index: Array, length: int, seed: int, epoch: int) -> None:
+    """Replace every index by its image under a permutation of ``range(length)``; indices outside become -1."""
+    first, second = round_keys(seed, epoch, 0), round_keys(seed, epoch, 1)
+    bits = half_bits(length)
+    for i in range(cuda.grid(1), index.size, cuda.gridsize(1)):
+        index[i] = permuted(index[i], length, bits, first, second)

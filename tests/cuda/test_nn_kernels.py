@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import os
+from importlib import import_module
+
+import numpy as np
+import pytest
+
+# The simulator is chosen when numba is imported; without it these kernels need a GPU.
+if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
+    pytest.skip("CUDA kernels run under NUMBA_ENABLE_CUDASIM=1", allow_module_level=True)
+
+DTYPES = (np.float32, np.float64)
+
+
+def both(topic, name, *arrays, scalars=(), rtol=1e-5):
+    """Run a CUDA kernel and its oracle on equal arrays; every array must end up equal."""
+    results = []
+    for package in ("cuda", "reference"):
+        copies = [array.copy() for array in arrays]
+        getattr(import_module(f"mpizero.kernels.{package}.{topic}"), name)(*copies, *scalars)
+        results.append(copies)
+    tight = not any(array.dtype == np.float32 for array in arrays)
+    for got, want in zip(*results, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-11 if tight else rtol, atol=1e-12 if tight else rtol)
+    return results[0]
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["gelu", "silu", "relu", "tanh"])
+def test_activations_agree_with_the_oracle(name, dtype, rng):
+    x, dy, y = (3 * rng.normal(size=(3, 7))).astype(dtype)
+    both("activation", name, x, y)
+    both("activation", f"{name}_backward", x, dy, y)
+    both("activation", name, x[:0], y[:0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (3, 5)])
+def test_bias_kernels_agree_with_the_oracle(shape, dtype, rng):
+    x, y, z = rng.normal(size=(3, *shape)).astype(dtype)
+    bias = rng.normal(size=shape[1]).astype(dtype)
+    both("activation", "add_bias", x, bias, y)
+    both("activation", "add_bias_residual", x, bias, z, y)
+    both("activation", "bias_gelu", x, bias, z, y)
+    both("activation", "column_sums", x, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 4), (2, 2), (3, 5)])
+def test_norms_agree_with_the_oracle(shape, dtype, rng):
+    x, dy, y = rng.normal(size=(3, *shape)).astype(dtype)
+    gamma, beta, dgamma, dbeta = rng.normal(size=(4, shape[1])).astype(dtype)
+    mean, rstd, eps = np.empty(shape[0], dtype), np.empty(shape[0], dtype), np.array([1e-2], dtype)
+    mean[:], rstd[:] = 0, 0
+    *_, mean, rstd = both("norm", "layernorm", x, gamma, beta, eps, y, mean, rstd)
+    both("norm", "layernorm_backward_input", dy, x, gamma, mean, rstd, y)
+    both("norm", "layernorm_backward_weights", dy, x, mean, rstd, dgamma, dbeta)
+    *_, rstd = both("norm", "rmsnorm", x, gamma, eps, y, rstd)
+    both("norm", "rmsnorm_backward_input", dy, x, gamma, rstd, y)
+    both("norm", "rmsnorm_backward_weights", dy, x, rstd, dgamma)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (5, 7)])
+def test_cross_entropy_agrees_with_the_oracle(shape, dtype, rng):
+    logits = (3 * rng.normal(size=shape)).astype(dtype)
+    targets = rng.integers(0, shape[1], shape[0])
+    if shape[0] > 1:
+        targets[1], targets[2] = -1, shape[1]
+    both("loss", "softmax_cross_entropy", logits, targets, np.zeros(shape[0]), rtol=1e-4)
+    both("loss", "softmax_cross_entropy_backward", logits, targets, np.array([0.5], dtype), logits, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 2, 2), (2, 5, 5), (1, 2, 4), (1, 3, 2)])
+def test_causal_softmax_agrees_with_the_oracle(shape, dtype, rng):
+    scores, dprobs = rng.normal(size=(2, *shape)).astype(dtype)
+    scale = np.array([0.7], dtype)
+    probs, _ = both("attention", "causal_softmax", scores, scale)
+    both("attention", "causal_softmax_backward", probs, dprobs, scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embedding_agrees_with_the_oracle(dtype, rng):
+    table, dy, ids = rng.normal(size=(4, 3)).astype(dtype), rng.normal(size=(6, 3)).astype(dtype), np.arange(6) % 5 - 1
+    ids[5] = 4
+    both("embedding", "gather", table, ids, np.zeros((6, 3), dtype))
+    both("embedding", "scatter_add", dy, ids, table)
+
+
+def test_philox_agrees_with_the_oracle():
+    both("random", "philox", np.arange(4, dtype=np.uint32), np.array([7, 8], np.uint32), np.zeros(4, np.uint32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("start", [0, 3, 2**34 + 1])
+def test_random_fills_agree_with_the_oracle(start, dtype):
+    for size in (0, 1, 10):
+        out, one = np.zeros(size, dtype), np.ones(1, dtype)
+        for topic, values in (("fill_uniform", (-one, one)), ("fill_normal", (one,))):
+            results = []
+            for package in ("cuda", "reference"):
+                filled = out.copy()
+                kernels = import_module(f"mpizero.kernels.{package}.random")
+                getattr(kernels, topic)(1, 2**31, 3, start, filled, *values)
+                results.append(filled)
+            np.testing.assert_allclose(*results, rtol=0, atol=2e-6 if dtype is np.float32 else 1e-14)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("per", [1, 5])
+def test_dropout_agrees_with_the_oracle(per, dtype, rng):
+    x = rng.normal(size=3 * per).astype(dtype)
+    both("random", "dropout", x, x, np.array([0.4], dtype), scalars=(-1, 2, 3, 10, per))
+    both("random", "dropout_backward", x, x, np.array([0.4], dtype), scalars=(1, 2, 3, 10, per))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 11])
+def test_permutation_agrees_with_the_oracle(length):
+    both("random", "permutation", np.arange(-1, length + 1), scalars=(length, 2**40, 6))
