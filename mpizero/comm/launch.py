@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpizero.comm.communicator import Communicator, as_communicator
+from mpizero.comm.communicator import Communicator
+from mpizero.comm.convert import as_communicator
 from mpizero.errors import ConfigError
 
 _LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")

@@ -109,6 +109,7 @@ def build(config: Config, comm: Communicator) -> Iterator[Job]:
             units_per_sample=units,
             fingerprint=fingerprint,
         )
+    sharding.grid.close()
 
 
 def build_source(config: Config) -> tuple[Any, Any]:
@@ -122,7 +123,8 @@ def build_source(config: Config) -> tuple[Any, Any]:
         Missing, empty, or too short; the message names the file.
     """
     section = config.data
-    return _open(section, config).split(section.validation)
+    parts: tuple[Any, Any] = _open(section, config).split(section.validation)
+    return parts
 
 
 def _open(section: DataSection, config: Config) -> Any:

@@ -67,7 +67,8 @@ def check_mpi(comm: Communicator, threads: int) -> Finding:
     if facts is None:
         return Finding("mpi", "warn", "no MPI can be loaded: one process only", "pip install mpich, or a system's MPI")
     total, seconds = machine.try_reduction(comm)
-    text = f"{facts.vendor} {facts.version}, mpi4py {facts.mpi4py}, threads {facts.thread_level}, {comm.size} ranks"
+    ranks = _count(comm.size, "rank")
+    text = f"{facts.vendor} {facts.version}, mpi4py {facts.mpi4py}, threads {facts.thread_level}, {ranks}"
     if total != comm.size * (comm.size - 1) // 2:
         return Finding("mpi", "FAIL", f"{text}; a sum over ranks is wrong", "reinstall MPI", ExitStatus.RANK_FAILED)
     if facts.thread_level != "MULTIPLE":
@@ -82,7 +83,10 @@ def check_cores(comm: Communicator, threads: int) -> Finding:
         ranks = node.size
     together = len(set().union(*sets))
     nodes = sorted(set(comm.allgather_object((machine.host(), ranks, together, len(machine.cores())))))
-    text = "; ".join(f"{name}: {count} ranks x {threads} threads on {cores} cores" for name, count, cores, _ in nodes)
+    text = "; ".join(
+        f"{name}: {_count(count, 'rank')} x {_count(threads, 'thread')} on {_count(cores, 'core')}"
+        for name, count, cores, _ in nodes
+    )
     over = [name for name, count, cores, own in nodes if count * threads > cores or threads > own]
     idle = [name for name, count, cores, _ in nodes if count * threads <= cores // 2]
     if over:
@@ -105,7 +109,7 @@ def check_blas(comm: Communicator, threads: int) -> Finding:
             return Finding(
                 "blas", "warn", text, "use one environment and one CPU type, or results differ in the last bits"
             )
-    return Finding("blas", "ok", f"{mine}; training uses {threads} thread{'s' if threads > 1 else ''} a rank")
+    return Finding("blas", "ok", f"{mine}; training uses {_count(threads, 'thread')} a rank")
 
 
 def check_hdf5(comm: Communicator, threads: int) -> Finding:
@@ -166,6 +170,10 @@ def check_gpu(comm: Communicator, threads: int) -> Finding:
     if not packages:
         return Finding("gpu", "warn", text, "pip install 'mpizero[cuda12]' for kernels on device arrays")
     return Finding("gpu", "ok", text)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 CHECKS: Sequence[Check] = (

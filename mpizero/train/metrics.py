@@ -40,7 +40,7 @@ class Speed:
 
     unit: str
     _rates: list[float] = field(default_factory=list)
-    _steps: int = 0
+    _all: list[float] = field(default_factory=list)
     _disturbed: bool = False
 
     def step(self, units: float, seconds: float) -> float:
@@ -49,8 +49,8 @@ class Speed:
         Not collective.
         """
         rate = units / seconds if seconds > 0 else 0.0
-        self._steps += 1
-        if self._steps > WARM_UP_STEPS and not self._disturbed:
+        self._all.append(rate)
+        if len(self._all) > WARM_UP_STEPS and not self._disturbed:
             self._rates.append(rate)
         self._disturbed = False
         return rate
@@ -63,11 +63,12 @@ class Speed:
         self._disturbed = True
 
     def median(self) -> float | None:
-        """Return the median rate, None when no step counts.
+        """Return the median rate of the steps that tell; of all, where a short run has none; None without steps.
 
         Not collective.
         """
-        return statistics.median(self._rates) if self._rates else None
+        rates = self._rates or self._all
+        return statistics.median(rates) if rates else None
 
 
 @dataclass(frozen=True)

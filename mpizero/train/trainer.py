@@ -11,10 +11,11 @@ import numpy as np
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.data import batches
-from mpizero.errors import ConfigError, ExitStatus, MpizeroError, NonFiniteError
+from mpizero.errors import ExitStatus, MpizeroError, NonFiniteError
 from mpizero.layout import Grains
 from mpizero.parallel import StepReport
 from mpizero.train.builder import Job, build
+from mpizero.train.checks import rejected
 from mpizero.train.config import Config
 from mpizero.train.memory import peak_resident
 from mpizero.train.metrics import Speed, Validation, finite, shortened
@@ -137,9 +138,11 @@ class Trainer:
         if state is not None:
             self.step, self.loss, self._saved = state.step, state.loss, state.step
             if self.step > self.config.train.steps:
-                raise ConfigError(
-                    f"train.steps = {self.config.train.steps}: the run in {self.folder.root} has done {self.step} "
-                    "steps already; give more steps, or start in another checkpoint.folder"
+                raise rejected(
+                    "train.steps",
+                    self.config.train.steps,
+                    f"the run in {self.folder.root} has done {self.step} steps already; give more steps, or start in "
+                    "another checkpoint.folder",
                 )
         with all_ranks(self.control):
             if job.comm.rank == 0:

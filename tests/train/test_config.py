@@ -1,0 +1,260 @@
+"""The configuration: every bad value is one clear error that names the key, what was given, and the place."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpizero.errors import ConfigError, ExitStatus
+from mpizero.train.config import (
+    MODELS,
+    OPTIMIZERS,
+    CheckpointSection,
+    DataSection,
+    ParallelSection,
+    TrainSection,
+    difference,
+    mathematics,
+)
+from mpizero.train.configfile import Document, parse_config
+
+GPT = '[model]\nname = "gpt"\n[data]\ntext = "stdlib"\n'
+MLP = '[model]\nname = "mlp"\n[data]\narrays = "digits"\n'
+
+
+def parse(text=GPT, *overrides):
+    return parse_config(Document("run.toml", text, overrides))
+
+
+def failure(text=GPT, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        parse(text, *overrides)
+    assert caught.value.status == ExitStatus.CONFIG
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_smallest_files_are_complete():
+    assert parse(GPT).train.steps == 200
+    assert parse(MLP).model.hidden == (64, 64)
+
+
+def test_the_contract_s_example_is_accepted():
+    config = parse(
+        """
+        [model]
+        name = "gpt"
+        dim = 256
+        layers = 4
+        heads = 4
+        sequence = 128
+        dropout = 0.0
+        dtype = "float32"
+        [data]
+        text = ["corpus/*.txt"]
+        validation = 0.05
+        [parallel]
+        strategy = "zero2"
+        pipeline = 1
+        tensor = 1
+        data = -1
+        schedule = "1f1b"
+        virtual_stages = 1
+        order = "pipeline,tensor,data"
+        share_node_memory = true
+        [train]
+        steps = 200
+        global_batch = 64
+        micro_batch = 4
+        seed = 0
+        clip = 1.0
+        threads = 1
+        [optimizer]
+        name = "adamw"
+        lr = 3e-4
+        schedule = "constant"
+        warmup = 0
+        [checkpoint]
+        folder = "run/checkpoints"
+        every = 100
+        keep = 2
+        """
+    )
+    assert config.data.text == ("corpus/*.txt",)
+    assert config.optimizer.betas == (0.9, 0.999)
+
+
+BAD = [
+    ("model.name", "gtp"),
+    ("model.dim", "0"),
+    ("model.dim", "1.5"),
+    ("model.heads", "3"),
+    ("model.layers", "-1"),
+    ("model.sequence", "true"),
+    ("model.dropout", "1.0"),
+    ("model.dropout", "nan"),
+    ("model.dtype", "float16"),
+    ("data.text", "[]"),
+    ("data.text", "[1]"),
+    ("data.text", "digits"),
+    ("data.validation", "1"),
+    ("data.validation", "-0.1"),
+    ("parallel.strategy", "zero4"),
+    ("parallel.pipeline", "2"),
+    ("parallel.tensor", "2"),
+    ("parallel.virtual_stages", "2"),
+    ("parallel.data", "0"),
+    ("parallel.schedule", "2f2b"),
+    ("parallel.order", "data,tensor"),
+    ("parallel.share_node_memory", "1"),
+    ("parallel.ranks_per_node", "0"),
+    ("train.steps", "0"),
+    ("train.steps", "1e3"),
+    ("train.global_batch", "0"),
+    ("train.global_batch", "-8"),
+    ("train.micro_batch", "0"),
+    ("train.micro_batch", "65"),
+    ("train.seed", "-1"),
+    ("train.clip", "inf"),
+    ("train.clip", "-1.0"),
+    ("train.threads", "0"),
+    ("train.validate_every", "-1"),
+    ("optimizer.name", "adamv"),
+    ("optimizer.lr", "nan"),
+    ("optimizer.lr", "inf"),
+    ("optimizer.lr", "0"),
+    ("optimizer.lr", "high"),
+    ("optimizer.schedule", "cosin"),
+    ("optimizer.warmup", "201"),
+    ("optimizer.end", "1e-5"),
+    ("optimizer.betas", "[0.9]"),
+    ("optimizer.betas", "[0.9, 1.0]"),
+    ("optimizer.eps", "0.0"),
+    ("optimizer.momentum", "0.9"),
+    ("checkpoint.folder", "''"),
+    ("checkpoint.keep", "0"),
+    ("checkpoint.every", "-1"),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), BAD)
+def test_a_bad_value_is_an_error_that_names_the_key_and_the_override(key, value):
+    assert re.match(rf"--set: {re.escape(key)}\b", failure(GPT, f"{key}={value}"))
+
+
+def test_an_error_in_the_file_names_the_file_and_the_line():
+    assert failure(GPT + "[train]\nsteps = 3\nglobal_batch = 0\n") == (
+        "run.toml:7: train.global_batch = 0: must be a whole number >= 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (GPT + "[train]\nstep = 3\n", 'run.toml:6: train.step: unknown key; did you mean "steps"?'),
+        (GPT + "[optimzer]\nlr = 1\n", 'run.toml:5: optimzer: unknown section; did you mean "optimizer"?'),
+        ("[model]\nnam = 'gpt'\n[data]\ntext = 'a'\n", "run.toml:1: model.name is missing"),
+        ("[data]\ntext = 'a'\n", "run.toml: [model] is missing"),
+        ("[model]\nname = 'gpt'\n", "run.toml: [data] is missing"),
+        ("train = 3\n" + GPT, "run.toml: train = 3: must be a section"),
+        ("[model\n", "run.toml: not valid TOML"),
+        (GPT + "arrays = 'digits'\n", "run.toml:3: data = "),
+        (MLP.replace("mlp", "gpt"), "run.toml:3: data = "),
+        (GPT.replace("gpt", "mlp"), "run.toml:3: data = "),
+        (MLP + "[optimizer]\nname = 'sgd'\nnesterov = true\n", "run.toml:7: optimizer.nesterov = true: needs"),
+        (MLP.replace('"digits"', '{x = "a.npy"}'), 'run.toml:4: data.arrays = {x = "a.npy"}: must be a table'),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_with_its_place(text, message):
+    assert failure(text).startswith(message)
+
+
+def test_a_key_of_another_optimizer_says_whose_it_is():
+    assert "not a setting of lion but of adam, adamw, lamb, rmsprop" in failure(
+        GPT, "optimizer.name=lion", "optimizer.eps=1e-8"
+    ).replace("rmsprop, lamb", "lamb, rmsprop")
+
+
+@pytest.mark.parametrize("override", ["steps=3", "train.steps", "=3", "train..steps=3", "train.steps=[1"])
+def test_an_override_without_the_right_form_is_an_error(override):
+    assert "--set" in failure(GPT, override)
+
+
+def test_overrides_take_toml_values_and_bare_words():
+    config = parse(
+        GPT, "train.steps=0x10", "optimizer.betas=[0.8, 0.9]", "checkpoint.folder=a/b", "model.dtype=float64"
+    )
+    assert (config.train.steps, config.optimizer.betas) == (16, (0.8, 0.9))
+    assert (config.checkpoint.folder, config.model.dtype) == ("a/b", "float64")
+
+
+def test_an_override_reaches_into_a_table():
+    config = parse('[model]\nname = "mlp"\n[data]\narrays = {x = "x.npy", y = "y.npy"}\n', "data.arrays.x=other.npy")
+    assert config.data.arrays == {"x": "other.npy", "y": "y.npy"}
+
+
+def test_defaults_of_the_environment_give_way_to_the_file():
+    document = Document("run.toml", GPT + "[train]\nthreads = 3\n")
+    assert parse_config(document, {"train.threads": "2"}).train.threads == 3
+    assert parse_config(Document("run.toml", GPT), {"train.threads": "2"}).train.threads == 2
+
+
+def test_every_setting_but_the_names_and_the_data_has_a_default():
+    for kind in (*MODELS.values(), *OPTIMIZERS.values(), ParallelSection, TrainSection, CheckpointSection, DataSection):
+        needed = {item.name for item in fields(kind) if item.default is item.default_factory}
+        assert needed <= {"name"}
+        if kind in OPTIMIZERS.values():
+            kind()
+
+
+def test_a_configuration_survives_its_dictionary():
+    import json
+
+    config = parse(GPT, "optimizer.name=sgd", "optimizer.momentum=0.9")
+    assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
+    assert config.to_dict()["optimizer"]["momentum"] == 0.9
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.steps=7",
+        "train.threads=2",
+        "parallel.strategy=ddp",
+        "parallel.share_node_memory=false",
+        "checkpoint.folder=x",
+        "data.text=other.txt",
+        "train.validate_every=3",
+        "model.activation_checkpointing=true",
+    ],
+)
+def test_a_resumed_run_may_differ_in_what_changes_no_bit(override):
+    assert difference(parse().to_dict(), parse(GPT, override).to_dict()) is None
+
+
+@pytest.mark.parametrize(
+    "override", ["train.seed=1", "model.dim=128", "optimizer.lr=1e-3", "train.clip=1", "train.micro_batch=8"]
+)
+def test_a_resumed_run_with_other_mathematics_is_told_which_with_both_values(override):
+    key, _, value = override.partition("=")
+    told = difference(parse().to_dict(), parse(GPT, override).to_dict())
+    assert told.startswith(key)
+    assert "in the saved run" in told
+    assert str(float(value)) in told or value in told
+
+
+def test_the_mathematics_has_no_section_that_lays_out_work():
+    assert not [key for key in mathematics(parse().to_dict()) if key.startswith(("parallel.", "checkpoint."))]
+
+
+@given(st.text(max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_no_text_makes_anything_but_a_configuration_error(text):
+    try:
+        parse(GPT, text)
+    except ConfigError as error:
+        assert "--set" in str(error) or "run.toml" in str(error)
