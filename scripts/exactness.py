@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -94,12 +96,12 @@ def train(case: Case, comm: Any, strategy: str, memory: str, steps: int) -> str:
     str
         Hash of the parameters.
     """
-    config = mz.ShardingConfig(comm=comm, micro_batch=case.grain, clip=case.clip, **MEMORIES[memory])
-    model, _ = mz.distribute(case.wrapped(), case.update(), strategy=strategy, config=config)
-    with model:
-        for x, y in case.batches(steps, model.rank, model.world_size):
-            model.train(x, y)
-        return str(model.parameters_sha256())
+    with mz.ShardingConfig(comm=comm, micro_batch=case.grain, clip=case.clip, **MEMORIES[memory]) as config:
+        model, _ = mz.distribute(case.wrapped(), case.update(), strategy=strategy, config=config)
+        with model:
+            for x, y in case.batches(steps, model.rank, model.world_size):
+                model.train(x, y)
+            return str(model.parameters_sha256())
 
 
 def everything(comm: Any, steps: int, where: str) -> list[dict[str, str]]:
@@ -131,9 +133,11 @@ def launch(mpiexec: str, python: str, ranks: int, args: argparse.Namespace) -> l
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "rows.json"
         command = [mpiexec, "-n", str(ranks), python, __file__, "--steps", str(args.steps), "--worker", str(output)]
-        status = subprocess.run(command, env=environment, timeout=args.timeout, check=False).returncode
-        if status or not output.exists():
-            sys.exit(f"{' '.join(command)}: exit status {status}")
+        done = subprocess.run(
+            command, env=environment, timeout=args.timeout, stderr=subprocess.PIPE, text=True, check=False
+        )
+        if done.returncode or not output.exists():
+            sys.exit(f"{done.stderr}\n{' '.join(command)}: exit status {done.returncode}")
         rows: list[dict[str, str]] = json.loads(output.read_text(encoding="utf-8"))
     return rows
 
@@ -142,8 +146,9 @@ def in_threads(ranks: int, steps: int) -> list[dict[str, str]]:
     """Train everything on threads of this process; no MPI is started."""
     from mpizero.testing import run_in_threads
 
-    rows: list[dict[str, str]] = run_in_threads(ranks, lambda comm: everything(comm, steps, f"{ranks} threads"))[0]
-    return rows
+    with contextlib.redirect_stderr(io.StringIO()):  # "nodes have 2, 1 ranks", once for each of them
+        results = run_in_threads(ranks, lambda comm: everything(comm, steps, f"{ranks} threads"))
+    return list(results[0])
 
 
 def report(rows: list[dict[str, str]]) -> bool:

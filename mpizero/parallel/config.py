@@ -99,7 +99,7 @@ class ShardingConfig:
     @property
     def grid(self) -> ProcessGrid:
         """The groups of ranks: data, node, peers. The first access is collective."""
-        made = self.__dict__  # no cached_property: before Python 3.12 its lock is one for all threads, which meet inside
+        made = self.__dict__  # no cached_property: before Python 3.12 all threads, which meet in here, share its lock
         if "grid" not in made:
             if self.timeout is not None and self.communicator.size > 1:
                 self._watchdog.start()
