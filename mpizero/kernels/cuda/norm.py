@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from numba import cuda
 
-from mpizero.kernels.cuda.launch import kernel
 from mpizero.kernels.cuda._rows import MOST_THREADS, block_sum
+from mpizero.kernels.cuda.launch import kernel
 from mpizero.kernels.formulas.norm import (
     inverse_root,
     layernorm_gradient,
