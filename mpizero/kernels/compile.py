@@ -126,7 +126,7 @@ class Kernel:
         from mpizero.kernels import native
 
         signature = self.signature.resolve(dtype)
-        dispatcher = _jit(self.python, nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+        dispatcher = _jit(self.python)
         arguments = tuple(_numba_type(p) for p in signature.parameters)
         dispatcher.compile(arguments)
         compiled = dispatcher.overloads[arguments]
@@ -168,8 +168,14 @@ def _jit(python: Callable[..., Any], **options: Any) -> Any:
     """Compile a function lazily, together with the package's plain functions and kernels that it calls."""
     import numba
 
-    linked = with_compiled_helpers(python, lambda helper: _jit(helper, forceinline=True))
-    return numba.njit(error_model="numpy", **options)(linked)
+    linked = with_compiled_helpers(python, _inlined)
+    # Only the machine code is used: numba's two wrappers for Python and C would double the time.
+    return numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)(linked)
+
+
+@functools.cache
+def _inlined(helper: Callable[..., Any]) -> Any:
+    return _jit(helper, forceinline=True)
 
 
 def with_compiled_helpers(python: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Any]) -> Any:
