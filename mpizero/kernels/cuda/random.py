@@ -106,9 +106,10 @@ def dropout(
         s0, s1 = low_word(first_sample + sample), high_word(first_sample + sample)
         words = philox_words(low_word(block), high_word(block), s0, s1, k0, k1)
         first = sample * per_sample + 4 * block
-        for lane in range(min(4, per_sample - 4 * block)):
-            kept = words[lane] >= threshold
-            y[first + lane] = x[first + lane] * scale if kept else T(0)
+        for lane in range(4):
+            if 4 * block + lane < per_sample:
+                kept = words[lane] >= threshold
+                y[first + lane] = x[first + lane] * scale if kept else T(0)
 
 
 dropout_backward = dropout
