@@ -38,6 +38,8 @@ from mpizero.kernels import cache
 from mpizero.kernels.signature import Parameter, Signature
 
 _DTYPES = {"f": "f4", "d": "f8"}
+#: What machine code returns when an argument does not fit its signature (an object that every process has).
+REFUSED: Any = np.ndarray
 _COMPILER = threading.RLock()  # neither numba's pipeline nor llvmlite may be entered by two threads
 
 
@@ -58,59 +60,61 @@ class Kernel:
         self.python = python
         self.signature = signature
         self._scratch = scratch
-        self._template = signature.template
         self._calls: dict[str, Callable[..., Any]] = {}
         self._loaded: list[Any] = []  # owners of the machine code behind `_calls`
-        self._refused: Any = np.ndarray
+        self._latest: Callable[..., Any] = _refuse
         parameters = list(inspect.signature(python).parameters.values())
         if len(parameters) != len(signature.parameters):
-            raise TypeError(f"kernel {self.name}: {len(parameters)} parameters, signature names others")
+            raise TypeError(
+                f"kernel {self.name}: {len(parameters)} parameters, but the signature has {len(signature.parameters)}"
+            )
         self.__signature__ = inspect.Signature(parameters[: -1 if scratch else None])
 
     def __call__(self, *args: Any) -> Any:
         """Run the kernel; the interpreter lock is released meanwhile."""
+        # Machine code checks its own arguments, so the dtype is looked at only when the latest code refuses them.
         try:
-            char = "" if self._template is None else args[self._template].dtype.char
-            call = self._calls[char]
-        except (KeyError, IndexError, AttributeError):
-            call = self._prepare(args)
-        result = call(*args)
-        if result is self._refused:
-            self._explain(args)
-        return result
+            result = self._latest(*args)
+        except TypeError:
+            self._check(args)
+            raise
+        return self._choose(args) if result is REFUSED else result
 
-    def _explain(self, args: tuple[Any, ...]) -> None:
-        """Raise TypeError naming the first argument that does not fit."""
+    def _choose(self, args: tuple[Any, ...]) -> Any:
+        """Run the code for these arguments' dtype, made or loaded when there is none yet."""
+        char = self._check(args)
+        with _COMPILER:
+            if char not in self._calls:
+                dtype = _DTYPES[char]
+                self._calls[char] = self._interpreted(dtype) if cache.interpreted() else self._load(dtype)
+        self._latest = self._calls[char]
+        return self._latest(*args)
+
+    def _check(self, args: tuple[Any, ...]) -> str:
+        """Return the character of ``T``; raise TypeError naming the first argument that does not fit."""
         names = list(self.__signature__.parameters)
         title = f"kernel {self.__module__}.{self.name}"
         if len(args) != len(names):
             raise TypeError(f"{title} takes {len(names)} arguments ({', '.join(names)}), got {len(args)}")
-        char = "f" if self._template is None else getattr(getattr(args[self._template], "dtype", None), "char", "f")
+        position = self.signature.template
+        char = "f" if position is None else getattr(getattr(args[position], "dtype", None), "char", "f")
         signature = self.signature.resolve(_DTYPES.get(char, "f4"))
         for name, value, parameter in zip(names, args, signature.parameters, strict=False):
             if not parameter.accepts(value):
                 raise TypeError(f"{title}: {name} must be {parameter}, got {_describe(value)}")
-        raise TypeError(f"{title}: arguments do not fit {signature}")
-
-    def _prepare(self, args: tuple[Any, ...]) -> Callable[..., Any]:
-        if self._template is None:
-            char, dtype = "", "f4"
-        else:
-            given = getattr(args[self._template], "dtype", None) if self._template < len(args) else None
-            char = getattr(given, "char", "?")
-            if char not in _DTYPES:
-                self._explain(args)
-            dtype = _DTYPES[char]
-        with _COMPILER:
-            if char not in self._calls:
-                self._calls[char] = self._interpreted(dtype) if cache.interpreted() else self._load(dtype)
-        return self._calls[char]
+        return char
 
     def _interpreted(self, dtype: str) -> Callable[..., Any]:
-        if not self._scratch:
-            return self.python
-        last = np.dtype(self.signature.resolve(dtype).parameters[-1].dtype)
-        return lambda *args: self.python(*args, np.zeros(self._scratch, last))
+        signature = self.signature.resolve(dtype)
+
+        def call(*args: Any) -> Any:
+            expected = signature.parameters[: -1 if self._scratch else None]
+            if len(args) != len(expected) or not all(map(Parameter.accepts, expected, args)):
+                return REFUSED
+            scratch = [np.zeros(self._scratch, signature.parameters[-1].dtype)] if self._scratch else []
+            return self.python(*args, *scratch)
+
+        return call
 
     def _load(self, dtype: str) -> Callable[..., Any]:
         from mpizero.kernels import native
@@ -154,6 +158,10 @@ def kernel(signature: str, scratch: int = 0) -> Callable[[Callable[..., Any]], K
     return lambda python: Kernel(python, parsed, scratch)
 
 
+def _refuse(*args: Any) -> Any:
+    return REFUSED
+
+
 def _numba_type(parameter: Parameter) -> Any:
     from numba import from_dtype
     from numba import types as numba_types
@@ -170,7 +178,8 @@ def _jit(python: Callable[..., Any], **options: Any) -> Any:
 
     linked = with_compiled_helpers(python, _inlined)
     # Only the machine code is used: numba's two wrappers for Python and C would double the time.
-    return numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)(linked)
+    options |= {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return numba.njit(**options)(linked)
 
 
 @functools.cache

@@ -50,9 +50,7 @@ class _MethodDef(ctypes.Structure):
 
 
 class Native:
-    """A loaded kernel; ``call`` returns ``refused`` where an argument does not fit the signature."""
-
-    refused: Any = np.ndarray
+    """A loaded kernel; ``call`` returns the type ``np.ndarray`` where an argument does not fit the signature."""
 
     def __init__(self, name: str, code: bytes) -> None:
         llvm, machine = target()
