@@ -139,7 +139,9 @@ def emit(function_ir: str, function: str, signature: Signature, scratch: int) ->
     missing = [
         used.name
         for used in module.functions
-        if used.is_declaration and not used.name.startswith("llvm.") and llvm.address_of_symbol(used.name) is None
+        if used.is_declaration
+        and not used.name.startswith("llvm.")
+        and (used.name.startswith("NRT_") or llvm.address_of_symbol(used.name) is None)  # NRT: numba's, here only now
     ]
     if missing:
         raise RuntimeError(f"kernels neither allocate (use scratch=) nor raise; this one needs {', '.join(missing)}")

@@ -37,6 +37,11 @@ def _level(scratch: Array, level: int, count: int) -> Any:
     return scratch[level * BLOCK : level * BLOCK + count]
 
 
+def _copy(x: Array, out: Array) -> None:
+    for i in range(out.size):  # a slice assignment would allocate, in case the two overlap
+        out[i] = x[i]
+
+
 def _add(x: Array, y: Array, out: Array) -> None:
     for i in range(out.size):
         out[i] = x[i] + y[i]
@@ -58,7 +63,7 @@ def _fold(
                 _add(row, other, _level(scratch, top, count))
                 step += 1
             elif last > 1:  # a program of two instructions adds two rows without copying one
-                _level(scratch, top, count)[:] = row
+                _copy(row, _level(scratch, top, count))
         elif code == -1:
             top -= 1
             below = _level(scratch, top, count)
