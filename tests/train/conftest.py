@@ -1,0 +1,155 @@
+"""Commands started as a user starts them: as processes, alone or under mpiexec."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Long enough for a machine that compiles kernels and runs other things besides.
+PATIENCE = 240
+TINY = """
+[model]
+name = "gpt"
+dim = 16
+layers = 1
+heads = 2
+sequence = 16
+[data]
+text = "text.txt"
+[train]
+steps = 6
+global_batch = 6
+micro_batch = 1
+validate_every = 3
+validate_samples = 6
+[optimizer]
+lr = 1e-2
+[checkpoint]
+folder = "run/checkpoints"
+every = 2
+"""
+
+
+@dataclass
+class Outcome:
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def result(self) -> dict:
+        """The last line of standard output."""
+        return json.loads(self.out.splitlines()[-1])
+
+    @property
+    def told(self) -> list[str]:
+        """Lines of standard error that are the program's own, not the launcher's nor progress."""
+        return [line for line in self.err.splitlines() if "Error: " in line or line.startswith("Traceback")]
+
+
+def find_mpiexec() -> str | None:
+    """Return the launcher of this Python's MPI."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    return os.environ.get("MPIZERO_MPIEXEC") or (str(beside) if beside.exists() else shutil.which("mpiexec"))
+
+
+@dataclass
+class Commands:
+    """Runs ``python -m mpizero`` in a folder of its own."""
+
+    folder: Path
+    started: list[subprocess.Popen] = field(default_factory=list)
+
+    def start(self, ranks: int, *arguments: str) -> subprocess.Popen:
+        """Start a command on some ranks; 0 is without a launcher."""
+        launcher: list[str] = []
+        if ranks:
+            mpiexec = find_mpiexec()
+            if mpiexec is None:
+                pytest.skip("no mpiexec beside this Python, in PATH or in MPIZERO_MPIEXEC")
+            launcher = [mpiexec, "-n", str(ranks)]
+        # A job must not inherit what the launcher of the tests has told them.
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "PMIX", "OMPI_COMM", "HYDRA", "MPI_"))}
+        environment = clean | {
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+            "OMP_NUM_THREADS": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        }
+        process = subprocess.Popen(
+            [*launcher, sys.executable, "-m", "mpizero", *arguments],
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.started.append(process)
+        return process
+
+    @staticmethod
+    def finish(process: subprocess.Popen) -> Outcome:
+        """Wait for a command's end; one that hangs fails the test and is removed."""
+        try:
+            out, err = process.communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            pytest.fail(f"hangs: {process.args}\n{out}\n{err}")
+        return Outcome(process.returncode, out, err)
+
+    def __call__(self, ranks: int, *arguments: str) -> Outcome:
+        """Run a command to its end."""
+        return self.finish(self.start(ranks, *arguments))
+
+    def train(self, ranks: int, *settings: str, flags: Sequence[str] = ()) -> Outcome:
+        """Train the tiny model with some settings replaced."""
+        overrides = [part for setting in settings for part in ("--set", setting)]
+        return self(ranks, "train", "tiny.toml", *overrides, *flags)
+
+    def metrics(self, folder: str = "run") -> list[dict]:
+        """Return the lines that a run wrote."""
+        return [json.loads(line) for line in (self.folder / folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def write_inputs(folder: Path) -> None:
+    """Leave a text and a configuration in a folder."""
+    (folder / "text.txt").write_bytes(bytes(32 + (i * i) % 90 for i in range(3000)))
+    (folder / "tiny.toml").write_text(TINY)
+
+
+@pytest.fixture
+def mpizero(tmp_path):
+    """Commands in a fresh folder that holds ``text.txt`` and ``tiny.toml``."""
+    write_inputs(tmp_path)
+    commands = Commands(tmp_path)
+    yield commands
+    for process in commands.started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run of the tiny model on one process: its commands and its outcome."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_inputs(folder)
+    commands = Commands(folder)
+    outcome = commands.train(0)
+    assert outcome.status == 0, outcome.err
+    return commands, outcome

@@ -1,0 +1,83 @@
+"""``generate``, ``doctor``, ``bench``, ``--help`` and ``--version`` as commands."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mpizero.errors import ExitStatus
+
+
+def test_help_names_every_command_and_the_exit_statuses(mpizero):
+    outcome = mpizero(0, "--help")
+    assert outcome.status == 0
+    assert all(word in outcome.out for word in ("train", "generate", "doctor", "bench", "75 stopped by a signal"))
+    assert mpizero(0, "--version").out.startswith("mpizero ")
+
+
+@pytest.mark.parametrize("command", [["train"], ["generate"], ["doctor"], ["bench"], ["bench", "memory"]])
+def test_every_command_has_help(capsys, command):
+    from mpizero.train.cli import build_parser
+
+    with pytest.raises(SystemExit) as ended:
+        build_parser().parse_args([*command, "--help"])
+    assert ended.value.code == 0
+    assert "usage: mpizero " + " ".join(command) in capsys.readouterr().out
+
+
+def test_text_is_the_same_for_the_same_seed_on_any_number_of_ranks(trained):
+    commands, _ = trained
+    first = commands(0, "generate", "run", "--prompt", "abc", "--length", "20", "--seed", "1")
+    assert first.status == 0, first.err
+    assert first.out.startswith("abc")
+    assert (
+        commands(2, "generate", "run/checkpoints", "--prompt", "abc", "--length", "20", "--seed", "1").out == first.out
+    )
+    other = commands(0, "generate", "run/checkpoints/step_00000006", "--prompt", "abc", "--length", "20", "--seed", "2")
+    assert other.out != first.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (["nothing"], ExitStatus.DATA, "nothing: no such file or folder"),
+        (["text.txt"], ExitStatus.DATA, "text.txt: is a file"),
+        (["."], ExitStatus.DATA, "holds no checkpoint"),
+        (["run", "--length", "-1"], ExitStatus.CONFIG, "--length -1"),
+        (["run", "--temperature", "nan"], ExitStatus.CONFIG, "--temperature nan"),
+        (["run", "--top-k", "-1"], ExitStatus.CONFIG, "--top-k -1"),
+    ],
+)
+def test_what_cannot_write_text_says_why(mpizero, arguments, status, text):
+    outcome = mpizero(0, "generate", *arguments)
+    assert outcome.status == status
+    assert len(outcome.told) == 1
+    assert text in outcome.told[0]
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_doctor_finds_a_machine_that_can_train(mpizero, ranks):
+    outcome = mpizero(ranks, "doctor", "--json")
+    found = json.loads(outcome.out)
+    assert outcome.status == 0, outcome.out
+    assert found["ok"]
+    assert found["ranks"] == max(ranks, 1)
+    names = [check["name"] for check in found["checks"]]
+    assert names == ["versions", "mpi", "cores", "blas", "hdf5", "shared memory", "leftovers", "kernels", "gpu"]
+    assert all(check["remedy"] for check in found["checks"] if check["status"] != "ok")
+
+
+def test_bench_memory_counts_what_the_formulas_say(mpizero):
+    outcome = mpizero(3, "bench", "memory", "--parameters", "3e5", "--steps", "1", "--memory", "private", "--json")
+    assert outcome.status == 0, outcome.err
+    rows = {row["strategy"]: row for row in json.loads(outcome.out)["rows"]}
+    assert list(rows) == ["ddp", "zero1", "zero2", "zero3"]
+    parameters = rows["ddp"]["parameters"]
+    assert parameters >= 3e5
+    assert rows["ddp"]["formula"] == 16 * parameters
+    for name, row in rows.items():
+        assert row["formula"] <= row["counted"] < row["formula"] + parameters * 4
+        assert row["sent"] == pytest.approx(row["sent_formula"], rel=0.02), name
+    held = [rows[name]["counted"] for name in ("ddp", "zero1", "zero2", "zero3")]
+    assert held == sorted(held, reverse=True)

@@ -1,0 +1,178 @@
+"""The parts of training that need no model: sampling, figures, the run's folder, stop requests, progress."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from mpizero.comm import InMemoryCommunicator
+from mpizero.errors import ConfigError
+from mpizero.train.bench import MemoryRequest, sent_formula, wide_mlp
+from mpizero.train.generate import Sampling, characters
+from mpizero.train.memory import peak_resident, proportional, resident
+from mpizero.train.metrics import Speed, Validation, perplexity
+from mpizero.train.preemption import StopRequests, Verdict
+from mpizero.train.progress import Progress
+from mpizero.train.runfolder import RunFolder, RunFolderError
+
+
+def test_no_temperature_takes_the_likeliest():
+    assert Sampling(temperature=0).choose(np.array([0.0, 3.0, 1.0]), np.random.default_rng(0)) == 1
+
+
+def test_only_the_likeliest_k_are_chosen():
+    random, logits = np.random.default_rng(0), np.array([1.0, 1.1, 1.2, 1.3, 1.3])
+    chosen = {Sampling(temperature=10.0, top_k=2).choose(logits, random) for _ in range(200)}
+    assert chosen == {3, 4}
+
+
+def test_choices_follow_the_probabilities():
+    random, logits = np.random.default_rng(0), np.log(np.array([0.5, 0.3, 0.2], np.float32))
+    counts = np.bincount([Sampling(temperature=1.0, top_k=0).choose(logits, random) for _ in range(6000)], minlength=3)
+    np.testing.assert_allclose(counts / 6000, [0.5, 0.3, 0.2], atol=0.02)
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"seed": -1}])
+def test_sampling_refuses_what_means_nothing(wrong):
+    with pytest.raises(ConfigError, match="--"):
+        Sampling(**wrong)
+
+
+def test_characters_come_when_they_are_whole_and_broken_ones_are_marked():
+    stream = (bytes([byte]) for byte in "aé€".encode() + b"\xff" + b"b\xe2")
+    assert list(characters(stream)) == ["a", "é", "€", "�", "b", "�"]
+
+
+def test_speed_is_the_median_without_warm_up_and_disturbed_steps():
+    speed = Speed("tokens")
+    for seconds in (100, 100, 100, 2):
+        speed.step(10, seconds)
+    speed.disturb()
+    for seconds in (50, 2, 1):
+        speed.step(10, seconds)
+    assert speed.median() == 5
+
+
+def test_a_short_run_has_a_speed_too_and_a_run_without_steps_none():
+    speed = Speed("tokens")
+    assert speed.median() is None
+    speed.step(10, 2)
+    assert speed.median() == 5
+
+
+def test_validation_figures_fit_the_task():
+    assert set(Validation(2.0, 4.0, None, "language").figures()) == {"validation_loss", "perplexity"}
+    assert Validation(2.0, 4.0, 3.0, "classification").figures() == {"validation_loss": 0.5, "accuracy": 0.75}
+    assert Validation(2.0, 4.0, None, "regression").figures() == {"validation_loss": 0.5}
+    assert json.dumps(Validation(float("nan"), 4.0, None, "language").figures(), allow_nan=False)
+    assert perplexity(1e4) == float("inf")
+
+
+def test_memory_is_told_in_bytes():
+    assert 1e6 < proportional() < 1.1 * resident()  # the kernel counts resident pages by batches
+    assert resident() < 1.1 * peak_resident()
+
+
+def test_the_run_folder_is_the_parent_of_checkpoints_and_else_the_folder_itself(tmp_path):
+    assert RunFolder(tmp_path / "a" / "checkpoints").root == tmp_path / "a"
+    assert RunFolder(tmp_path / "a").root == tmp_path / "a"
+
+
+def test_metrics_after_the_resumed_step_move_to_another_file_with_torn_lines(tmp_path):
+    folder = RunFolder(tmp_path / "checkpoints")
+    folder.open()
+    folder.write_metrics({"step": 1})
+    folder.write_metrics({"step": 2})
+    folder.close()
+    with folder.metrics.open("a") as file:
+        file.write('{"step": 3, "lo')
+    folder.continue_metrics(1)
+    assert folder.metrics.read_text() == '{"step": 1}\n'
+    assert folder.superseded.read_text() == '{"step": 2}\n{"step": 3, "lo\n'
+
+
+def test_nothing_is_moved_aside_where_nothing_was(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.open()
+    assert folder.set_aside() is None
+    folder.close()
+
+
+def test_a_run_folder_is_locked_while_open(tmp_path):
+    folder, other = RunFolder(tmp_path), RunFolder(tmp_path)
+    folder.open()
+    with pytest.raises(RunFolderError, match=f"in use by process {os.getpid()}"):
+        other.open()
+    folder.close()
+    other.open()
+    other.close()
+
+
+def test_all_ranks_hear_of_one_rank_s_signal_at_the_same_step():
+    first, second = InMemoryCommunicator.group(2)
+    with StopRequests(first) as one, StopRequests(second) as two:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert (one.signal_name, two.signal_name) == (None, "SIGUSR1")  # the later handler of this one process
+        one.ask()
+        two.ask()
+        assert (one.answer(), two.answer()) == (Verdict.STOP, Verdict.STOP)
+
+
+def test_a_failure_outweighs_a_wish_to_stop():
+    (comm,) = InMemoryCommunicator.group(1)
+    with StopRequests(comm) as stop:
+        stop.fail()
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.ask()
+        assert stop.answer() is Verdict.FAIL
+
+
+def test_handlers_are_put_back():
+    before = signal.getsignal(signal.SIGTERM)
+    (comm,) = InMemoryCommunicator.group(1)
+    with StopRequests(comm):
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_progress_is_short_where_there_is_no_terminal():
+    stream = io.StringIO()
+    progress = Progress(100, stream=stream)
+    progress.begin()
+    for step in range(1, 101):
+        progress.step(step, {"loss": "1"})
+    progress.close()
+    assert stream.getvalue().splitlines() == ["step 1/100  loss 1", "step 100/100  loss 1"]
+
+
+def test_progress_of_another_rank_shows_nothing():
+    stream = io.StringIO()
+    progress = Progress(2, active=False, stream=stream)
+    progress.begin()
+    progress.step(1, {})
+    progress.say("hello")
+    assert stream.getvalue() == ""
+
+
+def test_the_benchmark_s_model_is_as_large_as_asked():
+    model = wide_mlp(10**6)
+    widths = (model.features, *model.hidden, model.outputs)
+    assert sum(a * b + b for a, b in zip(widths, widths[1:], strict=False)) >= 10**6
+
+
+def test_bytes_sent_follow_the_formulas():
+    assert sent_formula("zero1", 100, groups=4, ranks_per_group=1) == 4 * 2 * 75
+    assert sent_formula("zero3", 100, groups=4, ranks_per_group=1) == 4 * 3 * 75
+    assert sent_formula("zero3", 100, groups=1, ranks_per_group=4) == 0
+
+
+@pytest.mark.parametrize("wrong", [(0.0, "ddp", 1), (1e6, "zero4", 1), (1e6, "", 1), (1e6, "ddp", 0)])
+def test_a_benchmark_that_makes_no_sense_is_refused(wrong):
+    parameters, strategies, steps = wrong
+    with pytest.raises(ConfigError, match="--"):
+        MemoryRequest.parse(parameters, strategies, "both", steps)

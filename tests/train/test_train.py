@@ -1,0 +1,154 @@
+"""``mpizero train`` as a user sees it: results, files, resume, preemption."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import time
+
+import pytest
+
+from mpizero.errors import ExitStatus
+
+RESULT_KEYS = ["steps", "loss", "parameters_sha256", "ranks", "strategy", "tokens_per_second", "parameter_count"]
+
+
+def test_a_run_ends_with_one_line_of_json_and_leaves_its_files(trained):
+    commands, outcome = trained
+    run = commands.folder / "run"
+    assert len(outcome.out.splitlines()) == 1
+    assert list(outcome.result) == RESULT_KEYS
+    assert outcome.result["steps"] == 6
+    assert re.fullmatch("[0-9a-f]{64}", outcome.result["parameters_sha256"])
+    assert json.loads((run / "run_complete").read_text()) == outcome.result
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000004", "step_00000006"]
+
+
+def test_every_step_has_a_line_of_metrics(trained):
+    commands, outcome = trained
+    lines = commands.metrics()
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    keys = {"step", "loss", "learning_rate", "gradient_norm", "tokens_per_second", "bytes_sent", "memory"}
+    assert all(keys <= set(line) for line in lines)
+    assert [line["step"] for line in lines if "validation_loss" in line and "perplexity" in line] == [3, 6]
+    assert lines[-1]["loss"] == outcome.result["loss"] < lines[0]["loss"]
+
+
+@pytest.mark.parametrize(("ranks", "strategy", "share"), [(2, "zero3", "false"), (4, "zero1", "true")])
+def test_any_number_of_ranks_and_strategy_computes_the_same(trained, mpizero, ranks, strategy, share):
+    outcome = mpizero.train(ranks, f"parallel.strategy={strategy}", f"parallel.share_node_memory={share}")
+    assert outcome.status == 0, outcome.err
+    assert outcome.result["parameters_sha256"] == trained[1].result["parameters_sha256"]
+    assert (outcome.result["ranks"], outcome.result["strategy"]) == (ranks, strategy)
+    alone, together = trained[0].metrics(), mpizero.metrics()
+    for key in ("loss", "validation_loss"):
+        assert [line.get(key) for line in alone] == [line.get(key) for line in together]
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(trained, mpizero):
+    first = mpizero.train(2, "train.steps=3", "parallel.strategy=zero2")
+    assert first.status == 0, first.err
+    second = mpizero.train(4, "parallel.strategy=zero3", flags=["--resume"])
+    assert second.status == 0, second.err
+    assert "resuming from" in second.err
+    assert second.result["parameters_sha256"] == trained[1].result["parameters_sha256"]
+    assert [line["step"] for line in mpizero.metrics()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_the_steps_are_done_again(trained, mpizero):
+    assert mpizero.train(0).status == 0
+    state = mpizero.folder / "run" / "checkpoints" / "step_00000006" / "state.h5"
+    data = bytearray(state.read_bytes())
+    data[-100] ^= 1
+    state.write_bytes(data)
+    again = mpizero.train(0, flags=["--resume"])
+    assert again.status == 0, again.err
+    assert "resuming from" in again.err
+    assert "step_00000004" in again.err
+    assert again.result["parameters_sha256"] == trained[1].result["parameters_sha256"]
+    assert [line["step"] for line in mpizero.metrics()] == [1, 2, 3, 4, 5, 6]
+    superseded = (mpizero.folder / "run" / "metrics.superseded.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in superseded] == [5, 6]
+
+
+def test_resume_without_a_checkpoint_starts_and_says_so(mpizero):
+    outcome = mpizero.train(0, "train.steps=1", flags=["--resume"])
+    assert outcome.status == 0
+    assert "starting from the beginning" in outcome.err
+
+
+def test_a_second_run_in_the_same_folder_moves_the_first_aside(mpizero):
+    first = mpizero.train(0, "train.steps=2")
+    before = mpizero.metrics()
+    second = mpizero.train(0, "train.steps=1", "train.seed=1")
+    assert second.status == 0, second.err
+    assert "held an earlier run: moved to" in second.err
+    assert mpizero.metrics("run/earlier/0001") == before
+    assert (mpizero.folder / "run/earlier/0001/checkpoints/step_00000002/manifest.json").exists()
+    assert first.result["parameters_sha256"] != second.result["parameters_sha256"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_to_one_rank_saves_the_same_step_on_all_and_the_run_can_go_on(trained, mpizero, number):
+    process = mpizero.start(2, "train", "tiny.toml", "--set", "train.steps=100000", "--set", "checkpoint.every=0")
+    run, deadline = mpizero.folder / "run", time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    owner = re.match(r"process (\d+) on ", (run / ".lock").read_text())
+    os.kill(int(owner[1]), number)
+    outcome = mpizero.finish(process)
+    assert outcome.status == ExitStatus.PREEMPTED, outcome.err
+    assert outcome.out == ""
+    assert outcome.err.count(f"stopped by {number.name} after step") == 1
+    assert not (run / "run_complete").exists()
+    (saved,) = (run / "checkpoints").iterdir()
+    done = mpizero.metrics()[-1]["step"]
+    assert saved.name == f"step_{done:08d}"
+    resumed = mpizero.train(1, f"train.steps={done + 2}", flags=["--resume"])
+    assert resumed.status == 0, resumed.err
+    assert resumed.result["steps"] == done + 2
+
+
+def test_a_run_folder_in_use_is_refused(mpizero):
+    process = mpizero.start(0, "train", "tiny.toml", "--set", "train.steps=100000", "--set", "checkpoint.every=0")
+    metrics, deadline = mpizero.folder / "run" / "metrics.jsonl", time.monotonic() + 120
+    while not metrics.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    other = mpizero.train(0)
+    assert other.status == ExitStatus.INPUT_OUTPUT
+    assert "in use by process" in other.err
+    process.send_signal(signal.SIGUSR1)
+    assert mpizero.finish(process).status == ExitStatus.PREEMPTED
+
+
+def test_other_mathematics_than_the_saved_run_s_is_an_error(trained):
+    commands, _ = trained
+    for setting in ("model.dim=32", "optimizer.lr=0.1", "train.seed=3", "train.global_batch=12"):
+        outcome = commands.train(0, setting, flags=["--resume"])
+        assert outcome.status == ExitStatus.CONFIG
+        assert "cannot resume from" in outcome.err
+        assert f"{setting.partition('=')[0]} was" in outcome.err
+
+
+def test_other_data_than_the_saved_run_s_is_an_error(trained, mpizero):
+    commands, _ = trained
+    shutil.copytree(commands.folder / "run", mpizero.folder / "run")
+    (mpizero.folder / "text.txt").write_bytes(b"another text " * 300)
+    outcome = mpizero.train(0, flags=["--resume"])
+    assert outcome.status == ExitStatus.CONFIG
+    assert "the training samples are not those of the saved run" in outcome.err
+
+
+def test_digits_are_learnt_on_four_ranks(mpizero):
+    pytest.importorskip("sklearn", reason="scikit-learn's digits are optional data")
+    (mpizero.folder / "digits.toml").write_text(
+        '[model]\nname = "mlp"\nhidden = [32]\n[data]\narrays = "digits"\nvalidation = 0.2\n'
+        "[train]\nsteps = 150\nglobal_batch = 64\n[optimizer]\nlr = 1e-2\n"
+    )
+    outcome = mpizero(4, "train", "digits.toml")
+    assert outcome.status == 0, outcome.err
+    assert outcome.result["samples_per_second"] > 0
+    assert mpizero.metrics()[-1]["accuracy"] > 0.9
