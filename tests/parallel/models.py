@@ -1,0 +1,68 @@
+"""Small models with everything that is hard to shard: tied, frozen, zero-size and prime-sized tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+import mpizero as mz
+from mpizero.types import Array
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+MEMORIES: tuple[dict[str, Any], ...] = ({}, {"share_node_memory": False}, {"ranks_per_node": 2})
+
+
+def gpt(**changes: Any) -> mz.nn.GPT:
+    settings: dict[str, Any] = {"dim": 12, "layers": 2, "heads": 2, "sequence": 8, "vocabulary": 31, "dropout": 0.1}
+    return mz.nn.GPT(**{**settings, **changes})
+
+
+def tokens(samples: int, seed: int = 0) -> tuple[Array, Array]:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 31, (samples, 8)), rng.integers(0, 31, (samples, 8))
+
+
+def hard_function(dtype: str = "float64") -> mz.FunctionModel:
+    """A black box with a frozen, an empty and prime-sized parameters: (w x + b * scale)^2, all samples apart."""
+    rng = np.random.default_rng(3)
+    parameters = {
+        "w": rng.normal(size=(7, 11)).astype(dtype),
+        "nothing": np.zeros((0, 5), dtype),
+        "scale": rng.normal(size=13).astype(dtype),
+        "b": rng.normal(size=13).astype(dtype),
+        "one": np.ones((), dtype),
+    }
+
+    def loss_and_grad(p: Mapping[str, Array], batch: tuple[Any, Any]) -> tuple[float, dict[str, Array], float]:
+        x, y = batch
+        error = x @ p["w"] - y
+        offset = p["b"] * p["scale"] * p["one"]
+        loss = float((error**2).sum() / 2 + len(x) * (offset**2).sum() / 2)
+        return loss, {
+            "w": x.T @ error,
+            "nothing": np.zeros((0, 5), dtype),
+            "scale": len(x) * offset * p["b"] * p["one"],
+            "b": len(x) * offset * p["scale"] * p["one"],
+            "one": np.asarray(len(x) * (offset * p["b"] * p["scale"]).sum(), dtype),
+        }, float(len(x))
+
+    return mz.FunctionModel(parameters, loss_and_grad, predict=lambda p, x: x @ p["w"], frozen=["scale"])
+
+
+def vectors(samples: int, dtype: str = "float64") -> tuple[Array, Array]:
+    rng = np.random.default_rng(5)
+    return rng.normal(size=(samples, 7)).astype(dtype), rng.normal(size=(samples, 11)).astype(dtype)
+
+
+def part(comm: Any, x: Array, y: Array, sizes: list[int] | None = None) -> tuple[Array, Array]:
+    """This rank's samples of a global batch: equal parts, or parts of given sizes."""
+    if comm is None:
+        return x, y
+    if sizes is None:
+        cuts = [len(x) * r // comm.size for r in range(comm.size + 1)]
+    else:
+        cuts = [0, *np.cumsum(sizes).tolist()]
+    mine = slice(cuts[comm.rank], cuts[comm.rank + 1])
+    return x[mine], y[mine]

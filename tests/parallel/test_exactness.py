@@ -1,0 +1,153 @@
+"""One and the same bits on any number of ranks, any strategy, any memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.testing import run_in_threads
+from tests.parallel.models import MEMORIES, STRATEGIES, gpt, hard_function, part, tokens, vectors
+
+CASES: dict[str, dict[str, Any]] = {
+    "adamw": {"optimizer": lambda: mz.AdamW(lr=1e-2)},
+    "clip": {"optimizer": lambda: mz.AdamW(lr=1e-2), "clip": 0.3},
+    "lamb": {"optimizer": lambda: mz.LAMB(lr=1e-2)},
+    "nesterov": {"optimizer": lambda: mz.SGD(lr=0.1, momentum=0.9, nesterov=True)},
+    "untied": {"optimizer": lambda: mz.Adam(lr=1e-2), "model": {"tied": False}},
+    "checkpointed": {"optimizer": lambda: mz.Lion(lr=1e-3), "model": {"activation_checkpointing": True}},
+    "six grains": {"optimizer": lambda: mz.RMSprop(lr=1e-3), "samples": 12, "micro_batch": 2},
+    "accumulate": {"optimizer": lambda: mz.AdamW(lr=1e-2), "accumulate": 2, "micro_batch": 2},
+    "float64": {"optimizer": lambda: mz.AdamW(lr=1e-2), "model": {"dtype": "float64"}},
+    "loss scale": {"optimizer": lambda: mz.AdamW(lr=1e-2), "loss_scale": mz.DynamicLossScale(initial=2.0**10)},
+}
+
+
+def trained(case: str, strategy: str, comm: Any, sizes: list[int] | None = None, **memory: Any) -> tuple[str, float]:
+    """Train four steps on 11 samples (or the case's) and return the hash of the parameters and the last loss."""
+    settings = {"samples": 11, "micro_batch": 1, "model": {}, "loss_scale": None, **CASES[case]}
+    x, y = tokens(settings.pop("samples"))
+    model, optimizer = gpt(**settings.pop("model")), settings.pop("optimizer")()
+    loss_scale = settings.pop("loss_scale")
+    with mz.ShardingConfig(comm=comm, minimum_parameter_group_size=1, **settings, **memory) as config:
+        sharded, bound = mz.distribute(model, optimizer, strategy=strategy, config=config)
+        with sharded:
+            if loss_scale is not None:
+                sharded.engine.bind(optimizer, loss_scale)
+            for _ in range(4):
+                loss = sharded.train(*part(comm, x, y, sizes))
+            return sharded.parameters_sha256(), loss
+
+
+@cache
+def serial(case: str) -> tuple[str, float]:
+    return trained(case, "ddp", None)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("memory", MEMORIES, ids=["shared", "private", "nodes of two"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("case", ["adamw", "clip", "lamb"])
+def test_every_strategy_and_memory_has_the_bits_of_one_process(
+    world: Any, case: str, strategy: str, memory: dict[str, Any]
+) -> None:
+    assert trained(case, strategy, world, **memory) == serial(case)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@pytest.mark.parametrize("case", [c for c in CASES if c not in ("adamw", "clip", "lamb")])
+def test_every_optimizer_and_option_has_the_bits_of_one_process(world: Any, case: str, strategy: str) -> None:
+    assert trained(case, strategy, world) == serial(case)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_batches_of_any_sizes_have_the_bits_of_one_batch(world: Any, strategy: str) -> None:
+    sizes = [0] * world.size
+    for sample in range(11):  # most of them on the last rank, none on rank 1 where there is one
+        sizes[-1 if sample % 3 else 0] += 1
+    assert trained("adamw", strategy, world, sizes) == serial("adamw")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_batches_of_5_3_0_and_7_have_the_bits_of_one_batch_of_15(strategy: str) -> None:
+    x, y = tokens(15)
+
+    def run(comm: Any) -> str:
+        with mz.ShardingConfig(comm=comm, micro_batch=2) as config:
+            model, _ = mz.distribute(gpt(), mz.AdamW(lr=1e-2), strategy=strategy, config=config)
+            with model:
+                for _ in range(3):
+                    model.train(*part(comm, x, y, [5, 3, 0, 7]))
+                return model.parameters_sha256()
+
+    assert set(run_in_threads(4, run)) == {run(None)}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("memory", MEMORIES, ids=["shared", "private", "nodes of two"])
+def test_threads_have_the_bits_of_one_process(ranks: int, memory: dict[str, Any]) -> None:
+    for strategy in STRATEGIES:
+        assert set(run_in_threads(ranks, lambda comm, s=strategy: trained("clip", s, comm, **memory))) == {
+            serial("clip")
+        }
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("memory", MEMORIES, ids=["shared", "private", "nodes of two"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_black_box_with_frozen_empty_and_prime_sized_tensors_has_the_bits_of_one_process(
+    world: Any, place: Callable[..., Any], strategy: str, memory: dict[str, Any]
+) -> None:
+    x, y = vectors(9)
+    hashes = []
+    for comm, settings in ((None, {}), (world, memory)):
+        model, _ = place(hard_function(), mz.AdamW(lr=0.05), strategy, comm, micro_batch=2, **settings)
+        before = model.named_parameters()["scale"]
+        for _ in range(5):
+            model.train(*part(comm, x, y))
+        np.testing.assert_array_equal(model.named_parameters()["scale"], before)
+        hashes.append(model.parameters_sha256())
+    assert hashes[0] == hashes[1]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_more_ranks_than_elements_train(world: Any, place: Callable[..., Any], strategy: str) -> None:
+    def loss_and_grad(p: Any, batch: Any) -> Any:
+        x, y = batch
+        error = x * p["w"] - y
+        return float((error**2).sum() / 2), {"w": (error * x).sum(0)}, float(len(x))
+
+    x = np.arange(1.0, 7.0).reshape(6, 1)
+    results = []
+    for comm in (None, world):
+        model, _ = place(mz.FunctionModel({"w": np.ones(1)}, loss_and_grad), mz.SGD(lr=0.01), strategy, comm)
+        for _ in range(3):
+            model.train(*part(comm, x, 3 * x))
+        results.append(model.get_parameters())
+    np.testing.assert_array_equal(*results)
+
+
+def test_against_an_independent_oracle(place: Callable[..., Any]) -> None:
+    """AdamW on a linear model against the textbook formulas, written out here."""
+    x, y = vectors(6)
+
+    def loss_and_grad(p: Any, batch: Any) -> Any:
+        error = batch[0] @ p["w"] - batch[1]
+        return float((error**2).sum() / 2), {"w": batch[0].T @ error}, float(len(batch[0]))
+
+    w = np.zeros((7, 11))
+    model, _ = place(mz.FunctionModel({"w": w}, loss_and_grad), mz.AdamW(lr=0.1, weight_decay=0.1), "zero2")
+    m, v = np.zeros_like(w), np.zeros_like(w)
+    for step in range(1, 6):
+        model.train(x, y)
+        g = x.T @ (x @ w - y) / 6
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        w = w - 0.1 * (m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.999**step)) + 1e-8) + 0.1 * w)
+    np.testing.assert_allclose(model.named_parameters()["w"], w, rtol=1e-12)
