@@ -79,16 +79,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     Not collective.
     """
-    import mpizero
-
     parser = _Parser(
         prog="mpizero",
         description="Train models that do not fit one process, over MPI, with the same bits on any number of ranks.",
         epilog="Exit status: 0 done; 65 bad data or checkpoint; 70 a rank failed; 74 input/output; 75 stopped by a "
         "signal and saved; 76 hang or mismatch; 78 bad configuration or usage.",
     )
-    version = getattr(mpizero, "__version__", "0")
-    parser.add_argument("--version", action="version", version=f"mpizero {version}")
+    parser.add_argument("--version", action="version", version=f"mpizero {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_train(commands)
     _add_generate(commands)
@@ -205,8 +202,10 @@ def _generate(options: argparse.Namespace) -> int:
     if options.length < 0:
         raise ConfigError(f"--length {options.length}: must be a whole number >= 0")
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, seed=options.seed)
+    from threadpoolctl import threadpool_limits
+
     comm = _world()
-    with all_ranks(comm):
+    with all_ranks(comm), threadpool_limits(_threads()):
         if comm.rank == 0:
             model = load_language_model(options.checkpoint)
             prompt = os.fsencode(options.prompt)
@@ -263,6 +262,15 @@ def _world() -> Communicator:
         if _launched_rank() == 0:  # MPI cannot tell who is first: it is the launcher that is wrong
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(int(error.status)) from None
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("mpizero")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "0+unknown"
 
 
 def _launched_rank() -> int:
