@@ -97,12 +97,15 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name on first use."""
+    """Load a public name on first use, and see to it that no rank of an MPI job fails alone from then on."""
+    if name not in _MODULES and name not in _HOME:
+        raise AttributeError(f"module 'mpizero' has no attribute {name!r}")
+    import_module("mpizero.comm.guard").install_in_job()
     if name in _MODULES:
         return import_module(f"mpizero.{name}")
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'mpizero' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
