@@ -1,8 +1,8 @@
 """The canonical binary tree: one order of additions for every number of ranks.
 
 Node ``(level, position)`` is the sum of its children ``(level-1, 2*position)`` and ``(level-1, 2*position+1)``; a
-missing right child passes the left one through. Leaves are grains (or elements of a tensor). Whoever adds follows this tree,
-so the bits of the root depend on the leaves alone.
+missing right child passes the left one through. Leaves are grains (or elements of a tensor). Whoever adds follows this
+tree, so the bits of the root depend on the leaves alone.
 
 [Note: tree programs] A sum is handed to the kernels as a program for a stack machine over the rows of a matrix:
 ``v >= 0`` pushes row v, ``-1`` pops the top and adds it to the one beneath, ``v <= -2`` adds row ``-2 - v`` to the top.
