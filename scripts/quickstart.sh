@@ -17,7 +17,6 @@ ensure_venv "$VENV" install_quickstart
 "$VENV/bin/mpizero" --help >/dev/null
 
 say "2. Training a GPT on the Python standard library, on $RANKS MPI ranks with ZeRO-2"
-rm -rf run/quickstart # a former quickstart's
 "$VENV/bin/mpiexec" -n "$RANKS" "$VENV/bin/python" -m mpizero train scripts/quickstart.toml "$@"
 
 say "3. The loss, step by step (nats a byte; 5.5 is guessing)"
@@ -33,13 +32,13 @@ for row in rows:
 SHOW
 
 say "4. What it writes now"
-"$VENV/bin/python" -m mpizero generate run/quickstart/checkpoints --prompt "def " --length 400
+"$VENV/bin/python" -m mpizero generate run/quickstart --prompt "def " --length 400
 
 cat <<DONE
 
 Next:
   . $VENV/bin/activate
-  mpiexec -n 3 python -m mpizero train scripts/quickstart.toml --resume --set train.steps=400   # other ranks, same bits
+  mpiexec -n 3 python -m mpizero train scripts/quickstart.toml --resume --set train.steps=600   # other ranks
   mpiexec -n 2 python -m mpizero train scripts/quickstart.toml --set parallel.strategy=zero3 --set checkpoint.folder=run/zero3/checkpoints
   mpiexec -n 8 python scripts/train.py --help                                                   # the same from a script of your own
   scripts/test.sh --quick
