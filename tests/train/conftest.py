@@ -17,6 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 #: Long enough for a machine that compiles kernels and runs other things besides.
 PATIENCE = 240
+#: What the launcher or the user of the tests has told them, and their commands must not hear.
+INHERITED = ("PMI", "PMIX", "OMPI_COMM", "HYDRA", "MPI_", "PYTHONDONTWRITEBYTECODE")
 TINY = """
 [model]
 name = "gpt"
@@ -80,11 +82,11 @@ class Commands:
             if mpiexec is None:
                 pytest.skip("no mpiexec beside this Python, in PATH or in MPIZERO_MPIEXEC")
             launcher = [mpiexec, "-n", str(ranks)]
-        # A job must not inherit what the launcher of the tests has told them.
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "PMIX", "OMPI_COMM", "HYDRA", "MPI_"))}
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(INHERITED)}
         environment = clean | {
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
             "OMP_NUM_THREADS": "1",
+            "PYTHONPYCACHEPREFIX": str(self.folder.parent / "bytecode"),  # compiled once for all tests of a session
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
