@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,7 +88,7 @@ def deal(
     if not arrays:
         return GlobalBatch({comm.rank: Grain(comm.rank, ((x, y, comm.rank),))}, comm.size, comm.size)
     grains = Grains(sum(counts), grain_size(sum(counts)))
-    transfer = _Transfer(grains, counts, owners(grains.count), comm.rank)
+    transfer = _transfer(grains, tuple(counts), tuple(owners(grains.count)), comm.rank)
     x, y = transfer.exchange(comm, np.asarray(x)), transfer.exchange(comm, np.asarray(y))
     return GlobalBatch(transfer.cut(x, y, -(-grains.size // micro)), grains.count, grains.samples)
 
@@ -102,6 +103,11 @@ def _refuse(comm: Communicator, x: Any, y: Any, table: Array) -> None:
     raise DataError(
         f"x and y must have equally many samples, and the same type and sample shape on every rank, got {listed}"
     )
+
+
+@lru_cache(maxsize=64)  # batches of the same sizes come again and again
+def _transfer(grains: Grains, counts: tuple[int, ...], owners: tuple[int, ...], rank: int) -> _Transfer:
+    return _Transfer(grains, counts, owners, rank)
 
 
 class _Transfer:
