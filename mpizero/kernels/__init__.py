@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.kernels import cpu
+from mpizero.kernels import cpu, cuda
 
-__all__ = ["backend", "cpu"]
+__all__ = ["backend", "cpu", "cuda"]
 
 
 def backend(array: Any) -> ModuleType:
@@ -30,7 +30,5 @@ def backend(array: Any) -> ModuleType:
     if isinstance(array, np.ndarray):
         return cpu
     if hasattr(array, "__cuda_array_interface__"):
-        from mpizero.kernels import cuda
-
         return cuda
     raise TypeError(f"kernels work on NumPy or CUDA arrays, got {type(array).__name__}")

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _DIGEST = 32
+_OTHER_SETTINGS = ("NUMBA_CACHE_DIR", "NUMBA_ENABLE_CUDASIM", "NUMBA_NUM_THREADS")  # they change no machine code
 
 
 def _writable_root() -> Path:
@@ -60,7 +61,7 @@ def folder(cpu: str) -> Path:
         digest.update(source.read_bytes())
     for compiler in ("numba", "llvmlite"):
         digest.update(_version_file(compiler))
-    settings = sorted((k, v) for k, v in os.environ.items() if k.startswith("NUMBA_") and k != "NUMBA_CACHE_DIR")
+    settings = sorted((k, v) for k, v in os.environ.items() if k.startswith("NUMBA_") and k not in _OTHER_SETTINGS)
     digest.update(repr((sys.version_info[:3], sys.abiflags, cpu, settings)).encode())
     path = _writable_root() / f"kernels-{digest.hexdigest()[:24]}"
     path.mkdir(parents=True, exist_ok=True)

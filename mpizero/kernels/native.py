@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -123,10 +124,13 @@ def emit(function_ir: str, function: str, signature: Signature, scratch: int) ->
     Raises
     ------
     RuntimeError
-        The kernel calls something that is not there at run time: it allocates an array, or raises.
+        The kernel may raise, or calls something that is not there at run time: it allocates an array.
     """
     llvm, machine = target()
     module = llvm.parse_assembly(function_ir)
+    returned = re.findall(r"^ +ret i32 (\S+)", str(module.get_function(function)), re.MULTILINE)
+    if set(returned) != {"0"}:  # numba's status of a function: 0 where no exception was raised
+        raise RuntimeError("kernels neither allocate (use scratch=) nor raise; this one may raise")
     entry = f'target triple = "{machine.triple}"\n' + _Entry(signature, scratch).text(function)
     module.link_in(llvm.parse_assembly(entry))
     for defined in (*module.functions, *module.global_variables):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from mpizero.kernels.compile import kernel
 from mpizero.kernels.formulas import copy as formulas
 from mpizero.types import Array
@@ -39,33 +37,29 @@ def unpack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
 @kernel("void(const f4[::1], u2[::1])")
 def to_bfloat16(x: Array, out: Array) -> None:
     """Round to bfloat16, to nearest even; NaN stays NaN."""
-    bits = x.view(np.uint32)
-    for i in range(bits.size):
-        out[i] = _to_bfloat16(bits[i])
+    for i in range(x.size):
+        out[i] = _to_bfloat16(x[i])
 
 
 @kernel("void(const u2[::1], f4[::1])")
 def from_bfloat16(x: Array, out: Array) -> None:
     """Widen bfloat16; exact."""
-    bits = out.view(np.uint32)
     for i in range(x.size):
-        bits[i] = _from_bfloat16(x[i])
+        out[i] = _from_bfloat16(x[i])
 
 
 @kernel("void(const f4[::1], u2[::1])")
 def to_float16(x: Array, out: Array) -> None:
     """Round to float16, to nearest even, as hardware does."""
-    bits = x.view(np.uint32)
-    for i in range(bits.size):
-        out[i] = _to_float16(bits[i])
+    for i in range(x.size):
+        out[i] = _to_float16(x[i])
 
 
 @kernel("void(const u2[::1], f4[::1])")
 def from_float16(x: Array, out: Array) -> None:
     """Widen float16; exact."""
-    bits = out.view(np.uint32)
     for i in range(x.size):
-        bits[i] = _from_float16(x[i])
+        out[i] = _from_float16(x[i])
 
 
 @kernel("void(T[::1], const T[::1])")

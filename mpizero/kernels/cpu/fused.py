@@ -47,9 +47,7 @@ def _add(x: Array, y: Array, out: Array) -> None:
         out[i] = x[i] + y[i]
 
 
-def _fold(
-    rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int
-) -> None:
+def _fold(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> None:
     """Run the program without its last instruction; a push and the addition after it are one loop."""
     last, step, top = program.size - 1, 0, -1
     while step < last:
@@ -117,8 +115,7 @@ def tree_sum(
 
 
 @kernel(
-    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], "
-    "T[::1], const T[::1], i8, i8, T[::1])",
+    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], T[::1], const T[::1], i8, i8, T[::1])",
     scratch=BLOCK * DEPTH,
 )
 def sgd_tree(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-_TOPICS = (
+TOPICS = (
     "activation",
     "attention",
     "copy",
@@ -22,7 +22,7 @@ _TOPICS = (
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name not in _TOPICS:
+    if name not in TOPICS:
         raise AttributeError(f"module {__name__!r} has no kernels named {name!r}")
     from importlib import import_module
 

@@ -66,10 +66,7 @@ def tree_sum(
         out[i] = _fold(rows_a, first_a + i, rows_b, first_b + i, program, stack) / by
 
 
-@kernel(
-    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], "
-    "T[::1], const T[::1], i8, i8)"
-)
+@kernel("void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], T[::1], const T[::1], i8, i8)")
 def sgd_tree(
     rows_a: Array,
     first_a: int,
@@ -92,8 +89,7 @@ def sgd_tree(
 
 
 @kernel(
-    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], "
-    "T[::1], T[::1], const T[::1], i8, i8)"
+    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)"
 )
 def momentum_tree(
     rows_a: Array,
@@ -175,8 +171,7 @@ def adamw_tree(
 
 
 @kernel(
-    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], "
-    "T[::1], T[::1], const T[::1], i8, i8)"
+    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)"
 )
 def rmsprop_tree(
     rows_a: Array,
@@ -202,8 +197,7 @@ def rmsprop_tree(
 
 
 @kernel(
-    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], "
-    "T[::1], T[::1], const T[::1], i8, i8)"
+    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)"
 )
 def lion_tree(
     rows_a: Array,

@@ -1,4 +1,4 @@
-"""Conversions between float32 and the 16-bit formats, as bit patterns; all rounding is to nearest even.
+"""Conversions between float32 and the patterns of the 16-bit formats; all rounding is to nearest even.
 
 Every constant is a NumPy scalar of the width it is used with: integer literals would widen the arithmetic.
 """
@@ -31,20 +31,22 @@ _MAGIC_BITS = np.uint32(0x3F000000)
 _NORMAL_VALUE = np.float32(2.0**-14)
 
 
-def to_bfloat16(bits: Scalar) -> Scalar:
-    """Round the float32 with this pattern to bfloat16; a NaN stays a (quiet) NaN."""
+def to_bfloat16(x: Scalar) -> Scalar:
+    """Round to bfloat16; a NaN stays a (quiet) NaN."""
+    bits = np.float32(x).view(np.uint32)
     high = bits >> _SIXTEEN
     carry = ((bits & _LOW_BITS) + _BELOW_HALF + (high & _ONE)) >> _SIXTEEN
     return high | _QUIET if (bits & _MAGNITUDE) > _INFINITY else high + carry
 
 
 def from_bfloat16(half: Scalar) -> Scalar:
-    """Widen bfloat16 to the pattern of a float32; exact."""
-    return np.uint32(half) << _SIXTEEN
+    """Widen bfloat16; exact."""
+    return np.uint32(np.uint32(half) << _SIXTEEN).view(np.float32)
 
 
-def to_float16(bits: Scalar) -> Scalar:
-    """Round the float32 with this pattern to float16: large values become infinite, small ones subnormal."""
+def to_float16(x: Scalar) -> Scalar:
+    """Round to float16: large values become infinite, small ones subnormal."""
+    bits = np.float32(x).view(np.uint32)
     sign = (bits >> _SIXTEEN) & _HALF_SIGN
     magnitude = bits & _MAGNITUDE
     if magnitude >= _OVERFLOW:
@@ -57,12 +59,14 @@ def to_float16(bits: Scalar) -> Scalar:
 
 
 def from_float16(half: Scalar) -> Scalar:
-    """Widen float16 to the pattern of a float32; exact, subnormal values too."""
+    """Widen float16; exact, subnormal values too."""
     sign = (np.uint32(half) & _HALF_SIGN) << _SIXTEEN
     magnitude = np.uint32(half) & _HALF_MAGNITUDE
     if magnitude >= _HALF_INFINITY:
-        return sign | _INFINITY | ((magnitude - _HALF_INFINITY) << _THIRTEEN)
-    if magnitude < _HALF_SMALLEST_NORMAL:
-        scaled = np.uint32((magnitude << _THIRTEEN) + _NORMAL).view(np.float32) - _NORMAL_VALUE
-        return sign | np.float32(scaled).view(np.uint32)
-    return sign | ((magnitude << _THIRTEEN) + _BIAS)
+        bits = _INFINITY | ((magnitude - _HALF_INFINITY) << _THIRTEEN)
+    elif magnitude < _HALF_SMALLEST_NORMAL:
+        value = np.uint32((magnitude << _THIRTEEN) + _NORMAL).view(np.float32) - _NORMAL_VALUE
+        bits = np.float32(value).view(np.uint32)
+    else:
+        bits = (magnitude << _THIRTEEN) + _BIAS
+    return np.uint32(sign | bits).view(np.float32)

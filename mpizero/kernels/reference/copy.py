@@ -29,7 +29,8 @@ def to_bfloat16(x: Array, out: Array) -> None:
     below = x.view(np.uint32) >> np.uint32(16)
     # In float64 the neighbour above the largest bfloat16 is 2**128, so rounding to infinity needs no special case.
     low, high = _magnitude(below), _magnitude(below + np.uint32(1))
-    from_low, to_high = np.abs(x.astype(np.float64)) - low, high - np.abs(x.astype(np.float64))
+    with np.errstate(invalid="ignore"):
+        from_low, to_high = np.abs(x.astype(np.float64)) - low, high - np.abs(x.astype(np.float64))
     up = (from_low > to_high) | ((from_low == to_high) & (below % 2 == 1))
     rounded = np.where(np.isinf(x), below, below + up)
     out[:] = np.where(np.isnan(x), below | np.uint32(0x40), rounded).astype(np.uint16)

@@ -1,0 +1,120 @@
+"""CUDA twins of the kernels over flat arrays, in the simulator: the CPU twins' bits, on small arrays."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+# The simulator is chosen when numba is imported; without it these kernels need a GPU.
+if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
+    pytest.skip("CUDA kernels run under NUMBA_ENABLE_CUDASIM=1", allow_module_level=True)
+
+from mpizero import kernels
+
+DTYPES = (np.float32, np.float64)
+UPDATES = {
+    "sgd": (0, [0.1, 0.01]),
+    "momentum": (1, [0.1, 0.01, 0.9, 0.8, 1.0, 0.9]),
+    "adam": (2, [0.01, 0.9, 0.1, 0.999, 0.001, 0.05, 3.0, 1e-8]),
+    "adamw": (2, [0.99, 0.9, 0.1, 0.999, 0.001, 0.05, 3.0, 1e-8]),
+    "rmsprop": (1, [0.1, 0.01, 0.99, 0.01, 1e-8]),
+    "lion": (1, [0.99, 0.1, 0.9, 0.1, 0.99, 0.01, 0.0]),
+    "lamb_direction": (2, [0.01, 0.9, 0.1, 0.999, 0.001, 1.5, 3.0, 1e-6]),
+    "lamb_apply": (0, [0.3]),
+}
+TREES = sorted(set(UPDATES) - {"lamb_direction", "lamb_apply"})
+
+
+def on_both(topic, name, *args):
+    """Run a kernel on the GPU's and on the CPU's side; return results and, in turn, what arrays hold afterwards."""
+    outcomes = []
+    for namespace in (kernels.cuda, kernels.cpu):
+        copies = [a.copy() if isinstance(a, np.ndarray) else a for a in args]
+        result = getattr(getattr(namespace, topic), name)(*copies)
+        outcomes.append((result, [a.tobytes() for a in copies if isinstance(a, np.ndarray)]))
+    return outcomes
+
+
+def values(count, size, dtype):
+    return list(np.abs(np.random.default_rng(size).standard_normal((count, size))).astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", UPDATES)
+def test_updates_have_the_bits_of_the_cpu(name, dtype):
+    slots, scalars = UPDATES[name]
+    for size, start, stop in ((0, 0, 0), (1, 0, 1), (9, 2, 8)):
+        gpu, cpu = on_both("optimizer", name, *values(2 + slots, size, dtype), np.array(scalars, dtype), start, stop)
+        assert gpu == cpu
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", TREES)
+def test_sum_and_update_have_the_bits_of_the_cpu(name, dtype):
+    slots, scalars = UPDATES[name]
+    rng = np.random.default_rng(0)
+    rows_a, rows_b = rng.standard_normal((2, 9)).astype(dtype), rng.standard_normal((3, 12)).astype(dtype)
+    for program in ([3], [0, -3], [0, -3, 2, -5, -1, -6], [4, 1, 2, -1, -1]):
+        rows = (rows_a, 1, rows_b, 3, np.array(program, np.int32), np.array([3], dtype))
+        gpu, cpu = on_both("fused", "tree_sum", *rows, np.zeros(8, dtype), 1, 7)
+        assert gpu == cpu
+        state = values(1 + slots, 8, dtype)
+        gpu, cpu = on_both("fused", f"{name}_tree", *rows, *state, np.array(scalars, dtype), 1, 7)
+        assert gpu == cpu
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_have_the_bits_of_the_canonical_tree(dtype):
+    x, y = np.random.default_rng(0).standard_normal((2, 300)).astype(dtype)
+    starts, stops = np.array([0, 5, 7, 100, 30]), np.array([300, 5, 8, 228, 95])
+    for name, arrays in (("tree_square_sums", (x,)), ("tree_dots", (x, y))):
+        gpu, cpu = on_both("reduction", name, *arrays, starts, stops, np.full(5, 9.0))
+        assert gpu == cpu
+    gpu, cpu = on_both("reduction", "tree_square_sums", x, starts[:0], stops[:0], np.empty(0))
+    assert gpu == cpu
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_first_value_that_is_not_finite_is_found(dtype):
+    for bad in ([], [4], [3, 8], [0]):
+        x = np.ones(9, dtype)
+        x[bad] = np.nan
+        for name in ("all_finite", "first_nonfinite"):
+            gpu, cpu = on_both("reduction", name, x)
+            assert gpu == cpu
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranges_are_packed_and_unpacked(dtype):
+    source, target = np.arange(12, dtype=dtype), np.zeros(12, dtype)
+    starts, sizes = np.array([9, 2, 4]), np.array([3, 0, 4])
+    for name in ("pack", "unpack"):
+        gpu, cpu = on_both("copy", name, source, starts, sizes, target)
+        assert gpu == cpu
+    gpu, cpu = on_both("copy", "scale", source, np.array([0.1], dtype))
+    assert gpu == cpu
+
+
+def test_casts_have_the_bits_of_the_cpu():
+    numbers = [0.0, -0.0, 1.0, -1.5, 65504.0, 65520.0, 1e9, 6e-8, 3e-8, 2.9e-8, 1e-40, 0.1, np.inf, -np.inf, 2049.0]
+    x = np.array(numbers, np.float32)
+    halves = np.array([0, 1, 0x3FF, 0x400, 0x3C00, 0x7BFF, 0x7C00, 0x8001, 0xFC00], np.uint16)
+    for name in ("bfloat16", "float16"):
+        gpu, cpu = on_both("copy", f"to_{name}", x, np.zeros(x.size, np.uint16))
+        assert gpu == cpu
+        gpu, cpu = on_both("copy", f"from_{name}", halves, np.zeros(halves.size, np.float32))
+        assert gpu == cpu
+        nan = np.zeros(1, np.uint16)
+        getattr(kernels.cuda.copy, f"to_{name}")(np.array([np.nan], np.float32), nan)
+        back = np.zeros(1, np.float32)
+        getattr(kernels.cuda.copy, f"from_{name}")(nan, back)
+        assert np.isnan(back[0])
+
+
+def test_the_wrong_number_of_arguments_or_dimensions_is_refused_by_name():
+    with pytest.raises(TypeError, match="scale takes 2 arguments"):
+        kernels.cuda.copy.scale(np.ones(3))
+    with pytest.raises(TypeError, match="x must have 1 dimension"):
+        kernels.cuda.copy.scale(np.ones((3, 3)), np.ones(1))

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpizero.kernels.cpu import copy
+from mpizero.kernels.reference import copy as reference
+
+ALL_HALVES = np.arange(2**16, dtype=np.uint16)
+
+
+def float32_patterns():
+    """Random patterns, and every 16-bit value with its neighbours and the points halfway between."""
+    rng = np.random.default_rng(0)
+    with np.errstate(invalid="ignore"):
+        halves = ALL_HALVES.view(np.float16).astype(np.float32).view(np.uint32).astype(np.int64)
+    brains = ALL_HALVES.astype(np.int64) << 16
+    near = [base[::3] + step for base in (halves, brains) for step in (0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000)]
+    random = rng.integers(0, 2**32, 100_000)
+    return np.concatenate([random, *near]).astype(np.uint32).view(np.float32)
+
+
+def same(got, want):
+    """Equal patterns, where one NaN is as good as another."""
+    view = np.float16 if got.dtype == np.uint16 else np.float32
+    nan = np.isnan(want.view(view))
+    return np.array_equal(got[~nan], want[~nan]) and np.isnan(got.view(view)[nan]).all()
+
+
+@pytest.mark.parametrize("name", ["from_bfloat16", "from_float16"])
+def test_widening_all_65536_patterns_agrees_with_the_oracle(name):
+    got, want = np.empty((2, 2**16), np.float32)
+    getattr(copy, name)(ALL_HALVES, got)
+    getattr(reference, name)(ALL_HALVES, want)
+    assert same(got.view(np.uint32), want.view(np.uint32)) or same(got, want)
+
+
+def test_rounding_to_float16_agrees_with_the_oracle():
+    x = float32_patterns()
+    got, want = np.empty((2, x.size), np.uint16)
+    copy.to_float16(x, got)
+    reference.to_float16(x, want)
+    assert same(got, want)
+
+
+def test_rounding_to_bfloat16_agrees_with_the_oracle():
+    x = float32_patterns()
+    got, want = np.empty((2, x.size), np.uint16)
+    copy.to_bfloat16(x, got)
+    reference.to_bfloat16(x, want)
+    nan = np.isnan(x)
+    assert np.array_equal(got[~nan], want[~nan])
+    back = np.empty_like(x)
+    copy.from_bfloat16(got, back)
+    assert np.isnan(back[nan]).all()
+    assert not np.isnan(back[~nan]).any()
+
+
+@pytest.mark.parametrize("narrow", ["bfloat16", "float16"])
+@pytest.mark.parametrize("size", [0, 1, 7, 1023])
+def test_what_16_bits_can_hold_survives_the_round_trip(narrow, size):
+    x = np.arange(size, dtype=np.float32) % 256 - 100
+    half, back = np.empty(size, np.uint16), np.empty(size, np.float32)
+    getattr(copy, f"to_{narrow}")(x, half)
+    getattr(copy, f"from_{narrow}")(half, back)
+    assert np.array_equal(back, x)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_unpack_undoes_pack(dtype):
+    source = np.random.default_rng(0).standard_normal(5000).astype(dtype)
+    starts, sizes = np.array([4000, 7, 100, 0, 2000]), np.array([1000, 0, 1023, 1, 7])
+    packed, expected = np.zeros((2, int(sizes.sum()) + 3), dtype)
+    copy.pack(source, starts, sizes, packed)
+    reference.pack(source, starts, sizes, expected)
+    assert np.array_equal(packed, expected)
+    target, wanted = np.zeros((2, 5000), dtype)
+    copy.unpack(packed, starts, sizes, target)
+    reference.unpack(packed, starts, sizes, wanted)
+    assert np.array_equal(target, wanted)
+    for start, size in zip(starts, sizes, strict=True):
+        assert np.array_equal(target[start : start + size], source[start : start + size])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_scale_multiplies_in_the_arrays_own_precision(dtype):
+    x = np.random.default_rng(0).standard_normal(1023).astype(dtype)
+    got, want, factor = x.copy(), x.copy(), np.array([0.1], dtype)
+    copy.scale(got, factor)
+    reference.scale(want, factor)
+    assert np.array_equal(got, want)

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpizero.kernels.cpu import fused, optimizer
+from mpizero.kernels.reference import fused as reference
+
+DTYPES = (np.float32, np.float64)
+SIZES = (0, 1, 7, 1023, 5000)
+UPDATES = {
+    "sgd": (0, [0.1, 0.01]),
+    "momentum": (1, [0.1, 0.01, 0.9, 0.8, 1.0, 0.9]),
+    "adam": (2, [0.01, 0.9, 0.1, 0.999, 0.001, 0.05, 3.0, 1e-8]),
+    "adamw": (2, [0.99, 0.9, 0.1, 0.999, 0.001, 0.05, 3.0, 1e-8]),
+    "rmsprop": (1, [0.1, 0.01, 0.99, 0.01, 1e-8]),
+    "lion": (1, [0.99, 0.1, 0.9, 0.1, 0.99, 0.01, 0.0]),
+}
+PROGRAMS = (
+    [0],
+    [4],
+    [0, -3],
+    [3, -2],
+    [1, 2, -1],
+    [0, -3, 2, -5, -1],
+    [0, -3, 2, -5, -1, -6],
+    [4, 3, 2, 1, -2, -1, -1, -1],
+)
+
+
+def trees(rows):
+    """Expression trees over row numbers: a number, or a pair of trees."""
+    return st.recursive(st.integers(0, rows - 1), lambda inner: st.tuples(inner, inner), max_leaves=12)
+
+
+def program_of(tree):
+    if not isinstance(tree, tuple):
+        return [tree]
+    left, right = program_of(tree[0]), program_of(tree[1])
+    return [*left, -2 - right[0]] if len(right) == 1 else [*left, *right, -1]
+
+
+def value_of(tree, rows):
+    return value_of(tree[0], rows) + value_of(tree[1], rows) if isinstance(tree, tuple) else rows[tree]
+
+
+def random_rows(dtype, rows_a=2, rows_b=3, columns=64, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = (rows_a, columns), (rows_b, columns + 9)
+    return tuple(rng.standard_normal(shape).astype(dtype) for shape in shapes)
+
+
+@given(tree=trees(5), start=st.integers(0, 40), stop=st.integers(0, 60))
+def test_a_program_adds_in_the_order_of_its_tree(tree, start, stop):
+    rows_a, rows_b = random_rows(np.float32)
+    out = np.full(60, 9, np.float32)
+    program, divisor = np.array(program_of(tree), np.int32), np.array([3], np.float32)
+    fused.tree_sum(rows_a, 4, rows_b, 11, program, divisor, out, start, stop)
+    expected = np.full(60, 9, np.float32)
+    rows = [*rows_a[:, 4:64], *rows_b[:, 11:71]]
+    expected[start:stop] = (value_of(tree, rows) / divisor[0])[start:stop]
+    assert out.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_sum_has_the_bits_of_the_oracle(program, size, dtype):
+    rows_a, rows_b = random_rows(dtype, columns=size + 5)
+    args = (rows_a, 2, rows_b, 3, np.array(program, np.int32), np.array([7], dtype))
+    results = []
+    for module in (fused, reference):
+        out = np.full(size, 9, dtype)
+        module.tree_sum(*args, out, size // 4, size)
+        results.append(out.tobytes())
+    assert results[0] == results[1]
+
+
+def test_the_result_may_overwrite_one_of_the_rows():
+    rows, none = random_rows(np.float32, rows_a=3, columns=5000)[0], np.empty((0, 0), np.float32)
+    expected = (rows[0] + rows[1]) + rows[2]
+    fused.tree_sum(rows, 0, none, 0, np.array([0, -3, -4], np.int32), np.ones(1, np.float32), rows[1], 0, 5000)
+    assert rows[1].tobytes() == expected.tobytes()
+
+
+def test_the_stack_holds_as_many_rows_as_promised():
+    rows, none = random_rows(np.float64, rows_a=fused.DEPTH, columns=3)[0], np.empty((0, 0))
+    program = [*range(fused.DEPTH), *[-1] * (fused.DEPTH - 1)]
+    expected = rows[-1]
+    for row in rows[-2::-1]:
+        expected = row + expected
+    out = np.empty(3)
+    fused.tree_sum(rows, 0, none, 0, np.array(program, np.int32), np.ones(1), out, 0, 3)
+    assert out.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", UPDATES)
+def test_one_pass_has_the_bits_of_sum_then_update(name, size, dtype):
+    slots, scalars = UPDATES[name]
+    hyper, divisor = np.array(scalars, dtype), np.array([5], dtype)
+    rows_a, rows_b = random_rows(dtype, columns=size + 5)
+    for program in PROGRAMS if size == 5000 else PROGRAMS[::3]:
+        args = (rows_a, 1, rows_b, 4, np.array(program, np.int32), divisor)
+        rng = np.random.default_rng(size)
+        fast = [np.abs(rng.standard_normal(size)).astype(dtype) for _ in range(1 + slots)]
+        slow = [a.copy() for a in fast]
+        start = size // 7
+        getattr(fused, f"{name}_tree")(*args, *fast, hyper, start, size)
+        g = np.zeros(size, dtype)
+        fused.tree_sum(*args, g, start, size)
+        getattr(optimizer, name)(slow[0], g, *slow[1:], hyper, start, size)
+        assert [a.tobytes() for a in fast] == [a.tobytes() for a in slow]

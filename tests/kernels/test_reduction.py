@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpizero.kernels.cpu import reduction
+from mpizero.kernels.reference import reduction as reference
+from mpizero.layout import cover, merge
+
+DTYPES = (np.float32, np.float64)
+SIZES = (0, 1, 2, 3, 7, 1023, 1024, 1025, 2049, 5000, 7169)
+
+
+def node(values, level, index):
+    """The definition: a leaf, or left + right, or left alone where right is missing."""
+    if level == 0:
+        return values[index]
+    left = node(values, level - 1, 2 * index)
+    return left + node(values, level - 1, 2 * index + 1) if (2 * index + 1) << (level - 1) < len(values) else left
+
+
+def canonical(values):
+    return node(values.tolist(), max(len(values) - 1, 0).bit_length(), 0) if len(values) else 0.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_are_exactly_the_canonical_tree_in_float64(size, dtype):
+    x, y = np.random.default_rng(size).standard_normal((2, size + 4)).astype(dtype)
+    products = x[3 : 3 + size].astype(np.float64) * y[3 : 3 + size].astype(np.float64)
+    squares = x[3 : 3 + size].astype(np.float64) ** 2
+    starts, stops = np.array([3, 2, 0]), np.array([3 + size, 2, 1])
+    for module in (reduction, reference):
+        out = np.full(3, 9.0)
+        module.tree_dots(x, y, starts, stops, out)
+        assert out[0] == canonical(products)
+        module.tree_square_sums(x, starts, stops, out)
+        assert out.tolist() == [canonical(squares), 0.0, float(x[0]) ** 2]
+
+
+def test_a_sum_has_the_same_bits_wherever_the_range_is_cut_at_nodes():
+    size, x = 5000, np.random.default_rng(0).standard_normal(5000).astype(np.float32)
+    whole = np.empty(1)
+    reduction.tree_square_sums(x, np.array([0]), np.array([size]), whole)
+    for cut in (1, 1024, 1537, 4999):
+        nodes = [*cover(0, cut, size), *cover(cut, size, size)]
+        leaves = [n.leaves(size) for n in nodes]
+        parts = np.empty(len(nodes))
+        reduction.tree_square_sums(x, np.array([r.start for r in leaves]), np.array([r.stop for r in leaves]), parts)
+        ((_, program),) = merge([(n, (i,)) for i, n in enumerate(nodes)], size)
+        stack = []
+        for code in program:
+            if code >= 0:
+                stack.append(parts[code])
+            else:
+                right = stack.pop() if code == -1 else parts[-2 - code]
+                stack[-1] = stack[-1] + right
+        assert stack == [whole[0]]
+
+
+def test_squares_of_large_float32_numbers_do_not_overflow():
+    x, out = np.full(3, 1e30, np.float32), np.empty(1)
+    reduction.tree_square_sums(x, np.array([0]), np.array([3]), out)
+    np.testing.assert_allclose(out, 3e60, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_the_first_value_that_is_not_finite_is_found(bad, dtype):
+    for size in (1, 7, 1023, 5000):
+        x = np.full(size, np.finfo(dtype).max, dtype)
+        for module in (reduction, reference):
+            assert module.all_finite(x)
+            assert module.first_nonfinite(x) == -1
+        for place in {0, size // 2, size - 1}:
+            y = x.copy()
+            y[place:] = bad
+            for module in (reduction, reference):
+                assert not module.all_finite(y)
+                assert module.first_nonfinite(y) == place
+
+
+def test_nothing_is_finite():
+    assert reduction.all_finite(np.empty(0))
+    assert reduction.first_nonfinite(np.empty(0, np.float32)) == -1

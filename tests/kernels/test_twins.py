@@ -1,0 +1,71 @@
+"""One formula, three folders: cpu, cuda and reference have the same files, kernels and parameters."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from mpizero import kernels
+from mpizero.kernels.signature import Signature
+
+PACKAGE = Path(kernels.__file__).parent
+FOLDERS = ("cpu", "cuda", "reference")
+
+
+def files(folder):
+    return {path.stem: path for path in (PACKAGE / folder).glob("*.py") if not path.stem.startswith("_")}
+
+
+def functions(path):
+    """Public functions of a file -> names of their parameters, without scratch memory, which callers do not pass."""
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            names = [arg.arg for arg in node.args.args]
+            found[node.name] = names[:-1] if any("scratch=" in ast.unparse(d) for d in node.decorator_list) else names
+    return found
+
+
+def declared(path):
+    """Public kernels of a file -> the types of their parameters, without scratch memory."""
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        for decorator in getattr(node, "decorator_list", []):
+            if ast.unparse(decorator).startswith("kernel(") and not node.name.startswith("_"):
+                parameters = Signature.parse(ast.literal_eval(decorator.args[0])).parameters
+                found[node.name] = parameters[:-1] if "scratch=" in ast.unparse(decorator) else parameters
+    return found
+
+
+TOPICS = sorted(topic for topic, path in files("cpu").items() if declared(path))
+
+
+def test_the_folders_have_the_same_files():
+    assert set(TOPICS) == set(kernels.cpu.TOPICS) == set(kernels.cuda.TOPICS)
+    assert set(files("reference")) == set(TOPICS)
+    assert set(files("cuda")) - {"launch"} == set(TOPICS)
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_twins_have_the_same_names_and_parameters(topic):
+    cpu, cuda, reference = (files(folder)[topic] for folder in FOLDERS)
+    expected = {name: functions(cpu)[name] for name in declared(cpu)}
+    for twin in (cuda, reference):
+        assert {name: functions(twin).get(name) for name in expected} == expected
+    assert set(declared(cuda)) <= set(expected)
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_twins_take_the_same_types(topic):
+    cpu, cuda = (declared(files(folder)[topic]) for folder in ("cpu", "cuda"))
+    assert cuda == {name: cpu[name] for name in cuda}
+
+
+def test_the_namespaces_know_their_topics_and_no_others():
+    assert kernels.cpu.copy.scale is not None
+    with pytest.raises(AttributeError, match="no kernels named 'physics'"):
+        _ = kernels.cpu.physics
+    with pytest.raises(TypeError, match="got list"):
+        kernels.backend([1.0])

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpizero import optim
+from mpizero.errors import ConfigError
+
+
+def test_warm_up_rises_in_equal_steps_to_the_rate_then_constant_stays():
+    schedule = optim.constant(0.8, warmup=4)
+    assert [schedule(step) for step in (0, 1, 3, 4, 1000)] == pytest.approx([0.2, 0.4, 0.8, 0.8, 0.8])
+
+
+def test_linear_falls_in_a_straight_line_and_stays_at_its_end():
+    schedule = optim.linear(1.0, steps=12, warmup=2, end=0.5)
+    assert [schedule(step) for step in (0, 1, 2, 7, 12, 99)] == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.5])
+
+
+def test_cosine_falls_along_half_a_wave():
+    schedule = optim.cosine(1.0, steps=8, end=0.2)
+    assert schedule(0) == 1.0
+    assert schedule(2) == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2)
+    assert schedule(4) == pytest.approx(0.6)
+    assert schedule(8) == schedule(100) == pytest.approx(0.2)
+
+
+@given(steps=st.integers(1, 50), data=st.data(), shape=st.sampled_from([optim.linear, optim.cosine]))
+def test_rates_rise_during_the_warm_up_and_never_after(steps, data, shape):
+    warmup = data.draw(st.integers(0, steps))
+    rates = [shape(0.3, steps=steps, warmup=warmup, end=0.1)(step) for step in range(steps + 5)]
+    assert rates[:warmup] == sorted(rates[:warmup])
+    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
+    assert all(0 < rate <= 0.3 for rate in rates)
+
+
+def test_a_schedule_is_a_value():
+    assert optim.cosine(0.1, 10) == optim.cosine(0.1, 10)
+    assert optim.cosine(0.1, 10) != optim.linear(0.1, 10)
+    assert hash(optim.cosine(0.1, 10)) == hash(optim.cosine(0.1, 10))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: optim.constant(math.nan), "constant: lr=nan"),
+        (lambda: optim.constant(0.1, warmup=-1), "warmup=-1 .* >= 0"),
+        (lambda: optim.linear(0.1, steps=0), "linear: steps=0 .* >= 1"),
+        (lambda: optim.linear(0.1, steps=2.5), "steps=2.5"),
+        (lambda: optim.cosine(0.1, steps=5, warmup=6), "warmup=6 .* at most steps=5"),
+        (lambda: optim.cosine(0.1, steps=5, end=-0.1), "end=-0.1"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_named(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
