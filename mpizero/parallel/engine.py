@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from mpizero import optim
 from mpizero.comm.exact import ExactExchange, program_array
@@ -69,6 +70,8 @@ class Engine:
     def __init__(self, model: Any, config: ShardingConfig, placement: Placement) -> None:
         self.model, self.config, self.placement = model, config, placement
         self.grid = config.grid
+        # BLAS with another number of threads gives other bits: the configuration decides, not the machine.
+        self._blas_threads = threadpool_limits(config.threads, user_api="blas")
         self.block_model = isinstance(model, BlockModel)
         self.dtype = np.dtype(model.dtype)
         if self.dtype not in (np.float32, np.float64):
@@ -191,11 +194,13 @@ class Engine:
         batch = deal(self.grid.data, x, y, self.config.grain_size, owners, self.config.accumulate)
         self.scalars.begin(batch)
         stack_row = 0
-        if ring and self._ring is not None:
-            self._ring.compute(batch, self._evaluate, self.exchange)
-            stack_row = self._ring.planned(batch.count).root
-        else:
-            self.rows.compute(batch, self._evaluate, self._rounds(batch))
+        # Every value is looked at afterwards, with its rank, tensor and samples: NumPy's warnings would say less.
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            if ring and self._ring is not None:
+                self._ring.compute(batch, self._evaluate, self.exchange)
+                stack_row = self._ring.planned(batch.count).root
+            else:
+                self.rows.compute(batch, self._evaluate, self._rounds(batch))
         totals = self.scalars.agree()
         if not ring:
             self.memory.barrier("rows")
@@ -331,5 +336,6 @@ class Engine:
         self.loss_scale, self.step_number = other.loss_scale, other.step_number
 
     def close(self) -> None:
-        """Free the windows."""
+        """Free the windows, and give BLAS its own number of threads back."""
+        self._blas_threads.restore_original_limits()
         self.memory.close()

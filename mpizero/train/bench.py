@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
 from mpizero import nn, optim
 from mpizero.comm import Communicator
@@ -136,9 +135,8 @@ def measure_memory(
             if comm.rank == 0:
                 tell(f"{strategy}, {'shared' if shared else 'private'} memory, {comm.size} ranks")
             # Libraries, kernels and buffers that every strategy needs are there before the measurement.
-            with threadpool_limits(1):
-                _train(wide_mlp(1), comm, strategy, shared, 1)
-                rows.append(_train(model, comm, strategy, shared, request.steps))
+            _train(wide_mlp(1), comm, strategy, shared, 1)
+            rows.append(_train(model, comm, strategy, shared, request.steps))
     return rows
 
 

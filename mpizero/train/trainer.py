@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_equal, all_ranks
@@ -67,9 +66,7 @@ def train(config: Config, comm: Communicator, *, resume: bool = False) -> dict[s
     folder = RunFolder(config.checkpoint.folder)
     progress = Progress(config.train.steps, active=comm.rank == 0)
     try:
-        # BLAS with another number of threads gives other bits: the configuration decides, not the machine.
         with (
-            threadpool_limits(config.train.threads),
             comm.split(0, name="control") as control,
             StopRequests(control) as stop,
         ):
@@ -78,9 +75,7 @@ def train(config: Config, comm: Communicator, *, resume: bool = False) -> dict[s
                     open_folder(folder, progress, resume=resume)
             with build(config, comm) as job:
                 trainer = Trainer(job, folder, stop, control, progress)
-                # The engine looks for infinities itself, and says more about them than NumPy's warnings.
-                with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                    result = trainer.run(resume=resume)
+                result = trainer.run(resume=resume)
     finally:
         folder.close()
         progress.close()
