@@ -37,6 +37,7 @@ import numpy as np
 from mpizero.kernels import cache
 from mpizero.kernels.signature import Parameter, Signature
 
+_PACKAGE = "mpizero.kernels."
 _DTYPES = {"f": "f4", "d": "f8"}
 #: What machine code returns when an argument does not fit its signature (an object that every process has).
 REFUSED: Any = np.ndarray
@@ -116,12 +117,26 @@ class Kernel:
 
         return call
 
+    def _entry(self, dtype: str) -> str:
+        """Name the entry, uniquely in the process."""
+        place = self.__module__.removeprefix(_PACKAGE)
+        return f"{place}.{self.name}-{dtype}" + ("" if self._cached else f"-{id(self):x}")
+
+    @property
+    def _cached(self) -> bool:
+        """Whether the cache's key, the sources of this package, covers this kernel."""
+        return self.__module__.startswith(_PACKAGE)
+
     def _load(self, dtype: str) -> Callable[..., Any]:
         from mpizero.kernels import native
 
-        name = f"{self.__module__.removeprefix('mpizero.kernels.')}.{self.name}-{dtype}.o"
-        code = cache.load_or_build(cache.folder(native.cpu_name()) / name, lambda: self._build(dtype))
-        self._loaded.append(native.Native(self.name, code))
+        entry = self._entry(dtype)
+        if self._cached:
+            path = cache.folder(native.cpu_name()) / f"{entry}.o"
+            code = cache.load_or_build(path, lambda: self._build(dtype))
+        else:
+            code = self._build(dtype)
+        self._loaded.append(native.Native(self.name, code, entry))
         call: Callable[..., Any] = self._loaded[-1].call
         return call
 
@@ -137,7 +152,8 @@ class Kernel:
         if str(compiled.signature.return_type) != (expected := _RESULTS[signature.result]):
             raise TypeError(f"kernel {self.name} returns {compiled.signature.return_type}, not {expected}")
         scratch = self._scratch * np.dtype(signature.parameters[-1].dtype).itemsize if self._scratch else 0
-        return native.emit(compiled.library.get_llvm_str(), compiled.fndesc.llvm_func_name, signature, scratch)
+        function, code = compiled.fndesc.llvm_func_name, compiled.library.get_llvm_str()
+        return native.emit(code, function, signature, scratch, self._entry(dtype))
 
 
 _RESULTS = {"void": "none", "bool": "bool", "i8": "int64", "f8": "float64"}
@@ -195,7 +211,7 @@ def with_compiled_helpers(python: Callable[..., Any], wrap: Callable[[Callable[.
         helper = scope.get(name)
         if isinstance(helper, Kernel):
             scope[name] = wrap(helper.python)
-        elif isinstance(helper, types.FunctionType) and helper.__module__.startswith("mpizero.kernels."):
+        elif isinstance(helper, types.FunctionType) and helper.__module__.startswith(_PACKAGE):
             scope[name] = wrap(helper)
     copy = types.FunctionType(source.__code__, scope, source.__name__, source.__defaults__)
     return functools.update_wrapper(copy, python, updated=())

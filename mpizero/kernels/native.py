@@ -51,19 +51,35 @@ class _MethodDef(ctypes.Structure):
 
 
 class Native:
-    """A loaded kernel; ``call`` returns the type ``np.ndarray`` where an argument does not fit the signature."""
+    """A loaded kernel; ``call`` returns the type ``np.ndarray`` where an argument does not fit the signature.
 
-    def __init__(self, name: str, code: bytes) -> None:
-        llvm, machine = target()
-        module = llvm.parse_assembly(f'target triple = "{machine.triple}"')
-        self._engine = llvm.create_mcjit_compiler(module, machine_for_engine())
-        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-        self._engine.finalize_object()
-        address = self._engine.get_function_address("entry")
-        self._method = _MethodDef(name.encode(), address, _METH_FASTCALL, None)
+    Parameters
+    ----------
+    name : str
+        What Python shows.
+    code : bytes
+        The object file.
+    entry : str
+        Its entry, unique in the process.
+    """
+
+    def __init__(self, name: str, code: bytes, entry: str) -> None:
+        llvm, _ = target()
+        engine = _engine()
+        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        engine.finalize_object()
+        self._method = _MethodDef(name.encode(), engine.get_function_address(entry), _METH_FASTCALL, None)
         new = ctypes.pythonapi.PyCFunction_NewEx
         new.restype, new.argtypes = ctypes.py_object, (ctypes.POINTER(_MethodDef), ctypes.py_object, ctypes.c_void_p)
         self.call: Callable[..., Any] = new(ctypes.byref(self._method), np.ndarray, None)
+
+
+@functools.cache
+def _engine() -> Any:
+    """Return the owner of all machine code; it lives as long as the process, since kernels may run until its end."""
+    llvm, machine = target()
+    module = llvm.parse_assembly(f'target triple = "{machine.triple}"')
+    return llvm.create_mcjit_compiler(module, _make_machine())
 
 
 @functools.cache
@@ -89,10 +105,10 @@ def target() -> tuple[Any, Any]:
         raise RuntimeError(f"NumPy {np.__version__} lays out arrays in a way that mpizero's kernels do not know")
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    return llvm, machine_for_engine()
+    return llvm, _make_machine()
 
 
-def machine_for_engine() -> Any:
+def _make_machine() -> Any:
     """Make a target machine; an execution engine takes possession of the one it is given."""
     import llvmlite.binding as llvm
 
@@ -118,8 +134,8 @@ class _Layout:
         self.kind, self.byte_order, self.type_number = head + 8, head + 10, head + 12
 
 
-def emit(function_ir: str, function: str, signature: Signature, scratch: int) -> bytes:
-    """Compile ``function`` (a numba function in LLVM assembly) and its entry into an object file.
+def emit(function_ir: str, function: str, signature: Signature, scratch: int, entry: str) -> bytes:
+    """Compile ``function`` (a numba function in LLVM assembly) and an entry to it into an object file.
 
     Raises
     ------
@@ -131,10 +147,10 @@ def emit(function_ir: str, function: str, signature: Signature, scratch: int) ->
     returned = re.findall(r"^ +ret i32 (\S+)", str(module.get_function(function)), re.MULTILINE)
     if set(returned) != {"0"}:  # numba's status of a function: 0 where no exception was raised
         raise RuntimeError("kernels neither allocate (use scratch=) nor raise; this one may raise")
-    entry = f'target triple = "{machine.triple}"\n' + _Entry(signature, scratch).text(function)
-    module.link_in(llvm.parse_assembly(entry))
+    written = _Entry(signature, scratch).text(function, entry)
+    module.link_in(llvm.parse_assembly(f'target triple = "{machine.triple}"\n{written}'))
     for defined in (*module.functions, *module.global_variables):
-        if not defined.is_declaration and defined.name != "entry":
+        if not defined.is_declaration and defined.name != entry:
             defined.linkage = "internal"
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=0))
     passes = llvm.create_new_module_pass_manager()
@@ -163,11 +179,12 @@ class _Entry:
         self._count = 0
         self._at = _Layout()
 
-    def text(self, function: str) -> str:
+    def text(self, function: str, entry: str) -> str:
         """Return the module: check every argument, release the lock, call ``function``, take the lock, box."""
         visible = self._signature.parameters[: -1 if self._scratch else None]
         add = self._lines.append
-        add(f"define ptr @entry(ptr %self, ptr %args, i64 %count) {{\n  %fits = icmp eq i64 %count, {len(visible)}")
+        add(f'define ptr @"{entry}"(ptr %self, ptr %args, i64 %count) {{')
+        add(f"  %fits = icmp eq i64 %count, {len(visible)}")
         add("  %result = alloca i64, align 16\n  %exception = alloca ptr, align 16")
         if self._scratch:
             add(f"  %scratch = alloca [{self._scratch} x i8], align 64")
