@@ -106,7 +106,8 @@ class ExactExchange:
     ) -> Iterator[Piece]:
         counts = [len(p) for p in programs]
         arrivals, mine = sum(counts), counts[self.peers.rank]
-        step = max(1, EXCHANGE_ELEMENTS // max(1, max(arrivals, mine * self.peers.size)))
+        # The same on every rank, although ranks send different numbers of partial sums: all make equally many turns.
+        step = max(1, EXCHANGE_ELEMENTS // max(1, arrivals, max(counts) * self.peers.size))
         totals = [sum(span.size for span in spans) for spans in ranges]
         one = np.ones(1, rows.dtype)
         sums = [program_array(program) for program in programs[self.peers.rank]]

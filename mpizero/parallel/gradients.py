@@ -87,6 +87,7 @@ class GradientRows:
         self.dtype = np.dtype(dtype)
         self.stride = -(-layout.gradient_size * self.dtype.itemsize // PAGE) * PAGE // self.dtype.itemsize
         self.window: Array = np.zeros((0, self.stride), dtype)
+        self._storage = self.window
         self.micro = _MicroFold(memory, layout.gradient_size, dtype, accumulate)
         self._views: dict[tuple[int, int], Any] = {}
         self._plans: dict[int, RowsPlan] = {}
@@ -111,9 +112,11 @@ class GradientRows:
 
     def row(self, number: int) -> Array:
         """Return one of this rank's rows."""
-        rows = self.window.shape[0] // self.grid.node.size
-        row: Array = self.window[self.grid.node.rank * rows + number]
+        row: Array = self.window[self._place(number)]
         return row[: self.layout.gradient_size]
+
+    def _place(self, number: int) -> int:
+        return self.grid.node.rank * (self.window.shape[0] // self.grid.node.size) + number
 
     def compute(self, batch: GlobalBatch, evaluate: Evaluate, waves: int) -> None:
         """Compute this rank's grains and fold them. Collective where a sharded store gathers units.
@@ -177,15 +180,15 @@ class GradientRows:
 
     def _reserve(self, rows: int) -> None:
         needed = rows * self.grid.node.size
-        if self.window.shape[0] < needed:
-            if self.window.size:
-                self.memory.free_shared("gradients", (self.window,))
+        if self._storage.shape[0] < needed:
+            if self._storage.size:
+                self.memory.free_shared("gradients", (self._storage,))
             self._views.clear()
-            (self.window,) = self.memory.shared("gradients", [(needed, self.stride)], self.dtype)
-        self.window = self.window[:needed] if self.window.shape[0] == needed else self.window
+            (self._storage,) = self.memory.shared("gradients", [(needed, self.stride)], self.dtype)
+        self.window = self._storage[:needed]  # a rank's rows stand where the plan of this batch looks for them
 
     def _target(self, row: int, unit: Unit) -> Any:
-        key = (row, unit.index)
+        key = (self._place(row), unit.index)
         if key not in self._views:
             base = self.layout.gradient_bases[unit.index]
             self._views[key] = self.named.unit(unit, self.row(row)[base : base + unit.gradients])
