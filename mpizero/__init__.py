@@ -6,10 +6,11 @@ Names are loaded on first use, so that ``import mpizero`` starts in milliseconds
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
+
     from mpizero import data as data
     from mpizero import nn as nn
     from mpizero import optim as optim
@@ -90,14 +91,11 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [*_MODULES, *_HOME]
 
-try:
-    __version__ = version("mpizero")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0+unknown"
-
 
 def __getattr__(name: str) -> Any:
     """Load a public name on first use, and see to it that no rank of an MPI job fails alone from then on."""
+    if name == "__version__":
+        return _version()
     if name not in _MODULES and name not in _HOME:
         raise AttributeError(f"module 'mpizero' has no attribute {name!r}")
     import_module("mpizero.comm.guard").install_in_job()
@@ -111,3 +109,13 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """List the public names."""
     return sorted(__all__)
+
+
+def _version() -> str:
+    """Return the version of the installed package; reading it takes longer than all the rest of the import."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("mpizero")
+    except PackageNotFoundError:  # a source tree that was never installed
+        return "0+unknown"
