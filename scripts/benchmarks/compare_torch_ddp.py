@@ -230,7 +230,9 @@ def compare_bits(args: argparse.Namespace, contenders: list[str]) -> None:
         return
     print(f"after 10 steps with {total} sequences each, on 1, 2 and 4 ranks:")
     for name, hashes in found.items():
-        print(f"{name:14s} {len(set(hashes))} different results: {', '.join(digest[:8] for digest in hashes)}")
+        different = len(set(hashes))
+        verdict = "the same bits" if different == 1 else f"{different} different results"
+        print(f"{name:14s} {verdict}: {', '.join(digest[:8] for digest in hashes)}")
 
 
 def main() -> None:
