@@ -9,17 +9,23 @@ reduce-scatter), and each owner receives rows that it sums by a program of its o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from mpizero import kernels
 from mpizero.comm.communicator import Communicator
+from mpizero.errors import LayoutError
 from mpizero.layout import Program, Span
 from mpizero.types import Array
 
 #: Elements in flight per exchange step; bounds the buffers that an exchange needs.
 EXCHANGE_ELEMENTS = 1 << 19
+
+
+#: Rows that the kernels' stack machine holds at once (``kernels.cpu.fused.DEPTH``).
+MAX_DEPTH = 16
 
 
 class Piece(NamedTuple):
@@ -36,9 +42,27 @@ class Piece(NamedTuple):
     size: int
 
 
+@lru_cache(maxsize=4096)
 def program_array(program: Program) -> Array:
-    """Return a tree program as the kernels take it."""
-    return np.array(program, np.int32)
+    """Return a tree program as the kernels take it: a read-only int32 array. Not collective.
+
+    Raises
+    ------
+    LayoutError
+        If its sums are nested deeper than the kernels' stack.
+    """
+    depth = deepest = 0
+    for code in program:
+        depth += (code >= 0) - (code == -1)
+        deepest = max(deepest, depth)
+    if deepest > MAX_DEPTH:
+        raise LayoutError(
+            f"a sum over so many grains is nested {deepest} deep, at most {MAX_DEPTH} are supported: use larger grains "
+            "(micro_batch), so that a global batch has at most 32,768 of them"
+        )
+    array = np.array(program, np.int32)
+    array.flags.writeable = False
+    return array
 
 
 def tree_sum(rows: Array, first: int, program: Array, divisor: Array, out: Array) -> None:
