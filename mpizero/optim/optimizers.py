@@ -162,7 +162,8 @@ class Lion(FlatOptimizer):
 class LAMB(Adam):
     """LAMB (You et al. 2020): Adam's step, as long as a fraction ``lr`` of each tensor's own norm.
 
-    Needs the norms of every tensor and of its step, so sum and update take two passes. Arguments as :class:`Adam`.
+    Needs the norms of every tensor and of its step, so a step takes two passes: directions, then their lengths.
+    Arguments as :class:`Adam`.
     """
 
     eps: float = 1e-6
@@ -178,6 +179,26 @@ class LAMB(Adam):
         """Write the step's direction over ``g`` and update the averages. Not collective."""
         slots = (state[slot] for slot in self.slots)
         kernels.backend(w).optimizer.lamb_direction(w, g, *slots, hyper, 0, w.size)
+
+    def direction_tree(
+        self,
+        rows: Array,
+        first: int,
+        program: Array,
+        divisor: Array,
+        w: Array,
+        u: Array,
+        state: Mapping[str, Array],
+        hyper: Array,
+    ) -> None:
+        """Sum rows by a tree program, divide, and write the step's direction to ``u``, in one pass. Not collective.
+
+        ``u`` may be a part of one of the rows, at the same columns.
+        """
+        slots = (state[slot] for slot in self.slots)
+        kernels.backend(w).fused.lamb_direction_tree(
+            rows, first, rows[:0], 0, program, divisor, w, u, *slots, hyper, 0, w.size
+        )
 
     @staticmethod
     def trust_ratio(weight_norm: float, direction_norm: float) -> float:

@@ -241,10 +241,11 @@ class Engine:
         single = self.grid.peers.size == 1
         if self._can_fuse(updater) and (single or self._ring is not None):
             if self._ring is not None:
-                updater.update_fused(self._ring.stack, program_array((stack_row,)), divisor, threads)
+                stack = self._ring.stack
+                updater.update_fused(stack, program_array((stack_row,)), divisor, stack[stack_row], threads)
             else:
                 plan = self.rows.planned(self.scalars.count)
-                updater.update_fused(self.rows.window, program_array(plan.root), divisor, threads)
+                updater.update_fused(self.rows.window, program_array(plan.root), divisor, self.rows.row(0), threads)
             self.store.publish(exchange=self.placement.shard_optimizer)
             return None, None
         return self.apply(self._reduced(updater, divisor, stack_row))

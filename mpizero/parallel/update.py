@@ -154,15 +154,15 @@ class Updater:
 
     @property
     def fusible(self) -> bool:
-        """Whether the update can run in the same pass as the sum."""
-        return bool(self.optimizer.elementwise_kernel)
+        """Whether the update, or its direction, can run in the same pass as the sum."""
+        return bool(self.optimizer.elementwise_kernel or self.optimizer.needs_tensor_norms)
 
     def hypers(self) -> dict[int, Array]:
         """Return the scalars of the next step, by group."""
         return {g: self.optimizer.hyper(self.step_count + 1, g, self.dtype) for g in self.groups}
 
-    def update_fused(self, rows: Array, program: Array, divisor: Array, threads: int) -> None:
-        """Sum, divide and update in one pass over memory. Not collective.
+    def update_fused(self, rows: Array, program: Array, divisor: Array, out: Array, threads: int) -> None:
+        """Sum, divide and update in one pass over memory. Collective for optimizers that need norms.
 
         Parameters
         ----------
@@ -172,27 +172,41 @@ class Updater:
             What sums them.
         divisor : 1-element array
             The total weight.
+        out : array
+            One of the rows, which takes the directions of an optimizer that needs norms.
         threads : int
             Threads of this rank.
         """
         hypers = self.hypers()
-        none = rows[:0]
         for run in self.plain_runs:
             w, state = self._run_arrays(run.store, run.state, run.size)
-            self.optimizer.apply_tree(
-                rows, run.gradient, none, 0, program, divisor, w, state, hypers[run.group], threads
-            )
-        fused = kernels.backend(rows).fused
+            hyper = hypers[run.group]
+            if self.optimizer.needs_tensor_norms:
+                u = out[run.gradient : run.gradient + run.size]
+                self.optimizer.direction_tree(rows, run.gradient, program, divisor, w, u, state, hyper)
+            else:
+                self.optimizer.apply_tree(rows, run.gradient, rows[:0], 0, program, divisor, w, state, hyper, threads)
         for piece in self.tied:
-            total = np.empty(piece.size, self.dtype)
-            other = np.empty(piece.size, self.dtype)
-            fused.tree_sum(rows, piece.gradient, none, 0, program, divisor, total, 0, piece.size)
-            for use in piece.uses:
-                fused.tree_sum(rows, use, none, 0, program, divisor, other, 0, piece.size)
-                total += other
+            total = self._tied_sum(piece, rows, program, divisor)
             w, state = self._run_arrays(piece.store, piece.state, piece.size)
-            self.optimizer.apply(w, total, state, hypers[piece.group], threads)
+            if self.optimizer.needs_tensor_norms:
+                self.optimizer.direction(w, total, state, hypers[piece.group])
+                out[piece.gradient : piece.gradient + piece.size] = total
+            else:
+                self.optimizer.apply(w, total, state, hypers[piece.group], threads)
+        if self.optimizer.needs_tensor_norms:
+            self._apply_directions(out, hypers)
         self.step_count += 1
+
+    def _tied_sum(self, piece: UpdatePiece, rows: Array, program: Array, divisor: Array) -> Array:
+        """Return the averaged gradient of all uses of a parameter, added in declared order."""
+        tree_sum = kernels.backend(rows).fused.tree_sum
+        total, other = np.empty(piece.size, self.dtype), np.empty(piece.size, self.dtype)
+        tree_sum(rows, piece.gradient, rows[:0], 0, program, divisor, total, 0, piece.size)
+        for use in piece.uses:
+            tree_sum(rows, use, rows[:0], 0, program, divisor, other, 0, piece.size)
+            total += other
+        return total
 
     def add_uses(self, reduced: Array) -> None:
         """Add the gradients of tied uses to the parameter's own, in declared order. Not collective."""
@@ -216,7 +230,11 @@ class Updater:
         """Update this rank's parameters from reduced gradients. Collective for optimizers that need norms."""
         hypers = self.hypers()
         if self.optimizer.needs_tensor_norms:
-            self._update_with_norms(reduced, hypers)
+            for run in self.runs:
+                w, state = self._run_arrays(run.store, run.state, run.size)
+                gradient = reduced[run.gradient : run.gradient + run.size]
+                self.optimizer.direction(w, gradient, state, hypers[run.group])
+            self._apply_directions(reduced, hypers)
         else:
             for run in self.runs:
                 w, state = self._run_arrays(run.store, run.state, run.size)
@@ -225,18 +243,14 @@ class Updater:
                 )
         self.step_count += 1
 
-    def _update_with_norms(self, reduced: Array, hypers: dict[int, Array]) -> None:
-        """LAMB: directions first, then the ratio of two norms for each parameter (You et al. 2020, algorithm 2)."""
-        for run in self.runs:
-            w, state = self._run_arrays(run.store, run.state, run.size)
-            gradient = reduced[run.gradient : run.gradient + run.size]
-            self.optimizer.direction(w, gradient, state, hypers[run.group])
+    def _apply_directions(self, directions: Array, hypers: dict[int, Array]) -> None:
+        """LAMB's second half: the ratio of two norms for each parameter (You et al. 2020, algorithm 2). Collective."""
         weights = self.trees.square_sums([self.store.values[p.store : p.store + p.size] for p in self.trees.own])
-        steps = self.trees.square_sums([reduced[p.gradient : p.gradient + p.size] for p in self.trees.own])
+        steps = self.trees.square_sums([directions[p.gradient : p.gradient + p.size] for p in self.trees.own])
         for piece in self.pieces:
             name = piece.entry.spec.name
             w = self.store.values[piece.store : piece.store + piece.size]
-            direction = reduced[piece.gradient : piece.gradient + piece.size]
+            direction = directions[piece.gradient : piece.gradient + piece.size]
             ratio = self.optimizer.trust_ratio(weights[name] ** 0.5, steps[name] ** 0.5)
             self.optimizer.apply_direction(w, direction, hypers[piece.group], ratio)
 

@@ -66,6 +66,16 @@ def test_sum_and_update_have_the_bits_of_the_cpu(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_and_direction_have_the_bits_of_the_cpu(dtype):
+    rows = np.random.default_rng(0).standard_normal((2, 9)).astype(dtype)
+    program, divisor = np.array([0, -3, 1, -1], np.int32), np.array([3], dtype)
+    hyper = np.array([0.01, 0.9, 0.1, 0.999, 0.001, 0.1, 3.0, 1e-6], dtype)
+    arrays = values(4, 8, dtype)
+    gpu, cpu = on_both("fused", "lamb_direction_tree", rows, 1, rows[:0], 0, program, divisor, *arrays, hyper, 1, 7)
+    assert gpu == cpu
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_have_the_bits_of_the_canonical_tree(dtype):
     x, y = np.random.default_rng(0).standard_normal((2, 300)).astype(dtype)
     starts, stops = np.array([0, 5, 7, 100, 30]), np.array([300, 5, 8, 228, 95])

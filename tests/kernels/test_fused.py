@@ -114,3 +114,19 @@ def test_one_pass_has_the_bits_of_sum_then_update(name, size, dtype):
         fused.tree_sum(*args, g, start, size)
         getattr(optimizer, name)(slow[0], g, *slow[1:], hyper, start, size)
         assert [a.tobytes() for a in fast] == [a.tobytes() for a in slow]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_directions_in_one_pass_have_the_bits_of_sum_then_direction_also_over_a_row(size, dtype):
+    hyper = np.array([0.01, 0.9, 0.1, 0.999, 0.001, 0.1, 3.0, 1e-6], dtype)
+    divisor, program = np.array([5], dtype), np.array([0, -3, 1, -1], np.int32)
+    rng = np.random.default_rng(size)
+    rows = rng.standard_normal((2, size + 3)).astype(dtype)
+    w, m, v = (np.abs(rng.standard_normal(size)).astype(dtype) for _ in range(3))
+    expected = [np.zeros(size, dtype), m.copy(), v.copy()]
+    fused.tree_sum(rows, 3, rows[:0], 0, program, divisor, expected[0], 0, size)
+    optimizer.lamb_direction(w, *expected, hyper, 0, size)
+    u = rows[0, 3:]
+    fused.lamb_direction_tree(rows, 3, rows[:0], 0, program, divisor, w, u, m, v, hyper, 0, size)
+    assert [a.tobytes() for a in (u, m, v)] == [a.tobytes() for a in expected]

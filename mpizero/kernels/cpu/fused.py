@@ -25,6 +25,7 @@ _adam = formulas.adam
 _adamw = formulas.adamw
 _rmsprop = formulas.rmsprop
 _lion = formulas.lion
+_lamb_direction = formulas.lamb_direction
 
 
 def _row(rows_a: Array, first_a: int, rows_b: Array, first_b: int, row: int, count: int) -> Any:
@@ -319,3 +320,42 @@ def lion_tree(
         for i in range(count):
             g = (left[i] + right[i] if both else left[i]) / by
             w_[i], m_[i] = _lion(w_[i], g, m_[i], shrink, lr, beta1, rest1, beta2, rest2, zero)
+
+
+@kernel(
+    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], "
+    "const T[::1], T[::1], T[::1], T[::1], const T[::1], i8, i8, T[::1])",
+    scratch=BLOCK * DEPTH,
+)
+def lamb_direction_tree(
+    rows_a: Array,
+    first_a: int,
+    rows_b: Array,
+    first_b: int,
+    program: Array,
+    divisor: Array,
+    w: Array,
+    u: Array,
+    m: Array,
+    v: Array,
+    hyper: Array,
+    start: int,
+    stop: int,
+    scratch: Array,
+) -> None:
+    """Sum and divide as ``tree_sum`` into ``u``, then ``optimizer.lamb_direction``; same bits as the two in turn."""
+    by, both = divisor[0], program.size > 1
+    decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
+    rest2, first, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
+    for block in range(start, stop, BLOCK):
+        a, b, count = first_a + block, first_b + block, min(BLOCK, stop - block)
+        _fold(rows_a, a, rows_b, b, program, scratch, count)
+        left = _left(rows_a, a, rows_b, b, program, scratch, count)
+        right = _right(rows_a, a, rows_b, b, program, scratch, count)
+        w_, u_ = w[block : block + count], u[block : block + count]
+        m_, v_ = m[block : block + count], v[block : block + count]
+        for i in range(count):
+            g = (left[i] + right[i] if both else left[i]) / by
+            u_[i], m_[i], v_[i] = _lamb_direction(
+                w_[i], g, m_[i], v_[i], decay, beta1, rest1, beta2, rest2, first, correction, eps
+            )

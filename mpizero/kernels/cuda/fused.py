@@ -23,6 +23,7 @@ _adam = formulas.adam
 _adamw = formulas.adamw
 _rmsprop = formulas.rmsprop
 _lion = formulas.lion
+_lamb_direction = formulas.lamb_direction
 
 
 def _element(rows_a: Array, a: int, rows_b: Array, b: int, row: int) -> Any:
@@ -220,3 +221,34 @@ def lion_tree(
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
         g = _fold(rows_a, first_a + i, rows_b, first_b + i, program, stack) / by
         w[i], m[i] = _lion(w[i], g, m[i], shrink, lr, beta1, rest1, beta2, rest2, zero)
+
+
+@kernel(
+    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], "
+    "const T[::1], T[::1], T[::1], T[::1], const T[::1], i8, i8)"
+)
+def lamb_direction_tree(
+    rows_a: Array,
+    first_a: int,
+    rows_b: Array,
+    first_b: int,
+    program: Array,
+    divisor: Array,
+    w: Array,
+    u: Array,
+    m: Array,
+    v: Array,
+    hyper: Array,
+    start: int,
+    stop: int,
+) -> None:
+    """Sum and divide as ``tree_sum`` into ``u``, then ``optimizer.lamb_direction``; same bits as the two in turn."""
+    stack = cuda.local.array(DEPTH, w.dtype)
+    by = divisor[0]
+    decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
+    rest2, first, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
+    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+        g = _fold(rows_a, first_a + i, rows_b, first_b + i, program, stack) / by
+        u[i], m[i], v[i] = _lamb_direction(
+            w[i], g, m[i], v[i], decay, beta1, rest1, beta2, rest2, first, correction, eps
+        )

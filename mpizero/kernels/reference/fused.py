@@ -144,3 +144,23 @@ def lion_tree(
     g = w.copy()
     tree_sum(rows_a, first_a, rows_b, first_b, program, divisor, g, start, stop)
     optimizer.lion(w, g, m, hyper, start, stop)
+
+
+def lamb_direction_tree(
+    rows_a: Array,
+    first_a: int,
+    rows_b: Array,
+    first_b: int,
+    program: Array,
+    divisor: Array,
+    w: Array,
+    u: Array,
+    m: Array,
+    v: Array,
+    hyper: Array,
+    start: int,
+    stop: int,
+) -> None:
+    """Sum and divide into ``u``, then ``optimizer.lamb_direction``."""
+    tree_sum(rows_a, first_a, rows_b, first_b, program, divisor, u, start, stop)
+    optimizer.lamb_direction(w, u, m, v, hyper, start, stop)
