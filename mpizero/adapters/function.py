@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from copy import copy, deepcopy
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -63,3 +64,10 @@ class FunctionModel:
         self.loss_and_grad = loss_and_grad
         if predict is not None:
             self.predict = predict
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy everything the model holds; a mapping proxy has no copy of its own. Not collective."""
+        twin = copy(self)
+        vars(twin).update({name: deepcopy(v, memo) for name, v in vars(self).items() if name != "parameters"})
+        twin.parameters = MappingProxyType(deepcopy(dict(self.parameters), memo))
+        return twin

@@ -8,9 +8,9 @@ reduce-scatter), and each owner receives rows that it sums by a program of its o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,14 @@ from mpizero.types import Array
 
 #: Elements in flight per exchange step; bounds the buffers that an exchange needs.
 EXCHANGE_ELEMENTS = 1 << 19
+
+#: ``scratch(name, size, dtype)`` lends room for a message until the next call with the same name.
+Scratch = Callable[[str, int, Any], Array]
+
+
+def fresh(name: str, size: int, dtype: Any) -> Array:
+    """Return a new array for every message. Not collective."""
+    return np.empty(size, dtype)
 
 
 #: Rows that the kernels' stack machine holds at once (``kernels.cpu.fused.DEPTH``).
@@ -84,11 +92,14 @@ class ExactExchange:
     compression : str or None
         "bf16" or "fp16" sends float32 partial sums in 16 bits; the sum of what arrives is still float32.
         Gives up the equality of bits between layouts.
+    scratch : Scratch
+        Where the buffers come from: at most ``2 * EXCHANGE_ELEMENTS`` elements and, compressed, as many of 16 bits.
     """
 
-    def __init__(self, peers: Communicator, compression: str | None = None) -> None:
+    def __init__(self, peers: Communicator, compression: str | None = None, scratch: Scratch = fresh) -> None:
         self.peers = peers
         self.compression = compression
+        self.scratch = scratch
 
     @property
     def group_index(self) -> int:
@@ -139,7 +150,7 @@ class ExactExchange:
             high = low + step
             windows = [_window(spans, low, high) for spans in ranges]
             widths = [sum(span.size for _, span in window) for window in windows]
-            send = np.empty(mine * sum(widths), rows.dtype)
+            send = self.scratch("exchange send", mine * sum(widths), rows.dtype)
             position = 0
             for window in windows:
                 for program in sums:
@@ -147,7 +158,7 @@ class ExactExchange:
                         tree_sum(rows, span.start, program, one, send[position : position + span.size])
                         position += span.size
             width = widths[self.peers.rank]
-            recv = np.empty(arrivals * width, rows.dtype)
+            recv = self.scratch("exchange receive", arrivals * width, rows.dtype)
             self._alltoall(send, [mine * w for w in widths], recv, [c * width for c in counts], tag)
             matrix, column = recv.reshape(arrivals, width), 0
             for offset, span in windows[self.peers.rank]:
@@ -166,7 +177,8 @@ class ExactExchange:
             if self.compression == "bf16"
             else (copy.to_float16, copy.from_float16)
         )
-        packed, arrived = np.empty(send.size, np.uint16), np.empty(recv.size, np.uint16)
+        packed = self.scratch("exchange packed", send.size, np.uint16)
+        arrived = self.scratch("exchange arrived", recv.size, np.uint16)
         encode(send, packed)
         self.peers.alltoallv(packed, send_counts, arrived, recv_counts, tag)
         decode(arrived, recv)
@@ -183,7 +195,13 @@ def _window(spans: Sequence[Span], low: int, high: int) -> list[tuple[int, Span]
     return parts
 
 
-def gather_spans(peers: Communicator, send: Sequence[Array], target: Array, spans: Sequence[Sequence[Span]]) -> None:
+def gather_spans(
+    peers: Communicator,
+    send: Sequence[Array],
+    target: Array,
+    spans: Sequence[Sequence[Span]],
+    scratch: Scratch = fresh,
+) -> None:
     """Fill ``target`` over the spans of all peers with what each of them holds.
 
     Collective over ``peers``. Moves bounded pieces, so that it needs little memory besides ``target``.
@@ -198,6 +216,8 @@ def gather_spans(peers: Communicator, send: Sequence[Array], target: Array, span
         Receives the values of every peer.
     spans : sequence over peers of sequences of Span
         Where in ``target`` each peer's values belong; the same on every rank.
+    scratch : Scratch
+        Where the buffers come from: at most ``2 * EXCHANGE_ELEMENTS`` elements.
     """
     own = spans[peers.rank]
     for span, values in zip(own, send, strict=True):
@@ -211,8 +231,9 @@ def gather_spans(peers: Communicator, send: Sequence[Array], target: Array, span
     for low in range(0, longest, step):
         windows = [_window(group, low, low + step) for group in spans]
         counts = [sum(span.size for _, span in window) for window in windows]
-        packed = np.concatenate([target[:0], *(target[s.start : s.stop] for _, s in windows[peers.rank])])
-        recv = np.empty(sum(counts), target.dtype)
+        packed = scratch("gather send", counts[peers.rank], target.dtype)
+        np.concatenate([target[:0], *(target[s.start : s.stop] for _, s in windows[peers.rank])], out=packed)
+        recv = scratch("gather receive", sum(counts), target.dtype)
         peers.allgatherv(packed, recv, counts, "gather")
         position = 0
         for peer, window in enumerate(windows):

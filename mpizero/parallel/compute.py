@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 
-from mpizero.errors import LayoutError
+from mpizero.errors import CollectiveError, LayoutError, PeerFailure
 from mpizero.layout import Unit
 from mpizero.layout.flat import joined
 from mpizero.parallel.storage import ParameterStore, flat_names
@@ -39,6 +40,39 @@ class Evaluator(Protocol):
         """Put ``loss`` in the place of the model's own for a while."""
 
 
+class _Passage:
+    """What a rank still has to take part in: the gathers of a forward and a backward pass, and the ends of units.
+
+    A rank whose own computation fails, or that has none, goes through the rest all the same: nobody waits for it.
+    """
+
+    def __init__(self, store: ParameterStore, units: Sequence[Unit], done: UnitDone | None) -> None:
+        self.store, self.report = store, done
+        backward = list(reversed(units)) if done is not None else []
+        self.gathers = deque([*units, *backward])
+        self.ends = deque(backward)
+
+    def unit(self, unit: Unit) -> AbstractContextManager[dict[str, Any]]:
+        """Lend the next unit. Collective if sharded."""
+        self.gathers.popleft()
+        return self.store.unit(unit)
+
+    def done(self, unit: Unit) -> None:
+        """Report the end of a unit's backward."""
+        self.ends.popleft()
+        if self.report is not None:
+            self.report(unit)
+
+    def finish(self) -> None:
+        """Take part in the rest. Collective if sharded."""
+        while self.gathers or self.ends:
+            if len(self.ends) > len(self.gathers):  # a unit gathered for its backward, which has not ended
+                self.done(self.ends[0])
+                continue
+            with self.unit(self.gathers[0]):
+                pass
+
+
 class BlockEvaluator:
     """Blocks: each unit is lent just before its forward and its backward and released right after."""
 
@@ -49,40 +83,51 @@ class BlockEvaluator:
         self.units = store.layout.units
 
     def gradients(self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone) -> tuple[float, float]:
-        """Write the gradient of the loss sum; return the loss sum and the weight. Collective if sharded."""
+        """Write the gradient of the loss sum; return the loss sum and the weight. Collective if sharded.
+
+        When a layer raises, the rest of the collectives is gone through before the error goes on.
+        """
         caches: dict[str, Any] = {}
         d: Any
-        for unit in self.units:
-            with self.store.unit(unit) as params:
-                for block in unit.blocks:
-                    x, caches[block] = self.blocks[block].forward(params[block], x, run)
-        loss, weight, cache = self.criterion.forward(x, y)
-        d = self.criterion.backward(cache, self.loss_scale())
-        for unit in reversed(self.units):
-            with self.store.unit(unit) as params:
-                grads = target(unit)
-                for block in reversed(unit.blocks):
-                    d = self.blocks[block].backward(params[block], caches.pop(block), d, grads[block])
-            done(unit)
+        passed = _Passage(self.store, self.units, done)
+        try:
+            for unit in self.units:
+                with passed.unit(unit) as params:
+                    for block in unit.blocks:
+                        x, caches[block] = self.blocks[block].forward(params[block], x, run)
+            loss, weight, cache = self.criterion.forward(x, y)
+            d = self.criterion.backward(cache, self.loss_scale())
+            for unit in reversed(self.units):
+                with passed.unit(unit) as params:
+                    grads = target(unit)
+                    for block in reversed(unit.blocks):
+                        d = self.blocks[block].backward(params[block], caches.pop(block), d, grads[block])
+                passed.done(unit)
+        except (CollectiveError, PeerFailure):
+            raise
+        except Exception:
+            passed.finish()
+            raise
         return loss, weight
 
     def absent(self, done: UnitDone) -> None:
         """Take part in every gather of a micro-batch that this rank does not have. Collective if sharded."""
-        for unit in self.units:
-            with self.store.unit(unit):
-                pass
-        for unit in reversed(self.units):
-            with self.store.unit(unit):
-                pass
-            done(unit)
+        _Passage(self.store, self.units, done).finish()
 
     def predict(self, x: Any) -> Any:
         """Return the prediction for this rank's ``x``. Collective if sharded."""
-        for unit in self.units:
-            with self.store.unit(unit) as params:
-                for block in unit.blocks:
-                    if x is not None:
-                        x, _ = self.blocks[block].forward(params[block], x, EVALUATE)
+        passed = _Passage(self.store, self.units, None)
+        try:
+            for unit in self.units:
+                with passed.unit(unit) as params:
+                    for block in unit.blocks:
+                        if x is not None:
+                            x, _ = self.blocks[block].forward(params[block], x, EVALUATE)
+        except (CollectiveError, PeerFailure):
+            raise
+        except Exception:
+            passed.finish()
+            raise
         return x
 
     def loss(self, x: Any, y: Any) -> tuple[float, float, Any]:
@@ -110,18 +155,27 @@ class BlackBoxEvaluator:
     def __init__(self, model: BlackBoxModel, store: ParameterStore) -> None:
         self.model, self.store = model, store
         self.units = store.layout.units
+        self.frozen = frozenset(e.spec.name for e in store.layout.entries if not e.spec.trainable)
 
     def gradients(self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone) -> tuple[float, float]:
         """Write the gradient of the loss sum; return the loss sum and the weight. Collective if sharded."""
+        left = deque(reversed(self.units))
         params = self._parameters()
-        loss, grads, weight = self.model.loss_and_grad(params, (x, y))
-        del params
-        for unit in reversed(self.units):
-            for block, views in target(unit).items():
-                for name, view in flat_names(views):
-                    self._copy(joined(block, name), grads, view)
-            done(unit)
-        return float(loss), float(weight)
+        try:
+            loss, grads, weight = self._loss_and_grad(params, x, y)
+            del params
+            while left:
+                for block, views in target(left[0]).items():
+                    for name, view in flat_names(views):
+                        self._copy(joined(block, name), grads, view)
+                done(left.popleft())
+        except (CollectiveError, PeerFailure):
+            raise
+        except Exception:
+            for unit in left:
+                done(unit)
+            raise
+        return loss, weight
 
     def absent(self, done: UnitDone) -> None:
         """Take part in every gather of a micro-batch that this rank does not have. Collective if sharded."""
@@ -139,15 +193,17 @@ class BlackBoxEvaluator:
             raise NotImplementedError(
                 f"{type(self.model).__name__} has no predict function: give one, FunctionModel(..., predict=...)"
             )
-        return predict(params, x)
+        result = predict(params, x)
+        shared = isinstance(result, np.ndarray) and np.may_share_memory(result, self.store.values)
+        return result.copy() if shared else result
 
     def loss(self, x: Any, y: Any) -> tuple[float, float, Any]:
         """Return the loss sum, the weight and no prediction. Collective if sharded."""
         params = self._parameters()
         if x is None:
             return 0.0, 0.0, None
-        loss, _, weight = self.model.loss_and_grad(params, (x, y))
-        return float(loss), float(weight), None
+        loss, _, weight = self._loss_and_grad(params, x, y)
+        return loss, weight, None
 
     @contextmanager
     def using_loss(self, loss: Any) -> Iterator[None]:
@@ -169,8 +225,17 @@ class BlackBoxEvaluator:
                 self.store.memory.barrier("black box")
             return found
 
-    @staticmethod
-    def _copy(name: str, grads: Mapping[str, Any], view: Any) -> None:
+    def _loss_and_grad(self, params: Mapping[str, Any], x: Any, y: Any) -> tuple[float, Mapping[str, Any], float]:
+        result = self.model.loss_and_grad(params, (x, y))
+        if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[1], Mapping):
+            kinds = [type(v).__name__ for v in result] if isinstance(result, tuple) else type(result).__name__
+            raise LayoutError(f"loss_and_grad must return (loss_sum, gradients by name, weight), it returned {kinds}")
+        loss, grads, weight = result
+        return float(loss), grads, float(weight)
+
+    def _copy(self, name: str, grads: Mapping[str, Any], view: Any) -> None:
+        if name in self.frozen:
+            return
         if name not in grads:
             raise LayoutError(f"loss_and_grad returned no gradient for {name!r}; it returned {sorted(grads)[:8]}")
         value = np.asarray(grads[name])

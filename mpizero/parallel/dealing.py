@@ -43,7 +43,7 @@ class GlobalBatch:
 
 def _described(array: Array) -> int:
     """Return a number that differs between arrays that cannot be joined."""
-    text = f"{array.dtype.str}{array.shape[1:]}"
+    text = f"{array.dtype}{array.shape[1:]}"
     return int.from_bytes(text.encode()[:256], "little") % (2**61 - 1)
 
 
@@ -86,7 +86,8 @@ def deal(
         _refuse(comm, x, y, table)
     counts = table[:, 0].tolist()
     if not arrays:
-        return GlobalBatch({comm.rank: Grain(comm.rank, ((x, y, comm.rank),))}, comm.size, comm.size)
+        number = list(owners(comm.size)).index(comm.rank)
+        return GlobalBatch({number: Grain(number, ((x, y, number),))}, comm.size, comm.size)
     grains = Grains(sum(counts), grain_size(sum(counts)))
     transfer = _transfer(grains, tuple(counts), tuple(owners(grains.count)), comm.rank)
     x, y = transfer.exchange(comm, np.asarray(x)), transfer.exchange(comm, np.asarray(y))
@@ -134,7 +135,7 @@ class _Transfer:
 
     def exchange(self, comm: Communicator, array: Array) -> Array:
         if self.in_place:
-            return array
+            return np.ascontiguousarray(array)  # as after an exchange: BLAS may round other strides differently
         per_sample = int(np.prod(array.shape[1:], dtype=np.int64))
         parts = [array[part] for group in self.sends for part in group]
         send = np.ascontiguousarray(np.concatenate([array[:0], *parts])).reshape(-1)

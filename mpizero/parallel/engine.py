@@ -8,6 +8,7 @@ publishes the parameters.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from mpizero.layout import FlatLayout, Unit
 from mpizero.parallel.compute import BlackBoxEvaluator, BlockEvaluator, Evaluator, blocks_of
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.dealing import GlobalBatch, Grain, deal
-from mpizero.parallel.gradients import GradientRing, GradientRows, GradientViews
+from mpizero.parallel.gradients import GradientRing, GradientRows, GradientViews, contiguous_owners
 from mpizero.parallel.memory import Memory
 from mpizero.parallel.ownership import UpdatePiece
 from mpizero.parallel.placement import Placement
@@ -81,7 +82,7 @@ class Engine:
         )
         self.memory = Memory(self.grid.node)
         self.store = ParameterStore(self.layout, self.grid, self.memory, placement.shard_parameters, self.dtype)
-        self.exchange = ExactExchange(self.grid.peers, config.gradient_compression)
+        self.exchange = ExactExchange(self.grid.peers, config.gradient_compression, self.memory.scratch)
         self.exchange_model(model)
         self._named = GradientViews(self.layout, self.memory, self.dtype)
         self._rows: GradientRows | None = None
@@ -110,6 +111,20 @@ class Engine:
                 else:
                     target[:] = np.asarray(self.model.parameters[entry.spec.name]).reshape(-1)[first:last]
         self.store.publish()
+
+    @property
+    def pristine(self) -> bool:
+        """Whether parameters and optimizer state are still those of the start. Not collective."""
+        updater = self.updater
+        fresh = updater is None or (not updater.step_count and not any(a.any() for a in updater.state.values()))
+        return self.store.version == 1 and fresh
+
+    def start_over(self) -> None:
+        """Take the start values and forget the optimizer's state."""
+        self._initialize()
+        self.store.version = 1
+        if self.updater is not None:
+            self.updater.reset()
 
     def bind(self, optimizer: Any, loss_scale: optim.DynamicLossScale | None = None) -> None:
         """Give the model an optimizer with fresh state, in place of an earlier one.
@@ -162,16 +177,33 @@ class Engine:
         sent = self.grid.bytes_sent
         batch, totals, stack_row = self._forward_backward(x, y, self._ring is not None)
         rate = optim.learning_rate(updater.optimizer, updater.step_count)
-        norm: float | None = None
-        if totals.problem is None:
+        norm, problem = None, totals.problem
+        if problem is None:
             norm, problem = self._update(updater, totals, stack_row)
-        else:
-            problem = totals.problem
+        return self._report(totals, rate, (norm, problem), sent)
+
+    def step(self, totals: Totals, reduced: Array, sent: int) -> StepReport:
+        """Update from a gradient that :meth:`gradients` or :meth:`reduce_local` gave, unless it is not finite.
+
+        ``sent`` is what ``grid.bytes_sent`` was before the gradient was computed.
+        """
+        updater = self._bound()
+        rate = optim.learning_rate(updater.optimizer, updater.step_count)
+        self.memory.barrier("step")  # who still reads parameters reads the old ones
+        norm, problem = None, totals.problem
+        if problem is None:
+            norm, problem = self.apply(reduced)
+        return self._report(totals, rate, (norm, problem), sent)
+
+    def _report(self, totals: Totals, rate: float, outcome: tuple[float | None, str | None], sent: int) -> StepReport:
+        """End a step: ``outcome`` is the gradient norm, and why the update was skipped."""
+        norm, problem = outcome
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(finite=problem is None)
         if problem is not None:
             self.memory.barrier("skipped")
         self.step_number += 1
+        updater = self._bound()
         return StepReport(
             updater.step_count,
             totals.loss / totals.weight,
@@ -214,7 +246,7 @@ class Engine:
         return per_rank * self.config.accumulate
 
     def _evaluate(self, grain: Grain | None, number: int, target: Any, done: Any) -> None:
-        if grain is None:
+        if grain is None or self.scalars.error is not None:
             self.evaluator.absent(done)
             return
         x, y, first = grain.micro_batches[number]
@@ -231,8 +263,11 @@ class Engine:
             written[unit.index] = target(unit)
             return written[unit.index]
 
-        loss, weight = self.evaluator.gradients(x, y, run, noted, checked)
-        self.scalars.add(grain.number, loss, weight)
+        try:
+            loss, weight = self.evaluator.gradients(x, y, run, noted, checked)
+            self.scalars.add(grain.number, loss, weight)
+        except Exception as error:  # the evaluator went on to take part in everything: all ranks come to agree
+            self.scalars.fail(error)
 
     def _update(self, updater: Updater, totals: Totals, stack_row: int) -> tuple[float | None, str | None]:
         """Update and publish; return the gradient norm where it was needed, and why a step was skipped."""
@@ -254,7 +289,13 @@ class Engine:
         return np.array([totals.weight * self._loss_scale()], self.dtype)
 
     def _can_fuse(self, updater: Updater) -> bool:
-        return self.config.clip is None and updater.fusible
+        return not self._needs_norm and updater.fusible
+
+    @property
+    def _needs_norm(self) -> bool:
+        """Whether the sum must be seen before the update: to clip it, or since finite parts may overflow in it."""
+        config = self.config
+        return config.clip is not None or self.loss_scale is not None or config.gradient_compression == "fp16"
 
     def _reduced(self, updater: Updater, divisor: Array, stack_row: int) -> Array:
         """Return the averaged gradient, tied uses added, where the updater's pieces look for it."""
@@ -279,6 +320,13 @@ class Engine:
         """Compute this rank's gradients and leave them in the rows, not yet summed over ranks."""
         return self._forward_backward(x, y, ring=False)[1]
 
+    def local_sum(self) -> Array:
+        """Return this rank's own part of the gradient sum, as :meth:`local_gradients` left it. Not collective."""
+        total = self.rows.local_sum()
+        if self.loss_scale is not None:
+            total /= self.dtype.type(self.loss_scale.scale)
+        return total
+
     def reduce_local(self, totals: Totals) -> Array:
         """Sum pending local gradients over the ranks and divide by the weight."""
         out = None if self._ring is None else self._ring.stack[0]
@@ -287,12 +335,13 @@ class Engine:
         return reduced
 
     def apply(self, reduced: Array) -> tuple[float | None, str | None]:
-        """Clip and update from a reduced gradient, then publish."""
+        """Clip and update from a reduced gradient, then publish; return its norm, and why the update was skipped."""
         updater, norm = self._bound(), None
-        if self.config.clip is not None:
-            norm = updater.squared_norm(reduced) ** 0.5
-            if not np.isfinite(norm):
-                return norm, f"the global gradient norm is {norm}"
+        if self._needs_norm:
+            norm, problem = updater.norm(reduced)
+            if problem is not None:
+                return norm, problem
+        if norm is not None and self.config.clip is not None:
             factor = optim.clip_factor(norm, self.config.clip)
             if factor != 1.0:
                 updater.scale(reduced, factor)
@@ -308,17 +357,21 @@ class Engine:
 
     def evaluate(self, x: Any, y: Any) -> tuple[float, float, int | None]:
         """Return loss sum, weight and right answers of all ranks' samples, grain by grain, without training."""
-        batch = deal(self.grid.data, x, y, self.config.grain_size, self.rows.owners, self.config.accumulate)
+        owners = partial(contiguous_owners, self.grid)
+        batch = deal(self.grid.data, x, y, self.config.grain_size, owners, self.config.accumulate)
         self.scalars.begin(batch)
         right, scored, rounds = 0, True, 0
-        for grain in batch.grains.values():
-            for gx, gy, _ in grain.micro_batches:
-                loss, weight, prediction = self.evaluator.loss(gx, gy)
-                self.scalars.add(grain.number, loss, weight)
-                rounds += 1
-                scored = scored and prediction is not None and prediction.ndim == np.ndim(gy) + 1
-                if scored:
-                    right += int((prediction.argmax(-1) == gy).sum())
+        try:
+            for grain in batch.grains.values():
+                for gx, gy, _ in grain.micro_batches:
+                    rounds += 1
+                    loss, weight, prediction = self.evaluator.loss(gx, gy)
+                    self.scalars.add(grain.number, loss, weight)
+                    scored = scored and prediction is not None and prediction.ndim == np.ndim(gy) + 1
+                    if scored:
+                        right += int((prediction.argmax(-1) == gy).sum())
+        except Exception as error:  # every forward pass that began has taken part in all its gathers
+            self.scalars.fail(error)
         for _ in range(rounds, self._rounds(batch)):
             self.evaluator.loss(None, None)
         totals = self.scalars.agree()

@@ -27,6 +27,15 @@ from mpizero.types import Array
 Evaluate = Callable[[Grain | None, int, Callable[[Unit], Any], Callable[[Unit], None]], None]
 
 
+def contiguous_owners(grid: ProcessGrid, count: int) -> list[int]:
+    """Return the rank that computes each of ``count`` grains: contiguous, nodes one after the other."""
+    owner = [0] * count
+    for position, rank in enumerate(grid.order):
+        for grain in Grains(count, 1).dealt(position, grid.data.size):
+            owner[grain] = rank
+    return owner
+
+
 class GradientViews:
     """Named views of gradient buffers; frozen parameters get a scratch place whose values nobody reads."""
 
@@ -53,15 +62,18 @@ def _united(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 class _MicroFold:
-    """Add the micro-batches of a grain in order, in one buffer besides the target."""
+    """Add the micro-batches of a grain in order, in one buffer besides the target, made when it is first needed."""
 
     def __init__(self, memory: Memory, size: int, dtype: Any, accumulate: int) -> None:
-        self.partial = memory.private("gradients", size if accumulate > 1 else 0, dtype)
+        self.memory, self.size, self.dtype = memory, size if accumulate > 1 else 0, dtype
+        self.partial: Array = np.empty(0, dtype)
 
     def fold(self, target: Array, base: int, number: int) -> None:
         """Add micro-batch ``number``, whose gradient stands in ``target``, to the running sum."""
-        if not self.partial.size:
+        if not self.size:
             return
+        if not self.partial.size:
+            self.partial = self.memory.private("gradients", self.size, self.dtype)
         partial = self.partial[base : base + target.size]
         if number == 0:
             partial[:] = target
@@ -95,12 +107,8 @@ class GradientRows:
         self.one = np.ones(1, dtype)
 
     def owners(self, count: int) -> list[int]:
-        """Return the rank that computes each of ``count`` grains: contiguous, nodes one after the other."""
-        owner = [0] * count
-        for position, rank in enumerate(self.grid.order):
-            for grain in Grains(count, 1).dealt(position, self.grid.data.size):
-                owner[grain] = rank
-        return owner
+        """Return the rank that computes each of ``count`` grains."""
+        return contiguous_owners(self.grid, count)
 
     def planned(self, count: int) -> RowsPlan:
         """Return the plan for ``count`` grains."""
@@ -116,7 +124,8 @@ class GradientRows:
         return row[: self.layout.gradient_size]
 
     def _place(self, number: int) -> int:
-        return self.grid.node.rank * (self.window.shape[0] // self.grid.node.size) + number
+        rows: int = self.window.shape[0] // self.grid.node.size
+        return self.grid.node.rank * rows + number
 
     def compute(self, batch: GlobalBatch, evaluate: Evaluate, waves: int) -> None:
         """Compute this rank's grains and fold them. Collective where a sharded store gathers units.
@@ -171,7 +180,8 @@ class GradientRows:
         """Give the reduced ranges in the first row to all peers. Collective."""
         spans = [[s for unit in self.layout.units for s in share.row_spans(unit.index)] for share in shares]
         row = self.row(0)
-        gather_spans(self.grid.peers, [row[s.start : s.stop] for s in spans[self.grid.peers.rank]], row, spans)
+        own = [row[s.start : s.stop] for s in spans[self.grid.peers.rank]]
+        gather_spans(self.grid.peers, own, row, spans, self.memory.scratch)
 
     def _current(self) -> RowsPlan:
         if self.plan is None:

@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from mpizero.comm.agreement import agree_equal
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import nested
+from mpizero.parallel.compute import blocks_of
+from mpizero.parallel.vector import ParameterAccess
 from mpizero.types import Array
 
-if TYPE_CHECKING:
-    from mpizero.layout import FlatLayout
 
-
-class Inspection:
+class Inspection(ParameterAccess):
     """Feature importance, computation graph and compiled prediction, delegated to the wrapped model."""
-
-    _wrapped: Any
-
-    if TYPE_CHECKING:
-
-        @property
-        def layout(self) -> FlatLayout:
-            """Names and places of all parameters."""
-
-        def gather_full_parameters(self) -> Array:
-            """Return all parameters."""
-
-        def invalidate_cache(self) -> None:
-            """Forget the gathered parameters."""
 
     def feature_importance(self) -> dict[str, float]:
         """Return the wrapped model's importance of each feature, on current parameters. Collective.
@@ -52,7 +38,9 @@ class Inspection:
 
     @active_feature_indices.setter
     def active_feature_indices(self, indices: Sequence[int]) -> None:
-        self._replace_wrapped(self._delegate("with_active_features")(tuple(int(i) for i in indices)))
+        chosen = tuple(int(i) for i in indices)
+        agree_equal(self._config.communicator, "active_feature_indices", chosen)
+        self._replace_wrapped(self._delegate("with_active_features")(chosen))
 
     def is_feature_used(self, index: int) -> bool:
         """Tell whether the wrapped model uses a feature. Not collective."""
@@ -88,7 +76,9 @@ class Inspection:
         return getattr(self._wrapped, name)
 
     def _replace_wrapped(self, wrapped: Any) -> None:
-        raise NotImplementedError
+        same_parameters(blocks_of(self._wrapped), blocks_of(wrapped))
+        self._wrapped = wrapped
+        self.engine.exchange_model(wrapped)
 
     def _bound_parameters(self) -> dict[str, Any]:
         """Return nested full parameters by block; a black box gets them by name."""

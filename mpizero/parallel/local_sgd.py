@@ -17,7 +17,8 @@ class LocalSGDOptimizer(ShardedOptimizer):
 
     The mean is a tree sum over ranks, so it has the same bits on every rank; unlike the sharded strategies, the result
     depends on the number of ranks. Optimizer state stays local. Bind it to a ``DDPModel``: from then on each rank has
-    private parameters, ``train`` returns the mean loss of all ranks' batches, and saving averages first.
+    private parameters; ``train`` returns the mean loss of all ranks' batches, ``evaluate`` sums over all ranks, each
+    with its own parameters, and what is saved is the mean of the parameters with the optimizer state of rank 0.
 
     Parameters
     ----------
@@ -29,6 +30,8 @@ class LocalSGDOptimizer(ShardedOptimizer):
         Steps between two means.
     """
 
+    strategies = ("ddp",)
+
     def __init__(self, wrapped_optimizer: Any, config: ShardingConfig, *, every: int = 8) -> None:
         super().__init__(wrapped_optimizer, config)
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
@@ -37,10 +40,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
 
     def set_model(self, model: ShardedModelBase) -> None:
         """Give every rank its own copy of the model. Collective over the model's ranks."""
-        if model.strategy != "ddp":
-            raise ConfigError(f"LocalSGDOptimizer needs a DDPModel, whose parameters are whole; got {model.strategy!r}")
-        if model.config is not self.config:
-            raise ConfigError("model and optimizer must share one ShardingConfig object")
+        self._check(model)
         model.become_local(self.every)
         model.engine.bind(self.wrapped_optimizer, self.loss_scale)
         self._model = model

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpizero.comm.agreement import all_ranks
 from mpizero.data import ArraySource, batches
 from mpizero.errors import ConfigError, DataError
 from mpizero.layout import Grains
@@ -90,32 +91,43 @@ class OptimizationResult:
 
 def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOptions) -> OptimizationResult:
     """Run the loop of ``optimizer.optimize``. Collective."""
-    model, comm = optimizer.model, optimizer.config.communicator
-    source = ArraySource(*data) if isinstance(data, tuple) else data
-    train, valid = source.split(options.validation) if options.validation else (source, source)
-    batch = min(options.batch_size, len(train))
-    if batch < 1 or len(valid) < 1:
-        raise DataError(f"{len(source)} samples leave {len(train)} to train and {len(valid)} to validate: need both")
+    model, comm, config = optimizer.model, optimizer.config.communicator, optimizer.config
+    with all_ranks(comm):
+        source = ArraySource(*data) if isinstance(data, tuple) else data
+        train, valid = source.split(options.validation) if options.validation else (source, source)
+        batch = min(options.batch_size, len(train))
+        if batch < 1 or len(valid) < 1:
+            raise DataError(f"{len(source)} samples leave {len(train)} to train, {len(valid)} to validate: need both")
     per_epoch = len(train) // batch
     history: list[dict[str, float]] = []
-    best, best_epoch, best_parameters, steps = math.inf, 0, model.get_parameters(), 0
-    stop = False
+    best, best_epoch, best_parameters = math.nan, 0, model.get_parameters()
     for epoch in range(options.epochs):
         losses = []
-        for x, y in batches(train, optimizer.config, batch, options.seed, per_epoch, consumed=steps * batch):
+        stream = batches(train, config, batch, options.seed, per_epoch, consumed=epoch * per_epoch * batch)
+        for _ in range(per_epoch):
+            with all_ranks(comm):  # reading may fail on one rank
+                x, y = next(stream)
             losses.append(model.train(x, y))
-            steps += 1
-        part = Grains(len(valid), 1).samples_of(comm.rank, comm.size)
-        loss, weight, right = model.evaluate(*valid.samples(np.arange(part.start, part.stop)))
-        record = {"epoch": epoch, "loss": float(np.mean(losses)), "validation_loss": loss / weight}
-        if right is not None:
-            record["accuracy"] = right / weight
+            if not config.auto_sync_gradients:
+                optimizer.step()
+        record = {"epoch": epoch, "loss": float(np.mean(losses)), **_validated(optimizer, valid)}
         history.append(record)
-        if record["validation_loss"] < best - options.minimum_improvement or epoch == 0:
+        if not math.isfinite(best) or record["validation_loss"] < best - options.minimum_improvement:
             best, best_epoch, best_parameters = record["validation_loss"], epoch, model.get_parameters()
         optimizer.note_stall(options.patience is not None and epoch - best_epoch >= options.patience)
         if stop := optimizer.should_early_stop():
             break
     if options.restore_best and best_epoch != len(history) - 1:
         model.set_parameters(best_parameters)
-    return OptimizationResult(tuple(history), best_epoch, best, best_parameters, steps, stop)
+    return OptimizationResult(tuple(history), best_epoch, best, best_parameters, per_epoch * len(history), stop)
+
+
+def _validated(optimizer: ShardedOptimizer, valid: Any) -> dict[str, float]:
+    """Return the validation loss, and the accuracy where there is one. Collective."""
+    comm = optimizer.config.communicator
+    part = Grains(len(valid), 1).samples_of(comm.rank, comm.size)
+    with all_ranks(comm):
+        x, y = valid.samples(np.arange(part.start, part.stop))
+    loss, weight, right = optimizer.model.evaluate(x, y)
+    found = {"validation_loss": loss / weight}
+    return found if right is None else {**found, "accuracy": right / weight}

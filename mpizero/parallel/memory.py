@@ -38,7 +38,8 @@ class Memory:
         self.private_bytes: Counter[str] = Counter()
         self.shared_bytes: Counter[str] = Counter()
         self.peak_bytes = 0
-        self._windows: list[SharedMemory] = []
+        self._windows: list[tuple[SharedMemory, tuple[Array, ...]]] = []
+        self._scratch: dict[str, Array] = {}
 
     def private(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
         """Return a zeroed array of this rank alone. Not collective."""
@@ -51,6 +52,18 @@ class Memory:
         """Stop counting a private array that its owner drops. Not collective."""
         self.private_bytes[kind] -= array.nbytes
 
+    def scratch(self, name: str, size: int, dtype: Any) -> Array:
+        """Return room for a message: not zeroed, the same memory for every message of this name. Not collective."""
+        nbytes = size * np.dtype(dtype).itemsize
+        held = self._scratch.get(name)
+        if held is None or held.nbytes < nbytes:
+            if held is not None:
+                self.release("buffers", held)
+            held = self._scratch[name] = np.empty(nbytes, np.uint8)
+            self.private_bytes["buffers"] += nbytes
+            self._note_peak()
+        return held[:nbytes].view(dtype)
+
     def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
         """Return zeroed arrays that all ranks of the node read and write, in one window.
 
@@ -62,27 +75,30 @@ class Memory:
         sizes = [prod(shape) * dtype.itemsize for shape in shapes]
         starts = np.concatenate([[0], np.cumsum([-(-size // PAGE) * PAGE for size in sizes])])
         window = self.node.allocate_shared(int(starts[-1]), kind)
-        self._windows.append(window)
         self.shared_bytes[kind] += int(starts[-1])
         self._note_peak()
-        return tuple(
+        arrays = tuple(
             window.buffer[start : start + size].view(dtype).reshape(shape)
             for start, size, shape in zip(starts[:-1].tolist(), sizes, shapes, strict=True)
         )
+        self._windows.append((window, arrays))
+        return arrays
 
     def free_shared(self, kind: str, arrays: Sequence[Array]) -> None:
-        """Free the newest window, which must be the one behind ``arrays``. Collective over the node."""
+        """Free the window whose arrays :meth:`shared` returned. Collective over the node; no view may be used after."""
         if self.node.size == 1:
             for array in arrays:
                 self.release(kind, array)
             return
-        self.shared_bytes[kind] -= self._windows[-1].buffer.nbytes
-        self._windows.pop().close()
+        place = next(i for i, (_, held) in enumerate(self._windows) if held[0] is arrays[0])
+        window, _ = self._windows.pop(place)
+        self.shared_bytes[kind] -= window.buffer.nbytes
+        window.close()
 
     def barrier(self, tag: str = "") -> None:
         """Make what every rank of the node wrote before visible to all of them after. Collective over the node."""
         if self.node.size > 1:
-            self.node.node_barrier(self._windows[0], tag)
+            self.node.node_barrier(self._windows[0][0], tag)
 
     @property
     def rank_bytes(self) -> int:
@@ -97,7 +113,8 @@ class Memory:
     def close(self) -> None:
         """Free all windows. Collective over the node."""
         while self._windows:
-            self._windows.pop().close()
+            self._windows.pop()[0].close()
+        self._scratch.clear()
         self.shared_bytes.clear()
         self.private_bytes.clear()
 

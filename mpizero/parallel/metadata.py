@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpizero.parallel.config import ShardingConfig
     from mpizero.parallel.engine import Engine
 
 
@@ -61,8 +62,8 @@ class ModelMetadata:
         return asdict(self)
 
 
-def describe(engine: Engine, bytes_sent: int) -> ModelMetadata:
-    """Collect the metadata of an engine. Not collective."""
+def describe(engine: Engine, config: ShardingConfig, bytes_sent: int) -> ModelMetadata:
+    """Collect the metadata of an engine, whose ranks may train alone (local SGD). Not collective."""
     row, grid, memory = engine.placement, engine.grid, engine.memory
     flags = {
         "parameters": row.shard_parameters,
@@ -75,9 +76,9 @@ def describe(engine: Engine, bytes_sent: int) -> ModelMetadata:
     }
     return ModelMetadata(
         strategy=row.strategy,
-        is_distributed=grid.data.size > 1,
-        world_size=grid.data.size,
-        rank=grid.data.rank,
+        is_distributed=config.communicator.size > 1,
+        world_size=config.communicator.size,
+        rank=config.communicator.rank,
         nodes=grid.peers.size,
         ranks_per_node=grid.node.size,
         replicated=tuple(kind for kind, sharded in flags.items() if not sharded),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from mpizero import checkpoint, optim
+from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.comm.exact import gather_spans
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.parallel import persistence
@@ -44,6 +45,9 @@ class ShardedOptimizer:
         If ``wrapped_optimizer`` is not gradient-based, naming what is missing.
     """
 
+    #: The strategies of the models that it can be bound to; empty for any.
+    strategies: ClassVar[tuple[str, ...]] = ()
+
     def __init__(
         self,
         wrapped_optimizer: Any,
@@ -69,19 +73,29 @@ class ShardedOptimizer:
         Raises
         ------
         ConfigError
-            If the model has another configuration.
+            If the model has another configuration or strategy, or ranks bind different optimizers.
         """
-        if model.config is not self.config:
-            raise ConfigError("model and optimizer must share one ShardingConfig object")
-        self._check_strategy(model)
+        self._check(model)
         model.engine.bind(self.wrapped_optimizer, self.loss_scale)
         self._model = model
 
-    def _check_strategy(self, model: ShardedModelBase) -> None:
-        wanted = type(self).__name__.removesuffix("Optimizer")
-        found = {"fsdp": "FSDP", "ddp": "DDP"}.get(model.strategy, f"ZeRO{model.strategy[-1]}")
-        if wanted not in ("Sharded", found) and {wanted, found} != {"ZeRO3", "FSDP"}:
-            raise ConfigError(f"{type(self).__name__} belongs to {wanted}Model, got {type(model).__name__}")
+    def _check(self, model: ShardedModelBase) -> None:
+        """Refuse a model that this optimizer does not fit, or an optimizer that differs between ranks. Collective."""
+        optimizer = self.wrapped_optimizer
+        with all_ranks(self.config.communicator):
+            if model.config is not self.config:
+                raise ConfigError("model and optimizer must share one ShardingConfig object")
+            if self.strategies and model.strategy not in self.strategies:
+                wanted = " or ".join(repr(strategy) for strategy in self.strategies)
+                raise ConfigError(
+                    f"{type(self).__name__} belongs to a model of strategy {wanted}, "
+                    f"got {type(model).__name__} of {model.strategy!r}"
+                )
+            specs = [entry.spec for entry in model.layout.parameters]
+            groups = {optimizer.group_of(spec) for spec in specs}
+            scalars = {group: optimizer.hyper(1, group, np.float64) for group in sorted(groups)}
+        settings = {"name": persistence.optimizer_name(optimizer), "slots": optimizer.slots, "scalars": scalars}
+        agree_equal(self.config.communicator, "the optimizer", {**settings, "loss scale": self.loss_scale})
 
     @property
     def model(self) -> ShardedModelBase:
@@ -98,7 +112,8 @@ class ShardedOptimizer:
     @property
     def _updater(self) -> Updater:
         updater = self.model.engine.updater
-        assert updater is not None
+        if updater is None or updater.optimizer is not self.wrapped_optimizer:
+            raise RuntimeError("the model has been given another optimizer meanwhile: call set_model again")
         return updater
 
     def step(self) -> None:
@@ -139,13 +154,14 @@ class ShardedOptimizer:
     def reset(self) -> None:
         """Forget the state, as if no step had been made. Not collective; call it on every rank."""
         self._updater.reset()
+        self.model.engine.loss_scale = None if self.loss_scale is None else self.loss_scale.start()
         self._stalled = False
 
     def synchronize_optimizer_state(self) -> int:
         """Bring the state of all ranks into agreement. Collective.
 
-        All ranks take rank 0's step count. Replicated arrays are compared by hash and, where they differ,
-        replaced by those of the first node.
+        All ranks take rank 0's step count and loss scale. Replicated arrays are compared by hash and, where they
+        differ, replaced by those of the first node.
 
         Returns
         -------
@@ -153,7 +169,8 @@ class ShardedOptimizer:
             Number of arrays that had to be repaired, over all ranks.
         """
         updater, grid = self._updater, self.model.engine.grid
-        updater.step_count = grid.data.broadcast_object(updater.step_count, 0)
+        engine = self.model.engine
+        updater.step_count, engine.loss_scale = grid.data.broadcast_object((updater.step_count, engine.loss_scale), 0)
         repaired = 0
         if len(updater.shares) > 1:
             for slot in sorted(updater.state):
@@ -209,24 +226,22 @@ class ShardedOptimizer:
 
     def serialize(self) -> bytes:
         """Return the state as an HDF5 image, the same bytes on every rank. Collective."""
-        engine = self.model.engine
-        arrays = persistence.local_arrays(engine, parameters=False)
-        return checkpoint.to_bytes(arrays, {"mpizero": persistence.attributes(engine)}, self.config.communicator)
+        return checkpoint.to_bytes(
+            self.model.optimizer_arrays(), self.model.checkpoint_attributes(), self.config.communicator
+        )
 
     def deserialize(self, data: bytes) -> None:
         """Take what ``serialize`` returned, on any layout. Collective."""
-        with checkpoint.from_bytes(data) as reader:
+        with all_ranks(self.config.communicator):
+            reader = checkpoint.from_bytes(data)
+        with reader:
             persistence.restore_state(self.model.engine, reader)
 
     def save(self, path: str | Path) -> None:
         """Write the state to the folder ``path``, in place of what was there. Collective."""
-        engine = self.model.engine
+        model = self.model
         checkpoint.write(
-            path,
-            persistence.local_arrays(engine, parameters=False),
-            {"mpizero": persistence.attributes(engine)},
-            self.config.communicator,
-            replace=True,
+            path, model.optimizer_arrays(), model.checkpoint_attributes(), self.config.communicator, replace=True
         )
 
     def load(self, path: str | Path) -> None:
@@ -246,17 +261,25 @@ class ShardedOptimizer:
 class DDPOptimizer(ShardedOptimizer):
     """Replicated state: one copy a node, each rank updating its part of it."""
 
+    strategies = ("ddp",)
+
 
 class ZeRO1Optimizer(ShardedOptimizer):
     """State sharded over all ranks."""
+
+    strategies = ("zero1",)
 
 
 class ZeRO2Optimizer(ShardedOptimizer):
     """State sharded over all ranks, fed by sharded gradients."""
 
+    strategies = ("zero2",)
+
 
 class ZeRO3Optimizer(ShardedOptimizer):
     """State, gradients and parameters sharded."""
+
+    strategies = ("zero3", "fsdp")
 
 
 class FSDPOptimizer(ZeRO3Optimizer):

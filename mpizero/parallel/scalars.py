@@ -8,12 +8,16 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.comm import ProcessGrid
-from mpizero.errors import DataError
+from mpizero.comm.agreement import all_ranks
+from mpizero.errors import CollectiveError, DataError, PeerFailure
 from mpizero.layout import FlatLayout
 from mpizero.layout.flat import joined
 from mpizero.parallel.dealing import GlobalBatch
 from mpizero.parallel.storage import flat_names
 from mpizero.types import Array
+
+#: Stands in the table where a grain raised.
+_FAILED = 2.0
 
 
 class Totals(NamedTuple):
@@ -41,6 +45,8 @@ class GrainScalars:
         self.grid, self.layout = grid, layout
         self.count = 0
         self.samples = 0
+        self.error: Exception | None = None
+        self._frozen = frozenset(e.spec.name for e in layout.entries if e.gradient < 0)
         self._mine: dict[int, list[float]] = {}
         self._bad: tuple[int, str] | None = None
         self._per_rank = 0
@@ -51,7 +57,7 @@ class GrainScalars:
         self.count, self.samples = batch.count, batch.samples
         self._per_rank = -(-batch.count // self.grid.data.size)
         self._mine = {}
-        self._bad = None
+        self._bad = self.error = None
         self._spans = {g: (grain.micro_batches[0][2], grain.micro_batches[-1]) for g, grain in batch.grains.items()}
 
     def add(self, grain: int, loss: float, weight: float) -> None:
@@ -59,8 +65,16 @@ class GrainScalars:
         record = self._mine.setdefault(grain, [0.0, 0.0])
         record[0] += loss
         record[1] += weight
-        if not np.isfinite(loss) and self._bad is None:
+        if self._bad is None and not np.isfinite(loss):
             self._bad = (grain, "the loss")
+        if self._bad is None and not np.isfinite(weight):
+            self._bad = (grain, "the weight")
+
+    def fail(self, error: Exception) -> None:
+        """Remember that this rank cannot compute its grains; :meth:`agree` raises on every rank. Not collective."""
+        if isinstance(error, CollectiveError | PeerFailure):
+            raise error  # nobody would come to an agreement
+        self.error = error
 
     def check(self, grain: int, block: str, views: Any) -> None:
         """Remember the first gradient of a block that is not finite. Not collective."""
@@ -68,7 +82,7 @@ class GrainScalars:
             return
         for name, view in flat_names(views):
             flat = view.reshape(-1)
-            if not kernels.backend(flat).reduction.all_finite(flat):
+            if joined(block, name) not in self._frozen and not kernels.backend(flat).reduction.all_finite(flat):
                 self._bad = (grain, f"the gradient of {joined(block, name)!r}")
                 return
 
@@ -78,20 +92,30 @@ class GrainScalars:
         Raises
         ------
         DataError
-            If the total weight is zero: there is nothing to average.
+            If the total weight is not above zero: there is nothing to average.
+        Exception
+            What a rank's own grains raised; on the other ranks a RemoteError that tells it.
         """
         size = self.grid.data.size
         local = np.full((self._per_rank, 4), -1.0)
         for place, (grain, (loss, weight)) in enumerate(self._mine.items()):
             local[place] = (grain, loss, weight, float(self._bad is not None and self._bad[0] == grain))
+        if self.error is not None:
+            local[0, 3] = _FAILED
         table = np.empty((size * self._per_rank, 4))
         self.grid.data.allgather(local.reshape(-1), table.reshape(-1), "losses")
+        if (table[:, 3] == _FAILED).any():
+            with all_ranks(self.grid.data, "failed grains"):
+                if self.error is not None:
+                    raise self.error
         rows = table[table[:, 0] >= 0]
         rows = rows[np.argsort(rows[:, 0], kind="stable")]
         loss, weight = tree_total(rows[:, 1:3])
         problem = self._named() if (rows[:, 3] > 0).any() else None
-        if weight == 0:
-            raise DataError("the global batch has weight 0: every target in it is ignored")
+        if weight <= 0:
+            raise DataError(
+                f"the global batch has weight {weight:g}: every target in it is ignored; expected more than 0"
+            )
         return Totals(float(loss), float(weight), problem)
 
     def _named(self) -> str:

@@ -34,6 +34,11 @@ class ParameterStore:
         Whether each group keeps its ranks' shards only; units are then gathered when they are needed.
     dtype : numpy dtype
         Of all parameters.
+
+    Attributes
+    ----------
+    version : int
+        How often values were published: 1 while they are the start values.
     """
 
     def __init__(self, layout: FlatLayout, grid: ProcessGrid, memory: Memory, sharded: bool, dtype: Any) -> None:
@@ -51,6 +56,7 @@ class ParameterStore:
             largest = max((self.needed(unit) for unit in layout.units), default=0)
             self._slots = memory.shared("buffers", [(largest,)] * (2 if grid.node.size > 1 else 1), dtype)
         self._views: dict[tuple[int, int], dict[str, Any]] = {}
+        self.version = 0
 
     @property
     def base(self) -> int:
@@ -93,8 +99,9 @@ class ParameterStore:
         if exchange and self.grid.peers.size > 1 and not self.sharded:
             for unit in self.layout.units:
                 spans = [(share.spans[unit.index],) for share in self.peer_shares]
-                gather_spans(self.grid.peers, [self.owned(unit.index)], self.values, spans)
+                gather_spans(self.grid.peers, [self.owned(unit.index)], self.values, spans, self.memory.scratch)
         self.memory.barrier("publish")
+        self.version += 1
 
     def gathered(self, unit: Unit) -> Array:
         """Return a new 1-D array of a unit's own parameters. Collective over the data group."""
@@ -108,6 +115,7 @@ class ParameterStore:
 
     def fill(self, values: Array) -> None:
         """Set all parameters from the same full vector on every rank. Collective over the data group."""
+        self.memory.barrier("fill")  # who still reads, reads the old values
         for unit in self.layout.units:
             span = self.share.spans[unit.index]
             self.owned(unit.index)[:] = values[span.start : span.stop]
@@ -121,7 +129,7 @@ class ParameterStore:
 
     def _gather(self, unit: Unit, slot: Array) -> None:
         spans = [self._slot_spans(unit, share) for share in self.peer_shares]
-        gather_spans(self.grid.peers, self._sent(unit), slot, spans)
+        gather_spans(self.grid.peers, self._sent(unit), slot, spans, self.memory.scratch)
         self.memory.barrier("gather")
 
     def _slot_spans(self, unit: Unit, share: Share) -> tuple[Span, ...]:

@@ -215,10 +215,17 @@ class Updater:
             for use in piece.uses:
                 own += reduced[use : use + piece.size]
 
-    def squared_norm(self, reduced: Array) -> float:
-        """Return the sum of squares of the reduced gradient over all parameters. Collective over the data group."""
-        values = [reduced[p.gradient : p.gradient + p.size] for p in self.trees.own]
-        return float(sum(self.trees.square_sums(values).values()))
+    def norm(self, reduced: Array) -> tuple[float, str | None]:
+        """Return the norm of the reduced gradient over all parameters, and which of them makes it infinite or NaN.
+
+        Collective over the data group.
+        """
+        sums = self.trees.square_sums([reduced[p.gradient : p.gradient + p.size] for p in self.trees.own])
+        total = float(sum(sums.values()))
+        if np.isfinite(total):
+            return total**0.5, None
+        name = next((name for name, value in sums.items() if not np.isfinite(value)), "all parameters together")
+        return total, f"the squares of the averaged gradient of {name!r} add up to {total}"
 
     def scale(self, reduced: Array, factor: float) -> None:
         """Multiply this rank's reduced gradients by ``factor``. Not collective."""

@@ -1,0 +1,186 @@
+"""What every sharded model is made of: a wrapped model, a configuration, an engine, and its life."""
+
+from __future__ import annotations
+
+from abc import ABC
+from types import TracebackType
+from typing import Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+
+from mpizero.comm.agreement import agree_equal, all_ranks
+from mpizero.layout import FlatLayout, Span
+from mpizero.parallel.compute import blocks_of
+from mpizero.parallel.config import ShardingConfig
+from mpizero.parallel.engine import Engine, StepReport
+from mpizero.parallel.placement import placement
+from mpizero.parallel.scalars import Totals
+from mpizero.types import Array
+
+
+class Pending(NamedTuple):
+    """A gradient that waits for its step: ``reduced`` is None while it is not summed over the ranks."""
+
+    totals: Totals
+    reduced: Array | None
+    sent: int
+
+
+class ShardedCore(ABC):
+    """Construction, bookkeeping and closing of a sharded model.
+
+    Construction, and every method that is not marked otherwise, is collective over ``config.comm``. The model holds
+    windows and communicators: close it, or use it as a context manager.
+
+    Parameters
+    ----------
+    wrapped_model : BlockModel or BlackBoxModel
+        What is trained. It is never changed; parameters live in the sharded model.
+    config : ShardingConfig
+        The ranks and how they work together.
+
+    Raises
+    ------
+    TypeError
+        If an argument is None or no model.
+    """
+
+    strategy: ClassVar[str]
+
+    def __init__(self, wrapped_model: Any, config: ShardingConfig) -> None:
+        if not isinstance(config, ShardingConfig):
+            raise TypeError(f"{type(self).__name__} needs a ShardingConfig, got {config!r}")
+        self._wrapped, self._config = wrapped_model, config
+        self._engine: Engine | None = None
+        self._pending: Pending | None = None
+        self._cache: Array | None = None
+        self._mean_every = 0
+        self.last_step: StepReport | None = None
+        self._on_before_initialize_sharding()
+        self._initialize_sharding()
+
+    # ------------------------------------------------------------------ hooks
+
+    def _on_before_initialize_sharding(self) -> None:  # noqa: B027  (a hook that most need not)
+        """Do what a subclass must do before its parameters are placed."""
+
+    def _initialize_sharding(self) -> None:
+        """Place parameters, gradients and state; a subclass may extend it."""
+        communicator = self._config.communicator
+        with all_ranks(communicator):
+            if self._wrapped is None:
+                raise TypeError(f"{type(self).__name__} needs a model, got None")
+            blocks = blocks_of(self._wrapped)
+        agree_equal(communicator, "the parameter table", {"dtype": str(np.dtype(self._wrapped.dtype)), **blocks})
+        if not hasattr(self._wrapped, "blocks"):
+            agree_equal(communicator, "the start values", dict(self._wrapped.parameters))
+        agree_equal(communicator, "the sharding configuration", self._config.comparable())
+        self._engine = Engine(self._wrapped, self._config, placement(self.strategy))
+
+    def _update_local_shard_from_full(self, values: Array) -> None:
+        """Take this rank's part, and every copy's, from a full vector."""
+        self.engine.store.fill(values)
+        self.invalidate_cache()
+
+    # ------------------------------------------------------------------ properties (not collective)
+
+    @property
+    def engine(self) -> Engine:
+        """What executes the placement.
+
+        Raises
+        ------
+        RuntimeError
+            If the model is closed: its windows are gone.
+        """
+        if self._engine is None:
+            raise RuntimeError(
+                f"this {type(self).__name__} is closed and its memory is freed: make a new one, and save or read "
+                "parameters before close() or the end of its with block"
+            )
+        return self._engine
+
+    @property
+    def wrapped_model(self) -> Any:
+        """The model as it was given."""
+        return self._wrapped
+
+    @property
+    def config(self) -> ShardingConfig:
+        """The configuration."""
+        return self._config
+
+    @property
+    def sharding_configuration(self) -> ShardingConfig:
+        """The configuration, by its long name."""
+        return self._config
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Names, shapes and offsets of all parameters."""
+        return self.engine.layout
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank in the data group."""
+        return self._config.communicator.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the data group."""
+        return self._config.communicator.size
+
+    @property
+    def parameter_count(self) -> int:
+        """Parameters of the whole model."""
+        return self.layout.size
+
+    @property
+    def owned(self) -> tuple[Span, ...]:
+        """The ranges of the flat order that this rank owns, one a unit."""
+        return self.engine.store.share.spans
+
+    @property
+    def local_parameter_shard(self) -> Array:
+        """A copy of the parameters this rank owns: the concatenation of :attr:`owned`."""
+        store = self.engine.store
+        return np.concatenate([store.values[:0], *(store.owned(unit.index) for unit in self.layout.units)])
+
+    @property
+    def shard_start(self) -> int:
+        """Where the first owned range starts."""
+        return self.owned[0].start if self.owned else 0
+
+    @property
+    def shard_size(self) -> int:
+        """Number of owned parameters."""
+        return self.engine.store.share.size
+
+    @property
+    def default_loss_function(self) -> Any:
+        """The model's own loss; None for a black box, whose function contains it."""
+        return getattr(self._wrapped, "loss", None)
+
+    def invalidate_cache(self) -> None:
+        """Forget the gathered parameters. Not collective."""
+        self._cache = None
+
+    # ------------------------------------------------------------------ closing
+
+    def close(self) -> None:
+        """Free windows; a second call does nothing."""
+        engine, self._engine = self._engine, None
+        self._pending = self._cache = None
+        if engine is not None:
+            engine.close()
+
+    def __enter__(self) -> Self:
+        """Return itself. Not collective."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the model, unless an error leaves it on this rank only."""
+        if error is None:
+            self.close()

@@ -1,0 +1,70 @@
+"""Training on private copies that are averaged from time to time: what LocalSGDOptimizer makes of a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Self
+
+import numpy as np
+
+from mpizero.comm.agreement import all_ranks
+from mpizero.parallel.engine import Engine, StepReport
+from mpizero.parallel.means import mean_over_ranks
+from mpizero.parallel.placement import placement
+from mpizero.parallel.scalars import tree_total
+from mpizero.parallel.vector import ParameterAccess
+from mpizero.types import Array
+
+
+class LocalTraining(ParameterAccess):
+    """Leave the group, train alone, meet for means. Collective over the model's ranks, where nothing else is said."""
+
+    def become_local(self, every: int) -> None:
+        """Train alone from now on, on private parameters, averaged every ``every`` steps; see LocalSGDOptimizer."""
+        values = self.get_parameters()
+        self.engine.close()
+        self._engine = Engine(self._wrapped, self._config.replace(comm=None), placement(self.strategy))
+        self._mean_every, self._pending = every, None
+        self._update_local_shard_from_full(values)
+
+    def average_parameters(self) -> None:
+        """Replace private parameters by their mean over the ranks."""
+        self._update_local_shard_from_full(mean_over_ranks(self._config.communicator, self.engine.store.values))
+
+    def _train_alone(self, x: Any, y: Any) -> float:
+        with all_ranks(self._config.communicator):
+            report = self.engine.train(x, y)
+        self.invalidate_cache()
+        return self._settle(report)
+
+    def _settle(self, report: StepReport) -> float:
+        """Average when it is time, and return the mean loss of all ranks' batches."""
+        comm = self._config.communicator
+        sent = comm.counters.bytes_sent
+        if self.engine.step_number % self._mean_every == 0:
+            self.average_parameters()
+        loss, weight = self._sum_over_ranks([report.loss * report.weight, report.weight]).tolist()
+        self.last_step = replace(report, loss=loss / weight, weight=weight, bytes_sent=comm.counters.bytes_sent - sent)
+        return self.last_step.loss
+
+    def _evaluate_alone(self, x: Any, y: Any) -> tuple[float, float, int | None]:
+        """Sum what every rank finds on its own samples, maybe none, with its own parameters."""
+        found: tuple[float, float, int | None] = (0.0, 0.0, 0)
+        with all_ranks(self._config.communicator):
+            if not hasattr(x, "shape") or len(x):
+                found = self.engine.evaluate(x, y)
+        loss, weight, right = found
+        total = self._sum_over_ranks([loss, weight, right or 0, right is None]).tolist()
+        return total[0], total[1], None if total[3] else int(total[2])
+
+    def _sum_over_ranks(self, values: list[float]) -> Array:
+        comm = self._config.communicator
+        table = np.empty((comm.size, len(values)))
+        comm.allgather(np.array(values, np.float64), table.reshape(-1), "sums of local steps")
+        return tree_total(table)
+
+    def _twin(self, wrapped: Any) -> Self:
+        copy = super()._twin(wrapped)
+        if self._mean_every:
+            copy.become_local(self._mean_every)
+        return copy

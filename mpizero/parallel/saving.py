@@ -1,0 +1,94 @@
+"""Saving and loading of a sharded model: folders, bytes, open files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+from mpizero import checkpoint
+from mpizero.checkpoint import LocalArray
+from mpizero.comm.agreement import all_ranks
+from mpizero.parallel import persistence
+from mpizero.parallel.core import ShardedCore
+from mpizero.parallel.means import mean_over_ranks
+
+
+class Saving(ShardedCore):
+    """Write and read parameters and optimizer state. Collective, where nothing else is said."""
+
+    def checkpoint_arrays(self) -> list[LocalArray]:
+        """Return this rank's owned ranges of parameters and optimizer state, as views.
+
+        Not collective, except for a model that trains by local steps: the mean of the ranks' parameters, with the
+        optimizer state of rank 0.
+        """
+        mean = mean_over_ranks(self._config.communicator, self.engine.store.values) if self._mean_every else None
+        return self._written(persistence.local_arrays(self.engine, values=mean))
+
+    def optimizer_arrays(self) -> list[LocalArray]:
+        """Return this rank's owned ranges of the optimizer state, as views. Not collective."""
+        return self._written(persistence.local_arrays(self.engine, parameters=False))
+
+    def checkpoint_attributes(self) -> dict[str, Any]:
+        """Return what a checkpoint must know besides arrays; collective where ``checkpoint_arrays`` is."""
+        found = persistence.attributes(self.engine)
+        return {"mpizero": self._config.communicator.broadcast_object(found) if self._mean_every else found}
+
+    def _written(self, arrays: list[LocalArray]) -> list[LocalArray]:
+        return arrays if self.rank == 0 or not self._mean_every else [replace(a, pieces=()) for a in arrays]
+
+    def restore_arrays(self, reader: Any) -> None:
+        """Take parameters and optimizer state from an open checkpoint; nothing has changed where this raises."""
+        persistence.restore(self.engine, reader)
+        self._pending = None
+        self.invalidate_cache()
+
+    def save_model(self, path: str | Path) -> None:
+        """Write parameters and optimizer state to the folder ``path``, in place of what was there."""
+        comm = self._config.communicator
+        checkpoint.write(path, self.checkpoint_arrays(), self.checkpoint_attributes(), comm, replace=True)
+
+    def load_model(self, path: str | Path, *, strict_layout: bool = False) -> None:
+        """Read what ``save_model`` wrote, on any number of ranks and any strategy.
+
+        Everything is verified before it counts: where this raises, parameters and optimizer state are as before. (A
+        model that was changed since its construction reads twice for that; a new one just takes its start values
+        again.)
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is nothing at ``path``.
+        CheckpointError
+            On damage or another model, naming file, array and reason; with ``strict_layout`` also on another layout.
+        """
+        with checkpoint.open_checkpoint(path, self._config.communicator) as reader:
+            persistence.restore(self.engine, reader, strict_layout=strict_layout)
+        self._pending = None
+        self.invalidate_cache()
+
+    def serialize(self) -> bytes:
+        """Return parameters and optimizer state as an HDF5 image, the same bytes on every rank."""
+        return checkpoint.to_bytes(self.checkpoint_arrays(), self.checkpoint_attributes(), self._config.communicator)
+
+    def deserialize(self, data: bytes) -> None:
+        """Take what ``serialize`` returned; ``data`` is the same on every rank. As safe as :meth:`load_model`."""
+        with all_ranks(self._config.communicator):
+            reader = checkpoint.from_bytes(data)
+        with reader:
+            self.restore_arrays(reader)
+
+    def save_state(self, file: IO[bytes]) -> None:
+        """Write :meth:`serialize`'s bytes to an open binary file (of rank 0; the others may pass any)."""
+        data = self.serialize()
+        with all_ranks(self._config.communicator):
+            if self.rank == 0:
+                file.write(data)
+                file.flush()
+
+    def load_state(self, file: IO[bytes]) -> None:
+        """Read what ``save_state`` wrote, from an open binary file of each rank."""
+        with all_ranks(self._config.communicator):
+            data = file.read()
+        self.deserialize(data)

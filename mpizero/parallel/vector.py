@@ -1,0 +1,137 @@
+"""The parameters of a sharded model as the user sees them: whole vectors, named arrays, copies."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from mpizero.comm.agreement import all_ranks
+from mpizero.errors import LayoutError
+from mpizero.parallel.core import ShardedCore
+from mpizero.types import Array
+
+
+class ParameterAccess(ShardedCore):
+    """Read, set, export and copy all parameters. Collective, where nothing else is said."""
+
+    def gather_full_parameters(self) -> Array:
+        """Return all parameters, 1-D in declared order; the same read-only array until parameters change."""
+        store = self.engine.store
+        cached = np.array([self._cache is not None], np.int8)
+        if store.sharded:  # a rank that forgot its cache alone must not gather alone
+            self._config.communicator.allreduce(cached, "min", "cached parameters")
+        if self._cache is None or not cached[0]:
+            self._cache = np.concatenate([store.values[:0], *(store.gathered(unit) for unit in self.layout.units)])
+            self._cache.flags.writeable = False
+        return self._cache
+
+    def get_parameters(self) -> Array:
+        """Return a copy of all parameters, 1-D in declared order."""
+        return self.gather_full_parameters().copy()
+
+    def set_parameters(self, values: Array) -> None:
+        """Set all parameters from the same full vector on every rank.
+
+        Raises
+        ------
+        ValueError
+            If its length is not the number of parameters.
+        """
+        self._update_local_shard_from_full(self._checked(values))
+
+    def with_parameters(self, values: Array) -> Self:
+        """Return a new sharded model of the same wrapped model with other parameters."""
+        values = self._checked(values)
+        copy = self._twin(self._wrapped)
+        copy._update_local_shard_from_full(values)
+        return copy
+
+    def _checked(self, values: Array) -> Array:
+        with all_ranks(self._config.communicator):
+            array = np.asarray(values, self.engine.dtype)
+            if array.shape != (self.parameter_count,):
+                raise ValueError(
+                    f"got {array.size} values in an array of shape {array.shape}; the model has {self.parameter_count} "
+                    f"parameters and takes an array of shape ({self.parameter_count},)"
+                )
+        return array
+
+    def named_parameters(self) -> dict[str, Array]:
+        """Return full copies of all parameters by name, on every rank."""
+        full = self.gather_full_parameters()
+        return {
+            e.spec.name: full[e.span.start : e.span.stop].reshape(e.spec.shape).copy() for e in self.layout.parameters
+        }
+
+    def load_named(self, arrays: Mapping[str, Array]) -> None:
+        """Set all parameters from arrays by name, the same on every rank (a dictionary, or an open ``.npz``).
+
+        Raises
+        ------
+        LayoutError
+            If names or shapes differ from the model's.
+        """
+        with all_ranks(self._config.communicator):
+            values = self._arranged(arrays)
+        self._update_local_shard_from_full(values)
+
+    def _arranged(self, arrays: Mapping[str, Array]) -> Array:
+        entries = {entry.spec.name: entry for entry in self.layout.parameters}
+        missing, unknown = sorted(entries.keys() - arrays.keys()), sorted(arrays.keys() - entries.keys())
+        if missing or unknown:
+            raise LayoutError(f"parameters do not match the model: missing {missing[:5]}, unknown {unknown[:5]}")
+        values = np.empty(self.parameter_count, self.engine.dtype)
+        for name, entry in entries.items():
+            array = np.asarray(arrays[name])
+            if array.shape != entry.spec.shape:
+                raise LayoutError(f"parameter {name!r} has shape {array.shape}, the model's has {entry.spec.shape}")
+            values[entry.span.start : entry.span.stop] = array.reshape(-1)
+        return values
+
+    def export_npz(self, path: str | Path) -> None:
+        """Write all parameters by name to one ``.npz`` file, of exactly this name."""
+        named = self.named_parameters()
+        with all_ranks(self._config.communicator):
+            if self.rank == 0:
+                with Path(path).open("wb") as file:
+                    np.savez(file, **named)  # type: ignore[arg-type]
+
+    def import_npz(self, path: str | Path) -> None:
+        """Set all parameters from an ``.npz`` file that every rank can read; nothing in it is unpickled."""
+        with all_ranks(self._config.communicator), np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        self.load_named(arrays)
+
+    def parameters_sha256(self) -> str:
+        """Return the hash over all parameters' bytes in declared order; no rank holds more than one unit."""
+        digest = hashlib.sha256()
+        for unit in self.layout.units:
+            digest.update(self.engine.store.gathered(unit).tobytes())
+        return digest.hexdigest()
+
+    # ------------------------------------------------------------------ copies
+
+    def clone(self) -> Self:
+        """Return a sharded model with the same configuration and communicator and its own copy of the parameters."""
+        copy = self._twin(self._wrapped)
+        copy.engine.store.copy_from(self.engine.store)
+        return copy
+
+    def deep_copy(self) -> Self:
+        """Return a clone with its own wrapped model and, where an optimizer is bound, its own optimizer state.
+
+        The copy makes the same steps as the original by ``train``, with its own copy of the optimizer's state.
+        """
+        copy = self._twin(deepcopy(self._wrapped))
+        copy.engine.store.copy_from(self.engine.store)
+        copy.engine.copy_state(self.engine)
+        return copy
+
+    def _twin(self, wrapped: Any) -> Self:
+        """Return a new model of the same kind with start values."""
+        return type(self)(wrapped, self._config)
