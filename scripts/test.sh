@@ -141,7 +141,7 @@ passed() {
 run_pytest() {
     local name=$1 seconds=$2
     shift 2
-    timeout -k 10 "$seconds" "$PY" -m pytest --no-header -p no:cacheprovider "$@" 2>&1 | tee "$LOGS/$name.log" &&
+    timeout -k 10 "$seconds" "$PY" -m pytest --no-header --color=no -p no:cacheprovider "$@" 2>&1 | tee "$LOGS/$name.log" &&
         passed "$LOGS/$name.log"
 }
 
@@ -158,7 +158,7 @@ run_mpi() {
     rm -f "$log" "$log".rank*
     # -m mpi4py ends all ranks when one fails; faulthandler ends them when one hangs; timeout when even that hangs.
     LOG=$log timeout -k 10 400 "$mpiexec" -n "$n" bash -c "$RANK_COMMAND" rank \
-        "$python" -m mpi4py -m pytest --with-mpi -m mpi --no-header -p no:cacheprovider \
+        "$python" -m mpi4py -m pytest --with-mpi -m mpi --no-header --color=no -p no:cacheprovider \
         -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true tests 2>&1 | tee "$log" &&
         passed "$log" && return
     for file in "$log".rank*; do
