@@ -53,6 +53,7 @@ MAX_FUNCTION, MAX_FILE, MAX_PARAMETERS = 60, 400, 6
 LONG: dict[str, str] = {
     "mpizero.optim.base.apply_tree": "the arguments of the fused kernel that it calls",
     "mpizero.optim.adapted.apply_tree": "the same signature",
+    "mpizero.optim.optimizers.direction_tree": "the arguments of the fused kernel that it calls",
 }
 
 
