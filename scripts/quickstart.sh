@@ -32,13 +32,13 @@ for row in rows:
 SHOW
 
 say "4. What it writes now"
-"$VENV/bin/python" -m mpizero generate run/quickstart --prompt "def " --length 400
+"$VENV/bin/python" -m mpizero generate run/quickstart --prompt "def " --length 400 --temperature 0.6
 
 cat <<DONE
 
 Next:
   . $VENV/bin/activate
-  mpiexec -n 3 python -m mpizero train scripts/quickstart.toml --resume --set train.steps=600   # other ranks
+  mpiexec -n 3 python -m mpizero train scripts/quickstart.toml --resume --set train.steps=1000  # other ranks
   mpiexec -n 2 python -m mpizero train scripts/quickstart.toml --set parallel.strategy=zero3 --set checkpoint.folder=run/zero3/checkpoints
   mpiexec -n 8 python scripts/train.py --help                                                   # the same from a script of your own
   scripts/test.sh --quick
