@@ -12,7 +12,9 @@ from mpizero.types import EVALUATE, Array, Params, Run
 
 
 @dataclass(frozen=True)
-class _Activation(Layer):
+class Activation(Layer):
+    """An elementwise function; a subclass names the pair of kernels."""
+
     kernel: ClassVar[str]
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
@@ -26,45 +28,55 @@ class _Activation(Layer):
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Multiply ``dy`` by the activation's slope. Not collective."""
         xp = namespace(cache)
-        dy = xp.ascontiguousarray(dy)
         dx = xp.empty_like(cache)
-        backward = getattr(kernels.backend(cache).activation, f"{self.kernel}_backward")
-        backward(cache.reshape(-1), dy.reshape(-1), dx.reshape(-1))
+        self._multiply(cache, xp.ascontiguousarray(dy), dx)
         return dx, None
+
+    def backward_over(self, cache: Any, dy: Array) -> Array:
+        """Do as :meth:`backward_input` in the memory of ``dy``, which must be contiguous; saves an array as large.
+
+        Not collective.
+        """
+        self._multiply(cache, dy, dy)
+        return dy
+
+    def _multiply(self, x: Array, dy: Array, dx: Array) -> None:
+        backward = getattr(kernels.backend(x).activation, f"{self.kernel}_backward")
+        backward(x.reshape(-1), dy.reshape(-1), dx.reshape(-1))
 
 
 @dataclass(frozen=True)
-class GELU(_Activation):
+class GELU(Activation):
     """Gaussian error linear unit in its tanh form (Hendrycks and Gimpel, 2016; GPT-2's choice)."""
 
     kernel: ClassVar[str] = "gelu"
 
 
 @dataclass(frozen=True)
-class SiLU(_Activation):
+class SiLU(Activation):
     """Sigmoid linear unit, ``x * sigmoid(x)``."""
 
     kernel: ClassVar[str] = "silu"
 
 
 @dataclass(frozen=True)
-class ReLU(_Activation):
+class ReLU(Activation):
     """Rectified linear unit, ``max(x, 0)``, with slope 0 at 0."""
 
     kernel: ClassVar[str] = "relu"
 
 
 @dataclass(frozen=True)
-class Tanh(_Activation):
+class Tanh(Activation):
     """Hyperbolic tangent."""
 
     kernel: ClassVar[str] = "tanh"
 
 
-_BY_NAME: dict[str, Layer] = {"gelu": GELU(), "silu": SiLU(), "relu": ReLU(), "tanh": Tanh()}
+_BY_NAME: dict[str, Activation] = {"gelu": GELU(), "silu": SiLU(), "relu": ReLU(), "tanh": Tanh()}
 
 
-def named_activation(name: str) -> Layer:
+def named_activation(name: str) -> Activation:
     """Return the activation called ``name``: "gelu", "silu", "relu" or "tanh". Not collective."""
     if name not in _BY_NAME:
         raise ConfigError(f"activation={name!r} is not known; choose one of {', '.join(_BY_NAME)}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from mpizero.nn.activation import named_activation
+from mpizero.nn.activation import Activation, named_activation
 from mpizero.nn.attention import CausalSelfAttention
 from mpizero.nn.dropout import Dropout
 from mpizero.nn.graph import Graph, Place
@@ -48,7 +48,7 @@ class FeedForward(Layer):
         return 4 * self.dim if self.hidden is None else self.hidden
 
     @cached_property
-    def _layers(self) -> tuple[Linear, Layer, Linear]:
+    def _layers(self) -> tuple[Linear, Activation, Linear]:
         return (
             Linear(self.dim, self.width, init=self.init),
             named_activation(self.activation),
@@ -72,8 +72,8 @@ class FeedForward(Layer):
         """Compute the gradient of ``x``. Not collective."""
         expand, act, projection = self._layers
         dactive, projection_pending = projection.backward_input(params["projection"], cache[2], dy)
-        dhidden = act.backward_input({}, cache[1], known(dactive))[0]
-        dx, expand_pending = expand.backward_input(params["expand"], cache[0], known(dhidden))
+        dhidden = act.backward_over(cache[1], known(dactive))  # the projection's result, which nobody else holds
+        dx, expand_pending = expand.backward_input(params["expand"], cache[0], dhidden)
         return dx, (expand_pending, projection_pending)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
