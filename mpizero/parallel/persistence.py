@@ -119,8 +119,8 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
         _check_model(engine, reader)
         if strict_layout and (layout := attributes(engine)["layout"]) != saved.get("layout"):
             raise CheckpointError(
-                f"strict_layout: the checkpoint was written by {saved.get('layout')}, this is {layout}; without "
-                "strict_layout it can be loaded all the same"
+                f"strict_layout: the checkpoint was written by {_told(saved.get('layout'))}, this model is "
+                f"{_told(layout)}; without strict_layout it can be loaded all the same"
             )
         if with_state:
             _check_optimizer(engine, saved)
@@ -132,6 +132,13 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
         _take_scalars(engine, saved)
     engine.step_number = int(saved.get("step_number", 0))
     engine.store.publish()
+
+
+def _told(layout: Mapping[str, Any] | None) -> str:
+    if not layout:
+        return "an unknown layout"
+    ranks, nodes = (f"{layout[what]} {what[:-1]}{'s'[: layout[what] != 1]}" for what in ("ranks", "nodes"))
+    return f"{layout['strategy']} over {ranks} on {nodes}"
 
 
 def restore_state(engine: Engine, reader: ArrayReader) -> None:

@@ -24,6 +24,44 @@ def tokens(samples: int, seed: int = 0) -> tuple[Array, Array]:
     return rng.integers(0, 31, (samples, 8)), rng.integers(0, 31, (samples, 8))
 
 
+PRIVATE: dict[str, Any] = {"share_node_memory": False}
+
+
+def sharded(strategy: str, comm: Any, model: Any = None, optimizer: Any = None, **settings: Any) -> Any:
+    """A placed model, whose configuration is closed with it, and its optimizer."""
+    config = mz.ShardingConfig(comm=comm, **{"minimum_parameter_group_size": 1, **settings})
+    chosen = optimizer if optimizer is not None else mz.AdamW(lr=1e-2)
+    placed, bound = mz.distribute(model if model is not None else mlp(), chosen, strategy=strategy, config=config)
+
+    def close() -> None:
+        type(placed).close(placed)
+        config.close()
+
+    placed.close = close  # type: ignore[method-assign]
+    return placed, bound
+
+
+def mlp(**changes: Any) -> mz.nn.MLP:
+    settings: dict[str, Any] = {"features": 6, "hidden": (7, 5), "outputs": 3, "dtype": "float32", "seed": 4}
+    return mz.nn.MLP(**{**settings, **changes})
+
+
+def points(samples: int, seed: int = 0) -> tuple[Array, Array]:
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(samples, 6)).astype(np.float32), rng.integers(0, 3, samples)
+
+
+def ten(poison: Any = None) -> mz.FunctionModel:
+    """Ten parameters in one tensor; the loss of a sample is w . x. ``poison(x)`` may raise or change the gradient."""
+
+    def loss_and_grad(p: Mapping[str, Array], batch: tuple[Any, Any]) -> tuple[float, dict[str, Array], float]:
+        x, _ = batch
+        g = x.sum(0)
+        return float((x @ p["w"]).sum()), {"w": g if poison is None else poison(x, g)}, float(len(x))
+
+    return mz.FunctionModel({"w": np.arange(10.0)}, loss_and_grad, predict=lambda p, x: x @ p["w"])
+
+
 def hard_function(dtype: str = "float64") -> mz.FunctionModel:
     """A black box with a frozen, an empty and prime-sized parameters: (w x + b * scale)^2, all samples apart."""
     rng = np.random.default_rng(3)
@@ -40,13 +78,17 @@ def hard_function(dtype: str = "float64") -> mz.FunctionModel:
         error = x @ p["w"] - y
         offset = p["b"] * p["scale"] * p["one"]
         loss = float((error**2).sum() / 2 + len(x) * (offset**2).sum() / 2)
-        return loss, {
-            "w": x.T @ error,
-            "nothing": np.zeros((0, 5), dtype),
-            "scale": len(x) * offset * p["b"] * p["one"],
-            "b": len(x) * offset * p["scale"] * p["one"],
-            "one": np.asarray(len(x) * (offset * p["b"] * p["scale"]).sum(), dtype),
-        }, float(len(x))
+        return (
+            loss,
+            {
+                "w": x.T @ error,
+                "nothing": np.zeros((0, 5), dtype),
+                "scale": len(x) * offset * p["b"] * p["one"],
+                "b": len(x) * offset * p["scale"] * p["one"],
+                "one": np.asarray(len(x) * (offset * p["b"] * p["scale"]).sum(), dtype),
+            },
+            float(len(x)),
+        )
 
     return mz.FunctionModel(parameters, loss_and_grad, predict=lambda p, x: x @ p["w"], frozen=["scale"])
 
@@ -60,9 +102,7 @@ def part(comm: Any, x: Array, y: Array, sizes: list[int] | None = None) -> tuple
     """This rank's samples of a global batch: equal parts, or parts of given sizes."""
     if comm is None:
         return x, y
-    if sizes is None:
-        cuts = [len(x) * r // comm.size for r in range(comm.size + 1)]
-    else:
-        cuts = [0, *np.cumsum(sizes).tolist()]
+    equal = [len(x) * r // comm.size for r in range(comm.size + 1)]
+    cuts = equal if sizes is None else [0, *np.cumsum(sizes).tolist()]
     mine = slice(cuts[comm.rank], cuts[comm.rank + 1])
     return x[mine], y[mine]

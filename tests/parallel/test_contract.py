@@ -1,0 +1,588 @@
+"""The members that the contract promises, one by one, and its golden cases."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.errors import CheckpointError, ConfigError, DataError, LayoutError, RemoteError
+from mpizero.testing import run_in_threads
+from tests.parallel.models import (
+    MEMORIES,
+    PRIVATE,
+    STRATEGIES,
+    gpt,
+    hard_function,
+    mlp,
+    part,
+    points,
+    sharded,
+    ten,
+    tokens,
+)
+
+MODELS = {
+    "ddp": (mz.DDPModel, mz.DDPOptimizer, "DDP"),
+    "zero1": (mz.ZeRO1Model, mz.ZeRO1Optimizer, "ZeRO-1"),
+    "zero2": (mz.ZeRO2Model, mz.ZeRO2Optimizer, "ZeRO-2"),
+    "zero3": (mz.ZeRO3Model, mz.ZeRO3Optimizer, "ZeRO-3"),
+    "fsdp": (mz.FSDPModel, mz.FSDPOptimizer, "FSDP"),
+}
+
+
+# ---------------------------------------------------------------------- construction and properties
+
+
+def test_ten_parameters_over_three_ranks_are_cut_4_3_3() -> None:
+    for memory in ({}, PRIVATE):
+        for strategy in STRATEGIES:
+
+            def shards(comm: Any, strategy: str = strategy, memory: dict[str, Any] = memory) -> Any:
+                model, _ = sharded(strategy, comm, ten(), **memory)
+                with model:
+                    assert (model.parameter_count, model.world_size, model.rank) == (10, 3, comm.rank)
+                    return model.shard_start, model.shard_size, model.local_parameter_shard.tolist(), model.owned
+
+            found = run_in_threads(3, shards)
+            assert [f[:2] for f in found] == [(0, 4), (4, 3), (7, 3)]
+            assert [f[2] for f in found] == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
+            assert [f[3] for f in found] == [((0, 4),), ((4, 7),), ((7, 10),)]
+
+
+@pytest.mark.parametrize("strategy", MODELS)
+def test_a_model_says_what_it_is(strategy: str) -> None:
+    model_class, optimizer_class, name = MODELS[strategy]
+    wrapped, config = mlp(), mz.ShardingConfig()
+    with model_class(wrapped, config) as model:
+        optimizer = optimizer_class(mz.SGD(lr=0.1), config)
+        optimizer.set_model(model)
+        assert optimizer.options == mz.OptimizationOptions()
+        assert model.wrapped_model is wrapped
+        assert model.config is model.sharding_configuration is config
+        assert model.default_loss_function is wrapped.loss
+        model.train(*points(4))
+        told = model.metadata()
+        assert (told.strategy, told.is_distributed, told.world_size, told.rank) == (name, False, 1, 0)
+        assert set(told.replicated) | set(told.sharded) == {"parameters", "gradients", "optimizer state"}
+        assert told.parameter_count == told.trainable_count == model.parameter_count
+        assert told.bytes_on_rank["parameters"] == 4 * model.parameter_count
+        assert told.as_dict()["peak_bytes"] >= sum(told.formula_bytes.values())
+
+
+def test_nothing_is_no_model_and_no_configuration() -> None:
+    with pytest.raises(TypeError, match="needs a model, got None"):
+        mz.DDPModel(None, mz.ShardingConfig())
+    with pytest.raises(TypeError, match="needs a ShardingConfig, got None"):
+        mz.DDPModel(mlp(), None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="it needs 'blocks'.*FunctionModel"):
+        mz.DDPModel(object(), mz.ShardingConfig())
+
+    def one_without(comm: Any) -> None:
+        mz.DDPModel(None if comm.rank == 1 else mlp(), mz.ShardingConfig(comm=comm))
+
+    with pytest.raises((TypeError, RemoteError), match="got None"):
+        run_in_threads(3, one_without)
+
+
+def test_ranks_that_differ_are_told_apart_before_anything_is_placed() -> None:
+    def other_learning_rate(comm: Any) -> None:
+        sharded("zero1", comm, optimizer=mz.AdamW(lr=0.1 * (1 + comm.rank)))
+
+    def other_model(comm: Any) -> None:
+        sharded("zero1", comm, mlp(outputs=3 + comm.rank))
+
+    def other_start(comm: Any) -> None:
+        model = ten()
+        sharded("zero1", comm, mz.FunctionModel({"w": np.full(10, comm.rank + 0.5)}, model.loss_and_grad))
+
+    for function, told in ((other_learning_rate, "the optimizer"), (other_model, "table"), (other_start, "start")):
+        with pytest.raises(ConfigError, match=f"{told}.* differs between ranks"):
+            run_in_threads(2, function)
+
+
+def test_hooks_run_in_order_and_see_the_full_vector() -> None:
+    class Hooked(mz.ZeRO2Model):
+        def _on_before_initialize_sharding(self) -> None:
+            self.seen = ["before"]
+
+        def _initialize_sharding(self) -> None:
+            super()._initialize_sharding()
+            self.seen.append("placed")
+
+        def _update_local_shard_from_full(self, values: Any) -> None:
+            self.seen.append(len(values))
+            super()._update_local_shard_from_full(values)
+
+    with Hooked(mlp(), mz.ShardingConfig()) as model:
+        model.set_parameters(model.get_parameters())
+        assert model.seen == ["before", "placed", model.parameter_count]
+
+
+def test_a_closed_model_says_so_and_closing_twice_is_nothing() -> None:
+    model, optimizer = sharded("zero2", None)
+    model.train(*points(4))
+    model.gather_full_parameters()
+    for _ in range(2):
+        model.close()
+    for use in (
+        lambda: model.train(*points(4)),
+        lambda: model.predict(points(1)[0]),
+        lambda: model.gather_full_parameters(),
+        lambda: model.local_parameter_shard,
+        lambda: model.serialize(),
+        lambda: model.synchronize_gradients(),
+        lambda: model.clone(),
+        lambda: model.metadata(),
+        lambda: optimizer.step(),
+        lambda: optimizer.state_dict(),
+    ):
+        with pytest.raises(RuntimeError, match="this ZeRO2Model is closed.*before close"):
+            use()
+
+
+# ---------------------------------------------------------------------- gradients by hand
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("auto", [True, False])
+def test_gradients_by_hand_make_the_step_that_train_makes(world: Any, auto: bool) -> None:
+    x, y = points(9)
+    losses, hashes = trained_alone(3)
+    for strategy in STRATEGIES:
+        for memory in MEMORIES if strategy in ("ddp", "zero3") else [PRIVATE]:
+            model, optimizer = sharded(strategy, world, micro_batch=2, auto_sync_gradients=auto, **memory)
+            with model:
+                for step in range(2):
+                    before = model.get_parameters()
+                    found = model.compute_gradients(*part(world, x, y))
+                    np.testing.assert_array_equal(model.get_parameters(), before)
+                    assert (found.synchronized, found.weight, found.loss) == (auto, 9, losses[step])
+                    assert model.synchronize_gradients().synchronized
+                    optimizer.step()
+                    assert model.last_step.loss == losses[step]
+                    assert model.parameters_sha256() == hashes[step]
+                assert optimizer.step_count == 2
+                if auto:
+                    with pytest.raises(RuntimeError, match="call train or compute_gradients"):
+                        optimizer.step()
+                else:
+                    assert model.train(*part(world, x, y)) == losses[2]
+                    assert model.parameters_sha256() == hashes[1]  # nothing is updated before the step
+                    optimizer.step()
+                    assert model.parameters_sha256() == hashes[2]
+
+
+@cache
+def trained_alone(steps: int) -> tuple[list[float], list[str]]:
+    losses, hashes = [], []
+    with sharded("ddp", None, micro_batch=2)[0] as model:
+        for _ in range(steps):
+            losses.append(model.train(*points(9)))
+            hashes.append(model.parameters_sha256())
+    return losses, hashes
+
+
+@pytest.mark.mpi
+def test_gradients_are_full_for_stages_0_and_1_and_owned_for_2_and_3(world: Any) -> None:
+    x, y = points(9)
+    whole, _ = sharded("ddp", None, micro_batch=2)
+    expected = whole.compute_gradients(x, y).values
+    for strategy in STRATEGIES:
+        for memory in MEMORIES:
+            model, _ = sharded(strategy, world, micro_batch=2, **memory)
+            with model:
+                found = model.compute_gradients(*part(world, x, y)).values
+                if strategy in ("zero2", "zero3"):
+                    np.testing.assert_array_equal(
+                        found, np.concatenate([expected[s.start : s.stop] for s in model.owned])
+                    )
+                else:
+                    np.testing.assert_array_equal(found, expected)
+                full = model.get_parameters()
+                model.apply_gradients(model.synchronize_gradients(), 0.5)
+                np.testing.assert_array_equal(model.get_parameters(), full - np.float32(0.5) * expected)
+                with pytest.raises(RuntimeError, match="no gradient exists"):
+                    model.synchronize_gradients()
+    whole.close()
+
+
+def test_local_gradients_are_weighted_sums_that_add_up_to_the_mean() -> None:
+    x, y = points(9)
+
+    def local(comm: Any) -> Any:
+        settings = {"auto_sync_gradients": False, "micro_batch": 1}
+        model, optimizer = sharded("zero2", comm, optimizer=mz.SGD(lr=0.1), **settings)
+        with model:
+            model.engine.bind(optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=8.0))
+            found = model.compute_gradients(*part(comm, x, y, [5, 4]))
+            with pytest.raises(LayoutError, match="call synchronize_gradients first"):
+                model.apply_gradients(found, 0.1)
+            return found.values, found.weight
+
+    whole, _ = sharded("ddp", None)
+    with whole:
+        expected = whole.compute_gradients(x, y).values
+    (a, weight), (b, _) = run_in_threads(2, local)
+    np.testing.assert_allclose((a + b) / weight, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_gradient_of_a_failed_call_is_not_taken_for_the_next_step() -> None:
+    model, optimizer = sharded("ddp", None)
+    with model:
+        model.compute_gradients(*points(4))
+        with pytest.raises(DataError, match="no samples"):
+            model.compute_gradients(points(4)[0][:0], points(4)[1][:0])
+        with pytest.raises(RuntimeError, match="no gradient exists"):
+            optimizer.step()
+
+
+def test_without_a_bound_optimizer_the_update_is_plain_sgd() -> None:
+    x = np.ones((2, 10))
+    config = mz.ShardingConfig(learning_rate=0.25)
+    with mz.DDPModel(ten(), config) as model:
+        assert model.train(x, x) == np.arange(10.0).sum()
+        np.testing.assert_array_equal(model.get_parameters(), np.arange(10.0) - 0.25)
+
+
+def test_another_loss_can_be_asked_for_once() -> None:
+    model, _ = sharded("zero2", None, mlp(task="regression"))
+    x = points(4)[0]
+    with model:
+        own = model.compute_gradients(x, np.zeros((4, 3), np.float32)).loss
+        other = model.compute_gradients(x, points(4)[1], loss=mz.nn.CrossEntropy()).loss
+        assert other != own == model.compute_gradients(x, np.zeros((4, 3), np.float32)).loss
+    black, _ = sharded("zero2", None, ten())
+    with black, pytest.raises(NotImplementedError, match="computes its own loss"):
+        black.compute_gradients(np.ones((1, 10)), np.ones(1), loss=mz.nn.CrossEntropy())
+
+
+# ---------------------------------------------------------------------- parameters and copies
+
+
+@pytest.mark.mpi
+def test_the_gathered_vector_is_kept_until_parameters_change(world: Any) -> None:
+    x, y = points(8)
+    for strategy in ("ddp", "zero3"):
+        for memory in MEMORIES[1:]:
+            model, optimizer = sharded(strategy, world, **memory)
+            with model:
+                full = model.gather_full_parameters()
+                assert model.gather_full_parameters() is full
+                if world.rank == 0:
+                    model.invalidate_cache()  # on one rank only: the next gather must not wait for the others
+                np.testing.assert_array_equal(model.gather_full_parameters(), full)
+                with pytest.raises(ValueError, match="read-only"):
+                    full[0] = 1
+                for change in (
+                    lambda m=model: m.train(*part(world, x, y)),
+                    lambda m=model: m.set_parameters(m.get_parameters() + 1),
+                    lambda m=model: m.load_named({n: a - 1 for n, a in m.named_parameters().items()}),
+                    lambda m=model: m.apply_gradients(m.compute_gradients(*part(world, x, y)), 0.1),
+                    lambda m=model, o=optimizer: (m.compute_gradients(*part(world, x, y)), o.step()),
+                ):
+                    before = model.gather_full_parameters()
+                    change()
+                    assert not np.array_equal(model.gather_full_parameters(), before)
+
+
+@pytest.mark.mpi
+def test_copies_are_independent_and_a_deep_copy_takes_the_same_steps(world: Any) -> None:
+    x, y = part(world, *points(8))
+    for strategy in STRATEGIES:
+        model, _ = sharded(strategy, world, **PRIVATE)
+        with model:
+            model.train(x, y)
+            start = model.get_parameters()
+            with model.clone() as clone, model.deep_copy() as deep, model.with_parameters(0 * start) as zero:
+                assert clone.config is model.config
+                assert clone.wrapped_model is model.wrapped_model is not deep.wrapped_model
+                assert not zero.get_parameters().any()
+                clone.train(x, y)
+                np.testing.assert_array_equal(model.get_parameters(), start)
+                assert model.train(x, y) == deep.train(x, y)
+                assert model.parameters_sha256() == deep.parameters_sha256() != clone.parameters_sha256()
+                assert deep.engine.updater.step_count == 2
+
+
+def test_a_function_model_can_be_deep_copied() -> None:
+    model, _ = sharded("zero3", None, hard_function())
+    with model, model.deep_copy() as copy:
+        assert copy.parameters_sha256() == model.parameters_sha256()
+
+
+def test_a_wrong_length_is_told_with_both_lengths_on_all_ranks() -> None:
+    def one_wrong(comm: Any) -> str:
+        model, _ = sharded("zero1", comm, ten())
+        with model:
+            length = 9 if comm.rank == 1 else 10
+            for method in (model.set_parameters, model.with_parameters):
+                with pytest.raises((ValueError, RemoteError), match="9 values.*10 parameters"):
+                    method(np.zeros(length))
+            np.testing.assert_array_equal(model.get_parameters(), np.arange(10.0))
+        return "survived"
+
+    assert run_in_threads(3, one_wrong) == ["survived"] * 3
+
+
+def test_named_parameters_go_out_and_in_by_npz(tmp_path: Path) -> None:
+    model, _ = sharded("zero2", None)
+    with model:
+        model.export_npz(tmp_path / "weights")  # exactly this name
+        before = model.parameters_sha256()
+        model.set_parameters(0 * model.get_parameters())
+        model.import_npz(tmp_path / "weights")
+        assert model.parameters_sha256() == before
+        named = model.named_parameters()
+        name = next(iter(named))
+        with pytest.raises(LayoutError, match=f"missing .*{name}.*unknown .*'more'"):
+            model.load_named({"more": named.pop(name), **named})
+        with pytest.raises(FileNotFoundError):
+            model.import_npz(tmp_path / "nothing")
+
+
+def test_who_still_predicts_sees_the_old_parameters() -> None:
+    def slow(p: Any, x: Any) -> Any:
+        time.sleep(0.2 * float(x))
+        return p["w"].copy()
+
+    def race(comm: Any) -> None:
+        config = mz.ShardingConfig(comm=comm)
+        wrapped = mz.FunctionModel({"w": np.zeros(10)}, ten().loss_and_grad, predict=slow)
+        model, optimizer = mz.distribute(wrapped, mz.SGD(lr=1.0), strategy="zero1", config=config)
+        with model:
+            for change in (
+                lambda: model.set_parameters(np.ones(10)),
+                lambda: model.apply_gradients(model.synchronize_gradients(), 1.0),
+                lambda: optimizer.step(),
+            ):
+                model.compute_gradients(np.ones((1, 10)), np.ones(1))
+                before = model.get_parameters()
+                seen = model.predict(np.array(comm.rank))  # rank 1 takes its time
+                change()
+                np.testing.assert_array_equal(seen, before)
+
+    run_in_threads(2, race)
+
+
+@pytest.mark.mpi
+def test_predict_and_evaluate_take_any_number_of_samples(world: Any) -> None:
+    x, y = points(7)
+    single, _ = sharded("ddp", None, micro_batch=1)
+    expected = single.evaluate(x, y)
+    for strategy in STRATEGIES:
+        for memory in MEMORIES:
+            model, _ = sharded(strategy, world, micro_batch=1, **memory)
+            with model:
+                own = x[: world.rank]
+                np.testing.assert_allclose(model.predict(own), single.predict(x)[: world.rank], rtol=1e-5, atol=1e-6)
+                sizes = [0] * (world.size - 1) + [7]
+                assert model.evaluate(*part(world, x, y, sizes)) == expected
+    single.close()
+
+
+# ---------------------------------------------------------------------- one rank fails, all raise, all go on
+
+
+@pytest.mark.mpi
+def test_an_error_in_one_ranks_model_is_raised_on_all_ranks_and_leaves_the_model_as_it_was(world: Any) -> None:
+    def poison(x: Any, g: Any) -> Any:
+        if (x > 100).any():
+            raise OverflowError("sample above 100")
+        return g
+
+    x = np.arange(80.0).reshape(8, 10)
+    bad = x.copy()
+    bad[-1] = 1000.0
+    for strategy in STRATEGIES:
+        for memory in MEMORIES:
+            model, _ = sharded(strategy, world, ten(poison), micro_batch=1, **memory)
+            twin, _ = sharded(strategy, world, ten(), micro_batch=1, **memory)
+            with model, twin:
+                for step in (model.train, model.compute_gradients, model.evaluate):
+                    with pytest.raises((OverflowError, RemoteError), match="sample above 100"):
+                        step(*part(world, bad, bad))
+                model.train(*part(world, x, x))
+                twin.train(*part(world, x, x))
+                assert model.parameters_sha256() == twin.parameters_sha256()
+
+
+@pytest.mark.mpi
+def test_an_error_inside_a_layer_keeps_no_rank_waiting(world: Any) -> None:
+    x, y = tokens(8)
+    bad = x.copy()
+    bad[-1, -1] = 31  # not in the vocabulary
+    for strategy in ("zero2", "zero3"):
+        for memory in MEMORIES:
+            model, _ = sharded(strategy, world, gpt(layers=1, dropout=0.0), micro_batch=1, **memory)
+            with model:
+                with pytest.raises((DataError, RemoteError), match="31"):
+                    model.train(*part(world, bad, y))
+                mine = bad[-1:] if world.rank == world.size - 1 else x[:1]
+                if world.rank == world.size - 1:
+                    with pytest.raises(DataError, match="31"):
+                        model.predict(mine)
+                else:
+                    model.predict(mine)
+                assert np.isfinite(model.train(*part(world, x, y)))
+
+
+@pytest.mark.mpi
+def test_bad_batches_are_refused_on_all_ranks(world: Any) -> None:
+    model, _ = sharded("zero2", world)
+    x, y = points(4)
+    with model:
+        for bx, by, told in (
+            (x[:0], y[:0], "no samples on any rank"),
+            (x, y[: 3 if world.rank == 0 else 4], "equally many samples.*rank 0"),
+            (x.astype(np.float64) if world.rank == world.size - 1 else x, y[:3], "equally many samples, and the same"),
+        ):
+            with pytest.raises(DataError, match=told):
+                model.train(bx, by)
+        model.train(x, y)
+
+
+# ---------------------------------------------------------------------- delegation
+
+
+def test_questions_about_the_model_have_the_same_answers_after_sharded_training() -> None:
+    x, y = points(12)
+
+    def ask(comm: Any) -> Any:
+        model, _ = sharded("zero3", comm, micro_batch=2, **PRIVATE)
+        with model:
+            model.active_feature_indices = (0, 2, 3)
+            for _ in range(3):
+                model.train(*part(comm, x, y))
+            assert model.supports_jit_compilation
+            assert model.is_feature_used(2)
+            assert not model.is_feature_used(1)
+            compiled = model.jit_compile()
+            np.testing.assert_allclose(compiled(x), model.predict(x), rtol=1e-5, atol=1e-6)
+            return (
+                model.feature_importance(),
+                model.active_feature_indices,
+                model.export_computation_graph(),
+                compiled(x).tolist(),
+            )
+
+    single = ask(None)
+    assert single[0]["1"] == 0.0 < single[0]["2"]
+    assert run_in_threads(3, ask) == [single] * 3
+
+
+def test_what_the_wrapped_model_cannot_is_said() -> None:
+    model, _ = sharded("ddp", None, ten())
+    with model:
+        assert not model.supports_jit_compilation
+        for ask in (model.feature_importance, model.jit_compile, model.export_computation_graph):
+            with pytest.raises(NotImplementedError, match="FunctionModel has no"):
+                ask()
+
+
+# ---------------------------------------------------------------------- files
+
+
+@pytest.mark.mpi
+def test_a_missing_or_damaged_file_is_one_error_on_all_ranks(world: Any, tmp_path_factory: Any) -> None:
+    folder = Path(world.broadcast_object(str(tmp_path_factory.mktemp("saved")) if world.rank == 0 else None))
+    for strategy in ("ddp", "zero3"):
+        for memory in ({}, PRIVATE):
+            model, _ = sharded(strategy, world, **memory)
+            with model:
+                with pytest.raises(FileNotFoundError, match="nowhere"):
+                    model.load_model(folder / "nowhere")
+                model.train(*part(world, *points(8)))
+                model.save_model(folder / "good")
+                damage(folder / "good", world)
+                check_intact(model, lambda m=model: m.load_model(folder / "good"), "checksum mismatch")
+                model.train(*part(world, *points(8)))
+                check_intact(model, lambda m=model: m.load_model(folder / "good"), "checksum mismatch")
+            fresh, _ = sharded(strategy, world, **memory)
+            with fresh:
+                check_intact(fresh, lambda m=fresh: m.load_model(folder / "good"), "checksum mismatch")
+                fresh.train(*part(world, *points(8)))
+
+
+def damage(folder: Path, comm: Any) -> None:
+    """Flip the last byte of the last array of optimizer state: everything before it is good."""
+    if comm is None or comm.rank == 0:
+        file = folder / "state.h5"
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    if comm is not None:
+        comm.barrier()
+
+
+def check_intact(model: Any, call: Callable[[], Any], told: str) -> None:
+    before = model.parameters_sha256(), [a.copy() for a in model.engine.updater.state.values()]
+    steps = model.engine.updater.step_count
+    with pytest.raises(CheckpointError, match=told):
+        call()
+    assert model.parameters_sha256() == before[0]
+    assert model.engine.updater.step_count == steps
+    for old, new in zip(before[1], model.engine.updater.state.values(), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_damaged_bytes_on_one_rank_leave_all_models_intact() -> None:
+    def one_damaged(comm: Any) -> None:
+        model, _ = sharded("zero2", comm)
+        with model:
+            model.train(*part(comm, *points(8)))
+            data = bytearray(model.serialize())
+            if comm.rank == 1:
+                data[len(data) // 2] ^= 255
+            before = model.parameters_sha256()
+            with pytest.raises((CheckpointError, RemoteError), match="checksum mismatch"):
+                model.deserialize(bytes(data))
+            assert model.parameters_sha256() == before
+            stream = io.BytesIO()
+            model.save_state(stream)
+            everywhere = comm.broadcast_object(stream.getvalue())
+            model.train(*part(comm, *points(8)))
+            model.load_state(io.BytesIO(everywhere))
+            assert model.parameters_sha256() == before
+
+    run_in_threads(2, one_damaged)
+
+
+def test_another_layout_is_an_error_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    def save(comm: Any) -> None:
+        model, _ = sharded("zero2", comm)
+        with model:
+            model.save_model(tmp_path / "four")
+
+    run_in_threads(4, save)
+    model, _ = sharded("zero3", None)
+    with model:
+        with pytest.raises(CheckpointError, match="ZeRO-2 over 4 ranks.*ZeRO-3 over 1 rank"):
+            model.load_model(tmp_path / "four", strict_layout=True)
+        model.load_model(tmp_path / "four")
+        model.save_model(tmp_path / "one")
+    again, _ = sharded("fsdp", None)
+    with again:
+        again.load_model(tmp_path / "one", strict_layout=True)  # FSDP is ZeRO-3 by another name
+
+
+def test_another_model_or_optimizer_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    model, _ = sharded("zero1", None)
+    with model:
+        model.train(*points(4))
+        model.save_model(tmp_path / "saved")
+    for other, told in (
+        (sharded("zero1", None, mlp(outputs=4))[0], "another model: .* has shape"),
+        (sharded("zero1", None, optimizer=mz.Lion(lr=0.1))[0], "state of AdamW, the bound optimizer is Lion"),
+        (sharded("zero1", None, mlp(dtype="float64"))[0], "float32.*float64"),
+    ):
+        with other:
+            other.train(*points(4, seed=1))
+            check_intact(other, lambda m=other: m.load_model(tmp_path / "saved"), told)

@@ -1,0 +1,121 @@
+"""Black boxes: what they may leave out, what they are told when they are wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.errors import ConfigError, LayoutError, RemoteError
+from mpizero.parallel.dealing import deal
+from mpizero.testing import run_in_threads
+from tests.parallel.models import MEMORIES, STRATEGIES, sharded
+
+START = {"a": np.ones((2, 3)), "b": np.ones(3)}
+GOOD = {"a": np.ones((2, 3)), "b": np.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        ((1.0, {"a": GOOD["a"]}, 1.0), "no gradient for 'b'; it returned .'a'"),
+        ((1.0, {**GOOD, "b": np.ones(4)}, 1.0), r"gradient of 'b' has shape \(4,\), its parameter has \(3,\)"),
+        ((1.0, GOOD), r"must return \(loss_sum, gradients by name, weight\), it returned .'float', 'dict'"),
+        (None, "must return .* it returned NoneType"),
+        ((1.0, [1, 2], 1.0), "must return .* it returned .'float', 'list', 'float'"),
+    ],
+)
+def test_a_wrong_answer_on_one_rank_is_told_to_all(result: Any, told: str) -> None:
+    def run(comm: Any) -> None:
+        answer = result if comm.rank == 1 else (1.0, GOOD, 1.0)
+        for memory in MEMORIES:
+            model, _ = sharded("zero3", comm, mz.FunctionModel(START, lambda p, b: answer), micro_batch=1, **memory)
+            with model:
+                with pytest.raises((LayoutError, RemoteError), match=told):
+                    model.train(np.ones((1, 1)), np.ones((1, 1)))
+                np.testing.assert_array_equal(model.get_parameters(), np.ones(9))
+
+    run_in_threads(4, run)
+
+
+def test_bad_parameters_are_refused() -> None:
+    def nothing(p: Any, b: Any) -> Any:
+        return 0.0, {}, 1.0
+
+    for arguments, told in (
+        (({}, nothing), "at least one"),
+        (({"a": np.ones(1), "b": np.ones(1, np.float32)}, nothing), "all parameters must be float32, or all float64"),
+        (({"a": np.ones(1, np.int64)}, nothing), "float32, or all float64"),
+        (({"a": np.ones(1)}, 3), "must be a function"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            mz.FunctionModel(*arguments)
+    with pytest.raises(ConfigError, match=r"frozen names \['c'\]"):
+        mz.FunctionModel({"a": np.ones(1)}, nothing, frozen=["c"])
+
+
+def test_frozen_parameters_need_no_gradient_and_parameters_are_read_only() -> None:
+    def loss_and_grad(p: Any, b: Any) -> Any:
+        with pytest.raises(ValueError, match="read-only"):
+            p["a"] += 1
+        return 1.0, {"b": np.ones(3)}, 1.0
+
+    for strategy in STRATEGIES:
+        model, _ = sharded(strategy, None, mz.FunctionModel(START, loss_and_grad, frozen=["a"]), mz.SGD(lr=0.5))
+        with model:
+            model.train(np.ones((1, 1)), np.ones((1, 1)))
+            named = model.named_parameters()
+            np.testing.assert_array_equal(named["a"], START["a"])
+            np.testing.assert_array_equal(named["b"], START["b"] - 0.5)
+            assert set(model.compute_gradients(np.ones((1, 1)), np.ones((1, 1))).values) == {0.0, 1.0}
+
+
+@pytest.mark.mpi
+def test_batches_that_are_no_arrays_are_one_grain_a_rank(world: Any) -> None:
+    def loss_and_grad(p: Any, batch: Any) -> Any:
+        (numbers,), _ = batch
+        return float(sum(numbers)), {"w": np.full(5, float(sum(numbers)))}, 1.0
+
+    mean = sum(range(world.size)) / world.size
+    for strategy in STRATEGIES:
+        for memory in MEMORIES:
+            wrapped = mz.FunctionModel({"w": np.zeros(5)}, loss_and_grad)
+            model, _ = sharded(strategy, world, wrapped, mz.SGD(lr=1.0), **memory)
+            with model:
+                assert model.train([{world.rank}], None) == mean
+                np.testing.assert_array_equal(model.get_parameters(), np.full(5, -mean))
+
+
+def test_such_a_grain_is_numbered_by_its_ranks_place_also_where_nodes_are_not_consecutive() -> None:
+    def run(comm: Any) -> int:
+        order = (0, 2, 1, 3)  # two nodes, dealt to like cards
+        batch = deal(comm, "text", None, lambda n: n, lambda count: list(order[:count]), 1)
+        return next(iter(batch.grains))
+
+    assert run_in_threads(4, run) == [0, 2, 1, 3]
+
+
+def test_a_prediction_that_is_missing_is_said_and_one_that_is_a_view_is_a_copy() -> None:
+    def nothing(p: Any, b: Any) -> Any:
+        return 1.0, {"w": np.ones(3)}, 1.0
+
+    model, _ = sharded("ddp", None, mz.FunctionModel({"w": np.ones(3)}, nothing))
+    with model, pytest.raises(NotImplementedError, match=r"give one, FunctionModel\(..., predict=...\)"):
+        model.predict(np.ones(1))
+    model, _ = sharded("ddp", None, mz.FunctionModel({"w": np.ones(3)}, nothing, predict=lambda p, x: p["w"]))
+    with model:
+        seen = model.predict(np.ones(1))
+        model.set_parameters(np.zeros(3))
+        np.testing.assert_array_equal(seen, np.ones(3))
+        assert model.predict(None) is None
+
+
+def test_lists_of_two_ranks_and_arrays_do_not_mix() -> None:
+    def run(comm: Any) -> None:
+        model, _ = sharded("zero1", comm, mz.FunctionModel(START, lambda p, b: (1.0, GOOD, 1.0)))
+        with model, pytest.raises(mz.errors.DataError, match="rank 0: x ndarray.*rank 1: x list"):
+            model.train(np.ones((1, 1)) if comm.rank == 0 else [1], np.ones((1, 1)))
+
+    run_in_threads(2, run)

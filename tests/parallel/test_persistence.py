@@ -1,0 +1,159 @@
+"""What is saved by any layout is loaded by any other, and goes on with the same bits."""
+
+from __future__ import annotations
+
+import io
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.errors import CheckpointError, LayoutError
+from mpizero.testing import run_in_threads
+from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, gpt, part, points, sharded, tokens
+
+SCALE = mz.DynamicLossScale(initial=2.0**8, interval=3)
+
+
+def run(comm: Any, strategy: str, memory: dict[str, Any], data: bytes | None, steps: int) -> tuple[bytes, list[str]]:
+    """Load, train with dropout, clipping and a loss scale; return the state and the hash after every step."""
+    settings = {"clip": 0.5, "micro_batch": 1, **memory}
+    model, optimizer = sharded(strategy, comm, gpt(layers=1), mz.AdamW(lr=1e-2), **settings)
+    with model:
+        model.engine.bind(optimizer.wrapped_optimizer, SCALE)
+        if data is not None:
+            model.deserialize(data)
+        hashes = []
+        for _ in range(steps):
+            model.train(*part(comm, *tokens(4)))
+            hashes.append(model.parameters_sha256())
+        return model.serialize(), hashes
+
+
+@cache
+def uninterrupted() -> tuple[bytes, list[str]]:
+    first, hashes = run(None, "ddp", {}, None, 2)
+    _, more = run(None, "ddp", {}, first, 20)
+    return first, more
+
+
+def test_a_state_in_the_middle_of_a_run_is_all_that_the_run_needs() -> None:
+    _, whole = run(None, "ddp", {}, None, 4)
+    assert whole[2:] == uninterrupted()[1][:2]
+
+
+def test_four_zero2_ranks_save_and_three_zero3_ranks_go_on_with_the_same_bits() -> None:
+    saved = run_in_threads(4, lambda comm: run(comm, "zero2", PRIVATE, None, 2)[0])
+    assert len(set(saved)) == 1, "the same bytes on every rank"
+    gone_on = run_in_threads(3, lambda comm: run(comm, "zero3", PRIVATE, saved[0], 20)[1])
+    assert gone_on == [uninterrupted()[1]] * 3
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_any_layout_loads_any_other(number: int) -> None:
+    layouts = [(strategy, memory) for strategy in STRATEGIES for memory in MEMORIES]
+    for pair in range(2):
+        strategy, memory = layouts[number * 2 + pair]
+        other, other_memory = layouts[(number * 5 + pair * 7 + 3) % len(layouts)]
+        ranks = 2 + (number + pair) % 3
+        saved = run_in_threads(ranks, lambda comm, s=strategy, m=memory: run(comm, s, m, None, 2)[0])
+        assert len(set(saved)) == 1
+        loaded = run_in_threads(5 - ranks, lambda comm, s=other, m=other_memory, d=saved[0]: run(comm, s, m, d, 1)[1])
+        assert {h[0] for h in loaded} == {uninterrupted()[1][0]}
+
+
+@pytest.mark.mpi
+def test_folders_and_files_hold_the_whole_model(world: Any, tmp_path_factory: Any) -> None:
+    folder = Path(world.broadcast_object(str(tmp_path_factory.mktemp("saved")) if world.rank == 0 else None))
+    x, y = part(world, *points(8))
+    for strategy in STRATEGIES:
+        for memory in ({}, PRIVATE):
+            model, optimizer = sharded(strategy, world, **memory)
+            with model:
+                model.train(x, y)
+                model.save_model(folder / "model")
+                optimizer.save(folder / "optimizer")
+                named, state, image = model.named_parameters(), optimizer.state_dict(), optimizer.serialize()
+                with h5py.File(folder / "model" / "state.h5") as file:
+                    for name, values in named.items():
+                        np.testing.assert_array_equal(file["parameters"][name], values)
+                    for slot, arrays in state["state"].items():
+                        for name, values in arrays.items():
+                            np.testing.assert_array_equal(file["optimizer"][slot][name], values)
+                model.train(x, y)
+                after = model.parameters_sha256()
+                model.load_model(folder / "model")
+                model.train(x, y)
+                assert model.parameters_sha256() == after
+                for load in (
+                    lambda o=optimizer: o.load(folder / "optimizer"),
+                    lambda o=optimizer, s=state: o.load_state_dict(s),
+                    lambda o=optimizer, i=image: o.deserialize(i),
+                ):
+                    model.set_parameters(np.concatenate([v.reshape(-1) for v in named.values()]))
+                    optimizer.reset()
+                    assert optimizer.step_count == 0
+                    load()
+                    assert optimizer.step_count == 1
+                    model.train(x, y)
+                    assert model.parameters_sha256() == after
+            world.barrier()
+
+
+def test_open_files_work_like_bytes() -> None:
+    first, _ = sharded("zero1", None)
+    second, _ = sharded("zero3", None)
+    stream = io.BytesIO()
+    with first, second:
+        first.train(*points(4))
+        first.save_state(stream)
+        stream.seek(0)
+        second.load_state(stream)
+        assert first.parameters_sha256() == second.parameters_sha256()
+        assert first.train(*points(4)) == second.train(*points(4))
+
+
+def test_a_model_without_optimizer_takes_the_parameters_alone() -> None:
+    model, optimizer = sharded("zero1", None)
+    with model, mz.DDPModel(model.wrapped_model, mz.ShardingConfig()) as bare:
+        model.train(*points(4))
+        bare.deserialize(model.serialize())
+        assert bare.parameters_sha256() == model.parameters_sha256()
+        with pytest.raises(CheckpointError, match="the checkpoint has none"):
+            optimizer.deserialize(bare.serialize())
+
+
+def test_a_state_of_another_shape_is_refused_and_changes_nothing() -> None:
+    model, optimizer = sharded("zero1", None)
+    with model:
+        model.train(*points(4))
+        state = optimizer.state_dict()
+        name = next(iter(state["state"]["exp_avg"]))
+        state["state"]["exp_avg"][name] = np.zeros(3)
+        before = optimizer.serialize()
+        with pytest.raises(LayoutError, match=f"no array '{name}' of shape"):
+            optimizer.load_state_dict(state)
+        with pytest.raises(LayoutError, match="state has slots"):
+            optimizer.load_state_dict({"step_count": 1, "state": {}})
+        assert optimizer.serialize() == before
+
+
+def test_replicas_that_differ_are_found_and_repaired() -> None:
+    def repair(comm: Any) -> tuple[int, int, str]:
+        model, optimizer = sharded("ddp", comm, **PRIVATE)
+        with model:
+            model.train(*part(comm, *points(8)))
+            assert optimizer.synchronize_optimizer_state() == 0
+            if comm.rank == 2:
+                model.engine.updater.state["exp_avg"][3] += 1
+                model.engine.updater.step_count = 9
+            repaired = optimizer.synchronize_optimizer_state()
+            return repaired, optimizer.step_count, optimizer.serialize().hex()
+
+    found = run_in_threads(3, repair)
+    assert len(set(found)) == 1
+    assert found[0][:2] == (1, 1)
