@@ -70,38 +70,37 @@ def test_any_layout_loads_any_other(number: int) -> None:
 def test_folders_and_files_hold_the_whole_model(world: Any, tmp_path_factory: Any) -> None:
     folder = Path(world.broadcast_object(str(tmp_path_factory.mktemp("saved")) if world.rank == 0 else None))
     x, y = part(world, *points(8))
-    for strategy in STRATEGIES:
-        for memory in ({}, PRIVATE):
-            model, optimizer = sharded(strategy, world, **memory)
-            with model:
-                model.train(x, y)
-                model.save_model(folder / "model")
-                optimizer.save(folder / "optimizer")
-                named, state, image = model.named_parameters(), optimizer.state_dict(), optimizer.serialize()
-                with h5py.File(folder / "model" / "state.h5") as file:
-                    for name, values in named.items():
-                        np.testing.assert_array_equal(file["parameters"][name], values)
-                    for slot, arrays in state["state"].items():
-                        for name, values in arrays.items():
-                            np.testing.assert_array_equal(file["optimizer"][slot][name], values)
-                model.train(x, y)
-                after = model.parameters_sha256()
-                model.load_model(folder / "model")
+    for strategy, memory in zip(STRATEGIES, ({}, PRIVATE, PRIVATE, {}), strict=True):
+        model, optimizer = sharded(strategy, world, **memory)
+        with model:
+            model.train(x, y)
+            model.save_model(folder / "model")
+            optimizer.save(folder / "optimizer")
+            named, state, image = model.named_parameters(), optimizer.state_dict(), optimizer.serialize()
+            with h5py.File(folder / "model" / "state.h5") as file:
+                for name, values in named.items():
+                    np.testing.assert_array_equal(file["parameters"][name], values)
+                for slot, arrays in state["state"].items():
+                    for name, values in arrays.items():
+                        np.testing.assert_array_equal(file["optimizer"][slot][name], values)
+            model.train(x, y)
+            after = model.parameters_sha256()
+            model.load_model(folder / "model")
+            model.train(x, y)
+            assert model.parameters_sha256() == after
+            for load in (
+                lambda o=optimizer: o.load(folder / "optimizer"),
+                lambda o=optimizer, s=state: o.load_state_dict(s),
+                lambda o=optimizer, i=image: o.deserialize(i),
+            ):
+                model.set_parameters(np.concatenate([v.reshape(-1) for v in named.values()]))
+                optimizer.reset()
+                assert optimizer.step_count == 0
+                load()
+                assert optimizer.step_count == 1
                 model.train(x, y)
                 assert model.parameters_sha256() == after
-                for load in (
-                    lambda o=optimizer: o.load(folder / "optimizer"),
-                    lambda o=optimizer, s=state: o.load_state_dict(s),
-                    lambda o=optimizer, i=image: o.deserialize(i),
-                ):
-                    model.set_parameters(np.concatenate([v.reshape(-1) for v in named.values()]))
-                    optimizer.reset()
-                    assert optimizer.step_count == 0
-                    load()
-                    assert optimizer.step_count == 1
-                    model.train(x, y)
-                    assert model.parameters_sha256() == after
-            world.barrier()
+        world.barrier()
 
 
 def test_open_files_work_like_bytes() -> None:
