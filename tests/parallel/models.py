@@ -27,6 +27,12 @@ def tokens(samples: int, seed: int = 0) -> tuple[Array, Array]:
 PRIVATE: dict[str, Any] = {"share_node_memory": False}
 
 
+def layouts(size: int) -> list[tuple[str, dict[str, Any]]]:
+    """All pairs of strategy and memory; on more than three ranks each strategy with one memory, by the job's size."""
+    pairs = [(strategy, memory) for strategy in STRATEGIES for memory in MEMORIES]
+    return pairs if size <= 3 else [pairs[3 * i + (i + size // 4) % 3] for i in range(len(STRATEGIES))]
+
+
 def sharded(strategy: str, comm: Any, model: Any = None, optimizer: Any = None, **settings: Any) -> Any:
     """A placed model, whose configuration is closed with it, and its optimizer."""
     config = mz.ShardingConfig(comm=comm, **{"minimum_parameter_group_size": 1, **settings})

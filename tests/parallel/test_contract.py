@@ -21,6 +21,7 @@ from tests.parallel.models import (
     STRATEGIES,
     gpt,
     hard_function,
+    layouts,
     mlp,
     part,
     points,
@@ -156,28 +157,27 @@ def test_a_closed_model_says_so_and_closing_twice_is_nothing() -> None:
 def test_gradients_by_hand_make_the_step_that_train_makes(world: Any, auto: bool) -> None:
     x, y = points(9)
     losses, hashes = trained_alone(3)
-    for strategy in STRATEGIES:
-        for memory in MEMORIES if strategy in ("ddp", "zero3") else [PRIVATE]:
-            model, optimizer = sharded(strategy, world, micro_batch=2, auto_sync_gradients=auto, **memory)
-            with model:
-                for step in range(2):
-                    before = model.get_parameters()
-                    found = model.compute_gradients(*part(world, x, y))
-                    np.testing.assert_array_equal(model.get_parameters(), before)
-                    assert (found.synchronized, found.weight, found.loss) == (auto, 9, losses[step])
-                    assert model.synchronize_gradients().synchronized
+    for strategy, memory in layouts(world.size):
+        model, optimizer = sharded(strategy, world, micro_batch=2, auto_sync_gradients=auto, **memory)
+        with model:
+            for step in range(2):
+                before = model.get_parameters()
+                found = model.compute_gradients(*part(world, x, y))
+                np.testing.assert_array_equal(model.get_parameters(), before)
+                assert (found.synchronized, found.weight, found.loss) == (auto, 9, losses[step])
+                assert model.synchronize_gradients().synchronized
+                optimizer.step()
+                assert model.last_step.loss == losses[step]
+                assert model.parameters_sha256() == hashes[step]
+            assert optimizer.step_count == 2
+            if auto:
+                with pytest.raises(RuntimeError, match="call train or compute_gradients"):
                     optimizer.step()
-                    assert model.last_step.loss == losses[step]
-                    assert model.parameters_sha256() == hashes[step]
-                assert optimizer.step_count == 2
-                if auto:
-                    with pytest.raises(RuntimeError, match="call train or compute_gradients"):
-                        optimizer.step()
-                else:
-                    assert model.train(*part(world, x, y)) == losses[2]
-                    assert model.parameters_sha256() == hashes[1]  # nothing is updated before the step
-                    optimizer.step()
-                    assert model.parameters_sha256() == hashes[2]
+            else:
+                assert model.train(*part(world, x, y)) == losses[2]
+                assert model.parameters_sha256() == hashes[1]  # nothing is updated before the step
+                optimizer.step()
+                assert model.parameters_sha256() == hashes[2]
 
 
 @cache
@@ -195,22 +195,19 @@ def test_gradients_are_full_for_stages_0_and_1_and_owned_for_2_and_3(world: Any)
     x, y = points(9)
     whole, _ = sharded("ddp", None, micro_batch=2)
     expected = whole.compute_gradients(x, y).values
-    for strategy in STRATEGIES:
-        for memory in MEMORIES:
-            model, _ = sharded(strategy, world, micro_batch=2, **memory)
-            with model:
-                found = model.compute_gradients(*part(world, x, y)).values
-                if strategy in ("zero2", "zero3"):
-                    np.testing.assert_array_equal(
-                        found, np.concatenate([expected[s.start : s.stop] for s in model.owned])
-                    )
-                else:
-                    np.testing.assert_array_equal(found, expected)
-                full = model.get_parameters()
-                model.apply_gradients(model.synchronize_gradients(), 0.5)
-                np.testing.assert_array_equal(model.get_parameters(), full - np.float32(0.5) * expected)
-                with pytest.raises(RuntimeError, match="no gradient exists"):
-                    model.synchronize_gradients()
+    for strategy, memory in layouts(world.size):
+        model, _ = sharded(strategy, world, micro_batch=2, **memory)
+        with model:
+            found = model.compute_gradients(*part(world, x, y)).values
+            if strategy in ("zero2", "zero3"):
+                np.testing.assert_array_equal(found, np.concatenate([expected[s.start : s.stop] for s in model.owned]))
+            else:
+                np.testing.assert_array_equal(found, expected)
+            full = model.get_parameters()
+            model.apply_gradients(model.synchronize_gradients(), 0.5)
+            np.testing.assert_array_equal(model.get_parameters(), full - np.float32(0.5) * expected)
+            with pytest.raises(RuntimeError, match="no gradient exists"):
+                model.synchronize_gradients()
     whole.close()
 
 
@@ -377,14 +374,13 @@ def test_predict_and_evaluate_take_any_number_of_samples(world: Any) -> None:
     x, y = points(7)
     single, _ = sharded("ddp", None, micro_batch=1)
     expected = single.evaluate(x, y)
-    for strategy in STRATEGIES:
-        for memory in MEMORIES:
-            model, _ = sharded(strategy, world, micro_batch=1, **memory)
-            with model:
-                own = x[: world.rank]
-                np.testing.assert_allclose(model.predict(own), single.predict(x)[: world.rank], rtol=1e-5, atol=1e-6)
-                sizes = [0] * (world.size - 1) + [7]
-                assert model.evaluate(*part(world, x, y, sizes)) == expected
+    for strategy, memory in layouts(world.size):
+        model, _ = sharded(strategy, world, micro_batch=1, **memory)
+        with model:
+            own = x[: world.rank]
+            np.testing.assert_allclose(model.predict(own), single.predict(x)[: world.rank], rtol=1e-5, atol=1e-6)
+            sizes = [0] * (world.size - 1) + [7]
+            assert model.evaluate(*part(world, x, y, sizes)) == expected
     single.close()
 
 

