@@ -17,14 +17,24 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import torch
-from torch import nn
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by NumPy's and PyTorch's BLAS when they are loaded
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mpizero.nn import GPT, from_torch, initial_parameters, loss_and_gradients, model_specs, to_torch  # noqa: E402
+from mpizero.nn import (  # noqa: E402
+    GPT,
+    from_torch,
+    gradient_slots,
+    initial_parameters,
+    loss_and_gradients,
+    model_specs,
+    to_torch,
+)
 from mpizero.optim import AdamW  # noqa: E402
 from mpizero.types import Run  # noqa: E402
 
@@ -98,8 +108,11 @@ def here(model: GPT, named: dict[str, np.ndarray]) -> Callable[[int, np.ndarray,
     specs = {spec.name: spec for spec in model_specs(model) if spec.tied is None}
     state = {name: {slot: np.zeros(spec.size, model.dtype) for slot in optimizer.slots} for name, spec in specs.items()}
 
+    slots = gradient_slots(model)
+
     def step(index: int, x: np.ndarray, y: np.ndarray) -> float:
-        loss_sum, weight, gradients = loss_and_gradients(model, named, (x, y), Run(True, step=index), 1.0 / y.size)
+        run = Run(training=True, step=index)
+        loss_sum, weight, gradients = loss_and_gradients(model, named, (x, y), run, 1.0 / y.size, slots)
         for name, spec in specs.items():
             hyper = optimizer.hyper(index + 1, optimizer.group_of(spec), model.dtype)
             optimizer.apply(named[name].reshape(-1), gradients[name].reshape(-1), state[name], hyper)
@@ -197,7 +210,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--time", action="store_true", help="measure the time of a step instead")
     options = parser.parse_args()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if options.time:
         measure(options)
         return 0

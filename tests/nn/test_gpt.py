@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpizero.errors import ConfigError, DataError, LayoutError
-from mpizero.nn import GPT, bind, evaluate, initial_parameters, loss_and_gradients, model_specs
+from mpizero.nn import GPT, bind, evaluate, gradient_slots, initial_parameters, loss_and_gradients, model_specs
 from mpizero.types import BlockModel, Run
 
 SMALL = {"dim": 12, "layers": 2, "heads": 3, "sequence": 7, "vocabulary": 11}
@@ -166,6 +166,18 @@ def test_samples_of_a_batch_do_not_know_each_other(batch):
     for name in named:
         total = sum(part[2][name] for part in parts)
         np.testing.assert_allclose(whole[2][name], total, rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+def test_gradients_may_be_written_over_those_of_an_earlier_step(batch):
+    model = GPT(**SMALL)
+    named, slots = initial_parameters(model), gradient_slots(model)
+    first = {name: value.copy() for name, value in loss_and_gradients(model, named, batch, slots=slots)[2].items()}
+    again = loss_and_gradients(model, named, batch, slots=slots)[2]
+    fresh = loss_and_gradients(model, named, batch)[2]
+    for name in named:
+        assert again[name] is slots[name]
+        np.testing.assert_array_equal(again[name], first[name])
+        np.testing.assert_array_equal(again[name], fresh[name])
 
 
 def test_the_tied_table_has_a_slot_for_each_use():
