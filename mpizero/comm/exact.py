@@ -150,7 +150,7 @@ class ExactExchange:
             high = low + step
             windows = [_window(spans, low, high) for spans in ranges]
             widths = [sum(span.size for _, span in window) for window in windows]
-            send = self.scratch("exchange send", mine * sum(widths), rows.dtype)
+            send = self.scratch("send", mine * sum(widths), rows.dtype)
             position = 0
             for window in windows:
                 for program in sums:
@@ -158,7 +158,7 @@ class ExactExchange:
                         tree_sum(rows, span.start, program, one, send[position : position + span.size])
                         position += span.size
             width = widths[self.peers.rank]
-            recv = self.scratch("exchange receive", arrivals * width, rows.dtype)
+            recv = self.scratch("receive", arrivals * width, rows.dtype)
             self._alltoall(send, [mine * w for w in widths], recv, [c * width for c in counts], tag)
             matrix, column = recv.reshape(arrivals, width), 0
             for offset, span in windows[self.peers.rank]:
@@ -177,8 +177,8 @@ class ExactExchange:
             if self.compression == "bf16"
             else (copy.to_float16, copy.from_float16)
         )
-        packed = self.scratch("exchange packed", send.size, np.uint16)
-        arrived = self.scratch("exchange arrived", recv.size, np.uint16)
+        packed = self.scratch("packed send", send.size, np.uint16)
+        arrived = self.scratch("packed receive", recv.size, np.uint16)
         encode(send, packed)
         self.peers.alltoallv(packed, send_counts, arrived, recv_counts, tag)
         decode(arrived, recv)
@@ -231,9 +231,9 @@ def gather_spans(
     for low in range(0, longest, step):
         windows = [_window(group, low, low + step) for group in spans]
         counts = [sum(span.size for _, span in window) for window in windows]
-        packed = scratch("gather send", counts[peers.rank], target.dtype)
+        packed = scratch("send", counts[peers.rank], target.dtype)
         np.concatenate([target[:0], *(target[s.start : s.stop] for _, s in windows[peers.rank])], out=packed)
-        recv = scratch("gather receive", sum(counts), target.dtype)
+        recv = scratch("receive", sum(counts), target.dtype)
         peers.allgatherv(packed, recv, counts, "gather")
         position = 0
         for peer, window in enumerate(windows):

@@ -28,7 +28,7 @@ class Memory:
     ----------
     private_bytes, shared_bytes : Counter of str to int
         What this rank holds alone, and what its node holds together, by kind ("parameters", "gradients",
-        "optimizer state", "buffers").
+        "optimizer state", "buffers", "exchange buffers").
     peak_bytes : int
         The most that this rank held alone plus its equal part of what its node shares.
     """
@@ -53,14 +53,17 @@ class Memory:
         self.private_bytes[kind] -= array.nbytes
 
     def scratch(self, name: str, size: int, dtype: Any) -> Array:
-        """Return room for a message: not zeroed, the same memory for every message of this name. Not collective."""
+        """Return room for a message: not zeroed, the same memory for every message of this name. Not collective.
+
+        Messages are cut into pieces of at most ``comm.exact.EXCHANGE_ELEMENTS``, so this stays within a few megabytes.
+        """
         nbytes = size * np.dtype(dtype).itemsize
         held = self._scratch.get(name)
         if held is None or held.nbytes < nbytes:
             if held is not None:
-                self.release("buffers", held)
+                self.release("exchange buffers", held)
             held = self._scratch[name] = np.empty(nbytes, np.uint8)
-            self.private_bytes["buffers"] += nbytes
+            self.private_bytes["exchange buffers"] += nbytes
             self._note_peak()
         return held[:nbytes].view(dtype)
 

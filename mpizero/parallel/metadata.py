@@ -30,7 +30,9 @@ class ModelMetadata:
     parameter_count, trainable_count : int
         Elements of the whole model.
     bytes_on_rank : dict of str to int
-        By kind: this rank's private arrays and its equal part of its node's windows.
+        By kind: this rank's private arrays and its equal part of its node's windows. The kinds of ``formula_bytes``,
+        "buffers" (gathered units, scratch for frozen gradients), and "exchange buffers" (messages; at most 4 MiB for
+        float32, 6 with compression, 8 for float64, whatever the model's size).
     bytes_on_node : dict of str to int
         By kind, windows and every rank's private arrays, if all ranks hold as much as this one.
     formula_bytes : dict of str to float

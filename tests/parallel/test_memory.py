@@ -34,7 +34,7 @@ def measured(comm: Any, strategy: str, **settings: Any) -> tuple[dict[str, int],
         told = model.metadata()
         assert told.bytes_on_rank == memory.kinds()
         assert told.peak_bytes == memory.peak_bytes >= memory.rank_bytes
-        return memory.kinds(), memory.peak_bytes, sum(a.nbytes for a in memory._scratch.values())
+        return memory.kinds(), memory.peak_bytes, memory.kinds().get("exchange buffers", 0)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -51,7 +51,7 @@ def test_private_memory_follows_the_papers_formulas(strategy: str, ranks: int) -
         ring = 4 * UNIT + PAGE if units else PAGE
         assert gradients - slack <= kinds["gradients"] <= gradients + slack + ring
         assert peak - exchange <= 1.02 * (parameters + gradients + state) + units * 4 * UNIT + PAGE
-        assert exchange <= 4 * 4 * EXCHANGE_ELEMENTS
+        assert 0 < exchange <= 2 * 4 * EXCHANGE_ELEMENTS
     if strategy == "ddp":
         assert parameters + gradients + state == 16 * PARAMETERS
 
