@@ -31,6 +31,7 @@ from mpizero.nn import (  # noqa: E402
     from_torch,
     gradient_slots,
     initial_parameters,
+    keep_freed_memory,
     loss_and_gradients,
     model_specs,
     to_torch,
@@ -185,7 +186,8 @@ def compare(options: argparse.Namespace, dtype: str) -> bool:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Print the time of a float32 step of both, run in turn so that both see the same machine."""
+    """Print the time of a float32 step of both, run in turn so that both see the same machine and C library."""
+    keep_freed_memory()
     steps = pair(options, "float32")
     source = batches(library_text(), options)
     times: tuple[list[float], list[float]] = ([], [])

@@ -12,6 +12,7 @@ from mpizero.nn.initialize import initial_values
 from mpizero.nn.layer import Layer
 from mpizero.nn.linear import Linear, Projection
 from mpizero.nn.loss import CrossEntropy, MeanSquaredError
+from mpizero.nn.memory import keep_freed_memory
 from mpizero.nn.mlp import MLP, Select
 from mpizero.nn.model import (
     bind,
@@ -60,6 +61,7 @@ __all__ = [
     "gradient_slots",
     "initial_parameters",
     "initial_values",
+    "keep_freed_memory",
     "loss_and_gradients",
     "model_specs",
     "nest",
