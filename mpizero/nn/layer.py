@@ -6,6 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,10 @@ class Layer(ABC):
 
     def specs(self) -> tuple[ParameterSpec, ...]:
         """Describe all parameters, the layer's own first, then each child's under ``child.``. Not collective."""
+        return self._specs
+
+    @cached_property
+    def _specs(self) -> tuple[ParameterSpec, ...]:
         nested = (
             replace(spec, name=f"{name}.{spec.name}")
             for name, child in self.children().items()
