@@ -18,6 +18,7 @@ from mpizero import optim
 from mpizero.comm.exact import ExactExchange, program_array
 from mpizero.errors import ConfigError
 from mpizero.layout import FlatLayout, Unit
+from mpizero.nn.memory import keep_freed_memory
 from mpizero.parallel.compute import BlackBoxEvaluator, BlockEvaluator, Evaluator, blocks_of
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.dealing import GlobalBatch, Grain, deal
@@ -74,6 +75,8 @@ class Engine:
         # BLAS with another number of threads gives other bits: the configuration decides, not the machine.
         self._blas_threads = threadpool_limits(config.threads, user_api="blas")
         self.block_model = isinstance(model, BlockModel)
+        if self.block_model:
+            keep_freed_memory()
         self.dtype = np.dtype(model.dtype)
         if self.dtype not in (np.float32, np.float64):
             raise ConfigError(f"parameters of type {self.dtype} are not supported: use float32 or float64")
