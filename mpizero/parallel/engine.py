@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
 from mpizero import optim
 from mpizero.comm.exact import ExactExchange, program_array
 from mpizero.errors import ConfigError
 from mpizero.layout import FlatLayout, Unit
 from mpizero.nn.memory import keep_freed_memory
+from mpizero.parallel.blas import settle_blas
 from mpizero.parallel.compute import BlackBoxEvaluator, BlockEvaluator, Evaluator, blocks_of
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.dealing import GlobalBatch, Grain, deal
@@ -72,8 +72,7 @@ class Engine:
     def __init__(self, model: Any, config: ShardingConfig, placement: Placement) -> None:
         self.model, self.config, self.placement = model, config, placement
         self.grid = config.grid
-        # BLAS with another number of threads gives other bits: the configuration decides, not the machine.
-        self._blas_threads = threadpool_limits(config.threads, user_api="blas")
+        self._blas_threads = settle_blas(self.grid.data, config.threads)
         self.block_model = isinstance(model, BlockModel)
         if self.block_model:
             keep_freed_memory()

@@ -1,0 +1,45 @@
+"""BLAS decides bits: its threads are set by the configuration, its builds are compared over the ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from threadpoolctl import ThreadpoolController
+
+from mpizero.comm import Communicator
+
+
+def settle_blas(comm: Communicator, threads: int) -> Any:
+    """Limit BLAS to ``threads`` threads, and say so on rank 0 if ranks have different builds of it.
+
+    Collective over ``comm``. Products of another build or for another core type may have other bits, so the result of
+    a training would depend on where its grains were computed.
+
+    Returns
+    -------
+    object
+        With ``restore_original_limits()``.
+    """
+    controller = ThreadpoolController()
+    builds = sorted(
+        f"{library['internal_api']} {library['version']} for {library.get('architecture', 'unknown cores')}"
+        for library in controller.info()
+        if library["user_api"] == "blas"
+    )
+    message = different_builds(comm.allgather_object(builds, "BLAS builds"))
+    if message is not None and comm.rank == 0:
+        print(f"mpizero: {message}", file=sys.stderr)
+    return controller.limit(limits=threads, user_api="blas")
+
+
+def different_builds(builds: Sequence[Sequence[str]]) -> str | None:
+    """Describe how the ranks' BLAS builds differ; None where they are the same. Not collective."""
+    if all(list(build) == list(builds[0]) for build in builds):
+        return None
+    rank = next(r for r, build in enumerate(builds) if list(build) != list(builds[0]))
+    return (
+        f"rank {rank} has BLAS {', '.join(builds[rank]) or 'none'}, rank 0 has {', '.join(builds[0]) or 'none'}: "
+        "results may differ in their last bits between runs that deal grains differently; use nodes of one kind"
+    )

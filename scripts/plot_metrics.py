@@ -1,0 +1,48 @@
+"""Draw the loss of one or several runs from their ``metrics.jsonl`` (needs the extra ``plot``)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def read(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics; ``run`` is its folder or the file itself."""
+    path = run / "metrics.jsonl" if run.is_dir() else run
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        sys.exit(f"{path}: {error}; give the folder of a run of `mpizero train`")
+
+
+def main() -> None:
+    """Write one picture."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or metrics files")
+    parser.add_argument("--output", type=Path, default=Path("loss.png"))
+    options = parser.parse_args()
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        sys.exit("matplotlib is missing: pip install 'mpizero[plot]'")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for run in options.runs:
+        lines = read(run)
+        axes.plot([m["step"] for m in lines], [m["loss"] for m in lines], linewidth=1, label=f"{run}: training")
+        checked = [m for m in lines if m.get("validation_loss") is not None]
+        axes.plot(
+            [m["step"] for m in checked], [m["validation_loss"] for m in checked], "o--", label=f"{run}: validation"
+        )
+    axes.set(xlabel="step", ylabel="loss (mean over the global batch)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(options.output, dpi=150)
+    print(options.output)
+
+
+if __name__ == "__main__":
+    main()
