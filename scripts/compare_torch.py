@@ -20,8 +20,23 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by NumPy's and PyTorch's BLAS when they are loaded
 
 import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("steps", 50), ("dim", 64), ("layers", 2), ("heads", 4), ("sequence", 64), ("batch", 8)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--time", action="store_true", help="measure the time of a step instead")
+    return parser.parse_args()
+
+
+try:
+    import torch
+    from torch import nn
+except ModuleNotFoundError:
+    arguments()  # --help works without it
+    sys.exit("this script compares with PyTorch, which is missing: pip install torch==2.13.0")
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -207,11 +222,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def main() -> int:
     """Compare or measure, as asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("steps", 50), ("dim", 64), ("layers", 2), ("heads", 4), ("sequence", 64), ("batch", 8)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--time", action="store_true", help="measure the time of a step instead")
-    options = parser.parse_args()
+    options = arguments()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if options.time:
         measure(options)
