@@ -235,6 +235,13 @@ class Communicator(Transport):
         shared: SharedMemory = self._call("allocate_shared", tag, self._allocate_shared, nbytes)
         return shared
 
+    def shared_space(self) -> int | None:
+        """Return the bytes that :meth:`allocate_shared` may still take here; None where nobody knows a limit.
+
+        Not collective: ranks may see different figures.
+        """
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Free the communicator; a second call does nothing. Collective over the communicator."""

@@ -291,6 +291,13 @@ class MpiCommunicator(Communicator):
     def _allocate_shared(self, nbytes: int) -> SharedMemory:
         return MpiSharedMemory(self._comm, nbytes, self.name)
 
+    def shared_space(self) -> int | None:
+        """Return the free bytes of the folder that most MPI libraries keep windows in. Not collective."""
+        from mpizero.comm.shared import RESERVE, free_space
+
+        free = free_space()
+        return None if free is None else max(0, free - RESERVE)
+
     def close(self) -> None:
         """Free the communicator; a second call does nothing. Collective over the communicator."""
         guard.forget(self.trace)

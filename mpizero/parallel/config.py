@@ -109,6 +109,15 @@ class ShardingConfig:
         grid: ProcessGrid = made["grid"]
         return grid
 
+    @property
+    def private_grid(self) -> ProcessGrid:
+        """The groups without shared memory: for a model that does not fit it. The first access is collective."""
+        made = self.__dict__
+        if "private_grid" not in made:
+            made["private_grid"] = ProcessGrid.create(self.communicator, share_node_memory=False)
+        grid: ProcessGrid = made["private_grid"]
+        return grid
+
     @cached_property
     def _watchdog(self) -> Watchdog:
         return Watchdog(self.communicator, self.timeout or math.inf)
@@ -121,8 +130,9 @@ class ShardingConfig:
         made = self.__dict__
         if "_watchdog" in made:
             made.pop("_watchdog").stop()
-        if "grid" in made:
-            made.pop("grid").close()
+        for name in ("private_grid", "grid"):
+            if name in made:
+                made.pop(name).close()
         if "communicator" in made:
             communicator = made.pop("communicator")
             if communicator is not self.comm:

@@ -23,7 +23,7 @@ from mpizero.parallel.compute import BlackBoxEvaluator, BlockEvaluator, Evaluato
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.dealing import GlobalBatch, Grain, deal
 from mpizero.parallel.gradients import GradientRing, GradientRows, GradientViews, contiguous_owners
-from mpizero.parallel.memory import Memory
+from mpizero.parallel.memory import Memory, fits_shared_memory
 from mpizero.parallel.ownership import UpdatePiece
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.scalars import GrainScalars, Totals
@@ -82,6 +82,8 @@ class Engine:
         self.layout = FlatLayout.build(
             blocks_of(model), one_unit=placement.one_unit, minimum_unit=config.minimum_parameter_group_size
         )
+        if not fits_shared_memory(self.grid, self.layout, self.dtype, waves=placement.waves):
+            self.grid = config.private_grid
         self.memory = Memory(self.grid.node)
         self.store = ParameterStore(self.layout, self.grid, self.memory, placement.shard_parameters, self.dtype)
         self.exchange = ExactExchange(self.grid.peers, config.gradient_compression, self.memory.scratch)

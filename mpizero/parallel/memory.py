@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from math import prod
@@ -9,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.comm import Communicator, SharedMemory
+from mpizero.comm import Communicator, ProcessGrid, SharedMemory
+from mpizero.layout import FlatLayout
 from mpizero.types import Array
 
 #: Rows that different ranks touch first start on their own page.
@@ -123,3 +125,35 @@ class Memory:
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.rank_bytes)
+
+
+def fits_shared_memory(grid: ProcessGrid, layout: FlatLayout, dtype: np.dtype[Any], *, waves: bool) -> bool:
+    """Tell whether parameters and gradients fit the shared memory of every node; if not, say so on rank 0.
+
+    Collective over the data group.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+        The ranks.
+    layout : FlatLayout
+        What is to be held.
+    dtype : numpy dtype
+        Of parameters and gradients.
+    waves : bool
+        Whether gradients stand in a ring of units; otherwise every rank has at least one whole row.
+    """
+    if grid.local_size == 1:
+        return True
+    gradients = 2 * max((unit.gradients for unit in layout.units), default=0) if waves else layout.gradient_size
+    needed = (layout.size + grid.local_size * gradients) * dtype.itemsize
+    space = grid.node.shared_space()
+    short = np.array([0 if space is None else max(0, needed - space)], np.int64)
+    grid.data.allreduce(short, "max", "shared memory")
+    if short[0] and grid.data.rank == 0:
+        print(
+            f"mpizero: the model needs {needed} bytes of shared memory on a node, a node lacks {short[0]} of them: "
+            "every rank keeps its own copy instead (enlarge /dev/shm, or see `mpizero doctor` for leftovers in it)",
+            file=sys.stderr,
+        )
+    return not short[0]
