@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.errors import LayoutError
+from mpizero.layout.flat import nested
 from mpizero.nn.graph import FORMAT, Graph, Place
 from mpizero.nn.initialize import initial_values
 from mpizero.nn.layer import Layer, namespace
@@ -71,14 +72,7 @@ def bind(model: BlockModel, named: Mapping[str, Array]) -> dict[str, dict[str, A
 
 def nest(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Turn dotted names into nested dictionaries: ``("a.b", 1)`` becomes ``{"a": {"b": 1}}``. Not collective."""
-    root: dict[str, Any] = {}
-    for name, value in items:
-        *path, last = name.split(".")
-        here = root
-        for part in path:
-            here = here.setdefault(part, {})
-        here[last] = value
-    return root
+    return nested(dict(items))
 
 
 def evaluate(model: BlockModel, params: Mapping[str, Params], x: Array, run: Run = EVALUATE) -> Array:
