@@ -29,6 +29,25 @@ class Init:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Which slice of a parameter one rank of a tensor group holds.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Of the whole parameter.
+    axis : int
+        The axis that is split.
+    ranges : tuple of (int, int)
+        Ascending, disjoint half-open ranges of that axis; the local array holds them one behind the other.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class ParameterSpec:
     """One named parameter, without its values.
 
@@ -46,6 +65,11 @@ class ParameterSpec:
         A frozen parameter has no gradient and no optimizer state.
     tied : str or None
         Global name of the earlier parameter whose storage this use shares; the use has its own gradient slot.
+    part : Part or None
+        The slice of the whole parameter that ``shape`` describes; None is all of it.
+    guest : str or None
+        Global name of the parameter of another pipeline stage of which this storage is a copy, since tied uses were
+        cut apart: it starts and changes as that one does, and is neither saved nor counted.
     """
 
     name: str
@@ -54,6 +78,8 @@ class ParameterSpec:
     decay: bool = True
     trainable: bool = True
     tied: str | None = None
+    part: Part | None = None
+    guest: str | None = None
 
     @property
     def size(self) -> int:
@@ -75,6 +101,42 @@ class Run:
 
 
 EVALUATE = Run()
+
+
+class ShiftRequest(Protocol):
+    """Arrays on their way around a group."""
+
+    def wait(self) -> tuple[Array, ...]:
+        """Return what has arrived. Not collective."""
+
+
+class Group(Protocol):
+    """What split layers know of the ranks they are split over, in a tensor or context group.
+
+    Every method is collective over the group. Shards of an axis follow the shard rule, so ``sizes``, one for each
+    rank, may differ by one. Sums are added in the order of the ranks and have the same bits on all of them.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: Array, tag: str = "") -> Array:
+        """Return the sum over the ranks as a new array."""
+
+    def all_max(self, x: Array, tag: str = "") -> Array:
+        """Return the elementwise maximum over the ranks as a new array."""
+
+    def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
+        """Return the ranks' arrays concatenated along ``axis``; rank r's has ``sizes[r]`` there."""
+
+    def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
+        """Return this rank's block of the sum: ``sizes[rank]`` along ``axis``."""
+
+    def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> ShiftRequest:
+        """Start sending ``arrays`` to rank + ``by`` and receiving the like from rank - ``by``, around the ring."""
 
 
 @runtime_checkable
