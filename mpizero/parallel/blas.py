@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from mpizero.comm import Communicator
@@ -23,15 +25,26 @@ def settle_blas(comm: Communicator, threads: int) -> Any:
         With ``restore_original_limits()``.
     """
     controller = ThreadpoolController()
-    builds = sorted(
-        f"{library['internal_api']} {library['version']} for {library.get('architecture', 'unknown cores')}"
-        for library in controller.info()
-        if library["user_api"] == "blas"
-    )
-    message = different_builds(comm.allgather_object(builds, "BLAS builds"))
+    message = different_builds(comm.allgather_object(numpy_builds(controller.info()), "BLAS builds"))
     if message is not None and comm.rank == 0:
         print(f"mpizero: {message}", file=sys.stderr)
     return controller.limit(limits=threads, user_api="blas")
+
+
+def numpy_builds(libraries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name the BLAS builds that NumPy uses, of all ``libraries`` in this process. Not collective.
+
+    Other packages (SciPy) bring their own copy, and which rank has loaded them is chance: where NumPy has one of its
+    own, the others do not count.
+    """
+    found = [library for library in libraries if library["user_api"] == "blas"]
+    home = Path(np.__file__).parent
+    folders = (home, home.with_name("numpy.libs"))
+    own = [library for library in found if any(Path(library["filepath"]).is_relative_to(f) for f in folders)]
+    return sorted(
+        f"{library['internal_api']} {library['version']} for {library.get('architecture', 'unknown cores')}"
+        for library in own or found
+    )
 
 
 def different_builds(builds: Sequence[Sequence[str]]) -> str | None:
