@@ -1,9 +1,11 @@
 """Who owns what, in integers only: no arrays, no MPI."""
 
+from mpizero.layout.axes import AXES, Axes, Coordinates
 from mpizero.layout.flat import Entry, FlatLayout, Span, Unit
 from mpizero.layout.grains import Grains
 from mpizero.layout.hyperslab import hyperslabs
 from mpizero.layout.partition import Partition
+from mpizero.layout.stages import balanced_cuts, check_parts, explicit_cuts
 from mpizero.layout.tree import (
     FoldPlan,
     Node,
@@ -19,6 +21,9 @@ from mpizero.layout.tree import (
 )
 
 __all__ = [
+    "AXES",
+    "Axes",
+    "Coordinates",
     "Entry",
     "FlatLayout",
     "FoldPlan",
@@ -31,7 +36,10 @@ __all__ = [
     "Unit",
     "Wave",
     "WavePlan",
+    "balanced_cuts",
+    "check_parts",
     "cover",
+    "explicit_cuts",
     "fold_plan",
     "hyperslabs",
     "merge",

@@ -1,0 +1,224 @@
+"""The process grid in integers: the place of every rank in pipeline x tensor x data x context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from mpizero.errors import GridError
+
+#: The axes in the contract's order, slowest first.
+AXES = ("pipeline", "tensor", "data", "context")
+
+
+class Coordinates(NamedTuple):
+    """The place of one rank: its stage, its part of split layers, its replica, its part of the sequence."""
+
+    pipeline: int
+    tensor: int
+    data: int
+    context: int = 0
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The sizes of the four axes and which of them varies fastest over the ranks.
+
+    In the contract's order ``rank = ((p * T + t) * D + d) * C + c``.
+
+    Parameters
+    ----------
+    pipeline, tensor, data, context : int
+        Number of stages, of parts of split layers, of replicas, and of parts of a sequence.
+    order : tuple of str
+        The four axes, slowest first.
+
+    Raises
+    ------
+    GridError
+        If a size is not a positive integer or ``order`` is not a permutation of the four names.
+
+    Examples
+    --------
+    >>> Axes(8, 8, 8).coordinates(75)
+    Coordinates(pipeline=1, tensor=1, data=3, context=0)
+    """
+
+    pipeline: int = 1
+    tensor: int = 1
+    data: int = 1
+    context: int = 1
+    order: tuple[str, ...] = AXES
+
+    def __post_init__(self) -> None:
+        """Reject sizes and orders that mean nothing."""
+        sizes = {axis: getattr(self, axis) for axis in AXES}
+        for axis, size in sizes.items():
+            if not _is_positive(size):
+                given = ", ".join(f"{name}={value!r}" for name, value in sizes.items())
+                raise GridError(f"{axis}={size!r} is not allowed among {given}; expected an integer >= 1")
+        if sorted(self.order) != sorted(AXES):
+            raise GridError(f"order={self.order!r} is not allowed; expected {', '.join(AXES)}, each once, in any order")
+
+    @classmethod
+    def build(
+        cls,
+        world: int,
+        *,
+        pipeline: int = 1,
+        tensor: int = 1,
+        data: int = -1,
+        context: int = 1,
+        order: str = "pipeline,tensor,data",
+    ) -> Axes:
+        """Fit the axes to a number of ranks. Not collective; needs no MPI.
+
+        Parameters
+        ----------
+        world : int
+            Number of ranks.
+        pipeline, tensor, data, context : int
+            Sizes; ``data=-1`` takes all remaining ranks.
+        order : str
+            Names of the axes, slowest first, with commas; "context" comes last (fastest) where it is left out.
+
+        Raises
+        ------
+        GridError
+            If a size is below 1, the product is not ``world``, or ``order`` has an unknown, missing or repeated name.
+        """
+        if not _is_positive(world):
+            raise GridError(f"a grid needs at least one rank, got {world=!r}")
+        names = _order(order)
+        given = {"pipeline": pipeline, "tensor": tensor, "data": data, "context": context}
+        for axis, size in given.items():
+            if not _is_positive(size) and not (axis == "data" and size == -1):
+                allowed = "an integer >= 1, or -1 for all remaining ranks" if axis == "data" else "an integer >= 1"
+                raise GridError(f"{axis}={size!r} is not allowed for {_text(given)} on {world} ranks; expected {allowed}")
+        if data == -1:
+            replica = pipeline * tensor * context
+            if world % replica:
+                raise GridError(
+                    f"{world} ranks are not a multiple of pipeline={pipeline} x tensor={tensor} x context={context} = "
+                    f"{replica} ranks of one replica; start a multiple of {replica} ranks or change a size"
+                )
+            given["data"] = world // replica
+        if prod(given.values()) != world:
+            raise GridError(
+                f"{_text(given)} = {prod(given.values())} ranks, but there are {world}; "
+                f"the product of the sizes must be the number of ranks (data=-1 takes all remaining ones)"
+            )
+        return cls(order=names, **given)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.pipeline * self.tensor * self.data * self.context
+
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        """How far apart two ranks are that differ by one in an axis."""
+        found, stride = {}, 1
+        for axis in reversed(self.order):
+            found[axis] = stride
+            stride *= getattr(self, axis)
+        return found
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Return the place of a rank.
+
+        Raises
+        ------
+        GridError
+            If there is no such rank.
+        """
+        if not 0 <= rank < self.size:
+            raise GridError(f"rank {rank} does not exist: {_text(self.sizes)} has ranks 0 to {self.size - 1}")
+        return Coordinates(*(rank // self.strides[axis] % size for axis, size in self.sizes.items()))
+
+    def rank_of(self, place: Coordinates) -> int:
+        """Return the rank at a place.
+
+        Raises
+        ------
+        GridError
+            If a coordinate is outside its axis.
+        """
+        for axis, size in self.sizes.items():
+            if not 0 <= getattr(place, axis) < size:
+                raise GridError(f"{place} is outside {_text(self.sizes)}: {axis} goes from 0 to {size - 1}")
+        return sum(getattr(place, axis) * stride for axis, stride in self.strides.items())
+
+    def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """Return the ranks that differ from ``rank`` in ``axes`` only, ``rank`` included.
+
+        They are ordered by those coordinates, pipeline first, then tensor, data and context, whatever ``order`` and
+        the order of ``axes`` are.
+
+        Raises
+        ------
+        GridError
+            If there is no such rank or axis.
+        """
+        if unknown := set(axes) - set(AXES):
+            raise GridError(f"unknown axis {', '.join(map(repr, sorted(unknown)))}; expected some of {', '.join(AXES)}")
+        here = self.coordinates(rank)
+        values = (range(n) if a in axes else (getattr(here, a),) for a, n in self.sizes.items())
+        return tuple(self.rank_of(Coordinates(*place)) for place in product(*values))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes by name, in the contract's order."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def describe(self, nodes: Sequence[int] | None = None) -> str:
+        """Return a table with one line a rank: its coordinates and, if given, its node.
+
+        Parameters
+        ----------
+        nodes : sequence of int, optional
+            The node of every rank.
+
+        Raises
+        ------
+        GridError
+            If ``nodes`` has not one number a rank.
+        """
+        if nodes is not None and len(nodes) != self.size:
+            raise GridError(f"nodes has {len(nodes)} numbers, but {_text(self.sizes)} has {self.size} ranks")
+        return "\n".join(self._lines(nodes))
+
+    def _lines(self, nodes: Sequence[int] | None) -> Iterator[str]:
+        header = ("rank", *AXES) if nodes is None else ("rank", *AXES, "node")
+        yield f"{self.size} ranks: {_text(self.sizes)}, slowest to fastest {', '.join(self.order)}"
+        yield "  ".join(header)
+        for rank in range(self.size):
+            row = (rank, *self.coordinates(rank)) if nodes is None else (rank, *self.coordinates(rank), nodes[rank])
+            yield "  ".join(f"{value:>{len(name)}}" for value, name in zip(row, header, strict=True))
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _text(sizes: dict[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def _order(text: str) -> tuple[str, ...]:
+    """Read an order of axes; the context axis comes last where it is not named."""
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in AXES]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    missing = [axis for axis in AXES[:-1] if axis not in names]
+    for what, wrong in (("unknown", unknown), ("repeated", repeated), ("missing", missing)):
+        if wrong:
+            raise GridError(
+                f"order={text!r} has {what} {', '.join(map(repr, wrong))}; expected pipeline, tensor and data, each "
+                "once, slowest first, and optionally context"
+            )
+    return tuple(names) if "context" in names else (*names, "context")

@@ -1,0 +1,162 @@
+"""Cut a row of blocks into contiguous stages: balanced by cost, or where the user says."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import isfinite
+
+from mpizero.errors import ConfigError
+
+
+def balanced_cuts(costs: Sequence[float], parts: int) -> tuple[int, ...]:
+    """Cut items into contiguous non-empty parts such that the most expensive part is as cheap as possible.
+
+    Exact: the costs are compared as the rational numbers that they are, so every process finds the same cuts. Among
+    the cuts with this maximum it takes those with the least sum of squares (the most even ones), and among those the
+    ones whose last parts start earliest. Not collective.
+
+    Parameters
+    ----------
+    costs : sequence of float
+        Cost of every item, for example seconds or floating-point operations; finite and not negative. If all are
+        zero, all count the same.
+    parts : int
+        Number of parts.
+
+    Returns
+    -------
+    tuple of int
+        ``parts + 1`` numbers: part i is the items ``cuts[i]`` to ``cuts[i + 1] - 1``.
+
+    Raises
+    ------
+    ConfigError
+        If there are more parts than items, or a cost is negative or not finite.
+
+    Examples
+    --------
+    >>> balanced_cuts([1, 1, 1, 1, 4], 2)
+    (0, 4, 5)
+    """
+    check_parts(len(costs), parts)
+    for item, cost in enumerate(costs):
+        if not isfinite(cost) or cost < 0:
+            raise ConfigError(f"the cost of block {item} is {cost!r}; expected a finite number >= 0")
+    sums = tuple(accumulate(_integers(costs if any(costs) else [1.0] * len(costs)), initial=0))
+    return _most_even(sums, parts, _smallest_maximum(sums, parts))
+
+
+def explicit_cuts(cuts: Sequence[int], items: int, parts: int) -> tuple[int, ...]:
+    """Check cuts that a user gave. Not collective.
+
+    Parameters
+    ----------
+    cuts : sequence of int
+        Index of the first item of every part but the first (``parts - 1`` numbers), or the same between 0 and
+        ``items`` (``parts + 1`` numbers, what :func:`balanced_cuts` returns).
+    items, parts : int
+        Number of items and of parts.
+
+    Returns
+    -------
+    tuple of int
+        ``parts + 1`` numbers, as :func:`balanced_cuts` returns them.
+
+    Raises
+    ------
+    ConfigError
+        If there are more parts than items, or the cuts do not give ``parts`` non-empty parts.
+
+    Examples
+    --------
+    >>> explicit_cuts([2], items=5, parts=2)
+    (0, 2, 5)
+    """
+    check_parts(items, parts)
+    full = tuple(cuts) if len(cuts) == parts + 1 else (0, *cuts, items)
+    wanted = f"expected {parts - 1} ascending indices from 1 to {items - 1}: the first block of each stage but the first"
+    if any(isinstance(cut, bool) or not isinstance(cut, int) for cut in full):
+        raise ConfigError(f"cuts={list(cuts)!r} are not all integers; {wanted}")
+    if len(full) != parts + 1 or (full[0], full[-1]) != (0, items):
+        raise ConfigError(f"cuts={list(cuts)!r} do not cut {items} blocks into {parts} stages; {wanted}")
+    for part, (start, stop) in enumerate(pairwise(full)):
+        if start >= stop:
+            raise ConfigError(
+                f"cuts={list(cuts)!r} leave stage {part} of {parts} without a block (from {start} to {stop} of "
+                f"{items}); {wanted}"
+            )
+    return full
+
+
+def check_parts(items: int, parts: int, what: str = "stages") -> None:
+    """Refuse more parts than items. Not collective.
+
+    Parameters
+    ----------
+    items, parts : int
+        Number of layers (blocks) and of parts.
+    what : str
+        What the parts are called in the message.
+
+    Raises
+    ------
+    ConfigError
+        With both numbers and the way out.
+    """
+    if parts < 1:
+        raise ConfigError(f"cannot cut {items} layers into {parts} {what}; expected at least 1")
+    if parts > items:
+        raise ConfigError(
+            f"more {what} than layers: {items} layers (blocks) cannot be cut into {parts} {what}; use at most {items} "
+            f"(pipeline x virtual stages) or a model with at least {parts} blocks"
+        )
+
+
+def _integers(costs: Sequence[float]) -> list[int]:
+    """Scale the costs by one power of two (a float is a fraction over one) to integers."""
+    ratios = [float(cost).as_integer_ratio() for cost in costs]
+    common = max(denominator for _, denominator in ratios)
+    return [numerator * (common // denominator) for numerator, denominator in ratios]
+
+
+def _smallest_maximum(sums: Sequence[int], parts: int) -> int:
+    """Bisect for the smallest bound that lets a greedy walk do with at most ``parts`` parts.
+
+    Fewer parts than asked for can always be cut further without a higher maximum, since no cost is negative.
+    """
+    items = len(sums) - 1
+    low = max(b - a for a, b in pairwise(sums))
+    high = sums[-1]
+    while low < high:
+        bound = (low + high) // 2
+        start, used = 0, 0
+        while start < items and used <= parts:
+            start = bisect_left(sums, sums[start] + bound + 1) - 1
+            used += 1
+        low, high = (low, bound) if used <= parts else (bound + 1, high)
+    return low
+
+
+def _most_even(sums: Sequence[int], parts: int, bound: int) -> tuple[int, ...]:
+    """Return the cuts with the least sum of squares of which no part costs more than ``bound``."""
+    items = len(sums) - 1
+    best = [0, *[-1] * items]  # least sum of squares of the first items, by how many they are; -1: there is no such cut
+    origins = []
+    for part in range(1, parts + 1):
+        row, origin = [-1] * (items + 1), [0] * (items + 1)
+        for stop in range(part, items - (parts - part) + 1):
+            for start in range(stop - 1, part - 2, -1):
+                cost = sums[stop] - sums[start]
+                if cost > bound:
+                    break
+                squares = best[start] + cost * cost
+                if best[start] >= 0 and (row[stop] < 0 or squares <= row[stop]):
+                    row[stop], origin[stop] = squares, start
+        best = row
+        origins.append(origin)
+    cuts = [items]
+    for origin in reversed(origins):
+        cuts.append(origin[cuts[-1]])
+    return tuple(reversed(cuts))

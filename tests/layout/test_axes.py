@@ -1,0 +1,142 @@
+"""The process grid in integers."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpizero.errors import ExitStatus, GridError
+from mpizero.layout import AXES, Axes, Coordinates
+
+SIZES = st.tuples(*[st.integers(1, 4)] * 4)
+GRIDS = st.builds(lambda sizes, order: Axes(*sizes, order=tuple(order)), SIZES, st.permutations(AXES))
+
+
+def test_512_ranks_put_stage_0_on_ranks_0_to_63_and_its_first_tensor_line_on_ranks_0_to_7() -> None:
+    axes = Axes.build(512, pipeline=8, tensor=8)
+    assert axes.data == 8
+    assert axes.group(0, ["data"]) == tuple(range(8))
+    assert axes.group(0, ["tensor", "data"]) == tuple(range(64))
+    assert axes.group(0, ["tensor"]) == tuple(range(0, 64, 8))
+    assert axes.group(0, ["pipeline"]) == tuple(range(0, 512, 64))
+    assert axes.coordinates(511) == Coordinates(7, 7, 7)
+
+
+@pytest.mark.parametrize(("p", "t", "d"), [(1, 1, 8), (2, 2, 2), (2, 3, 4), (8, 8, 8)])
+def test_the_default_order_is_the_contract_s_formula(p: int, t: int, d: int) -> None:
+    axes = Axes.build(p * t * d, pipeline=p, tensor=t, data=d)
+    for rank in range(axes.size):
+        place = axes.coordinates(rank)
+        assert rank == place.pipeline * t * d + place.tensor * d + place.data
+
+
+def test_context_is_the_fastest_axis_unless_the_order_says_otherwise() -> None:
+    axes = Axes.build(16, pipeline=2, tensor=2, context=2)
+    assert axes.group(0, ["context"]) == (0, 1)
+    assert axes.group(0, ["data"]) == (0, 2)
+    assert axes.group(0, ["data", "context"]) == (0, 1, 2, 3)
+    slow = Axes.build(16, pipeline=2, tensor=2, context=2, order="context, pipeline, tensor, data")
+    assert slow.group(0, ["context"]) == (0, 8)
+
+
+def test_another_order_keeps_a_tensor_group_together() -> None:
+    axes = Axes.build(8, pipeline=2, tensor=2, order="pipeline,data,tensor")
+    assert axes.group(0, ["tensor"]) == (0, 1)
+    assert axes.group(0, ["data"]) == (0, 2)
+    assert axes.order == ("pipeline", "data", "tensor", "context")
+
+
+def test_a_group_is_ordered_by_the_contract_s_axes_whatever_the_order_of_the_ranks() -> None:
+    axes = Axes.build(8, pipeline=2, tensor=2, order="data,tensor,pipeline")
+    assert axes.group(0, ["tensor", "pipeline"]) == (0, 2, 1, 3)
+    assert axes.group(0, ["pipeline", "tensor"]) == (0, 2, 1, 3)
+
+
+@given(GRIDS)
+def test_coordinates_and_ranks_are_inverse(axes: Axes) -> None:
+    places = [axes.coordinates(rank) for rank in range(axes.size)]
+    assert len(set(places)) == axes.size
+    assert [axes.rank_of(place) for place in places] == list(range(axes.size))
+
+
+@given(GRIDS, st.lists(st.sampled_from(AXES), unique=True), st.data())
+def test_groups_tile_the_world_and_differ_only_in_their_axes(axes: Axes, names: list[str], data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, axes.size - 1))
+    group = axes.group(rank, names)
+    assert rank in group
+    assert len(group) == prod(axes.sizes[name] for name in names)
+    assert all(axes.group(other, names) == group for other in group)
+    fixed = [name for name in AXES if name not in names]
+    here = axes.coordinates(rank)
+    assert all(getattr(axes.coordinates(r), name) == getattr(here, name) for r in group for name in fixed)
+    assert len({axes.group(r, names) for r in range(axes.size)}) * len(group) == axes.size
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "numbers"),
+    [
+        (8, {"pipeline": 3}, ["8", "pipeline=3"]),
+        (8, {"pipeline": 2, "tensor": 2, "data": 3}, ["12", "8", "data=3"]),
+        (8, {"tensor": 0}, ["tensor=0", "8"]),
+        (8, {"pipeline": -1}, ["pipeline=-1", "8"]),
+        (8, {"data": -2}, ["data=-2", "-1"]),
+        (8, {"tensor": 2.0}, ["tensor=2.0"]),
+        (8, {"tensor": True}, ["tensor=True"]),
+        (4, {"tensor": 8}, ["4", "tensor=8"]),
+        (0, {}, ["0"]),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_all_the_numbers(
+    world: int, sizes: dict[str, int], numbers: list[str]
+) -> None:
+    with pytest.raises(GridError) as caught:
+        Axes.build(world, **sizes)
+    assert isinstance(caught.value, ValueError)
+    assert caught.value.status == ExitStatus.CONFIG
+    assert all(number in str(caught.value) for number in numbers)
+
+
+@pytest.mark.parametrize(
+    ("order", "word"),
+    [
+        ("pipeline,tensor,replica", "unknown 'replica'"),
+        ("pipeline,tensor,data,data", "repeated 'data'"),
+        ("pipeline,data", "missing 'tensor'"),
+        ("", "unknown ''"),
+    ],
+)
+def test_orders_that_mean_nothing_are_refused(order: str, word: str) -> None:
+    with pytest.raises(GridError, match=word):
+        Axes.build(8, order=order)
+
+
+def test_axes_made_by_hand_are_checked_too() -> None:
+    with pytest.raises(GridError, match="tensor=0"):
+        Axes(tensor=0)
+    with pytest.raises(GridError, match="order"):
+        Axes(order=("pipeline", "tensor", "data", "data"))
+
+
+def test_ranks_places_and_axes_that_do_not_exist_are_refused() -> None:
+    axes = Axes(2, 2, 2)
+    with pytest.raises(GridError, match="rank 8 .* 0 to 7"):
+        axes.coordinates(8)
+    with pytest.raises(GridError, match="tensor goes from 0 to 1"):
+        axes.rank_of(Coordinates(0, 2, 0))
+    with pytest.raises(GridError, match="replica"):
+        axes.group(0, ["replica"])
+
+
+def test_describe_lists_every_rank_with_its_coordinates_and_node() -> None:
+    lines = Axes.build(8, pipeline=2, tensor=2).describe([0, 0, 0, 0, 1, 1, 1, 1]).splitlines()
+    assert lines[0].startswith("8 ranks: pipeline=2 x tensor=2 x data=2 x context=1")
+    assert lines[1].split() == ["rank", "pipeline", "tensor", "data", "context", "node"]
+    assert [[int(value) for value in line.split()] for line in lines[2:]] == [
+        [r, r // 4, r // 2 % 2, r % 2, 0, r // 4] for r in range(8)
+    ]
+    assert "node" not in Axes(2).describe()
+    with pytest.raises(GridError, match="3 numbers.* 2 ranks"):
+        Axes(2).describe([0, 0, 0])
