@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpizero import kernels
 from mpizero.errors import ConfigError
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.layer import Layer, namespace, require_rate, vector
 from mpizero.types import EVALUATE, Array, Params, Run
+
+
+class Window(NamedTuple):
+    """Which elements of whole samples an array holds when a rank has a part of each sample.
+
+    The part is planes of ``rows`` rows of ``width`` elements: element j of row r of plane p is element
+    ``offset + p * plane_step + r * row_step + j`` of the whole sample, counted in C order. One row is a contiguous
+    part, such as some places of a sequence or some heads of all scores.
+    """
+
+    offset: int
+    width: int
+    rows: int = 1
+    row_step: int = 0
+    plane_step: int = 0
 
 
 @dataclass(frozen=True)
@@ -31,18 +46,28 @@ class Dropout(Layer):
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Mask ``x`` (samples, ...) in training; otherwise return ``x`` itself. Not collective."""
-        if not run.training or self.rate == 0.0 or x.size == 0:
+        if not self.drops(x, run):
             return x, None
-        return self._mask(x, run), run
+        return self.mask(x, run), run
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Mask ``dy`` with the forward pass's mask, drawn again. Not collective."""
-        return (dy if cache is None else self._mask(dy, cache)), None
+        return (dy if cache is None else self.mask(dy, cache)), None
 
-    def _mask(self, x: Array, run: Run) -> Array:
+    def drops(self, x: Array, run: Run) -> bool:
+        """Tell whether any element of ``x`` may be dropped in this run. Not collective."""
+        return run.training and self.rate > 0.0 and x.size > 0
+
+    def mask(self, x: Array, run: Run, window: Window | None = None) -> Array:
+        """Mask ``x`` (samples, ...), whose samples are whole or the parts that ``window`` says. Not collective.
+
+        Parts of a sample, masked on their own, are the parts of the masked sample. The gradient is the same function
+        of ``dy``.
+        """
         xp = namespace(x)
         x = xp.ascontiguousarray(x)
         y: Array = xp.empty_like(x)
+        per_sample = x.size // x.shape[0]
         kernels.backend(x).random.dropout(
             x.reshape(-1),
             y.reshape(-1),
@@ -51,7 +76,8 @@ class Dropout(Layer):
             self.site,
             run.step,
             run.first_sample,
-            x.size // x.shape[0],
+            per_sample,
+            *(window or Window(0, per_sample)),
         )
         return y
 

@@ -89,9 +89,9 @@ def test_normal_numbers_have_the_moments_and_tails_of_a_normal_distribution(dtyp
     np.testing.assert_array_equal(normal(0, 9, dtype, scale=0.0), 0)
 
 
-def drop(x, rate, first=0, per=8, seed=1, site=2, step=3, kernels=random):
+def drop(x, rate, first=0, per=8, seed=1, site=2, step=3, kernels=random, window=None):
     y = np.empty_like(x)
-    kernels.dropout(x, y, np.array([rate], x.dtype), seed, site, step, first, per)
+    kernels.dropout(x, y, np.array([rate], x.dtype), seed, site, step, first, per, *(window or (0, per, 1, 0, 0)))
     return y
 
 
@@ -103,10 +103,33 @@ def test_dropout_agrees_with_the_oracle_and_knows_only_global_samples(per, dtype
     assert whole.tobytes() == drop(x, 0.3, 10, per, kernels=reference).tobytes()
     assert drop(x[2 * per : 5 * per], 0.3, 12, per).tobytes() == whole[2 * per : 5 * per].tobytes()
     dx = np.empty_like(x)
-    random.dropout_backward(x, dx, np.array([0.3], dtype), 1, 2, 3, 10, per)
+    random.dropout_backward(x, dx, np.array([0.3], dtype), 1, 2, 3, 10, per, 0, per, 1, 0, 0)
     assert dx.tobytes() == whole.tobytes()
-    random.dropout(x, x, np.array([0.3], dtype), 1, 2, 3, 10, per)
+    random.dropout(x, x, np.array([0.3], dtype), 1, 2, 3, 10, per, 0, per, 1, 0, 0)
     assert x.tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("box", [(0, 3, 0, 5, 0, 7), (1, 3, 2, 5, 3, 6), (0, 2, 4, 5, 1, 7), (2, 3, 0, 4, 5, 6)])
+def test_dropout_of_a_window_is_the_window_of_dropout(box, dtype):
+    """A sample is 3 planes of 5 rows of 7: any box of it, masked alone, has the masks of the whole."""
+    x = np.random.default_rng(0).normal(size=(4, 3, 5, 7)).astype(dtype)
+    whole = drop(x.reshape(-1), 0.4, first=6, per=105).reshape(x.shape)
+    p0, p1, r0, r1, j0, j1 = box
+    part = x[:, p0:p1, r0:r1, j0:j1]
+    window = (p0 * 35 + r0 * 7 + j0, j1 - j0, r1 - r0, 7, 35)
+    for kernels in (random, reference):
+        found = drop(part.reshape(-1), 0.4, first=6, per=part[0].size, kernels=kernels, window=window)
+        np.testing.assert_array_equal(found.reshape(part.shape), whole[:, p0:p1, r0:r1, j0:j1])
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 999), (1, 1001), (3, 258), (255, 257), (256, 1000), (510, 511)])
+def test_dropout_of_a_contiguous_part_is_the_part_of_dropout(start, stop):
+    x = np.random.default_rng(0).normal(size=(2, 1001))
+    whole = drop(x.reshape(-1), 0.4, per=1001).reshape(x.shape)
+    part = np.ascontiguousarray(x[:, start:stop])
+    found = drop(part.reshape(-1), 0.4, per=stop - start, window=(start, stop - start, 1, 0, 0))
+    np.testing.assert_array_equal(found.reshape(part.shape), whole[:, start:stop])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -24,6 +24,8 @@ from mpizero.types import Array
 # Philox blocks at a time; four words each.
 _CHUNK = 64
 _SCRATCH = 4 * _CHUNK
+# For short rows dropout draws as many numbers as it needs, rounded up to whole vectors.
+_ROUNDED = 32
 
 
 @kernel("void(const u4[::1], const u4[::1], u4[::1])")
@@ -92,7 +94,9 @@ def fill_normal(key0: int, key1: int, site: int, start: int, out: Array, scale1:
         done, skip, first_block = done + count, 0, first_block + _CHUNK
 
 
-@kernel("void(const T[::1], T[::1], const T[::1], u8, u8, u8, i8, i8, T[::1])", scratch=2 * _SCRATCH)
+@kernel(
+    "void(const T[::1], T[::1], const T[::1], u8, u8, u8, i8, i8, i8, i8, i8, i8, i8, T[::1])", scratch=2 * _SCRATCH
+)
 def dropout(
     x: Array,
     y: Array,
@@ -102,36 +106,49 @@ def dropout(
     step: int,
     first_sample: int,
     per_sample: int,
+    offset: int,
+    width: int,
+    rows: int,
+    row_step: int,
+    plane_step: int,
     scratch: Array,
 ) -> None:
     """Write ``x / (1 - rate)`` or, with probability ``rate``, 0 into ``y``, which may be ``x``.
 
-    ``x`` holds whole samples of ``per_sample`` elements; an element's fate depends on seed, site, step, its global
-    sample (``first_sample`` is that of the first) and its place in the sample. The gradient is the same function
-    of ``dy``.
+    ``x`` holds ``per_sample`` elements of each sample, as planes of ``rows`` rows of ``width``: element j of row r of
+    plane p is element ``offset + p * plane_step + r * row_step + j`` of the whole sample (whole samples: offset 0 and
+    one row). An element's fate depends on seed, site, step, its global sample (``first_sample`` is that of the first)
+    and its place in the whole sample. The gradient is the same function of ``dy``.
     """
     T = x.dtype.type  # noqa: N806
     k0, k1, _, _ = dropout_key(seed, site, step)
     threshold, scale = dropout_threshold(rate1[0]), T(1) / (T(1) - rate1[0])
     factors, results = scratch[:_SCRATCH], scratch[_SCRATCH : 2 * _SCRATCH]
     samples = x.size // per_sample if per_sample > 0 else 0
+    lines = per_sample // width if width > 0 else 0
     for sample in range(samples):
         s0, s1 = low_word(first_sample + sample), high_word(first_sample + sample)
-        for first in range(0, per_sample, _SCRATCH):
-            for b in range(_CHUNK):
-                block = np.uint64(first // 4 + b)
-                w0, w1, w2, w3 = philox_words(low_word(block), high_word(block), s0, s1, k0, k1)
-                factors[4 * b] = T(0) if w0 < threshold else scale
-                factors[4 * b + 1] = T(0) if w1 < threshold else scale
-                factors[4 * b + 2] = T(0) if w2 < threshold else scale
-                factors[4 * b + 3] = T(0) if w3 < threshold else scale
-            begin = sample * per_sample + first
-            count = min(_SCRATCH, per_sample - first)
-            source, target = x[begin : begin + count], y[begin : begin + count]
-            for i in range(count):
-                results[i] = source[i] * factors[i] if factors[i] > T(0) else T(0)
-            for i in range(count):
-                target[i] = results[i]
+        for line in range(lines):
+            element = offset + line // rows * plane_step + line % rows * row_step
+            begin, end = sample * per_sample + line * width, sample * per_sample + (line + 1) * width
+            while begin < end:
+                first_block = element // 4
+                skip = element - 4 * first_block
+                count = min(_SCRATCH - skip, end - begin)
+                few = (skip + count + _ROUNDED - 1) // _ROUNDED * (_ROUNDED // 4)
+                for b in range(few if count < _SCRATCH // 2 else _CHUNK):
+                    block = np.uint64(first_block + b)
+                    w0, w1, w2, w3 = philox_words(low_word(block), high_word(block), s0, s1, k0, k1)
+                    factors[4 * b] = T(0) if w0 < threshold else scale
+                    factors[4 * b + 1] = T(0) if w1 < threshold else scale
+                    factors[4 * b + 2] = T(0) if w2 < threshold else scale
+                    factors[4 * b + 3] = T(0) if w3 < threshold else scale
+                source, target, kept = x[begin : begin + count], y[begin : begin + count], factors[skip : skip + count]
+                for i in range(count):
+                    results[i] = source[i] * kept[i] if kept[i] > T(0) else T(0)
+                for i in range(count):
+                    target[i] = results[i]
+                begin, element = begin + count, element + count
 
 
 dropout_backward = dropout

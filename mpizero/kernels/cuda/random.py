@@ -86,30 +86,46 @@ def fill_normal(key0: int, key1: int, site: int, start: int, out: Array, scale1:
             put(out, place + 3, f * scale)
 
 
-@kernel("void(const T[::1], T[::1], const T[::1], u8, u8, u8, i8, i8)")
+@kernel("void(const T[::1], T[::1], const T[::1], u8, u8, u8, i8, i8, i8, i8, i8, i8, i8)")
 def dropout(
-    x: Array, y: Array, rate1: Array, seed: int, site: int, step: int, first_sample: int, per_sample: int
+    x: Array,
+    y: Array,
+    rate1: Array,
+    seed: int,
+    site: int,
+    step: int,
+    first_sample: int,
+    per_sample: int,
+    offset: int,
+    width: int,
+    rows: int,
+    row_step: int,
+    plane_step: int,
 ) -> None:
     """Write ``x / (1 - rate)`` or, with probability ``rate``, 0 into ``y``, which may be ``x``.
 
-    ``x`` holds whole samples of ``per_sample`` elements; an element's fate depends on seed, site, step, its global
-    sample (``first_sample`` is that of the first) and its place in the sample. The gradient is the same function
-    of ``dy``.
+    ``x`` holds ``per_sample`` elements of each sample, as planes of ``rows`` rows of ``width``: element j of row r of
+    plane p is element ``offset + p * plane_step + r * row_step + j`` of the whole sample (whole samples: offset 0 and
+    one row). An element's fate depends on seed, site, step, its global sample (``first_sample`` is that of the first)
+    and its place in the whole sample. The gradient is the same function of ``dy``.
     """
     T = x.dtype.type  # noqa: N806
     k0, k1, _, _ = dropout_key(seed, site, step)
     threshold, scale = dropout_threshold(rate1[0]), T(1) / (T(1) - rate1[0])
-    per_row = (per_sample + 3) // 4
+    per_line = (width + 6) // 4  # blocks that a row may touch, wherever in a block it starts
     samples = x.size // per_sample if per_sample > 0 else 0
-    for place in range(cuda.grid(1), samples * per_row, cuda.gridsize(1)):
-        sample, block = place // per_row, place % per_row
+    lines = per_sample // width if width > 0 else 0
+    for place in range(cuda.grid(1), samples * lines * per_line, cuda.gridsize(1)):
+        sample, line = place // per_line // lines, place // per_line % lines
+        element = offset + line // rows * plane_step + line % rows * row_step
+        block = element // 4 + place % per_line
         s0, s1 = low_word(first_sample + sample), high_word(first_sample + sample)
         words = philox_words(low_word(block), high_word(block), s0, s1, k0, k1)
-        first = sample * per_sample + 4 * block
+        first = 4 * block - element
         for lane in range(4):
-            if 4 * block + lane < per_sample:
-                kept = words[lane] >= threshold
-                y[first + lane] = x[first + lane] * scale if kept else T(0)
+            if 0 <= first + lane < width:
+                index = sample * per_sample + line * width + first + lane
+                y[index] = x[index] * scale if words[lane] >= threshold else T(0)
 
 
 dropout_backward = dropout

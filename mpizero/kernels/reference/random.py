@@ -33,10 +33,10 @@ def philox(counter: Array, key: Array, out: Array) -> None:
     out[:] = _philox(counter, (int(key[0]), int(key[1])))[0]
 
 
-def _element_words(key0: int, key1: int, site: int, start: int, count: int, per: int) -> Array:
-    """Return the words (count, 4) of the block of each element, for ``per`` elements a block."""
-    blocks = (np.arange(start, start + count) // per).astype(np.uint64)
-    counter = np.empty((count, 4), np.uint64)
+def _element_words(key0: int, key1: int, site: int, elements: Array, per: int) -> Array:
+    """Return the words (elements, 4) of the block of each element, for ``per`` elements a block."""
+    blocks = (elements // per).astype(np.uint64)
+    counter = np.empty((elements.size, 4), np.uint64)
     counter[:, 0], counter[:, 1] = blocks & _LOW, blocks >> _32
     counter[:, 2], counter[:, 3] = _words(site)
     return _philox(counter, (key0 % 2**32, key1 % 2**32))
@@ -52,7 +52,7 @@ def fill_uniform(key0: int, key1: int, site: int, start: int, out: Array, low1: 
     """Write elements ``start ...`` of the uniform numbers on [low, high) that a key and a site name."""
     single = out.dtype == np.float32
     per = 4 if single else 2
-    words = _element_words(key0, key1, site, start, out.size, per)
+    words = _element_words(key0, key1, site, np.arange(start, start + out.size), per)
     lanes = np.arange(start, start + out.size) % per
     units = (words >> np.uint64(8)) / 2.0**24 if single else _unit64(words)
     unit = units[np.arange(out.size), lanes].astype(out.dtype)
@@ -64,7 +64,7 @@ def fill_normal(key0: int, key1: int, site: int, start: int, out: Array, scale1:
     """Write elements ``start ...`` of the normal numbers of deviation ``scale1[0]`` that a key and a site name."""
     single = out.dtype == np.float32
     per = 4 if single else 2
-    words = _element_words(key0, key1, site, start, out.size, per)
+    words = _element_words(key0, key1, site, np.arange(start, start + out.size), per)
     lanes = np.arange(start, start + out.size) % per
     if single:
         a, b = words[:, 0::2] / 2.0**32 + 2.0**-33, (words[:, 1::2] >> np.uint64(8)) / 2.0**24
@@ -81,24 +81,51 @@ def _derived_key(seed: int, purpose: int, first: int, second: int) -> Array:
 
 
 def dropout(
-    x: Array, y: Array, rate1: Array, seed: int, site: int, step: int, first_sample: int, per_sample: int
+    x: Array,
+    y: Array,
+    rate1: Array,
+    seed: int,
+    site: int,
+    step: int,
+    first_sample: int,
+    per_sample: int,
+    offset: int,
+    width: int,
+    rows: int,
+    row_step: int,
+    plane_step: int,
 ) -> None:
     """Write ``x / (1 - rate)`` or, with probability ``rate``, 0 into ``y``."""
     k0, k1, _, _ = (int(word) for word in _derived_key(seed, _DROPOUT, site, step))
     threshold = int(float(rate1[0]) * 2**32)
     one = rate1.dtype.type(1)
+    lines = np.arange(per_sample // width if width else 0)
+    starts = offset + lines // rows * plane_step + lines % rows * row_step
+    elements = (starts[:, None] + np.arange(width)).reshape(-1)
     for sample in range(x.size // per_sample if per_sample else 0):
         part = slice(sample * per_sample, (sample + 1) * per_sample)
-        words = _element_words(k0, k1, first_sample + sample, 0, per_sample, 4)
-        kept = words[np.arange(per_sample), np.arange(per_sample) % 4] >= threshold
+        words = _element_words(k0, k1, first_sample + sample, elements, 4)
+        kept = words[np.arange(per_sample), elements % 4] >= threshold
         y[part] = np.where(kept, x[part] * (one / (one - rate1[0]) if rate1[0] < 1 else one), 0)
 
 
 def dropout_backward(
-    x: Array, y: Array, rate1: Array, seed: int, site: int, step: int, first_sample: int, per_sample: int
+    x: Array,
+    y: Array,
+    rate1: Array,
+    seed: int,
+    site: int,
+    step: int,
+    first_sample: int,
+    per_sample: int,
+    offset: int,
+    width: int,
+    rows: int,
+    row_step: int,
+    plane_step: int,
 ) -> None:
     """Write the gradient of :func:`dropout`: the same mask and factor on the gradient ``x``."""
-    dropout(x, y, rate1, seed, site, step, first_sample, per_sample)
+    dropout(x, y, rate1, seed, site, step, first_sample, per_sample, offset, width, rows, row_step, plane_step)
 
 
 def _mix(half: int, key: int) -> int:
