@@ -30,7 +30,7 @@ class Communicator(Transport):
     name : str
         What errors and the watchdog call the group.
     shares_memory : bool
-        Whether :meth:`allocate_shared` works: made by :meth:`split_node`, or of size 1.
+        Whether :meth:`allocate_shared` works: made by :meth:`split_node` or split off such a group, or of size 1.
     counters : Counters
         Bytes sent by this rank through this communicator.
     trace : CallTrace
@@ -219,7 +219,7 @@ class Communicator(Transport):
     def allocate_shared(self, nbytes: int, tag: str = "") -> SharedMemory:
         """Allocate zeroed memory that every rank reads and writes.
 
-        Collective over the communicator, which comes from :meth:`split_node` or has size 1.
+        Collective over the communicator, which comes from :meth:`split_node`, is a part of such a group, or has size 1.
 
         Raises
         ------

@@ -1,90 +1,154 @@
-"""Who works with whom: the data axis, the nodes that share memory, and the peers between nodes."""
+"""Who works with whom: the axes of a job, the nodes that share memory, and the peers between nodes."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from mpizero.comm.communicator import Communicator
+from mpizero.comm.group import CommunicatorGroup
+from mpizero.comm.inmemory import InMemoryCommunicator
 from mpizero.errors import GridError
+from mpizero.layout.axes import Axes, Coordinates
+
+#: The groups of a rank and the axes in which their members differ, in the order in which they are made.
+GROUPS = {
+    "tensor": ("tensor",),
+    "context": ("context",),
+    "data": ("data", "context"),
+    "batch": ("data",),
+    "pipeline": ("pipeline",),
+    "model": ("pipeline", "tensor", "context"),
+}
+#: The groups that share a window where each of them lies inside one node.
+_ON_NODES = ("tensor", "context")
 
 
 @dataclass(frozen=True)
 class ProcessGrid:
     """The groups one rank belongs to; a value that is passed by hand.
 
+    Groups of the same ranks are one communicator, since MPICH runs out of them at about 2000, and groups of this rank
+    alone are one in-process communicator, which costs nothing.
+
     Attributes
     ----------
     world : Communicator
         All ranks; belongs to the caller.
+    axes : Axes
+        The sizes and the order of the axes.
+    here : Coordinates
+        The place of this rank.
     data : Communicator
-        The ranks among which the grains of a batch are dealt: all of them.
+        The ranks that hold the same parameters, over which gradients are summed and state is sharded: those that
+        differ in the data and context axes, data first.
+    batch : Communicator
+        The ranks among which samples are dealt: those that differ in the data axis. ``data`` itself without contexts.
+    pipeline, tensor, context : Communicator
+        The ranks that differ in this axis only.
+    model : Communicator
+        The ranks of one replica, which must see the same batch: pipeline first, then tensor, then context.
     node : Communicator
-        The ranks that share memory with this one, in rank order.
+        The ranks of ``data`` that share memory with this one, in rank order.
     peers : Communicator
-        The ranks with the same place on their node, one per node, in the order of ``nodes``.
+        The ranks of ``data`` with the same place on their node, one per node, in the order of ``nodes``.
     nodes : tuple of tuple of int
-        The data ranks of every node; nodes are ordered by their first rank.
+        The data ranks of every node of the data group; nodes are ordered by their first rank.
     position : tuple of int
         Node-major place of every data rank: grains are dealt in this order.
     """
 
     world: Communicator
+    axes: Axes
+    here: Coordinates
     data: Communicator
+    batch: Communicator
+    pipeline: Communicator
+    tensor: Communicator
+    context: Communicator
+    model: Communicator
     node: Communicator
     peers: Communicator
     nodes: tuple[tuple[int, ...], ...]
     position: tuple[int, ...]
+    _ranks_per_node: int | None = field(default=None, repr=False)
+    _made: dict[str, CommunicatorGroup] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def create(
-        cls, world: Communicator, *, share_node_memory: bool = True, ranks_per_node: int | None = None
+        cls,
+        world: Communicator,
+        *,
+        share_node_memory: bool = True,
+        ranks_per_node: int | None = None,
+        axes: Axes | None = None,
     ) -> ProcessGrid:
         """Find the nodes and group the ranks.
 
-        Collective over ``world``. With ``share_node_memory=False``, or when nodes have unequal numbers of ranks (said
-        on rank 0), every rank is its own node and all ranks are peers. ``ranks_per_node=k`` simulates smaller nodes.
+        Collective over ``world``. With ``share_node_memory=False``, or when the nodes of a data group have unequal
+        numbers of ranks (said on rank 0), every rank is its own node and all ranks of a data group are peers.
+        ``ranks_per_node=k`` simulates smaller nodes, of consecutive ranks of ``world``. ``axes=None`` is data
+        parallelism over all ranks.
 
         Raises
         ------
         GridError
-            If ``ranks_per_node`` is not a positive integer.
+            If ``ranks_per_node`` is not a positive integer, or ``axes`` are not for the size of ``world``.
         """
         if ranks_per_node is not None and (not isinstance(ranks_per_node, int) or ranks_per_node < 1):
             raise GridError(f"ranks_per_node must be a positive integer or None, got {ranks_per_node!r}")
-        alone = tuple((rank,) for rank in range(world.size))
-        if not share_node_memory:
-            return cls._build(world, world.split(world.rank, name="node"), alone)
-        node = world.split_node(ranks_per_node, name="node")
-        nodes = cls._find_nodes(world, node)
-        if len({len(ranks) for ranks in nodes}) == 1:
-            return cls._build(world, node, nodes)
-        node.close()
-        if world.rank == 0:
-            counts = ", ".join(str(len(ranks)) for ranks in nodes)
+        axes = Axes(data=world.size) if axes is None else axes
+        if axes.size != world.size:
+            sizes = " x ".join(f"{name}={size}" for name, size in axes.sizes.items())
+            raise GridError(f"{sizes} needs {axes.size} ranks, the world has {world.size}")
+        host = world.split_node(ranks_per_node, name="node") if share_node_memory else None
+        hosts = tuple(range(world.size)) if host is None else _hosts(world, host)
+        groups = _split(world, host, hosts, axes)
+        data = groups["data"]
+        if (uneven := _uneven(axes, hosts)) and world.rank == 0:
+            whose = "" if data.size == world.size else " of a data group"
             print(
-                f"mpizero: nodes have {counts} ranks; memory is shared only where all nodes have the same number, "
-                "so every rank keeps its own copy",
+                f"mpizero: nodes have {', '.join(map(str, uneven))} ranks{whose}; memory is shared only where all "
+                "nodes have the same number, so every rank keeps its own copy",
                 file=sys.stderr,
             )
-        return cls._build(world, world.split(world.rank, name="node"), alone)
-
-    @staticmethod
-    def _find_nodes(world: Communicator, node: Communicator) -> tuple[tuple[int, ...], ...]:
-        leaders = world.allgather_object(node.broadcast_object(world.rank), tag="nodes")
-        return tuple(tuple(r for r in range(world.size) if leaders[r] == lead) for lead in sorted(set(leaders)))
-
-    @classmethod
-    def _build(cls, world: Communicator, node: Communicator, nodes: tuple[tuple[int, ...], ...]) -> ProcessGrid:
+        members = axes.group(world.rank, GROUPS["data"])
+        nodes = _grouped(range(data.size) if uneven else [hosts[rank] for rank in members])
+        if data.size == 1 < world.size:
+            node = data
+        elif host is None or uneven:
+            node = data.split(data.rank, name="node")
+        else:
+            node = host if members == tuple(range(world.size)) else host.split(min(members), data.rank, name="node")
+        if host is not None and host is not node:
+            host.close()
         order = [rank for ranks in nodes for rank in ranks]
-        position = [0] * world.size
-        for place, rank in enumerate(order):
-            position[rank] = place
-        data = world.split(0, name="data")
-        peers = world.split(node.rank, key=position[world.rank], name="peers")
-        return cls(world, data, node, peers, nodes, tuple(position))
+        position = tuple(order.index(rank) for rank in range(data.size))
+        peers = data.split(node.rank, key=position[data.rank], name="peers")
+        batch, pipeline, tensor = groups["batch"], groups["pipeline"], groups["tensor"]
+        context, model, here = groups["context"], groups["model"], axes.coordinates(world.rank)
+        return cls(
+            world, axes, here, data, batch, pipeline, tensor, context, model, node, peers, nodes, position,
+            _ranks_per_node=ranks_per_node,
+        )  # fmt: skip
+
+    @property
+    def tensor_group(self) -> CommunicatorGroup:
+        """What layers split over the tensor axis know of each other. The first access is collective over the group."""
+        return self._group("tensor", self.tensor)
+
+    @property
+    def context_group(self) -> CommunicatorGroup:
+        """What layers split over the context axis know of each other. The first access is collective over the group."""
+        return self._group("context", self.context)
+
+    def _group(self, name: str, comm: Communicator) -> CommunicatorGroup:
+        if name not in self._made:
+            self._made[name] = CommunicatorGroup(comm, comm if comm.shares_memory else None)
+        return self._made[name]
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -108,22 +172,41 @@ class ProcessGrid:
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
-        """Number of ranks of every node."""
+        """Number of ranks of every node of the data group."""
         return tuple(len(ranks) for ranks in self.nodes)
 
     @property
     def local_size(self) -> int:
-        """Number of ranks on each node."""
+        """Number of ranks of the data group on each node."""
         return self.node.size
 
     @property
+    def communicators(self) -> tuple[Communicator, ...]:
+        """The communicators that the grid has made, each once, in the same order on all their ranks."""
+        found = (*(getattr(self, name) for name in GROUPS), self.node, self.peers)
+        return tuple({id(communicator): communicator for communicator in found}.values())
+
+    @property
     def bytes_sent(self) -> int:
-        """Bytes this rank has sent to others through the grid's communicators."""
-        return sum(c.counters.bytes_sent for c in (self.world, self.data, self.node, self.peers))
+        """Bytes this rank has sent to others through the grid's communicators, ``world`` included."""
+        return sum(c.counters.bytes_sent for c in (self.world, *self.communicators))
+
+    def describe(self) -> str:
+        """Return a table of every rank's coordinates and the node that it runs on.
+
+        Collective over ``world``. Nodes are numbered by their first rank, simulated ones too, whether memory is shared
+        or not.
+        """
+        with self.world.split_node(self._ranks_per_node, name="describe") as host:
+            hosts = _hosts(self.world, host)
+        numbers = {leader: number for number, leader in enumerate(sorted(set(hosts)))}
+        return self.axes.describe([numbers[leader] for leader in hosts])
 
     def close(self) -> None:
         """Free the groups, not ``world``. Collective over ``world``."""
-        for communicator in (self.peers, self.node, self.data):
+        while self._made:
+            self._made.popitem()[1].close()
+        for communicator in reversed(self.communicators):
             communicator.close()
 
     def __enter__(self) -> Self:
@@ -136,3 +219,58 @@ class ProcessGrid:
         """Close the grid unless the block raised. Collective over ``world``."""
         if error is None:
             self.close()
+
+
+def _hosts(world: Communicator, host: Communicator) -> tuple[int, ...]:
+    """Return the first rank of the node of every rank. Collective over ``world``."""
+    return tuple(world.allgather_object(host.broadcast_object(world.rank), tag="nodes"))
+
+
+def _split(world: Communicator, host: Communicator | None, hosts: Sequence[int], axes: Axes) -> dict[str, Communicator]:
+    """Make the groups of this rank, each set of ranks once. Collective over ``world``.
+
+    Which groups coincide, and which lie inside nodes, follows from the axes and the nodes of all ranks, so all ranks
+    make the same calls.
+    """
+    made: dict[tuple[int, ...], Communicator] = {}
+    groups: dict[str, Communicator] = {}
+    alone = InMemoryCommunicator.group(1, name="alone")[0]
+    for name, differing in GROUPS.items():
+        members = axes.group(world.rank, differing)
+        if len(members) == 1 and not (world.size == 1 and name in ("data", "batch")):  # checkpoints may need MPI's own
+            groups[name] = alone
+            continue
+        if members not in made:
+            parent = world
+            if host is not None and name in _ON_NODES and _inside_nodes(axes, differing, hosts):
+                parent = host  # what is split off a node shares its memory
+            made[members] = parent.split(min(members), members.index(world.rank), name=name)
+        groups[name] = made[members]
+    return groups
+
+
+def _members(axes: Axes, differing: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of all groups whose members differ in these axes."""
+    places = enumerate(map(axes.coordinates, range(axes.size)))
+    return tuple(axes.group(r, differing) for r, here in places if not any(getattr(here, a) for a in differing))
+
+
+def _inside_nodes(axes: Axes, differing: Sequence[str], hosts: Sequence[int]) -> bool:
+    return all(len({hosts[rank] for rank in members}) == 1 for members in _members(axes, differing))
+
+
+def _uneven(axes: Axes, hosts: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks on each node of the first data group with unequal numbers; empty if there is none."""
+    for members in _members(axes, GROUPS["data"]):
+        counts = tuple(len(ranks) for ranks in _grouped([hosts[rank] for rank in members]))
+        if len(set(counts)) > 1:
+            return counts
+    return ()
+
+
+def _grouped(hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Group places by host, in the order of their first place."""
+    found: dict[int, list[int]] = {}
+    for place, host in enumerate(hosts):
+        found.setdefault(host, []).append(place)
+    return tuple(map(tuple, found.values()))

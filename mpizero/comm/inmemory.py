@@ -339,7 +339,7 @@ class InMemoryCommunicator(Communicator):
     # ------------------------------------------------------------------ groups
 
     def _split(self, color: int, key: int, name: str) -> Communicator:
-        return self._regroup(color, key, name, shares_memory=False)
+        return self._regroup(color, key, name, self.shares_memory)
 
     def _split_node(self, ranks_per_node: int | None, name: str) -> Communicator:
         return self._regroup(self.rank // (ranks_per_node or self.size), self.rank, name, shares_memory=True)

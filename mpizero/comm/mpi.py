@@ -278,7 +278,7 @@ class MpiCommunicator(Communicator):
     # ------------------------------------------------------------------ groups
 
     def _split(self, color: int, key: int, name: str) -> Communicator:
-        return self._of(self._comm.Split(color, key), self._limit, name)
+        return self._of(self._comm.Split(color, key), self._limit, name, self.shares_memory)
 
     def _split_node(self, ranks_per_node: int | None, name: str) -> Communicator:
         node = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)

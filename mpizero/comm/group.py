@@ -1,0 +1,188 @@
+"""What split layers know of the ranks they are split over: sums, gathers and shifts, in the order of the ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from mpizero.comm.checks import MOVABLE
+from mpizero.comm.communicator import Communicator
+from mpizero.comm.messages import Messages, Path
+from mpizero.comm.transport import Request
+from mpizero.types import Array
+
+#: Tag of the messages of a shift; other messages of the same communicator use lower ones.
+SHIFT_TAG = 31_000
+
+
+class Shift:
+    """Arrays on their way around the group; a :class:`mpizero.types.ShiftRequest`."""
+
+    __slots__ = ("_received", "_requests")
+
+    def __init__(self, requests: Sequence[Request], received: tuple[Array, ...]) -> None:
+        self._requests = requests
+        self._received = received
+
+    def wait(self) -> tuple[Array, ...]:
+        """Return what has arrived, once it has, and what was sent may be overwritten.
+
+        Not collective; a second call returns the same arrays at once.
+        """
+        for request in self._requests:
+            request.wait()
+        self._requests = ()
+        return self._received
+
+    def test(self) -> bool:
+        """Make progress and tell whether :meth:`wait` would return at once. Not collective."""
+        return all([request.test() for request in self._requests])
+
+
+class CommunicatorGroup:
+    """The ranks of a communicator as :class:`mpizero.types.Group`.
+
+    Every method but :meth:`close` returns new arrays, C-contiguous, and takes arrays that all ranks give the same dtype
+    and fitting shapes; what is not C-contiguous is copied first. Sums are added in rank order, by one rank or alike by
+    all, so they have the same bits on every rank and in every run. A group of one rank returns copies.
+
+    Parameters
+    ----------
+    comm : Communicator
+        The ranks; belongs to the caller.
+    node_comm : Communicator, optional
+        Unused where it has fewer ranks than ``comm``.
+
+    Attributes
+    ----------
+    comm : Communicator
+        Its counters tell the bytes that this rank has sent.
+    counts : Counter of str to int
+        Calls of each method that this rank has made.
+    """
+
+    def __init__(self, comm: Communicator, node_comm: Communicator | None = None) -> None:
+        self.comm = comm
+        self.counts: Counter[str] = Counter()
+        self._path: Path = Messages(comm)
+
+    def __repr__(self) -> str:
+        """Show the communicator. Not collective."""
+        return f"{type(self).__name__}({self.comm!r})"
+
+    @property
+    def rank(self) -> int:
+        """Place of this rank in the group."""
+        return self.comm.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.comm.size
+
+    def all_reduce(self, x: Array, tag: str = "") -> Array:
+        """Return the sum of the ranks' arrays, all of the shape of ``x``. Collective over the group.
+
+        ``x`` is float32 or float64.
+        """
+        return self._reduce("all_reduce", x, np.add, tag)
+
+    def all_max(self, x: Array, tag: str = "") -> Array:
+        """Return the elementwise maximum of the ranks' arrays; NaN wins. Collective over the group.
+
+        ``x`` is float32 or float64.
+        """
+        return self._reduce("all_max", x, np.maximum, tag)
+
+    def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
+        """Return the ranks' arrays concatenated along ``axis``, where rank r's has ``sizes[r]`` elements.
+
+        Collective over the group. Any dtype that travels.
+        """
+        axis, sizes = self._along("all_gather", x, axis, sizes, tag)
+        if x.shape[axis] != sizes[self.rank]:
+            raise self._error("all_gather", tag, f"sizes[{self.rank}] is {sizes[self.rank]} along axis {axis}", x)
+        self.counts["all_gather"] += 1
+        if self.size == 1:
+            return np.array(x, order="C")
+        whole = self._path.gather(_cube(x, axis), sizes, tag)
+        return whole.reshape(*x.shape[:axis], sum(sizes), *x.shape[axis + 1 :])
+
+    def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
+        """Return this rank's block, ``sizes[rank]`` along ``axis``, of the sum of the ranks' arrays.
+
+        Collective over the group. ``x`` is float32 or float64, ``sum(sizes)`` long along ``axis``.
+        """
+        self._check_float("reduce_scatter", x, tag)
+        axis, sizes = self._along("reduce_scatter", x, axis, sizes, tag)
+        if x.shape[axis] != sum(sizes):
+            raise self._error("reduce_scatter", tag, f"sizes {sizes} do not add up to its length along axis {axis}", x)
+        self.counts["reduce_scatter"] += 1
+        if self.size == 1:
+            return np.array(x, order="C")
+        block = self._path.scatter(_cube(x, axis), sizes, tag)
+        return block.reshape(*x.shape[:axis], sizes[self.rank], *x.shape[axis + 1 :])
+
+    def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> Shift:
+        """Start sending ``arrays`` to rank + ``by`` and receiving the like from rank - ``by``, around the ring.
+
+        Collective over the group: all ranks give the same shapes and the same ``by``. C-contiguous arrays are not
+        copied: they must not change before ``wait()`` has returned. Where ``by`` is a multiple of the size, nothing
+        moves and ``wait()`` returns ``arrays`` themselves.
+        """
+        for x in arrays:
+            self._check("shift", x, tag)
+        self.counts["shift"] += 1
+        target, source = (self.rank + by) % self.size, (self.rank - by) % self.size
+        if target == self.rank:
+            return Shift((), tuple(arrays))
+        received = tuple(np.empty(x.shape, x.dtype) for x in arrays)
+        requests = [self.comm.irecv(x, source, SHIFT_TAG) for x in received]
+        requests += [self.comm.isend(np.ascontiguousarray(x), target, SHIFT_TAG) for x in arrays]
+        return Shift(requests, received)
+
+    def close(self) -> None:
+        """Free what was allocated, not ``comm``; a second call does nothing. Collective over the group."""
+        self._path.close()
+
+    # ------------------------------------------------------------------ checks
+
+    def _reduce(self, kind: str, x: Array, operation: np.ufunc, tag: str) -> Array:
+        self._check_float(kind, x, tag)
+        self.counts[kind] += 1
+        if self.size == 1:
+            return np.array(x, order="C")
+        return self._path.reduce(np.ascontiguousarray(x).reshape(-1), operation, tag).reshape(x.shape)
+
+    def _check(self, kind: str, x: Array, tag: str) -> None:
+        if not isinstance(x, np.ndarray):
+            raise self._error(kind, tag, f"expected a NumPy array, got {type(x).__name__}")
+        if x.dtype.char not in MOVABLE:
+            raise self._error(kind, tag, "this dtype has no message type; view it as integers of its width", x)
+
+    def _check_float(self, kind: str, x: Array, tag: str) -> None:
+        self._check(kind, x, tag)
+        if x.dtype.char not in "fd":
+            raise self._error(kind, tag, "expected float32 or float64", x)
+
+    def _along(self, kind: str, x: Array, axis: int, sizes: Sequence[int], tag: str) -> tuple[int, tuple[int, ...]]:
+        """Return the axis counted from the front, and the sizes as a tuple."""
+        self._check(kind, x, tag)
+        if not -x.ndim <= axis < x.ndim:
+            raise self._error(kind, tag, f"axis {axis} does not exist in shape {x.shape}", x)
+        sizes = tuple(map(int, sizes))
+        if len(sizes) != self.size or min(sizes) < 0:
+            raise self._error(kind, tag, f"sizes {sizes} are not one length >= 0 for each of {self.size} ranks", x)
+        return axis % x.ndim, sizes
+
+    def _error(self, kind: str, tag: str, reason: str, x: Array | None = None) -> Exception:
+        shape = "" if x is None else f" (shape {x.shape})"
+        return self.comm.error(kind, tag, reason + shape, x)
+
+
+def _cube(x: Array, axis: int) -> Array:
+    """View (or copy once) as (before the axis, along it, behind it)."""
+    return np.ascontiguousarray(x).reshape(prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :]))

@@ -1,0 +1,140 @@
+"""Sums and gathers of a small group through messages, every sum in the order of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpizero.comm.communicator import Communicator
+from mpizero.layout import Partition
+from mpizero.types import Array
+
+#: Elements that are summed over all ranks before the next ones, so that the running sum stays in cache.
+FOLD_BLOCK = 1 << 15
+
+
+class Path(Protocol):
+    """How the arrays of a group move. All paths add in rank order, so the bits do not depend on the path.
+
+    Every method is collective over the group; arrays are C-contiguous, ``sizes`` has one length a rank.
+    """
+
+    def reduce(self, x: Array, operation: np.ufunc, tag: str) -> Array:
+        """Return x_0 o x_1 o ... as a new array; ``x`` is one-dimensional, of the same length on every rank."""
+
+    def scatter(self, x: Array, sizes: Sequence[int], tag: str) -> Array:
+        """Return this rank's block of the sum of arrays (outer, sum(sizes), inner) as a new array."""
+
+    def gather(self, x: Array, sizes: Sequence[int], tag: str) -> Array:
+        """Return the blocks (outer, sizes[rank], inner) of all ranks joined along axis 1 as a new array."""
+
+    def close(self) -> None:
+        """Free what was allocated."""
+
+
+def fold(operation: np.ufunc, terms: Sequence[Array] | Array, out: Array) -> None:
+    """Write ``terms[0] o terms[1] o ...``, evaluated from the left, to ``out``. Not collective.
+
+    All arrays have the same shape, of at least one dimension; there are at least two terms.
+    """
+    if len(terms) == 2:
+        operation(terms[0], terms[1], out=out)
+        return
+    length = out.shape[0]
+    step = max(1, FOLD_BLOCK * length // max(1, out.size))
+    for start in range(0, length, step):
+        part, first, second, *others = (a[start : start + step] for a in (out, *terms))
+        operation(first, second, out=part)
+        for other in others:
+            operation(part, other, out=part)
+
+
+class Messages:
+    """Sums and gathers by the collectives of a communicator of at least two ranks.
+
+    Buffers of messages are kept for the next call; what is returned is always new.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self._rooms: dict[str, Array] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers kept on this rank."""
+        return sum(room.nbytes for room in self._rooms.values())
+
+    def reduce(self, x: Array, operation: np.ufunc, tag: str) -> Array:
+        """Combine arrays elementwise: a reduce-scatter of equal parts, then a gather. Collective over the group.
+
+        Every rank sends ``x.nbytes * (size - 1) / size`` bytes twice, up to remainders. Two ranks send each other the
+        whole array at once, which is as much.
+        """
+        size, rank = self.comm.size, self.comm.rank
+        result = np.empty(x.shape, x.dtype)
+        if size == 2:
+            both = self._room("arrived", 2 * x.size, x.dtype)
+            self.comm.allgather(x, both, tag)
+            operation(both[: x.size], both[x.size :], out=result)
+            return result
+        sizes = Partition(x.size, size).sizes()
+        arrived = self._room("arrived", size * sizes[rank], x.dtype)
+        self.comm.alltoallv(x, sizes, arrived, [sizes[rank]] * size, tag)
+        total = self._room("total", sizes[rank], x.dtype)
+        fold(operation, arrived.reshape(size, sizes[rank]), total)
+        self.comm.allgatherv(total, result, sizes, tag)
+        return result
+
+    def scatter(self, x: Array, sizes: Sequence[int], tag: str) -> Array:
+        """Sum and keep one block: every rank sends the others their blocks. Collective over the group."""
+        size, rank = self.comm.size, self.comm.rank
+        outer, _, inner = x.shape
+        result = np.empty((outer, sizes[rank], inner), x.dtype)
+        send, counts = x.reshape(-1), [outer * n * inner for n in sizes]
+        if outer > 1:
+            send = self._room("packed", x.size, x.dtype)
+            for place, block in self._blocks(send, x, sizes):
+                place[...] = block
+        arrived = self._room("arrived", size * result.size, x.dtype)
+        self.comm.alltoallv(send, counts, arrived, [result.size] * size, tag)
+        fold(np.add, arrived.reshape(size, result.size), result.reshape(-1))
+        return result
+
+    def gather(self, x: Array, sizes: Sequence[int], tag: str) -> Array:
+        """Join the blocks of all ranks: every rank sends its own to all. Collective over the group."""
+        outer, _, inner = x.shape
+        counts = [outer * n * inner for n in sizes]
+        result = np.empty((outer, sum(sizes), inner), x.dtype)
+        if outer <= 1:
+            self.comm.allgatherv(x, result, counts, tag)
+            return result
+        arrived = self._room("arrived", result.size, x.dtype)
+        self.comm.allgatherv(x, arrived, counts, tag)
+        for block, place in self._blocks(arrived, result, sizes):
+            place[...] = block
+        return result
+
+    def close(self) -> None:
+        """Drop the buffers. Not collective."""
+        self._rooms.clear()
+
+    @staticmethod
+    def _blocks(packed: Array, whole: Array, sizes: Sequence[int]) -> list[tuple[Array, Array]]:
+        """Pair the blocks of ``whole`` along axis 1 with views of ``packed``, where they lie behind one another."""
+        outer, _, inner = whole.shape
+        pairs, start = [], 0
+        for size in sizes:
+            place = packed[outer * start * inner :][: outer * size * inner].reshape(outer, size, inner)
+            pairs.append((place, whole[:, start : start + size]))
+            start += size
+        return pairs
+
+    def _room(self, name: str, size: int, dtype: Any) -> Array:
+        """Return memory that the next call with the same name overwrites."""
+        nbytes = size * np.dtype(dtype).itemsize
+        room = self._rooms.get(name)
+        if room is None or room.nbytes < nbytes:
+            room = self._rooms[name] = np.empty(nbytes, np.uint8)
+        return room[:nbytes].view(dtype)

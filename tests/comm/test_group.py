@@ -1,0 +1,323 @@
+"""Sums, gathers and shifts of a group: values against NumPy, movements by their adjoints, bits over ranks and paths."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+from mpizero.comm.group import CommunicatorGroup
+from mpizero.errors import CollectiveError
+from mpizero.layout import Partition
+from mpizero.testing import adjoint_test, parallel_assert
+from mpizero.types import Group
+
+SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 0, 4), (4, 6, 5)]
+
+
+@pytest.fixture(params=["messages", "window"])
+def groups(request, ranks):
+    """Run a specification on every rank of a group, once for each path of its arrays."""
+
+    def run(specification):
+        def work(comm):
+            with comm.split_node() as node:
+                group = CommunicatorGroup(comm, node if request.param == "window" else None)
+                specification(group)
+                group.close()
+                group.close()
+
+        ranks(work)
+
+    return run
+
+
+def values(rank, shape, dtype=np.float64, seed=0):
+    """What a rank brings; every rank can compute everybody's."""
+    return np.random.default_rng([seed, rank]).standard_normal(shape).astype(dtype)
+
+
+def everyone(group, shape, dtype=np.float64, seed=0):
+    return [values(rank, shape, dtype, seed) for rank in range(group.size)]
+
+
+def in_rank_order(arrays):
+    return reduce(np.add, arrays)
+
+
+def same_bits(a, b):
+    return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+
+
+def uneven(group):
+    """Blocks of 0, 3, 1, 0, ... elements: some ranks have nothing."""
+    return [(0, 3, 1)[rank % 3] for rank in range(group.size)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_all_reduce_adds_in_rank_order(groups, shape, dtype):
+    def specification(group):
+        x = values(group.rank, shape, dtype)
+        kept = x.copy()
+        total = group.all_reduce(x)
+        assert same_bits(total, np.asarray(in_rank_order(everyone(group, shape, dtype))))
+        assert same_bits(x, kept)
+        assert not np.shares_memory(total, x)
+        assert total.flags.writeable
+
+    groups(specification)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_all_max_is_the_elementwise_maximum(groups, shape):
+    def specification(group):
+        assert_array_equal(group.all_max(values(group.rank, shape)), reduce(np.maximum, everyone(group, shape)))
+
+    groups(specification)
+
+
+def test_nan_wins_every_maximum_and_stays_in_every_sum(groups):
+    def specification(group):
+        x = np.zeros(2 * group.size)
+        x[group.rank] = np.nan
+        for result in (group.all_max(x), group.all_reduce(x)):
+            assert_array_equal(np.isnan(result), np.arange(2 * group.size) < group.size)
+
+    groups(specification)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_all_gather_joins_uneven_and_empty_shards_along_any_axis(groups, axis, dtype):
+    def specification(group):
+        sizes = uneven(group)
+        whole = values(99, np.insert([4, 5], axis % 3, sum(sizes)), dtype)
+        cuts = np.split(whole, np.cumsum(sizes)[:-1], axis)
+        assert same_bits(group.all_gather(cuts[group.rank], axis, sizes), whole)
+
+    groups(specification)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_reduce_scatter_keeps_this_ranks_block_of_the_sum_along_any_axis(groups, axis, dtype):
+    def specification(group):
+        sizes = uneven(group)
+        shape = tuple(np.insert([4, 5], axis % 3, sum(sizes)))
+        total = in_rank_order(everyone(group, shape, dtype))
+        expected = np.split(total, np.cumsum(sizes)[:-1], axis)[group.rank]
+        block = group.reduce_scatter(values(group.rank, shape, dtype), axis, sizes)
+        assert same_bits(block, np.ascontiguousarray(expected))
+        assert block.flags.writeable
+
+    groups(specification)
+
+
+@pytest.mark.parametrize("length", [0, 2, 11])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_gather_is_adjoint_to_a_reduce_scatter(groups, axis, length):
+    def specification(group):
+        sizes = Partition(length, group.size).sizes()
+        own, whole = np.insert([2, 3], axis, sizes[group.rank]), np.insert([2, 3], axis, length)
+        adjoint_test(
+            lambda x: group.all_gather(x, axis, sizes),
+            lambda y: group.reduce_scatter(y, axis, sizes),
+            values(group.rank, own),
+            values(group.rank, whole),
+            group.comm,
+        )
+
+    groups(specification)
+
+
+def test_a_sum_over_ranks_is_its_own_adjoint(groups):
+    def specification(group):
+        x, y = values(group.rank, (3, 4)), values(group.rank, (3, 4), seed=1)
+        adjoint_test(group.all_reduce, group.all_reduce, x, y, group.comm)
+
+    groups(specification)
+
+
+@pytest.mark.parametrize("by", [1, -1, 2, 5])
+def test_a_shift_is_adjoint_to_the_opposite_shift(groups, by):
+    def specification(group):
+        x, y = values(group.rank, (3, 4)), values(group.rank, (3, 4), seed=1)
+        adjoint_test(
+            lambda a: group.shift([a], by).wait()[0], lambda a: group.shift([a], -by).wait()[0], x, y, group.comm
+        )
+
+    groups(specification)
+
+
+def test_a_shift_brings_the_arrays_of_the_rank_behind(groups):
+    def specification(group):
+        for by in (0, 1, -1, group.size, 3):
+            arrays = [values(group.rank, (2, 3), np.float32), values(group.rank, (0,)), values(group.rank, (5, 4)).T]
+            source = (group.rank - by) % group.size
+            expected = [values(source, (2, 3), np.float32), values(source, (0,)), values(source, (5, 4)).T]
+            request = group.shift(arrays, by)
+            arrived = request.wait()
+            assert request.wait() is arrived
+            assert request.test()
+            for found, right in zip(arrived, expected, strict=True):
+                assert_array_equal(found, right)
+                assert found.dtype == right.dtype
+
+    groups(specification)
+
+
+def test_two_shifts_can_be_on_their_way_in_both_directions(groups):
+    def specification(group):
+        there = group.shift([np.array([group.rank])], 1)
+        back = group.shift([np.array([100 + group.rank])], -1)
+        assert back.wait()[0] == 100 + (group.rank + 1) % group.size
+        while not there.test():
+            pass
+        assert there.wait()[0] == (group.rank - 1) % group.size
+
+    groups(specification)
+
+
+def test_a_group_of_one_returns_copies_and_shifts_the_arrays_themselves():
+    from mpizero.comm import InMemoryCommunicator
+
+    group = CommunicatorGroup(InMemoryCommunicator.group(1)[0])
+    x = values(0, (3, 4))
+    results = [group.all_reduce(x), group.all_max(x), group.all_gather(x, 1, [4]), group.reduce_scatter(x, 0, [3])]
+    for result in results:
+        assert same_bits(result, x)
+        assert not np.shares_memory(result, x)
+    assert group.shift([x], 1).wait()[0] is x
+    assert isinstance(group, CommunicatorGroup)
+    protocol: Group = group  # what mypy checks
+    assert (protocol.rank, protocol.size) == (0, 1)
+
+
+def test_arrays_with_gaps_are_taken_and_left_alone(groups):
+    def specification(group):
+        wide = values(group.rank, (6, 8))
+        gapped, sizes = wide[::2, ::-2], Partition(4, group.size).sizes()
+        total = in_rank_order([values(r, (6, 8))[::2, ::-2] for r in range(group.size)])
+        assert same_bits(group.all_reduce(gapped), np.ascontiguousarray(total))
+        block = group.reduce_scatter(gapped, 1, sizes)
+        assert_array_equal(block, total[:, Partition(4, group.size).shard(group.rank)])
+        assert_array_equal(group.all_gather(block[:, ::-1], 1, sizes).shape, (3, 4))
+        assert same_bits(wide, values(group.rank, (6, 8)))
+
+    groups(specification)
+
+
+def test_frozen_arrays_are_taken(groups):
+    def specification(group):
+        x = values(group.rank, (group.size, 2))
+        x.flags.writeable = False
+        group.all_reduce(x)
+        group.reduce_scatter(x, 0, [1] * group.size)
+        group.all_gather(x, 0, [group.size] * group.size)
+        group.shift([x], 1).wait()
+
+    groups(specification)
+
+
+def test_results_stay_what_they_are_while_the_buffers_are_used_again(groups):
+    def specification(group):
+        sizes = [2] * group.size
+        kept = []
+        for turn in range(12):
+            length = 2 * group.size * (1 + turn % 3)
+            x = values(group.rank, (2, length), seed=turn)
+            parts = [length // group.size] * group.size
+            kept.append((turn, group.all_reduce(x), group.reduce_scatter(x, 1, parts), group.all_gather(x, 0, sizes)))
+        for turn, total, block, whole in kept:
+            arrays = everyone(group, (2, total.shape[1]), seed=turn)
+            expected, width = in_rank_order(arrays), block.shape[1]
+            assert same_bits(total, expected)
+            assert_array_equal(block, expected[:, group.rank * width :][:, :width])
+            assert same_bits(whole, np.concatenate(arrays))
+
+    groups(specification)
+
+
+@pytest.mark.parametrize("length", [5, 1000, 70_001])
+def test_sums_have_the_same_bits_on_all_ranks_at_every_repetition_and_on_every_path(ranks, length):
+    def specification(comm):
+        with comm.split_node() as node:
+            made = [CommunicatorGroup(comm), CommunicatorGroup(comm, node)]
+            x = values(comm.rank, length, np.float32) * 10.0 ** (comm.rank % 5)
+            sizes = Partition(length, comm.size).sizes()
+            seen = set()
+            for group in made * 3:
+                block = group.reduce_scatter(x, 0, sizes)
+                seen |= {group.all_reduce(x).tobytes(), group.all_gather(block, 0, sizes).tobytes()}
+            parallel_assert(comm, len(seen) == 1, f"{len(seen)} patterns of bits")
+            assert comm.allgather_object(seen) == [seen] * comm.size
+            for group in made:
+                group.close()
+
+    ranks(specification)
+
+
+def test_calls_are_counted_by_kind(groups):
+    def specification(group):
+        sizes = [1] * group.size
+        x = np.ones((group.size, 1))
+        group.all_reduce(x)
+        group.all_reduce(x)
+        group.all_max(x)
+        group.all_gather(x[:1], 0, sizes)
+        group.reduce_scatter(x, 0, sizes)
+        group.shift([x, x], 1).wait()
+        expected = {"all_reduce": 2, "all_max": 1, "all_gather": 1, "reduce_scatter": 1, "shift": 1}
+        assert dict(group.counts) == expected
+
+    groups(specification)
+
+
+def test_messages_send_the_bytes_of_a_reduce_scatter_and_a_gather(ranks):
+    def specification(comm):
+        group, n = CommunicatorGroup(comm), comm.size
+        sizes = Partition(7, n).sizes()
+        own = 3 * sizes[comm.rank] * 8
+
+        def sent(call):
+            comm.counters.reset()
+            call()
+            return comm.counters.bytes_sent
+
+        x = np.ones((3, 7))
+        part = Partition(21, n).sizes()[comm.rank] * 8
+        assert sent(lambda: group.all_reduce(x)) == (21 * 8 - part + part * (n - 1) if n > 1 else 0)
+        assert sent(lambda: group.reduce_scatter(x, 1, sizes)) == 21 * 8 - own
+        assert sent(lambda: group.all_gather(np.ones((3, sizes[comm.rank])), 1, sizes)) == own * (n - 1)
+        assert sent(lambda: group.shift([x, x], 1).wait()) == (2 * 21 * 8 if n > 1 else 0)
+
+    ranks(specification)
+
+
+BAD = {
+    "a list": (lambda g: g.all_reduce([1.0], "w"), "expected a NumPy array, got list"),
+    "integers to add": (lambda g: g.all_reduce(np.ones(2, int), "w"), r"expected float32 or float64 \(shape \(2,\)\)"),
+    "integers to scatter": (lambda g: g.reduce_scatter(np.ones(g.size, int), 0, [1] * g.size), "float32 or float64"),
+    "objects to shift": (lambda g: g.shift([np.array([None])], 1), "no message type"),
+    "no such axis": (lambda g: g.all_gather(np.ones(2), 1, [2] * g.size), "axis 1 does not exist in shape"),
+    "too few sizes": (lambda g: g.all_gather(np.ones(2), 0, [2] * (g.size + 1)), "not one length >= 0 for each"),
+    "a negative size": (lambda g: g.reduce_scatter(np.ones(2), 0, [-1] * g.size), "not one length >= 0 for each"),
+    "another own block": (lambda g: g.all_gather(np.ones(2), 0, [3] * g.size), r"is 3 along axis 0 \(shape \(2,\)\)"),
+    "another sum": (lambda g: g.reduce_scatter(np.ones((1, 2)), 1, [3] * g.size), "do not add up to its length along"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_misuse_is_refused_on_every_rank_before_anything_is_sent(groups, case):
+    call, message = BAD[case]
+
+    def specification(group):
+        with pytest.raises(CollectiveError, match=rf"\[rank {group.rank}\].*{message}"):
+            call(group)
+        assert not group.counts
+        group.comm.barrier()
+
+    groups(specification)
