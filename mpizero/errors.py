@@ -33,6 +33,10 @@ class GridError(ConfigError):
     """Group sizes that do not fit the number of ranks."""
 
 
+class ScheduleError(ConfigError):
+    """A pipeline schedule that cannot be run; names the stage and the instruction."""
+
+
 class LayoutError(MpizeroError, ValueError):
     """A parameter, range or shape that does not fit the layout it is used with."""
 

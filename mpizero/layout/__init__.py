@@ -4,7 +4,10 @@ from mpizero.layout.axes import AXES, Axes, Coordinates
 from mpizero.layout.flat import Entry, FlatLayout, Span, Unit
 from mpizero.layout.grains import Grains
 from mpizero.layout.hyperslab import hyperslabs
+from mpizero.layout.instructions import Instruction
 from mpizero.layout.partition import Partition
+from mpizero.layout.schedule import SCHEDULES, Schedule, build_schedule, chunk_stages
+from mpizero.layout.simulate import Costs, Event, Simulation, bubble_formula, simulate
 from mpizero.layout.stages import balanced_cuts, check_parts, explicit_cuts
 from mpizero.layout.tree import (
     FoldPlan,
@@ -22,27 +25,37 @@ from mpizero.layout.tree import (
 
 __all__ = [
     "AXES",
+    "SCHEDULES",
     "Axes",
     "Coordinates",
+    "Costs",
     "Entry",
+    "Event",
     "FlatLayout",
     "FoldPlan",
     "Grains",
+    "Instruction",
     "Node",
     "Partition",
     "Program",
     "RowsPlan",
+    "Schedule",
+    "Simulation",
     "Span",
     "Unit",
     "Wave",
     "WavePlan",
     "balanced_cuts",
+    "bubble_formula",
+    "build_schedule",
     "check_parts",
+    "chunk_stages",
     "cover",
     "explicit_cuts",
     "fold_plan",
     "hyperslabs",
     "merge",
     "rows_plan",
+    "simulate",
     "wave_plan",
 ]

@@ -98,7 +98,9 @@ class Axes:
         for axis, size in given.items():
             if not _is_positive(size) and not (axis == "data" and size == -1):
                 allowed = "an integer >= 1, or -1 for all remaining ranks" if axis == "data" else "an integer >= 1"
-                raise GridError(f"{axis}={size!r} is not allowed for {_text(given)} on {world} ranks; expected {allowed}")
+                raise GridError(
+                    f"{axis}={size!r} is not allowed for {_text(given)} on {world} ranks; expected {allowed}"
+                )
         if data == -1:
             replica = pipeline * tensor * context
             if world % replica:

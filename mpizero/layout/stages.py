@@ -76,7 +76,7 @@ def explicit_cuts(cuts: Sequence[int], items: int, parts: int) -> tuple[int, ...
     """
     check_parts(items, parts)
     full = tuple(cuts) if len(cuts) == parts + 1 else (0, *cuts, items)
-    wanted = f"expected {parts - 1} ascending indices from 1 to {items - 1}: the first block of each stage but the first"
+    wanted = f"expected {parts - 1} ascending indices from 1 to {items - 1}: the first block of every later stage"
     if any(isinstance(cut, bool) or not isinstance(cut, int) for cut in full):
         raise ConfigError(f"cuts={list(cuts)!r} are not all integers; {wanted}")
     if len(full) != parts + 1 or (full[0], full[-1]) != (0, items):

@@ -1,0 +1,160 @@
+"""The schedules' programs: generators of the instructions of one stage, in order.
+
+In all of them the backwards of a chunk, and its weight halves, come in ascending order of the micro-batches, because
+the streaming sum over grains (``layout/tree.py``) takes them in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from mpizero.layout.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS, FORWARD, Instruction
+
+
+def gpipe(stage: int, _stages: int, micro_batches: int, _virtual: int) -> Iterator[Instruction]:
+    """Do all forwards, then all backwards (Huang et al. 2019, GPipe, section 2.2)."""
+    for kind in (FORWARD, BACKWARD):
+        for micro in range(micro_batches):
+            yield Instruction(kind, stage, micro)
+
+
+def one_forward_one_backward(stage: int, stages: int, micro_batches: int, _virtual: int) -> Iterator[Instruction]:
+    """Do forwards until the first gradient comes back, then one backward for each forward.
+
+    Narayanan et al. 2019, PipeDream, section 3.2, with a flush at the end of the batch (Narayanan et al. 2021,
+    Efficient large-scale language model training, section 2.2.1). A stage holds at most ``stages - stage`` caches.
+    """
+    micros = range(micro_batches)
+    forwards = [Instruction(FORWARD, stage, micro) for micro in micros]
+    return _alternate(stages - 1 - stage, forwards, [Instruction(BACKWARD, stage, micro) for micro in micros])
+
+
+def interleaved(stage: int, stages: int, micro_batches: int, virtual: int) -> Iterator[Instruction]:
+    """Do 1F1B over several chunks a stage, ``stages`` micro-batches at a time.
+
+    Narayanan et al. 2021, section 2.2.2. ``micro_batches`` is a multiple of ``stages``. Chunk ``c`` is on stage
+    ``c % stages``.
+    """
+    forwards, backwards = [], []
+    for first in range(0, micro_batches, stages):
+        group = range(first, first + stages)
+        forwards += [Instruction(FORWARD, k * stages + stage, micro) for k in range(virtual) for micro in group]
+        backwards += [
+            Instruction(BACKWARD, k * stages + stage, micro) for k in reversed(range(virtual)) for micro in group
+        ]
+    return _alternate(2 * (stages - 1 - stage) + (virtual - 1) * stages, forwards, backwards)
+
+
+def zero_bubble(stage: int, stages: int, micro_batches: int, _virtual: int) -> Iterator[Instruction]:
+    """Do 1F1B with the backward in halves, the weight halves ``stage`` micro-batches late.
+
+    Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.2 (ZB-H1). The later a stage is in the pipeline, the
+    fewer forwards it does ahead and the more weight halves it keeps for the end, where it would wait otherwise; so all
+    stages hold at most as many caches as the first stage of 1F1B: ``stages``.
+    """
+    ahead = min(micro_batches, stages - 1 - stage)
+    for micro in range(ahead):
+        yield Instruction(FORWARD, stage, micro)
+    for micro in range(micro_batches):
+        if micro + ahead < micro_batches:
+            yield Instruction(FORWARD, stage, micro + ahead)
+        yield Instruction(BACKWARD_INPUT, stage, micro)
+        if micro >= stage:
+            yield Instruction(BACKWARD_WEIGHTS, stage, micro - stage)
+    for micro in range(max(micro_batches - stage, 0), micro_batches):
+        yield Instruction(BACKWARD_WEIGHTS, stage, micro)
+
+
+def zero_bubble_v(stage: int, stages: int, micro_batches: int, _virtual: int) -> Iterator[Instruction]:
+    """Run two chunks a stage in the shape of a V, the backward in halves: no stage waits once it has started.
+
+    Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 6 (ZB-V), in the order of PyTorch's
+    ``ScheduleZBVZeroBubble``; it does not wait where F = B = W and there are enough micro-batches. Chunk ``stage`` goes
+    down the V and chunk ``2 * stages - 1 - stage`` up again, so the loss is on stage 0 and the last stage hands its
+    output to itself. A stage holds at most ``2 * stages`` caches of chunks of half the size, the memory of 1F1B's first
+    stage. With fewer than ``2 * stages - 1`` micro-batches it is the same program without the missing ones.
+    """
+    down, up = _Chunk(stage), _Chunk(2 * stages - 1 - stage)
+    enough = max(micro_batches, 2 * stages - 1)
+    program = _v_program(stage, stages, enough, down, up)
+    return (instruction for instruction in program if instruction.micro < micro_batches)
+
+
+class _Chunk:
+    """Instructions of one chunk: each call is the next micro-batch's."""
+
+    def __init__(self, chunk: int) -> None:
+        self.chunk = chunk
+        self.forwards = self.inputs = self.weights = 0
+
+    def forward(self) -> Instruction:
+        self.forwards += 1
+        return Instruction(FORWARD, self.chunk, self.forwards - 1)
+
+    def backward_input(self) -> Instruction:
+        self.inputs += 1
+        return Instruction(BACKWARD_INPUT, self.chunk, self.inputs - 1)
+
+    def backward_weights(self) -> Instruction:
+        self.weights += 1
+        return Instruction(BACKWARD_WEIGHTS, self.chunk, self.weights - 1)
+
+
+def _v_program(stage: int, stages: int, micro_batches: int, down: _Chunk, up: _Chunk) -> Iterator[Instruction]:
+    for _ in range(2 * (stages - stage) - 1):  # until the first micro-batch comes up the V
+        yield down.forward()
+    for _ in range(stage):
+        yield up.forward()
+        yield down.forward()
+    for _ in range(stages - stage):  # until the first gradient comes up the other side
+        yield up.forward()
+        yield up.backward_input()
+        yield up.backward_weights()
+    while up.forwards < micro_batches:
+        if down.forwards < micro_batches:
+            yield down.forward()
+        yield down.backward_input()
+        yield down.backward_weights()
+        yield up.forward()
+        yield up.backward_input()
+        yield up.backward_weights()
+    for _ in range(stage):  # gradients first: other stages wait for them
+        yield down.backward_input()
+        yield up.backward_input()
+    for _ in range(stages - stage):
+        yield down.backward_input()
+        yield down.backward_weights()
+    for chunk in (up, down):
+        while chunk.weights < micro_batches:
+            yield chunk.backward_weights()
+
+
+def _alternate(ahead: int, forwards: list[Instruction], backwards: list[Instruction]) -> Iterator[Instruction]:
+    """``ahead`` forwards, then a forward and a backward in turn, then the remaining backwards."""
+    ahead = min(ahead, len(forwards))
+    yield from forwards[:ahead]
+    for position, backward in enumerate(backwards):
+        yield from forwards[ahead + position : ahead + position + 1]
+        yield backward
+
+
+def fuse(program: Iterable[Instruction], stage_of: tuple[int, ...]) -> Iterator[Instruction]:
+    """Turn an input half and its weight half into one backward where they follow each other and nobody waits between.
+
+    Nobody does where the gradient of the chunk's input is for no chunk or for a chunk of the same stage.
+    """
+    held: Instruction | None = None
+    for instruction in program:
+        if held is not None:
+            if instruction == held._replace(kind=BACKWARD_WEIGHTS):
+                instruction = held._replace(kind=BACKWARD)
+            else:
+                yield held
+            held = None
+        chunk = instruction.chunk
+        if instruction.kind == BACKWARD_INPUT and (chunk == 0 or stage_of[chunk - 1] == stage_of[chunk]):
+            held = instruction
+        else:
+            yield instruction
+    if held is not None:
+        yield held

@@ -1,0 +1,298 @@
+"""Run a pipeline schedule with given costs, without any rank: prove it, time it, and compare with the papers.
+
+The simulated executor is the simple one: every stage runs its program in order, messages are sent without blocking as
+soon as their instruction ends, and an instruction waits for its messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING, NamedTuple
+
+from mpizero.errors import ConfigError, ScheduleError
+from mpizero.layout.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS, FORWARD, Instruction
+
+if TYPE_CHECKING:
+    from mpizero.layout.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Costs:
+    """How long the parts of a chunk's work on one micro-batch take.
+
+    Attributes
+    ----------
+    forward, backward_input, backward_weights : tuple of float
+        Seconds by chunk; a whole backward takes the sum of its halves.
+    latency : float
+        Seconds from the end of an instruction until its message is at another stage.
+
+    Raises
+    ------
+    ConfigError
+        If the three have different lengths, or a number is negative or not finite.
+    """
+
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weights: tuple[float, ...]
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Reject times that mean nothing."""
+        rows = {name: getattr(self, name) for name in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS)}
+        if len(set(map(len, rows.values()))) > 1:
+            lengths = ", ".join(f"{len(row)} for {name}" for name, row in rows.items())
+            raise ConfigError(f"costs of {lengths} were given; expected one a chunk for each")
+        for name, row in (*rows.items(), ("latency", (self.latency,))):
+            for chunk, seconds in enumerate(row):
+                if not isfinite(seconds) or seconds < 0:
+                    raise ConfigError(f"the cost {name}[{chunk}] is {seconds!r}; expected finite seconds >= 0")
+
+    @classmethod
+    def uniform(
+        cls,
+        chunks: int,
+        forward: float = 1.0,
+        backward_input: float = 1.0,
+        backward_weights: float = 1.0,
+        latency: float = 0.0,
+    ) -> Costs:
+        """Return the same costs for all chunks. Not collective."""
+        return cls((forward,) * chunks, (backward_input,) * chunks, (backward_weights,) * chunks, latency)
+
+    def seconds(self, instruction: Instruction) -> float:
+        """Return how long an instruction takes."""
+        chunk = instruction.chunk
+        if instruction.kind == FORWARD:
+            return self.forward[chunk]
+        if instruction.kind == BACKWARD_INPUT:
+            return self.backward_input[chunk]
+        if instruction.kind == BACKWARD_WEIGHTS:
+            return self.backward_weights[chunk]
+        return self.backward_input[chunk] + self.backward_weights[chunk]
+
+
+class Event(NamedTuple):
+    """One instruction and the seconds at which it starts and ends."""
+
+    instruction: Instruction
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a schedule does when it is run; make one with :func:`simulate`.
+
+    Attributes
+    ----------
+    schedule : Schedule
+        What was run.
+    events : tuple of tuple of Event
+        The instructions of every stage, in order.
+    """
+
+    schedule: Schedule
+    events: tuple[tuple[Event, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the start of the first instruction of any stage to the end of the last one."""
+        return max(events[-1].end for events in self.events)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds that every stage computes."""
+        return tuple(sum(event.end - event.start for event in events) for events in self.events)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """The share of the makespan that every stage waits, 0 to 1."""
+        return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """Seconds lost: the makespan less the work of the stage with the most work."""
+        return self.makespan - max(self.busy)
+
+    @property
+    def bubble_share(self) -> float:
+        """The bubble's share of the makespan, 0 to 1: the idle share of the stage with the most work."""
+        return self.bubble / self.makespan if self.makespan else 0.0
+
+    @property
+    def gaps(self) -> tuple[float, ...]:
+        """Seconds that every stage waits between the start of its first and the end of its last instruction.
+
+        The papers on zero-bubble schedules count these only: a stage that starts later may end later.
+        """
+        spans = (events[-1].end - events[0].start for events in self.events)
+        return tuple(span - busy for span, busy in zip(spans, self.busy, strict=True))
+
+    @property
+    def caches(self) -> tuple[int, ...]:
+        """How many caches (of one chunk and one micro-batch) every stage holds at most."""
+        return self.schedule.caches()
+
+
+def simulate(schedule: Schedule, costs: Costs, present: int | None = None) -> Simulation:
+    """Run a schedule and prove on the way that it can be run. Not collective.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        What to run.
+    costs : Costs
+        Times by chunk.
+    present : int, optional
+        The micro-batches from this one on only pad the schedule: they send their messages and take no time. By default
+        all take their time.
+
+    Raises
+    ------
+    ConfigError
+        If there are not costs for every chunk.
+    ScheduleError
+        If an instruction is missing, doubled, unknown or on the wrong stage, if backwards do not retire in ascending
+        micro-batch order, or if stages wait for each other for ever.
+    """
+    if len(costs.forward) != schedule.chunks:
+        raise ConfigError(f"costs of {len(costs.forward)} chunks were given, but the schedule has {schedule.chunks}")
+    _check_work(schedule)
+    _check_retirement(schedule)
+    return Simulation(schedule, _run(schedule, costs, schedule.micro_batches if present is None else present))
+
+
+def _check_work(schedule: Schedule) -> None:
+    """Refuse a schedule in which not every part of the work is done exactly once, on its stage."""
+    work = (schedule.chunks, schedule.micro_batches)
+    done: set[Instruction] = set()
+    for stage, program in enumerate(schedule.programs):
+        for instruction in program:
+            kind, chunk, micro = instruction
+            if kind not in {FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS}:
+                raise ScheduleError(f"{_where(schedule, stage)}: unknown instruction {kind!r}")
+            if not 0 <= chunk < work[0] or not 0 <= micro < work[1] or schedule.stage_of[chunk] != stage:
+                raise ScheduleError(f"{_where(schedule, stage)}: {instruction} is not this stage's work")
+            for part in instruction.does:
+                if part in done:
+                    raise ScheduleError(f"{_where(schedule, stage)}: {part} is done twice")
+                done.add(part)
+    for kind in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS):
+        for chunk in range(schedule.chunks):
+            for micro in range(schedule.micro_batches):
+                if (part := Instruction(kind, chunk, micro)) not in done:
+                    raise ScheduleError(f"{_where(schedule, schedule.stage_of[chunk])}: {part} is missing")
+
+
+def _check_retirement(schedule: Schedule) -> None:
+    """Refuse a schedule that does not end the halves of a chunk's backwards in ascending micro-batch order."""
+    last: dict[tuple[str, int], int] = {}
+    for stage, program in enumerate(schedule.programs):
+        for instruction in program:
+            for kind, chunk, micro in instruction.does:
+                if kind != FORWARD and last.get((kind, chunk), -1) > micro:
+                    raise ScheduleError(
+                        f"{_where(schedule, stage)}: {instruction} comes after that of micro-batch "
+                        f"{last[kind, chunk]}; backwards must retire in ascending order of the micro-batches"
+                    )
+                last[kind, chunk] = micro
+
+
+def _run(schedule: Schedule, costs: Costs, present: int) -> tuple[tuple[Event, ...], ...]:
+    """Let every stage run until it waits, over and over, until all have ended or none goes on."""
+    ends: dict[Instruction, float] = {}
+    events: list[list[Event]] = [[] for _ in schedule.programs]
+    going = True
+    while going:
+        going = False
+        for stage, program in enumerate(schedule.programs):
+            done = events[stage]
+            while len(done) < len(program):
+                instruction = program[len(done)]
+                needed = instruction.needs(schedule.chunks)
+                if any(need not in ends for need in needed):
+                    break
+                start = done[-1].end if done else 0.0
+                for need in needed:
+                    away = schedule.stage_of[need.chunk] != stage
+                    start = max(start, ends[need] + costs.latency * away)
+                end = start + (costs.seconds(instruction) if instruction.micro < present else 0.0)
+                done.append(Event(instruction, start, end))
+                ends.update(dict.fromkeys(instruction.does, end))
+                going = True
+    if stuck := list(_stuck(schedule, events, ends)):
+        raise ScheduleError(f"schedule {schedule.name!r} cannot be run: {'; '.join(stuck)}")
+    return tuple(map(tuple, events))
+
+
+def _stuck(schedule: Schedule, events: list[list[Event]], ends: dict[Instruction, float]) -> Iterator[str]:
+    """Say for which instruction every stage that has not ended waits for ever."""
+    for stage, program in enumerate(schedule.programs):
+        if len(events[stage]) == len(program):
+            continue
+        instruction = program[len(events[stage])]
+        need = next(need for need in instruction.needs(schedule.chunks) if need not in ends)
+        owner = schedule.stage_of[need.chunk]
+        whose = "that is later in its own program" if owner == stage else f"on stage {owner}"
+        yield f"stage {stage} waits in the {instruction}, for the {need}, {whose}"
+
+
+def _where(schedule: Schedule, stage: int) -> str:
+    return f"schedule {schedule.name!r}, stage {stage}"
+
+
+def bubble_formula(name: str, stages: int, micro_batches: int, virtual: int, costs: Costs) -> float:
+    """Return a schedule's bubble by the closed formula of its paper. Not collective.
+
+    With s stages, m micro-batches, v chunks a stage and, for one micro-batch on the whole stage, F seconds for the
+    forward, B for the input half and W for the weight half of the backward:
+
+    ============= ================================ ====================================================================
+    gpipe         (s-1)(F+B+W)                     Huang et al. 2019, GPipe, section 2.3: the share (s-1)/(m+s-1)
+    1f1b          (s-1)(F+B+W)                     Narayanan et al. 2021, section 2.2.1
+    interleaved   (s-1)(F+B+W)/v                   Narayanan et al. 2021, section 2.2.2
+    zero_bubble   (s-1)(F+B-W)                     Qi et al. 2023, section 2.3, for m >= s and W <= F. Beyond it:
+                                                   (s-1)(F+B) - min(m-1, s-1) min(F, W), found with the simulator;
+                                                   (s-1)B is the least that s caches on the first stage allow
+    zero_bubble_v (s-1)F/2                         Qi et al. 2023, section 6, for m >= 2s-1 and F = B = W, where the
+                                                   paper has 0: it counts from a stage's own start, this from the
+                                                   first stage's; otherwise it is a lower bound
+    ============= ================================ ====================================================================
+
+    Parameters
+    ----------
+    name : str
+        Name of the schedule.
+    stages, micro_batches, virtual : int
+        s, m and v.
+    costs : Costs
+        F, B and W are the means of the stages' sums; the formulas hold for equal stages and no latency.
+
+    Returns
+    -------
+    float
+        Seconds, as :attr:`Simulation.bubble`; the share of the makespan is ``bubble / (m (F+B+W) + bubble)``.
+
+    Raises
+    ------
+    ConfigError
+        On an unknown name.
+    """
+    forward, inputs, weights = (
+        sum(row) / stages for row in (costs.forward, costs.backward_input, costs.backward_weights)
+    )
+    delay = stages - 1
+    match name:
+        case "gpipe" | "1f1b":
+            return delay * (forward + inputs + weights)
+        case "interleaved":
+            return delay * (forward + inputs + weights) / virtual
+        case "zero_bubble":
+            return delay * (forward + inputs) - min(micro_batches - 1, delay) * min(forward, weights)
+        case "zero_bubble_v":
+            return delay * forward / 2
+    raise ConfigError(f"there is no formula for the schedule {name!r}")
