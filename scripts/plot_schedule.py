@@ -91,7 +91,7 @@ def main() -> None:
     virtual = options.virtual if options.virtual is not None else 1 + several
     try:
         schedule = build_schedule(options.schedule, options.stages, options.micro_batches, virtual)
-        simulation = simulate(schedule, Costs.uniform(schedule.chunks, *options.costs, latency=options.latency))
+        simulation = simulate(schedule, Costs.uniform(schedule.chunks, *options.costs, options.latency))
         print(timetable(simulation, options.unit))
     except ConfigError as error:
         parser.error(str(error))

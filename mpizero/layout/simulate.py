@@ -255,9 +255,9 @@ def bubble_formula(name: str, stages: int, micro_batches: int, virtual: int, cos
     gpipe         (s-1)(F+B+W)                     Huang et al. 2019, GPipe, section 2.3: the share (s-1)/(m+s-1)
     1f1b          (s-1)(F+B+W)                     Narayanan et al. 2021, section 2.2.1
     interleaved   (s-1)(F+B+W)/v                   Narayanan et al. 2021, section 2.2.2
-    zero_bubble   (s-1)(F+B-W)                     Qi et al. 2023, section 2.3, for m >= s and W <= F. Beyond it:
-                                                   (s-1)(F+B) - min(m-1, s-1) min(F, W), found with the simulator;
-                                                   (s-1)B is the least that s caches on the first stage allow
+    zero_bubble   (s-1)(F+B-W)                     Qi et al. 2023, section 2.3, for m >= s, W <= F and W <= B. Beyond:
+                                                   (s-1)(F+B) - min(m-1, s-1) min(F, B, W), found with the simulator;
+                                                   no schedule has less than (s-1)F, nor than (s-1)B with s caches
     zero_bubble_v (s-1)F/2                         Qi et al. 2023, section 6, for m >= 2s-1 and F = B = W, where the
                                                    paper has 0: it counts from a stage's own start, this from the
                                                    first stage's; otherwise it is a lower bound
@@ -292,7 +292,7 @@ def bubble_formula(name: str, stages: int, micro_batches: int, virtual: int, cos
         case "interleaved":
             return delay * (forward + inputs + weights) / virtual
         case "zero_bubble":
-            return delay * (forward + inputs) - min(micro_batches - 1, delay) * min(forward, weights)
+            return delay * (forward + inputs) - min(micro_batches - 1, delay) * min(forward, inputs, weights)
         case "zero_bubble_v":
             return delay * forward / 2
     raise ConfigError(f"there is no formula for the schedule {name!r}")

@@ -48,12 +48,12 @@ def timetable(simulation: Simulation, unit: float | None = None) -> str:
     if unit is not None and not unit > 0:
         raise ConfigError(f"a timetable cannot have columns of {unit!r} seconds; expected more than 0")
     step = unit or _unit(simulation)
-    columns = ceil(simulation.makespan / step - 1e-9) if step else 0
+    columns = ceil(simulation.makespan / step - 1e-9)
     rows = [_row(simulation, stage, step, columns) for stage in range(simulation.schedule.stages)]
     width = max((len(cell) for row in rows for cell in row), default=1)
     digits = len(str(len(rows) - 1))
     body = [
-        f"stage {stage:>{digits}} | " + " ".join(cell.ljust(width) for cell in row).rstrip()
+        f"stage {stage:>{digits}} | {' '.join(cell.ljust(width) for cell in row)}".rstrip()
         for stage, row in enumerate(rows)
     ]
     return "\n".join([*_head(simulation, step), *body, *_legend(simulation)])
@@ -72,7 +72,7 @@ def _row(simulation: Simulation, stage: int, step: float, columns: int) -> list[
 def _unit(simulation: Simulation) -> float:
     """Return the longest time of which all durations are multiples, at least a quarter of the shortest of them."""
     durations = {end - start for events in simulation.events for _, start, end in events if end > start}
-    shortest = min(durations, default=0.0)
+    shortest = min(durations, default=1.0)
     for parts in (1, 2, 3, 4):
         unit = shortest / parts
         if all(_is_multiple(duration, unit) for duration in durations):
