@@ -87,11 +87,12 @@ def main() -> None:
     parser.add_argument("--unit", type=float, help="seconds a column of the text")
     parser.add_argument("--output", type=Path, help="write this picture")
     options = parser.parse_args()
+    forward, inputs, weights = options.costs
     several = options.schedule in {"interleaved", "zero_bubble_v"}
     virtual = options.virtual if options.virtual is not None else 1 + several
     try:
         schedule = build_schedule(options.schedule, options.stages, options.micro_batches, virtual)
-        simulation = simulate(schedule, Costs.uniform(schedule.chunks, *options.costs, options.latency))
+        simulation = simulate(schedule, Costs.uniform(schedule.chunks, forward, inputs, weights, options.latency))
         print(timetable(simulation, options.unit))
     except ConfigError as error:
         parser.error(str(error))
