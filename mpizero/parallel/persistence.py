@@ -1,4 +1,8 @@
-"""Save and load sharded models: every rank writes and reads the ranges it owns, whatever the layout was."""
+"""Save and load sharded models: every rank writes and reads the ranges it owns, whatever the layout was.
+
+A checkpoint holds the arrays of the whole, unsplit model; slices and copies (see ``mpizero.parallel.whole``) are
+translated to ranges of them.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,14 @@ import numpy as np
 from mpizero import checkpoint
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CheckpointError, CollectiveError, PeerFailure
-from mpizero.types import Array
+from mpizero.parallel.whole import in_whole, whole_of
+from mpizero.types import Array, ParameterSpec
 
 if TYPE_CHECKING:
     from mpizero.parallel.engine import Engine
 
+#: The axes of a layout besides the data axis; files that do not mention one were written without it.
+_AXES = ("pipeline", "tensor", "context")
 #: Elements of the arrays whose ranges are verified in one reading.
 _VERIFIED_AT_ONCE = 1 << 22
 
@@ -33,49 +40,67 @@ class ArrayReader(Protocol):
 def local_arrays(
     engine: Engine, *, parameters: bool = True, values: Array | None = None
 ) -> list[checkpoint.LocalArray]:
-    """Return this rank's owned ranges of every parameter and optimizer array, as views. Not collective.
+    """Return the ranges of every parameter and optimizer array that this rank writes, as views. Not collective.
 
-    ``values``, in the flat order, take the place of the parameters.
+    The arrays are those of the whole model, whatever this rank holds of it. ``values``, in the flat order, take the
+    place of the parameters.
     """
     arrays: list[checkpoint.LocalArray] = []
     if parameters:
         arrays += _parameter_arrays(engine, values)
     if engine.updater is not None:
-        arrays += _state_arrays(engine, owned_only=True)
+        arrays += _state_arrays(engine)
     return arrays
 
 
-def _parameter_arrays(engine: Engine, whole: Array | None = None) -> list[checkpoint.LocalArray]:
-    pieces: dict[str, list[tuple[int, Array]]] = {e.spec.name: [] for e in engine.layout.parameters}
+class _Ranges:
+    """Views of ranges of the whole model's parameters, or of arrays like them, by name.
+
+    To be written: each element by the one rank that speaks for it. To be read: all that this rank holds, copies too.
+    """
+
+    def __init__(self, engine: Engine, *, written: bool) -> None:
+        self.whole, self.written, self.dtype = whole_of(engine), written, engine.dtype
+        self.found: dict[str, list[tuple[int, Array]]] = {e.spec.name: [] for e in self.whole.layout.parameters}
+
+    def add(self, spec: ParameterSpec, start: int, values: Array) -> None:
+        """Add the values of elements ``start ...`` of a parameter that this rank holds."""
+        if not self.written or self.whole.writes(spec):
+            self.found[spec.guest or spec.name].extend(in_whole(spec, start, values))
+
+    def arrays(self, folder: str, *, trainable: bool) -> list[checkpoint.LocalArray]:
+        """List all arrays of the model, or those of trainable parameters, with this rank's ranges."""
+        return [
+            checkpoint.LocalArray(f"{folder}/{e.spec.name}", e.spec.shape, self.dtype, tuple(self.found[e.spec.name]))
+            for e in self.whole.layout.parameters
+            if e.spec.trainable or not trainable
+        ]
+
+
+def _parameter_arrays(
+    engine: Engine, values: Array | None = None, *, written: bool = True
+) -> list[checkpoint.LocalArray]:
+    """Return ranges of the parameters; of ``values``, in the flat order, where they are given."""
+    ranges = _Ranges(engine, written=written)
     for unit, span in zip(engine.layout.units, engine.store.share.spans, strict=True):
-        values = engine.store.owned(unit.index) if whole is None else whole[span.start : span.stop]
+        owned = engine.store.owned(unit.index) if values is None else values[span.start : span.stop]
         for entry, part in engine.layout.pieces(span):
-            view = values[part.start - span.start : part.stop - span.start]
-            pieces[entry.spec.name].append((part.start - entry.offset, view))
-    return [
-        checkpoint.LocalArray(f"parameters/{e.spec.name}", e.spec.shape, engine.dtype, tuple(pieces[e.spec.name]))
-        for e in engine.layout.parameters
-    ]
+            view = owned[part.start - span.start : part.stop - span.start]
+            ranges.add(entry.spec, part.start - entry.offset, view)
+    return ranges.arrays("parameters", trainable=False)
 
 
-def _state_arrays(engine: Engine, *, owned_only: bool) -> list[checkpoint.LocalArray]:
+def _state_arrays(engine: Engine, *, written: bool = True) -> list[checkpoint.LocalArray]:
     """Return ranges of optimizer arrays: those this rank writes, or all that it keeps."""
     updater = engine.updater
     assert updater is not None
-    kept = updater.trees.own if owned_only else updater.pieces
     arrays = []
     for slot, values in updater.state.items():
-        pieces: dict[str, list[tuple[int, Array]]] = {}
-        for piece in kept:
+        ranges = _Ranges(engine, written=written)
+        for piece in updater.trees.own if written else updater.pieces:
             view = values[piece.state : piece.state + piece.size]
-            pieces.setdefault(piece.entry.spec.name, []).append((piece.span.start - piece.entry.offset, view))
-        arrays += [
-            checkpoint.LocalArray(
-                f"optimizer/{slot}/{e.spec.name}", e.spec.shape, engine.dtype, tuple(pieces.get(e.spec.name, ()))
-            )
-            for e in engine.layout.parameters
-            if e.spec.trainable
-        ]
+            ranges.add(piece.entry.spec, piece.span.start - piece.entry.offset, view)
+        arrays += ranges.arrays(f"optimizer/{slot}", trainable=True)
     return arrays
 
 
@@ -96,14 +121,15 @@ def attributes(engine: Engine) -> dict[str, Any]:
         else {"scale": engine.loss_scale.scale, "good_steps": engine.loss_scale.good_steps},
         "layout": {
             "strategy": "ZeRO-3" if engine.placement.strategy == "FSDP" else engine.placement.strategy,
-            "ranks": engine.grid.data.size,
-            "nodes": engine.grid.peers.size,
+            "ranks": engine.grid.axes.size,
+            "nodes": whole_of(engine).nodes,
+            **{axis: getattr(engine.grid.axes, axis) for axis in _AXES},
         },
     }
 
 
 def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False) -> None:
-    """Fill an engine from an open checkpoint; where this raises, nothing has changed. Collective over the data group.
+    """Fill an engine from an open checkpoint; where this raises, nothing has changed. Collective over the world.
 
     Optimizer state is restored when the checkpoint has that of the bound optimizer; a model without one takes the
     parameters alone.
@@ -115,18 +141,15 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
     """
     saved = reader.attributes.get("mpizero", {})
     with_state = engine.updater is not None and saved.get("optimizer") is not None
-    with all_ranks(engine.grid.data, "restore"):
+    with all_ranks(engine.grid.world, "restore"):
         _check_model(engine, reader)
-        if strict_layout and (layout := attributes(engine)["layout"]) != saved.get("layout"):
-            raise CheckpointError(
-                f"strict_layout: the checkpoint was written by {_told(saved.get('layout'))}, this model is "
-                f"{_told(layout)}; without strict_layout it can be loaded all the same"
-            )
+        if strict_layout:
+            _check_layout(attributes(engine)["layout"], saved.get("layout"))
         if with_state:
             _check_optimizer(engine, saved)
-    requests = _parameter_arrays(engine)
+    requests = _parameter_arrays(engine, written=False)
     if with_state:
-        requests += _state_arrays(engine, owned_only=False)
+        requests += _state_arrays(engine, written=False)
     _read(engine, reader, requests)
     if with_state:
         _take_scalars(engine, saved)
@@ -134,17 +157,26 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
     engine.store.publish()
 
 
+def _check_layout(layout: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
+    if layout != {**dict.fromkeys(_AXES, 1), **(saved or {})}:
+        raise CheckpointError(
+            f"strict_layout: the checkpoint was written by {_told(saved)}, this model is {_told(layout)}; without "
+            "strict_layout it can be loaded all the same"
+        )
+
+
 def _told(layout: Mapping[str, Any] | None) -> str:
     if not layout:
         return "an unknown layout"
     ranks, nodes = (f"{layout[what]} {what[:-1]}{'s'[: layout[what] != 1]}" for what in ("ranks", "nodes"))
-    return f"{layout['strategy']} over {ranks} on {nodes}"
+    split = ", ".join(f"{axis} {layout[axis]}" for axis in _AXES if layout.get(axis, 1) != 1)
+    return f"{layout['strategy']} over {ranks} on {nodes}{f' ({split})' if split else ''}"
 
 
 def restore_state(engine: Engine, reader: ArrayReader) -> None:
     """Fill the state of an engine's optimizer from an open checkpoint; where this raises, nothing has changed.
 
-    Collective over the data group.
+    Collective over the world.
 
     Raises
     ------
@@ -152,9 +184,9 @@ def restore_state(engine: Engine, reader: ArrayReader) -> None:
         If it is damaged, holds no optimizer state, or that of another optimizer.
     """
     saved = reader.attributes.get("mpizero", {})
-    with all_ranks(engine.grid.data, "restore"):
+    with all_ranks(engine.grid.world, "restore"):
         _check_optimizer(engine, saved)
-    _read(engine, reader, _state_arrays(engine, owned_only=False))
+    _read(engine, reader, _state_arrays(engine, written=False))
     _take_scalars(engine, saved)
 
 
@@ -186,9 +218,11 @@ def _read(engine: Engine, reader: ArrayReader, requests: Sequence[checkpoint.Loc
     Either way a rank needs no room for a second copy.
     """
     engine.memory.barrier("restore")  # who still reads parameters reads the old ones
-    pristine = engine.pristine
+    untouched = np.array([engine.pristine], np.int8)  # empty optimizer state looks untouched: one rank must not decide
+    engine.grid.world.allreduce(untouched, "min", "restore")
+    pristine = bool(untouched[0])
     try:
-        with all_ranks(engine.grid.data, "restore"):
+        with all_ranks(engine.grid.world, "restore"):
             if not pristine:
                 for group in _groups(requests):
                     reader.read(group)
@@ -206,13 +240,20 @@ def _groups(requests: Sequence[checkpoint.LocalArray]) -> Iterator[list[checkpoi
     group: list[checkpoint.LocalArray] = []
     size = 0
     for request in requests:
-        pieces = tuple((start, np.empty_like(values)) for start, values in request.pieces)
-        group.append(replace(request, pieces=pieces))
+        group.append(replace(request, pieces=tuple(_buffers(request))))
         size += int(np.prod(request.shape, dtype=np.int64))  # of the whole array: all ranks cut the same groups
         if size >= _VERIFIED_AT_ONCE:
             yield [member for member in group if member.pieces]
             group, size = [], 0
     yield [member for member in group if member.pieces]
+
+
+def _buffers(request: checkpoint.LocalArray) -> Iterator[tuple[int, Array]]:
+    """Yield the ranges of a request in one new array."""
+    room, place = np.empty(sum(values.size for _, values in request.pieces), request.dtype), 0
+    for start, values in request.pieces:
+        yield start, room[place : place + values.size]
+        place += values.size
 
 
 def optimizer_name(optimizer: Any) -> str:
@@ -223,7 +264,7 @@ def optimizer_name(optimizer: Any) -> str:
 def _check_model(engine: Engine, reader: ArrayReader) -> None:
     prefix = "parameters/"
     found = {path[len(prefix) :]: shape for path, (shape, _) in reader.arrays.items() if path.startswith(prefix)}
-    wanted = {e.spec.name: e.spec.shape for e in engine.layout.parameters}
+    wanted = {e.spec.name: e.spec.shape for e in whole_of(engine).layout.parameters}
     missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     different = [n for n in wanted if n in found and tuple(found[n]) != wanted[n]]
     if missing or extra or different:

@@ -13,6 +13,7 @@ import numpy as np
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import LayoutError
 from mpizero.parallel.core import ShardedCore
+from mpizero.parallel.whole import whole_of
 from mpizero.types import Array
 
 
@@ -21,12 +22,12 @@ class ParameterAccess(ShardedCore):
 
     def gather_full_parameters(self) -> Array:
         """Return all parameters, 1-D in declared order; the same read-only array until parameters change."""
-        store = self.engine.store
+        whole = whole_of(self.engine)
         cached = np.array([self._cache is not None], np.int8)
-        if store.sharded:  # a rank that forgot its cache alone must not gather alone
+        if whole.gathers:  # a rank that forgot its cache alone must not gather alone
             self._config.communicator.allreduce(cached, "min", "cached parameters")
         if self._cache is None or not cached[0]:
-            self._cache = np.concatenate([store.values[:0], *(store.gathered(unit) for unit in self.layout.units)])
+            self._cache = whole.vector()
             self._cache.flags.writeable = False
         return self._cache
 
@@ -63,10 +64,7 @@ class ParameterAccess(ShardedCore):
 
     def named_parameters(self) -> dict[str, Array]:
         """Return full copies of all parameters by name, on every rank."""
-        full = self.gather_full_parameters()
-        return {
-            e.spec.name: full[e.span.start : e.span.stop].reshape(e.spec.shape).copy() for e in self.layout.parameters
-        }
+        return whole_of(self.engine).named(self.gather_full_parameters())
 
     def load_named(self, arrays: Mapping[str, Array]) -> None:
         """Set all parameters from arrays by name, the same on every rank (a dictionary, or an open ``.npz``).
@@ -110,8 +108,8 @@ class ParameterAccess(ShardedCore):
     def parameters_sha256(self) -> str:
         """Return the hash over all parameters' bytes in declared order; no rank holds more than one unit."""
         digest = hashlib.sha256()
-        for unit in self.layout.units:
-            digest.update(self.engine.store.gathered(unit).tobytes())
+        for values in whole_of(self.engine).units():
+            digest.update(values.tobytes())
         return digest.hexdigest()
 
     # ------------------------------------------------------------------ copies
