@@ -12,6 +12,7 @@ from mpizero.comm.checks import MOVABLE
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.messages import Messages, Path
 from mpizero.comm.transport import Request
+from mpizero.comm.window import Window
 from mpizero.types import Array
 
 #: Tag of the messages of a shift; other messages of the same communicator use lower ones.
@@ -54,7 +55,8 @@ class CommunicatorGroup:
     comm : Communicator
         The ranks; belongs to the caller.
     node_comm : Communicator, optional
-        Unused where it has fewer ranks than ``comm``.
+        The same ranks as a group that shares memory (``comm`` itself if it does): sums and gathers then go through one
+        window, and only shifts are sent. Unused where it has fewer ranks than ``comm``.
 
     Attributes
     ----------
@@ -67,7 +69,11 @@ class CommunicatorGroup:
     def __init__(self, comm: Communicator, node_comm: Communicator | None = None) -> None:
         self.comm = comm
         self.counts: Counter[str] = Counter()
-        self._path: Path = Messages(comm)
+        self._messages = Messages(comm)
+        self._window: Window | None = None
+        if node_comm is not None and 1 < comm.size == node_comm.size and node_comm.shares_memory:
+            self._window = Window(node_comm, self._messages)
+        self._path: Path = self._window or self._messages
 
     def __repr__(self) -> str:
         """Show the communicator. Not collective."""
@@ -82,6 +88,16 @@ class CommunicatorGroup:
     def size(self) -> int:
         """Number of ranks."""
         return self.comm.size
+
+    @property
+    def private_bytes(self) -> int:
+        """Bytes of the message buffers that this rank keeps."""
+        return self._messages.nbytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the window that the ranks of the group hold together."""
+        return 0 if self._window is None else self._window.nbytes
 
     def all_reduce(self, x: Array, tag: str = "") -> Array:
         """Return the sum of the ranks' arrays, all of the shape of ``x``. Collective over the group.

@@ -9,9 +9,9 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from mpizero.comm.group import CommunicatorGroup
-from mpizero.errors import CollectiveError
+from mpizero.errors import CollectiveError, SharedMemoryError
 from mpizero.layout import Partition
-from mpizero.testing import adjoint_test, parallel_assert
+from mpizero.testing import adjoint_test, parallel_assert, run_in_threads
 from mpizero.types import Group
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 0, 4), (4, 6, 5)]
@@ -295,6 +295,123 @@ def test_messages_send_the_bytes_of_a_reduce_scatter_and_a_gather(ranks):
         assert sent(lambda: group.shift([x, x], 1).wait()) == (2 * 21 * 8 if n > 1 else 0)
 
     ranks(specification)
+
+
+def test_a_window_sends_nothing_and_messages_need_no_window(ranks):
+    def specification(comm):
+        with comm.split_node() as node:
+            group, other = CommunicatorGroup(comm, node), CommunicatorGroup(comm, None)
+            before = (comm.counters.bytes_sent, node.counters.bytes_sent)
+            for length in (10, 40_000):
+                group.all_reduce(np.ones(length))
+                group.all_max(np.ones(length))
+                group.reduce_scatter(np.ones((comm.size, length)), 0, [1] * comm.size)
+                group.all_gather(np.ones((1, length)), 0, [1] * comm.size)
+            assert (comm.counters.bytes_sent, node.counters.bytes_sent) == before
+            other.all_reduce(np.ones(10))
+            assert other.shared_bytes == 0
+            if comm.size > 1:
+                assert group.shared_bytes >= 2 * comm.size * 40_000 * 8
+                assert group.private_bytes == 0
+                assert other.private_bytes > 0
+            group.close()
+            assert group.shared_bytes == 0
+
+    ranks(specification)
+
+
+def test_a_node_of_fewer_ranks_means_messages():
+    def work(comm):
+        with comm.split_node(2) as node:
+            group = CommunicatorGroup(comm, node)
+            assert_array_equal(group.all_reduce(np.ones(3)), [4.0] * 3)
+            assert group.shared_bytes == 0
+
+    run_in_threads(4, work)
+
+
+def test_the_order_of_sums_is_that_of_the_group_and_not_of_its_node(ranks):
+    def specification(comm):
+        with comm.split_node() as node, node.split(0, key=-node.rank) as turned:
+            group = CommunicatorGroup(comm, turned)
+            x = values(comm.rank, 9)
+            assert same_bits(group.all_reduce(x), in_rank_order(everyone(group, 9)))
+            sizes = uneven(group)
+            whole = group.all_gather(np.full(sizes[comm.rank], float(comm.rank)), 0, sizes)
+            assert_array_equal(whole, np.repeat(np.arange(comm.size), sizes))
+            group.close()
+
+    ranks(specification)
+
+
+MISMATCHES = {
+    "another shape": lambda g: g.all_reduce(np.ones(3 + (g.rank == 1))),
+    "another dtype": lambda g: g.all_reduce(np.ones(3, np.float32 if g.rank == 1 else np.float64)),
+    "another method": lambda g: (g.all_max if g.rank == 1 else g.all_reduce)(np.ones(3)),
+    "other sizes": lambda g: g.all_gather(np.ones(1 + (g.rank == 1)), 0, [1 + (g.rank == 1)] * g.size),
+    "another axis": lambda g: g.reduce_scatter(np.ones((g.size, g.size)), int(g.rank == 1), [1] * g.size),
+    "one that grows the window": lambda g: g.all_reduce(np.ones(300_000 if g.rank == 1 else 3)),
+}
+
+
+@pytest.mark.parametrize("case", MISMATCHES)
+@pytest.mark.parametrize("first", [True, False])
+def test_calls_that_do_not_match_are_the_same_error_on_every_rank_of_a_window(ranks, case, first):
+    def specification(comm):
+        if comm.size == 1:
+            return
+        with comm.split_node() as node:
+            group = CommunicatorGroup(comm, node)
+            if not first:
+                group.all_reduce(np.ones(2))
+            with pytest.raises(CollectiveError, match=r"the ranks call different things: rank 0: .*; rank 1: "):
+                MISMATCHES[case](group)
+            x = values(comm.rank, 40_000)  # and the group goes on
+            assert same_bits(group.all_reduce(x), in_rank_order(everyone(group, 40_000)))
+            group.close()
+
+    ranks(specification)
+
+
+class Crowded:
+    """A node whose shared memory has room for a first window only."""
+
+    def __init__(self, node, limit):
+        self._node = node
+        self._limit = limit
+
+    def __getattr__(self, name):
+        return getattr(self._node, name)
+
+    def allocate_shared(self, nbytes, tag=""):
+        if nbytes > self._limit:
+            raise SharedMemoryError(f"a window of {nbytes} bytes does not fit")
+        return self._node.allocate_shared(nbytes, tag)
+
+
+@pytest.mark.parametrize("limit", [0, 200_000])
+def test_without_room_for_a_window_the_group_goes_on_with_messages_and_says_so_once(limit, capfd):
+    def work(comm):
+        node = comm.split_node()
+        group = CommunicatorGroup(comm, Crowded(node, limit))
+        for length in (10, 100_000, 10, 100_000):
+            x = values(comm.rank, length)
+            assert same_bits(group.all_reduce(x), in_rank_order(everyone(group, length)))
+            assert_array_equal(group.all_gather(x, 0, [length] * 3), np.concatenate(everyone(group, length)))
+            assert_array_equal(group.reduce_scatter(x, 0, [length, 0, 0]).size, length * (comm.rank == 0))
+        assert group.shared_bytes == 0
+
+    run_in_threads(3, work)
+    assert capfd.readouterr().err.count("does not fit; group 'world/node' goes on with messages") == 1
+
+
+def test_more_kinds_of_calls_than_are_remembered(groups):
+    def specification(group):
+        for length in (*range(700), *range(0, 700, 50)):
+            total = group.all_reduce(np.full(length, 1.0 + group.rank))
+            assert_array_equal(total, np.full(length, group.size * (group.size + 1) / 2))
+
+    groups(specification)
 
 
 BAD = {
