@@ -31,14 +31,18 @@ if TYPE_CHECKING:
     from mpizero.parallel import FSDPModel as FSDPModel
     from mpizero.parallel import FSDPOptimizer as FSDPOptimizer
     from mpizero.parallel import Gradients as Gradients
+    from mpizero.parallel import HybridShardedModel as HybridShardedModel
+    from mpizero.parallel import HybridShardedOptimizer as HybridShardedOptimizer
     from mpizero.parallel import LocalSGDOptimizer as LocalSGDOptimizer
     from mpizero.parallel import ModelMetadata as ModelMetadata
     from mpizero.parallel import OptimizationOptions as OptimizationOptions
     from mpizero.parallel import OptimizationResult as OptimizationResult
+    from mpizero.parallel import PipelineParallelModel as PipelineParallelModel
     from mpizero.parallel import ShardedModelBase as ShardedModelBase
     from mpizero.parallel import ShardedOptimizer as ShardedOptimizer
     from mpizero.parallel import ShardingConfig as ShardingConfig
     from mpizero.parallel import StepReport as StepReport
+    from mpizero.parallel import TensorParallelModel as TensorParallelModel
     from mpizero.parallel import ZeRO1Model as ZeRO1Model
     from mpizero.parallel import ZeRO1Optimizer as ZeRO1Optimizer
     from mpizero.parallel import ZeRO2Model as ZeRO2Model
@@ -70,14 +74,18 @@ _NAMES = {
         "FSDPModel",
         "FSDPOptimizer",
         "Gradients",
+        "HybridShardedModel",
+        "HybridShardedOptimizer",
         "LocalSGDOptimizer",
         "ModelMetadata",
         "OptimizationOptions",
         "OptimizationResult",
+        "PipelineParallelModel",
         "ShardedModelBase",
         "ShardedOptimizer",
         "ShardingConfig",
         "StepReport",
+        "TensorParallelModel",
         "ZeRO1Model",
         "ZeRO1Optimizer",
         "ZeRO2Model",

@@ -55,15 +55,21 @@ class Batches:
     """
 
     def __init__(
-        self, source: Source, config: BatchConfig, global_batch: int, seed: int, steps: int | None, consumed: int
+        self,
+        source: Source,
+        config: BatchConfig,
+        global_batch: int,
+        seed: int,
+        steps: int | None,
+        consumed: int,
+        group: Communicator,
     ) -> None:
         self.consumed = consumed
         self._source = source
         self._batch = global_batch
         self._seed = seed
         self._left = steps
-        comm = config.communicator
-        self._own = Grains(global_batch, config.grain_size(global_batch)).samples_of(comm.rank, comm.size)
+        self._own = Grains(global_batch, config.grain_size(global_batch)).samples_of(group.rank, group.size)
 
     def __iter__(self) -> Self:
         return self
@@ -87,6 +93,7 @@ def batches(
     seed: int = 0,
     steps: int | None = None,
     consumed: int = 0,
+    group: Communicator | None = None,
 ) -> Batches:
     """Return an iterator over this rank's samples ``(x, y)`` of successive global batches.
 
@@ -108,6 +115,8 @@ def batches(
         Global batches to give; None never ends.
     consumed : int
         Samples already used: the ``consumed`` of an earlier iterator.
+    group : Communicator or None
+        The ranks that share a global batch, a model's ``batch_group``; None is all of ``config.communicator``.
 
     Raises
     ------
@@ -131,7 +140,7 @@ def batches(
             raise DataError("the source has no samples to train on")
     arguments = {"data": source.fingerprint, "global_batch": global_batch, "seed": seed}
     agree_equal(comm, "batches", {**arguments, "steps": steps, "consumed": consumed})
-    return Batches(source, config, global_batch, seed, steps, consumed)
+    return Batches(source, config, global_batch, seed, steps, consumed, comm if group is None else group)
 
 
 def _check(name: str, value: Any, least: int) -> None:

@@ -115,7 +115,12 @@ class FlatLayout:
 
     @classmethod
     def build(
-        cls, blocks: Mapping[str, Sequence[ParameterSpec]], *, one_unit: bool = False, minimum_unit: int = 0
+        cls,
+        blocks: Mapping[str, Sequence[ParameterSpec]],
+        *,
+        one_unit: bool = False,
+        minimum_unit: int = 0,
+        groups: Sequence[Sequence[str]] | None = None,
     ) -> FlatLayout:
         """Lay out the parameters of named blocks.
 
@@ -124,31 +129,21 @@ class FlatLayout:
         blocks : mapping of str to sequence of ParameterSpec
             In the order of use; spec names are relative to the block (a block named "" leaves them as they are).
         one_unit : bool
-            Put everything into a single unit.
+            Put everything (every group) into a single unit.
         minimum_unit : int
             Units with fewer elements than this are joined with the next one.
+        groups : sequence of sequences of str or None
+            Consecutive blocks that no unit reaches beyond (the chunks of a pipeline stage); None is one group.
 
         Raises
         ------
         LayoutError
             On a name used twice, or a tied use whose target is missing, later or of another shape.
         """
-        groups: list[list[str]] = []
-        pending: list[str] = []
-        for position, (name, _specs) in enumerate(blocks.items()):
-            pending.append(name)
-            own = sum(s.size for b in pending for s in blocks[b] if s.tied is None)
-            if position == len(blocks) - 1 and own < minimum_unit and groups:
-                groups[-1] += pending
-            elif not one_unit and own >= minimum_unit:
-                groups.append(pending)
-            else:
-                if position == len(blocks) - 1:
-                    groups.append(pending)
-                continue
-            pending = []
+        bounded = [tuple(blocks)] if groups is None else groups
+        united = [names for group in bounded for names in _united(group, blocks, one_unit, minimum_unit)]
         builder = _Builder()
-        units = tuple(builder.unit(i, names, blocks) for i, names in enumerate(groups))
+        units = tuple(builder.unit(i, names, blocks) for i, names in enumerate(united))
         return cls(units, builder.offset)
 
     @cached_property
@@ -241,6 +236,26 @@ def views(buffer: Array, placed: Sequence[tuple[str, int, tuple[int, ...]]]) -> 
     """Return nested named views of a 1-D buffer from (name, start, shape) triples."""
     sizes = [ParameterSpec(name, shape).size for name, _, shape in placed]
     return nested({name: buffer[s : s + n].reshape(shape) for (name, s, shape), n in zip(placed, sizes, strict=True)})
+
+
+def _united(
+    names: Sequence[str], blocks: Mapping[str, Sequence[ParameterSpec]], one_unit: bool, minimum_unit: int
+) -> list[list[str]]:
+    """Cut a group of blocks into the names of units."""
+    if one_unit:
+        return [list(names)] if names else []
+    units: list[list[str]] = []
+    pending: list[str] = []
+    for name in names:
+        pending.append(name)
+        if sum(s.size for b in pending for s in blocks[b] if s.tied is None) >= minimum_unit:
+            units.append(pending)
+            pending = []
+    if pending and units:
+        units[-1] += pending
+    elif pending:
+        units.append(pending)
+    return units
 
 
 class _Builder:

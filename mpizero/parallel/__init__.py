@@ -2,7 +2,12 @@
 
 from mpizero.parallel.base import Gradients, ShardedModelBase
 from mpizero.parallel.config import ShardingConfig
-from mpizero.parallel.engine import StepReport
+from mpizero.parallel.hybrid import (
+    HybridShardedModel,
+    HybridShardedOptimizer,
+    PipelineParallelModel,
+    TensorParallelModel,
+)
 from mpizero.parallel.local_sgd import LocalSGDOptimizer
 from mpizero.parallel.loop import OptimizationOptions, OptimizationResult
 from mpizero.parallel.metadata import ModelMetadata
@@ -15,6 +20,7 @@ from mpizero.parallel.optimizers import (
     ZeRO2Optimizer,
     ZeRO3Optimizer,
 )
+from mpizero.parallel.report import StepReport
 
 __all__ = [
     "DDPModel",
@@ -22,14 +28,18 @@ __all__ = [
     "FSDPModel",
     "FSDPOptimizer",
     "Gradients",
+    "HybridShardedModel",
+    "HybridShardedOptimizer",
     "LocalSGDOptimizer",
     "ModelMetadata",
     "OptimizationOptions",
     "OptimizationResult",
+    "PipelineParallelModel",
     "ShardedModelBase",
     "ShardedOptimizer",
     "ShardingConfig",
     "StepReport",
+    "TensorParallelModel",
     "ZeRO1Model",
     "ZeRO1Optimizer",
     "ZeRO2Model",

@@ -29,6 +29,7 @@ class Gradients:
     values : 1-D array
         Synchronized: the averaged gradient, whole for DDP and ZeRO-1, of the owned ranges for ZeRO-2 and 3 (as long as
         ``local_parameter_shard``). Otherwise this rank's weighted sum over all parameters. Frozen parameters: zeros.
+        With pipeline or tensor parallelism "all" are those that the rank's stage and tensor part hold.
     weight : float
         Total weight of the global batch.
     loss : float
@@ -93,18 +94,19 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
         """
         engine, self._pending = self.engine, None
         sent = engine.grid.bytes_sent
-        with engine.evaluator.using_loss(loss):
+        with engine.runner.using_loss(loss):
             if self._config.auto_sync_gradients:
                 totals, reduced = engine.gradients(x, y)
                 self._pending = Pending(totals, reduced, sent)
                 return self._gradients(totals, reduced)
             totals = engine.local_gradients(x, y)
         self._pending = Pending(totals, None, sent)
-        values = np.zeros(self.parameter_count, engine.dtype)
+        layout = engine.layout
+        values = np.zeros(layout.size, engine.dtype)
         row = engine.local_sum()
-        for entry in self.layout.entries:
+        for entry in layout.entries:
             if entry.gradient >= 0:
-                start = self.layout.gradient_bases[entry.unit] + entry.gradient
+                start = layout.gradient_bases[entry.unit] + entry.gradient
                 values[entry.offset : entry.offset + entry.spec.size] += row[start : start + entry.spec.size]
         return Gradients(values, totals.weight, totals.loss / totals.weight, False)
 
@@ -128,7 +130,8 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
             If the gradient is not synchronized, or not of this model.
         """
         share = self.engine.store.share
-        expected = self.shard_size if self.engine.placement.shard_gradients else self.parameter_count
+        layout = self.engine.layout
+        expected = self.shard_size if self.engine.placement.shard_gradients else layout.size
         with all_ranks(self._config.communicator):
             if not gradients.synchronized or gradients.values.shape != (expected,):
                 raise LayoutError(
@@ -136,7 +139,7 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
                     f"{gradients.synchronized} with shape {gradients.values.shape}: call synchronize_gradients first"
                 )
         rate = self.engine.dtype.type(learning_rate)
-        for unit, span, offset in zip(self.layout.units, share.spans, share.offsets, strict=True):
+        for unit, span, offset in zip(layout.units, share.spans, share.offsets, strict=True):
             start = offset if self.engine.placement.shard_gradients else span.start
             self.engine.store.owned(unit.index)[:] -= rate * gradients.values[start : start + span.size]
         self.engine.store.publish()
@@ -169,7 +172,7 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
 
     def predict(self, x: Any) -> Any:
         """Return the prediction for this rank's ``x``; ranks may ask for different numbers of samples."""
-        return self.engine.evaluator.predict(x)
+        return self.engine.runner.predict(x)
 
     def _reduced_pending(self, name: str) -> tuple[Totals, Array, int]:
         engine, pending = self.engine, self._pending
@@ -183,7 +186,7 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
         """Arrange a reduced gradient in parameter order: the owned ranges, or all of them where replicated."""
         engine, share = self.engine, self.engine.store.share
         sharded = engine.placement.shard_gradients
-        values = np.zeros(self.shard_size if sharded else self.parameter_count, engine.dtype)
+        values = np.zeros(self.shard_size if sharded else engine.layout.size, engine.dtype)
         for piece in engine.pieces():
             start = piece.span.start
             if sharded:
@@ -191,10 +194,11 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
             values[start : start + piece.size] = reduced[piece.gradient : piece.gradient + piece.size]
         if not sharded:
             data = engine.grid.data
-            spans = [Share(self.layout, rank, data.size).spans for rank in range(data.size)]
+            spans = [Share(engine.layout, rank, data.size).spans for rank in range(data.size)]
             gather_spans(data, [values[s.start : s.stop] for s in share.spans], values, spans)
         return Gradients(values, totals.weight, totals.loss / totals.weight, True)
 
     def metadata(self) -> ModelMetadata:
         """Return placement and measured figures. Not collective."""
-        return describe(self.engine, self._config, self.last_step.bytes_sent if self.last_step is not None else 0)
+        sent = self.last_step.bytes_sent if self.last_step is not None else 0
+        return describe(self.engine, self._config, sent, self.label)

@@ -11,7 +11,7 @@ from typing import Any, Self
 from mpizero.comm import Communicator, ProcessGrid, as_communicator
 from mpizero.comm.watchdog import Watchdog
 from mpizero.errors import ConfigError
-from mpizero.layout import Grains
+from mpizero.layout import Axes, Grains
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,25 +98,31 @@ class ShardingConfig:
 
     @property
     def grid(self) -> ProcessGrid:
-        """The groups of ranks: data, node, peers. The first access is collective."""
-        made = self.__dict__  # no cached_property: before Python 3.12 all threads, which meet in here, share its lock
-        if "grid" not in made:
-            if self.timeout is not None and self.communicator.size > 1:
+        """The groups of ranks of data parallelism. The first access is collective."""
+        return self.grid_of(None)
+
+    def grid_of(self, axes: Axes | None, *, private: bool = False) -> ProcessGrid:
+        """Return the groups of ranks for ``axes`` (None: data parallelism). The first call for each is collective.
+
+        ``private`` is for a model that does not fit the shared memory.
+        """
+        grids = self._grids
+        if (axes, private) not in grids:
+            if not grids and self.timeout is not None and self.communicator.size > 1:
                 self._watchdog.start()
-            made["grid"] = ProcessGrid.create(
-                self.communicator, share_node_memory=self.share_node_memory, ranks_per_node=self.ranks_per_node
+            grids[axes, private] = ProcessGrid.create(
+                self.communicator,
+                share_node_memory=self.share_node_memory and not private,
+                ranks_per_node=None if private else self.ranks_per_node,
+                axes=axes,
             )
-        grid: ProcessGrid = made["grid"]
-        return grid
+        return grids[axes, private]
 
     @property
-    def private_grid(self) -> ProcessGrid:
-        """The groups without shared memory: for a model that does not fit it. The first access is collective."""
-        made = self.__dict__
-        if "private_grid" not in made:
-            made["private_grid"] = ProcessGrid.create(self.communicator, share_node_memory=False)
-        grid: ProcessGrid = made["private_grid"]
-        return grid
+    def _grids(self) -> dict[tuple[Axes | None, bool], ProcessGrid]:
+        # No cached_property: before Python 3.12 all threads, which meet when a grid is made, would share its lock.
+        grids: dict[tuple[Axes | None, bool], ProcessGrid] = self.__dict__.setdefault("_made_grids", {})
+        return grids
 
     @cached_property
     def _watchdog(self) -> Watchdog:
@@ -130,9 +136,8 @@ class ShardingConfig:
         made = self.__dict__
         if "_watchdog" in made:
             made.pop("_watchdog").stop()
-        for name in ("private_grid", "grid"):
-            if name in made:
-                made.pop(name).close()
+        while self._grids:
+            self._grids.popitem()[1].close()
         if "communicator" in made:
             communicator = made.pop("communicator")
             if communicator is not self.comm:

@@ -8,13 +8,17 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
+from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.layout import FlatLayout, Span
 from mpizero.parallel.compute import blocks_of
 from mpizero.parallel.config import ShardingConfig
-from mpizero.parallel.engine import Engine, StepReport
-from mpizero.parallel.placement import placement
+from mpizero.parallel.engine import Engine
+from mpizero.parallel.placement import Placement, placement
+from mpizero.parallel.report import StepReport
 from mpizero.parallel.scalars import Totals
+from mpizero.parallel.spread import Spread
+from mpizero.parallel.whole import whole_of
 from mpizero.types import Array
 
 
@@ -46,6 +50,8 @@ class ShardedCore(ABC):
     """
 
     strategy: ClassVar[str]
+    #: What metadata calls the strategy; None takes the name of its row.
+    label: ClassVar[str | None] = None
 
     def __init__(self, wrapped_model: Any, config: ShardingConfig) -> None:
         if not isinstance(config, ShardingConfig):
@@ -75,14 +81,29 @@ class ShardedCore(ABC):
         if not hasattr(self._wrapped, "blocks"):
             agree_equal(communicator, "the start values", dict(self._wrapped.parameters))
         agree_equal(communicator, "the sharding configuration", self._config.comparable())
-        self._engine = Engine(self._wrapped, self._config, placement(self.strategy))
+        self._engine = Engine(self._wrapped, self._config, self._placement, self._spread)
 
     def _update_local_shard_from_full(self, values: Array) -> None:
         """Take this rank's part, and every copy's, from a full vector."""
-        self.engine.store.fill(values)
+        whole_of(self.engine).fill(values)
         self.invalidate_cache()
 
     # ------------------------------------------------------------------ properties (not collective)
+
+    @property
+    def _placement(self) -> Placement:
+        """The row of the placement table."""
+        return placement(self.strategy)
+
+    @property
+    def _spread(self) -> Spread | None:
+        """How the model is spread besides data parallelism; None is not at all."""
+        return None
+
+    @property
+    def batch_group(self) -> Communicator:
+        """The ranks that share a global batch: ``data.batches(..., group=model.batch_group)`` deals it to them."""
+        return self.engine.grid.batch
 
     @property
     def engine(self) -> Engine:
@@ -117,8 +138,8 @@ class ShardedCore(ABC):
 
     @property
     def layout(self) -> FlatLayout:
-        """Names, shapes and offsets of all parameters."""
-        return self.engine.layout
+        """Names, shapes and offsets of all parameters of the whole model, whatever this rank holds of it."""
+        return whole_of(self.engine).layout
 
     @property
     def rank(self) -> int:
@@ -133,18 +154,18 @@ class ShardedCore(ABC):
     @property
     def parameter_count(self) -> int:
         """Parameters of the whole model."""
-        return self.layout.size
+        return whole_of(self.engine).parameter_count
 
     @property
     def owned(self) -> tuple[Span, ...]:
-        """The ranges of the flat order that this rank owns, one a unit."""
+        """The ranges that this rank owns, one a unit, in the flat order of what its stage and tensor rank hold."""
         return self.engine.store.share.spans
 
     @property
     def local_parameter_shard(self) -> Array:
         """A copy of the parameters this rank owns: the concatenation of :attr:`owned`."""
         store = self.engine.store
-        return np.concatenate([store.values[:0], *(store.owned(unit.index) for unit in self.layout.units)])
+        return np.concatenate([store.values[:0], *(store.owned(unit.index) for unit in store.layout.units)])
 
     @property
     def shard_start(self) -> int:

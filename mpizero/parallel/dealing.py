@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpizero.comm import Communicator
+from mpizero.comm import Communicator, ProcessGrid
 from mpizero.errors import DataError
 from mpizero.layout import Grains
 from mpizero.types import Array
@@ -45,6 +46,36 @@ def _described(array: Array) -> int:
     """Return a number that differs between arrays that cannot be joined."""
     text = f"{array.dtype}{array.shape[1:]}"
     return int.from_bytes(text.encode()[:256], "little") % (2**61 - 1)
+
+
+def same_batch(grid: ProcessGrid, x: Any, y: Any) -> None:
+    """Check that the ranks of each replica have the same samples. Collective over all ranks.
+
+    Raises
+    ------
+    DataError
+        On all ranks, naming the first rank that differs from the first of its replica.
+    """
+    if grid.model.size == 1:
+        return
+    mine = np.array([_digest(x), _digest(y)], np.int64)
+    table = np.empty((grid.world.size, 2), np.int64)
+    grid.world.allgather(mine, table.reshape(-1), "same batch")
+    for rank in range(grid.world.size):
+        first = grid.axes.group(rank, ("pipeline", "tensor", "context"))[0]
+        if (table[rank] != table[first]).any():
+            what = "x" if table[rank, 0] != table[first, 0] else "y"
+            raise DataError(
+                f"rank {rank} has another {what} than rank {first}: the ranks of one replica (they differ in "
+                "pipeline, tensor and context only) must train on the same samples; give each replica's ranks the same "
+                "batch, for example by mpizero.data.batches(..., group=model.batch_group)"
+            )
+
+
+def _digest(value: Any) -> int:
+    array = np.asarray(value)
+    data = array.tobytes() if array.dtype != object else repr(value).encode()
+    return zlib.crc32(data, zlib.crc32(f"{array.dtype}{array.shape}".encode()))
 
 
 def deal(

@@ -7,7 +7,6 @@ publishes the parameters.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,51 +15,29 @@ import numpy as np
 from mpizero import optim
 from mpizero.comm.exact import ExactExchange, program_array
 from mpizero.errors import ConfigError
-from mpizero.layout import FlatLayout, Unit
+from mpizero.layout import FlatLayout
 from mpizero.nn.memory import keep_freed_memory
+from mpizero.parallel.across import Across
 from mpizero.parallel.blas import settle_blas
 from mpizero.parallel.compute import BlackBoxEvaluator, BlockEvaluator, Evaluator, blocks_of
 from mpizero.parallel.config import ShardingConfig
-from mpizero.parallel.dealing import GlobalBatch, Grain, deal
+from mpizero.parallel.dealing import GlobalBatch, deal, same_batch
+from mpizero.parallel.evaluation import evaluate
 from mpizero.parallel.gradients import GradientRing, GradientRows, GradientViews, contiguous_owners
 from mpizero.parallel.memory import Memory, fits_shared_memory
 from mpizero.parallel.ownership import UpdatePiece
+from mpizero.parallel.pipeline import PipelineRunner
 from mpizero.parallel.placement import Placement
+from mpizero.parallel.report import StepReport
+from mpizero.parallel.running import Runner, SequentialRunner
 from mpizero.parallel.scalars import GrainScalars, Totals
+from mpizero.parallel.spread import Spread
+from mpizero.parallel.stage import build_stage, trainable_names
 from mpizero.parallel.storage import ParameterStore
+from mpizero.parallel.ties import TieExchange
 from mpizero.parallel.update import Updater, reduce_rows
+from mpizero.parallel.whole import GlobalView
 from mpizero.types import Array, BlockModel, Run
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What one training step did.
-
-    Attributes
-    ----------
-    step : int
-        Optimizer steps done, this one included.
-    loss : float
-        Mean loss over the global batch.
-    weight : float
-        What it was divided by.
-    learning_rate : float
-        Of this step.
-    gradient_norm : float or None
-        Global norm of the averaged gradient before clipping; None when nothing asked for it.
-    skipped : str or None
-        Why the update was skipped: which rank, tensor and samples were not finite.
-    bytes_sent : int
-        Bytes this rank sent to other ranks.
-    """
-
-    step: int
-    loss: float
-    weight: float
-    learning_rate: float
-    gradient_norm: float | None
-    skipped: str | None
-    bytes_sent: int
 
 
 class Engine:
@@ -69,37 +46,66 @@ class Engine:
     Construction and every public method are collective over ``config.comm``.
     """
 
-    def __init__(self, model: Any, config: ShardingConfig, placement: Placement) -> None:
+    def __init__(self, model: Any, config: ShardingConfig, placement: Placement, spread: Spread | None = None) -> None:
         self.model, self.config, self.placement = model, config, placement
-        self.grid = config.grid
-        self._blas_threads = settle_blas(self.grid.data, config.threads)
+        self._blas_threads = settle_blas(config.communicator, config.threads)
         self.block_model = isinstance(model, BlockModel)
         if self.block_model:
             keep_freed_memory()
         self.dtype = np.dtype(model.dtype)
         if self.dtype not in (np.float32, np.float64):
             raise ConfigError(f"parameters of type {self.dtype} are not supported: use float32 or float64")
-        self.layout = FlatLayout.build(
-            blocks_of(model), one_unit=placement.one_unit, minimum_unit=config.minimum_parameter_group_size
-        )
+        self._settle(spread)
         if not fits_shared_memory(self.grid, self.layout, self.dtype, waves=placement.waves):
-            self.grid = config.private_grid
+            self._settle(spread, private=True)
         self.memory = Memory(self.grid.node)
         self.store = ParameterStore(self.layout, self.grid, self.memory, placement.shard_parameters, self.dtype)
+        self.whole = GlobalView(blocks_of(model), self.store, self.grid)
         self.exchange = ExactExchange(self.grid.peers, config.gradient_compression, self.memory.scratch)
-        self.exchange_model(model)
+        self.scalars = GrainScalars(self.grid, self.layout)
+        self.across: Across | None = None
+        if self.grid.model.size > 1:
+            self.across = Across(self.grid, self.layout, trainable_names(model))
+        self.runner = self._make_runner()
         self._named = GradientViews(self.layout, self.memory, self.dtype)
         self._rows: GradientRows | None = None
         self._ring: GradientRing | None = None
         if placement.waves:
             self._ring = GradientRing(self.layout, self.grid, self.memory, self.dtype, config.accumulate, self._named)
-        self.scalars = GrainScalars(self.grid, self.layout)
         self.updater: Updater | None = None
         self.loss_scale: optim.LossScaleState | None = None
         self.step_number = 0
         self._initialize()
 
     # ------------------------------------------------------------------ construction
+
+    def _settle(self, spread: Spread | None, *, private: bool = False) -> None:
+        """Find the groups of ranks and this rank's part of the model."""
+        axes = None if spread is None else spread.axes(self.config.communicator.size)
+        self.grid = self.config.grid_of(axes, private=private)
+        self.stage = build_stage(self.model, self.grid, spread or Spread())
+        self.layout = self._layout_of(self.stage.number)
+
+    def _layout_of(self, stage: int) -> FlatLayout:
+        return self.stage.layout(
+            stage, one_unit=self.placement.one_unit, minimum_unit=self.config.minimum_parameter_group_size
+        )
+
+    def _make_runner(self) -> Runner:
+        """Return what runs this rank's blocks: those of a pipeline stage, or the whole model."""
+        grid, stage = self.grid, self.stage
+        counts = grid.here.tensor == 0  # tensor ranks find the same losses
+        alone = grid.tensor.size * grid.context.size == 1
+        if grid.pipeline.size > 1:
+            return PipelineRunner(
+                stage, self.store, grid.pipeline, self.scalars, self._loss_scale, counts=counts, alone=alone
+            )
+        evaluator: Evaluator
+        if self.block_model:
+            evaluator = BlockEvaluator(stage.model, self.store, self._loss_scale)
+        else:
+            evaluator = BlackBoxEvaluator(stage.model, self.store)
+        return SequentialRunner(evaluator, self.scalars, stage.whole_prediction, counts=counts, alone=alone)
 
     def _initialize(self) -> None:
         """Give every owned range its start values; nobody ever holds more than one tensor besides."""
@@ -151,15 +157,16 @@ class Engine:
             replicated=not self.placement.shard_optimizer,
             in_rows=self._ring is None,
         )
+        self.updater.across = self.across
+        if any(use.stage == self.stage.number for uses in self.stage.uses.values() for use in uses):
+            layouts = {use.stage: self._layout_of(use.stage) for uses in self.stage.uses.values() for use in uses}
+            self.updater.ties = TieExchange(self.grid, self.stage, layouts, self.updater.trees.own)
 
     def exchange_model(self, model: Any) -> None:
         """Evaluate ``model``, which has the same parameters, from now on."""
         self.model = model
-        self.evaluator: Evaluator = (
-            BlockEvaluator(model, self.store, self._loss_scale)
-            if self.block_model
-            else BlackBoxEvaluator(model, self.store)
-        )
+        self.stage = build_stage(model, self.grid, self.stage.spread)
+        self.runner = self._make_runner()
 
     @property
     def rows(self) -> GradientRows:
@@ -227,16 +234,16 @@ class Engine:
     def _forward_backward(self, x: Any, y: Any, ring: bool) -> tuple[GlobalBatch, Totals, int]:
         """Leave this rank's gradients in the rows, or the owners' sums in the ring's stack."""
         owners = self._ring.owners if ring and self._ring is not None else self.rows.owners
-        batch = deal(self.grid.data, x, y, self.config.grain_size, owners, self.config.accumulate)
-        self.scalars.begin(batch)
+        batch = self._deal(x, y, owners)
         stack_row = 0
+        if ring and self._ring is not None:
+            jobs = self._ring.jobs(batch, self.exchange)
+            stack_row = self._ring.planned(batch.count).root
+        else:
+            jobs = self.rows.jobs(batch, self._rounds(batch))
         # Every value is looked at afterwards, with its rank, tensor and samples: NumPy's warnings would say less.
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            if ring and self._ring is not None:
-                self._ring.compute(batch, self._evaluate, self.exchange)
-                stack_row = self._ring.planned(batch.count).root
-            else:
-                self.rows.compute(batch, self._evaluate, self._rounds(batch))
+            self.runner.run(jobs, self._run)
         totals = self.scalars.agree()
         if not ring:
             self.memory.barrier("rows")
@@ -249,29 +256,15 @@ class Engine:
         per_rank = -(-batch.count // self.grid.data.size)
         return per_rank * self.config.accumulate
 
-    def _evaluate(self, grain: Grain | None, number: int, target: Any, done: Any) -> None:
-        if grain is None or self.scalars.error is not None:
-            self.evaluator.absent(done)
-            return
-        x, y, first = grain.micro_batches[number]
-        run = Run(training=True, seed=getattr(self.model, "seed", 0), step=self.step_number, first_sample=first)
+    def _deal(self, x: Any, y: Any, owners: Any) -> GlobalBatch:
+        """Bring samples to the ranks that compute their grains, and begin to count."""
+        same_batch(self.grid, x, y)
+        batch = deal(self.grid.batch, x, y, self.config.grain_size, owners, self.config.accumulate)
+        self.scalars.begin(batch)
+        return batch
 
-        def checked(unit: Unit) -> None:
-            for block, views in written.pop(unit.index, {}).items():
-                self.scalars.check(grain.number, block, views)
-            done(unit)
-
-        written: dict[int, Any] = {}
-
-        def noted(unit: Unit) -> Any:
-            written[unit.index] = target(unit)
-            return written[unit.index]
-
-        try:
-            loss, weight = self.evaluator.gradients(x, y, run, noted, checked)
-            self.scalars.add(grain.number, loss, weight)
-        except Exception as error:  # the evaluator went on to take part in everything: all ranks come to agree
-            self.scalars.fail(error)
+    def _run(self, first_sample: int) -> Run:
+        return Run(training=True, seed=getattr(self.model, "seed", 0), step=self.step_number, first_sample=first_sample)
 
     def _update(self, updater: Updater, totals: Totals, stack_row: int) -> tuple[float | None, str | None]:
         """Update and publish; return the gradient norm where it was needed, and why a step was skipped."""
@@ -293,7 +286,7 @@ class Engine:
         return np.array([totals.weight * self._loss_scale()], self.dtype)
 
     def _can_fuse(self, updater: Updater) -> bool:
-        return not self._needs_norm and updater.fusible
+        return not self._needs_norm and updater.fusible and updater.ties is None
 
     @property
     def _needs_norm(self) -> bool:
@@ -307,6 +300,7 @@ class Engine:
             return reduce_rows(self.rows, self.exchange, updater, divisor, None)
         reduced: Array = self._ring.stack[stack_row]
         np.divide(reduced, divisor, out=reduced)
+        updater.exchange_ties(reduced)
         updater.add_uses(reduced)
         return reduced
 
@@ -361,27 +355,13 @@ class Engine:
 
     def evaluate(self, x: Any, y: Any) -> tuple[float, float, int | None]:
         """Return loss sum, weight and right answers of all ranks' samples, grain by grain, without training."""
-        owners = partial(contiguous_owners, self.grid)
-        batch = deal(self.grid.data, x, y, self.config.grain_size, owners, self.config.accumulate)
-        self.scalars.begin(batch)
-        right, scored, rounds = 0, True, 0
-        try:
-            for grain in batch.grains.values():
-                for gx, gy, _ in grain.micro_batches:
-                    rounds += 1
-                    loss, weight, prediction = self.evaluator.loss(gx, gy)
-                    self.scalars.add(grain.number, loss, weight)
-                    scored = scored and prediction is not None and prediction.ndim == np.ndim(gy) + 1
-                    if scored:
-                        right += int((prediction.argmax(-1) == gy).sum())
-        except Exception as error:  # every forward pass that began has taken part in all its gathers
-            self.scalars.fail(error)
-        for _ in range(rounds, self._rounds(batch)):
-            self.evaluator.loss(None, None)
-        totals = self.scalars.agree()
-        counts = np.array([right, not scored], np.int64)
-        self.grid.data.allreduce(counts, "sum", "right answers")
-        return totals.loss, totals.weight, None if counts[1] else int(counts[0])
+        batch = self._deal(x, y, partial(contiguous_owners, self.grid))
+        return evaluate(batch, self.runner, self.scalars, self._rounds(batch), scores=self.scores)
+
+    @property
+    def scores(self) -> bool:
+        """Whether the losses of this rank's samples are found here, and count. Not collective."""
+        return self.stage.is_last and self.grid.here.tensor == 0
 
     def copy_state(self, other: Engine) -> None:
         """Take optimizer, state and step of an engine of the same layout and grid."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,26 @@ from mpizero.parallel.memory import PAGE, Memory
 from mpizero.parallel.ownership import Share
 from mpizero.types import Array
 
-#: ``evaluate(grain, micro-batch number, target, done)`` runs one micro-batch of a grain, or takes part without one.
-Evaluate = Callable[[Grain | None, int, Callable[[Unit], Any], Callable[[Unit], None]], None]
+
+class Job(NamedTuple):
+    """One micro-batch that a rank takes part in; the jobs of a step are done in order, unit by unit.
+
+    Attributes
+    ----------
+    grain : Grain or None
+        What is computed; None where the rank has nothing to compute but others need it in their collectives.
+    number : int
+        Which of the grain's micro-batches.
+    target : callable
+        Lends the views that a unit's gradients are written to.
+    done : callable
+        Is told when they are; collective over the data group where gradients are sharded.
+    """
+
+    grain: Grain | None
+    number: int
+    target: Callable[[Unit], Any]
+    done: Callable[[Unit], None]
 
 
 def contiguous_owners(grid: ProcessGrid, count: int) -> list[int]:
@@ -127,26 +145,33 @@ class GradientRows:
         rows: int = self.window.shape[0] // self.grid.node.size
         return self.grid.node.rank * rows + number
 
-    def compute(self, batch: GlobalBatch, evaluate: Evaluate, waves: int) -> None:
-        """Compute this rank's grains and fold them. Collective where a sharded store gathers units.
+    def jobs(self, batch: GlobalBatch, rounds: int) -> list[Job]:
+        """Return this rank's micro-batches, whose gradients are folded as they come.
 
-        ``waves`` is the number of (grain, micro-batch) rounds that every rank takes part in; 0 where nothing is
-        gathered, so that absent grains cost nothing.
+        Collective over the node where rows have to be made. ``rounds`` is the number of jobs that every rank takes
+        part in; 0 where nothing is gathered, so that absent grains cost nothing.
         """
         self.plan = plan = self.planned(batch.count)
         self._reserve(plan.rows)
-        done = 0
-        for grain, row, additions in plan.folds[self.grid.place].folds:
-            micro = len(batch.grains[grain].micro_batches)
-            for number in range(micro):
-                evaluate(batch.grains[grain], number, partial(self._target, row), _nothing)
-                self.micro.fold(self.row(row), 0, number)
-                done += 1
-            self.micro.finish(self.row(row), 0)
+        jobs: list[Job] = []
+        for index, row, additions in plan.folds[self.grid.place].folds:
+            grain = batch.grains[index]
+            last = len(grain.micro_batches) - 1
+            for number in range(last + 1):
+                done = partial(self._done, row, number, additions if number == last else None)
+                jobs.append(Job(grain, number, partial(self._target, row), done))
+        return jobs + [Job(None, 0, _no_target, _nothing)] * (rounds - len(jobs))
+
+    def _done(self, row: int, number: int, additions: Sequence[tuple[int, int]] | None, unit: Unit) -> None:
+        """Fold one unit's part of a row; ``additions`` come with the last micro-batch of a grain."""
+        base = self.layout.gradient_bases[unit.index]
+        part = self.row(row)[base : base + unit.gradients]
+        self.micro.fold(part, base, number)
+        if additions is not None:
+            self.micro.finish(part, base)
             for target, source in additions:
-                self._add(target, source)
-        for _ in range(done, waves):
-            evaluate(None, 0, _no_target, _nothing)
+                total = self.row(target)[base : base + unit.gradients]
+                total += self.row(source)[base : base + unit.gradients]
 
     def local_sum(self) -> Array:
         """Return the sum of this rank's grains as a new array: their nodes added in order. Not collective."""
@@ -204,10 +229,6 @@ class GradientRows:
             self._views[key] = self.named.unit(unit, self.row(row)[base : base + unit.gradients])
         return self._views[key]
 
-    def _add(self, target: int, source: int) -> None:
-        row = self.row(target)
-        row += self.row(source)
-
 
 class GradientRing:
     """Units of gradients in a small ring, summed into the owners' stacks wave by wave."""
@@ -241,34 +262,34 @@ class GradientRing:
             self._plans[count] = wave_plan(count, self.grid.group_sizes)
         return self._plans[count]
 
-    def compute(self, batch: GlobalBatch, evaluate: Evaluate, exchange: ExactExchange) -> Array:
-        """Compute all waves and return this rank's sums, the concatenation of its ranges. Collective."""
+    def jobs(self, batch: GlobalBatch, exchange: ExactExchange) -> list[Job]:
+        """Return the micro-batches of all waves. Not collective, but the jobs are.
+
+        When they are done, row ``planned(count).root`` of the stack is the sum over this rank's ranges.
+        """
         plan = self.planned(batch.count)
         if self.stack.shape[0] < plan.rows:
             self.memory.release("gradients", self.stack)
             self.stack = self.memory.private("gradients", (plan.rows, self.share.gradient_size), self.dtype)
+        jobs = []
         for wave in plan.waves:
             index = wave.grains[self.grid.place]
-            self._wave(None if index is None else batch.grains[index], wave, evaluate, exchange)
-        result: Array = self.stack[plan.root]
-        return result
+            grain = None if index is None else batch.grains[index]
+            count = 0 if grain is None else len(grain.micro_batches)
+            for number in range(self.accumulate):
+                done = partial(self._done, grain, number, wave, exchange)
+                jobs.append(Job(grain if number < count else None, number, self._target, done))
+        return jobs
 
-    def _wave(self, grain: Grain | None, wave: Wave, evaluate: Evaluate, exchange: ExactExchange) -> None:
-        count = 0 if grain is None else len(grain.micro_batches)
-        for number in range(self.accumulate):
-            present = grain if number < count else None
-
-            def done(unit: Unit, number: int = number, present: Grain | None = present) -> None:
-                base = self.layout.gradient_bases[unit.index]
-                target = self.slots[self._next][self.grid.node.rank][: unit.gradients]
-                if present is not None:
-                    self.micro.fold(target, base, number)
-                if number == self.accumulate - 1:
-                    if grain is not None:
-                        self.micro.finish(target, base)
-                    self._reduce(unit, wave, exchange)
-
-            evaluate(present, number, self._target, done)
+    def _done(self, grain: Grain | None, number: int, wave: Wave, exchange: ExactExchange, unit: Unit) -> None:
+        base = self.layout.gradient_bases[unit.index]
+        target = self.slots[self._next][self.grid.node.rank][: unit.gradients]
+        if grain is not None and number < len(grain.micro_batches):
+            self.micro.fold(target, base, number)
+        if number == self.accumulate - 1:
+            if grain is not None:
+                self.micro.finish(target, base)
+            self._reduce(unit, wave, exchange)
 
     def _target(self, unit: Unit) -> Any:
         key = (self._next, unit.index)

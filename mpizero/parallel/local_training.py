@@ -8,9 +8,10 @@ from typing import Any, Self
 import numpy as np
 
 from mpizero.comm.agreement import all_ranks
-from mpizero.parallel.engine import Engine, StepReport
+from mpizero.parallel.engine import Engine
 from mpizero.parallel.means import mean_over_ranks
 from mpizero.parallel.placement import placement
+from mpizero.parallel.report import StepReport
 from mpizero.parallel.scalars import tree_total
 from mpizero.parallel.vector import ParameterAccess
 from mpizero.types import Array

@@ -103,7 +103,8 @@ def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOption
     best, best_epoch, best_parameters = math.nan, 0, model.get_parameters()
     for epoch in range(options.epochs):
         losses = []
-        stream = batches(train, config, batch, options.seed, per_epoch, consumed=epoch * per_epoch * batch)
+        consumed = epoch * per_epoch * batch
+        stream = batches(train, config, batch, options.seed, per_epoch, consumed, group=model.batch_group)
         for _ in range(per_epoch):
             with all_ranks(comm):  # reading may fail on one rank
                 x, y = next(stream)
@@ -125,7 +126,8 @@ def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOption
 def _validated(optimizer: ShardedOptimizer, valid: Any) -> dict[str, float]:
     """Return the validation loss, and the accuracy where there is one. Collective."""
     comm = optimizer.config.communicator
-    part = Grains(len(valid), 1).samples_of(comm.rank, comm.size)
+    group = optimizer.model.batch_group
+    part = Grains(len(valid), 1).samples_of(group.rank, group.size)
     with all_ranks(comm):
         x, y = valid.samples(np.arange(part.start, part.stop))
     loss, weight, right = optimizer.model.evaluate(x, y)

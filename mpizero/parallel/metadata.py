@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpizero.layout import FlatLayout
     from mpizero.parallel.config import ShardingConfig
     from mpizero.parallel.engine import Engine
 
@@ -17,11 +18,15 @@ class ModelMetadata:
     Attributes
     ----------
     strategy : str
-        "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3" or "FSDP".
+        "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "TensorParallel", "PipelineParallel" or "3D-Parallelism (Hybrid)".
+    zero_stage : int
+        What the ranks of a data group shard: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
     is_distributed : bool
         Whether more than one rank takes part.
     world_size, rank : int
-        Ranks of the data group, and this one.
+        All ranks, and this one.
+    group_sizes, group_ranks : dict of str to int
+        Ranks along each axis ("pipeline", "tensor", "data", "context"), and this rank's place on it.
     nodes, ranks_per_node : int
         Groups of ranks that share memory, and the ranks of each.
     replicated, sharded : tuple of str
@@ -29,6 +34,8 @@ class ModelMetadata:
         and which are split over the ranks.
     parameter_count, trainable_count : int
         Elements of the whole model.
+    held_count : int
+        Parameters of this rank's stage and tensor part, copies of other stages' included; all in data parallelism.
     bytes_on_rank : dict of str to int
         By kind: this rank's private arrays and its equal part of its node's windows. The kinds of ``formula_bytes``,
         "buffers" (gathered units, scratch for frozen gradients), and "exchange buffers" (messages; at most 4 MiB for
@@ -44,15 +51,19 @@ class ModelMetadata:
     """
 
     strategy: str
+    zero_stage: int
     is_distributed: bool
     world_size: int
     rank: int
+    group_sizes: dict[str, int]
+    group_ranks: dict[str, int]
     nodes: int
     ranks_per_node: int
     replicated: tuple[str, ...]
     sharded: tuple[str, ...]
     parameter_count: int
     trainable_count: int
+    held_count: int
     bytes_on_rank: dict[str, int]
     bytes_on_node: dict[str, int]
     formula_bytes: dict[str, float]
@@ -64,8 +75,11 @@ class ModelMetadata:
         return asdict(self)
 
 
-def describe(engine: Engine, config: ShardingConfig, bytes_sent: int) -> ModelMetadata:
-    """Collect the metadata of an engine, whose ranks may train alone (local SGD). Not collective."""
+def describe(engine: Engine, config: ShardingConfig, bytes_sent: int, label: str | None = None) -> ModelMetadata:
+    """Collect the metadata of an engine, whose ranks may train alone (local SGD). Not collective.
+
+    ``label`` is the strategy's name where the row of the placement table does not say all.
+    """
     row, grid, memory = engine.placement, engine.grid, engine.memory
     flags = {
         "parameters": row.shard_parameters,
@@ -77,16 +91,20 @@ def describe(engine: Engine, config: ShardingConfig, bytes_sent: int) -> ModelMe
         for kind in sorted({*memory.shared_bytes, *memory.private_bytes})
     }
     return ModelMetadata(
-        strategy=row.strategy,
+        strategy=label or row.strategy,
+        zero_stage=sum(flags.values()),
         is_distributed=config.communicator.size > 1,
         world_size=config.communicator.size,
         rank=config.communicator.rank,
+        group_sizes=dict(grid.axes.sizes),
+        group_ranks=grid.here._asdict(),
         nodes=grid.peers.size,
         ranks_per_node=grid.node.size,
         replicated=tuple(kind for kind, sharded in flags.items() if not sharded),
         sharded=tuple(kind for kind, sharded in flags.items() if sharded),
-        parameter_count=engine.layout.size,
-        trainable_count=_trainable(engine),
+        parameter_count=engine.whole.parameter_count,
+        trainable_count=_trainable(engine.whole.layout),
+        held_count=engine.layout.size,
         bytes_on_rank=memory.kinds(),
         bytes_on_node=per_node,
         formula_bytes=_formula(engine),
@@ -95,21 +113,22 @@ def describe(engine: Engine, config: ShardingConfig, bytes_sent: int) -> ModelMe
     )
 
 
-def _trainable(engine: Engine) -> int:
-    return sum(entry.spec.size for entry in engine.layout.parameters if entry.spec.trainable)
+def _trainable(layout: FlatLayout) -> int:
+    return sum(entry.spec.size for entry in layout.parameters if entry.spec.trainable)
 
 
 def _formula(engine: Engine) -> dict[str, float]:
     """Return the bytes that one rank's part of the placement needs.
 
-    [Note: memory formulas] With P parameters of b bytes, s state arrays, n ranks, L of them on a node (private memory:
-    L = 1): replicated parameters take P*b/L, sharded ones P*b/n (on a single node both are the node's one copy);
-    whole rows of gradients P*b, owned sums P*b/n; replicated state s*P*b/L, sharded s*P*b/n.
+    [Note: memory formulas] With P parameters of b bytes on this stage and tensor part, s state arrays, n ranks of the
+    data group, L of them on a node (private memory: L = 1): replicated parameters take P*b/L, sharded ones P*b/n (on a
+    single node both are the node's one copy); whole rows of gradients P*b, owned sums P*b/n; replicated state s*P*b/L,
+    sharded s*P*b/n.
     """
     row, grid = engine.placement, engine.grid
     item, n, local = engine.dtype.itemsize, grid.data.size, grid.node.size
     slots = len(engine.updater.state) if engine.updater is not None else 0
-    trainable = _trainable(engine)
+    trainable = _trainable(engine.layout)
     return {
         "parameters": engine.layout.size * item / (n if row.shard_parameters else local),
         "gradients": trainable * item / (n if row.shard_gradients else 1),

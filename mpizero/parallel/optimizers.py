@@ -18,6 +18,7 @@ from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.loop import OptimizationOptions, OptimizationResult, run_loop
 from mpizero.parallel.ownership import Share
 from mpizero.parallel.update import Updater
+from mpizero.parallel.whole import take
 from mpizero.types import Array
 
 if TYPE_CHECKING:
@@ -170,7 +171,8 @@ class ShardedOptimizer:
         """
         updater, grid = self._updater, self.model.engine.grid
         engine = self.model.engine
-        updater.step_count, engine.loss_scale = grid.data.broadcast_object((updater.step_count, engine.loss_scale), 0)
+        everyone = engine.scalars.everyone
+        updater.step_count, engine.loss_scale = everyone.broadcast_object((updater.step_count, engine.loss_scale), 0)
         repaired = 0
         if len(updater.shares) > 1:
             for slot in sorted(updater.state):
@@ -180,13 +182,13 @@ class ShardedOptimizer:
                     repaired += grid.peers.rank == 0
                     grid.peers.broadcast(values, 0, slot)
         total = np.array([repaired], np.int64)
-        grid.data.allreduce(total, "sum", "repaired")
+        everyone.allreduce(total, "sum", "repaired")
         return int(total[0])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state on every rank: step count, and full arrays by slot and name. Collective."""
-        updater = self._updater
-        layout, data = self.model.layout, self.model.engine.grid.data
+        updater, engine = self._updater, self.model.engine
+        layout, data = engine.layout, engine.grid.data
         spans = [Share(layout, rank, data.size).spans for rank in range(data.size)]
         slots: dict[str, dict[str, Array]] = {}
         for slot, values in updater.state.items():
@@ -194,9 +196,10 @@ class ShardedOptimizer:
             for piece in updater.trees.own:
                 full[piece.span.start : piece.span.stop] = values[piece.state : piece.state + piece.size]
             gather_spans(data, [full[s.start : s.stop] for s in spans[data.rank]], full, spans)
+            whole = engine.whole.assemble(full)
             slots[slot] = {
-                e.spec.name: full[e.span.start : e.span.stop].reshape(e.spec.shape).copy()
-                for e in layout.parameters
+                e.spec.name: whole[e.span.start : e.span.stop].reshape(e.spec.shape).copy()
+                for e in engine.whole.layout.parameters
                 if e.spec.trainable
             }
         return {"step_count": updater.step_count, "state": slots}
@@ -209,19 +212,19 @@ class ShardedOptimizer:
         LayoutError
             If a slot, name or shape is missing or differs; nothing is changed then.
         """
-        updater, slots = self._updater, state["state"]
+        updater, slots, whole = self._updater, state["state"], self.model.engine.whole
         if set(slots) != set(updater.state):
             raise LayoutError(f"state has slots {sorted(slots)}, the optimizer's are {sorted(updater.optimizer.slots)}")
         for slot, arrays in slots.items():
             for piece in updater.pieces:
-                spec = piece.entry.spec
+                spec = whole.home(piece.entry.spec).spec
                 if spec.name not in arrays or np.shape(arrays[spec.name]) != spec.shape:
                     raise LayoutError(f"state {slot!r} has no array {spec.name!r} of shape {spec.shape}")
         for slot, arrays in slots.items():
             for piece in updater.pieces:
-                flat = np.asarray(arrays[piece.entry.spec.name]).reshape(-1)
+                flat = np.asarray(arrays[whole.home(piece.entry.spec).spec.name]).reshape(-1)
                 start = piece.span.start - piece.entry.offset
-                updater.state[slot][piece.state : piece.state + piece.size] = flat[start : start + piece.size]
+                take(piece.entry.spec, flat, start, updater.state[slot][piece.state : piece.state + piece.size])
         updater.step_count = int(state["step_count"])
 
     def serialize(self) -> bytes:

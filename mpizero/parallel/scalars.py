@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero import kernels
-from mpizero.comm import ProcessGrid
+from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CollectiveError, DataError, PeerFailure
 from mpizero.layout import FlatLayout
@@ -38,11 +38,25 @@ def tree_total(values: Array) -> Array:
     return total
 
 
+def everyone_of(grid: ProcessGrid) -> Communicator:
+    """Return a communicator of all ranks: the data group where that is all of them. Not collective."""
+    return grid.data if grid.data.size == grid.world.size else grid.world
+
+
 class GrainScalars:
-    """Collect what a rank knows of its grains, then agree."""
+    """Collect what a rank knows of its grains, then agree.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+        The ranks; all of the world agree, since each may hold another part of the model.
+    layout : FlatLayout
+        What this rank holds of it.
+    """
 
     def __init__(self, grid: ProcessGrid, layout: FlatLayout) -> None:
         self.grid, self.layout = grid, layout
+        self.everyone = everyone_of(grid)
         self.count = 0
         self.samples = 0
         self.error: Exception | None = None
@@ -87,7 +101,7 @@ class GrainScalars:
                 return
 
     def agree(self) -> Totals:
-        """Return the sums over all grains. Collective over the data group.
+        """Return the sums over all grains. Collective over all ranks.
 
         Raises
         ------
@@ -96,22 +110,21 @@ class GrainScalars:
         Exception
             What a rank's own grains raised; on the other ranks a RemoteError that tells it.
         """
-        size = self.grid.data.size
-        local = np.full((self._per_rank, 4), -1.0)
+        size = self.everyone.size
+        local = np.full((max(1, self._per_rank), 4), -1.0)
         for place, (grain, (loss, weight)) in enumerate(self._mine.items()):
-            local[place] = (grain, loss, weight, float(self._bad is not None and self._bad[0] == grain))
-        if self.error is not None:
-            local[0, 3] = _FAILED
-        table = np.empty((size * self._per_rank, 4))
-        self.grid.data.allgather(local.reshape(-1), table.reshape(-1), "losses")
+            local[place, :3] = grain, loss, weight
+        local[0, 3] = _FAILED if self.error is not None else float(self._bad is not None)
+        table = np.empty((size * len(local), 4))
+        self.everyone.allgather(local.reshape(-1), table.reshape(-1), "losses")
         if (table[:, 3] == _FAILED).any():
-            with all_ranks(self.grid.data, "failed grains"):
+            with all_ranks(self.everyone, "failed grains"):
                 if self.error is not None:
                     raise self.error
+        problem = self._named() if (table[:, 3] > 0).any() else None
         rows = table[table[:, 0] >= 0]
         rows = rows[np.argsort(rows[:, 0], kind="stable")]
         loss, weight = tree_total(rows[:, 1:3])
-        problem = self._named() if (rows[:, 3] > 0).any() else None
         if weight <= 0:
             raise DataError(
                 f"the global batch has weight {weight:g}: every target in it is ignored; expected more than 0"
@@ -119,12 +132,12 @@ class GrainScalars:
         return Totals(float(loss), float(weight), problem)
 
     def _named(self) -> str:
-        """Return a description of the first problem. Collective over the data group."""
+        """Return a description of the first problem. Collective over all ranks."""
         mine = None
         if self._bad is not None:
             grain, what = self._bad
             first, (x, _, last) = self._spans[grain]
             stop = last + (len(x) if hasattr(x, "__len__") else 1)
-            mine = (grain, f"{what} is not finite on rank {self.grid.data.rank}, samples {first} to {stop - 1}")
-        found = [item for item in self.grid.data.allgather_object(mine, "not finite") if item is not None]
+            mine = (grain, f"{what} is not finite on rank {self.everyone.rank}, samples {first} to {stop - 1}")
+        found = [item for item in self.everyone.allgather_object(mine, "not finite") if item is not None]
         return str(min(found)[1])

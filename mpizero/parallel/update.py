@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ from mpizero import kernels, optim
 from mpizero.comm import ProcessGrid
 from mpizero.comm.exact import ExactExchange
 from mpizero.layout import FlatLayout, Span, cover, merge
+from mpizero.parallel.across import Across
 from mpizero.parallel.gradients import GradientRows
 from mpizero.parallel.memory import Memory
 from mpizero.parallel.ownership import Share, UpdatePiece, runs_of, update_pieces
 from mpizero.parallel.storage import ParameterStore
+from mpizero.parallel.ties import TieExchange, home_of
 from mpizero.types import Array
 
 
@@ -131,7 +134,8 @@ class Updater:
         self.optimizer = optim.adapt(optimizer)
         self.store, self.memory, self.grid, layout = store, memory, store.grid, store.layout
         self.shares = store.peer_shares if replicated else (store.share,)
-        groups = {e.spec: self.optimizer.group_of(e.spec) for e in layout.parameters}
+        # A copy of another stage's parameter belongs to that one's group, which may go by name.
+        groups = {e.spec: self.optimizer.group_of(replace(e.spec, name=home_of(e.spec))) for e in layout.parameters}
         bases = [store.base] if store.sharded else None
         self.pieces = update_pieces(self.shares, groups, bases, in_rows)
         self.plain_runs = runs_of([p for p in self.pieces if not p.uses])
@@ -140,6 +144,8 @@ class Updater:
         self.groups = sorted(set(groups.values()))
         self.size = sum(piece.size for piece in self.pieces)
         self.trees = TensorTree(self.grid, layout, self.pieces)
+        self.ties: TieExchange | None = None
+        self.across: Across | None = None
         self.step_count = 0
         self.dtype = store.values.dtype
         self.state: dict[str, Array] = {
@@ -208,9 +214,17 @@ class Updater:
             total += other
         return total
 
+    def exchange_ties(self, reduced: Array) -> None:
+        """Add the uses of parameters that several stages share. Collective over the stages' data groups."""
+        if self.ties is not None:
+            self.ties.add(reduced)
+
     def add_uses(self, reduced: Array) -> None:
-        """Add the gradients of tied uses to the parameter's own, in declared order. Not collective."""
+        """Add the gradients of the other tied uses to the parameter's own, in declared order. Not collective."""
+        added = frozenset[str]() if self.ties is None else self.ties.names
         for piece in self.tied:
+            if home_of(piece.entry.spec) in added:
+                continue
             own = reduced[piece.gradient : piece.gradient + piece.size]
             for use in piece.uses:
                 own += reduced[use : use + piece.size]
@@ -218,14 +232,19 @@ class Updater:
     def norm(self, reduced: Array) -> tuple[float, str | None]:
         """Return the norm of the reduced gradient over all parameters, and which of them makes it infinite or NaN.
 
-        Collective over the data group.
+        Collective over all ranks.
         """
-        sums = self.trees.square_sums([reduced[p.gradient : p.gradient + p.size] for p in self.trees.own])
+        sums = self._square_sums([reduced[p.gradient : p.gradient + p.size] for p in self.trees.own])
         total = float(sum(sums.values()))
         if np.isfinite(total):
             return total**0.5, None
         name = next((name for name, value in sums.items() if not np.isfinite(value)), "all parameters together")
         return total, f"the squares of the averaged gradient of {name!r} add up to {total}"
+
+    def _square_sums(self, values: Sequence[Array]) -> dict[str, float]:
+        """Return the sum of squares of every trainable parameter of the model. Collective over all ranks."""
+        sums = self.trees.square_sums(values)
+        return sums if self.across is None else self.across.merge(sums)
 
     def scale(self, reduced: Array, factor: float) -> None:
         """Multiply this rank's reduced gradients by ``factor``. Not collective."""
@@ -252,10 +271,10 @@ class Updater:
 
     def _apply_directions(self, directions: Array, hypers: dict[int, Array]) -> None:
         """LAMB's second half: the ratio of two norms for each parameter (You et al. 2020, algorithm 2). Collective."""
-        weights = self.trees.square_sums([self.store.values[p.store : p.store + p.size] for p in self.trees.own])
-        steps = self.trees.square_sums([directions[p.gradient : p.gradient + p.size] for p in self.trees.own])
+        weights = self._square_sums([self.store.values[p.store : p.store + p.size] for p in self.trees.own])
+        steps = self._square_sums([directions[p.gradient : p.gradient + p.size] for p in self.trees.own])
         for piece in self.pieces:
-            name = piece.entry.spec.name
+            name = home_of(piece.entry.spec)
             w = self.store.values[piece.store : piece.store + piece.size]
             direction = directions[piece.gradient : piece.gradient + piece.size]
             ratio = self.optimizer.trust_ratio(weights[name] ** 0.5, steps[name] ** 0.5)
@@ -275,6 +294,7 @@ def reduce_rows(
     """
     shares = updater.store.peer_shares
     reduced = rows.reduce(exchange, shares, divisor, out)
+    updater.exchange_ties(reduced)
     if len(updater.shares) > 1:
         rows.replicate(shares)
     updater.add_uses(reduced)

@@ -1,0 +1,118 @@
+"""Activations and their gradients on their way between pipeline stages.
+
+[Note: shapes] A receive that is posted ahead must know how much will come. The shape of what a chunk sends depends on
+the shape of the micro-batch alone, so the first message for a new shape is preceded by a header, and both ends
+remember it. A chunk that failed before its shape was known says so in the header; later it sends zeros, whose results
+nobody uses: the step ends in an agreement that raises on every rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpizero.comm import Communicator, Request
+from mpizero.types import Array
+
+#: Numbers in a header: whether anything follows, the dtype, the number of axes, and the axes.
+_HEADER = 3 + 8
+_DTYPES = ("float32", "float64", "int64", "int32", "uint8", "bool", "float16")
+
+
+class Route(NamedTuple):
+    """One direction over one border between chunks: "forward" out of a chunk, or "backward" into it."""
+
+    kind: str
+    border: int
+
+    @property
+    def tag(self) -> int:
+        """Tag of its messages; its headers have the next one."""
+        return 4 * self.border + (0 if self.kind == "forward" else 2)
+
+
+class _Shape(NamedTuple):
+    dims: tuple[int, ...]
+    dtype: str
+
+
+class Courier:
+    """Send and receive between the stages of one pipeline.
+
+    Messages of one route are sent and taken in the same order on both ends. Not thread-safe.
+
+    Parameters
+    ----------
+    comm : Communicator
+        The stages, by number.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.messages = 0
+        self._known: dict[tuple[Route, Any], _Shape] = {}
+        self._sending: deque[tuple[Request, Array]] = deque()
+        self._posted: dict[tuple[Route, int], tuple[Request, Array]] = {}
+        self._kept: dict[tuple[Route, int], Array | None] = {}
+
+    def send(self, route: Route, micro: int, key: Any, peer: int, array: Array | None) -> None:
+        """Start to send what a chunk computed for micro-batch ``micro``; None if it failed. Not collective.
+
+        ``key`` tells micro-batches of different shapes apart, and is the same on both ends.
+        """
+        if peer == self.comm.rank:
+            self._kept[route, micro] = array
+            return
+        known = self._known.get((route, key))
+        if known is None:
+            header = np.zeros(_HEADER, np.int64)
+            if array is not None:
+                header[:3] = 1, _DTYPES.index(array.dtype.name), array.ndim
+                header[3 : 3 + array.ndim] = array.shape
+                self._known[route, key] = _Shape(array.shape, array.dtype.name)
+            self._start(header, peer, route.tag + 1)
+        elif array is None:
+            array = np.zeros(known.dims, known.dtype)
+        if array is not None:
+            self._start(np.ascontiguousarray(array), peer, route.tag)
+
+    def post(self, route: Route, micro: int, key: Any, peer: int) -> None:
+        """Start to receive ahead of need, where the shape is known. Not collective."""
+        known = self._known.get((route, key))
+        if peer != self.comm.rank and known is not None and (route, micro) not in self._posted:
+            array = np.empty(known.dims, known.dtype)
+            self._posted[route, micro] = (self.comm.irecv(array, peer, route.tag), array)
+
+    def receive(self, route: Route, micro: int, key: Any, peer: int) -> Array | None:
+        """Return what the other end sent for micro-batch ``micro``; None if it failed. Waits; not collective."""
+        if peer == self.comm.rank:
+            return self._kept.pop((route, micro))
+        if (route, key) not in self._known:
+            header = np.empty(_HEADER, np.int64)
+            self.comm.recv(header, peer, route.tag + 1)
+            if not header[0]:
+                return None
+            dims = tuple(int(n) for n in header[3 : 3 + int(header[2])])
+            self._known[route, key] = _Shape(dims, _DTYPES[int(header[1])])
+        self.post(route, micro, key, peer)
+        request, array = self._posted.pop((route, micro))
+        request.wait()
+        return array
+
+    def progress(self) -> None:
+        """Let messages move on, and forget those that have arrived. Not collective."""
+        for request, _ in self._posted.values():
+            request.test()
+        while self._sending and self._sending[0][0].test():
+            self._sending.popleft()
+
+    def finish(self) -> None:
+        """Wait until everything sent has left. Not collective."""
+        while self._sending:
+            self._sending.popleft()[0].wait()
+
+    def _start(self, array: Array, peer: int, tag: int) -> None:
+        self.messages += 1
+        self._sending.append((self.comm.isend(array, peer, tag), array))

@@ -1,0 +1,54 @@
+"""Losses and right answers of a batch, without training."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpizero.parallel.dealing import GlobalBatch
+from mpizero.parallel.running import Runner
+from mpizero.parallel.scalars import GrainScalars
+
+
+def evaluate(
+    batch: GlobalBatch, runner: Runner, scalars: GrainScalars, rounds: int, *, scores: bool
+) -> tuple[float, float, int | None]:
+    """Return loss sum, weight and right answers over all ranks' grains. Collective over all ranks.
+
+    Parameters
+    ----------
+    batch : GlobalBatch
+        This rank's grains.
+    runner : Runner
+        Runs the model forward.
+    scalars : GrainScalars
+        Takes losses, weights and failures.
+    rounds : int
+        Forward passes that every rank takes part in.
+    scores : bool
+        Whether the losses of this rank's grains are found here, and count.
+
+    Returns
+    -------
+    (float, float, int or None)
+        The last is None where a prediction is not one score a class.
+    """
+    right, scored, done = 0, True, 0
+    try:
+        for grain in batch.grains.values():
+            for gx, gy, _ in grain.micro_batches:
+                done += 1
+                loss, weight, prediction = runner.loss(gx, gy)
+                if not scores or scalars.error is not None:
+                    continue
+                scalars.add(grain.number, loss, weight)
+                scored = scored and prediction is not None and prediction.ndim == np.ndim(gy) + 1
+                if scored:
+                    right += int((prediction.argmax(-1) == gy).sum())
+    except Exception as error:  # every forward pass that began has taken part in all its gathers
+        scalars.fail(error)
+    for _ in range(done, rounds):
+        runner.loss(None, None)
+    totals = scalars.agree()
+    counts = np.array([right, not scored], np.int64)
+    scalars.everyone.allreduce(counts, "sum", "right answers")
+    return totals.loss, totals.weight, None if counts[1] else int(counts[0])

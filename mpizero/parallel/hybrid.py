@@ -1,0 +1,246 @@
+"""Models whose layers are split over ranks: pipeline stages, tensor parts, sequence shards, or several of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+from mpizero.comm.agreement import agree_equal, all_ranks
+from mpizero.errors import ConfigError
+from mpizero.parallel.base import ShardedModelBase
+from mpizero.parallel.config import ShardingConfig
+from mpizero.parallel.optimizers import ShardedOptimizer
+from mpizero.parallel.placement import Placement, placement
+from mpizero.parallel.spread import Spread
+
+#: The rows of the placement table by ZeRO stage.
+ZERO_STAGES = ("ddp", "zero1", "zero2", "zero3")
+
+
+class SpreadModel(ShardedModelBase):
+    """A model over pipeline x tensor x data x context ranks; the classes below fix some of the sizes.
+
+    Parameters
+    ----------
+    wrapped_model : BlockModel
+        What is trained.
+    config : ShardingConfig
+        The ranks and how they work together.
+    spread : Spread
+        Sizes of the axes, schedule and cuts.
+    zero_stage : {0, 1, 2, 3}
+        What the ranks of a data group shard: nothing (DDP), optimizer state, gradients too, parameters too.
+    """
+
+    def __init__(self, wrapped_model: Any, config: ShardingConfig, spread: Spread, zero_stage: int) -> None:
+        self._spread_asked, self.zero_stage = spread, zero_stage
+        super().__init__(wrapped_model, config)
+
+    @property
+    def _placement(self) -> Placement:
+        if isinstance(self.zero_stage, bool) or self.zero_stage not in range(len(ZERO_STAGES)):
+            raise ConfigError(f"zero_stage={self.zero_stage!r}: expected 0 (DDP), 1, 2 or 3")
+        return placement(ZERO_STAGES[self.zero_stage])
+
+    @property
+    def _spread(self) -> Spread:
+        return self._spread_asked
+
+    def _on_before_initialize_sharding(self) -> None:
+        """Refuse, on all ranks alike, sizes that do not fit and a spread that is not the same everywhere."""
+        communicator = self._config.communicator
+        with all_ranks(communicator):
+            axes = self._spread.axes(communicator.size)
+            if axes.tensor > 1 and axes.context > 1:
+                raise ConfigError(
+                    f"tensor={axes.tensor} with context={axes.context}: layers can be split by features or by places "
+                    "of the sequence, not by both; choose one (tensor splits the sequence of norms and dropout too)"
+                )
+            _ = self._placement, self._spread.chunks
+        agree_equal(communicator, "the spread of the model", {**self._spread.comparable(), "zero": self.zero_stage})
+
+    def become_local(self, every: int) -> None:
+        """Refuse: local steps need the whole model on every rank."""
+        raise ConfigError(
+            f"{type(self).__name__} cannot train by local steps: a rank holds only its part of the model; use a "
+            "data-parallel model with LocalSGDOptimizer"
+        )
+
+
+class HybridShardedModel(SpreadModel):
+    """Pipeline x tensor x data parallelism, with any ZeRO stage over the data group.
+
+    Each rank computes and stores its stage's blocks, split over its tensor group. Losses and metrics are on all ranks.
+
+    Parameters
+    ----------
+    wrapped_model : BlockModel
+        What is trained.
+    config : ShardingConfig
+        The ranks and how they work together.
+    pipeline_parallel_size, tensor_parallel_size : int
+        Stages, and parts of split layers.
+    data_parallel_size : int
+        Replicas; -1 takes all remaining ranks.
+    zero_stage : {0, 1, 2, 3}
+        What the replicas shard.
+    schedule : {"gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v"}
+        Of the pipeline.
+    virtual_stages : int
+        Chunks a stage, for "interleaved".
+    order : str
+        Names of the axes, slowest first; "pipeline,data,tensor" keeps a tensor group on neighbouring ranks.
+    context_parallel_size : int
+        Parts of a sequence.
+    cuts : sequence of int or None
+        Number of the first block of every chunk but the first; None balances.
+    costs : sequence of float or None
+        Cost of every block, for the balance.
+
+    Raises
+    ------
+    ValueError
+        GridError for sizes that do not multiply to the number of ranks, ConfigError for more stages than blocks, an
+        unknown schedule, or layers that cannot be split like this; on all ranks.
+    """
+
+    strategy: ClassVar[str] = "hybrid"
+    label: ClassVar[str | None] = "3D-Parallelism (Hybrid)"
+
+    def __init__(
+        self,
+        wrapped_model: Any,
+        config: ShardingConfig,
+        pipeline_parallel_size: int = 1,
+        tensor_parallel_size: int = 1,
+        data_parallel_size: int = -1,
+        *,
+        zero_stage: int = 1,
+        schedule: str = "1f1b",
+        virtual_stages: int = 1,
+        order: str = "pipeline,tensor,data",
+        context_parallel_size: int = 1,
+        cuts: Sequence[int] | None = None,
+        costs: Sequence[float] | None = None,
+    ) -> None:
+        spread = Spread(
+            pipeline=pipeline_parallel_size,
+            tensor=tensor_parallel_size,
+            data=data_parallel_size,
+            context=context_parallel_size,
+            order=order,
+            schedule=schedule,
+            virtual_stages=virtual_stages,
+            cuts=cuts,
+            costs=costs,
+        )
+        super().__init__(wrapped_model, config, spread, zero_stage)
+
+    def _twin(self, wrapped: Any) -> Self:
+        return type(self)(wrapped, self._config, **_arguments(self._spread), zero_stage=self.zero_stage)
+
+
+class TensorParallelModel(SpreadModel):
+    """Every layer's matrices split over the tensor group; the ranks that remain are replicas.
+
+    Parameters
+    ----------
+    wrapped_model : BlockModel
+        What is trained.
+    config : ShardingConfig
+        The ranks and how they work together.
+    tensor_parallel_size : int or None
+        Parts of split layers; None takes all ranks.
+    zero_stage : {0, 1, 2, 3}
+        What the replicas shard.
+    """
+
+    strategy: ClassVar[str] = "tensor"
+    label: ClassVar[str | None] = "TensorParallel"
+
+    def __init__(
+        self,
+        wrapped_model: Any,
+        config: ShardingConfig,
+        tensor_parallel_size: int | None = None,
+        *,
+        zero_stage: int = 0,
+    ) -> None:
+        size = _all_ranks_of(config) if tensor_parallel_size is None else tensor_parallel_size
+        super().__init__(wrapped_model, config, Spread(tensor=size), zero_stage)
+
+    def _twin(self, wrapped: Any) -> Self:
+        return type(self)(wrapped, self._config, self._spread.tensor, zero_stage=self.zero_stage)
+
+
+class PipelineParallelModel(SpreadModel):
+    """Blocks split over stages, through which micro-batches flow by a schedule; the ranks that remain are replicas.
+
+    Parameters
+    ----------
+    wrapped_model : BlockModel
+        What is trained.
+    config : ShardingConfig
+        The ranks and how they work together.
+    pipeline_parallel_size : int or None
+        Stages; None takes all ranks.
+    schedule, virtual_stages, cuts, costs
+        As in :class:`HybridShardedModel`.
+    zero_stage : {0, 1, 2, 3}
+        What the replicas shard.
+    """
+
+    strategy: ClassVar[str] = "pipeline"
+    label: ClassVar[str | None] = "PipelineParallel"
+
+    def __init__(
+        self,
+        wrapped_model: Any,
+        config: ShardingConfig,
+        pipeline_parallel_size: int | None = None,
+        *,
+        schedule: str = "1f1b",
+        virtual_stages: int = 1,
+        cuts: Sequence[int] | None = None,
+        costs: Sequence[float] | None = None,
+        zero_stage: int = 0,
+    ) -> None:
+        size = _all_ranks_of(config) if pipeline_parallel_size is None else pipeline_parallel_size
+        spread = Spread(pipeline=size, schedule=schedule, virtual_stages=virtual_stages, cuts=cuts, costs=costs)
+        super().__init__(wrapped_model, config, spread, zero_stage)
+
+    def _twin(self, wrapped: Any) -> Self:
+        spread = self._spread
+        return type(self)(
+            wrapped,
+            self._config,
+            spread.pipeline,
+            schedule=spread.schedule,
+            virtual_stages=spread.virtual_stages,
+            cuts=spread.cuts,
+            costs=spread.costs,
+            zero_stage=self.zero_stage,
+        )
+
+
+class HybridShardedOptimizer(ShardedOptimizer):
+    """Any optimizer over a model that is split over ranks: each updates its owned ranges of its part."""
+
+    strategies = ("hybrid", "tensor", "pipeline")
+
+
+def _all_ranks_of(config: ShardingConfig) -> int:
+    if not isinstance(config, ShardingConfig):
+        raise TypeError(f"a sharded model needs a ShardingConfig, got {config!r}")
+    return config.communicator.size
+
+
+def _arguments(spread: Spread) -> dict[str, Any]:
+    """Return the arguments of :class:`HybridShardedModel` that give ``spread``."""
+    return {
+        "pipeline_parallel_size": spread.pipeline,
+        "tensor_parallel_size": spread.tensor,
+        "data_parallel_size": spread.data,
+        "context_parallel_size": spread.context,
+        **{name: getattr(spread, name) for name in ("schedule", "virtual_stages", "order", "cuts", "costs")},
+    }

@@ -1,0 +1,303 @@
+"""Run the micro-batches of a step through the stages of a pipeline, in the order of a schedule.
+
+[Note: pipeline bits] Every chunk meets its micro-batches in ascending order in the forward pass and again in the
+backward pass, and folds gradients through the same jobs as a model in one piece. So neither the number of stages nor
+the schedule changes a bit of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.errors import CollectiveError, PeerFailure
+from mpizero.layout import Instruction, Schedule, Unit, build_schedule
+from mpizero.parallel.courier import Courier, Route
+from mpizero.parallel.gradients import Job
+from mpizero.parallel.running import RunOf, WatchedJob
+from mpizero.parallel.scalars import GrainScalars
+from mpizero.parallel.stage import Stage
+from mpizero.parallel.storage import ParameterStore
+from mpizero.types import EVALUATE, Run
+
+#: Instructions whose receives are posted ahead.
+_AHEAD = 4
+_BACKWARD_KINDS = ("backward", "backward_input")
+
+
+@dataclass
+class _Flight:
+    """What a chunk keeps of one micro-batch between its forward and the end of its backward.
+
+    ``fail`` is told what a layer raises; the flight then goes on without computing, so that nobody waits for this rank.
+    """
+
+    fail: Callable[[Exception], None]
+    failed: bool = False
+    caches: dict[str, Any] = field(default_factory=dict)
+    pending: dict[str, Any] = field(default_factory=dict)
+    loss: Any = None
+
+
+class PipelineRunner:
+    """Executes this stage's part of a schedule.
+
+    Parameters
+    ----------
+    stage : Stage
+        This rank's chunks.
+    store : ParameterStore
+        Their parameters.
+    comm : Communicator
+        The stages, by number.
+    scalars : GrainScalars
+        Takes losses, weights and failures.
+    loss_scale : callable
+        Gives the current loss scale.
+    counts : bool
+        Whether the losses of the last chunk, if it is here, are those that count.
+    alone : bool
+        Whether other ranks wait for this one inside of layers. Then a failure cannot wait for an agreement.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        store: ParameterStore,
+        comm: Communicator,
+        scalars: GrainScalars,
+        loss_scale: Callable[[], float],
+        *,
+        counts: bool = True,
+        alone: bool = True,
+    ) -> None:
+        self.stage, self.store, self.comm, self.scalars = stage, store, comm, scalars
+        self.loss_scale, self.counts, self.alone = loss_scale, counts, alone
+        self.criterion = stage.model.loss
+        self.courier = Courier(comm)
+        self.stage_of = stage.spread.chunks
+        self.units = {chunk: self._units_of(chunk) for chunk in stage.chunks}
+        self.most_caches = 0
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._predicted = 0
+
+    def _units_of(self, chunk: int) -> tuple[Unit, ...]:
+        blocks = set(self.stage.cuts[chunk])
+        return tuple(unit for unit in self.store.layout.units if blocks.issuperset(unit.blocks))
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        """Return the schedule for a number of micro-batches. Not collective."""
+        spread = self.stage.spread
+        return build_schedule(spread.schedule, spread.pipeline, micro_batches, spread.virtual_stages)
+
+    # ------------------------------------------------------------------ a step
+
+    def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
+        """Do all jobs, forward and backward. Collective over the pipeline, and the data group if sharded."""
+        self._flights = {}
+        watched = [WatchedJob(job, self.scalars) for job in jobs]
+        if not jobs:
+            return
+        # What a schedule pads is absent on every stage and every replica: nothing of it needs to be done.
+        program = [i for i in self.schedule(len(jobs)).programs[self.stage.number] if i.micro < len(jobs)]
+        for position, instruction in enumerate(program):
+            for ahead in program[position : position + _AHEAD]:
+                self._post(ahead, jobs)
+            self._execute(instruction, watched[instruction.micro], run_of)
+            self.courier.progress()
+        self.courier.finish()
+
+    def _execute(self, instruction: Instruction, watched: WatchedJob, run_of: RunOf) -> None:
+        chunk, micro = instruction.chunk, instruction.micro
+        if watched.job.grain is None:
+            self._absent(instruction, watched)
+        elif instruction.kind == "forward":
+            self._forward(chunk, micro, watched, run_of)
+        elif instruction.kind == "backward":
+            self._backward(chunk, micro, watched)
+        elif instruction.kind == "backward_input":
+            self._backward_input(chunk, micro, watched)
+        else:
+            self._backward_weights(chunk, micro, watched)
+
+    def _absent(self, instruction: Instruction, watched: WatchedJob) -> None:
+        """Take part in the gathers and sums of a micro-batch that this replica does not have."""
+        forward = instruction.kind == "forward"
+        for unit in self.units[instruction.chunk] if forward else reversed(self.units[instruction.chunk]):
+            with self.store.unit(unit):
+                pass
+            if instruction.kind in ("backward", "backward_weights"):
+                watched.done(unit)
+
+    def _forward(self, chunk: int, micro: int, watched: WatchedJob, run_of: RunOf) -> None:
+        x, y, first = self._samples(watched)
+        flight = self._flights[chunk, micro] = _Flight(self.scalars.fail)
+        self.most_caches = max(self.most_caches, len(self._flights))
+        value = self._pass_forward(chunk, micro, x, run_of(first), flight)
+        if chunk == len(self.stage_of) - 1:
+            with self._computing(flight) as working:
+                if working:
+                    loss, weight, flight.loss = self.criterion.forward(value, y)
+                    self._count(watched, loss, weight)
+
+    def _count(self, watched: WatchedJob, loss: float, weight: float) -> None:
+        if self.counts and watched.job.grain is not None:
+            self.scalars.add(watched.job.grain.number, loss, weight)
+
+    def _pass_forward(self, chunk: int, micro: int, x: Any, run: Run, flight: _Flight) -> Any:
+        """Take a chunk's input, run it, send its output on; return the output, None if the flight failed."""
+        key, value = np.shape(x), x
+        if chunk > 0:
+            value = self.courier.receive(Route("forward", chunk), micro, key, self.stage_of[chunk - 1])
+            flight.failed = value is None
+        for unit in self.units[chunk]:
+            with self.store.unit(unit) as params, self._computing(flight) as working:
+                for block in unit.blocks if working else ():
+                    value, cache = self.stage.model.blocks[block].forward(params[block], value, run)
+                    if run.training:
+                        flight.caches[block] = cache
+        value = None if flight.failed else value
+        if chunk < len(self.stage_of) - 1:
+            self.courier.send(Route("forward", chunk + 1), micro, key, self.stage_of[chunk + 1], value)
+        return value
+
+    def _backward(self, chunk: int, micro: int, watched: WatchedJob) -> None:
+        """Run both halves of a chunk's backward pass, unit by unit."""
+        flight, d = self._begin_backward(chunk, micro, watched)
+        for unit in reversed(self.units[chunk]):
+            with self.store.unit(unit) as params, self._computing(flight) as working:
+                grads = watched.target(unit) if working else {}
+                for block in reversed(unit.blocks) if working else ():
+                    layer = self.stage.model.blocks[block]
+                    d = layer.backward(params[block], flight.caches.pop(block), d, grads[block])
+            watched.done(unit)
+        self._send_back(chunk, micro, watched, None if flight.failed else d)
+        del self._flights[chunk, micro]
+
+    def _backward_input(self, chunk: int, micro: int, watched: WatchedJob) -> None:
+        flight, d = self._begin_backward(chunk, micro, watched)
+        for unit in reversed(self.units[chunk]):
+            with self.store.unit(unit) as params, self._computing(flight) as working:
+                for block in reversed(unit.blocks) if working else ():
+                    layer = self.stage.model.blocks[block]
+                    d, flight.pending[block] = layer.backward_input(params[block], flight.caches[block], d)
+        self._send_back(chunk, micro, watched, None if flight.failed else d)
+
+    def _backward_weights(self, chunk: int, micro: int, watched: WatchedJob) -> None:
+        flight = self._flights.pop((chunk, micro))
+        for unit in reversed(self.units[chunk]):
+            with self.store.unit(unit) as params, self._computing(flight) as working:
+                grads = watched.target(unit) if working else {}
+                for block in reversed(unit.blocks) if working else ():
+                    cache, pending = flight.caches.pop(block), flight.pending.pop(block)
+                    self.stage.model.blocks[block].backward_weights(params[block], cache, pending, grads[block])
+            watched.done(unit)
+
+    def _begin_backward(self, chunk: int, micro: int, watched: WatchedJob) -> tuple[_Flight, Any]:
+        flight, d = self._flights[chunk, micro], None
+        if chunk < len(self.stage_of) - 1:
+            key = np.shape(self._samples(watched)[0])
+            d = self.courier.receive(Route("backward", chunk), micro, key, self.stage_of[chunk + 1])
+            flight.failed = flight.failed or d is None
+            return flight, d
+        with self._computing(flight) as working:
+            if working:
+                d = self.criterion.backward(flight.loss, self.loss_scale())
+        flight.loss = None
+        return flight, d
+
+    def _send_back(self, chunk: int, micro: int, watched: WatchedJob, d: Any) -> None:
+        if chunk > 0:
+            key = np.shape(self._samples(watched)[0])
+            self.courier.send(Route("backward", chunk - 1), micro, key, self.stage_of[chunk - 1], d)
+
+    @staticmethod
+    def _samples(watched: WatchedJob) -> tuple[Any, Any, int]:
+        assert watched.job.grain is not None
+        return watched.job.grain.micro_batches[watched.job.number]
+
+    @contextmanager
+    def _computing(self, flight: _Flight) -> Iterator[bool]:
+        """Tell whether there is something to compute, and note its failure: the collectives around it go on."""
+        try:
+            yield not flight.failed
+        except (CollectiveError, PeerFailure):
+            raise
+        except Exception as error:
+            if not self.alone:
+                raise
+            flight.fail(error)
+            flight.failed = True
+            flight.caches.clear()
+
+    # ------------------------------------------------------------------ forward alone
+
+    def predict(self, x: Any) -> Any:
+        """Return the prediction for this rank's ``x``, the same for all stages. Collective over the pipeline."""
+        errors: list[Exception] = []
+        value = self._forward_only(x, errors.append)
+        with all_ranks(self.comm, "predict"):
+            if errors:
+                raise errors[0]
+        if x is None:
+            return None
+        whole = self.stage.whole_prediction(value) if self.stage.is_last else None
+        root = self.stage_of[-1]
+        told = None if whole is None else (whole.shape, whole.dtype.str)
+        shape, dtype = self.comm.broadcast_object(told, root, "prediction")
+        result = np.empty(shape, dtype) if whole is None else np.ascontiguousarray(whole)
+        self.comm.broadcast(result, root, "prediction")
+        return result
+
+    def loss(self, x: Any, y: Any) -> tuple[float, float, Any]:
+        """Return loss sum, weight and prediction where the last chunk is, nothing elsewhere.
+
+        Collective over the pipeline. What a layer raises goes to the scalars.
+        """
+        value = self._forward_only(x, self.scalars.fail)
+        if x is None or value is None or not self.stage.is_last:
+            return 0.0, 0.0, None
+        loss, weight, _ = self.criterion.forward(value, y)
+        return loss, weight, self.stage.whole_prediction(value)
+
+    def _forward_only(self, x: Any, fail: Callable[[Exception], None]) -> Any:
+        if x is None:
+            for unit in self.store.layout.units:
+                with self.store.unit(unit):
+                    pass
+            return None
+        self._predicted += 1  # messages of one route come in order; the number only keeps receives apart
+        value = None
+        for chunk in self.stage.chunks:
+            value = self._pass_forward(chunk, -self._predicted, x, EVALUATE, _Flight(fail))
+        self.courier.progress()
+        return value
+
+    @contextmanager
+    def using_loss(self, loss: Any) -> Iterator[None]:
+        """Put ``loss`` in the place of the model's own for a while; None changes nothing. Not collective."""
+        own = self.criterion
+        self.criterion = own if loss is None else loss
+        try:
+            yield
+        finally:
+            self.criterion = own
+
+    # ------------------------------------------------------------------ messages
+
+    def _post(self, instruction: Instruction, jobs: Sequence[Job]) -> None:
+        job = jobs[instruction.micro]
+        if job.grain is None:
+            return
+        key = np.shape(job.grain.micro_batches[job.number][0])
+        chunk = instruction.chunk
+        if instruction.kind == "forward" and chunk > 0:
+            self.courier.post(Route("forward", chunk), instruction.micro, key, self.stage_of[chunk - 1])
+        elif instruction.kind in _BACKWARD_KINDS and chunk < len(self.stage_of) - 1:
+            self.courier.post(Route("backward", chunk), instruction.micro, key, self.stage_of[chunk + 1])

@@ -1,0 +1,117 @@
+"""Do the micro-batches of a step one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from mpizero.layout import Unit
+from mpizero.parallel.compute import Evaluator
+from mpizero.parallel.gradients import Job
+from mpizero.parallel.scalars import GrainScalars
+from mpizero.types import Run
+
+#: What a forward pass knows, from the index of its first sample.
+RunOf = Callable[[int], Run]
+
+
+class Runner(Protocol):
+    """Runs forward and backward passes of a step, and forward passes alone."""
+
+    def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
+        """Do all jobs; loss, weight and failures go to the scalars."""
+
+    def predict(self, x: Any) -> Any:
+        """Return the prediction for this rank's ``x``."""
+
+    def loss(self, x: Any, y: Any) -> tuple[float, float, Any]:
+        """Return loss sum, weight and prediction; None for what another rank computes."""
+
+    def using_loss(self, loss: Any) -> AbstractContextManager[None]:
+        """Put ``loss`` in the place of the model's own for a while."""
+
+
+class WatchedJob:
+    """A job whose gradients are checked as they are completed: the first that is not finite is remembered."""
+
+    def __init__(self, job: Job, scalars: GrainScalars) -> None:
+        self.job, self.scalars = job, scalars
+        self._written: dict[int, Any] = {}
+
+    def target(self, unit: Unit) -> Any:
+        """Lend the views that a unit's gradients are written to."""
+        self._written[unit.index] = self.job.target(unit)
+        return self._written[unit.index]
+
+    def done(self, unit: Unit) -> None:
+        """Check and pass on a unit's gradients; those of a unit that was never written go on unchecked."""
+        if self.job.grain is not None:
+            for block, views in self._written.pop(unit.index, {}).items():
+                self.scalars.check(self.job.grain.number, block, views)
+        self.job.done(unit)
+
+
+class SequentialRunner:
+    """Every rank runs the whole of its model for one micro-batch after the other.
+
+    Parameters
+    ----------
+    evaluator : Evaluator
+        Runs one micro-batch.
+    scalars : GrainScalars
+        Takes losses, weights and failures.
+    whole_prediction : callable
+        Makes of a prediction what one process would give.
+    counts : bool
+        Whether the losses found here are those that count; of ranks that all find the same, one does.
+    alone : bool
+        Whether other ranks wait for this one inside of layers. Then a failure cannot wait for an agreement.
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        scalars: GrainScalars,
+        whole_prediction: Callable[[Any], Any],
+        *,
+        counts: bool = True,
+        alone: bool = True,
+    ) -> None:
+        self.evaluator, self.scalars, self.whole_prediction = evaluator, scalars, whole_prediction
+        self.counts, self.alone = counts, alone
+
+    def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
+        """Do all jobs in order. Collective if gradients or parameters are sharded."""
+        for job in jobs:
+            if job.grain is None or self.scalars.error is not None:
+                self.evaluator.absent(job.done)
+            else:
+                self._compute(WatchedJob(job, self.scalars), run_of)
+
+    def _compute(self, watched: WatchedJob, run_of: RunOf) -> None:
+        grain, number = watched.job.grain, watched.job.number
+        assert grain is not None
+        x, y, first = grain.micro_batches[number]
+        try:
+            loss, weight = self.evaluator.gradients(x, y, run_of(first), watched.target, watched.done)
+            if self.counts:
+                self.scalars.add(grain.number, loss, weight)
+        except Exception as error:  # the evaluator went on to take part in everything: all ranks come to agree
+            if not self.alone:
+                raise
+            self.scalars.fail(error)
+
+    def predict(self, x: Any) -> Any:
+        """Return the prediction for this rank's ``x``. Collective if sharded."""
+        prediction = self.evaluator.predict(x)
+        return None if x is None else self.whole_prediction(prediction)
+
+    def loss(self, x: Any, y: Any) -> tuple[float, float, Any]:
+        """Return loss sum, weight and prediction. Collective if sharded."""
+        loss, weight, prediction = self.evaluator.loss(x, y)
+        return loss, weight, None if prediction is None else self.whole_prediction(prediction)
+
+    def using_loss(self, loss: Any) -> AbstractContextManager[None]:
+        """Put ``loss`` in the place of the model's own for a while. Not collective."""
+        return self.evaluator.using_loss(loss)

@@ -1,0 +1,116 @@
+"""How a model is spread besides data parallelism: the sizes of the axes, the schedule, the cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpizero.errors import ConfigError
+from mpizero.layout import Axes, balanced_cuts, chunk_stages, explicit_cuts
+from mpizero.types import ParameterSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Sizes and order of the axes, and how a pipeline is cut and driven.
+
+    Parameters
+    ----------
+    pipeline, tensor, context : int
+        Stages, parts of split layers, parts of a sequence.
+    data : int
+        Replicas; -1 takes all remaining ranks.
+    order : str
+        Names of the axes, slowest first.
+    schedule : str
+        "gpipe", "1f1b", "interleaved", "zero_bubble" or "zero_bubble_v".
+    virtual_stages : int
+        Chunks of the model on every stage ("interleaved" alone; the V shape always has two).
+    cuts : sequence of int or None
+        Number of the first block of every chunk but the first; None balances.
+    costs : sequence of float or None
+        Cost of every block, for the balance; None takes floating-point operations, or the number of parameters where
+        the model does not tell them.
+    """
+
+    pipeline: int = 1
+    tensor: int = 1
+    data: int = -1
+    context: int = 1
+    order: str = "pipeline,tensor,data"
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    cuts: Sequence[int] | None = None
+    costs: Sequence[float] | None = None
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The stage of every chunk."""
+        return chunk_stages(self.schedule, self.pipeline, self.virtual_stages)
+
+    def axes(self, world: int) -> Axes:
+        """Fit the axes to a number of ranks. Not collective.
+
+        Raises
+        ------
+        GridError
+            If they do not fit, with all the numbers.
+        """
+        return Axes.build(
+            world,
+            pipeline=self.pipeline,
+            tensor=self.tensor,
+            data=self.data,
+            context=self.context,
+            order=self.order,
+        )
+
+    def cut(self, blocks: Mapping[str, Sequence[ParameterSpec]], model: Any) -> tuple[tuple[str, ...], ...]:
+        """Return the names of the blocks of every chunk. Not collective.
+
+        Raises
+        ------
+        ConfigError
+            If there are more chunks than blocks, or cuts or costs do not fit the model.
+        """
+        names = list(blocks)
+        parts = len(self.chunks)
+        if self.cuts is not None:
+            bounds = explicit_cuts(self.cuts, len(names), parts)
+        else:
+            bounds = balanced_cuts(self._costs(blocks, model), parts)
+        return tuple(tuple(names[bounds[i] : bounds[i + 1]]) for i in range(parts))
+
+    def _costs(self, blocks: Mapping[str, Sequence[ParameterSpec]], model: Any) -> list[float]:
+        if self.costs is not None:
+            if len(self.costs) != len(blocks):
+                raise ConfigError(
+                    f"costs has {len(self.costs)} numbers, the model has {len(blocks)} blocks: {', '.join(blocks)}"
+                )
+            return [float(cost) for cost in self.costs]
+        counted = block_operations(model)
+        if counted is not None and any(counted.values()):
+            return [float(counted[name]) for name in blocks]
+        return [float(sum(spec.size for spec in specs)) for specs in blocks.values()]
+
+    def comparable(self) -> dict[str, Any]:
+        """Return what must be the same on every rank."""
+        return {**self.__dict__, "cuts": self.cuts and tuple(self.cuts), "costs": self.costs and tuple(self.costs)}
+
+
+def block_operations(model: Any) -> dict[str, float] | None:
+    """Return the floating-point operations of every block for one sample, forward and backward. Not collective.
+
+    None where the model does not tell the shape of its samples, or a block not what it computes.
+    """
+    shape = getattr(model, "sample_shape", None)
+    if shape is None:
+        return None
+    found: dict[str, float] = {}
+    for name, layer in model.blocks.items():
+        if not hasattr(layer, "operations"):
+            return None
+        found[name] = float(sum(layer.operations(shape)))
+        shape = layer.output_shape(shape)
+    return found
