@@ -15,6 +15,7 @@ TOPICS = (
     "optimizer",
     "random",
     "reduction",
+    "ring",
 )
 
 

@@ -18,6 +18,7 @@ TOPICS = (
     "optimizer",
     "random",
     "reduction",
+    "ring",
 )
 
 

@@ -1,0 +1,104 @@
+"""Softmax tile by tile, on the CPU.
+
+A tile holds the scores of some queries of this rank and some keys, (samples, heads, queries, keys). What is known of
+the queries so far, (samples, length, heads), is of all queries; the tile's begin at ``start``. Query i of the tile
+sees keys 0 ... i + ``offset`` of it: none if that is negative, all if it is large.
+"""
+
+from __future__ import annotations
+
+from mpizero.kernels.compile import kernel
+from mpizero.kernels.cpu._rows import SCRATCH, larger, row_max, row_sum
+from mpizero.kernels.formulas.attention import softmax_gradient
+from mpizero.kernels.formulas.elementary import exponential
+from mpizero.kernels.formulas.ring import keys_seen, rescaled
+from mpizero.types import Array
+
+# Exponentials are taken of whole vectors, as the few elements of a remainder would cost as much as the rest of a row;
+# what lies beyond the keys seen is cleared after.
+_WIDTH = 16
+
+
+@kernel(
+    "void(T[:,:,:,::1], const T[::1], i8, i8, T[:,:,::1], T[:,:,::1], T[:,:,::1], T[::1])",
+    scratch=SCRATCH,
+)
+def running_softmax(
+    scores: Array,
+    scale1: Array,
+    offset: int,
+    start: int,
+    maxima: Array,
+    sums: Array,
+    factors: Array,
+    scratch: Array,
+) -> None:
+    """Replace scores by exp(scale * scores - maximum so far), 0 for unseen keys; bring maxima and sums forward.
+
+    ``maxima`` (-inf at first) and ``sums`` (0) of (samples, length, heads) then include this tile. ``factors``
+    (samples, heads, queries) tells what everything summed for a query before has to be multiplied by.
+    Milakov and Gimelshein, 2018, algorithm 3.
+    """
+    T = scores.dtype.type  # noqa: N806
+    samples, heads, queries, keys = scores.shape
+    scale = scale1[0]
+    for s in range(samples):
+        for h in range(heads):
+            for i in range(queries):
+                seen = keys_seen(i, offset, keys)
+                factors[s, h, i] = T(1)
+                if seen == 0:
+                    scores[s, h, i] = T(0)
+                    continue
+                row = scores[s, h, i, :seen]
+                for j in range(seen):
+                    row[j] *= scale
+                before = maxima[s, start + i, h]
+                largest = larger(row_max(row, scratch), before)
+                whole = scores[s, h, i, : min(keys, (seen + _WIDTH - 1) // _WIDTH * _WIDTH)]
+                for j in range(whole.size):
+                    whole[j] = exponential(whole[j] - largest, T)
+                scores[s, h, i, seen:] = T(0)
+                factor = exponential(before - largest, T)
+                factors[s, h, i] = factor
+                maxima[s, start + i, h] = largest
+                sums[s, start + i, h] = rescaled(sums[s, start + i, h], factor, row_sum(row, scratch))
+
+
+@kernel("void(T[:,:,:,::1], const T[::1], i8, i8, const T[:,:,::1], const T[:,:,::1])")
+def known_softmax(scores: Array, scale1: Array, offset: int, start: int, maxima: Array, shares: Array) -> None:
+    """Replace scores by probabilities exp(scale * scores - maximum) * share, 0 for unseen keys.
+
+    ``maxima`` and ``shares`` (inverse sums), (samples, length, heads), are those of the whole rows.
+    """
+    T = scores.dtype.type  # noqa: N806
+    samples, heads, queries, keys = scores.shape
+    scale = scale1[0]
+    for s in range(samples):
+        for h in range(heads):
+            for i in range(queries):
+                seen = keys_seen(i, offset, keys)
+                largest, share = maxima[s, start + i, h], shares[s, start + i, h]
+                row = scores[s, h, i, : min(keys, (seen + _WIDTH - 1) // _WIDTH * _WIDTH)]
+                for j in range(row.size):
+                    row[j] = exponential(row[j] * scale - largest, T) * share
+                scores[s, h, i, seen:] = T(0)
+
+
+@kernel("void(const T[:,:,:,::1], T[:,:,:,::1], const T[::1], i8, i8, const T[:,:,::1])")
+def known_softmax_backward(probs: Array, dprobs: Array, scale1: Array, offset: int, start: int, dots: Array) -> None:
+    """Replace the gradient of the probabilities by that of the scores; entries of unseen keys become 0.
+
+    ``dots`` (samples, length, heads) holds each whole row's dot product of probabilities and their gradient.
+    """
+    T = probs.dtype.type  # noqa: N806
+    samples, heads, queries, keys = probs.shape
+    scale = scale1[0]
+    for s in range(samples):
+        for h in range(heads):
+            for i in range(queries):
+                seen = keys_seen(i, offset, keys)
+                dprobs[s, h, i, seen:] = T(0)
+                p, dp, dot = probs[s, h, i, :seen], dprobs[s, h, i, :seen], dots[s, start + i, h]
+                for j in range(seen):
+                    dp[j] = softmax_gradient(p[j], dp[j], dot, scale)

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpizero.kernels.cpu import attention, ring
+from mpizero.kernels.reference import ring as reference
+
+DTYPES = (np.float32, np.float64)
+#: Samples, heads, queries, keys of a tile, and the place of its first query after its first key.
+TILES = [
+    (1, 1, 1, 1, 0),
+    (2, 3, 5, 5, 0),
+    (2, 2, 4, 9, 20),
+    (1, 2, 6, 40, 3),
+    (1, 1, 6, 4, -3),
+    (1, 2, 3, 3, -9),
+    (0, 2, 3, 3, 0),
+    (1, 1, 2, 4100, 4098),
+]
+
+
+def tolerance(dtype):
+    return {"rtol": 1e-5, "atol": 1e-6} if dtype is np.float32 else {"rtol": 1e-12, "atol": 1e-13}
+
+
+def tile(shape, dtype):
+    """Scores, and the state of one query more on either side, of which the tile's must be touched alone."""
+    samples, heads, queries, keys, offset = shape
+    rng = np.random.default_rng(keys)
+    scores = (5 * rng.normal(size=(samples, heads, queries, keys))).astype(dtype)
+    maxima = rng.normal(size=(samples, queries + 2, heads)).astype(dtype)
+    maxima[:, ::2] = -np.inf
+    sums = np.where(np.isinf(maxima), 0, 3).astype(dtype)
+    return scores, np.array([0.3], dtype), offset, maxima, sums
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", TILES)
+def test_tiles_agree_with_the_oracle(shape, dtype):
+    scores, scale, offset, maxima, sums = tile(shape, dtype)
+    results = []
+    for kernels in (ring, reference):
+        p, m, s, factors = scores.copy(), maxima.copy(), sums.copy(), np.full(scores.shape[:3], np.nan, dtype)
+        kernels.running_softmax(p, scale, offset, 1, m, s, factors)
+        known = scores.copy()
+        kernels.known_softmax(known, scale, offset, 1, maxima, sums + 1)
+        dp = scores.copy()
+        kernels.known_softmax_backward(p, dp, scale, offset, 1, sums)
+        finite = [np.nan_to_num(a, posinf=0) for a in (known,)]  # maxima of -inf belong to rows that saw nothing
+        results.append((p, m, s, factors, dp, *finite))
+    for got, want in zip(*results, strict=True):
+        np.testing.assert_allclose(got, want, **tolerance(dtype))
+    np.testing.assert_array_equal(results[0][1][:, [0, -1]], maxima[:, [0, -1]], "rows outside of the tile")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cut", [(0, 1, 40), (0, 7, 23, 40), (0, 39, 40)])
+def test_tiles_one_after_the_other_make_the_softmax_of_the_whole_row(cut, dtype):
+    rng = np.random.default_rng(0)
+    scores, scale = (4 * rng.normal(size=(2, 3, 40, 40))).astype(dtype), np.array([0.6], dtype)
+    maxima, sums = np.full((2, 40, 3), -np.inf, dtype), np.zeros((2, 40, 3), dtype)
+    whole, running = scores.copy(), np.zeros_like(scores)
+    attention.causal_softmax(whole.reshape(6, 40, 40), scale)
+    for start, stop in zip(cut, cut[1:], strict=False):
+        part, factors = np.ascontiguousarray(scores[..., start:stop]), np.empty((2, 3, 40), dtype)
+        ring.running_softmax(part, scale, -start, 0, maxima, sums, factors)
+        running *= factors[..., None]
+        running[..., start:stop] = part
+    shares = 1 / sums
+    np.testing.assert_allclose(running * shares.swapaxes(1, 2)[..., None], whole, **tolerance(dtype))
+    known = scores.copy()
+    ring.known_softmax(known, scale, 0, 0, maxima, shares)
+    np.testing.assert_allclose(known, whole, **tolerance(dtype))
+    dprobs = rng.normal(size=scores.shape).astype(dtype)
+    wanted, dots = dprobs.copy(), np.ascontiguousarray((known * dprobs).sum(-1).swapaxes(1, 2))
+    attention.causal_softmax_backward(whole.reshape(6, 40, 40), wanted.reshape(6, 40, 40), scale)
+    ring.known_softmax_backward(known, dprobs, scale, 0, 0, dots)
+    np.testing.assert_allclose(dprobs, wanted, **tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_far_apart_neither_overflow_nor_vanish(dtype):
+    """The running maximum moves by thousands from tile to tile, either way."""
+    rows = np.array([[-3000.0, -2999.0], [4000.0, 3999.0], [1.0, 4000.0]], dtype)
+    maxima, sums, factors = np.full((1, 1, 1), -np.inf, dtype), np.zeros((1, 1, 1), dtype), np.empty((1, 1, 1), dtype)
+    for row in rows:
+        ring.running_softmax(row.reshape(1, 1, 1, 2).copy(), np.ones(1, dtype), 1, 0, maxima, sums, factors)
+    assert maxima.item() == 4000
+    assert sums.item() == pytest.approx(2 + np.exp(-1), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_query_does_not_see_has_no_influence(dtype):
+    scores, scale, offset, maxima, sums = tile((2, 2, 9, 9, 2), dtype)
+    maxima[:], unseen = 1, ~np.tri(9, 9, 2, dtype=bool)
+    spoiled = scores.copy()
+    spoiled[..., unseen] = np.nan
+    results = []
+    for values in (scores, spoiled):
+        p, m, s, factors, known, dp = (
+            values.copy(),
+            maxima.copy(),
+            sums.copy(),
+            sums[:, 1:10].swapaxes(1, 2).copy(),
+            *(values.copy() for _ in range(2)),
+        )
+        ring.running_softmax(p, scale, offset, 1, m, s, factors)
+        ring.known_softmax(known, scale, offset, 1, maxima, sums)
+        ring.known_softmax_backward(p, dp, scale, offset, 1, sums)
+        results.append((p, m, s, factors, known, dp))
+        assert not any(a[..., unseen].any() for a in (p, known, dp))
+    for one, other in zip(*results, strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+def test_a_nan_is_seen_by_the_queries_that_see_its_key():
+    scores = np.zeros((1, 1, 6, 6), np.float32)
+    scores[..., 3] = np.nan
+    maxima, sums = np.full((1, 6, 1), -np.inf, np.float32), np.zeros((1, 6, 1), np.float32)
+    ring.running_softmax(scores, np.ones(1, np.float32), 0, 0, maxima, sums, np.empty((1, 1, 6), np.float32))
+    assert np.isnan(sums[0, :, 0]).tolist() == [False, False, False, True, True, True]
