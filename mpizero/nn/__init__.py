@@ -4,6 +4,7 @@ from mpizero.nn.activation import GELU, ReLU, SiLU, Tanh
 from mpizero.nn.attention import CausalSelfAttention
 from mpizero.nn.block import FeedForward, TransformerBlock
 from mpizero.nn.checkpointed import Checkpointed
+from mpizero.nn.context import ContextModel, context_model, cut_batch
 from mpizero.nn.dropout import Dropout
 from mpizero.nn.embedding import Embedding, Position, TokenEmbedding
 from mpizero.nn.frozen import Frozen
@@ -25,6 +26,8 @@ from mpizero.nn.model import (
     nest,
 )
 from mpizero.nn.norm import LayerNorm, RMSNorm
+from mpizero.nn.ring import ContextRun, Zigzag
+from mpizero.nn.ring_attention import RingSelfAttention
 from mpizero.nn.sequential import Sequential
 from mpizero.nn.weights import from_torch, to_torch, torch_name
 
@@ -34,6 +37,8 @@ __all__ = [
     "MLP",
     "CausalSelfAttention",
     "Checkpointed",
+    "ContextModel",
+    "ContextRun",
     "CrossEntropy",
     "Dropout",
     "Embedding",
@@ -48,13 +53,17 @@ __all__ = [
     "Projection",
     "RMSNorm",
     "ReLU",
+    "RingSelfAttention",
     "Select",
     "Sequential",
     "SiLU",
     "Tanh",
     "TokenEmbedding",
     "TransformerBlock",
+    "Zigzag",
     "bind",
+    "context_model",
+    "cut_batch",
     "evaluate",
     "export_computation_graph",
     "from_torch",

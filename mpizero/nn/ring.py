@@ -1,0 +1,199 @@
+"""Who holds which places of a sequence in a context group, and how arrays travel around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpizero.errors import DataError
+from mpizero.layout import Partition
+from mpizero.types import Array, Group, Run
+
+#: Queries and keys of one product. Tiles this small keep the scores in cache, and larger ones skip less of the masked
+#: half.
+QUERIES, KEYS = 128, 512
+
+
+class Tile(NamedTuple):
+    """A rectangle of attention scores of which something is visible.
+
+    ``queries`` are places of this rank's part of the sequence, ``keys`` of the part that another rank holds; ``row``
+    and ``column`` are the places of the first query and the first key in the whole sequence.
+    """
+
+    queries: slice
+    keys: slice
+    row: int
+    column: int
+
+    @property
+    def offset(self) -> int:
+        """How many keys the first query sees, less one."""
+        return self.row - self.column
+
+
+@dataclass(frozen=True)
+class Zigzag:
+    """A sequence in 2 * ranks chunks by the shard rule, of which rank r holds chunks r and 2 * ranks - 1 - r.
+
+    Of a causal mask's lower triangle every rank then has an equal share, and with every other rank's keys an equal
+    share again. The parts differ in length by one place at most.
+
+    Parameters
+    ----------
+    length : int
+        Places of the whole sequence; short ones leave chunks empty.
+    ranks : int
+        Size of the context group.
+
+    Examples
+    --------
+    >>> [Zigzag(10, 2).positions(rank).tolist() for rank in range(2)]
+    [[0, 1, 2, 8, 9], [3, 4, 5, 6, 7]]
+    """
+
+    length: int
+    ranks: int
+
+    @cached_property
+    def _runs(self) -> tuple[tuple[slice, slice], ...]:
+        chunks = tuple(Partition(self.length, 2 * self.ranks))
+        return tuple((chunks[rank], chunks[-1 - rank]) for rank in range(self.ranks))
+
+    def runs(self, rank: int) -> tuple[slice, slice]:
+        """Give the two runs of places that a rank holds, one behind the other. Not collective."""
+        return self._runs[rank]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of places of each rank."""
+        return tuple(sum(run.stop - run.start for run in runs) for runs in self._runs)
+
+    @property
+    def longest(self) -> int:
+        """The largest of :attr:`sizes`: to that many places all ranks' messages are filled up."""
+        return -(-self.length // self.ranks)
+
+    def pieces(self, rank: int) -> Iterator[tuple[slice, slice]]:
+        """Pair the places in a rank's part with those of the whole sequence, for each run. Not collective."""
+        done = 0
+        for run in self._runs[rank]:
+            size = run.stop - run.start
+            yield slice(done, done + size), run
+            done += size
+
+    def positions(self, rank: int) -> Array:
+        """Return the place in the whole sequence of each place of a rank's part, int64. Not collective."""
+        return np.concatenate([np.arange(run.start, run.stop, dtype=np.int64) for run in self._runs[rank]])
+
+    def tiles(self, rank: int, source: int) -> Iterator[Tile]:
+        """Cut the scores of a rank's queries and the keys of ``source`` into tiles. Not collective.
+
+        What the causal mask hides whole is left out: of two chunks with the keys after the queries there is no tile,
+        and of a chunk with itself none above the diagonal.
+        """
+        for here, run in self.pieces(rank):
+            for first in range(run.start, run.stop, QUERIES):
+                count = min(QUERIES, run.stop - first)
+                queries = slice(here.start + first - run.start, here.start + first - run.start + count)
+                for there, keys in self.pieces(source):
+                    seen = min(keys.stop, first + count)
+                    for column in range(keys.start, seen, KEYS):
+                        begin = there.start + column - keys.start
+                        visible = slice(begin, begin + min(KEYS, seen - column))
+                        yield Tile(queries, visible, first, column)
+
+
+@dataclass(frozen=True)
+class ContextRun(Run):
+    """A run that knows how long the whole sequences are of which each rank of a context group has a part.
+
+    Layers of a context model that are given a plain :class:`Run` ask the other ranks, with one small message for each
+    block. Whoever knows the length spares them that by ``ContextRun.of(run, length)``.
+    """
+
+    length: int = 0
+
+    @classmethod
+    def of(cls, run: Run, length: int) -> ContextRun:
+        """Add the whole length to what ``run`` knows. Not collective."""
+        return cls(**{item.name: getattr(run, item.name) for item in fields(Run)}, length=length)
+
+
+def placed(run: Run, x: Array, group: Group) -> tuple[ContextRun, Zigzag]:
+    """Find out which part of the sequences ``x`` (samples, length, ...) is.
+
+    Collective over ``group``, unless ``run`` knows the length.
+
+    Raises
+    ------
+    DataError
+        The lengths on the ranks are not those of a zigzag, or the numbers of samples differ: on all ranks alike.
+    """
+    if isinstance(run, ContextRun):
+        here = Zigzag(run.length, group.size)
+        if x.ndim < 2 or x.shape[1] != here.sizes[group.rank]:
+            raise DataError(
+                f"rank {group.rank} of {group.size} holds {here.sizes[group.rank]} places of a sequence of "
+                f"{run.length}, but the input has shape {tuple(x.shape)}; cut batches with mpizero.nn.cut_batch"
+            )
+        return run, here
+    here = Zigzag(sum(agreed_lengths(x, group)), group.size)
+    return ContextRun.of(run, here.length), here
+
+
+def agreed_lengths(x: Array, group: Group) -> tuple[int, ...]:
+    """Ask all ranks for the length of their part ``x`` (samples, length, ...).
+
+    Collective over ``group``.
+
+    Raises
+    ------
+    DataError
+        The lengths are not those of a zigzag, or the numbers of samples differ: on all ranks alike.
+    """
+    own = np.array([x.shape[:2] if x.ndim >= 2 else (-1, -1)], np.int64)
+    shapes = group.all_gather(own, 0, (1,) * group.size, tag="context lengths") if group.size > 1 else own
+    lengths = tuple(int(length) for length in shapes[:, 1])
+    if min(lengths) < 0 or len(set(shapes[:, 0].tolist())) > 1 or lengths != Zigzag(sum(lengths), group.size).sizes:
+        raise DataError(
+            "the ranks of a context group hold inputs of (samples, length) = "
+            f"{', '.join(str((int(s), int(n))) for s, n in shapes)}, which are not parts of the same sequences; "
+            "cut the same batch on every rank with mpizero.nn.cut_batch"
+        )
+    return lengths
+
+
+def travel(group: Group, array: Array, tag: str) -> Iterator[tuple[int, Array]]:
+    """Yield every rank's ``array`` with its rank, this rank's own first.
+
+    Collective over ``group``: size - 1 messages for each rank. Each is on its way to the next rank while the caller
+    works with it, so it must not be written to. All ranks' arrays have the same shape.
+    """
+    for hop in range(group.size):
+        request = group.shift([array], 1, tag) if hop < group.size - 1 else None
+        yield (group.rank - hop) % group.size, array
+        if request is not None:
+            (array,) = request.wait()
+
+
+class Workspace:
+    """Memory by name, used again for one product after the other."""
+
+    def __init__(self, xp: Any, dtype: np.dtype[Any]) -> None:
+        self._xp, self._dtype = xp, dtype
+        self._flat: dict[str, Array] = {}
+
+    def room(self, name: str, shape: tuple[int, ...]) -> Array:
+        """Return a contiguous array of undefined contents that ends the life of the last one of this name.
+
+        Not collective.
+        """
+        size = int(np.prod(shape))
+        if name not in self._flat or self._flat[name].size < size:
+            self._flat[name] = self._xp.empty(size, self._dtype)
+        return self._flat[name][:size].reshape(shape)

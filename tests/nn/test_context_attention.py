@@ -1,0 +1,282 @@
+"""Ring attention against dense attention: numbers, gradients, work of each rank, and memory."""
+
+from __future__ import annotations
+
+import threading
+import tracemalloc
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from mpizero.comm.group import CommunicatorGroup
+from mpizero.nn import (
+    GPT,
+    CausalSelfAttention,
+    RingSelfAttention,
+    Zigzag,
+    bind,
+    context_model,
+    cut_batch,
+    initial_parameters,
+    loss_and_gradients,
+    nest,
+)
+from mpizero.nn import ring as ring_module
+from mpizero.testing import run_in_threads, taylor_test
+from mpizero.types import EVALUATE, Run
+
+TRAINING = Run(training=True, seed=3, step=5, first_sample=11)
+
+
+def on_ranks(size, function):
+    return run_in_threads(size, lambda comm: function(CommunicatorGroup(comm)))
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles so small that short sequences make many, of all shapes."""
+    monkeypatch.setattr(ring_module, "QUERIES", 3)
+    monkeypatch.setattr(ring_module, "KEYS", 5)
+
+
+def parameters(layer, rng, dtype=np.float64):
+    return {s.name: rng.normal(0, s.shape[0] ** -0.5, s.shape).astype(dtype) for s in layer.specs()}
+
+
+def whole_pass(layer, flat, x, dy, run=EVALUATE):
+    grads = {name: np.full_like(value, np.nan) for name, value in flat.items()}
+    y, cache = layer.forward(nest(flat.items()), x, run)
+    return y, layer.backward(nest(flat.items()), cache, dy, nest(grads.items())), grads
+
+
+def ring_pass(layer, flat, x, dy, ranks, run=EVALUATE):
+    """The same from the ranks of a ring, put together; gradients of parameters are added."""
+    options = {"dropout": layer.dropout, "site": layer.site}
+
+    def work(group):
+        mine = Zigzag(x.shape[1], ranks).positions(group.rank)
+        ring = RingSelfAttention(layer.dim, layer.heads, **options, group=group)
+        return mine, *whole_pass(ring, flat, np.ascontiguousarray(x[:, mine]), np.ascontiguousarray(dy[:, mine]), run)
+
+    y, dx, grads = np.empty_like(x), np.empty_like(x), {name: 0 for name in flat}
+    for mine, part_y, part_dx, part_grads in on_ranks(ranks, work):
+        y[:, mine], dx[:, mine] = part_y, part_dx
+        grads = {name: grads[name] + part_grads[name] for name in flat}
+    return y, dx, grads
+
+
+def assert_close(found, expected, tolerance):
+    scale = max(np.abs(expected).max(), 1e-3)  # gradients that vanish in exact arithmetic are of rounding's size
+    assert np.abs(found - expected).max() <= tolerance * scale
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("run", [EVALUATE, TRAINING])
+@pytest.mark.parametrize("length", [48, 31])
+def test_ring_attention_equals_dense_attention(length, run, ranks, rng, small_tiles):
+    layer = CausalSelfAttention(8, 2, dropout=0.3, site=4)
+    flat, (x, dy) = parameters(layer, rng), rng.normal(size=(2, 3, length, 8))
+    y, dx, grads = whole_pass(layer, flat, x, dy, run)
+    found = ring_pass(layer, flat, x, dy, ranks, run)
+    assert_close(found[0], y, 1e-12)
+    assert_close(found[1], dx, 1e-12)
+    for name, gradient in grads.items():
+        assert_close(found[2][name], gradient, 1e-12)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_float32_agrees_with_dense_attention_of_float64_as_well_as_dense_attention_does(ranks, rng):
+    """Sequences of several tiles of the usual size."""
+    layer = CausalSelfAttention(32, 2)
+    flat, (x, dy) = parameters(layer, rng), rng.normal(size=(2, 1, 1400, 32))
+    y, dx, grads = whole_pass(layer, flat, x, dy)
+    single = {name: value.astype(np.float32) for name, value in flat.items()}
+    arguments = (single, x.astype(np.float32), dy.astype(np.float32))
+    dense, found = whole_pass(layer, *arguments), ring_pass(layer, *arguments, ranks)
+    assert_close(found[0], y, 1e-6)
+    assert_close(found[1], dx, 1e-6)
+    for name, gradient in grads.items():  # sums over all places, which round in either form
+        rounding = np.abs(dense[2][name] - gradient).max() / np.abs(gradient).max()
+        assert_close(found[2][name], gradient, max(1e-6, 1.5 * rounding))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("run", [EVALUATE, TRAINING])
+def test_gradients_are_those_of_finite_differences(ranks, run, rng, small_tiles):
+    layer = CausalSelfAttention(4, 2, dropout=0.3, site=1)
+    flat, (x, dy) = parameters(layer, rng), rng.normal(size=(2, 2, 11, 4))
+    _, dx, grads = ring_pass(layer, flat, x, dy, ranks, run)
+
+    def value(point):
+        named = {name: point[name] for name in flat}
+        return float((ring_pass(layer, named, point["x"], dy, ranks, run)[0] * dy).sum())
+
+    point = {**{name: array.copy() for name, array in flat.items()}, "x": x.copy()}
+    taylor_test(value, {**grads, "x": dx}, point)
+    for name, gradient in {**grads, "x": dx}.items():
+        for index in rng.choice(gradient.size, min(gradient.size, 6), replace=False):
+            moved = {key: array.copy() for key, array in point.items()}
+            slopes = []
+            for step in (1e-5, -1e-5):
+                moved[name].reshape(-1)[index] = point[name].reshape(-1)[index] + step
+                slopes.append(value(moved))
+            slope = (slopes[0] - slopes[1]) / 2e-5
+            assert gradient.reshape(-1)[index] == pytest.approx(slope, rel=2e-7, abs=1e-7), (name, index)
+
+
+def test_halves_of_the_backward_pass_make_the_whole(rng, small_tiles):
+    x, dy = rng.normal(size=(2, 2, 6, 4))
+
+    def work(group):
+        layer = RingSelfAttention(4, 2, dropout=0.3, group=group)
+        flat = parameters(layer, np.random.default_rng(0))
+        params = nest(flat.items())
+        _, dx, grads = whole_pass(layer, flat, x, dy, TRAINING)
+        halves = {name: np.full_like(value, np.nan) for name, value in flat.items()}
+        kept_x, kept_dy, cache = x.copy(), dy.copy(), layer.forward(params, x, TRAINING)[1]
+        half_dx, pending = layer.backward_input(params, cache, dy)
+        assert all(np.isnan(g).all() for g in halves.values())
+        layer.backward_weights(params, cache, pending, nest(halves.items()))
+        np.testing.assert_array_equal(dx, half_dx)
+        for name, gradient in grads.items():
+            np.testing.assert_array_equal(gradient, halves[name])
+        np.testing.assert_array_equal(x, kept_x)
+        np.testing.assert_array_equal(dy, kept_dy)
+
+    on_ranks(2, work)
+
+
+def test_some_heads_of_a_wider_layer_have_its_masks(rng):
+    """As under tensor parallelism: a layer of the second and third head of four."""
+    x = rng.normal(size=(2, 10, 3 * 8))
+    wide, narrow = CausalSelfAttention(16, 4, dropout=0.4, site=2), CausalSelfAttention(8, 2, dropout=0.4, site=2)
+    qkv = np.zeros((2, 10, 3, 4, 4))
+    qkv[:, :, :, 1:3] = x.reshape(2, 10, 3, 2, 4)
+    whole = wide.attend(qkv.reshape(2, 10, 48), TRAINING)[0].reshape(2, 10, 4, 4)[:, :, 1:3].reshape(2, 10, 8)
+    np.testing.assert_allclose(narrow.attend(x, TRAINING, 1)[0], whole, rtol=1e-12)
+
+    def work(group):
+        mine = Zigzag(10, 2).positions(group.rank)
+        layer = RingSelfAttention(8, 2, dropout=0.4, site=2, group=group)
+        np.testing.assert_allclose(layer.attend(x[:, mine], TRAINING, 1)[0], whole[:, mine], rtol=1e-12)
+
+    on_ranks(2, work)
+
+
+# ---------------------------------------------------------------------- work
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("length", [1, 2, 7, 24, 61])
+def test_tiles_cover_what_is_visible_once_and_nothing_that_is_hidden_whole(length, ranks, small_tiles):
+    zigzag, seen = Zigzag(length, ranks), np.zeros((length, length), int)
+    for rank in range(ranks):
+        for source in range(ranks):
+            queries, keys = zigzag.positions(rank), zigzag.positions(source)
+            for tile in zigzag.tiles(rank, source):
+                rows, columns = queries[tile.queries], keys[tile.keys]
+                assert (rows[0], columns[0]) == (tile.row, tile.column)
+                assert rows.tolist() == list(range(rows[0], rows[0] + len(rows))), "places of one run"
+                assert columns.tolist() == list(range(columns[0], columns[0] + len(columns)))
+                assert 0 < len(rows) <= 3
+                assert 0 < len(columns) <= 5
+                assert rows[-1] >= columns[-1], "the last query sees all keys of a tile"
+                seen[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1] += 1
+    assert (seen[np.tri(length, dtype=bool)] == 1).all()
+    assert seen.max() == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_the_causal_mask_loads_all_ranks_evenly_at_every_hop(ranks):
+    """Visible pairs of query and key; at each hop every rank works with another rank's keys."""
+    length = 2 * ranks * 6
+    zigzag = Zigzag(length, ranks)
+    pairs = np.zeros((ranks, ranks), int)
+    for rank in range(ranks):
+        for source in range(ranks):
+            pairs[rank, source] = (zigzag.positions(rank)[:, None] >= zigzag.positions(source)).sum()
+    others = ~np.eye(ranks, dtype=bool)
+    assert len(set(pairs[others].tolist())) == 1
+    assert len(set(np.diag(pairs).tolist())) == 1
+    assert pairs.sum() == length * (length + 1) // 2
+
+
+def test_products_really_made_are_even_and_about_half_of_the_square(monkeypatch, rng):
+    """Multiplications of all batched products, counted on each rank."""
+    ranks, length, dim = 4, 2048, 8
+    counted, plain = Counter(), np.matmul
+
+    def counting(a, b, out=None):
+        if a.ndim == 4:  # attention's; the linear layers multiply matrices
+            counted[threading.current_thread().name] += a.size * b.shape[-1]
+        return plain(a, b, out=out)
+
+    layer = CausalSelfAttention(dim, 1)
+    flat, x = parameters(layer, rng, np.float32), rng.normal(size=(1, length, dim)).astype(np.float32)
+    monkeypatch.setattr(np, "matmul", counting)
+    ring_pass(layer, flat, x, x, ranks)
+    monkeypatch.undo()
+    work = [counted[f"rank {rank}"] for rank in range(ranks)]
+    assert max(work) <= 1.001 * min(work)
+    square = 7 * length * length * dim  # two products forward, five backward
+    assert 0.5 < sum(work) / square < 0.57
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def nbytes(cache, counted):
+    """Bytes of all arrays in a cache, each memory counted once."""
+    if isinstance(cache, np.ndarray):
+        base = cache
+        while isinstance(base.base, np.ndarray):
+            base = base.base
+        counted[id(base)] = base.nbytes
+    elif isinstance(cache, tuple | list):
+        for part in cache:
+            nbytes(part, counted)
+    return sum(counted.values())
+
+
+def test_a_sequence_four_times_longer_on_four_ranks_keeps_the_same_cache_on_each():
+    """Bytes of all arrays that wait for the backward pass, against one rank with a quarter of the sequence."""
+    model = GPT(dim=32, layers=2, heads=2, sequence=1024, vocabulary=16)
+    params, ids = bind(model, initial_parameters(model)), np.zeros((2, 1024), int)
+
+    def cached(blocks, x):
+        counted, keep = {}, []
+        for block, layer in blocks.items():
+            x, cache = layer.forward(params[block], x)
+            keep.append(cache)
+        return nbytes(keep, counted)
+
+    one = cached(model.blocks, ids[:, :256])
+    four = on_ranks(4, lambda group: cached(context_model(model, group).blocks, cut_batch(ids, ids, group)[0]))
+    assert len(set(four)) == 1
+    assert four[0] < one, "no probabilities are kept"
+    scores = 2 * 2 * 2 * 256 * 256 * 4  # of both layers, for both samples and heads, float32
+    rows = 2 * 2 * 256 * 2 * 2 * 4  # a maximum and a share for each layer, sample, place and head
+    mixed = 0  # attention's output is cached by the projection, in either form
+    assert four[0] == pytest.approx(one - scores + rows + mixed, rel=0.02)
+
+
+def peak(work):
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_sequence_four_times_longer_on_four_ranks_has_the_same_peak():
+    """tracemalloc over a whole forward and backward pass; four threads together against four times one process."""
+    model = GPT(dim=64, layers=2, heads=2, sequence=4096, vocabulary=16)
+    named, ids = initial_parameters(model), np.zeros((1, 4096), int)
+    one = peak(lambda: loss_and_gradients(model, named, (ids[:, :1024], ids[:, :1024])))
+
+    def part(group):
+        loss_and_gradients(context_model(model, group), named, cut_batch(ids, ids, group))
+
+    assert peak(lambda: on_ranks(4, part)) <= 4 * one
