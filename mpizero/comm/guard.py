@@ -16,19 +16,14 @@ A RemoteError or PeerFailure only says that somebody else failed: it speaks only
 
 from __future__ import annotations
 
-import array
 import atexit
 import contextlib
 import faulthandler
-import fcntl
 import os
 import socket
-import stat
 import sys
-import termios
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
@@ -37,6 +32,7 @@ import numpy as np
 
 from mpizero.comm.board import Board, Slot, open_board
 from mpizero.comm.heartbeat import Heartbeat, Register
+from mpizero.comm.lastwords import await_delivery, describe, format_error, write
 from mpizero.comm.transport import CallTrace
 from mpizero.errors import ExitStatus, MpizeroError, PeerFailure, RemoteError
 
@@ -48,10 +44,10 @@ _AGREEMENT, _AGREEMENT_AT_START = 0.7, 2.0
 #: Seconds for which ranks that fail because of another rank, or second, wait to be ended.
 _CONSEQUENCE = 2.0
 _OTHER_NODE = 0.3
-# Seconds for last words to be read from this rank's pipe, at most, and to travel from there to the terminal.
-_DELIVERY, _FORWARDING = 1.0, 0.1
 #: Seconds that others must have waited for this rank before it counts as gone early.
 _BLOCKED = 1.0
+#: Seconds for the others to leave too, after this rank has asked for an exit status that is not 0.
+_ALONE = 2.0
 #: Seconds without any sign of progress on the others before a rank that has ended stops waiting for them.
 PATIENCE = 120.0
 
@@ -76,9 +72,11 @@ class Guard:
         self._control: Any = None
         self._leaving = ""
         self._agreed = False
+        self._asked: tuple[Any, dict[str, int]] = (0, {})
         self._dying = threading.Lock()
         self._excepthook: Callable[..., Any] = sys.__excepthook__
         self._unraisablehook: Callable[..., Any] = sys.__unraisablehook__
+        self._sys_exit: Callable[..., NoReturn] = sys.exit
 
     # ------------------------------------------------------------------ life
 
@@ -90,6 +88,7 @@ class Guard:
         self.host = socket.gethostname()
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
         self._unraisablehook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
+        self._sys_exit, sys.exit = sys.exit, self._on_sys_exit
         # A foreign hook for threads (pytest's) collects their errors for a report of its own.
         if threading.excepthook is threading.__excepthook__:
             threading.excepthook = self._on_thread_exception
@@ -163,6 +162,11 @@ class Guard:
             delay = _AGREEMENT if self._is_consequence(error, mpi) else 0.0
             self.end(mpi, self.lines(format_error(error, trace), origin), code, delay)
 
+    def _on_sys_exit(self, status: Any = None, /) -> NoReturn:
+        """Note what a program asks for: no hook is told of SystemExit, and at the end its status is forgotten."""
+        self._asked = (status, self.register.counts())
+        self._sys_exit(status)
+
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
         if args.exc_type is SystemExit or args.exc_value is None or self._mpi() is None:
             threading.__excepthook__(args)
@@ -235,6 +239,9 @@ class Guard:
             return False
         reasons = [self._needs_me(other, slot) for other, slot in self.board.read().items() if other != self.rank]
         reason = next(filter(None, reasons), "")
+        status, counts = self._asked  # if collectives came after it, somebody has caught it
+        if not reason and waited > _ALONE and status not in (None, 0) and counts == self.register.counts():
+            reason = f"with exit status {status!r}, and the others go on"
         if not reason and waited > PATIENCE and not any(reason is None for reason in reasons):
             reason = f"the others have not come to their end for {waited:.0f} s"
         if reason and (mpi := self._mpi()):
@@ -308,41 +315,6 @@ class Guard:
     def _arm_hard_stop(delay: float) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)  # faulthandler wants somewhere to write; open until the end
         faulthandler.dump_traceback_later(HARD_STOP + delay, exit=True, file=nowhere)
-
-
-def describe(error: BaseException) -> str:
-    """Return one line for an error that is the user's to mend."""
-    return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no further description'}"
-
-
-def format_error(error: BaseException, trace: TracebackType | None) -> str:
-    """Return the traceback; in a chain only the first header says Traceback, so that a log has one per failure."""
-    text = "".join(traceback.format_exception(type(error), error, trace))
-    head, first, rest = text.partition("Traceback (most recent call last)")
-    return head + first + rest.replace("Traceback (most recent call last)", "Frames (most recent call last)")
-
-
-def write(text: str) -> None:
-    """Write to standard error in one piece, so that lines of ranks do not mix."""
-    data = memoryview(text.encode(errors="backslashreplace"))
-    with contextlib.suppress(OSError):
-        while data:
-            data = data[os.write(2, data) :]
-
-
-def await_delivery() -> None:
-    """Give the launcher time to read what was written to standard error, and to pass it on.
-
-    MPICH's mpiexec drops what it has not read when a rank aborts: on a busy machine one traceback in six was lost.
-    """
-    limit, unread = time.monotonic() + _DELIVERY, array.array("i", [0])
-    with contextlib.suppress(OSError):
-        while stat.S_ISFIFO(os.fstat(2).st_mode) and time.monotonic() < limit:
-            fcntl.ioctl(2, termios.FIONREAD, unread)
-            if not unread[0]:
-                break
-            time.sleep(0.002)
-    time.sleep(_FORWARDING)
 
 
 _GUARD = Guard()

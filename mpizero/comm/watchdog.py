@@ -26,6 +26,7 @@ from mpizero.comm import guard
 from mpizero.comm.board import Board, Slot
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.heartbeat import HEARTBEAT, TICK, Heartbeat, Register, place
+from mpizero.comm.lastwords import write
 from mpizero.errors import CollectiveError, ConfigError, ExitStatus
 
 #: Heartbeats of silence after which a rank counts as stopped.
@@ -152,7 +153,7 @@ class Watchdog:
         if self._shared:
             text = self._guard.lines("\n".join(self._report(call)))
             if self._guard.speaks():
-                guard.write(text)
+                write(text)
                 self._ask_silent()
             self._guard.end_job("", ExitStatus.HANG)
         frames = sys._current_frames()

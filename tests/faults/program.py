@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import itertools
 import os
@@ -105,6 +106,23 @@ FAULTS = {
 }
 
 
+def leave_while_the_others_compute():
+    """Ask for a status that is not 0 on one rank, while the others neither communicate nor end."""
+    if COMM.rank == VICTIM:
+        note_fault()
+        sys.exit(3)
+    time.sleep(60)
+
+
+def go_on_after_a_caught_exit():
+    """Catch a SystemExit, work on together, and end well while rank 0 still has something to do."""
+    with contextlib.suppress(SystemExit):
+        sys.exit(3)
+    COMM.barrier()
+    if COMM.rank == 0:
+        time.sleep(4)
+
+
 def train(steps=1000):
     for step in range(steps):
         guard.set_context(step=step, phase="forward")
@@ -151,6 +169,10 @@ def main():
             note_fault()
             sys.exit(0)
         MPI.COMM_WORLD.Barrier()
+    elif FAULT == "leave_while_the_others_compute":
+        leave_while_the_others_compute()
+    elif FAULT == "go_on_after_a_caught_exit":
+        go_on_after_a_caught_exit()
     elif FAULT == "all_hold_the_lock":
         with Watchdog(COMM, timeout=1.0, grace=0.5):
             note_fault()

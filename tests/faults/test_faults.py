@@ -199,6 +199,17 @@ def test_a_rank_that_leaves_early_ends_all_and_says_who_waits_where(job, fault, 
                for line in ended.said), ended.err  # fmt: skip
 
 
+def test_a_rank_that_asks_for_a_bad_status_ends_all_even_while_they_compute(job):
+    ended = job("leave_while_the_others_compute")
+    check_failed(ended, tracebacks=0)
+    assert "left early: the program has ended here, but with exit status 3, and the others go on" in ended.said[0]
+
+
+def test_a_status_that_was_caught_does_not_count(job):
+    ended = job("go_on_after_a_caught_exit")
+    assert (ended.status, ended.err) == (0, "")
+
+
 def test_a_rank_that_leaves_early_is_missed_in_a_collective_of_the_users_own(job):
     ended = job("leave_past_our_communicators")
     check_failed(ended, tracebacks=0)

@@ -1,0 +1,51 @@
+"""What a rank writes to standard error when it ends its job, in one piece and read by the launcher."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import os
+import stat
+import termios
+import time
+import traceback
+from types import TracebackType
+
+# Seconds for last words to be read from this rank's pipe, at most, and to travel from there to the terminal.
+_DELIVERY, _FORWARDING = 1.0, 0.1
+
+
+def describe(error: BaseException) -> str:
+    """Return one line for an error that is the user's to mend."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no further description'}"
+
+
+def format_error(error: BaseException, trace: TracebackType | None) -> str:
+    """Return the traceback; in a chain only the first header says Traceback, so that a log has one per failure."""
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    head, first, rest = text.partition("Traceback (most recent call last)")
+    return head + first + rest.replace("Traceback (most recent call last)", "Frames (most recent call last)")
+
+
+def write(text: str) -> None:
+    """Write to standard error in one piece, so that lines of ranks do not mix."""
+    data = memoryview(text.encode(errors="backslashreplace"))
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(2, data) :]
+
+
+def await_delivery() -> None:
+    """Give the launcher time to read what was written to standard error, and to pass it on.
+
+    MPICH's mpiexec drops what it has not read when a rank aborts: on a busy machine one traceback in six was lost.
+    """
+    limit, unread = time.monotonic() + _DELIVERY, array.array("i", [0])
+    with contextlib.suppress(OSError):
+        while stat.S_ISFIFO(os.fstat(2).st_mode) and time.monotonic() < limit:
+            fcntl.ioctl(2, termios.FIONREAD, unread)
+            if not unread[0]:
+                break
+            time.sleep(0.002)
+    time.sleep(_FORWARDING)
