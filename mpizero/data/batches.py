@@ -62,6 +62,7 @@ class Batches:
         seed: int,
         steps: int | None,
         consumed: int,
+        *,
         group: Communicator,
     ) -> None:
         self.consumed = consumed
@@ -93,6 +94,7 @@ def batches(
     seed: int = 0,
     steps: int | None = None,
     consumed: int = 0,
+    *,
     group: Communicator | None = None,
 ) -> Batches:
     """Return an iterator over this rank's samples ``(x, y)`` of successive global batches.
@@ -140,7 +142,7 @@ def batches(
             raise DataError("the source has no samples to train on")
     arguments = {"data": source.fingerprint, "global_batch": global_batch, "seed": seed}
     agree_equal(comm, "batches", {**arguments, "steps": steps, "consumed": consumed})
-    return Batches(source, config, global_batch, seed, steps, consumed, comm if group is None else group)
+    return Batches(source, config, global_batch, seed, steps, consumed, group=comm if group is None else group)
 
 
 def _check(name: str, value: Any, least: int) -> None:

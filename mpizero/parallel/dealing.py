@@ -13,7 +13,7 @@ import numpy as np
 from mpizero.comm import Communicator, ProcessGrid
 from mpizero.errors import DataError
 from mpizero.layout import Grains
-from mpizero.types import Array
+from mpizero.types import Array, Group
 
 
 class Grain(NamedTuple):
@@ -123,6 +123,24 @@ def deal(
     transfer = _transfer(grains, tuple(counts), tuple(owners(grains.count)), comm.rank)
     x, y = transfer.exchange(comm, np.asarray(x)), transfer.exchange(comm, np.asarray(y))
     return GlobalBatch(transfer.cut(x, y, -(-grains.size // micro)), grains.count, grains.samples)
+
+
+def in_contexts(batch: GlobalBatch, group: Group, *, waves: bool) -> GlobalBatch:
+    """Cut a batch's sequences over a context group: each rank's places of a grain count as a grain of their own.
+
+    Not collective. With ``waves`` the parts of a grain are neighbours, so that one wave has them; otherwise the parts
+    of one rank are.
+    """
+    from mpizero.nn import cut_batch
+
+    if group.size == 1:
+        return batch
+    grains = {}
+    for grain in batch.grains.values():
+        number = grain.number * group.size + group.rank if waves else group.rank * batch.count + grain.number
+        parts = tuple((*cut_batch(x, y, group), first) for x, y, first in grain.micro_batches)
+        grains[number] = Grain(number, parts)
+    return GlobalBatch(grains, batch.count * group.size, batch.samples)
 
 
 def _refuse(comm: Communicator, x: Any, y: Any, table: Array) -> None:

@@ -21,7 +21,7 @@ from mpizero.parallel.across import Across
 from mpizero.parallel.blas import settle_blas
 from mpizero.parallel.compute import BlackBoxEvaluator, BlockEvaluator, Evaluator, blocks_of
 from mpizero.parallel.config import ShardingConfig
-from mpizero.parallel.dealing import GlobalBatch, deal, same_batch
+from mpizero.parallel.dealing import GlobalBatch, deal, in_contexts, same_batch
 from mpizero.parallel.evaluation import evaluate
 from mpizero.parallel.gradients import GradientRing, GradientRows, GradientViews, contiguous_owners
 from mpizero.parallel.memory import Memory, fits_shared_memory
@@ -83,6 +83,8 @@ class Engine:
         """Find the groups of ranks and this rank's part of the model."""
         axes = None if spread is None else spread.axes(self.config.communicator.size)
         self.grid = self.config.grid_of(axes, private=private)
+        if self.grid.context.size > 1 and self.grid.order != tuple(range(self.grid.data.size)):
+            self.grid = self.config.grid_of(axes, private=True)  # the parts of a grain must be neighbours in a wave
         self.stage = build_stage(self.model, self.grid, spread or Spread())
         self.layout = self._layout_of(self.stage.number)
 
@@ -105,7 +107,7 @@ class Engine:
             evaluator = BlockEvaluator(stage.model, self.store, self._loss_scale)
         else:
             evaluator = BlackBoxEvaluator(stage.model, self.store)
-        return SequentialRunner(evaluator, self.scalars, stage.whole_prediction, counts=counts, alone=alone)
+        return SequentialRunner(evaluator, self.scalars, stage, counts=counts, alone=alone)
 
     def _initialize(self) -> None:
         """Give every owned range its start values; nobody ever holds more than one tensor besides."""
@@ -233,8 +235,7 @@ class Engine:
 
     def _forward_backward(self, x: Any, y: Any, ring: bool) -> tuple[GlobalBatch, Totals, int]:
         """Leave this rank's gradients in the rows, or the owners' sums in the ring's stack."""
-        owners = self._ring.owners if ring and self._ring is not None else self.rows.owners
-        batch = self._deal(x, y, owners)
+        batch = self._deal(x, y, waves=ring)
         stack_row = 0
         if ring and self._ring is not None:
             jobs = self._ring.jobs(batch, self.exchange)
@@ -256,10 +257,13 @@ class Engine:
         per_rank = -(-batch.count // self.grid.data.size)
         return per_rank * self.config.accumulate
 
-    def _deal(self, x: Any, y: Any, owners: Any) -> GlobalBatch:
+    def _deal(self, x: Any, y: Any, *, waves: bool) -> GlobalBatch:
         """Bring samples to the ranks that compute their grains, and begin to count."""
         same_batch(self.grid, x, y)
+        owners = self._ring.owners if waves and self._ring is not None else partial(contiguous_owners, self.grid)
         batch = deal(self.grid.batch, x, y, self.config.grain_size, owners, self.config.accumulate)
+        if self.grid.context.size > 1:
+            batch = in_contexts(batch, self.grid.context_group, waves=waves)
         self.scalars.begin(batch)
         return batch
 
@@ -355,7 +359,7 @@ class Engine:
 
     def evaluate(self, x: Any, y: Any) -> tuple[float, float, int | None]:
         """Return loss sum, weight and right answers of all ranks' samples, grain by grain, without training."""
-        batch = self._deal(x, y, partial(contiguous_owners, self.grid))
+        batch = self._deal(x, y, waves=False)
         return evaluate(batch, self.runner, self.scalars, self._rounds(batch), scores=self.scores)
 
     @property

@@ -46,12 +46,32 @@ class Job(NamedTuple):
 
 
 def contiguous_owners(grid: ProcessGrid, count: int) -> list[int]:
-    """Return the rank that computes each of ``count`` grains: contiguous, nodes one after the other."""
+    """Return the rank of ``grid.batch`` that computes each of ``count`` grains: contiguous, node after node.
+
+    The ranks of a context group compute a grain together, each its places of the sequence.
+    """
+    contexts = grid.context.size
+    order = grid.order if contexts == 1 else range(grid.batch.size)
     owner = [0] * count
-    for position, rank in enumerate(grid.order):
-        for grain in Grains(count, 1).dealt(position, grid.data.size):
+    for position, rank in enumerate(order):
+        for grain in Grains(count, 1).dealt(position, grid.batch.size):
             owner[grain] = rank
     return owner
+
+
+def contiguous_shares(grid: ProcessGrid, count: int) -> list[range]:
+    """Return the grains of each place of ``grid.data``, as :func:`contiguous_owners` deals them.
+
+    With contexts, ``count`` counts each part of a grain: part c of grain g is number ``c * (count / contexts) + g``, so
+    that a rank's are contiguous.
+    """
+    contexts, whole = grid.context.size, count // grid.context.size
+    shares = []
+    for place in range(grid.data.size):
+        data, context = divmod(place, contexts)
+        own = Grains(whole, 1).dealt(data, grid.batch.size)
+        shares.append(range(context * whole + own.start, context * whole + own.stop))
+    return shares
 
 
 class GradientViews:
@@ -125,15 +145,13 @@ class GradientRows:
         self.one = np.ones(1, dtype)
 
     def owners(self, count: int) -> list[int]:
-        """Return the rank that computes each of ``count`` grains."""
+        """Return the rank of ``grid.batch`` that computes each of ``count`` grains."""
         return contiguous_owners(self.grid, count)
 
     def planned(self, count: int) -> RowsPlan:
         """Return the plan for ``count`` grains."""
         if count not in self._plans:
-            workers = self.grid.data.size
-            dealt = [Grains(count, 1).dealt(position, workers) for position in range(workers)]
-            self._plans[count] = rows_plan(dealt, self.grid.group_sizes, count)
+            self._plans[count] = rows_plan(contiguous_shares(self.grid, count), self.grid.group_sizes, count)
         return self._plans[count]
 
     def row(self, number: int) -> Array:
@@ -253,8 +271,9 @@ class GradientRing:
         self.one = np.ones(1, dtype)
 
     def owners(self, count: int) -> list[int]:
-        """Return the rank that computes each of ``count`` grains: one after the other, in waves."""
-        return [self.grid.order[grain % self.grid.data.size] for grain in range(count)]
+        """Return the rank of ``grid.batch`` that computes each of ``count`` grains: one after the other, in waves."""
+        order = self.grid.order if self.grid.context.size == 1 else range(self.grid.batch.size)
+        return [order[grain % len(order)] for grain in range(count)]
 
     def planned(self, count: int) -> WavePlan:
         """Return the plan for ``count`` grains."""

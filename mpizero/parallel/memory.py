@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from math import prod
+from socket import gethostname
 from typing import Any
 
 import numpy as np
@@ -128,32 +129,40 @@ class Memory:
 
 
 def fits_shared_memory(grid: ProcessGrid, layout: FlatLayout, dtype: np.dtype[Any], *, waves: bool) -> bool:
-    """Tell whether parameters and gradients fit the shared memory of every node; if not, say so on rank 0.
+    """Tell whether parameters and gradients fit the shared memory of every host; if not, say so on rank 0.
 
-    Collective over the data group.
+    Collective over all ranks, which get the same answer.
 
     Parameters
     ----------
     grid : ProcessGrid
         The ranks.
     layout : FlatLayout
-        What is to be held.
+        What this rank's data group holds; other groups on the same host hold other parts of the model.
     dtype : numpy dtype
         Of parameters and gradients.
     waves : bool
         Whether gradients stand in a ring of units; otherwise every rank has at least one whole row.
     """
-    if grid.local_size == 1:
+    if grid.local_size == 1 and grid.data.size == grid.world.size:
         return True
     gradients = 2 * max((unit.gradients for unit in layout.units), default=0) if waves else layout.gradient_size
     needed = (layout.size + grid.local_size * gradients) * dtype.itemsize
-    space = grid.node.shared_space()
-    short = np.array([0 if space is None else max(0, needed - space)], np.int64)
-    grid.data.allreduce(short, "max", "shared memory")
-    if short[0] and grid.data.rank == 0:
+    shares = grid.node.rank == 0 and grid.local_size > 1  # the first rank of a node speaks for its window
+    space = grid.node.shared_space() if shares else None
+    told = grid.world.allgather_object((gethostname(), needed if shares else 0, space), "shared memory")
+    asked: Counter[str] = Counter()
+    room: dict[str, int] = {}
+    for host, window, free in told:
+        asked[host] += window
+        if free is not None:
+            room[host] = min(free, room.get(host, free))
+    short = {host: asked[host] - free for host, free in room.items() if asked[host] > free}
+    if short and grid.world.rank == 0:
+        host, lacking = max(short.items(), key=lambda item: item[1])
         print(
-            f"mpizero: the model needs {needed} bytes of shared memory on a node, a node lacks {short[0]} of them: "
+            f"mpizero: the model needs {asked[host]} bytes of shared memory on {host}, which lacks {lacking} of them: "
             "every rank keeps its own copy instead (enlarge /dev/shm, or see `mpizero doctor` for leftovers in it)",
             file=sys.stderr,
         )
-    return not short[0]
+    return not short

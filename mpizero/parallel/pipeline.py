@@ -241,7 +241,7 @@ class PipelineRunner:
     def predict(self, x: Any) -> Any:
         """Return the prediction for this rank's ``x``, the same for all stages. Collective over the pipeline."""
         errors: list[Exception] = []
-        value = self._forward_only(x, errors.append)
+        value = self._forward_only(None if x is None else self.stage.own_places(x), errors.append)
         with all_ranks(self.comm, "predict"):
             if errors:
                 raise errors[0]
@@ -264,7 +264,7 @@ class PipelineRunner:
         if x is None or value is None or not self.stage.is_last:
             return 0.0, 0.0, None
         loss, weight, _ = self.criterion.forward(value, y)
-        return loss, weight, self.stage.whole_prediction(value)
+        return loss, weight, self.stage.whole_scores(value)
 
     def _forward_only(self, x: Any, fail: Callable[[Exception], None]) -> Any:
         if x is None:

@@ -10,6 +10,7 @@ from mpizero.layout import Unit
 from mpizero.parallel.compute import Evaluator
 from mpizero.parallel.gradients import Job
 from mpizero.parallel.scalars import GrainScalars
+from mpizero.parallel.stage import Stage
 from mpizero.types import Run
 
 #: What a forward pass knows, from the index of its first sample.
@@ -61,7 +62,7 @@ class SequentialRunner:
         Runs one micro-batch.
     scalars : GrainScalars
         Takes losses, weights and failures.
-    whole_prediction : callable
+    stage : Stage
         Makes of a prediction what one process would give.
     counts : bool
         Whether the losses found here are those that count; of ranks that all find the same, one does.
@@ -73,12 +74,12 @@ class SequentialRunner:
         self,
         evaluator: Evaluator,
         scalars: GrainScalars,
-        whole_prediction: Callable[[Any], Any],
+        stage: Stage,
         *,
         counts: bool = True,
         alone: bool = True,
     ) -> None:
-        self.evaluator, self.scalars, self.whole_prediction = evaluator, scalars, whole_prediction
+        self.evaluator, self.scalars, self.stage = evaluator, scalars, stage
         self.counts, self.alone = counts, alone
 
     def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
@@ -104,13 +105,13 @@ class SequentialRunner:
 
     def predict(self, x: Any) -> Any:
         """Return the prediction for this rank's ``x``. Collective if sharded."""
-        prediction = self.evaluator.predict(x)
-        return None if x is None else self.whole_prediction(prediction)
+        prediction = self.evaluator.predict(None if x is None else self.stage.own_places(x))
+        return None if x is None else self.stage.whole_prediction(prediction)
 
     def loss(self, x: Any, y: Any) -> tuple[float, float, Any]:
         """Return loss sum, weight and prediction. Collective if sharded."""
         loss, weight, prediction = self.evaluator.loss(x, y)
-        return loss, weight, None if prediction is None else self.whole_prediction(prediction)
+        return loss, weight, None if prediction is None else self.stage.whole_scores(prediction)
 
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:
         """Put ``loss`` in the place of the model's own for a while. Not collective."""

@@ -125,6 +125,15 @@ class Stage:
         groups = [self.cuts[chunk] for chunk in self.chunks_of(stage)]
         return FlatLayout.build(self.specs(stage), one_unit=one_unit, minimum_unit=minimum_unit, groups=groups)
 
+    def own_places(self, x: Array) -> Array:
+        """Return the places of a batch's sequences that this rank's context holds. Not collective."""
+        group = getattr(self.split, "group", None) if self.spread.context > 1 else None
+        return x if group is None else nn.cut_batch(x, x, group)[0]
+
+    def whole_scores(self, prediction: Array) -> Array:
+        """Return the prediction for this rank's places, with all classes. Collective over the tensor group."""
+        return self.whole_prediction(prediction) if self.spread.context == 1 else prediction
+
     def whole_prediction(self, prediction: Array) -> Array:
         """Return a prediction as one process would give it. Collective over the tensor and context group."""
         if self.spread.tensor * self.spread.context == 1:
