@@ -151,6 +151,27 @@ def test_data_parallelism_makes_no_other_groups(ranks):
     ranks(specification)
 
 
+def test_the_groups_of_split_layers_add_alike_inside_and_between_nodes(ranks):
+    def specification(comm):
+        size = comm.size // 2 if comm.size % 2 == 0 else comm.size
+        for name in ("tensor", "context"):
+            axes, seen = Axes.build(comm.size, **{name: size}), set()
+            for options in ({}, {"ranks_per_node": 1}, {"ranks_per_node": 2}, {"share_node_memory": False}):
+                with ProcessGrid.create(comm, axes=axes, **options) as grid:
+                    group = grid.tensor_group if name == "tensor" else grid.context_group
+                    line = axes.group(comm.rank, [name])
+                    assert (group.rank, group.size) == (line.index(comm.rank), size)
+                    x = np.random.default_rng(comm.rank).standard_normal((3, 1000)).astype(np.float32)
+                    seen.add(group.all_reduce(x).tobytes())
+                    whole = group.all_gather(np.array([[comm.rank]]), 1, [1] * size)
+                    assert whole.tolist() == [list(line)]
+                    shared = group.size > 1 and getattr(grid, name).shares_memory
+                    assert (group.shared_bytes > 0) == shared
+            assert len(seen) == 1
+
+    ranks(specification)
+
+
 @pytest.mark.parametrize("order", ["tensor", "context"])
 def test_groups_inside_nodes_share_memory(order):
     def work(world):
