@@ -46,8 +46,9 @@ class Spread:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """The stage of every chunk."""
-        return chunk_stages(self.schedule, self.pipeline, self.virtual_stages)
+        """The stage of every chunk; a single stage runs the whole model, whatever the schedule."""
+        stages = chunk_stages(self.schedule, self.pipeline, self.virtual_stages)
+        return stages if self.pipeline > 1 else (0,)
 
     def axes(self, world: int) -> Axes:
         """Fit the axes to a number of ranks. Not collective.
