@@ -16,7 +16,7 @@ import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.errors import CollectiveError, PeerFailure
+from mpizero.errors import CollectiveError, LayoutError, PeerFailure
 from mpizero.layout import Instruction, Schedule, Unit, build_schedule
 from mpizero.parallel.courier import Courier, Route
 from mpizero.parallel.gradients import Job
@@ -177,7 +177,7 @@ class PipelineRunner:
                     layer = self.stage.model.blocks[block]
                     d = layer.backward(params[block], flight.caches.pop(block), d, grads[block])
             watched.done(unit)
-        self._send_back(chunk, micro, watched, None if flight.failed else d)
+        self._send_back(chunk, micro, watched, d)
         del self._flights[chunk, micro]
 
     def _backward_input(self, chunk: int, micro: int, watched: WatchedJob) -> None:
@@ -187,7 +187,7 @@ class PipelineRunner:
                 for block in reversed(unit.blocks) if working else ():
                     layer = self.stage.model.blocks[block]
                     d, flight.pending[block] = layer.backward_input(params[block], flight.caches[block], d)
-        self._send_back(chunk, micro, watched, None if flight.failed else d)
+        self._send_back(chunk, micro, watched, d)
 
     def _backward_weights(self, chunk: int, micro: int, watched: WatchedJob) -> None:
         flight = self._flights.pop((chunk, micro))
@@ -213,9 +213,18 @@ class PipelineRunner:
         return flight, d
 
     def _send_back(self, chunk: int, micro: int, watched: WatchedJob, d: Any) -> None:
-        if chunk > 0:
-            key = np.shape(self._samples(watched)[0])
-            self.courier.send(Route("backward", chunk - 1), micro, key, self.stage_of[chunk - 1], d)
+        if chunk == 0:
+            return
+        flight, key = self._flights[chunk, micro], np.shape(self._samples(watched)[0])
+        with self._computing(flight) as working:
+            if working and d is None:
+                first, before = self.stage.cuts[chunk][0], self.stage.cuts[chunk - 1][-1]
+                raise LayoutError(
+                    f"no gradient reaches block {before!r}: {first!r} after it returns none for its input"
+                )
+        self.courier.send(
+            Route("backward", chunk - 1), micro, key, self.stage_of[chunk - 1], None if flight.failed else d
+        )
 
     @staticmethod
     def _samples(watched: WatchedJob) -> tuple[Any, Any, int]:
