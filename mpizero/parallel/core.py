@@ -18,7 +18,6 @@ from mpizero.parallel.placement import Placement, placement
 from mpizero.parallel.report import StepReport
 from mpizero.parallel.scalars import Totals
 from mpizero.parallel.spread import Spread
-from mpizero.parallel.whole import whole_of
 from mpizero.types import Array
 
 
@@ -85,7 +84,7 @@ class ShardedCore(ABC):
 
     def _update_local_shard_from_full(self, values: Array) -> None:
         """Take this rank's part, and every copy's, from a full vector."""
-        whole_of(self.engine).fill(values)
+        self.engine.whole.fill(values)
         self.invalidate_cache()
 
     # ------------------------------------------------------------------ properties (not collective)
@@ -139,7 +138,7 @@ class ShardedCore(ABC):
     @property
     def layout(self) -> FlatLayout:
         """Names, shapes and offsets of all parameters of the whole model, whatever this rank holds of it."""
-        return whole_of(self.engine).layout
+        return self.engine.whole.layout
 
     @property
     def rank(self) -> int:
@@ -154,7 +153,7 @@ class ShardedCore(ABC):
     @property
     def parameter_count(self) -> int:
         """Parameters of the whole model."""
-        return whole_of(self.engine).parameter_count
+        return self.engine.whole.parameter_count
 
     @property
     def owned(self) -> tuple[Span, ...]:

@@ -6,16 +6,17 @@ translated to ranges of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpizero import checkpoint
 from mpizero.comm.agreement import all_ranks
-from mpizero.errors import CheckpointError, CollectiveError, PeerFailure
-from mpizero.parallel.whole import in_whole, whole_of
+from mpizero.errors import CheckpointError
+from mpizero.parallel.ownership import UpdatePiece
+from mpizero.parallel.reading import ArrayReader, HeldArray, HeldPiece, fill
 from mpizero.types import Array, ParameterSpec
 
 if TYPE_CHECKING:
@@ -23,18 +24,6 @@ if TYPE_CHECKING:
 
 #: The axes of a layout besides the data axis; files that do not mention one were written without it.
 _AXES = ("pipeline", "tensor", "context")
-#: Elements of the arrays whose ranges are verified in one reading.
-_VERIFIED_AT_ONCE = 1 << 22
-
-
-class ArrayReader(Protocol):
-    """What a checkpoint reader offers here."""
-
-    arrays: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
-    attributes: dict[str, Any]
-
-    def read(self, requests: list[checkpoint.LocalArray]) -> None:
-        """Fill the pieces of ``requests``."""
 
 
 def local_arrays(
@@ -45,63 +34,58 @@ def local_arrays(
     The arrays are those of the whole model, whatever this rank holds of it. ``values``, in the flat order, take the
     place of the parameters.
     """
-    arrays: list[checkpoint.LocalArray] = []
-    if parameters:
-        arrays += _parameter_arrays(engine, values)
+    arrays = _parameter_arrays(engine, engine.whole.writes, values) if parameters else []
     if engine.updater is not None:
-        arrays += _state_arrays(engine)
-    return arrays
+        arrays += _state_arrays(engine, engine.updater.trees.own, engine.whole.writes)
+    return [array.local() for array in arrays]
 
 
-class _Ranges:
-    """Views of ranges of the whole model's parameters, or of arrays like them, by name.
-
-    To be written: each element by the one rank that speaks for it. To be read: all that this rank holds, copies too.
-    """
-
-    def __init__(self, engine: Engine, *, written: bool) -> None:
-        self.whole, self.written, self.dtype = whole_of(engine), written, engine.dtype
-        self.found: dict[str, list[tuple[int, Array]]] = {e.spec.name: [] for e in self.whole.layout.parameters}
-
-    def add(self, spec: ParameterSpec, start: int, values: Array) -> None:
-        """Add the values of elements ``start ...`` of a parameter that this rank holds."""
-        if not self.written or self.whole.writes(spec):
-            self.found[spec.guest or spec.name].extend(in_whole(spec, start, values))
-
-    def arrays(self, folder: str, *, trainable: bool) -> list[checkpoint.LocalArray]:
-        """List all arrays of the model, or those of trainable parameters, with this rank's ranges."""
-        return [
-            checkpoint.LocalArray(f"{folder}/{e.spec.name}", e.spec.shape, self.dtype, tuple(self.found[e.spec.name]))
-            for e in self.whole.layout.parameters
-            if e.spec.trainable or not trainable
-        ]
+def _everything(spec: ParameterSpec) -> bool:
+    """Take part in reading all that this rank holds, copies too."""
+    return True
 
 
 def _parameter_arrays(
-    engine: Engine, values: Array | None = None, *, written: bool = True
-) -> list[checkpoint.LocalArray]:
-    """Return ranges of the parameters; of ``values``, in the flat order, where they are given."""
-    ranges = _Ranges(engine, written=written)
+    engine: Engine, wanted: Callable[[ParameterSpec], bool], values: Array | None = None
+) -> list[HeldArray]:
+    """Return what this rank owns of the parameters; of ``values``, in the flat order, where they are given."""
+    pieces: list[HeldPiece] = []
     for unit, span in zip(engine.layout.units, engine.store.share.spans, strict=True):
         owned = engine.store.owned(unit.index) if values is None else values[span.start : span.stop]
         for entry, part in engine.layout.pieces(span):
             view = owned[part.start - span.start : part.stop - span.start]
-            ranges.add(entry.spec, part.start - entry.offset, view)
-    return ranges.arrays("parameters", trainable=False)
+            pieces.append(HeldPiece(entry.spec, part.start - entry.offset, view))
+    return _whole_arrays(engine, "parameters", pieces, wanted)
 
 
-def _state_arrays(engine: Engine, *, written: bool = True) -> list[checkpoint.LocalArray]:
-    """Return ranges of optimizer arrays: those this rank writes, or all that it keeps."""
+def _state_arrays(
+    engine: Engine, kept: Sequence[UpdatePiece], wanted: Callable[[ParameterSpec], bool]
+) -> list[HeldArray]:
+    """Return what this rank keeps of the optimizer's arrays."""
     updater = engine.updater
     assert updater is not None
-    arrays = []
+    arrays: list[HeldArray] = []
     for slot, values in updater.state.items():
-        ranges = _Ranges(engine, written=written)
-        for piece in updater.trees.own if written else updater.pieces:
-            view = values[piece.state : piece.state + piece.size]
-            ranges.add(piece.entry.spec, piece.span.start - piece.entry.offset, view)
-        arrays += ranges.arrays(f"optimizer/{slot}", trainable=True)
+        pieces = [
+            HeldPiece(p.entry.spec, p.span.start - p.entry.offset, values[p.state : p.state + p.size]) for p in kept
+        ]
+        found = _whole_arrays(engine, f"optimizer/{slot}", pieces, wanted)
+        arrays += [array for array in found if array.spec.trainable]
     return arrays
+
+
+def _whole_arrays(
+    engine: Engine, folder: str, pieces: Iterable[HeldPiece], wanted: Callable[[ParameterSpec], bool]
+) -> list[HeldArray]:
+    """List an array for each parameter of the whole model, with the pieces of it that are wanted."""
+    arrays = {
+        entry.spec.name: HeldArray(f"{folder}/{entry.spec.name}", entry.spec, engine.dtype)
+        for entry in engine.whole.layout.parameters
+    }
+    for piece in pieces:
+        if wanted(piece.spec):
+            arrays[piece.spec.guest or piece.spec.name].pieces.append(piece)
+    return list(arrays.values())
 
 
 def attributes(engine: Engine) -> dict[str, Any]:
@@ -122,7 +106,7 @@ def attributes(engine: Engine) -> dict[str, Any]:
         "layout": {
             "strategy": "ZeRO-3" if engine.placement.strategy == "FSDP" else engine.placement.strategy,
             "ranks": engine.grid.axes.size,
-            "nodes": whole_of(engine).nodes,
+            "nodes": engine.whole.nodes,
             **{axis: getattr(engine.grid.axes, axis) for axis in _AXES},
         },
     }
@@ -147,10 +131,10 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
             _check_layout(attributes(engine)["layout"], saved.get("layout"))
         if with_state:
             _check_optimizer(engine, saved)
-    requests = _parameter_arrays(engine, written=False)
+    arrays = _parameter_arrays(engine, _everything)
     if with_state:
-        requests += _state_arrays(engine, written=False)
-    _read(engine, reader, requests)
+        arrays += _kept_state(engine)
+    fill(engine, reader, arrays)
     if with_state:
         _take_scalars(engine, saved)
     engine.step_number = int(saved.get("step_number", 0))
@@ -186,7 +170,7 @@ def restore_state(engine: Engine, reader: ArrayReader) -> None:
     saved = reader.attributes.get("mpizero", {})
     with all_ranks(engine.grid.world, "restore"):
         _check_optimizer(engine, saved)
-    _read(engine, reader, _state_arrays(engine, written=False))
+    fill(engine, reader, _kept_state(engine))
     _take_scalars(engine, saved)
 
 
@@ -210,50 +194,10 @@ def _take_scalars(engine: Engine, saved: Mapping[str, Any]) -> None:
         engine.loss_scale = replace(engine.loss_scale, **saved["loss_scale"])
 
 
-def _read(engine: Engine, reader: ArrayReader, requests: Sequence[checkpoint.LocalArray]) -> None:
-    """Fill ``requests``, or change nothing and raise on every rank.
-
-    [Note: nothing half loaded] A model that still has its start values reads in place, and takes them again if
-    something is wrong. Any other is too precious: its ranges are first read into a small buffer, only to be verified.
-    Either way a rank needs no room for a second copy.
-    """
-    engine.memory.barrier("restore")  # who still reads parameters reads the old ones
-    untouched = np.array([engine.pristine], np.int8)  # empty optimizer state looks untouched: one rank must not decide
-    engine.grid.world.allreduce(untouched, "min", "restore")
-    pristine = bool(untouched[0])
-    try:
-        with all_ranks(engine.grid.world, "restore"):
-            if not pristine:
-                for group in _groups(requests):
-                    reader.read(group)
-            reader.read([request for request in requests if request.pieces])
-    except (CollectiveError, PeerFailure):
-        raise
-    except Exception:
-        if pristine:
-            engine.start_over()
-        raise
-
-
-def _groups(requests: Sequence[checkpoint.LocalArray]) -> Iterator[list[checkpoint.LocalArray]]:
-    """Yield requests for the same ranges with new buffers, a bounded number of elements or one array at a time."""
-    group: list[checkpoint.LocalArray] = []
-    size = 0
-    for request in requests:
-        group.append(replace(request, pieces=tuple(_buffers(request))))
-        size += int(np.prod(request.shape, dtype=np.int64))  # of the whole array: all ranks cut the same groups
-        if size >= _VERIFIED_AT_ONCE:
-            yield [member for member in group if member.pieces]
-            group, size = [], 0
-    yield [member for member in group if member.pieces]
-
-
-def _buffers(request: checkpoint.LocalArray) -> Iterator[tuple[int, Array]]:
-    """Yield the ranges of a request in one new array."""
-    room, place = np.empty(sum(values.size for _, values in request.pieces), request.dtype), 0
-    for start, values in request.pieces:
-        yield start, room[place : place + values.size]
-        place += values.size
+def _kept_state(engine: Engine) -> list[HeldArray]:
+    """Return all that this rank keeps of the optimizer's arrays, where replicas keep more than they write."""
+    assert engine.updater is not None
+    return _state_arrays(engine, engine.updater.pieces, _everything)
 
 
 def optimizer_name(optimizer: Any) -> str:
@@ -264,7 +208,7 @@ def optimizer_name(optimizer: Any) -> str:
 def _check_model(engine: Engine, reader: ArrayReader) -> None:
     prefix = "parameters/"
     found = {path[len(prefix) :]: shape for path, (shape, _) in reader.arrays.items() if path.startswith(prefix)}
-    wanted = {e.spec.name: e.spec.shape for e in whole_of(engine).layout.parameters}
+    wanted = {e.spec.name: e.spec.shape for e in engine.whole.layout.parameters}
     missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     different = [n for n in wanted if n in found and tuple(found[n]) != wanted[n]]
     if missing or extra or different:

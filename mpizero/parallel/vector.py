@@ -13,7 +13,6 @@ import numpy as np
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import LayoutError
 from mpizero.parallel.core import ShardedCore
-from mpizero.parallel.whole import whole_of
 from mpizero.types import Array
 
 
@@ -22,7 +21,7 @@ class ParameterAccess(ShardedCore):
 
     def gather_full_parameters(self) -> Array:
         """Return all parameters, 1-D in declared order; the same read-only array until parameters change."""
-        whole = whole_of(self.engine)
+        whole = self.engine.whole
         cached = np.array([self._cache is not None], np.int8)
         if whole.gathers:  # a rank that forgot its cache alone must not gather alone
             self._config.communicator.allreduce(cached, "min", "cached parameters")
@@ -64,7 +63,7 @@ class ParameterAccess(ShardedCore):
 
     def named_parameters(self) -> dict[str, Array]:
         """Return full copies of all parameters by name, on every rank."""
-        return whole_of(self.engine).named(self.gather_full_parameters())
+        return self.engine.whole.named(self.gather_full_parameters())
 
     def load_named(self, arrays: Mapping[str, Array]) -> None:
         """Set all parameters from arrays by name, the same on every rank (a dictionary, or an open ``.npz``).
@@ -108,7 +107,7 @@ class ParameterAccess(ShardedCore):
     def parameters_sha256(self) -> str:
         """Return the hash over all parameters' bytes in declared order; no rank holds more than one unit."""
         digest = hashlib.sha256()
-        for values in whole_of(self.engine).units():
+        for values in self.engine.whole.units():
             digest.update(values.tobytes())
         return digest.hexdigest()
 

@@ -9,7 +9,7 @@ that one's values and is never asked for its own. The ranks of a data group hold
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,9 +20,6 @@ from mpizero.layout.axes import Coordinates
 from mpizero.layout.parts import part_rows, part_runs, part_shape, put_rows, take_rows
 from mpizero.parallel.storage import ParameterStore
 from mpizero.types import Array, ParameterSpec
-
-if TYPE_CHECKING:
-    from mpizero.parallel.engine import Engine
 
 #: ``held(name)`` returns all values of a parameter that this rank holds, as they stand there.
 Held = Callable[[str], Array]
@@ -310,9 +307,3 @@ def _check_cover(whole: ParameterSpec, specs: Sequence[ParameterSpec]) -> None:
         end = stop
     if end != whole.shape[cut[0].axis]:
         raise LayoutError(f"{whole.name!r}: index {end} of axis {cut[0].axis} is held by nobody, by slices {cut}")
-
-
-def whole_of(engine: Engine) -> GlobalView:
-    """Return the whole model that an engine holds a part of. Not collective."""
-    whole: GlobalView | None = getattr(engine, "whole", None)
-    return whole if whole is not None else GlobalView({}, engine.store, engine.grid)

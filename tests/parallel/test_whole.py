@@ -16,11 +16,11 @@ import pytest
 import mpizero as mz
 from mpizero import checkpoint
 from mpizero.comm import ProcessGrid
-from mpizero.errors import CheckpointError, LayoutError
+from mpizero.errors import CheckpointError, LayoutError, RemoteError
 from mpizero.layout import Axes, Coordinates, FlatLayout, Partition
 from mpizero.layout.parts import part_shape
 from mpizero.nn import initial_parameters, initial_values
-from mpizero.parallel import persistence
+from mpizero.parallel import persistence, reading
 from mpizero.parallel.compute import blocks_of
 from mpizero.parallel.memory import Memory
 from mpizero.parallel.placement import placement
@@ -347,6 +347,43 @@ def test_on_mpi_ranks_too_every_layout_reads_what_every_layout_writes(world: Any
         image = saved(world, writer)
         for reader in mine:
             loads(world, reader, image, pristine=False)
+
+
+@pytest.mark.parametrize(("short_range", "elements"), [(0, 1 << 19), (1 << 18, 1), (1 << 18, 50)])
+def test_slices_are_read_alike_range_by_range_and_by_rows_in_windows_of_any_size(
+    monkeypatch: pytest.MonkeyPatch, short_range: int, elements: int
+) -> None:
+    monkeypatch.setattr(reading, "_SHORT_RANGE", short_range)
+    monkeypatch.setattr(reading, "EXCHANGE_ELEMENTS", elements)
+    monkeypatch.setattr(reading, "_VERIFIED_AT_ONCE", 10 * elements)
+    image = run_in_threads(1, lambda comm: saved(comm, Spread()))[0]
+    for number, spread in enumerate(SPREADS[index] for index in (6, 9, 12)):
+        run_in_threads(spread.size, lambda comm, s=spread, n=number: loads(comm, s, image, pristine=n % 2 == 0))
+
+
+@pytest.mark.parametrize("pristine", [True, False])
+@pytest.mark.parametrize("share", [0, 1, 2])
+def test_what_is_damaged_for_one_tensor_rank_is_refused_by_all_and_changes_nothing(pristine: bool, share: int) -> None:
+    """Each rank opens the bytes by itself here, so only those that read the damage find it."""
+    model, spread = gpt(), Spread(pipeline=2, tensor=3, strategy="ddp")
+    image = bytearray(run_in_threads(1, lambda comm: saved(comm, Spread()))[0])
+    weight = contents(bytes(image))["parameters/blocks.1.attention.qkv.weight"]
+    image[image.index(weight) + len(weight) * (2 * share + 1) // 6] ^= 1
+
+    def body(comm: Any) -> str:
+        engine = place(comm, model, spread)
+        engine.pristine = pristine
+        if not pristine:
+            engine.whole.fill(np.arange(engine.whole.parameter_count, dtype=engine.dtype))
+        before = engine.whole.vector()
+        with checkpoint.from_bytes(image) as reader, pytest.raises((CheckpointError, RemoteError)) as caught:
+            persistence.restore(engine, reader)
+        assert np.array_equal(engine.whole.vector(), before)
+        finish(engine)
+        return str(caught.value)
+
+    errors = run_in_threads(spread.size, body)
+    assert all("blocks.1.attention.qkv.weight" in error and "checksum mismatch" in error for error in errors)
 
 
 def test_a_strict_layout_counts_stages_and_tensor_ranks() -> None:
