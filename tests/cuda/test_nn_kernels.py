@@ -78,6 +78,22 @@ def test_cross_entropy_agrees_with_the_oracle(shape, dtype, rng):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 3), (1, 0), (5, 7)])
+def test_cross_entropy_in_parts_agrees_with_the_oracle(shape, dtype, rng):
+    logits = (3 * rng.normal(size=shape)).astype(dtype)
+    targets, terms = np.arange(-1, shape[0] - 1) + 8, np.zeros((2, 3, shape[0]), dtype)
+    if shape[0] > 1:
+        targets[1] = -1
+    *_, terms[0] = both("loss", "partial_cross_entropy", logits, targets, np.array(8), terms[0], rtol=1e-4)
+    terms[1] = rng.normal(size=(3, shape[0])) ** 2
+    _, _, merged, _ = both(
+        "loss", "merged_cross_entropy", terms, targets, terms[0, :2].copy(), np.zeros(shape[0]), rtol=1e-4
+    )
+    first, scale = np.array(8), np.array([0.5], dtype)
+    both("loss", "partial_cross_entropy_backward", logits, targets, first, merged, scale, logits, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 2, 2), (2, 5, 5), (1, 2, 4), (1, 3, 2)])
 def test_causal_softmax_agrees_with_the_oracle(shape, dtype, rng):
     scores, dprobs = rng.normal(size=(2, *shape)).astype(dtype)

@@ -92,3 +92,58 @@ def test_gradient_may_overwrite_the_logits_and_rows_keep_their_bits(dtype):
         part = logits[row : row + 1]
         loss.softmax_cross_entropy_backward(part, targets[row : row + 1], one, part)
     assert logits.tobytes() == whole.tobytes()
+
+
+def in_parts(kernels, logits, targets, bounds, scale=0.25):
+    """Losses and gradient by parts of the classes, as ranks compute them."""
+    dtype, count = logits.dtype, len(targets)
+    parts = [logits[:, a:b].copy() for a, b in zip(bounds, bounds[1:], strict=False)]
+    terms, merged, losses = np.empty((len(parts), 3, count), dtype), np.empty((2, count), dtype), np.empty(count)
+    for part, first, out in zip(parts, bounds, terms, strict=False):
+        kernels.partial_cross_entropy(part, targets, first, out)
+    kernels.merged_cross_entropy(terms, targets, merged, losses)
+    for part, first in zip(parts, bounds, strict=False):
+        kernels.partial_cross_entropy_backward(part, targets, first, merged, np.array([scale], dtype), part)
+    return losses, np.concatenate(parts, axis=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bounds", [(0, 5003), (0, 2500, 5003), (0, 1, 1, 4000, 5003)])
+def test_parts_of_the_classes_give_the_loss_and_gradient_of_all(bounds, dtype):
+    logits, targets = arrays((6, 5003), dtype)
+    targets[:4] = (0, 5002, -1, 4000)
+    want, dwant = np.empty(6), np.empty_like(logits)
+    reference.softmax_cross_entropy(logits, targets, want)
+    reference.softmax_cross_entropy_backward(logits, targets, np.array([0.25], dtype), dwant)
+    close = {"rtol": 2e-6, "atol": 1e-6} if dtype is np.float32 else {"rtol": 1e-13, "atol": 1e-12}
+    for kernels in (loss, reference):
+        got, dgot = in_parts(kernels, logits, targets, bounds)
+        np.testing.assert_allclose(got, want, **close)
+        np.testing.assert_allclose(dgot, dwant, **close)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_of_parts_agree_with_their_oracles(dtype):
+    logits, targets = arrays((5, 301), dtype)
+    targets[:3] = (-1, 20, 320)
+    close = {"rtol": 2e-6, "atol": 1e-6} if dtype is np.float32 else {"rtol": 1e-13, "atol": 1e-12}
+    results = []
+    for kernels in (loss, reference):
+        terms, merged, losses = np.full((2, 3, 5), 9, dtype), np.full((2, 5), 9, dtype), np.full(5, 9.0)
+        kernels.partial_cross_entropy(logits, targets, 20, terms[0])
+        kernels.partial_cross_entropy(logits[:, :0], targets, 321, terms[1])
+        kernels.merged_cross_entropy(terms, targets, merged, losses)
+        dlogits = np.full_like(logits, 9)
+        kernels.partial_cross_entropy_backward(logits, targets, 20, merged, np.array([2.0], dtype), dlogits)
+        results.append((terms, merged, losses, dlogits))
+    for got, want in zip(*results, strict=True):
+        np.testing.assert_allclose(got, want, **close)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_nan_in_one_part_spoils_its_own_row_only(dtype):
+    logits, targets = arrays((3, 41), dtype)
+    logits[1, 30] = np.nan
+    losses, dlogits = in_parts(loss, logits, targets, (0, 20, 41))
+    assert np.isnan(losses).tolist() == [False, True, False]
+    assert np.isnan(dlogits).all(axis=1).tolist() == [False, True, False]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.kernels.compile import kernel
-from mpizero.kernels.cpu._rows import BLOCK, FOLD, SCRATCH, fold_sum, row_max
+from mpizero.kernels.cpu._rows import BLOCK, FOLD, SCRATCH, fold_sum, larger, row_max
 from mpizero.kernels.formulas.elementary import exponential
 from mpizero.kernels.formulas.embedding import inside
 from mpizero.kernels.formulas.loss import cross_entropy, cross_entropy_gradient
@@ -75,3 +75,73 @@ def softmax_cross_entropy_backward(
         for j in range(classes):
             result[j] = cross_entropy_gradient(result[j] * share, T(0), scale)
         result[target] = cross_entropy_gradient(at_target * share, T(1), scale)
+
+
+@kernel("void(const T[:,::1], const i8[::1], i8, T[:,::1], T[::1])", scratch=SCRATCH)
+def partial_cross_entropy(logits: Array, targets: Array, first: int, terms: Array, scratch: Array) -> None:
+    """Write what some of the classes, ``first`` and those after it, tell of each row's loss into a column of ``terms``.
+
+    The three rows of ``terms`` are the largest logit (-inf without classes), the sum of exp(logit - largest), and the
+    target's logit, 0 if the target is none of these classes. Rows with a negative target give zeros.
+    """
+    T = logits.dtype.type  # noqa: N806
+    rows, classes = logits.shape
+    for row in range(rows):
+        part, target = logits[row], targets[row]
+        terms[0, row] = T(0) if target < 0 else T(-math.inf)
+        terms[1, row] = T(0)
+        terms[2, row] = part[target - first] if inside(target - first, classes) and target >= 0 else T(0)
+        if target >= 0 and classes > 0:
+            largest = row_max(part, scratch)
+            terms[0, row] = largest
+            terms[1, row] = exp_sum(part, largest, scratch)
+
+
+@kernel("void(const T[:,:,::1], const i8[::1], T[:,::1], f8[::1])")
+def merged_cross_entropy(terms: Array, targets: Array, merged: Array, losses: Array) -> None:
+    """Merge the ``terms`` of all parts (parts, 3, rows): write the largest logit and 1 / sum, and the losses.
+
+    ``merged`` is (2, rows). Sums are added in the order of the parts. Rows with a negative target give zeros.
+    """
+    T = terms.dtype.type  # noqa: N806
+    parts, _, rows = terms.shape
+    for row in range(rows):
+        largest, total, logit = terms[0, 0, row], T(0), T(0)
+        for p in range(1, parts):
+            largest = larger(terms[p, 0, row], largest)
+        for p in range(parts):
+            total += terms[p, 1, row] * exponential(terms[p, 0, row] - largest, T)
+            logit += terms[p, 2, row]
+        counts = targets[row] >= 0
+        merged[0, row] = largest if counts else T(0)
+        merged[1, row] = T(1) / total if counts else T(0)
+        losses[row] = cross_entropy(total, largest, logit) if counts else 0.0
+
+
+@kernel("void(const T[:,::1], const i8[::1], i8, const T[:,::1], const T[::1], T[:,::1], T[::1])", scratch=BLOCK)
+def partial_cross_entropy_backward(
+    logits: Array, targets: Array, first: int, merged: Array, scale1: Array, dlogits: Array, scratch: Array
+) -> None:
+    """Write ``scale1[0]`` times the gradient of the sum of losses for the classes ``first`` and those after it.
+
+    ``merged`` is :func:`merged_cross_entropy`'s; ``dlogits`` may be ``logits``.
+    """
+    T = logits.dtype.type  # noqa: N806
+    rows, classes = logits.shape
+    scale = scale1[0]
+    for row in range(rows):
+        part, result, target = logits[row], dlogits[row], targets[row]
+        if target < 0:
+            result[:] = T(0)
+            continue
+        largest, share = merged[0, row], merged[1, row]
+        here = inside(target - first, classes)
+        at_target = exponential(part[target - first] - largest, T) if here else T(0)
+        for start in range(0, classes, BLOCK):
+            source, aim = part[start : start + BLOCK], result[start : start + BLOCK]
+            for j in range(source.size):
+                scratch[j] = cross_entropy_gradient(exponential(source[j] - largest, T) * share, T(0), scale)
+            for j in range(source.size):
+                aim[j] = scratch[j]
+        if here:
+            result[target - first] = cross_entropy_gradient(at_target * share, T(1), scale)

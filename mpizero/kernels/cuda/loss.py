@@ -69,3 +69,72 @@ def softmax_cross_entropy_backward(logits: Array, targets: Array, scale1: Array,
             else:
                 p = exponential(logits[row, j] - largest, T) * share
                 dlogits[row, j] = cross_entropy_gradient(p, T(1) if j == target else T(0), scale1[0])
+
+
+@kernel("void(const T[:,::1], const i8[::1], i8, T[:,::1])")
+def partial_cross_entropy(logits: Array, targets: Array, first: int, terms: Array) -> None:
+    """Write what some of the classes, ``first`` and those after it, tell of each row's loss into a column of ``terms``.
+
+    The three rows of ``terms`` are the largest logit (-inf without classes), the sum of exp(logit - largest), and the
+    target's logit, 0 if the target is none of these classes. Rows with a negative target give zeros.
+    """
+    T = logits.dtype.type  # noqa: N806
+    shared = cuda.shared.array(MOST_THREADS, logits.dtype)
+    rows, classes = logits.shape
+    thread, step = cuda.threadIdx.x, cuda.blockDim.x
+    for row in range(cuda.blockIdx.x, rows, cuda.gridDim.x):
+        target = targets[row]
+        largest = T(-math.inf)
+        for j in range(thread, classes, step):
+            largest = larger(logits[row, j], largest)
+        largest = block_max(largest, shared)
+        total = T(0)
+        for j in range(thread, classes, step):
+            total += exponential(logits[row, j] - largest, T)
+        total = block_sum(total, shared)
+        if thread == 0:
+            terms[0, row] = T(0) if target < 0 else largest
+            terms[1, row] = T(0) if target < 0 else total
+            terms[2, row] = logits[row, target - first] if target >= 0 and inside(target - first, classes) else T(0)
+
+
+@kernel("void(const T[:,:,::1], const i8[::1], T[:,::1], f8[::1])")
+def merged_cross_entropy(terms: Array, targets: Array, merged: Array, losses: Array) -> None:
+    """Merge the ``terms`` of all parts (parts, 3, rows): write the largest logit and 1 / sum, and the losses.
+
+    ``merged`` is (2, rows). Sums are added in the order of the parts. Rows with a negative target give zeros.
+    """
+    T = terms.dtype.type  # noqa: N806
+    parts, _, rows = terms.shape
+    for row in range(cuda.grid(1), rows, cuda.gridsize(1)):
+        largest, total, logit = terms[0, 0, row], T(0), T(0)
+        for p in range(1, parts):
+            largest = larger(terms[p, 0, row], largest)
+        for p in range(parts):
+            total += terms[p, 1, row] * exponential(terms[p, 0, row] - largest, T)
+            logit += terms[p, 2, row]
+        if targets[row] < 0:
+            merged[0, row], merged[1, row], losses[row] = T(0), T(0), 0.0
+        else:
+            merged[0, row], merged[1, row] = largest, T(1) / total
+            losses[row] = cross_entropy(total, largest, logit)
+
+
+@kernel("void(const T[:,::1], const i8[::1], i8, const T[:,::1], const T[::1], T[:,::1])")
+def partial_cross_entropy_backward(
+    logits: Array, targets: Array, first: int, merged: Array, scale1: Array, dlogits: Array
+) -> None:
+    """Write ``scale1[0]`` times the gradient of the sum of losses for the classes ``first`` and those after it.
+
+    ``merged`` is :func:`merged_cross_entropy`'s; ``dlogits`` may be ``logits``.
+    """
+    T = logits.dtype.type  # noqa: N806
+    rows, classes = logits.shape
+    for place in range(cuda.grid(1), rows * classes, cuda.gridsize(1)):
+        row, j = place // classes, place % classes
+        target = targets[row]
+        if target < 0:
+            dlogits[row, j] = T(0)
+        else:
+            p = exponential(logits[row, j] - merged[0, row], T) * merged[1, row]
+            dlogits[row, j] = cross_entropy_gradient(p, T(1) if j == target - first else T(0), scale1[0])
