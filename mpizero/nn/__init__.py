@@ -22,13 +22,17 @@ from mpizero.nn.model import (
     gradient_slots,
     initial_parameters,
     loss_and_gradients,
+    model_operations,
     model_specs,
     nest,
 )
 from mpizero.nn.norm import LayerNorm, RMSNorm
+from mpizero.nn.operations import Operations
 from mpizero.nn.ring import ContextRun, Zigzag
 from mpizero.nn.ring_attention import RingSelfAttention
 from mpizero.nn.sequential import Sequential
+from mpizero.nn.split.linear import ColumnLinear, RowLinear
+from mpizero.nn.split.model import SplitModel, run_on, split_model, whole_prediction
 from mpizero.nn.weights import from_torch, to_torch, torch_name
 
 __all__ = [
@@ -37,6 +41,7 @@ __all__ = [
     "MLP",
     "CausalSelfAttention",
     "Checkpointed",
+    "ColumnLinear",
     "ContextModel",
     "ContextRun",
     "CrossEntropy",
@@ -49,14 +54,17 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "MeanSquaredError",
+    "Operations",
     "Position",
     "Projection",
     "RMSNorm",
     "ReLU",
     "RingSelfAttention",
+    "RowLinear",
     "Select",
     "Sequential",
     "SiLU",
+    "SplitModel",
     "Tanh",
     "TokenEmbedding",
     "TransformerBlock",
@@ -72,8 +80,12 @@ __all__ = [
     "initial_values",
     "keep_freed_memory",
     "loss_and_gradients",
+    "model_operations",
     "model_specs",
     "nest",
+    "run_on",
+    "split_model",
     "to_torch",
     "torch_name",
+    "whole_prediction",
 ]

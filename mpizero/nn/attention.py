@@ -10,11 +10,13 @@ from typing import Any
 
 from mpizero import kernels
 from mpizero.errors import ConfigError
-from mpizero.nn.dropout import Dropout
+from mpizero.nn.dropout import Dropout, Window
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.layer import Layer, known, namespace, require_positive, vector
 from mpizero.nn.linear import Linear
-from mpizero.types import EVALUATE, Array, Init, Params, Run
+from mpizero.nn.operations import Operations
+from mpizero.nn.split.attention import SplitAttention
+from mpizero.types import EVALUATE, Array, Group, Init, Params, Run
 
 #: Queries per product. 64 was fastest for 128 and 256 tokens: smaller blocks skip more of the masked half, but
 #: their products are too small for the BLAS.
@@ -73,48 +75,68 @@ class CausalSelfAttention(Layer):
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Attend within each sample of ``x`` (samples, length, dim). Not collective."""
-        into_qkv, projection, dropout = self._layers
+        into_qkv, projection, _ = self._layers
         qkv, qkv_cache = into_qkv.forward(params["qkv"], x, run)
-        q, k, v = self._heads(qkv)
-        probabilities = self._probabilities(q, k)
-        kept, mask = dropout.forward({}, probabilities, run)
-        mixed = namespace(x).empty(x.shape, qkv.dtype)
-        out = self._split(mixed)
-        for start, stop in _blocks(x.shape[1]):
-            namespace(x).matmul(kept[:, :, start:stop, :stop], v[:, :, :stop], out=out[:, :, start:stop])
+        mixed, seen = self.attend(qkv, run)
         y, projection_cache = projection.forward(params["projection"], mixed, run)
-        return y, (qkv_cache, qkv, probabilities, kept, mask, projection_cache)
+        return y, (qkv_cache, seen, projection_cache)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Compute the gradient of ``x``. Not collective."""
-        into_qkv, projection, dropout = self._layers
-        qkv_cache, qkv, probabilities, kept, mask, projection_cache = cache
+        into_qkv, projection, _ = self._layers
+        qkv_cache, seen, projection_cache = cache
         dmixed, projection_pending = projection.backward_input(params["projection"], projection_cache, dy)
-        xp = namespace(qkv)
-        q, k, v = self._heads(qkv)
-        dqkv = xp.empty_like(qkv)
-        dq, dk, dv = self._heads(dqkv)
-        dout = self._split(known(dmixed))
-        dprobabilities = xp.empty_like(probabilities)
-        for start, stop in _blocks(qkv.shape[1]):
-            queries = slice(start, stop)
-            seen = dprobabilities[:, :, queries, :stop]  # what lies beyond stays undefined: the kernel does not read it
-            xp.matmul(dout[:, :, queries], v[:, :, :stop].swapaxes(-1, -2), out=seen)
-            xp.matmul(kept[:, :, start:, queries].swapaxes(-1, -2), dout[:, :, start:], out=dv[:, :, queries])
-        dscores = known(dropout.backward_input({}, mask, dprobabilities)[0])
-        self._softmax_backward(probabilities, dscores)
-        for start, stop in _blocks(qkv.shape[1]):
-            queries = slice(start, stop)
-            xp.matmul(dscores[:, :, queries, :stop], k[:, :, :stop], out=dq[:, :, queries])
-            xp.matmul(dscores[:, :, start:, queries].swapaxes(-1, -2), q[:, :, start:], out=dk[:, :, queries])
+        dqkv = self.attend_backward(seen, known(dmixed))
         dx, qkv_pending = into_qkv.backward_input(params["qkv"], qkv_cache, dqkv)
         return dx, (qkv_pending, projection_pending)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the gradients of both weights and biases. Not collective."""
         into_qkv, projection, _ = self._layers
-        projection.backward_weights(params["projection"], cache[5], pending[1], grads["projection"])
+        projection.backward_weights(params["projection"], cache[2], pending[1], grads["projection"])
         into_qkv.backward_weights(params["qkv"], cache[0], pending[0], grads["qkv"])
+
+    def attend(self, qkv: Array, run: Run, first_head: int = 0) -> tuple[Array, Any]:
+        """Mix the values of ``qkv`` (samples, length, 3 dim) into (samples, length, dim). Not collective.
+
+        Where these are some of a wider layer's heads, ``first_head`` is the first one's number there: dropout masks
+        depend on it.
+        """
+        dropout = self._layers[2]
+        q, k, v = self._heads(qkv)
+        probabilities = self._probabilities(q, k)
+        kept, mask = probabilities, None
+        if dropout.drops(probabilities, run):
+            per_head = probabilities.shape[2] * probabilities.shape[3]
+            mask = run, Window(first_head * per_head, self.heads * per_head)
+            kept = dropout.mask(probabilities, *mask)
+        mixed = namespace(qkv).empty((*qkv.shape[:2], self.dim), qkv.dtype)
+        out = self._split(mixed)
+        for start, stop in _blocks(qkv.shape[1]):
+            namespace(qkv).matmul(kept[:, :, start:stop, :stop], v[:, :, :stop], out=out[:, :, start:stop])
+        return mixed, (qkv, probabilities, kept, mask)
+
+    def attend_backward(self, seen: Any, dmixed: Array) -> Array:
+        """Compute the gradient of ``qkv`` from what :meth:`attend` cached. Not collective."""
+        qkv, probabilities, kept, mask = seen
+        xp = namespace(qkv)
+        q, k, v = self._heads(qkv)
+        dqkv: Array = xp.empty_like(qkv)
+        dq, dk, dv = self._heads(dqkv)
+        dout = self._split(dmixed)
+        dprobabilities = xp.empty_like(probabilities)
+        for start, stop in _blocks(qkv.shape[1]):
+            queries = slice(start, stop)
+            part = dprobabilities[:, :, queries, :stop]  # what lies beyond stays undefined: the kernel does not read it
+            xp.matmul(dout[:, :, queries], v[:, :, :stop].swapaxes(-1, -2), out=part)
+            xp.matmul(kept[:, :, start:, queries].swapaxes(-1, -2), dout[:, :, start:], out=dv[:, :, queries])
+        dscores = dprobabilities if mask is None else self._layers[2].mask(dprobabilities, *mask)
+        self._softmax_backward(probabilities, dscores)
+        for start, stop in _blocks(qkv.shape[1]):
+            queries = slice(start, stop)
+            xp.matmul(dscores[:, :, queries, :stop], k[:, :, :stop], out=dq[:, :, queries])
+            xp.matmul(dscores[:, :, start:, queries].swapaxes(-1, -2), q[:, :, start:], out=dk[:, :, queries])
+        return dqkv
 
     def _probabilities(self, q: Array, k: Array) -> Array:
         samples, heads, length, _ = q.shape
@@ -146,6 +168,22 @@ class CausalSelfAttention(Layer):
         """View (samples, length, dim) as (samples, heads, length, dim / heads)."""
         samples, length, _ = x.shape
         return x.reshape(samples, length, self.heads, self.dim // self.heads).transpose(0, 2, 1, 3)
+
+    def split(self, group: Group) -> Layer:
+        """Split the heads; :class:`ConfigError` unless the group's size divides their number. Not collective."""
+        return SplitAttention(self, group) if group.size > 1 else self
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count the two linear maps and the products between them. Not collective."""
+        into_qkv, projection, _ = self._layers
+        return into_qkv.operations(shape) + projection.operations(shape) + self.attend_operations(shape[0])
+
+    def attend_operations(self, length: int) -> Operations:
+        """Count the products of :meth:`attend` that are not skipped as masked. Not collective."""
+        sizes = [(stop - start, stop, length - start) for start, stop in _blocks(length)]
+        seen = sum(2 * self.dim * queries * before for queries, before, _ in sizes)
+        seeing = sum(2 * self.dim * queries * after for queries, _, after in sizes)
+        return Operations(2 * seen, 2 * seen + 2 * seeing)
 
     def trace(self, graph: Graph, name: str, source: Place) -> Place:
         """Add the two products and the attention between them. Not collective."""

@@ -13,7 +13,9 @@ from mpizero.nn.graph import Graph, Place
 from mpizero.nn.layer import Layer, known, namespace, require_positive
 from mpizero.nn.linear import Linear
 from mpizero.nn.norm import LayerNorm
-from mpizero.types import EVALUATE, Array, Init, Params, Run
+from mpizero.nn.operations import Operations
+from mpizero.nn.split.block import AlongSequence, SplitBlock, SplitFeedForward
+from mpizero.types import EVALUATE, Array, Group, Init, Params, Run
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,15 @@ class FeedForward(Layer):
         expand, _, projection = self._layers
         projection.backward_weights(params["projection"], cache[2], pending[1], grads["projection"])
         expand.backward_weights(params["expand"], cache[0], pending[0], grads["expand"])
+
+    def split(self, group: Group) -> Layer:
+        """Split the hidden features. Not collective."""
+        return SplitFeedForward(self, group) if group.size > 1 else self
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count both linear layers' products. Not collective."""
+        expand, _, projection = self._layers
+        return expand.operations(shape) + projection.operations(expand.output_shape(shape))
 
     def trace(self, graph: Graph, name: str, source: Place) -> Place:
         """Add the three layers in a row. Not collective."""
@@ -171,6 +182,14 @@ class TransformerBlock(Layer):
         parts = zip(reversed(self.children().items()), reversed(caches), reversed(pending), strict=True)
         for (name, layer), layer_cache, layer_pending in parts:
             layer.backward_weights(params[name], layer_cache, layer_pending, grads[name])
+
+    def split(self, group: Group) -> Layer:
+        """Split heads, hidden features and places; :class:`ConfigError` if heads cannot be dealt. Not collective."""
+        return AlongSequence(SplitBlock(self, group), group) if group.size > 1 else self
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count the products of attention and feed-forward. Not collective."""
+        return self._layers[1].operations(shape) + self._layers[3].operations(shape)
 
     def trace(self, graph: Graph, name: str, source: Place) -> Place:
         """Add both branches and their residual sums. Not collective."""

@@ -7,15 +7,16 @@ from typing import Any
 
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.layer import Layer
-from mpizero.types import EVALUATE, Array, ParameterSpec, Params, Run
+from mpizero.nn.operations import Operations
+from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
 
 
 @dataclass(frozen=True)
 class Checkpointed(Layer):
     """Keep only a layer's input; compute its cache again in the backward pass.
 
-    The gradients have the same bits as without: the second forward pass repeats the first, dropout masks included.
-    Parameters keep the wrapped layer's names.
+    The gradients have the same bits as without: the second forward pass repeats the first, dropout masks included, and
+    so do the messages of a layer that is split. Parameters keep the wrapped layer's names.
     """
 
     layer: Layer
@@ -46,6 +47,16 @@ class Checkpointed(Layer):
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Give the wrapped layer's. Not collective."""
         return self.layer.output_shape(shape)
+
+    def split(self, group: Group) -> Layer:
+        """Split the wrapped layer. Not collective."""
+        layer = self.layer.split(group)
+        return self if layer is self.layer else Checkpointed(layer)
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count the wrapped layer's products, the forward ones twice. Not collective."""
+        once = self.layer.operations(shape)
+        return once + Operations(backward_input=once.forward)
 
     def trace(self, graph: Graph, name: str, source: Place) -> Place:
         """Add the wrapped layer: checkpointing changes memory, not the function. Not collective."""

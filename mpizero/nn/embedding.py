@@ -11,7 +11,9 @@ from mpizero.errors import DataError
 from mpizero.nn.dropout import Dropout
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.layer import Layer, as_ids, namespace, require_positive
-from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
+from mpizero.nn.operations import Operations
+from mpizero.nn.split.embedding import SplitEmbedding, SplitTokenEmbedding
+from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, Run
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,10 @@ class Embedding(Layer):
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Add the axis of ``features``. Not collective."""
         return (*shape, self.features)
+
+    def split(self, group: Group) -> Layer:
+        """Split the rows of the table. Not collective."""
+        return SplitEmbedding(self, group) if group.size > 1 else self
 
 
 @dataclass(frozen=True)
@@ -133,16 +139,20 @@ class TokenEmbedding(Layer):
         DataError
             For ids outside the vocabulary, more than ``sequence`` of them, or another number of axes.
         """
-        if x.ndim != 2 or x.shape[1] > self.sequence:
-            raise DataError(
-                f"the model takes ids of shape (samples, length <= {self.sequence}), the input has shape "
-                f"{tuple(x.shape)}; cut the input or build the model with a longer sequence"
-            )
+        self.require_ids(x)
         token, position, dropout = self._layers
         vectors, ids = token.forward(params["token"], x, run)
         vectors += params["position"]["weight"][: x.shape[1]]
         y, mask = dropout.forward({}, vectors, run)
         return y, (ids, mask)
+
+    def require_ids(self, x: Array) -> None:
+        """Raise :class:`DataError` unless ``x`` has the shape of ids. Not collective."""
+        if x.ndim != 2 or x.shape[1] > self.sequence:
+            raise DataError(
+                f"the model takes ids of shape (samples, length <= {self.sequence}), the input has shape "
+                f"{tuple(x.shape)}; cut the input or build the model with a longer sequence"
+            )
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return no input gradient. Not collective."""
@@ -157,6 +167,14 @@ class TokenEmbedding(Layer):
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Add the axis of ``features``. Not collective."""
         return (*shape, self.features)
+
+    def split(self, group: Group) -> Layer:
+        """Split the rows of the token table. Not collective."""
+        return SplitTokenEmbedding(self, group) if group.size > 1 else self
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count no products: rows are copied. Not collective."""
+        return Operations()
 
     def trace(self, graph: Graph, name: str, source: Place) -> Place:
         """Add lookup, positions and dropout. Not collective."""

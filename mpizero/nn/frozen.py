@@ -7,7 +7,8 @@ from typing import Any
 
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.layer import Layer
-from mpizero.types import EVALUATE, Array, ParameterSpec, Params, Run
+from mpizero.nn.operations import Operations
+from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,15 @@ class Frozen(Layer):
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Give the wrapped layer's. Not collective."""
         return self.layer.output_shape(shape)
+
+    def split(self, group: Group) -> Layer:
+        """Split the wrapped layer. Not collective."""
+        layer = self.layer.split(group)
+        return self if layer is self.layer else Frozen(layer)
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count the wrapped layer's products without those of its weights' gradients. Not collective."""
+        return replace(self.layer.operations(shape), backward_weights=0)
 
     def trace(self, graph: Graph, name: str, source: Place) -> Place:
         """Add the wrapped layer. Not collective."""

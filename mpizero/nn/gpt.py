@@ -18,9 +18,15 @@ from mpizero.nn.linear import Projection
 from mpizero.nn.loss import CrossEntropy
 from mpizero.nn.model import export_computation_graph
 from mpizero.nn.norm import LayerNorm
+from mpizero.nn.operations import Operations
 from mpizero.nn.predictor import compile_gpt
+from mpizero.nn.sequential import Sequential
 from mpizero.nn.settings import model_dtype, require_seed
-from mpizero.types import EVALUATE, Array, Params, Run
+from mpizero.nn.split.block import SplitBlock
+from mpizero.nn.split.embedding import SplitTokenEmbedding
+from mpizero.nn.split.head import SplitCrossEntropy, SplitHead
+from mpizero.nn.split.model import SplitModel
+from mpizero.types import EVALUATE, Array, BlockModel, Group, Params, Run
 
 _TOKEN_TABLE = "embedding.token.weight"
 #: Random numbers are keyed by site: 0 is the embedding's dropout, then three for each block.
@@ -70,6 +76,17 @@ class LanguageHead(Layer):
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Replace the last axis by ``vocabulary``. Not collective."""
         return (*shape[:-1], self.vocabulary)
+
+    def split(self, group: Group) -> Layer:
+        """Split the vocabulary; every rank gets all logits. Not collective."""
+        if group.size == 1:
+            return self
+        norm, projection = self._layers
+        return Sequential({"norm": norm, "projection": projection.split(group)})
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count the projection's products. Not collective."""
+        return self._layers[1].operations(shape)
 
     def trace(self, graph: Graph, name: str, source: Place) -> Place:
         """Add norm and projection. Not collective."""
@@ -125,26 +142,52 @@ class GPT:
         require_rate("GPT", self.dropout)
         require_seed("GPT", self.seed)
         object.__setattr__(self, "dtype", model_dtype("GPT", self.dtype))
-        self._block(0)
+        self._transformer(0)
 
-    def _block(self, index: int) -> Layer:
+    def _transformer(self, index: int) -> TransformerBlock:
         site, residual_scale = 1 + _SITES_PER_BLOCK * index, (2 * self.layers) ** -0.5
-        block = TransformerBlock(self.dim, self.heads, self.dropout, site, residual_scale)
+        return TransformerBlock(self.dim, self.heads, self.dropout, site, residual_scale)
+
+    def _kept(self, block: Layer) -> Layer:
         return Checkpointed(block) if self.activation_checkpointing else block
+
+    @cached_property
+    def _ends(self) -> tuple[TokenEmbedding, LanguageHead]:
+        embedding = TokenEmbedding(self.vocabulary, self.sequence, self.dim, self.dropout, site=0)
+        return embedding, LanguageHead(self.dim, self.vocabulary, _TOKEN_TABLE if self.tied else None)
 
     @cached_property
     def blocks(self) -> Mapping[str, Layer]:
         """The blocks by name, in order."""
-        return {
-            "embedding": TokenEmbedding(self.vocabulary, self.sequence, self.dim, self.dropout, site=0),
-            **{f"blocks.{i}": self._block(i) for i in range(self.layers)},
-            "head": LanguageHead(self.dim, self.vocabulary, _TOKEN_TABLE if self.tied else None),
-        }
+        embedding, head = self._ends
+        blocks = {f"blocks.{i}": self._kept(self._transformer(i)) for i in range(self.layers)}
+        return {"embedding": embedding, **blocks, "head": head}
 
     @cached_property
     def loss(self) -> CrossEntropy:
         """Cross-entropy of the next token."""
         return CrossEntropy()
+
+    def split(self, group: Group) -> BlockModel:
+        """Split heads, hidden features and vocabulary, and the activations between them by places. Not collective.
+
+        Ranks hold (samples, own places, dim) between blocks and (samples, length, own items) of the logits: full
+        logits exist on none. Places, features and items are dealt by the shard rule.
+
+        Raises
+        ------
+        ConfigError
+            Unless the group's size divides the heads.
+        """
+        if group.size == 1:
+            return self
+        embedding, head = self._ends
+        layers = {f"blocks.{i}": self._kept(SplitBlock(self._transformer(i), group)) for i in range(self.layers)}
+        first = SplitTokenEmbedding(embedding, group, sequence=True)
+        blocks = {"embedding": first, **layers, "head": SplitHead(head, group)}
+        cuts = {"embedding": 0, **dict.fromkeys(layers, 0), "head": -1}
+        loss = SplitCrossEntropy(self.loss, group, self.vocabulary)
+        return SplitModel(self, group, blocks, loss, cuts, self.vocabulary, sequences=True)
 
     def feature_importance(self, params: Mapping[str, Params]) -> dict[str, float]:
         """Give each vocabulary item's share of the token table's length. Not collective.

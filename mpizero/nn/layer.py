@@ -13,7 +13,8 @@ import numpy as np
 
 from mpizero.errors import ConfigError, DataError
 from mpizero.nn.graph import Graph, Place
-from mpizero.types import EVALUATE, Array, ParameterSpec, Params, Run
+from mpizero.nn.operations import Operations
+from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
 
 
 class Layer(ABC):
@@ -71,6 +72,25 @@ class Layer(ABC):
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Give one sample's output shape from one sample's input shape. Not collective."""
         return shape
+
+    def split(self, group: Group) -> Layer:
+        """Return a layer of the same function of which each rank of ``group`` holds and computes a part.
+
+        The split layer takes and returns whole activations, the same on every rank, and is collective over the group
+        in its forward and backward pass. It names its parameters as this layer does and says which part of them it
+        holds: :attr:`ParameterSpec.part`. A gradient of a parameter without a part is the same on every rank when
+        ``backward_weights`` returns. The default has nothing to split and returns the layer itself. Not collective.
+        """
+        return self
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count the operations of this rank's products for one sample, from the whole input's shape. Not collective.
+
+        The default is for layers without products; a layer made of children must count for itself.
+        """
+        if self.children():
+            raise NotImplementedError(f"{type(self).__name__} does not count its products: define operations()")
+        return Operations()
 
     def trace(self, graph: Graph, name: str, source: Place) -> Place:
         """Add this layer to a computation graph and return the place of its output. Not collective.

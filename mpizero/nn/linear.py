@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from mpizero.nn.layer import Layer, as_rows, namespace, require_positive
-from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
+from mpizero.nn.operations import Operations, linear_operations
+from mpizero.nn.split.linear import SplitLinear, SplitProjection
+from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, Run
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,14 @@ class Linear(Layer):
         """Replace the last axis by ``outputs``. Not collective."""
         return (*shape[:-1], self.outputs)
 
+    def split(self, group: Group) -> Layer:
+        """Split the matrix by columns. Not collective."""
+        return SplitLinear(self, group) if group.size > 1 else self
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count the three products. Not collective."""
+        return linear_operations(prod(shape[:-1]), self.inputs, self.outputs, self.input_gradient)
+
 
 @dataclass(frozen=True)
 class Projection(Layer):
@@ -112,3 +123,11 @@ class Projection(Layer):
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Replace the last axis by ``classes``. Not collective."""
         return (*shape[:-1], self.classes)
+
+    def split(self, group: Group) -> Layer:
+        """Split the classes; every rank gets all logits. Not collective."""
+        return SplitProjection(self, group, joined=True) if group.size > 1 else self
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count the three products. Not collective."""
+        return linear_operations(prod(shape[:-1]), self.features, self.classes)

@@ -35,19 +35,27 @@ class CrossEntropy:
             For :meth:`backward`.
         """
         classes = prediction.shape[-1]
-        if target.shape != prediction.shape[:-1] or target.dtype.kind not in "iu":
-            raise DataError(
-                f"CrossEntropy takes integer targets of shape {tuple(prediction.shape[:-1])}, "
-                f"it was given {target.dtype} of shape {tuple(target.shape)}"
-            )
+        targets = self.as_targets(target, prediction.shape[:-1], classes)
         xp = namespace(prediction)
-        if target.size and int(target.max()) >= classes:
-            raise DataError(f"CrossEntropy: target {int(target.max())} is not below the number of classes, {classes}")
-        targets = xp.ascontiguousarray(target.reshape(-1), dtype=np.int64)
         logits = xp.ascontiguousarray(prediction.reshape(targets.size, classes))
         losses = xp.empty(targets.size, np.float64)
         kernels.backend(logits).loss.softmax_cross_entropy(logits, targets, losses)
         return float(losses.sum()), float((targets >= 0).sum()), (logits, targets, prediction.shape)
+
+    def as_targets(self, target: Array, shape: tuple[int, ...], classes: int) -> Array:
+        """Return integer targets of ``shape`` as contiguous flat int64; :class:`DataError` if they do not fit.
+
+        Not collective.
+        """
+        if target.shape != shape or target.dtype.kind not in "iu":
+            raise DataError(
+                f"CrossEntropy takes integer targets of shape {tuple(shape)}, "
+                f"it was given {target.dtype} of shape {tuple(target.shape)}"
+            )
+        if target.size and int(target.max()) >= classes:
+            raise DataError(f"CrossEntropy: target {int(target.max())} is not below the number of classes, {classes}")
+        targets: Array = namespace(target).ascontiguousarray(target.reshape(-1), dtype=np.int64)
+        return targets
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
         """Compute ``scale`` times the gradient of the loss *sum*, shaped like the prediction. Not collective."""

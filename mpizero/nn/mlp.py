@@ -18,7 +18,9 @@ from mpizero.nn.model import export_computation_graph
 from mpizero.nn.predictor import compile_mlp
 from mpizero.nn.sequential import Sequential
 from mpizero.nn.settings import model_dtype, require_seed
-from mpizero.types import EVALUATE, Array, Init, Params, Run
+from mpizero.nn.split.linear import ColumnLinear, RowLinear
+from mpizero.nn.split.model import SplitModel
+from mpizero.types import EVALUATE, Array, BlockModel, Group, Init, Params, Run
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,16 @@ class MLP:
             if any(not 0 <= i < self.features for i in self.active_features):
                 raise ConfigError(f"MLP: active_features={self.active_features} must lie in 0 to {self.features - 1}")
 
-    @cached_property
+    @property
     def blocks(self) -> Mapping[str, Layer]:
         """The blocks by name, in order."""
+        return self._chain
+
+    @cached_property
+    def _chain(self) -> dict[str, Sequential]:
         widths = (self.features, *self.hidden)
         gain = 1.0 if self.activation == "tanh" else 2.0  # He et al., 2015: half of the others' outputs vanish
-        blocks: dict[str, Layer] = {}
+        blocks = {}
         for i, (inputs, outputs) in enumerate(zip(widths, self.hidden, strict=False)):
             linear = Linear(inputs, outputs, init=Init("normal", (gain / inputs) ** 0.5), input_gradient=i > 0)
             layers = {"linear": linear, "activation": named_activation(self.activation)}
@@ -121,6 +127,29 @@ class MLP:
     def loss(self) -> CrossEntropy | MeanSquaredError:
         """Cross-entropy for a classifier, mean squared error for a regressor."""
         return CrossEntropy() if self.task == "classification" else MeanSquaredError()
+
+    def split(self, group: Group) -> BlockModel:
+        """Split the layers alternately by columns and by rows, so that two of them cost one sum each way.
+
+        Every rank gets the whole outputs. Of an odd number of layers the last one is split by columns, and its outputs
+        are joined. Features are dealt by the shard rule. Not collective.
+        """
+        if group.size == 1:
+            return self
+        blocks: dict[str, Layer] = {}
+        cuts = {}
+        last = len(self.hidden)
+        for i, (name, block) in enumerate(self._chain.items()):
+            layers = dict(block.children())
+            linear: Any = layers["linear"]
+            if i % 2:
+                layers["linear"] = RowLinear(linear, group)
+            elif i < last:
+                layers["linear"], cuts[name] = ColumnLinear(linear, group), -1
+            else:
+                layers["linear"] = linear.split(group)
+            blocks[name] = Sequential(layers)
+        return SplitModel(self, group, blocks, self.loss, cuts)
 
     def feature_importance(self, params: Mapping[str, Params]) -> dict[str, float]:
         """Give each feature's share of the first layer's absolute weights. Not collective.

@@ -13,6 +13,8 @@ from mpizero.layout.flat import nested
 from mpizero.nn.graph import FORMAT, Graph, Place
 from mpizero.nn.initialize import initial_values
 from mpizero.nn.layer import Layer, namespace
+from mpizero.nn.operations import Operations
+from mpizero.nn.split.model import run_on
 from mpizero.types import EVALUATE, Array, BlockModel, ParameterSpec, Params, Run
 
 
@@ -76,7 +78,7 @@ def nest(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def evaluate(model: BlockModel, params: Mapping[str, Params], x: Array, run: Run = EVALUATE) -> Array:
-    """Compute a model's output, keeping nothing for a backward pass. Not collective.
+    """Compute a model's output, keeping nothing for a backward pass. Collective where the model is split.
 
     Parameters
     ----------
@@ -89,6 +91,7 @@ def evaluate(model: BlockModel, params: Mapping[str, Params], x: Array, run: Run
     run : Run
         ``run.training`` turns dropout on.
     """
+    run = run_on(model, x, run)
     for block, layer in model.blocks.items():
         x = layer.forward(params.get(block, {}), x, run)[0]
     return x
@@ -102,7 +105,7 @@ def loss_and_gradients(
     scale: float = 1.0,
     slots: Mapping[str, Array] | None = None,
 ) -> tuple[float, float, dict[str, Array]]:
-    """Run a model forward and backward in one process; tied uses are added. Not collective.
+    """Run a model forward and backward; tied uses are added. Collective where the model is split.
 
     Parameters
     ----------
@@ -129,6 +132,7 @@ def loss_and_gradients(
     """
     params = bind(model, named)
     x, target = batch
+    run = run_on(model, x, run)
     caches = []
     for block, layer in model.blocks.items():
         x, cache = layer.forward(params[block], x, run)
@@ -155,6 +159,23 @@ def gradient_slots(model: BlockModel, like: Array | None = None) -> dict[str, Ar
     """
     xp = np if like is None else namespace(like)
     return {spec.name: xp.empty(spec.shape, model.dtype) for spec in model_specs(model) if spec.trainable}
+
+
+def model_operations(model: BlockModel, input_shape: tuple[int, ...]) -> dict[str, Operations]:
+    """Count the floating-point operations of each block's products for one sample of ``input_shape``.
+
+    Of a split model these are this rank's own. Not collective.
+    """
+    counts = {}
+    for block, layer in model.blocks.items():
+        if not isinstance(layer, Layer):
+            raise NotImplementedError(
+                f"block {block!r} is a {type(layer).__name__}, which does not count its products; "
+                "derive it from mpizero.nn.Layer"
+            )
+        counts[block] = layer.operations(input_shape)
+        input_shape = layer.output_shape(input_shape)
+    return counts
 
 
 def export_computation_graph(model: BlockModel, input_shape: tuple[int, ...]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typing import Any
 from mpizero.errors import ConfigError
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.layer import Layer
-from mpizero.types import EVALUATE, Array, Params, Run
+from mpizero.nn.operations import Operations
+from mpizero.types import EVALUATE, Array, Group, Params, Run
 
 
 @dataclass(frozen=True, init=False)
@@ -67,6 +68,18 @@ class Sequential(Layer):
         for _, layer in self.layers:
             shape = layer.output_shape(shape)
         return shape
+
+    def split(self, group: Group) -> Layer:
+        """Split every layer that can be. Not collective."""
+        layers = {name: layer.split(group) for name, layer in self.layers}
+        return self if all(layers[name] is layer for name, layer in self.layers) else Sequential(layers)
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Add up all layers' products. Not collective."""
+        total = Operations()
+        for _, layer in self.layers:
+            total, shape = total + layer.operations(shape), layer.output_shape(shape)
+        return total
 
     def trace(self, graph: Graph, name: str, source: Place) -> Place:
         """Add the layers in a row. Not collective."""

@@ -1,0 +1,36 @@
+"""Floating-point work of layers, counted from the matrix products that they make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Floating-point operations of the products of one sample: 2 m n k for (m, k) times (k, n).
+
+    Elementwise work, norms and softmax are not counted: they are bound by memory, not by arithmetic.
+    """
+
+    forward: int = 0
+    backward_input: int = 0
+    backward_weights: int = 0
+
+    def __add__(self, other: Operations) -> Operations:
+        """Add two layers' work."""
+        return Operations(
+            self.forward + other.forward,
+            self.backward_input + other.backward_input,
+            self.backward_weights + other.backward_weights,
+        )
+
+    @property
+    def total(self) -> int:
+        """Forward and both halves of the backward pass."""
+        return self.forward + self.backward_input + self.backward_weights
+
+
+def linear_operations(rows: int, inputs: int, outputs: int, input_gradient: bool = True) -> Operations:
+    """Count the three products of a linear map of ``rows`` rows. Not collective."""
+    product = 2 * rows * inputs * outputs
+    return Operations(product, product if input_gradient else 0, product)

@@ -1,0 +1,5 @@
+"""Layers of which every rank of a tensor group holds and computes a part.
+
+Each one is made of the unsplit layer it stands for (``whole``) and the group; the unsplit layers make them, by
+:meth:`mpizero.nn.Layer.split`.
+"""

@@ -1,0 +1,218 @@
+"""Transformer blocks over a tensor group, with sequence-parallel regions (Korthikanti et al., 2022, section 4.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from mpizero.nn.activation import Activation, named_activation
+from mpizero.nn.dropout import Dropout, Window
+from mpizero.nn.layer import Layer, known, namespace
+from mpizero.nn.operations import Operations
+from mpizero.nn.regions import Gather, Split
+from mpizero.nn.split.attention import SplitAttention
+from mpizero.nn.split.linear import ColumnLinear, RowLinear
+from mpizero.nn.split.parts import complete_shared, own_range, require_length, run_of_length, whole_length
+from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
+
+if TYPE_CHECKING:
+    from mpizero.nn.block import FeedForward, TransformerBlock
+
+
+@dataclass(frozen=True)
+class SplitFeedForward(Layer):
+    """Two linear layers with an activation between them, split along the hidden features.
+
+    Parameters
+    ----------
+    whole : FeedForward
+        The unsplit layer; hidden features are dealt by the shard rule.
+    group : Group
+        The ranks it is split over.
+    sequence : bool
+        Whether inputs and outputs are parts of sequences, (samples, own places, dim). The gradient of the
+        projection's bias is then the own part's term.
+    """
+
+    whole: FeedForward
+    group: Group
+    sequence: bool = False
+
+    @cached_property
+    def _layers(self) -> tuple[ColumnLinear, Activation, RowLinear]:
+        expand, projection = self.whole.children().values()
+        return (
+            ColumnLinear(expand, self.group, sequence=self.sequence),  # type: ignore[arg-type]
+            named_activation(self.whole.activation),
+            RowLinear(projection, self.group, self.sequence),  # type: ignore[arg-type]
+        )
+
+    def children(self) -> dict[str, Layer]:
+        """Give ``expand`` and ``projection``. Not collective."""
+        expand, _, projection = self._layers
+        return {"expand": expand, "projection": projection}
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Map ``x`` (..., dim) to the same shape. Collective over the group."""
+        expand, act, projection = self._layers
+        hidden, expand_cache = expand.forward(params["expand"], x, run)
+        active, act_cache = act.forward({}, hidden, run)
+        y, projection_cache = projection.forward(params["projection"], active, run)
+        return y, (expand_cache, act_cache, projection_cache)
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Compute the gradient of ``x``. Collective over the group."""
+        expand, act, projection = self._layers
+        dactive, projection_pending = projection.backward_input(params["projection"], cache[2], dy)
+        dhidden = act.backward_over(cache[1], known(dactive))  # the projection's result, which nobody else holds
+        dx, expand_pending = expand.backward_input(params["expand"], cache[0], dhidden)
+        return dx, (expand_pending, projection_pending)
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the own parts' gradients. Collective over the group if sequences are split."""
+        expand, _, projection = self._layers
+        projection.backward_weights(params["projection"], cache[2], pending[1], grads["projection"])
+        expand.backward_weights(params["expand"], cache[0], pending[0], grads["expand"])
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count the products with the own hidden features. Not collective."""
+        expand, _, projection = self._layers
+        return expand.operations(shape) + projection.operations(self.whole.children()["expand"].output_shape(shape))
+
+
+@dataclass(frozen=True)
+class SplitBlock(Layer):
+    """A pre-norm block over parts of sequences: heads and hidden features are split, all else goes by places.
+
+    Between its column-row pairs a rank works on its own places only, so norms, dropouts and the residual stream take
+    1 / size of the time and memory. Messages of a pass: forward a gather and a reduce-scatter for each of the two
+    pairs; backward the same again, another gather for each pair in the weight half, since inputs of the column
+    products are kept in parts, and one sum of the gradients of all parameters that every rank holds whole.
+
+    Parameters
+    ----------
+    whole : TransformerBlock
+        The unsplit layer.
+    group : Group
+        The ranks it is split over.
+    """
+
+    whole: TransformerBlock
+    group: Group
+
+    def __post_init__(self) -> None:
+        self.children()
+
+    @cached_property
+    def _layers(self) -> tuple[Layer, SplitAttention, Layer, SplitFeedForward]:
+        norm1, attention, norm2, feed_forward = self.whole.children().values()
+        return (
+            norm1,
+            SplitAttention(attention, self.group, sequence=True),  # type: ignore[arg-type]
+            norm2,
+            SplitFeedForward(feed_forward, self.group, sequence=True),  # type: ignore[arg-type]
+        )
+
+    @cached_property
+    def _dropouts(self) -> tuple[Dropout, Dropout]:
+        return Dropout(self.whole.dropout, self.whole.site + 1), Dropout(self.whole.dropout, self.whole.site + 2)
+
+    def children(self) -> dict[str, Layer]:
+        """Give ``norm1``, ``attention``, ``norm2`` and ``feed_forward``. Not collective."""
+        norm1, attention, norm2, feed_forward = self._layers
+        return {"norm1": norm1, "attention": attention, "norm2": norm2, "feed_forward": feed_forward}
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Map the own places ``x`` (samples, places, dim) to the same shape. Collective over the group."""
+        norm1, attention, norm2, feed_forward = self._layers
+        drop1, drop2 = self._dropouts
+        xp = namespace(x)
+        run = require_length(run, x, self.group)
+        a, norm1_cache = norm1.forward(params["norm1"], x, run)
+        a, attention_cache = attention.forward(params["attention"], a, run)
+        a = dropped(drop1, a, run, self.group)
+        h = xp.add(a, x, out=a)
+        b, norm2_cache = norm2.forward(params["norm2"], h, run)
+        b, feed_cache = feed_forward.forward(params["feed_forward"], b, run)
+        b = dropped(drop2, b, run, self.group)
+        y = xp.add(b, h, out=b)
+        return y, (norm1_cache, attention_cache, norm2_cache, feed_cache, run)
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Compute the gradient of ``x``. Collective over the group."""
+        norm1, attention, norm2, feed_forward = self._layers
+        drop1, drop2 = self._dropouts
+        norm1_cache, attention_cache, norm2_cache, feed_cache, run = cache
+        db = dropped(drop2, dy, run, self.group)
+        dfeed, feed_pending = feed_forward.backward_input(params["feed_forward"], feed_cache, db)
+        dnorm, norm2_pending = norm2.backward_input(params["norm2"], norm2_cache, known(dfeed))
+        dh = known(dnorm)
+        dh += dy
+        da = dropped(drop1, dh, run, self.group)
+        dattention, attention_pending = attention.backward_input(params["attention"], attention_cache, da)
+        dnorm, norm1_pending = norm1.backward_input(params["norm1"], norm1_cache, known(dattention))
+        dx = known(dnorm)
+        dx += dh
+        return dx, (norm1_pending, attention_pending, norm2_pending, feed_pending)
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the own parts' gradients, and those of what every rank holds whole. Collective over the group."""
+        parts = zip(reversed(self.children().items()), reversed(cache[:4]), reversed(pending), strict=True)
+        for (name, layer), layer_cache, layer_pending in parts:
+            layer.backward_weights(params[name], layer_cache, layer_pending, grads[name])
+        complete_shared(self, self.group, grads, "block: shared gradients")
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count the products of the own heads and hidden features. Not collective."""
+        return self._layers[1].operations(shape) + self._layers[3].operations(shape)
+
+
+def dropped(dropout: Dropout, x: Array, run: Run, group: Group) -> Array:
+    """Mask the own places ``x`` (samples, places, features) as the unsplit model masks the whole sequence.
+
+    The gradient is the same function of ``dy``. Not collective.
+    """
+    if not dropout.drops(x, run):
+        return x
+    start, stop = own_range(whole_length(run), group)
+    return dropout.mask(x, run, Window(start * x.shape[2], (stop - start) * x.shape[2]))
+
+
+@dataclass(frozen=True)
+class AlongSequence(Layer):
+    """Run a layer that works on parts of sequences, ``layer``, between activations that are whole on every rank.
+
+    Parameters keep the wrapped layer's names.
+    """
+
+    layer: Layer
+    group: Group
+
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """Describe the wrapped layer's parameters under their own names. Not collective."""
+        return self.layer.specs()
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Give each rank its places of ``x`` (samples, length, ...), and join the results. Collective."""
+        cut, join = Split(self.group, 1, x.shape[1]), Gather(self.group, 1, x.shape[1])
+        y, cache = self.layer.forward(params, cut.forward(x), run_of_length(run, x.shape[1]))
+        return join.forward(y), (cut, cache, join)
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Compute the gradient of ``x``, whole. Collective over the group."""
+        cut, inner, join = cache
+        dx, pending = self.layer.backward_input(params, inner, join.backward(dy))
+        return cut.backward(known(dx)), pending
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Run the wrapped layer's weight half. Collective as it is."""
+        self.layer.backward_weights(params, cache[1], pending, grads)
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Give the wrapped layer's. Not collective."""
+        return self.layer.output_shape(shape)
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count the wrapped layer's products. Not collective."""
+        return self.layer.operations(shape)

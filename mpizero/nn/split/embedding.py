@@ -1,0 +1,144 @@
+"""Token tables of which each rank of a tensor group has some of the rows (Shoeybi et al., 2019, section 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from mpizero import kernels
+from mpizero.nn.dropout import Dropout
+from mpizero.nn.layer import Layer, as_ids, namespace
+from mpizero.nn.operations import Operations
+from mpizero.nn.regions import Reduce, Region, Scatter
+from mpizero.nn.split.block import dropped
+from mpizero.nn.split.parts import Ranges, own_range, part_of, run_of_length, size_of
+from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
+
+if TYPE_CHECKING:
+    from mpizero.nn.embedding import Embedding, TokenEmbedding
+
+
+@dataclass(frozen=True)
+class SplitEmbedding(Layer):
+    """Look up ids in a table whose rows are dealt by the shard rule: each vector is found by one rank.
+
+    Its sum with the other ranks' zeros is exact, so vectors and gradients have the bits of the unsplit layer.
+
+    Parameters
+    ----------
+    whole : Embedding
+        The unsplit layer.
+    group : Group
+        The ranks it is split over.
+    sequence : bool
+        Whether each rank gets the vectors of its places only, of ids (samples, length); else it gets all.
+    """
+
+    whole: Embedding
+    group: Group
+    sequence: bool = False
+
+    @cached_property
+    def ranges(self) -> Ranges:
+        """The rows this rank holds."""
+        return (own_range(self.whole.items, self.group),)
+
+    def own_specs(self) -> tuple[ParameterSpec, ...]:
+        """Describe the own rows of ``weight``. Not collective."""
+        return tuple(part_of(spec, 0, self.ranges) for spec in self.whole.own_specs())
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Map ids to vectors, as the unsplit layer or of the own places only. Collective over the group."""
+        weight = params["weight"]
+        ids = as_ids(x, self.whole.items, "Embedding").reshape(-1) - self.ranges[0][0]
+        rows = namespace(weight).empty((ids.size, self.whole.features), weight.dtype)
+        kernels.backend(weight).embedding.gather(weight, ids, rows)
+        rows[(ids < 0) | (ids >= size_of(self.ranges))] = 0
+        leave: Region = Scatter(self.group, 1, x.shape[1]) if self.sequence else Reduce(self.group)
+        return leave.forward(rows.reshape(*x.shape, self.whole.features)), (ids, leave)
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Return no input gradient. Not collective."""
+        return None, dy
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the own rows' gradient. Collective over the group if sequences are split."""
+        self.add_rows(cache[0], cache[1].backward(pending), grads["weight"])
+
+    def add_rows(self, ids: Array, dy: Array, gradient: Array) -> None:
+        """Overwrite ``gradient`` with the sum of ``dy`` over the places of each own id. Not collective."""
+        gradient[...] = 0
+        rows = namespace(dy).ascontiguousarray(dy.reshape(ids.size, self.whole.features))
+        kernels.backend(gradient).embedding.scatter_add(rows, ids, gradient)
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Give the unsplit layer's. Not collective."""
+        return self.whole.output_shape(shape)
+
+
+@dataclass(frozen=True)
+class SplitTokenEmbedding(Layer):
+    """Token table split by rows, position table whole on every rank, then dropout.
+
+    Messages: a reduce-scatter forward and a gather in the weight half, or a sum forward if ``sequence`` is false.
+
+    Parameters
+    ----------
+    whole : TokenEmbedding
+        The unsplit layer.
+    group : Group
+        The ranks it is split over.
+    sequence : bool
+        Whether each rank gets the vectors of its places only.
+    """
+
+    whole: TokenEmbedding
+    group: Group
+    sequence: bool = False
+
+    @cached_property
+    def _layers(self) -> tuple[SplitEmbedding, Layer, Dropout]:
+        token, position = self.whole.children().values()
+        split = SplitEmbedding(token, self.group, self.sequence)  # type: ignore[arg-type]
+        return split, position, Dropout(self.whole.dropout, self.whole.site)
+
+    def children(self) -> dict[str, Layer]:
+        """Give ``token`` and ``position``. Not collective."""
+        token, position, _ = self._layers
+        return {"token": token, "position": position}
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Map ids (samples, length) to vectors (samples, length or own places, features). Collective over the group."""
+        self.whole.require_ids(x)
+        token, _, dropout = self._layers
+        vectors, cache = token.forward(params["token"], x, run)
+        start, stop = own_range(x.shape[1], self.group) if self.sequence else (0, x.shape[1])
+        vectors += params["position"]["weight"][start:stop]
+        run = run_of_length(run, x.shape[1])
+        return self._dropped(dropout, vectors, run), (cache, run)
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Return no input gradient. Not collective."""
+        return None, self._dropped(self._layers[2], dy, cache[1])
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the own rows' gradient and the positions'. Collective over the group if sequences are split."""
+        token, position, _ = self._layers
+        ids, leave = cache[0]
+        dy = leave.backward(pending)  # all places, which both tables need
+        token.add_rows(ids, dy, grads["token"]["weight"])
+        position.backward_weights(params["position"], None, dy, grads["position"])
+
+    def _dropped(self, dropout: Dropout, x: Array, run: Run) -> Array:
+        if self.sequence:
+            return dropped(dropout, x, run, self.group)
+        return dropout.mask(x, run) if dropout.drops(x, run) else x
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Give the unsplit layer's. Not collective."""
+        return self.whole.output_shape(shape)
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count no products: rows are copied. Not collective."""
+        return Operations()

@@ -1,0 +1,145 @@
+"""A language model's last block and loss over a tensor group, whose full logits exist on no rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpizero import kernels
+from mpizero.nn.layer import Layer, known, namespace, vector
+from mpizero.nn.operations import Operations
+from mpizero.nn.regions import Gather
+from mpizero.nn.split.linear import SplitProjection
+from mpizero.nn.split.parts import complete_shared, own_range, require_length
+from mpizero.types import EVALUATE, Array, Group, Params, Run
+
+if TYPE_CHECKING:
+    from mpizero.nn.gpt import LanguageHead
+    from mpizero.nn.loss import CrossEntropy
+
+
+@dataclass(frozen=True)
+class SplitHead(Layer):
+    """Final norm over the own places of sequences, then the logits of the own vocabulary items for all places.
+
+    Messages: a gather forward, a reduce-scatter backward; in the weight half a gather and a sum of the norm's
+    gradients.
+
+    Parameters
+    ----------
+    whole : LanguageHead
+        The unsplit layer.
+    group : Group
+        The ranks it is split over.
+    """
+
+    whole: LanguageHead
+    group: Group
+
+    @cached_property
+    def _layers(self) -> tuple[Layer, SplitProjection]:
+        norm, projection = self.whole.children().values()
+        return norm, SplitProjection(projection, self.group, sequence=True)  # type: ignore[arg-type]
+
+    def children(self) -> dict[str, Layer]:
+        """Give ``norm`` and ``projection``. Not collective."""
+        norm, projection = self._layers
+        return {"norm": norm, "projection": projection}
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Map own places (samples, places, dim) to logits (samples, length, own items). Collective over the group."""
+        norm, projection = self._layers
+        run = require_length(run, x, self.group)
+        normed, norm_cache = norm.forward(params["norm"], x, run)
+        logits, projection_cache = projection.forward(params["projection"], normed, run)
+        return logits, (norm_cache, projection_cache)
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Compute the gradient of ``x``. Collective over the group."""
+        norm, projection = self._layers
+        dnormed, projection_pending = projection.backward_input(params["projection"], cache[1], dy)
+        dx, norm_pending = norm.backward_input(params["norm"], cache[0], known(dnormed))
+        return dx, (norm_pending, projection_pending)
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the gradients of the norm and of this use of the own items. Collective over the group."""
+        norm, projection = self._layers
+        projection.backward_weights(params["projection"], cache[1], pending[1], grads["projection"])
+        norm.backward_weights(params["norm"], cache[0], pending[0], grads["norm"])
+        complete_shared(self, self.group, grads, "head: shared gradients")
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Give the unsplit layer's. Not collective."""
+        return self.whole.output_shape(shape)
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count the products with the own items. Not collective."""
+        return self._layers[1].operations(shape)
+
+
+@dataclass(frozen=True)
+class SplitCrossEntropy:
+    """Cross-entropy of logits of which each rank has the classes that the shard rule gives it.
+
+    Each rank reduces its logits of a place to their maximum, the sum of their exponentials over it, and the target's
+    logit if it is here. One message of these three gives every rank the whole loss, with the same bits; the gradient
+    of the own logits needs no other.
+
+    Parameters
+    ----------
+    whole : CrossEntropy
+        The unsplit loss.
+    group : Group
+        The ranks the classes are dealt to.
+    classes : int
+        Number of classes of all ranks.
+    """
+
+    whole: CrossEntropy
+    group: Group
+    classes: int
+
+    def forward(self, prediction: Array, target: Array) -> tuple[float, float, Any]:
+        """Sum the losses of all counted targets, in float64. Collective over the group.
+
+        Parameters
+        ----------
+        prediction : Array
+            The own logits, (..., own classes).
+        target : Array
+            As for :class:`mpizero.nn.CrossEntropy`, the same on every rank.
+
+        Returns
+        -------
+        loss_sum, weight : float
+            The sum and the number of counted targets, the same on every rank.
+        cache : Any
+            For :meth:`backward`.
+        """
+        targets = self.whole.as_targets(target, prediction.shape[:-1], self.classes)
+        xp, loss = namespace(prediction), kernels.backend(prediction).loss
+        logits = xp.ascontiguousarray(prediction.reshape(targets.size, prediction.shape[-1]))
+        first = own_range(self.classes, self.group)[0]
+        own = xp.empty((1, 3, targets.size), logits.dtype)
+        loss.partial_cross_entropy(logits, targets, first, own[0])
+        terms = self.group.all_gather(own, 0, (1,) * self.group.size, "cross-entropy")
+        merged, losses = xp.empty((2, targets.size), logits.dtype), xp.empty(targets.size, np.float64)
+        loss.merged_cross_entropy(terms, targets, merged, losses)
+        counted = float((targets >= 0).sum())
+        return float(losses.sum()), counted, (logits, targets, merged, prediction.shape)
+
+    def backward(self, cache: Any, scale: float = 1.0) -> Array:
+        """Compute ``scale`` times the gradient of the loss sum for the own logits. Not collective."""
+        logits, targets, merged, shape = cache
+        gradient: Array = namespace(logits).empty_like(logits)
+        first = own_range(self.classes, self.group)[0]
+        loss = kernels.backend(logits).loss
+        loss.partial_cross_entropy_backward(logits, targets, first, merged, vector(logits, scale), gradient)
+        return gradient.reshape(shape)
+
+    def joined(self, prediction: Array) -> Array:
+        """Return the logits of all classes. Collective over the group."""
+        return Gather(self.group, prediction.ndim - 1, self.classes).forward(prediction)

@@ -1,0 +1,101 @@
+"""Which part of a parameter and of a sequence a rank of a tensor group holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from mpizero.errors import DataError
+from mpizero.layout import Partition
+from mpizero.nn.layer import Layer, namespace
+from mpizero.nn.regions import complete
+from mpizero.types import Array, Group, ParameterSpec, Params, Part, Run
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+def own_range(length: int, group: Group) -> tuple[int, int]:
+    """Return this rank's range of ``length`` items by the shard rule. Not collective."""
+    shard = Partition(length, group.size).shard(group.rank)
+    return shard.start, shard.stop
+
+
+def size_of(ranges: Ranges) -> int:
+    """Return the number of items in ``ranges``. Not collective."""
+    return sum(stop - start for start, stop in ranges)
+
+
+def part_of(spec: ParameterSpec, axis: int, ranges: Ranges) -> ParameterSpec:
+    """Describe the ranges of a whole parameter along ``axis``; it starts as the whole one does. Not collective."""
+    shape = (*spec.shape[:axis], size_of(ranges), *spec.shape[axis + 1 :])
+    return replace(spec, shape=shape, part=Part(spec.shape, axis, ranges))
+
+
+def complete_shared(layer: Layer, group: Group, grads: Params, tag: str) -> None:
+    """Add up the gradients of the parameters that every rank holds whole but saw only part of the places for.
+
+    Collective over ``group``: one message.
+    """
+    shared = [_found(grads, spec.name) for spec in layer.specs() if spec.part is None and spec.trainable]
+    complete(group, shared, tag)
+
+
+def _found(tree: Any, name: str) -> Array:
+    for key in name.split("."):
+        tree = tree[key]
+    array: Array = tree
+    return array
+
+
+@dataclass(frozen=True)
+class SequenceRun(Run):
+    """A run that knows the length of the sequences, of which layers in a sequence-parallel region see a part.
+
+    A rank cannot read it off its own part, since parts may differ by one place. Blocks that are given a plain
+    :class:`Run` ask the other ranks, with one small message each.
+    """
+
+    length: int = 0
+
+
+def run_of_length(run: Run, length: int) -> Run:
+    """Add the whole sequences' length to what ``run`` knows. Not collective."""
+    if getattr(run, "length", 0) == length:
+        return run
+    return SequenceRun(**{item.name: getattr(run, item.name) for item in fields(Run)}, length=length)
+
+
+def require_length(run: Run, x: Array, group: Group) -> Run:
+    """Return ``run`` with the whole length of the sequences of which ``x`` (samples, places, ...) is this rank's part.
+
+    Collective over ``group`` unless ``run`` knows the length.
+
+    Raises
+    ------
+    DataError
+        ``x`` is not the part that the shard rule gives this rank.
+    """
+    length = whole_length(run)
+    if not length:
+        own = namespace(x).full(1, x.shape[1], np.int64)
+        length = int(group.all_gather(own, 0, (1,) * group.size, "sequence lengths").sum())
+    start, stop = own_range(length, group)
+    if x.shape[1] != stop - start:
+        raise DataError(
+            f"rank {group.rank} of a tensor group of {group.size} takes places {start} to {stop} of sequences of "
+            f"{length}, the input has shape {tuple(x.shape)}: give every rank its own part, by the shard rule"
+        )
+    return run_of_length(run, length)
+
+
+def whole_length(run: Run) -> int:
+    """Return the length of whole sequences that ``run`` knows; 0 if it knows none. Not collective."""
+    return int(getattr(run, "length", 0))
+
+
+def divisors(number: int) -> Sequence[int]:
+    """List the numbers that divide ``number``, ascending. Not collective."""
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,157 @@
+"""Floating-point work as layers count it, against every matrix product that is really made."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpizero.nn import (
+    GPT,
+    MLP,
+    CausalSelfAttention,
+    Checkpointed,
+    Frozen,
+    Layer,
+    Linear,
+    MeanSquaredError,
+    Operations,
+    Sequential,
+    bind,
+    gradient_slots,
+    initial_parameters,
+    loss_and_gradients,
+    model_operations,
+    nest,
+    split_model,
+)
+from mpizero.types import Run
+from tests.nn.tensor import Apart, Counted, on_ranks
+
+TRAINING = Run(training=True)
+MODELS = {
+    "gpt": (GPT(dim=24, layers=2, heads=12, sequence=9, vocabulary=11), (7,)),
+    "gpt with dropout, untied": (
+        GPT(dim=8, layers=1, heads=4, sequence=9, vocabulary=5, dropout=0.2, tied=False),
+        (9,),
+    ),
+    "gpt of several query blocks": (GPT(dim=8, layers=1, heads=4, sequence=150, vocabulary=5), (135,)),
+    "gpt with checkpoints": (
+        GPT(dim=8, layers=2, heads=4, sequence=9, vocabulary=5, activation_checkpointing=True),
+        (7,),
+    ),
+    "mlp": (MLP(features=5, hidden=(8, 6, 7), outputs=3), (5,)),
+    "deep mlp": (MLP(features=5, hidden=(8, 6), outputs=3, active_features=(1,)), (5,)),
+}
+SAMPLES = 3
+
+
+def batch(model, shape):
+    rng = np.random.default_rng(0)
+    if isinstance(model, MLP):
+        return rng.normal(size=(SAMPLES, *shape)).astype(np.float32), rng.integers(0, 3, SAMPLES)
+    return rng.integers(0, 5, (2, SAMPLES, *shape))
+
+
+def counted(model):
+    return {name: value.view(Counted) for name, value in initial_parameters(model).items()}
+
+
+def spent_by_block(model, x, y):
+    """Operations of each block's passes, one after the other."""
+    from mpizero.nn import run_on
+
+    params = bind(model, counted(model))
+    grads = {name: value.view(Counted) for name, value in gradient_slots(model).items()}
+    run, caches, spent = run_on(model, x, TRAINING), {}, {}
+    Counted.spent()
+    for name, layer in model.blocks.items():
+        x, caches[name] = layer.forward(params[name], x, run)
+        spent[name] = [Counted.spent()]
+    d = model.loss.backward(model.loss.forward(x, y)[2])
+    for name, layer in reversed(model.blocks.items()):
+        d, pending = layer.backward_input(params[name], caches[name], d)
+        spent[name].append(Counted.spent())
+        slots = [(n[len(name) + 1 :], g) for n, g in grads.items() if n.startswith(f"{name}.")]
+        layer.backward_weights(params[name], caches[name], pending, nest(slots))
+        spent[name].append(Counted.spent())
+    return {name: Operations(*counts) for name, counts in spent.items()}
+
+
+def times(count, operations):
+    return Operations(
+        *(count * n for n in (operations.forward, operations.backward_input, operations.backward_weights))
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_counts_are_those_of_the_products_really_made(name):
+    model, shape = MODELS[name]
+    expected = {block: times(SAMPLES, work) for block, work in model_operations(model, shape).items()}
+    assert spent_by_block(model, *batch(model, shape)) == expected
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_counts_of_split_models_are_those_of_the_rank_s_own_products(name, size):
+    model, shape = MODELS[name]
+    if isinstance(model, GPT) and model.heads % size:
+        pytest.skip("the heads cannot be dealt")
+
+    def work(group):
+        split = split_model(model, group)
+        counts = model_operations(split, shape)
+        assert spent_by_block(split, *batch(model, shape)) == {b: times(SAMPLES, n) for b, n in counts.items()}
+        return counts
+
+    ranks = on_ranks(size, work)
+    for block, whole in model_operations(model, shape).items():
+        assert sum((counts[block] for counts in ranks), Operations()) == whole, "the work is dealt, none is repeated"
+
+
+def test_work_falls_by_the_size_of_the_group():
+    model = GPT(dim=32, layers=2, heads=4, sequence=16, vocabulary=64)
+    whole = model_operations(model, (16,))
+    for size in (2, 4):
+        own = model_operations(split_model(model, Apart(1, size)), (16,))
+        assert {block: times(size, counts) for block, counts in own.items()} == whole
+
+
+def test_a_whole_step_is_the_sum_of_its_blocks():
+    model, shape = MODELS["gpt"]
+    slots = {name: value.view(Counted) for name, value in gradient_slots(model).items()}
+    Counted.spent()
+    loss_and_gradients(model, counted(model), batch(model, shape), TRAINING, slots=slots)
+    assert Counted.spent() == SAMPLES * sum(counts.total for counts in model_operations(model, shape).values())
+
+
+def test_known_formulas():
+    assert Linear(3, 5).operations((4, 3)) == Operations(120, 120, 120)
+    assert Linear(3, 5, input_gradient=False).operations((3,)) == Operations(30, 0, 30)
+    assert Frozen(Linear(3, 5)).operations((3,)) == Operations(30, 30, 0)
+    assert Checkpointed(Linear(3, 5)).operations((3,)) == Operations(30, 60, 30)
+    assert Sequential([Linear(3, 5), Linear(5, 2)]).operations((3,)) == Operations(50, 50, 50)
+    # 64 queries see 64 keys and 64 see 128, instead of 128 each: 3/4 of the square.
+    attend = CausalSelfAttention(8, 2).attend_operations(128)
+    assert attend == Operations(2 * 2 * 128 * 128 * 8 * 3 // 4, 4 * 2 * 128 * 128 * 8 * 3 // 4)
+
+
+def test_layers_that_cannot_be_counted_say_so():
+    class Pair(Layer):
+        def children(self):
+            return {"one": Linear(2, 2)}
+
+        def forward(self, params, x, run=None):
+            return x, None
+
+        def backward_input(self, params, cache, dy):
+            return dy, None
+
+    with pytest.raises(NotImplementedError, match=r"Pair does not count its products: define operations\(\)"):
+        Pair().operations((2,))
+
+    class Model:
+        blocks = {"only": object()}
+        loss, dtype, seed = MeanSquaredError(), np.dtype("float32"), 0
+
+    with pytest.raises(NotImplementedError, match="block 'only' is a object, which does not count its products"):
+        model_operations(Model(), (3,))
