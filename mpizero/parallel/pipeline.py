@@ -272,8 +272,10 @@ class PipelineRunner:
         value = self._forward_only(x, self.scalars.fail)
         if x is None or value is None or not self.stage.is_last:
             return 0.0, 0.0, None
-        loss, weight, _ = self.criterion.forward(value, y)
-        return loss, weight, self.stage.whole_scores(value)
+        with self._computing(_Flight(self.scalars.fail)):
+            loss, weight, _ = self.criterion.forward(value, y)
+            return loss, weight, self.stage.whole_scores(value)
+        return 0.0, 0.0, None  # and go on: the other micro-batches still come
 
     def _forward_only(self, x: Any, fail: Callable[[Exception], None]) -> Any:
         if x is None:
