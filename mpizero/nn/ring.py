@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ import numpy as np
 
 from mpizero.errors import DataError
 from mpizero.layout import Partition
-from mpizero.types import Array, Group, Run
+from mpizero.types import Array, Group, Run, ShiftRequest
 
 #: Queries and keys of one product. Tiles this small keep the scores in cache, and larger ones skip less of the masked
 #: half.
@@ -89,6 +89,15 @@ class Zigzag:
     def positions(self, rank: int) -> Array:
         """Return the place in the whole sequence of each place of a rank's part, int64. Not collective."""
         return np.concatenate([np.arange(run.start, run.stop, dtype=np.int64) for run in self._runs[rank]])
+
+    def scores(self, rank: int) -> int:
+        """Count the scores in all tiles of a rank, whosever keys they are. Not collective."""
+        tiles = [
+            (first, min(first + QUERIES, run.stop))
+            for run in self._runs[rank]
+            for first in range(run.start, run.stop, QUERIES)
+        ]
+        return sum((stop - first) * stop for first, stop in tiles)
 
     def tiles(self, rank: int, source: int) -> Iterator[Tile]:
         """Cut the scores of a rank's queries and the keys of ``source`` into tiles. Not collective.
@@ -168,17 +177,31 @@ def agreed_lengths(x: Array, group: Group) -> tuple[int, ...]:
     return lengths
 
 
-def travel(group: Group, array: Array, tag: str) -> Iterator[tuple[int, Array]]:
-    """Yield every rank's ``array`` with its rank, this rank's own first.
+def travel(group: Group, array: Array, tag: str) -> Iterator[tuple[int, Array, ShiftRequest | None]]:
+    """Yield every rank's ``array`` with its rank, this rank's own first, and the request that fetches the next.
 
     Collective over ``group``: size - 1 messages for each rank. Each is on its way to the next rank while the caller
     works with it, so it must not be written to. All ranks' arrays have the same shape.
     """
     for hop in range(group.size):
         request = group.shift([array], 1, tag) if hop < group.size - 1 else None
-        yield (group.rank - hop) % group.size, array
+        yield (group.rank - hop) % group.size, array, request
         if request is not None:
             (array,) = request.wait()
+
+
+def progress(*requests: ShiftRequest | None) -> Callable[[], None]:
+    """Return a function that lets the given requests move on. Not collective.
+
+    Most MPIs move large messages only inside their own calls. Requests that have no ``test()`` need none.
+    """
+    tests = [test for request in requests if (test := getattr(request, "test", None)) is not None]
+
+    def poll() -> None:
+        for test in tests:
+            test()
+
+    return poll
 
 
 class Workspace:

@@ -9,7 +9,7 @@ the scores.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -17,11 +17,14 @@ from mpizero import kernels
 from mpizero.nn.attention import CausalSelfAttention
 from mpizero.nn.dropout import Window
 from mpizero.nn.layer import namespace, vector
-from mpizero.nn.ring import KEYS, QUERIES, ContextRun, Tile, Workspace, Zigzag, placed, travel
+from mpizero.nn.operations import Operations
+from mpizero.nn.ring import KEYS, QUERIES, ContextRun, Tile, Workspace, Zigzag, placed, progress, travel
 from mpizero.types import Array, Group, Run, ShiftRequest
 
 #: Scores computed at once, over as many samples as fit: 2 MiB of float32 stay in a core's cache.
 SCORES = 1 << 19
+#: Tiles, each for some samples.
+_Parts = Iterator[tuple[slice, Tile]]
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,9 @@ class RingSelfAttention(CausalSelfAttention):
         maxima, sums = xp.full(rows, -math.inf, qkv.dtype), xp.zeros(rows, qkv.dtype)
         mixed = xp.zeros((*qkv.shape[:2], self.dim), qkv.dtype)
         q, out = self._heads(qkv)[0], self._split(mixed)
-        for source, pair in travel(self.group, self._packed(qkv, zigzag), "ring keys"):
+        for source, pair, coming in travel(self.group, self._packed(qkv, zigzag), "ring keys"):
             k, v = self._pair(pair)
-            for some, tile in tiles.of(source):
+            for some, tile in tiles.of(source, progress(coming)):
                 weights = tiles.product("scores", q[some, :, tile.queries], k[some, :, tile.keys].swapaxes(-1, -2))
                 factors = tiles.running_softmax(weights, some, tile, maxima, sums)
                 kept = tiles.dropped(weights, some, tile)
@@ -70,18 +73,30 @@ class RingSelfAttention(CausalSelfAttention):
         dqkv: Array = xp.zeros_like(qkv)
         dq, dk, dv = self._heads(dqkv)
         request: ShiftRequest | None = None
-        for source, pair in travel(self.group, self._packed(qkv, adjoint.tiles.zigzag), "ring keys"):
+        for source, pair, coming in travel(self.group, self._packed(qkv, adjoint.tiles.zigzag), "ring keys"):
+            tiles = adjoint.tiles.of(source, progress(coming, request))
             if source == self.group.rank:
-                adjoint.add(source, self._pair(pair), dq, (dk, dv))
+                adjoint.add(tiles, self._pair(pair), dq, (dk, dv))
                 continue
             dpair = xp.zeros_like(pair)
-            adjoint.add(source, self._pair(pair), dq, self._pair(dpair))
+            adjoint.add(tiles, self._pair(pair), dq, self._pair(dpair))
             if request is not None:
                 dpair += request.wait()[0]
             request = self.group.shift([dpair], 1, "ring gradients")
         if request is not None:
             dqkv[:, :, self.dim :] += request.wait()[0][:, : qkv.shape[1]]
         return dqkv
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count this rank's products, from the shape of a whole sample. Not collective."""
+        into_qkv, projection, _ = self._layers
+        own = (Zigzag(shape[0], self.group.size).sizes[self.group.rank], *shape[1:])
+        return into_qkv.operations(own) + projection.operations(own) + self.attend_operations(shape[0])
+
+    def attend_operations(self, length: int) -> Operations:
+        """Count the products of this rank's tiles: two forward, five backward. Not collective."""
+        product = 2 * self.dim * Zigzag(length, self.group.size).scores(self.group.rank)
+        return Operations(2 * product, 5 * product)
 
     def _packed(self, qkv: Array, zigzag: Zigzag) -> Array:
         """Copy keys and values, (samples, longest, 2 dim): as long on every rank."""
@@ -120,13 +135,14 @@ class _Tiles:
         self._heads, self._rank, self._samples = layer.heads, layer.group.rank, qkv.shape[0]
         self._xp, self._work = namespace(qkv), Workspace(namespace(qkv), qkv.dtype)
 
-    def of(self, source: int) -> Iterator[tuple[slice, Tile]]:
-        """Yield all tiles with the keys of one rank, for some samples after the other."""
+    def of(self, source: int, poll: Callable[[], None]) -> _Parts:
+        """Yield all tiles with the keys of one rank, for some samples after the other; poll after each."""
         chunk = self.zigzag.longest // 2 + 1
         batch = max(1, SCORES // (self._heads * min(QUERIES, chunk) * min(KEYS, chunk)))
         for first in range(0, self._samples, batch):
             for tile in self.zigzag.tiles(self._rank, source):
                 yield slice(first, min(first + batch, self._samples)), tile
+                poll()
 
     def product(self, name: str, a: Array, b: Array) -> Array:
         """Multiply matrices into the memory called ``name``."""
@@ -160,10 +176,10 @@ class _Adjoint:
         heads = (*dmixed.shape[:2], layer.heads, layer.dim // layer.heads)
         self._dots = namespace(dmixed).einsum("...f,...f->...", dmixed.reshape(heads), seen.mixed.reshape(heads))
 
-    def add(self, source: int, pair: tuple[Array, Array], dq: Array, dpair: tuple[Array, Array]) -> None:
+    def add(self, over: _Parts, pair: tuple[Array, Array], dq: Array, dpair: tuple[Array, Array]) -> None:
         """Add the gradients that pass through the scores of this rank's queries and one rank's keys."""
         (k, v), (dk, dv), tiles = pair, dpair, self.tiles
-        for some, tile in tiles.of(source):
+        for some, tile in over:
             queries, keys = (some, slice(None), tile.queries), (some, slice(None), tile.keys)
             place = (tiles.scale, tile.offset, tile.queries.start)
             probs = tiles.product("scores", self._q[queries], k[keys].swapaxes(-1, -2))

@@ -12,10 +12,12 @@ from mpizero.nn import (
     MLP,
     CausalSelfAttention,
     Checkpointed,
+    ContextModel,
     ContextRun,
     CrossEntropy,
     Dropout,
     Embedding,
+    FeedForward,
     Frozen,
     Layer,
     LayerNorm,
@@ -32,9 +34,11 @@ from mpizero.nn import (
     evaluate,
     initial_parameters,
     loss_and_gradients,
+    model_operations,
+    split_model,
 )
 from mpizero.nn import ring as ring_module
-from mpizero.nn.context import ContextBlock, ContextDropout, ContextModel, ContextPosition
+from mpizero.nn.context_layers import ContextBlock, ContextDropout, ContextPosition
 from mpizero.testing import run_in_threads
 from mpizero.types import EVALUATE, Run
 
@@ -251,10 +255,10 @@ def counts_of(run, model, ranks=3, length=12):
     return on_ranks(ranks, work)
 
 
-def test_messages_are_those_of_the_ring_and_one_length_a_block():
+def test_messages_are_those_of_the_ring_and_one_about_the_length():
     model = GPT(**SMALL, dropout=0.1)
     for counts in counts_of(TRAINING, model):
-        assert counts == {"all_gather": 1 + model.layers, "shift": model.layers * 3 * (3 - 1)}
+        assert counts == {"all_gather": 1, "shift": model.layers * 3 * (3 - 1)}
 
 
 def test_a_run_that_knows_the_length_spares_the_ranks_their_question():
@@ -268,6 +272,19 @@ def test_a_run_that_knows_the_length_spares_the_ranks_their_question():
     assert all(asked[2][name].tobytes() == told[2][name].tobytes() for name in named)
 
 
+def test_blocks_on_their_own_ask_once_each():
+    model, x = GPT(**SMALL, dropout=0.1), np.zeros((2, 4), int)
+    params = bind(model, initial_parameters(model))
+
+    def work(group):
+        y = x
+        for name, block in context_model(model, group).blocks.items():
+            y, _ = block.forward(params[name], y, TRAINING)
+        assert group.counts == {"all_gather": 1 + model.layers, "shift": model.layers * (3 - 1)}
+
+    on_ranks(3, work)
+
+
 def test_nothing_is_asked_where_nothing_is_dropped():
     def work(group):
         x = np.ones((2, 3, 4))
@@ -277,6 +294,37 @@ def test_nothing_is_asked_where_nothing_is_dropped():
         assert not group.counts
 
     on_ranks(2, work)
+
+
+# ---------------------------------------------------------------------- work
+
+
+@pytest.mark.parametrize(("ranks", "length"), [(2, 32), (3, 36), (4, 21)])
+def test_the_work_of_all_ranks_is_the_unsplit_models_but_for_attention(ranks, length):
+    """Counted from the shape of whole samples. Attention makes seven products of its tiles, dense attention six."""
+    model = GPT(**SMALL, activation_checkpointing=True)
+    counts = on_ranks(ranks, lambda group: model_operations(context_model(model, group), (length,)))
+    whole = model_operations(model, (length,))
+    assert sum(count["head"].total for count in counts) == whole["head"].total
+    weights = [sum(count[block].backward_weights for count in counts) for block in whole]
+    assert weights == [whole[block].backward_weights for block in whole]
+    if length % (2 * ranks) == 0:
+        assert len({str(count) for count in counts}) == 1, "as much on every rank"
+
+
+def test_work_by_layers_made_by_hand_is_counted_for_the_own_places():
+    blocks = {
+        "in": Sequential({"norm": LayerNorm(6), "wide": Linear(6, 8)}),
+        "narrow": Frozen(FeedForward(8)),
+        "attention": CausalSelfAttention(8, 2),
+    }
+    model = Model(blocks)
+    counts = on_ranks(2, lambda group: model_operations(context_model(model, group), (10, 6)))
+    for block, whole in model_operations(model, (10, 6)).items():
+        for count in counts:
+            assert 2 * count[block].backward_weights == whole.backward_weights
+            if block != "attention":
+                assert 2 * count[block].total == whole.total
 
 
 # ---------------------------------------------------------------------- errors
@@ -304,6 +352,17 @@ def test_models_that_cannot_be_cut_are_named(model, message):
     def work(group):
         with pytest.raises(ConfigError, match=message):
             context_model(model, group)
+
+    on_ranks(2, work)
+
+
+def test_a_context_model_is_not_split_over_a_tensor_group():
+    def work(group):
+        cut = context_model(GPT(**SMALL), group)
+        with pytest.raises(ConfigError, match="over 2 ranks and context parallelism over 2 cannot be combined"):
+            split_model(cut, group)
+        with pytest.raises(ConfigError, match="cannot be combined"):
+            context_model(split_model(GPT(**{**SMALL, "heads": 2}), group), group)
 
     on_ranks(2, work)
 
@@ -378,7 +437,7 @@ def test_shifting_back_is_the_adjoint_of_shifting(rng):
 
 def test_what_travels_visits_every_rank_once():
     def work(group):
-        seen = [(source, int(a[0])) for source, a in ring_module.travel(group, np.array([10 * group.rank]), "")]
+        seen = [(source, int(a[0])) for source, a, _ in ring_module.travel(group, np.array([10 * group.rank]), "")]
         assert seen == [((group.rank - hop) % 4, 10 * ((group.rank - hop) % 4)) for hop in range(4)]
 
     on_ranks(4, work)

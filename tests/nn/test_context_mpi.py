@@ -1,0 +1,50 @@
+"""Context parallelism over MPI, on any number of ranks: the numbers of the unsplit model, with the same bits again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpizero.comm.group import CommunicatorGroup
+from mpizero.nn import (
+    GPT,
+    bind,
+    context_model,
+    cut_batch,
+    evaluate,
+    initial_parameters,
+    loss_and_gradients,
+    whole_prediction,
+)
+from mpizero.testing import parallel_assert
+from mpizero.types import Run
+
+pytestmark = pytest.mark.mpi
+TRAINING = Run(training=True, seed=3, step=5, first_sample=11)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 1e-6)])
+@pytest.mark.parametrize("length", [256, 333, 5])
+def test_ranks_of_mpi_together_have_the_unsplit_models_numbers(world, length, dtype, tolerance):
+    model = GPT(dim=24, layers=2, heads=3, sequence=400, vocabulary=11, dropout=0.2, dtype=dtype)
+    named = initial_parameters(model)
+    x, y = np.random.default_rng(length).integers(0, 11, (2, 3, length))
+    group = CommunicatorGroup(world)
+    part, batch = context_model(model, group), cut_batch(x, y, group)
+    loss, _, gradients = loss_and_gradients(model, named, (x, y), TRAINING)
+    logits = evaluate(model, bind(model, named), x, TRAINING)
+    runs = [loss_and_gradients(part, named, batch, TRAINING) for _ in range(2)]
+    wrong = [name for name in named if runs[0][2][name].tobytes() != runs[1][2][name].tobytes()]
+    parallel_assert(world, not wrong, f"other bits in the second run: {wrong}")
+    found = {name: group.all_reduce(gradient) for name, gradient in runs[0][2].items()}
+    for name, gradient in gradients.items():
+        if np.abs(gradient).max() > 1e-5:  # the gradient of the keys' bias is rounding alone
+            distance = np.abs(found[name] - gradient).max() / np.abs(gradient).max()
+            # Sums over a thousand places: in float32 both forms round by as much as they differ.
+            parallel_assert(world, distance < 3 * tolerance, f"{name}: {distance}")
+    total = group.all_reduce(np.array([runs[0][0]]))[0]
+    parallel_assert(world, abs(total - loss) <= tolerance * abs(loss), f"loss {total}, unsplit {loss}")
+    prediction = whole_prediction(part, evaluate(part, bind(model, named), batch[0], TRAINING))
+    distance = np.abs(prediction - logits).max() / np.abs(logits).max()
+    parallel_assert(world, prediction.shape == logits.shape and distance < tolerance, f"logits: {distance}")
+    group.close()
