@@ -1,0 +1,210 @@
+"""Trainings that are spread over stages, tensor parts and replicas, and the same in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import mpizero as mz
+from mpizero.layout import SCHEDULES
+from mpizero.nn import Layer
+from mpizero.types import EVALUATE, Array
+from tests.parallel.models import part
+
+#: Virtual stages of each schedule.
+VIRTUAL = {name: 2 if name == "interleaved" else 1 for name in SCHEDULES}
+#: Chunks a stage.
+CHUNKS = {name: 2 if name in ("interleaved", "zero_bubble_v") else 1 for name in SCHEDULES}
+
+
+class Way(NamedTuple):
+    """How a training is spread; all remaining ranks are replicas."""
+
+    pipeline: int = 1
+    tensor: int = 1
+    context: int = 1
+    zero: int = 1
+    schedule: str = "1f1b"
+    more: Mapping[str, Any] = {}
+
+    def settings(self) -> dict[str, Any]:
+        found = {"zero_stage": self.zero, "schedule": self.schedule, "virtual_stages": VIRTUAL[self.schedule]}
+        return {**found, "context_parallel_size": self.context, **self.more}
+
+
+#: Not spread at all.
+ONE = Way()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training: model, optimizer, batches, and the settings of the configuration."""
+
+    model: Callable[[], Any]
+    optimizer: Callable[[], Any] = lambda: mz.AdamW(lr=1e-2)
+    batches: Sequence[tuple[Array, Array]] = ()
+    loss_scale: Any = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Trained(NamedTuple):
+    """What must not depend on the way: the hash of the parameters, and every loss and gradient norm."""
+
+    sha256: str
+    losses: list[float]
+    norms: list[float | None]
+
+
+def placed(case: Case, comm: Any, way: Way = ONE, **memory: Any) -> tuple[Any, Any]:
+    """A model spread over ranks, whose configuration is closed with it, and its optimizer."""
+    config = mz.ShardingConfig(
+        comm=comm, **{"micro_batch": 2, "minimum_parameter_group_size": 1, **case.config, **memory}
+    )
+    model = mz.HybridShardedModel(case.model(), config, way.pipeline, way.tensor, **way.settings())
+    optimizer = mz.HybridShardedOptimizer(case.optimizer(), config, loss_scale=case.loss_scale)
+    optimizer.set_model(model)
+
+    def close() -> None:
+        type(model).close(model)
+        config.close()
+
+    model.close = close  # type: ignore[method-assign]
+    return model, optimizer
+
+
+def alone(case: Case) -> tuple[Any, Any]:
+    """The same in one process, without any splitting: what all ways are compared with."""
+    config = mz.ShardingConfig(**{"micro_batch": 2, "minimum_parameter_group_size": 1, **case.config})
+    model = mz.DDPModel(case.model(), config)
+    optimizer = mz.DDPOptimizer(case.optimizer(), config, loss_scale=case.loss_scale)
+    optimizer.set_model(model)
+    return model, optimizer
+
+
+def steps(model: Any, case: Case, sizes: list[int] | None = None) -> Trained:
+    losses, norms = [], []
+    for x, y in case.batches:
+        losses.append(model.train(*part(model.batch_group, x, y, sizes)))
+        norms.append(model.last_step.gradient_norm)
+    return Trained(model.parameters_sha256(), losses, norms)
+
+
+def trained(case: Case, comm: Any, way: Way = ONE, sizes: list[int] | None = None, **memory: Any) -> Trained:
+    model, _ = placed(case, comm, way, **memory)
+    with model:
+        return steps(model, case, sizes)
+
+
+def trained_alone(case: Case) -> Trained:
+    model, _ = alone(case)
+    with model:
+        return steps(model, case)
+
+
+def pipelines(size: int, blocks: int) -> list[Way]:
+    """Every pipeline x data with every schedule that has a block for each chunk; ZeRO stages in turn."""
+    found = []
+    for stages in (s for s in range(2, size + 1) if size % s == 0):
+        for schedule in SCHEDULES:
+            if stages * CHUNKS[schedule] <= blocks:
+                found.append(Way(stages, zero=len(found) % 4, schedule=schedule))
+    return found
+
+
+# ---------------------------------------------------------------------- batches and models
+
+
+def texts(count: int, samples: int, seed: int = 0, vocabulary: int = 29, length: int = 7) -> list[tuple[Array, Array]]:
+    rng = np.random.default_rng(seed)
+    shape = (samples, length)
+    return [(rng.integers(0, vocabulary, shape), rng.integers(0, vocabulary, shape)) for _ in range(count)]
+
+
+def points(count: int, samples: int, seed: int = 0, features: int = 6) -> list[tuple[Array, Array]]:
+    rng = np.random.default_rng(seed)
+    return [(rng.normal(size=(samples, features)), rng.integers(0, 3, samples)) for _ in range(count)]
+
+
+def gpt(**changes: Any) -> mz.nn.GPT:
+    settings: dict[str, Any] = {"dim": 12, "layers": 4, "heads": 2, "sequence": 7, "vocabulary": 29, "dropout": 0.1}
+    return mz.nn.GPT(**{**settings, **changes})
+
+
+def mlp(**changes: Any) -> mz.nn.MLP:
+    settings: dict[str, Any] = {"features": 6, "hidden": (7, 5, 8, 6, 5, 7, 4), "outputs": 3, "seed": 4}
+    return mz.nn.MLP(**{**settings, **changes})
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A model made of the blocks of another one, some of them exchanged."""
+
+    model: Any
+    changes: Mapping[str, Callable[[Any], Any]]
+
+    @property
+    def blocks(self) -> dict[str, Any]:
+        return {name: self.changes.get(name, _same)(block) for name, block in self.model.blocks.items()}
+
+    @property
+    def loss(self) -> Any:
+        return self.model.loss
+
+    @property
+    def dtype(self) -> Any:
+        return self.model.dtype
+
+    @property
+    def seed(self) -> int:
+        return int(self.model.seed)
+
+
+def _same(block: Any) -> Any:
+    return block
+
+
+@dataclass(frozen=True)
+class Trap(Layer):
+    """A layer that goes wrong while it is armed: ``armed["what"]`` is "forward", "input", "weights" or "infinite".
+
+    ``armed["first"]`` is the global index of the first sample of the micro-batch that goes wrong.
+    """
+
+    layer: Any
+    armed: dict[str, Any] = field(compare=False, hash=False)
+
+    def specs(self) -> Any:
+        return self.layer.specs()
+
+    def _spring(self, what: str, first: int) -> None:
+        if self.armed.get("what") == what and first == self.armed["first"]:
+            raise ArithmeticError(f"trap in {what} at sample {first}")
+
+    def forward(self, params: Any, x: Array, run: Any = EVALUATE) -> tuple[Array, Any]:
+        self._spring("forward", run.first_sample)
+        y, cache = self.layer.forward(params, x, run)
+        return y, (cache, run.first_sample)
+
+    def backward_input(self, params: Any, cache: Any, dy: Array) -> tuple[Any, Any]:
+        self._spring("input", cache[1])
+        return self.layer.backward_input(params, cache[0], dy)
+
+    def backward_weights(self, params: Any, cache: Any, pending: Any, grads: Any) -> None:
+        self._spring("weights", cache[1])
+        self.layer.backward_weights(params, cache[0], pending, grads)
+        if self.armed.get("what") == "infinite" and cache[1] == self.armed["first"]:
+            first = grads
+            while isinstance(first, Mapping):
+                first = next(iter(first.values()))
+            first.reshape(-1)[-1] = np.inf
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.layer.output_shape(shape))
+
+
+def with_traps(model: Any, armed: Mapping[str, dict[str, Any]]) -> Blocks:
+    """Exchange the blocks of ``armed`` for traps."""
+    return Blocks(model, {name: lambda block, a=switch: Trap(block, a) for name, switch in armed.items()})

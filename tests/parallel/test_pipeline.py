@@ -1,0 +1,171 @@
+"""Stages, schedules and micro-batches change no bit of a training."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.layout import SCHEDULES
+from mpizero.nn import Frozen
+from mpizero.testing import parallel_assert, run_in_threads
+from tests.parallel.spreads import (
+    CHUNKS,
+    Blocks,
+    Case,
+    Trained,
+    Way,
+    gpt,
+    mlp,
+    pipelines,
+    placed,
+    points,
+    steps,
+    texts,
+    trained,
+    trained_alone,
+)
+
+
+def half_frozen() -> Blocks:
+    """A GPT whose embedding, tied to its head, and first block are not trained."""
+    return Blocks(gpt(dropout=0.0), {"embedding": Frozen, "blocks.0": Frozen})
+
+
+CASES = {
+    "11 samples": Case(gpt, batches=texts(2, 11)),
+    "accumulate": Case(gpt, batches=texts(2, 23), config={"micro_batch": 5, "accumulate": 2}),
+    "fewer grains than stages": Case(gpt, batches=texts(2, 2), config={"micro_batch": 1}),
+    "one grain": Case(gpt, lambda: mz.SGD(lr=0.1, momentum=0.9), texts(3, 2)),
+    "LAMB, clipping": Case(gpt, lambda: mz.LAMB(lr=1e-2), texts(2, 9), config={"clip": 0.3, "micro_batch": 1}),
+    "LAMB": Case(gpt, lambda: mz.LAMB(lr=1e-2), texts(2, 8)),
+    "untied": Case(lambda: gpt(tied=False), lambda: mz.Lion(lr=1e-3), texts(2, 10)),
+    "checkpointing": Case(lambda: gpt(activation_checkpointing=True), batches=texts(2, 8)),
+    "float64": Case(lambda: gpt(dtype="float64"), batches=texts(2, 8)),
+    "large units": Case(gpt, batches=texts(2, 8), config={"minimum_parameter_group_size": 3000}),
+    "loss scale": Case(gpt, batches=texts(2, 8), loss_scale=mz.DynamicLossScale(initial=2.0**10)),
+    "half frozen": Case(half_frozen, batches=texts(2, 7), config={"clip": 0.1}),
+    "MLP": Case(mlp, batches=points(3, 13)),
+    "growing and shrinking": Case(gpt, batches=[texts(1, n, n)[0] for n in (4, 16, 3, 2, 11)]),
+}
+MEMORIES: tuple[dict[str, Any], ...] = ({}, {"share_node_memory": False}, {"ranks_per_node": 2})
+BLOCKS = 6
+
+
+@cache
+def serial(name: str) -> Trained:
+    return trained_alone(CASES[name])
+
+
+def same_on_threads(size: int, name: str, way: Way, **memory: Any) -> None:
+    for rank, found in enumerate(run_in_threads(size, lambda comm: trained(CASES[name], comm, way, **memory))):
+        assert found == serial(name), (rank, name, way, memory)
+
+
+# ---------------------------------------------------------------------- the same bits
+
+
+@pytest.mark.mpi
+def test_every_schedule_on_every_factorization_has_the_bits_of_one_process(world: Any) -> None:
+    for number, way in list(enumerate(pipelines(world.size, BLOCKS)))[:: 1 if world.size <= 4 else 2]:
+        memory = MEMORIES[(number + world.size) % 3]
+        found = trained(CASES["11 samples"], world, way, **memory)
+        parallel_assert(world, found == serial("11 samples"), f"{way} {memory}")
+
+
+@pytest.mark.mpi
+def test_every_option_has_the_bits_of_one_process(world: Any) -> None:
+    ways = pipelines(world.size, BLOCKS) or [Way()]
+    for number, name in list(enumerate(CASES))[:: 1 if world.size <= 3 else 5]:
+        way = ways[(3 * number + world.size) % len(ways)]
+        found = trained(CASES[name], world, way, **MEMORIES[number % 3])
+        parallel_assert(world, found == serial(name), f"{name} {way}")
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_every_schedule_with_every_zero_stage_has_the_bits_of_one_process(zero: int) -> None:
+    for number, schedule in enumerate(SCHEDULES):
+        memory = MEMORIES[(number + zero) % 3]
+        same_on_threads(4, "11 samples", Way(2, zero=zero, schedule=schedule), **memory)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_option_on_threads_has_the_bits_of_one_process(name: str) -> None:
+    number = list(CASES).index(name)
+    for offset, (size, stages) in enumerate(((2, 2), (3, 3), (4, 2))):
+        schedule = SCHEDULES[(number + offset) % len(SCHEDULES)]
+        same_on_threads(size, name, Way(stages, zero=(number + 3 * offset) % 4, schedule=schedule))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_six_ranks_as_many_stages_as_blocks_and_three_replicas(schedule: str) -> None:
+    stages = BLOCKS // CHUNKS[schedule]
+    same_on_threads(6, "accumulate", Way(stages, zero=3, schedule=schedule), share_node_memory=False)
+    same_on_threads(6, "fewer grains than stages", Way(2, zero=2, schedule=schedule))
+
+
+@pytest.mark.parametrize("order", ["pipeline,data,tensor", "data,pipeline,tensor", "tensor,data,pipeline"])
+def test_every_order_of_the_axes_has_the_bits_of_one_process(order: str) -> None:
+    for zero in (1, 3):
+        same_on_threads(4, "LAMB, clipping", Way(2, zero=zero, more={"order": order}), ranks_per_node=2)
+
+
+@pytest.mark.parametrize(
+    "more", [{"cuts": [1]}, {"cuts": [5]}, {"costs": [9, 1, 1, 1, 1, 1]}, {"costs": [0.0, 0, 0, 0, 0, 1]}]
+)
+def test_wherever_the_stages_are_cut_the_bits_are_those_of_one_process(more: dict[str, Any]) -> None:
+    """Tied tables lie in units of other sizes and owners then, on each of both stages."""
+    for zero in (0, 2, 3):
+        same_on_threads(4, "LAMB, clipping", Way(2, zero=zero, more=more), share_node_memory=False)
+        same_on_threads(4, "large units", Way(2, zero=zero, more=more))
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_batches_of_any_sizes_have_the_bits_of_one_batch(zero: int) -> None:
+    case = CASES["11 samples"]
+    for sizes in ([0, 11], [11, 0], [7, 4]):
+        found = run_in_threads(4, lambda comm, s=sizes: trained(case, comm, Way(2, zero=zero, schedule="gpipe"), s))
+        assert set(map(str, found)) == {str(serial("11 samples"))}
+
+
+def test_pipeline_and_tensor_models_are_hybrids_with_fewer_questions() -> None:
+    case = CASES["11 samples"]
+
+    def run(comm: Any, *stages: int) -> Any:
+        with mz.ShardingConfig(comm=comm, micro_batch=2) as config:
+            model = mz.PipelineParallelModel(case.model(), config, *stages, schedule="zero_bubble", zero_stage=2)
+            optimizer = mz.HybridShardedOptimizer(case.optimizer(), config)
+            optimizer.set_model(model)
+            with model:
+                sha256 = steps(model, case).sha256
+                told = model.metadata()
+                return sha256, told.strategy, told.group_sizes["pipeline"]
+
+    for stages, expected in (((), 4), ((2,), 2)):
+        found = run_in_threads(4, lambda comm, s=stages: run(comm, *s))
+        assert found == [(serial("11 samples").sha256, "PipelineParallel", expected)] * 4
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_stage_keeps_no_more_caches_than_its_schedule_says(schedule: str) -> None:
+    def run(comm: Any) -> tuple[int, int]:
+        model, _ = placed(CASES["MLP"], comm, Way(3, schedule=schedule, more={}))
+        with model:
+            model.train(*CASES["MLP"].batches[0])
+            runner = model.engine.runner
+            return runner.most_caches, runner.schedule(7).caches()[runner.stage.number]
+
+    for held, allowed in run_in_threads(3, run):
+        assert 0 < held <= allowed
+
+
+def test_one_process_runs_a_hybrid_as_plain_data_parallelism() -> None:
+    model, _ = placed(CASES["11 samples"], None, Way(zero=0))
+    with model:
+        assert type(model.engine.runner).__name__ == "SequentialRunner"
+        assert model.engine.across is None
+        assert model.metadata().strategy == "3D-Parallelism (Hybrid)"
+        assert np.isfinite(model.train(*CASES["11 samples"].batches[0]))
