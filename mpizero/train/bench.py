@@ -162,7 +162,7 @@ def _train(model: nn.MLP, comm: Communicator, strategy: str, shared: bool, steps
                 facts.bytes_sent_last_step,
             )
         )
-    config.grid.close()
+    config.close()
     formula, counted, peak, pss, sent = (max(column) for column in zip(*every, strict=True))
     return MemoryRow(
         memory="shared" if shared else "private",

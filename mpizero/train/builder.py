@@ -14,9 +14,10 @@ from mpizero import data, nn, optim
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.errors import DataError
-from mpizero.parallel import ShardingConfig, distribute
+from mpizero.parallel import HybridShardedModel, HybridShardedOptimizer, ShardingConfig, distribute
 from mpizero.train.checks import rejected
 from mpizero.train.config import Config, DataSection, GptSection, MlpSection, OptimizerSection
+from mpizero.train.layout import ParallelSection
 
 #: Samples hashed to tell one set of training data from another.
 FINGERPRINT_SAMPLES = 64
@@ -62,13 +63,14 @@ class Job:
 
         Not collective.
         """
-        train, ranks = self.config.train, self.comm.size
+        train, parallel, sharing = self.config.train, self.config.parallel, self.model.batch_group.size
         size = self.sharding.grain_size(train.global_batch)
         grains = -(-train.global_batch // size)
-        idle = f"; ranks {grains} to {ranks - 1} have no grain and only help" if ranks > grains else ""
+        who = "replicas" if parallel.splits_model else "ranks"
+        idle = f"; {who} {grains} to {sharing - 1} have no grain and only help" if sharing > grains else ""
         return (
             f"{self.config.model.name} with {self.model.parameter_count:,} parameters, "
-            f"{self.config.parallel.strategy} on {ranks} rank{'s' if ranks > 1 else ''}; "
+            f"{parallel.describe(self.comm.size)}; "
             f"{len(self.source):,} training and {len(self.validation):,} validation samples; "
             f"{train.global_batch} a step in {grains} grains of {size}{idle}"
         )
@@ -92,7 +94,7 @@ def build(config: Config, comm: Communicator) -> Iterator[Job]:
         fingerprint = data_fingerprint(source)
     agree_equal(comm, "the training data", fingerprint)
     sharding = build_sharding(config, comm)
-    model, optimizer = distribute(wrapped, build_optimizer(config), strategy=config.parallel.strategy, config=sharding)
+    model, optimizer = lay_out(wrapped, build_optimizer(config), config.parallel, sharding)
     section = config.model
     task = section.task if isinstance(section, MlpSection) else "language"
     units = section.sequence if isinstance(section, GptSection) else 1
@@ -109,7 +111,20 @@ def build(config: Config, comm: Communicator) -> Iterator[Job]:
             units_per_sample=units,
             fingerprint=fingerprint,
         )
-    sharding.grid.close()
+    sharding.close()
+
+
+def lay_out(model: Any, optimizer: Any, parallel: ParallelSection, sharding: ShardingConfig) -> tuple[Any, Any]:
+    """Place a model and its optimizer over the ranks of ``sharding``.
+
+    Collective over its ranks.
+    """
+    if not parallel.splits_model:
+        return distribute(model, optimizer, strategy=parallel.strategy, config=sharding)
+    bound = HybridShardedOptimizer(optimizer, sharding)
+    spread = HybridShardedModel(model, sharding, **parallel.spread())
+    bound.set_model(spread)
+    return spread, bound
 
 
 def build_source(config: Config) -> tuple[Any, Any]:

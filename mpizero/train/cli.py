@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
+from mpizero.train.options import add_layout_options, layout_of, named_as_options
 
 if TYPE_CHECKING:
     from mpizero.comm import Communicator
@@ -114,7 +115,7 @@ def _add_train(commands: Any) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue from the newest good checkpoint, on any number of ranks and with any strategy",
+        help="continue from the newest good checkpoint, on any number of ranks and with any layout",
     )
     parser.set_defaults(run=_train)
 
@@ -123,7 +124,8 @@ def _add_generate(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         help="write text with a trained language model",
-        description="Write text, byte by byte. The same seed gives the same text.",
+        description="Write text, byte by byte. The same seed gives the same text. Under mpiexec the ranks share the "
+        "model: each holds its part of the parameters, whatever layout the checkpoint was written by.",
         epilog='Example: python -m mpizero generate run --prompt "def " --length 400',
     )
     parser.add_argument("checkpoint", metavar="RUN_OR_CHECKPOINT", help="a run's folder (newest checkpoint), or one")
@@ -136,6 +138,10 @@ def _add_generate(commands: Any) -> None:
         "--top-k", metavar="K", type=int, default=40, help="choose among the K likeliest; 0: all (default: %(default)s)"
     )
     parser.add_argument("--seed", metavar="S", type=int, default=0, help="of the choices (default: %(default)s)")
+    add_layout_options(parser)
+    parser.add_argument(
+        "--strategy", metavar="NAME", default="zero3", help="how replicas hold parameters (default: %(default)s)"
+    )
     parser.set_defaults(run=_generate)
 
 
@@ -196,23 +202,21 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from mpizero.comm.agreement import all_ranks
-    from mpizero.train.generate import Sampling, characters, load_language_model
+    from mpizero.train.generate import Sampling, open_language_model, write
 
     if options.length < 0:
         raise ConfigError(f"--length {options.length}: must be a whole number >= 0")
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, seed=options.seed)
+    layout = layout_of(options, strategy=options.strategy)
     from threadpoolctl import threadpool_limits
 
-    comm = _world()
-    with all_ranks(comm), threadpool_limits(_threads()):
-        if comm.rank == 0:
-            model = load_language_model(options.checkpoint)
-            prompt = os.fsencode(options.prompt)
-            print(prompt.decode("utf-8", "replace"), end="", flush=True)
-            for text in characters(model.generate(prompt, options.length, sampling)):
-                print(text, end="", flush=True)
-            print(flush=True)
+    comm, threads = _world(), _threads()
+    with (
+        threadpool_limits(threads),
+        named_as_options(),
+        open_language_model(options.checkpoint, comm, layout, threads) as model,
+    ):
+        write(model, os.fsencode(options.prompt), options.length, sampling, comm)
     return int(ExitStatus.OK)
 
 

@@ -22,9 +22,10 @@ from mpizero.train.checks import (
     text,
     whole,
 )
+from mpizero.train.layout import ParallelSection
 
-#: Settings that may differ between a saved run and the one that resumes it: none changes the mathematics.
-#: Training data are compared by their content, not by where they lie.
+#: Settings that may differ between a saved run and the one that resumes it: none changes the mathematics (tensor and
+#: context groups round sums differently). Training data are compared by their content, not by where they lie.
 FREE_SECTIONS = ("parallel", "checkpoint")
 FREE_KEYS = (
     "train.steps",
@@ -50,6 +51,11 @@ class ModelSection(Section):
         """Return the section's name in the file."""
         return "model"
 
+    @property
+    def block_count(self) -> int:
+        """How many blocks a pipeline can cut it into."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, kw_only=True)
 class GptSection(ModelSection):
@@ -62,6 +68,11 @@ class GptSection(ModelSection):
     dropout: float = setting(0.0, fraction())
     tied: bool = setting(True, flag)
     activation_checkpointing: bool = setting(False, flag)
+
+    @property
+    def block_count(self) -> int:
+        """Embedding, transformer blocks, head."""
+        return self.layers + 2
 
     def check_combination(self) -> None:
         """Reject heads that cannot share the width equally."""
@@ -77,6 +88,11 @@ class MlpSection(ModelSection):
     hidden: tuple[int, ...] = setting((64, 64), many(whole(1)))
     activation: str = setting("relu", choice("relu", "gelu", "silu", "tanh"))
     task: str = setting("classification", choice("classification", "regression"))
+
+    @property
+    def block_count(self) -> int:
+        """Hidden layers and output."""
+        return len(self.hidden) + 1
 
 
 def _arrays(value: Any) -> Any:
@@ -136,40 +152,6 @@ class DataSection(Section):
             what = " and ".join(f"data.{key}" for key in given) if given else "none"
             example = 'text = ["corpus/*.txt"], text = "stdlib", arrays = {x = "x.npy", y = "y.npy"}, arrays = "digits"'
             raise rejected("data", what, f"must have exactly one of text, arrays and hdf5, for example {example}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelSection(Section):
-    """How the work is laid out over ranks; changes no bit of the result."""
-
-    strategy: str = setting("zero2", choice("ddp", "zero1", "zero2", "zero3"))
-    pipeline: int = setting(1, whole(1))
-    tensor: int = setting(1, whole(1))
-    data: int = setting(-1, whole(-1))
-    schedule: str = setting("1f1b", choice("gpipe", "1f1b", "interleaved", "zero_bubble"))
-    virtual_stages: int = setting(1, whole(1))
-    order: str = setting("pipeline,tensor,data", text)
-    share_node_memory: bool = setting(True, flag)
-    ranks_per_node: int | None = setting(None, optional(whole(1)))
-
-    def check_combination(self) -> None:
-        """Reject layouts other than data parallelism, the only one in this version."""
-        if self.data == 0:
-            raise self.reject("data", "must be -1 (all remaining ranks) or a whole number >= 1")
-        for key in ("pipeline", "tensor", "virtual_stages"):
-            if getattr(self, key) > 1:
-                raise self.reject(key, "must be 1; this version splits the data only, not the model")
-        names = sorted(part.strip() for part in self.order.split(","))
-        if names != ["data", "pipeline", "tensor"]:
-            raise self.reject("order", "must name pipeline, tensor and data once each, separated by commas")
-
-    def check_ranks(self, ranks: int) -> None:
-        """Reject a data-parallel size that this job does not have.
-
-        Not collective.
-        """
-        if self.data not in (-1, ranks):
-            raise self.reject("data", f"must be -1 or the number of ranks, which is {ranks} in this job")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,6 +298,7 @@ class Config:
             raise rejected("data", f"data.{self.data.kind}", 'model.name = "gpt" learns from data.text')
         if self.model.name == "mlp" and self.data.kind == "text":
             raise rejected("data", "data.text", 'model.name = "mlp" learns from data.arrays or data.hdf5')
+        check_split(self.parallel, self.model)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return every setting, defaults included, as plain JSON values.
@@ -323,6 +306,18 @@ class Config:
         Not collective.
         """
         return {item.name: {k: _plain(v) for k, v in asdict(getattr(self, item.name)).items()} for item in fields(self)}
+
+
+def check_split(parallel: ParallelSection, model: ModelSection) -> None:
+    """Reject a layout by which the model cannot be split, whatever the number of ranks.
+
+    Not collective.
+    """
+    parallel.check_blocks(model.block_count)
+    if isinstance(model, GptSection):
+        parallel.check_heads(model.heads)
+    else:
+        parallel.check_sequence(model.name)
 
 
 def _plain(value: Any) -> Any:

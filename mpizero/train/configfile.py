@@ -19,9 +19,9 @@ from mpizero.train.config import (
     DataSection,
     ModelSection,
     OptimizerSection,
-    ParallelSection,
     TrainSection,
 )
+from mpizero.train.layout import ParallelSection
 
 Tables = dict[str, dict[str, Any]]
 SECTIONS = ("model", "data", "parallel", "train", "optimizer", "checkpoint")

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from mpizero import checkpoint, nn
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CheckpointError, ConfigError
+from mpizero.parallel import HybridShardedModel, ShardingConfig, persistence
 from mpizero.train.checks import SettingError, whole
-from mpizero.train.config import GptSection
+from mpizero.train.config import GptSection, check_split
+from mpizero.train.layout import ParallelSection
 from mpizero.train.resume import Saved
 from mpizero.types import Array
 
@@ -65,33 +70,114 @@ class Sampling:
         return int(np.searchsorted(edges, random.random() * edges[-1], side="right"))
 
 
+class LanguageModel(Protocol):
+    """What text is written with."""
+
+    @property
+    def sequence(self) -> int:
+        """The most ids that count."""
+
+    def logits(self, context: Array) -> Array:
+        """Return the logits of what follows ``context`` (1-D ids), at most ``sequence`` of which count."""
+
+
 @dataclass(frozen=True)
-class LanguageModel:
+class WholeModel:
     """A GPT and its parameters, in one process."""
 
     model: nn.GPT
     parameters: dict[str, Any]
 
-    def logits(self, context: Array) -> Array:
-        """Return the logits of what follows ``context`` (1-D ids), at most ``sequence`` of which count.
+    @property
+    def sequence(self) -> int:
+        """The most ids that count."""
+        return self.model.sequence
 
-        Not collective.
-        """
-        window = context[-self.model.sequence :]
+    def logits(self, context: Array) -> Array:
+        """Return the logits of what follows ``context`` (1-D ids). Not collective."""
+        window = context[-self.sequence :]
         result: Array = nn.evaluate(self.model, self.parameters, window[np.newaxis])[0, -1]
         return result
 
-    def generate(self, prompt: bytes, length: int, sampling: Sampling) -> Iterator[bytes]:
-        """Yield ``length`` bytes, one by one.
 
-        Not collective.
-        """
-        random = np.random.Generator(np.random.Philox(sampling.seed))
-        text = np.frombuffer(prompt or START, np.uint8).astype(np.int64)
-        for _ in range(length):
-            chosen = sampling.choose(self.logits(text), random)
-            text = np.append(text, chosen)[-self.model.sequence :]
-            yield bytes([chosen])
+@dataclass(frozen=True)
+class SpreadModel:
+    """A GPT whose parameters are spread over ranks, all of which ask for the same context."""
+
+    model: HybridShardedModel
+
+    @property
+    def sequence(self) -> int:
+        """The most ids that count."""
+        length: int = self.model.wrapped_model.sequence
+        return length
+
+    def logits(self, context: Array) -> Array:
+        """Return the logits of what follows ``context`` (1-D ids). Collective over the model's ranks."""
+        window = context[-self.sequence :]
+        result: Array = self.model.predict(window[np.newaxis])[0, -1]
+        return result
+
+
+class Speaker:
+    """Rank 0 decides and writes, the others follow; where it cannot write, all stop.
+
+    Parameters
+    ----------
+    comm : Communicator
+        The ranks.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.failure: OSError | None = None
+
+    def agree(self, index: int) -> int:
+        """Return rank 0's index; -1 once it cannot write. Collective over the ranks."""
+        told = np.array([-1 if self.failure is not None else index], np.int64)
+        self.comm.broadcast(told, 0, "generate")
+        return int(told[0])
+
+    def say(self, text: str, end: str = "") -> None:
+        """Write on rank 0. Not collective."""
+        if self.comm.rank or self.failure is not None:
+            return
+        try:
+            print(text, end=end, flush=True)
+        except OSError as error:
+            self.failure = error
+
+
+def generate(
+    model: LanguageModel, prompt: bytes, length: int, sampling: Sampling, agree: Callable[[int], int] = int
+) -> Iterator[bytes]:
+    """Yield ``length`` bytes, one by one.
+
+    Collective if the model or ``agree`` is; ``agree`` makes of the byte chosen here the one that is taken, negative to
+    end.
+    """
+    random = np.random.Generator(np.random.Philox(sampling.seed))
+    text = np.frombuffer(prompt or START, np.uint8).astype(np.int64)
+    for _ in range(length):
+        chosen = agree(sampling.choose(model.logits(text), random))
+        if chosen < 0:
+            return
+        text = np.append(text, chosen)[-model.sequence :]
+        yield bytes([chosen])
+
+
+def write(model: LanguageModel, prompt: bytes, length: int, sampling: Sampling, comm: Communicator) -> None:
+    """Write the prompt and ``length`` bytes after it to standard output of rank 0.
+
+    Collective over ``comm``.
+    """
+    speaker = Speaker(comm)
+    speaker.say(prompt.decode("utf-8", "replace"))
+    for text in characters(generate(model, prompt, length, sampling, speaker.agree)):
+        speaker.say(text)
+    speaker.say("", end="\n")
+    if speaker.failure is not None:
+        raise speaker.failure
 
 
 def characters(stream: Iterator[bytes]) -> Iterator[str]:
@@ -107,37 +193,57 @@ def characters(stream: Iterator[bytes]) -> Iterator[str]:
         yield text
 
 
-def load_language_model(path: str | Path) -> LanguageModel:
+@contextmanager
+def open_language_model(
+    path: str | Path, comm: Communicator, layout: ParallelSection, threads: int = 1
+) -> Iterator[LanguageModel]:
     """Load the model of a run's folder, of its checkpoint folder (the newest good one), or of one checkpoint.
 
-    Not collective.
+    Collective over ``comm``. One rank loads it whole; several lay it out as ``layout`` says, whatever layout wrote it.
 
     Raises
     ------
     CheckpointError
         Nothing there, damaged, or not a language model's.
+    SettingError
+        The layout does not fit the ranks or the model.
     """
-    home = find_checkpoint(Path(path))
-    with checkpoint.open_checkpoint(home) as reader:
-        saved = Saved.of(reader.attributes, home)
-        section = saved.config["model"]
-        if section.get("name") != "gpt":
-            raise CheckpointError(f"{home}: holds the model {section.get('name')!r}, which writes no text; train a gpt")
-        try:
-            settings = GptSection(**section)
-        except (TypeError, SettingError) as error:
-            raise CheckpointError(f"{home}: its configuration is not one of this version: {error}") from None
-        model = nn.GPT(
-            dim=settings.dim,
-            layers=settings.layers,
-            heads=settings.heads,
-            sequence=settings.sequence,
-            tied=settings.tied,
-            dtype=settings.dtype,
-        )
-        names = [spec.name for spec in nn.model_specs(model) if spec.tied is None]
-        named = {name: reader.read_whole(f"parameters/{name}") for name in names}
-    return LanguageModel(model, nn.bind(model, named))
+    layout.check_ranks(comm.size)
+    with all_ranks(comm):
+        found = str(find_checkpoint(Path(path))) if comm.rank == 0 else ""
+    home = comm.broadcast_object(found)
+    with ExitStack() as stack:
+        loaded: LanguageModel
+        with checkpoint.open_checkpoint(home, comm) as reader:
+            with all_ranks(comm):
+                settings = _settings_of(reader, home)
+                check_split(layout, settings)
+            model = _model_of(settings)
+            if comm.size == 1:
+                names = [spec.name for spec in nn.model_specs(model) if spec.tied is None]
+                named = {name: reader.read_whole(f"parameters/{name}") for name in names}
+                loaded = WholeModel(model, nn.bind(model, named))
+            else:
+                sharding = stack.enter_context(ShardingConfig(comm=comm, threads=threads))
+                spread = stack.enter_context(HybridShardedModel(model, sharding, **layout.spread()))
+                persistence.restore(spread.engine, reader)
+                loaded = SpreadModel(spread)
+        yield loaded
+
+
+def _settings_of(reader: checkpoint.Reader, home: str) -> GptSection:
+    section = Saved.of(reader.attributes, home).config["model"]
+    if section.get("name") != "gpt":
+        raise CheckpointError(f"{home}: holds the model {section.get('name')!r}, which writes no text; train a gpt")
+    try:
+        return GptSection(**section)
+    except (TypeError, SettingError) as error:
+        raise CheckpointError(f"{home}: its configuration is not one of this version: {error}") from None
+
+
+def _model_of(settings: GptSection) -> nn.GPT:
+    kept = ("dim", "layers", "heads", "sequence", "tied", "dtype")
+    return nn.GPT(**{name: getattr(settings, name) for name in kept})
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -52,7 +52,7 @@ def train(config: Config, comm: Communicator, *, resume: bool = False) -> dict[s
     -------
     dict
         ``steps``, ``loss`` (of the last step), ``parameters_sha256``, ``ranks``, ``strategy``, ``tokens_per_second``
-        (``samples_per_second`` beside it where samples have no tokens) and ``parameter_count``.
+        (``samples_per_second`` beside it where samples have no tokens), ``parameter_count`` and ``layout``.
 
     Raises
     ------
@@ -162,6 +162,7 @@ class Trainer:
             seed=train.seed,
             steps=train.steps - self.step,
             consumed=self.step * train.global_batch,
+            group=self.job.model.batch_group,
         )
 
     def _finish_step(self, report: StepReport, seconds: float) -> None:
@@ -226,11 +227,11 @@ class Trainer:
         job, train = self.job, self.config.train
         count = min(len(job.validation), train.validate_samples or len(job.validation))
         chosen = np.arange(count, dtype=np.int64) * len(job.validation) // count
-        size = job.sharding.grain_size(train.global_batch)
+        size, group = job.sharding.grain_size(train.global_batch), job.model.batch_group
         loss_sum, weight, correct = 0.0, 0.0, None
         for start in range(0, count, train.global_batch):
             part = chosen[start : start + train.global_batch]
-            own = part[Grains(len(part), size).samples_of(job.comm.rank, job.comm.size)]
+            own = part[Grains(len(part), size).samples_of(group.rank, group.size)]
             loss, counted, right = job.model.evaluate(*job.validation.samples(own))
             loss_sum, weight = loss_sum + loss, weight + counted
             correct = None if right is None else (correct or 0.0) + right
@@ -264,6 +265,7 @@ class Trainer:
             "strategy": self.config.parallel.strategy,
             "tokens_per_second": rate if self.speed.unit == "tokens" else None,
             "parameter_count": self.job.model.parameter_count,
+            "layout": self.config.parallel.figures(self.job.comm.size),
         }
         if self.speed.unit == "samples":
             result["samples_per_second"] = rate

@@ -1,8 +1,13 @@
-"""Bad input: one clear line and an exit status, on one rank and on four; no traceback, no hang."""
+"""Bad input: one clear line and an exit status, on one rank and on several; no traceback, no hang.
+
+``MPIZERO_BAD_INPUT_RANKS=1,2,3,4,8`` runs every case on each of these numbers of ranks.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
+from itertools import product
 
 import pytest
 
@@ -21,12 +26,31 @@ CASES = {
     "batch above data": (["train.global_batch=100000"], CONFIG, "train.global_batch = 100000"),
     "heads": (["model.heads=3"], CONFIG, "model.heads = 3"),
     "learning rate": (["optimizer.lr=nan"], CONFIG, "optimizer.lr = nan"),
-    "not this version": (["parallel.tensor=2"], CONFIG, "parallel.tensor = 2"),
-    "other ranks": (["parallel.data=3"], CONFIG, "parallel.data = 3"),
     "folder below a file": (["checkpoint.folder=text.txt/run"], OUTPUT, "text.txt"),
     # Even root cannot write here, so this holds whoever runs the tests.
     "folder": (["checkpoint.folder=/proc/run"], OUTPUT, "run folder /proc/run: cannot be used"),
 }
+LAYOUTS = {
+    "replicas": (["parallel.data=5"], CONFIG, "parallel.data = 5"),
+    "stages and ranks": (["parallel.pipeline=5", "model.layers=4"], CONFIG, "parallel.pipeline = 5"),
+    "all sizes": (["parallel.pipeline=3", "parallel.tensor=2", "parallel.data=5"], CONFIG, "data=5 x context=1 = 30 ranks"),
+    "more stages than blocks": (["parallel.pipeline=4"], CONFIG, "at least 4 blocks, the model has 3"),
+    "heads and ranks": (["parallel.tensor=4"], CONFIG, "parallel.tensor = 4: must divide model.heads = 2"),
+    "unknown schedule": (["parallel.schedule=2f2b"], CONFIG, 'parallel.schedule = "2f2b"'),
+    "unknown axis": (["parallel.order=pipeline,tensor,time"], CONFIG, "parallel.order"),
+    "interleaved once": (["parallel.schedule=interleaved"], CONFIG, "parallel.virtual_stages = 1"),
+    "two ways to split": (["parallel.tensor=2", "parallel.context=2"], CONFIG, "parallel.context = 2"),
+    "cuts": (["parallel.pipeline=2", "parallel.cuts=[3]"], CONFIG, "parallel.cuts = [3]"),
+}
+EVERY = CASES | LAYOUTS
+ON_FOUR = ["missing data", "less than one sequence", "learning rate", "batch above data", "folder", *LAYOUTS]
+
+
+def chosen():
+    """Pairs of a number of ranks (0: without a launcher) and a case."""
+    if numbers := os.environ.get("MPIZERO_BAD_INPUT_RANKS"):
+        return list(product(map(int, numbers.split(",")), EVERY))
+    return [*product([0], EVERY), *product([2], LAYOUTS), *product([4], ON_FOUR)]
 
 
 def explained(outcome, status, text):
@@ -43,18 +67,11 @@ def inputs(mpizero):
     return mpizero
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_one_process_says_what_is_wrong(inputs, case):
-    settings, status, text = CASES[case]
-    explained(inputs.train(0, *settings), status, text)
-
-
-@pytest.mark.parametrize(
-    "case", ["missing data", "less than one sequence", "learning rate", "batch above data", "folder"]
-)
-def test_four_ranks_say_what_is_wrong_once(inputs, case):
-    settings, status, text = CASES[case]
-    explained(inputs.train(4, *settings), status, text)
+@pytest.mark.parametrize(("ranks", "case"), chosen())
+def test_what_is_wrong_is_said_once_on_any_number_of_ranks(inputs, ranks, case):
+    settings, status, text = EVERY[case]
+    explained(inputs.train(ranks, *settings), status, text)
+    assert not (inputs.folder / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("ranks", [0, 4])

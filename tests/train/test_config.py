@@ -16,12 +16,12 @@ from mpizero.train.config import (
     OPTIMIZERS,
     CheckpointSection,
     DataSection,
-    ParallelSection,
     TrainSection,
     difference,
     mathematics,
 )
 from mpizero.train.configfile import Document, parse_config
+from mpizero.train.layout import ParallelSection
 
 GPT = '[model]\nname = "gpt"\n[data]\ntext = "stdlib"\n'
 MLP = '[model]\nname = "mlp"\n[data]\narrays = "digits"\n'
@@ -105,12 +105,21 @@ BAD = [
     ("data.validation", "1"),
     ("data.validation", "-0.1"),
     ("parallel.strategy", "zero4"),
-    ("parallel.pipeline", "2"),
-    ("parallel.tensor", "2"),
+    ("parallel.pipeline", "0"),
+    ("parallel.pipeline", "7"),
+    ("parallel.tensor", "-1"),
+    ("parallel.tensor", "3"),
+    ("parallel.tensor", "8"),
+    ("parallel.context", "0"),
     ("parallel.virtual_stages", "2"),
     ("parallel.data", "0"),
     ("parallel.schedule", "2f2b"),
     ("parallel.order", "data,tensor"),
+    ("parallel.order", "data,tensor,pipelin"),
+    ("parallel.order", "data,tensor,pipeline,data"),
+    ("parallel.cuts", "[1]"),
+    ("parallel.cuts", "[0]"),
+    ("parallel.cuts", "3"),
     ("parallel.share_node_memory", "1"),
     ("parallel.ranks_per_node", "0"),
     ("train.steps", "0"),
@@ -145,6 +154,83 @@ BAD = [
 @pytest.mark.parametrize(("key", "value"), BAD)
 def test_a_bad_value_is_an_error_that_names_the_key_and_the_override(key, value):
     assert re.match(rf"--set: {re.escape(key)}\b", failure(GPT, f"{key}={value}"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "numbers"),
+    [
+        (["schedule=interleaved"], "virtual_stages = 1", "at least 2"),
+        (["schedule=zero_bubble_v", "virtual_stages=3"], "virtual_stages = 3", "expected 2"),
+        (
+            ["schedule=interleaved", "virtual_stages=2", "pipeline=4"],
+            "pipeline = 4",
+            "at least 8 blocks, the model has 6",
+        ),
+        (["schedule=zero_bubble_v", "pipeline=4"], "pipeline = 4", "at least 8 blocks, the model has 6"),
+        (["tensor=2", "context=2"], "context = 2", "parallel.tensor = 2"),
+        (["pipeline=3", "cuts=[4, 2]"], "cuts = [4, 2]", "2 ascending numbers from 1 to 5"),
+        (["pipeline=2", "cuts=[6]"], "cuts = [6]", "1 ascending numbers from 1 to 5"),
+    ],
+)
+def test_settings_of_a_layout_that_do_not_go_together_are_named_with_the_numbers(overrides, key, numbers):
+    told = failure(GPT, *(f"parallel.{override}" for override in overrides))
+    assert f"parallel.{key}: " in told
+    assert numbers in told
+
+
+def test_a_model_without_sequences_has_no_context_to_cut():
+    assert "parallel.context = 2: must be 1" in failure(MLP, "parallel.context=2")
+    assert "at least 4 blocks, the model has 2" in failure(MLP, "parallel.pipeline=4", "model.hidden=[8]")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["pipeline=6"],
+        ["pipeline=3", "schedule=interleaved", "virtual_stages=2"],
+        ["pipeline=3", "schedule=zero_bubble_v", "virtual_stages=2"],
+        ["pipeline=2", "cuts=[1]"],
+        ["tensor=4", "order=' tensor, data,pipeline'"],
+        ["context=2", "order=context,data,tensor,pipeline"],
+        ["schedule=interleaved", "virtual_stages=9"],  # no pipeline: nothing to cut
+    ],
+)
+def test_layouts_that_fit_the_model_are_accepted(overrides):
+    parse(GPT, *(f"parallel.{override}" for override in overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "fits"),
+    [
+        (["pipeline=2", "tensor=2", "data=2"], 8, True),
+        (["pipeline=2", "tensor=2"], 8, True),
+        (["pipeline=2", "tensor=2"], 6, False),
+        (["pipeline=2", "tensor=2", "data=2"], 4, False),
+        (["data=3"], 3, True),
+        (["data=3"], 4, False),
+        (["context=2", "data=2"], 4, True),
+        (["context=2"], 3, False),
+    ],
+)
+def test_sizes_must_multiply_to_the_ranks_and_else_all_numbers_are_told(overrides, ranks, fits):
+    section = parse(GPT, *(f"parallel.{override}" for override in overrides)).parallel
+    if fits:
+        assert section.axes(ranks).size == ranks
+        return
+    with pytest.raises(ConfigError) as caught:
+        section.check_ranks(ranks)
+    told = str(caught.value)
+    assert told.startswith("parallel.")
+    assert str(ranks) in told
+    assert all(override in told for override in overrides if not override.startswith("data"))
+
+
+def test_a_layout_is_described_in_words_and_figures():
+    section = parse(GPT, "parallel.pipeline=2", "parallel.strategy=zero1").parallel
+    assert section.describe(4) == "pipeline 2 x tensor 1 x data 2, 1f1b, zero1"
+    assert section.figures(4) == {"pipeline": 2, "tensor": 1, "data": 2, "context": 1, "schedule": "1f1b"}
+    assert parse(GPT).parallel.describe(3) == "zero2 on 3 ranks"
+    assert parse(GPT, "parallel.context=2").parallel.describe(2) == "pipeline 1 x tensor 1 x data 1 x context 2, zero2"
 
 
 def test_an_error_in_the_file_names_the_file_and_the_line():
@@ -226,6 +312,8 @@ def test_a_configuration_survives_its_dictionary():
         "train.steps=7",
         "train.threads=2",
         "parallel.strategy=ddp",
+        "parallel.pipeline=2",
+        "parallel.tensor=2",
         "parallel.share_node_memory=false",
         "checkpoint.folder=x",
         "data.text=other.txt",
@@ -233,7 +321,7 @@ def test_a_configuration_survives_its_dictionary():
         "model.activation_checkpointing=true",
     ],
 )
-def test_a_resumed_run_may_differ_in_what_changes_no_bit(override):
+def test_a_resumed_run_may_differ_in_how_it_is_laid_out_and_where_it_saves(override):
     assert difference(parse().to_dict(), parse(GPT, override).to_dict()) is None
 
 

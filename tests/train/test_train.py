@@ -13,7 +13,16 @@ import pytest
 
 from mpizero.errors import ExitStatus
 
-RESULT_KEYS = ["steps", "loss", "parameters_sha256", "ranks", "strategy", "tokens_per_second", "parameter_count"]
+RESULT_KEYS = [
+    "steps",
+    "loss",
+    "parameters_sha256",
+    "ranks",
+    "strategy",
+    "tokens_per_second",
+    "parameter_count",
+    "layout",
+]
 
 
 def test_a_run_ends_with_one_line_of_json_and_leaves_its_files(trained):

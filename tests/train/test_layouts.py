@@ -1,0 +1,154 @@
+"""``mpizero train``, ``--resume`` and ``generate`` on models that are split over ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from mpizero.errors import ExitStatus
+
+#: Ranks and settings of layouts that change no bit.
+EXACT = {
+    "stages": (2, ["pipeline=2", "strategy=ddp"]),
+    "stages and replicas": (4, ["pipeline=2", "strategy=zero2", "order=data,pipeline,tensor"]),
+    "parts of stages": (2, ["pipeline=2", "schedule=zero_bubble_v", "strategy=zero3", "share_node_memory=false"]),
+    "cut by hand": (4, ["pipeline=2", "schedule=zero_bubble", "cuts=[2]", "strategy=zero1"]),
+}
+
+
+def parallel(*settings):
+    return [f"parallel.{setting}" for setting in settings]
+
+
+@pytest.fixture(scope="module")
+def deeper(trained, tmp_path_factory):
+    """A finished run on one process of a model with blocks for four parts: its commands and its outcome."""
+    commands = type(trained[0])(tmp_path_factory.mktemp("deeper"))
+    for name in ("text.txt", "tiny.toml"):
+        shutil.copy(trained[0].folder / name, commands.folder / name)
+    outcome = commands.train(0, "model.layers=2")
+    assert outcome.status == 0, outcome.err
+    return commands, outcome
+
+
+@pytest.mark.parametrize("layout", EXACT)
+def test_a_pipeline_computes_the_same_bits_as_one_process(deeper, mpizero, layout):
+    ranks, settings = EXACT[layout]
+    outcome = mpizero.train(ranks, "model.layers=2", *parallel(*settings))
+    assert outcome.status == 0, outcome.err
+    assert outcome.result["parameters_sha256"] == deeper[1].result["parameters_sha256"]
+    assert outcome.result["parameter_count"] == deeper[1].result["parameter_count"]
+    alone, together = deeper[0].metrics(), mpizero.metrics()
+    for key in ("loss", "validation_loss", "perplexity", "learning_rate"):
+        assert [line.get(key) for line in alone] == [line.get(key) for line in together]
+
+
+def test_the_layout_stands_in_the_result_and_in_what_is_told(mpizero):
+    outcome = mpizero.train(4, "train.steps=1", *parallel("pipeline=2", "strategy=zero1"))
+    assert outcome.status == 0, outcome.err
+    assert outcome.result["layout"] == {"pipeline": 2, "tensor": 1, "data": 2, "context": 1, "schedule": "1f1b"}
+    assert (outcome.result["ranks"], outcome.result["strategy"]) == (4, "zero1")
+    assert "pipeline 2 x tensor 1 x data 2, 1f1b, zero1" in outcome.err
+
+
+def test_replicas_without_a_grain_are_named(mpizero):
+    outcome = mpizero.train(4, "train.steps=1", "train.micro_batch=6", *parallel("pipeline=2"))
+    assert outcome.status == 0, outcome.err
+    assert "replicas 1 to 1 have no grain" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, ["pipeline=2"]), (4, ["pipeline=2", "strategy=zero3"])),
+        ((4, ["pipeline=2", "strategy=zero1", "schedule=gpipe"]), (0, [])),
+        ((0, []), (2, ["pipeline=2", "schedule=interleaved", "virtual_stages=2", "strategy=ddp"])),
+        ((2, ["strategy=zero3"]), (4, ["pipeline=4", "schedule=zero_bubble"])),
+    ],
+)
+def test_a_run_resumed_on_another_layout_equals_an_uninterrupted_one(deeper, mpizero, before, after):
+    first = mpizero.train(before[0], "model.layers=2", "train.steps=3", *parallel(*before[1]))
+    assert first.status == 0, first.err
+    second = mpizero.train(after[0], "model.layers=2", *parallel(*after[1]), flags=["--resume"])
+    assert second.status == 0, second.err
+    assert "resuming from" in second.err
+    assert second.result["parameters_sha256"] == deeper[1].result["parameters_sha256"]
+    assert [line["step"] for line in mpizero.metrics()] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("ranks", "settings"), [(2, ["tensor=2"]), (4, ["tensor=2", "pipeline=2"])])
+def test_tensor_parallelism_computes_the_same_within_rounding_and_its_run_goes_on_elsewhere(
+    deeper, mpizero, ranks, settings
+):
+    first = mpizero.train(ranks, "model.layers=2", "train.steps=3", *parallel(*settings))
+    assert first.status == 0, first.err
+    second = mpizero.train(2, "model.layers=2", *parallel("pipeline=2"), flags=["--resume"])
+    assert second.status == 0, second.err
+    alone, together = deeper[0].metrics(), mpizero.metrics()
+    for key in ("loss", "validation_loss"):
+        expected = [line[key] for line in alone if key in line]
+        assert [line[key] for line in together if key in line] == pytest.approx(expected, rel=1e-5)
+
+
+def test_context_parallelism_computes_the_same_within_rounding(deeper, mpizero):
+    outcome = mpizero.train(4, "model.layers=2", *parallel("context=2", "strategy=zero1"))
+    assert outcome.status == 0, outcome.err
+    expected = [line["loss"] for line in deeper[0].metrics()]
+    assert [line["loss"] for line in mpizero.metrics()] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_multi_layer_perceptron_is_cut_into_stages(mpizero):
+    pytest.importorskip("sklearn", reason="scikit-learn's digits are optional data")
+    (mpizero.folder / "digits.toml").write_text(
+        '[model]\nname = "mlp"\nhidden = [32, 16]\n[data]\narrays = "digits"\n'
+        "[train]\nsteps = 5\nglobal_batch = 30\nvalidate_every = 5\n"
+    )
+    alone = mpizero(0, "train", "digits.toml")
+    accuracy = mpizero.metrics()[-1]["accuracy"]
+    together = mpizero(3, "train", "digits.toml", "--set", "parallel.pipeline=3", "--set", "parallel.schedule=gpipe")
+    assert together.status == 0, together.err
+    assert together.result["parameters_sha256"] == alone.result["parameters_sha256"]
+    assert mpizero.metrics()[-1]["accuracy"] == accuracy
+    assert together.result["samples_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(2, []), (2, ["--pipeline", "2"]), (4, ["--pipeline", "2", "--strategy", "zero1"])]
+)
+def test_text_is_the_same_however_the_model_is_laid_out(deeper, mpizero, ranks, options):
+    run = str(deeper[0].folder / "run")
+    arguments = ["generate", run, "--prompt", "abc", "--length", "30", "--seed", "1"]
+    alone, together = mpizero(0, *arguments), mpizero(ranks, *arguments, *options)
+    assert together.status == 0, together.err
+    assert together.out == alone.out
+    assert together.out.startswith("abc")
+
+
+def test_a_checkpoint_of_a_split_model_writes_the_same_text_in_one_process(deeper, mpizero):
+    assert mpizero.train(4, "model.layers=2", *parallel("pipeline=2")).status == 0
+    arguments = ["--length", "30", "--seed", "3"]
+    assert mpizero(0, "generate", "run", *arguments).out == deeper[0](0, "generate", "run", *arguments).out
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "text"),
+    [
+        (2, ["--pipeline", "3"], "--pipeline 3: does not fit this job: 2 ranks"),
+        (2, ["--tensor", "4"], "--tensor 4"),
+        (0, ["--pipeline", "2"], "--pipeline 2: does not fit this job: 1 ranks"),
+        (2, ["--strategy", "zero4"], '--strategy "zero4": must be one of'),
+        (2, ["--tensor", "2", "--context", "2"], "--context 2: must be 1 together with --tensor 2"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_told_by_the_options_names(deeper, mpizero, ranks, options, text):
+    outcome = mpizero(ranks, "generate", str(deeper[0].folder / "run"), *options)
+    assert outcome.status == ExitStatus.CONFIG
+    assert len(outcome.told) == 1, outcome.err
+    assert text in outcome.told[0]
+
+
+def test_the_marker_of_a_split_run_holds_its_result(mpizero):
+    outcome = mpizero.train(2, "train.steps=1", *parallel("pipeline=2"))
+    assert json.loads((mpizero.folder / "run" / "run_complete").read_text()) == outcome.result
