@@ -1,0 +1,225 @@
+"""What any layout saves, with stages and tensor parts too, any other loads: the same arrays, the same next steps."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero import checkpoint
+from mpizero.errors import CheckpointError
+from mpizero.testing import parallel_assert, run_in_threads
+from tests.parallel.models import PRIVATE, gpt, part, tokens
+
+SCALE = mz.DynamicLossScale(initial=2.0**8, interval=3)
+STEPS = 10
+
+
+class Layout(NamedTuple):
+    """A strategy's name, or the sizes and the ZeRO stage of a hybrid."""
+
+    size: int
+    strategy: str = ""
+    pipeline: int = 1
+    tensor: int = 1
+    zero: int = 1
+    schedule: str = "1f1b"
+    memory: dict[str, Any] = {}
+
+
+LAYOUTS = {
+    "1": Layout(1, "ddp"),
+    "dp 2": Layout(2, "ddp"),
+    "dp 3": Layout(3, "zero1"),
+    "dp 4": Layout(4, "zero2"),
+    "zero3 x 4": Layout(4, "zero3", memory=PRIVATE),
+    "tp 2": Layout(2, tensor=2),
+    "pp 2": Layout(2, pipeline=2),
+    "pp 2 x dp 2": Layout(4, pipeline=2, zero=3, memory=PRIVATE),
+    "tp 2 x dp 2": Layout(4, tensor=2, zero=2, memory=PRIVATE),
+    "pp 2 x tp 2": Layout(4, pipeline=2, tensor=2, zero=0),
+    "interleaved pp 2": Layout(2, pipeline=2, schedule="interleaved"),
+    "2 x 2 x 2": Layout(8, pipeline=2, tensor=2, zero=3, schedule="zero_bubble", memory=PRIVATE),
+}
+EXACT = [name for name, layout in LAYOUTS.items() if layout.tensor == 1]
+
+
+class Placed:
+    """A model with AdamW, a loss scale and clipping, placed as a layout says."""
+
+    def __init__(self, comm: Any, layout: Layout, dropout: float = 0.1) -> None:
+        settings = {"clip": 0.5, "micro_batch": 1, "minimum_parameter_group_size": 1, **layout.memory}
+        self.config = mz.ShardingConfig(comm=comm, **settings)
+        if layout.strategy:
+            self.model, self.optimizer = mz.distribute(
+                gpt(dropout=dropout), mz.AdamW(lr=1e-2), strategy=layout.strategy, config=self.config
+            )
+        else:
+            virtual = 2 if layout.schedule == "interleaved" else 1
+            self.model = mz.HybridShardedModel(
+                gpt(dropout=dropout),
+                self.config,
+                layout.pipeline,
+                layout.tensor,
+                zero_stage=layout.zero,
+                schedule=layout.schedule,
+                virtual_stages=virtual,
+            )
+            self.optimizer = mz.HybridShardedOptimizer(mz.AdamW(lr=1e-2), self.config)
+            self.optimizer.set_model(self.model)
+        self.model.engine.bind(self.optimizer.wrapped_optimizer, SCALE)
+
+    def train(self, steps: int) -> list[str]:
+        hashes = []
+        for step in range(steps):
+            self.model.train(*part(self.model.batch_group, *tokens(4, step)))
+            hashes.append(self.model.parameters_sha256())
+        return hashes
+
+    def __enter__(self) -> Placed:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None:
+            self.model.close()
+            self.config.close()
+
+
+def contents(image: bytes) -> dict[str, bytes]:
+    """All arrays of a checkpoint, whole, and what it says besides them and its layout."""
+    with checkpoint.from_bytes(image) as reader:
+        told = {name: repr(value) for name, value in reader.attributes["mpizero"].items() if name != "layout"}
+        return {**{path: reader.read_whole(path).tobytes() for path in reader.arrays}, "told": repr(told).encode()}
+
+
+def save(comm: Any, name: str) -> bytes:
+    with Placed(comm, LAYOUTS[name]) as placed:
+        placed.train(2)
+        return placed.model.serialize()
+
+
+@cache
+def saved(name: str) -> bytes:
+    images = run_in_threads(LAYOUTS[name].size, lambda comm: save(comm, name))
+    assert len(set(images)) == 1, "the same bytes on every rank"
+    return images[0]
+
+
+@cache
+def uninterrupted() -> list[str]:
+    """The hashes of one process after what it has saved."""
+    with Placed(None, LAYOUTS["1"]) as placed:
+        placed.model.deserialize(saved("1"))
+        return placed.train(STEPS)
+
+
+def loads(comm: Any, name: str, images: dict[str, bytes]) -> None:
+    """Load each of the images; the arrays are those that were saved, and exact layouts go on alike."""
+    with Placed(comm, LAYOUTS[name]) as placed:
+        for writer, image in images.items():
+            placed.model.deserialize(image)
+            parallel_assert(comm, contents(placed.model.serialize()) == contents(image), f"{writer} -> {name}: arrays")
+            if name in EXACT and writer in EXACT:
+                parallel_assert(comm, placed.train(STEPS) == uninterrupted(), f"{writer} -> {name}: steps")
+            else:
+                placed.train(1)
+
+
+def test_layouts_without_tensor_parts_save_the_same_arrays() -> None:
+    expected = contents(saved("1"))
+    for name in EXACT:
+        assert contents(saved(name)) == expected, name
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in EXACT])
+def test_layouts_with_tensor_parts_save_the_same_arrays_within_rounding(name: str) -> None:
+    expected, found = contents(saved("1")), contents(saved(name))
+    assert found.pop("told") == expected.pop("told")
+    assert list(found) == list(expected)
+    for path, values in found.items():
+        arrays = [np.frombuffer(data, np.float32) for data in (values, expected[path])]
+        np.testing.assert_allclose(*arrays, rtol=1e-3, atol=1e-4, err_msg=path)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_loads_every_other_and_goes_on_with_the_same_bits(name: str) -> None:
+    images = {writer: saved(writer) for writer in LAYOUTS if writer != name}
+    uninterrupted()
+    run_in_threads(LAYOUTS[name].size, lambda comm: loads(comm, name, images))
+
+
+@pytest.mark.mpi
+def test_ranks_of_mpi_load_what_other_layouts_have_saved(world: Any) -> None:
+    """Every layout of this size loads a file of some other one, written by fewer of the ranks or by all."""
+    fitting = [name for name, layout in LAYOUTS.items() if layout.size <= world.size]
+    images = {}
+    for name in fitting:
+        with world.split(int(world.rank >= LAYOUTS[name].size)) as group:
+            image = save(group, name) if world.rank < LAYOUTS[name].size else None
+            images[name] = world.broadcast_object(image)
+    mine = [name for name in fitting if LAYOUTS[name].size == world.size]
+    for number, name in enumerate(mine):
+        writers = [writer for writer in fitting if writer != name]
+        chosen = {writer: images[writer] for writer in (writers[number::3] if len(writers) > 3 else writers)}
+        loads(world, name, chosen)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_folder_of_a_hybrid_holds_the_whole_model_and_its_strict_layout(world: Any, tmp_path_factory: Any) -> None:
+    folder = Path(world.broadcast_object(str(tmp_path_factory.mktemp("saved")) if world.rank == 0 else None))
+    axis = "tensor" if world.size % 2 == 0 else "pipeline"
+    layout = Layout(world.size, **{axis: 2 if world.size % 2 == 0 else world.size}, zero=2)
+    with Placed(world, layout, dropout=0.0) as placed:  # an optimizer's file does not say which masks come next
+        model, optimizer = placed.model, placed.optimizer
+        placed.train(1)
+        model.save_model(folder / "model")
+        optimizer.save(folder / "optimizer")
+        named, state = model.named_parameters(), optimizer.state_dict()
+        with h5py.File(folder / "model" / "state.h5") as file:
+            for name, values in named.items():
+                np.testing.assert_array_equal(file["parameters"][name], values)
+            for slot, arrays in state["state"].items():
+                for name, values in arrays.items():
+                    np.testing.assert_array_equal(file["optimizer"][slot][name], values)
+        after = placed.train(2)
+        model.load_model(folder / "model", strict_layout=True)
+        assert placed.train(2) == after
+        model.load_named(named)
+        optimizer.load(folder / "optimizer")
+        assert placed.train(2) == after
+        model.set_parameters(np.concatenate([values.reshape(-1) for values in named.values()]))
+        optimizer.load_state_dict(state)
+        assert placed.train(2) == after
+        model.export_npz(folder / "model.npz")
+        before = model.parameters_sha256()
+        placed.train(1)
+        model.import_npz(folder / "model.npz")
+        assert model.parameters_sha256() == before
+    with Placed(world, Layout(world.size, "zero2")) as placed:
+        with pytest.raises(CheckpointError, match=rf"ZeRO-2 over {world.size} ranks on . nodes? \({axis} ."):
+            placed.model.load_model(folder / "model", strict_layout=True)
+        placed.model.load_model(folder / "model")
+        assert placed.optimizer.step_count == 1
+    world.barrier()
+
+
+@pytest.mark.parametrize("name", ["tp 2", "pp 2 x dp 2", "2 x 2 x 2"])
+def test_copies_of_a_split_model_are_models_of_their_own(name: str) -> None:
+    def body(comm: Any) -> None:
+        with Placed(comm, LAYOUTS[name]) as placed:
+            placed.train(1)
+            model, vector = placed.model, placed.model.get_parameters()
+            with model.clone() as clone, model.deep_copy() as deep, model.with_parameters(-vector) as negative:
+                assert clone.parameters_sha256() == deep.parameters_sha256() == model.parameters_sha256()
+                assert np.array_equal(negative.get_parameters(), -vector)
+                assert negative.parameter_count == vector.size == clone.layout.size
+                x, y = part(model.batch_group, *tokens(4, 9))
+                assert deep.train(x, y) == model.train(x, y)
+                assert deep.parameters_sha256() == model.parameters_sha256() != clone.parameters_sha256()
+
+    run_in_threads(LAYOUTS[name].size, body)
