@@ -168,6 +168,11 @@ class GPT:
         """Cross-entropy of the next token."""
         return CrossEntropy()
 
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Shape of the longest sample."""
+        return (self.sequence,)
+
     def split(self, group: Group) -> BlockModel:
         """Split heads, hidden features and vocabulary, and the activations between them by places. Not collective.
 
@@ -210,7 +215,7 @@ class GPT:
 
     def export_computation_graph(self) -> dict[str, Any]:
         """Describe the model as JSON values; see :func:`mpizero.nn.export_computation_graph`. Not collective."""
-        return export_computation_graph(self, (self.sequence,))
+        return export_computation_graph(self, self.sample_shape)
 
     def compile_predictor(self, params: Mapping[str, Params]) -> Callable[[Array], Array]:
         """Return a compiled function from ids to logits, on a copy of the parameters. Not collective.

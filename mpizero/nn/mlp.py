@@ -128,6 +128,11 @@ class MLP:
         """Cross-entropy for a classifier, mean squared error for a regressor."""
         return CrossEntropy() if self.task == "classification" else MeanSquaredError()
 
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Shape of one sample."""
+        return (self.features,)
+
     def split(self, group: Group) -> BlockModel:
         """Split the layers alternately by columns and by rows, so that two of them cost one sum each way.
 
@@ -176,7 +181,7 @@ class MLP:
 
     def export_computation_graph(self) -> dict[str, Any]:
         """Describe the model as JSON values; see :func:`mpizero.nn.export_computation_graph`. Not collective."""
-        return export_computation_graph(self, (self.features,))
+        return export_computation_graph(self, self.sample_shape)
 
     def compile_predictor(self, params: Mapping[str, Params]) -> Callable[[Array], Array]:
         """Return a compiled function from samples to outputs, on a copy of the parameters. Not collective.

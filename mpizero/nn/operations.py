@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -18,16 +19,16 @@ class Operations:
 
     def __add__(self, other: Operations) -> Operations:
         """Add two layers' work."""
-        return Operations(
-            self.forward + other.forward,
-            self.backward_input + other.backward_input,
-            self.backward_weights + other.backward_weights,
-        )
+        return Operations(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def __iter__(self) -> Iterator[int]:
+        """Give the three numbers in order."""
+        return iter((self.forward, self.backward_input, self.backward_weights))
 
     @property
     def total(self) -> int:
         """Forward and both halves of the backward pass."""
-        return self.forward + self.backward_input + self.backward_weights
+        return sum(self)
 
 
 def linear_operations(rows: int, inputs: int, outputs: int, input_gradient: bool = True) -> Operations:

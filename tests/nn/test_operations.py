@@ -22,6 +22,7 @@ from mpizero.nn import (
     loss_and_gradients,
     model_operations,
     nest,
+    run_on,
     split_model,
 )
 from mpizero.types import Run
@@ -58,8 +59,6 @@ def counted(model):
 
 def spent_by_block(model, x, y):
     """Operations of each block's passes, one after the other."""
-    from mpizero.nn import run_on
-
     params = bind(model, counted(model))
     grads = {name: value.view(Counted) for name, value in gradient_slots(model).items()}
     run, caches, spent = run_on(model, x, TRAINING), {}, {}
@@ -78,9 +77,7 @@ def spent_by_block(model, x, y):
 
 
 def times(count, operations):
-    return Operations(
-        *(count * n for n in (operations.forward, operations.backward_input, operations.backward_weights))
-    )
+    return Operations(*(count * n for n in operations))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -122,6 +119,7 @@ def test_a_whole_step_is_the_sum_of_its_blocks():
     Counted.spent()
     loss_and_gradients(model, counted(model), batch(model, shape), TRAINING, slots=slots)
     assert Counted.spent() == SAMPLES * sum(counts.total for counts in model_operations(model, shape).values())
+    assert model.sample_shape == (9,), "the longest sample"
 
 
 def test_known_formulas():
