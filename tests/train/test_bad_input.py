@@ -33,7 +33,7 @@ CASES = {
 LAYOUTS = {
     "replicas": (["parallel.data=5"], CONFIG, "parallel.data = 5"),
     "stages and ranks": (["parallel.pipeline=5", "model.layers=4"], CONFIG, "parallel.pipeline = 5"),
-    "all sizes": (["parallel.pipeline=3", "parallel.tensor=2", "parallel.data=5"], CONFIG, "data=5 x context=1 = 30 ranks"),
+    "all sizes": (["parallel.pipeline=3", "parallel.tensor=2", "parallel.data=5"], CONFIG, "context=1 = 30 ranks"),
     "more stages than blocks": (["parallel.pipeline=4"], CONFIG, "at least 4 blocks, the model has 3"),
     "heads and ranks": (["parallel.tensor=4"], CONFIG, "parallel.tensor = 4: must divide model.heads = 2"),
     "unknown schedule": (["parallel.schedule=2f2b"], CONFIG, 'parallel.schedule = "2f2b"'),
