@@ -12,7 +12,7 @@ from mpizero import kernels
 from mpizero.errors import ConfigError
 from mpizero.nn.dropout import Dropout, Window
 from mpizero.nn.graph import Graph, Place
-from mpizero.nn.layer import Layer, known, namespace, require_positive, vector
+from mpizero.nn.layer import Layer, known, namespace, require_positive, splits, vector
 from mpizero.nn.linear import Linear
 from mpizero.nn.operations import Operations
 from mpizero.nn.split.attention import SplitAttention
@@ -171,7 +171,7 @@ class CausalSelfAttention(Layer):
 
     def split(self, group: Group) -> Layer:
         """Split the heads; :class:`ConfigError` unless the group's size divides their number. Not collective."""
-        return SplitAttention(self, group) if group.size > 1 else self
+        return SplitAttention(self, group) if splits(self, CausalSelfAttention, group) else self
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Count the two linear maps and the products between them. Not collective."""

@@ -10,7 +10,7 @@ from mpizero.nn.activation import Activation, named_activation
 from mpizero.nn.attention import CausalSelfAttention
 from mpizero.nn.dropout import Dropout
 from mpizero.nn.graph import Graph, Place
-from mpizero.nn.layer import Layer, known, namespace, require_positive
+from mpizero.nn.layer import Layer, known, namespace, require_positive, splits
 from mpizero.nn.linear import Linear
 from mpizero.nn.norm import LayerNorm
 from mpizero.nn.operations import Operations
@@ -86,7 +86,7 @@ class FeedForward(Layer):
 
     def split(self, group: Group) -> Layer:
         """Split the hidden features. Not collective."""
-        return SplitFeedForward(self, group) if group.size > 1 else self
+        return SplitFeedForward(self, group) if splits(self, FeedForward, group) else self
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Count both linear layers' products. Not collective."""
@@ -185,7 +185,7 @@ class TransformerBlock(Layer):
 
     def split(self, group: Group) -> Layer:
         """Split heads, hidden features and places; :class:`ConfigError` if heads cannot be dealt. Not collective."""
-        return AlongSequence(SplitBlock(self, group), group) if group.size > 1 else self
+        return AlongSequence(SplitBlock(self, group), group) if splits(self, TransformerBlock, group) else self
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Count the products of attention and feed-forward. Not collective."""

@@ -10,7 +10,7 @@ from mpizero import kernels
 from mpizero.errors import DataError
 from mpizero.nn.dropout import Dropout
 from mpizero.nn.graph import Graph, Place
-from mpizero.nn.layer import Layer, as_ids, namespace, require_positive
+from mpizero.nn.layer import Layer, as_ids, namespace, require_positive, splits
 from mpizero.nn.operations import Operations
 from mpizero.nn.split.embedding import SplitEmbedding, SplitTokenEmbedding
 from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, Run
@@ -62,7 +62,7 @@ class Embedding(Layer):
 
     def split(self, group: Group) -> Layer:
         """Split the rows of the table. Not collective."""
-        return SplitEmbedding(self, group) if group.size > 1 else self
+        return SplitEmbedding(self, group) if splits(self, Embedding, group) else self
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class TokenEmbedding(Layer):
 
     def split(self, group: Group) -> Layer:
         """Split the rows of the token table. Not collective."""
-        return SplitTokenEmbedding(self, group) if group.size > 1 else self
+        return SplitTokenEmbedding(self, group) if splits(self, TokenEmbedding, group) else self
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Count no products: rows are copied. Not collective."""

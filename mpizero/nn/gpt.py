@@ -13,7 +13,7 @@ from mpizero.nn.block import TransformerBlock
 from mpizero.nn.checkpointed import Checkpointed
 from mpizero.nn.embedding import TokenEmbedding
 from mpizero.nn.graph import Graph, Place
-from mpizero.nn.layer import Layer, known, require_positive, require_rate
+from mpizero.nn.layer import Layer, known, require_positive, require_rate, splits
 from mpizero.nn.linear import Projection
 from mpizero.nn.loss import CrossEntropy
 from mpizero.nn.model import export_computation_graph
@@ -79,7 +79,7 @@ class LanguageHead(Layer):
 
     def split(self, group: Group) -> Layer:
         """Split the vocabulary; every rank gets all logits. Not collective."""
-        if group.size == 1:
+        if not splits(self, LanguageHead, group):
             return self
         norm, projection = self._layers
         return Sequential({"norm": norm, "projection": projection.split(group)})

@@ -143,6 +143,22 @@ def as_ids(x: Array, bound: int, where: str) -> Array:
     return ids
 
 
+def splits(layer: Layer, kind: type[Layer], group: Group) -> bool:
+    """Tell whether ``layer`` is to be split as a ``kind``: not over a group of one rank. Not collective.
+
+    Raises
+    ------
+    ConfigError
+        ``layer`` is of a subclass, which may compute something else and has not said how that is split.
+    """
+    if group.size > 1 and type(layer) is not kind:
+        raise ConfigError(
+            f"{type(layer).__name__} has split() from {kind.__name__}, which does not know what the subclass changes; "
+            "define split(group) in it"
+        )
+    return group.size > 1
+
+
 def require_positive(where: str, **values: int) -> None:
     """Raise :class:`ConfigError` naming the first of ``values`` that is not a positive integer."""
     for name, value in values.items():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from mpizero.nn.layer import Layer, as_rows, namespace, require_positive
+from mpizero.nn.layer import Layer, as_rows, namespace, require_positive, splits
 from mpizero.nn.operations import Operations, linear_operations
 from mpizero.nn.split.linear import SplitLinear, SplitProjection
 from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, Run
@@ -76,7 +76,7 @@ class Linear(Layer):
 
     def split(self, group: Group) -> Layer:
         """Split the matrix by columns. Not collective."""
-        return SplitLinear(self, group) if group.size > 1 else self
+        return SplitLinear(self, group) if splits(self, Linear, group) else self
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Count the three products. Not collective."""
@@ -126,7 +126,7 @@ class Projection(Layer):
 
     def split(self, group: Group) -> Layer:
         """Split the classes; every rank gets all logits. Not collective."""
-        return SplitProjection(self, group, joined=True) if group.size > 1 else self
+        return SplitProjection(self, group, joined=True) if splits(self, Projection, group) else self
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Count the three products. Not collective."""

@@ -161,6 +161,40 @@ def test_predictions_are_joined_and_full_logits_exist_on_no_rank():
     assert whole_prediction(model, expected) is expected
 
 
+class Squares:
+    """A user's loss of whole logits."""
+
+    def forward(self, prediction, target):
+        difference = prediction - target[..., None]
+        return float((difference**2).sum()), float(target.size), difference
+
+    def backward(self, cache, scale=1.0):
+        return 2 * scale * cache
+
+
+def test_a_users_loss_of_whole_predictions_works_on_parts():
+    model = GPT(**SMALL, dtype="float64")
+    named, (x, y) = perturbed(model), tokens()
+    logits = evaluate(model, bind(model, named), x)
+    value, weight, cache = Squares().forward(logits, y)
+    gradient = Squares().backward(cache, 0.5)
+
+    def work(group):
+        split = split_model(model, group)
+        own = evaluate(split, bind(split, own_parameters(split, named)), x)
+        loss = split.loss_on_parts(Squares())
+        found, counted, own_cache = loss.forward(own, y)
+        return found, counted, split.whole_prediction(loss.backward(own_cache, 0.5))
+
+    for found, counted, joined in on_ranks(3, work):
+        assert found == pytest.approx(value, rel=1e-12)
+        assert counted == weight
+        require_close(joined, gradient, 1e-12)
+    whole_outputs = split_model(MLP(features=2, hidden=(3,), outputs=2), Apart(0, 2))
+    loss = Squares()
+    assert whole_outputs.loss_on_parts(loss) is loss
+
+
 def test_what_ranks_hold_between_blocks_is_what_the_model_says():
     gpt, mlp = GPT(**SMALL), MLP(features=5, hidden=(7, 3), outputs=2)
     for model, x in ((gpt, tokens()[0]), (mlp, np.ones((3, 5), np.float32))):
@@ -419,6 +453,16 @@ def test_a_model_with_nothing_to_split_is_refused():
     function = FunctionModel({"w": np.zeros(3)}, lambda parameters, batch: (0.0, {}, 1.0))
     with pytest.raises(ConfigError, match="a FunctionModel has no blocks"):
         split_model(function, Apart(0, 2))
+
+
+def test_a_subclass_of_a_layer_must_say_itself_how_it_is_split():
+    class Doubled(Linear):
+        def forward(self, params, x, run=None):
+            return super().forward(params, 2 * x, run)
+
+    assert Doubled(3, 2).split(Apart(0, 1)) == Doubled(3, 2)
+    with pytest.raises(ConfigError, match=r"Doubled has split\(\) from Linear.*define split\(group\) in it"):
+        split_model(Users(only=Doubled(3, 2)), Apart(0, 2))
 
 
 def test_heads_that_cannot_be_dealt_are_refused():

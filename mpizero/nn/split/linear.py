@@ -94,7 +94,8 @@ class ColumnLinear(Layer):
 class RowLinear(Layer):
     """The own rows of a linear map: from own inputs, by the shard rule, to the whole output, summed over the ranks.
 
-    The bias is whole on every rank and added to the sum.
+    The bias is whole on every rank and added to the sum. Between the halves of the backward pass a rank holds the whole
+    gradient of the outputs.
 
     Parameters
     ----------

@@ -15,6 +15,37 @@ from mpizero.types import Array, BlockModel, Group, Layer, Loss, Run
 
 
 @dataclass(frozen=True)
+class JoinedLoss:
+    """A loss of whole predictions for ranks that hold a part of the last axis each: it joins the parts first.
+
+    Parameters
+    ----------
+    loss : Loss
+        The loss of whole predictions.
+    group : Group
+        The ranks; each computes the whole loss.
+    outputs : int
+        Length of the last axis.
+    """
+
+    loss: Loss
+    group: Group
+    outputs: int
+
+    def forward(self, prediction: Array, target: Array) -> tuple[float, float, Any]:
+        """Join the predictions and apply the loss. Collective over the group."""
+        join = Gather(self.group, prediction.ndim - 1, self.outputs)
+        loss_sum, weight, cache = self.loss.forward(join.forward(prediction), target)
+        return loss_sum, weight, (cache, join)
+
+    def backward(self, cache: Any, scale: float = 1.0) -> Array:
+        """Compute ``scale`` times the gradient of the loss sum for the own part. Not collective."""
+        inner, join = cache
+        gradient: Array = join.take(self.loss.backward(inner, scale))
+        return gradient
+
+
+@dataclass(frozen=True, eq=False)
 class SplitModel:
     """One rank's part of a model: a block model whose passes and loss are collective over ``group``.
 
@@ -67,6 +98,10 @@ class SplitModel:
         Collective over ``group`` where ranks have parts of it.
         """
         return y if self.outputs is None else Gather(self.group, y.ndim - 1, self.outputs).forward(y)
+
+    def loss_on_parts(self, loss: Loss) -> Loss:
+        """Return a loss of whole predictions as one of what the last block returns here. Not collective."""
+        return loss if self.outputs is None else JoinedLoss(loss, self.group, self.outputs)
 
     def held_shape(self, block: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Give the shape of what this rank holds of a block's output ``shape``, for one sample. Not collective."""
