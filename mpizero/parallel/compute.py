@@ -76,8 +76,14 @@ class _Passage:
 class BlockEvaluator:
     """Blocks: each unit is lent just before its forward and its backward and released right after."""
 
-    def __init__(self, model: BlockModel, store: ParameterStore, loss_scale: Callable[[], float]) -> None:
-        self.model, self.store, self.loss_scale = model, store, loss_scale
+    def __init__(
+        self,
+        model: BlockModel,
+        store: ParameterStore,
+        loss_scale: Callable[[], float],
+        run_on: Callable[[Any, Run], Run] = lambda x, run: run,
+    ) -> None:
+        self.model, self.store, self.loss_scale, self.run_on = model, store, loss_scale, run_on
         self.criterion = model.loss
         self.blocks = dict(model.blocks)
         self.units = store.layout.units
@@ -91,6 +97,7 @@ class BlockEvaluator:
         d: Any
         passed = _Passage(self.store, self.units, done)
         try:
+            run = self.run_on(x, run)
             for unit in self.units:
                 with passed.unit(unit) as params:
                     for block in unit.blocks:
@@ -118,11 +125,12 @@ class BlockEvaluator:
         """Return the prediction for this rank's ``x``. Collective if sharded."""
         passed = _Passage(self.store, self.units, None)
         try:
+            run = EVALUATE if x is None else self.run_on(x, EVALUATE)
             for unit in self.units:
                 with passed.unit(unit) as params:
                     for block in unit.blocks:
                         if x is not None:
-                            x, _ = self.blocks[block].forward(params[block], x, EVALUATE)
+                            x, _ = self.blocks[block].forward(params[block], x, run)
         except (CollectiveError, PeerFailure):
             raise
         except Exception:

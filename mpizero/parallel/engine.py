@@ -104,7 +104,7 @@ class Engine:
             )
         evaluator: Evaluator
         if self.block_model:
-            evaluator = BlockEvaluator(stage.model, self.store, self._loss_scale)
+            evaluator = BlockEvaluator(stage.model, self.store, self._loss_scale, stage.run_on)
         else:
             evaluator = BlackBoxEvaluator(stage.model, self.store)
         return SequentialRunner(evaluator, self.scalars, stage, counts=counts, alone=alone)

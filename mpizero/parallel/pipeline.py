@@ -139,7 +139,7 @@ class PipelineRunner:
         x, y, first = self._samples(watched)
         flight = self._flights[chunk, micro] = _Flight(self.scalars.fail)
         self.most_caches = max(self.most_caches, len(self._flights))
-        value = self._pass_forward(chunk, micro, x, run_of(first), flight)
+        value = self._pass_forward(chunk, micro, x, self.stage.run_on(x, run_of(first)), flight)
         if chunk == len(self.stage_of) - 1:
             with self._computing(flight) as working:
                 if working:
@@ -284,9 +284,9 @@ class PipelineRunner:
                     pass
             return None
         self._predicted += 1  # messages of one route come in order; the number only keeps receives apart
-        value = None
+        value, run = None, self.stage.run_on(x, EVALUATE)
         for chunk in self.stage.chunks:
-            value = self._pass_forward(chunk, -self._predicted, x, EVALUATE, _Flight(fail))
+            value = self._pass_forward(chunk, -self._predicted, x, run, _Flight(fail))
         self.courier.progress()
         return value
 

@@ -16,7 +16,7 @@ from mpizero.layout import FlatLayout
 from mpizero.layout.flat import joined
 from mpizero.parallel.compute import blocks_of
 from mpizero.parallel.spread import Spread
-from mpizero.types import Array, BlockModel, Layer, Loss, ParameterSpec
+from mpizero.types import Array, BlockModel, Layer, Loss, ParameterSpec, Run
 
 Specs = Mapping[str, tuple[ParameterSpec, ...]]
 
@@ -124,6 +124,13 @@ class Stage:
         """Lay out the parameters of a stage; no unit reaches over two chunks. Not collective."""
         groups = [self.cuts[chunk] for chunk in self.chunks_of(stage)]
         return FlatLayout.build(self.specs(stage), one_unit=one_unit, minimum_unit=minimum_unit, groups=groups)
+
+    def run_on(self, x: Any, run: Run) -> Run:
+        """Add to ``run`` what split layers would ask one another about a micro-batch ``x``.
+
+        Collective over the context group; one message a micro-batch instead of one a layer.
+        """
+        return run if self.spread.tensor * self.spread.context == 1 else nn.run_on(self.split, x, run)
 
     def own_places(self, x: Array) -> Array:
         """Return the places of a batch's sequences that this rank's context holds. Not collective."""
