@@ -1,0 +1,334 @@
+"""The members that the contract promises, of models whose layers are spread over ranks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.data import ArraySource
+from mpizero.testing import parallel_assert, run_in_threads
+from tests.parallel.models import part
+from tests.parallel.spreads import Case, Way, alone, gpt, mlp, placed, points, texts
+
+
+class Job(NamedTuple):
+    """A way and the number of ranks it needs."""
+
+    size: int
+    way: Way
+    private: bool = False
+
+    @property
+    def exact(self) -> bool:
+        return self.way.tensor == 1
+
+    def same(self, found: Any, expected: Any) -> None:
+        """Compare bits, or numbers where products are split."""
+        if self.exact:
+            np.testing.assert_array_equal(found, expected)
+        else:
+            np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5)
+
+
+JOBS = {
+    "1": Job(1, Way()),
+    "pp 2": Job(2, Way(2, zero=0, schedule="zero_bubble")),
+    "pp 3": Job(3, Way(3, zero=1, schedule="gpipe")),
+    "pp 2 x dp 2": Job(4, Way(2, zero=2, schedule="interleaved")),
+    "V 2 x dp 2": Job(4, Way(2, zero=3, schedule="zero_bubble_v"), private=True),
+    "tp 2": Job(2, Way(tensor=2, zero=1)),
+    "tp 2 x dp 2": Job(4, Way(tensor=2, zero=3), private=True),
+    "2 x 2 x 2": Job(8, Way(2, 2, zero=2)),
+}
+X, Y = texts(1, 10)[0]
+LOSS = gpt().loss
+
+
+def placed_as(job: Job, case: Case, comm: Any, **settings: Any) -> tuple[Any, Any]:
+    return placed(case, comm, job.way, **{"share_node_memory": not job.private, **settings})
+
+
+def for_all_jobs(world: Any, body: Any) -> None:
+    """Run ``body(job, world)`` for every job of this number of ranks."""
+    for job in JOBS.values():
+        if job.size == world.size:
+            body(job, world)
+
+
+def on_threads(name: str, body: Any) -> None:
+    run_in_threads(JOBS[name].size, lambda comm: body(JOBS[name], comm))
+
+
+# ---------------------------------------------------------------------- what a model says of itself
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_metadata_tells_groups_places_and_what_is_held(name: str) -> None:
+    job = JOBS[name]
+    pipeline, tensor = job.way.pipeline, job.way.tensor
+    data = job.size // pipeline // tensor
+    total = sum(spec.size for spec in mz.nn.model_specs(gpt()) if spec.tied is None)
+
+    def body(job: Job, comm: Any) -> tuple[dict[str, int], int, int]:
+        model, _ = placed_as(job, Case(gpt), comm)
+        with model:
+            model.train(*part(model.batch_group, X, Y))
+            told = model.metadata()
+            assert (told.strategy, told.is_distributed) == ("3D-Parallelism (Hybrid)", job.size > 1)
+            assert (told.world_size, told.rank, told.zero_stage) == (job.size, comm.rank, job.way.zero)
+            assert (model.world_size, model.rank) == (job.size, comm.rank)
+            assert told.group_sizes == {"pipeline": pipeline, "tensor": tensor, "data": data, "context": 1}
+            assert set(told.replicated) | set(told.sharded) == {"parameters", "gradients", "optimizer state"}
+            assert len(told.sharded) == job.way.zero
+            assert told.parameter_count == told.trainable_count == model.parameter_count == total
+            assert model.layout.size == total
+            assert model.shard_size == model.local_parameter_shard.size == sum(span.size for span in model.owned)
+            assert told.peak_bytes >= told.bytes_on_rank["parameters"] > 0
+            assert (told.bytes_sent_last_step > 0) == (job.size > 1)
+            assert told.as_dict()["held_count"] == told.held_count
+            return told.group_ranks, told.held_count, model.shard_size
+
+    found = run_in_threads(job.size, lambda comm: body(job, comm))
+    places = [(ranks["pipeline"], ranks["tensor"], ranks["data"]) for ranks, _, _ in found]
+    assert places == [(p, t, d) for p in range(pipeline) for t in range(tensor) for d in range(data)]
+    table = 29 * 12  # its copy where the head is on another stage is held, not counted
+    held = sum(held for (_, held, _), (_, t, d) in zip(found, places, strict=True) if t == d == 0)
+    assert tensor > 1 or held == total + (table if pipeline > 1 and job.way.schedule != "zero_bubble_v" else 0)
+    per_stage = [
+        sum(size for (_, _, size), at in zip(found, places, strict=True) if at[:2] == (p, 0)) for p in range(pipeline)
+    ]
+    assert tensor > 1 or sum(per_stage) == held
+
+
+def test_a_grid_describes_itself_as_a_table() -> None:
+    def body(comm: Any) -> str:
+        model, _ = placed(Case(gpt), comm, Way(2, 2), ranks_per_node=2)
+        with model:
+            return str(model.engine.grid.describe())
+
+    (text,) = set(run_in_threads(8, body))
+    lines = text.splitlines()
+    assert lines[0].startswith("8 ranks: pipeline=2 x tensor=2 x data=2 x context=1")
+    assert [line.split() for line in lines[2:]] == [
+        [str(r), str(r // 4), str(r // 2 % 2), str(r % 2), "0", str(r // 2)] for r in range(8)
+    ]
+
+
+# ---------------------------------------------------------------------- prediction
+
+
+def predicts(job: Job, comm: Any) -> None:
+    case = Case(gpt, batches=[(X, Y)])
+    single, _ = alone(case)
+    model, _ = placed_as(job, case, comm)
+    with single, model:
+        for _ in range(2):  # before and after a step: receives are posted ahead in the second round
+            rows = slice(2 * model.batch_group.rank, 2 * model.batch_group.rank + 2)  # each replica asks for its own
+            job.same(model.predict(X[rows]), single.predict(X[rows]))
+            job.same(model.predict(X[:3, :5]), single.predict(X[:3, :5]))
+            found, expected = model.evaluate(*part(model.batch_group, X, Y)), single.evaluate(X, Y)
+            job.same(found[0], expected[0])
+            assert found[1:] == expected[1:]
+            sizes = [0] * (model.batch_group.size - 1) + [10]
+            job.same(model.evaluate(*part(model.batch_group, X, Y, sizes))[0], expected[0])
+            job.same(model.train(*part(model.batch_group, X, Y)), single.train(X, Y))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_rank_gets_the_prediction_and_the_metrics_of_one_process(name: str) -> None:
+    on_threads(name, predicts)
+
+
+@pytest.mark.mpi
+def test_over_mpi_too_every_rank_gets_the_prediction_and_the_metrics_of_one_process(world: Any) -> None:
+    for_all_jobs(world, predicts)
+
+
+def test_replicas_predict_different_numbers_of_samples() -> None:
+    def body(comm: Any) -> None:
+        single, _ = alone(Case(gpt))
+        model, _ = placed(Case(gpt), comm, Way(2, zero=1))
+        with single, model:
+            rows = slice(0, 3 * (1 - model.batch_group.rank))
+            assert model.predict(X[rows]).shape == (*X[rows].shape, 29)
+            np.testing.assert_allclose(model.predict(X[rows]), single.predict(X)[rows], rtol=1e-5, atol=1e-6)
+
+    run_in_threads(4, body)
+
+
+# ---------------------------------------------------------------------- gradients by hand
+
+
+def local_part(engine: Any, named: dict[str, Any]) -> Any:
+    """What this rank holds of arrays by name, 1-D in its flat order."""
+    specs = [entry.spec for entry in engine.layout.parameters]
+    return np.concatenate([_held(spec, named[spec.guest or spec.name]) for spec in specs])
+
+
+def _held(spec: Any, values: Any) -> Any:
+    if spec.part is not None:
+        values = np.concatenate([values.take(range(*r), axis=spec.part.axis) for r in spec.part.ranges], spec.part.axis)
+    return values.reshape(-1)
+
+
+def gradients_by_hand(job: Job, comm: Any, auto: bool) -> None:
+    case = Case(lambda: gpt(dropout=0.0), batches=[(X, Y)])
+    single, plain = alone(case)
+    model, optimizer = placed_as(job, case, comm, auto_sync_gradients=auto)
+    with single, model:
+        for _ in range(2):
+            wanted = single.compute_gradients(X, Y)
+            named = {
+                e.spec.name: wanted.values[e.span.start : e.span.stop].reshape(e.spec.shape)
+                for e in single.layout.parameters
+            }
+            before = model.get_parameters()
+            found = model.compute_gradients(*part(model.batch_group, X, Y))
+            parallel_assert(comm, np.array_equal(model.get_parameters(), before), "parameters have changed")
+            assert (found.synchronized, found.weight) == (auto, wanted.weight)
+            job.same(found.loss, wanted.loss)
+            whole = model.synchronize_gradients()
+            assert whole.synchronized
+            mine = local_part(model.engine, named)
+            owned = np.concatenate([mine[:0], *(mine[span.start : span.stop] for span in model.owned)])
+            job.same(whole.values, owned if job.way.zero >= 2 else mine)
+            optimizer.step()
+            plain.step()
+            job.same(model.last_step.loss, single.last_step.loss)
+            job.same(model.get_parameters(), single.get_parameters())
+        found = model.compute_gradients(*part(model.batch_group, X, Y))
+        found = found if auto else model.synchronize_gradients()
+        model.apply_gradients(found, 0.1)
+        single.apply_gradients(single.compute_gradients(X, Y), 0.1)
+        job.same(model.get_parameters(), single.get_parameters())
+        with pytest.raises(RuntimeError, match="no gradient exists yet"):
+            model.synchronize_gradients()
+        if not auto:
+            before = model.parameters_sha256()
+            model.train(*part(model.batch_group, X, Y))
+            assert model.parameters_sha256() == before  # nothing is updated before the step
+            optimizer.step()
+            single.train(X, Y)
+            job.same(model.get_parameters(), single.get_parameters())
+
+
+@pytest.mark.parametrize("auto", [True, False])
+@pytest.mark.parametrize("name", JOBS)
+def test_gradients_by_hand_make_the_step_of_one_process(name: str, auto: bool) -> None:
+    on_threads(name, lambda job, comm: gradients_by_hand(job, comm, auto))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("auto", [True, False])
+def test_over_mpi_too_gradients_by_hand_make_the_step_of_one_process(world: Any, auto: bool) -> None:
+    for_all_jobs(world, lambda job, comm: gradients_by_hand(job, comm, auto))
+
+
+def test_another_loss_may_take_the_place_of_the_models_own() -> None:
+    class Doubled:
+        def forward(self, prediction: Any, target: Any) -> Any:
+            return LOSS.forward(prediction, target)
+
+        def backward(self, cache: Any, scale: float = 1.0) -> Any:
+            return LOSS.backward(cache, 2 * scale)
+
+    def body(job: Job, comm: Any) -> None:
+        model, _ = placed_as(job, Case(lambda: gpt(dropout=0.0)), comm)
+        with model:
+            own = model.compute_gradients(*part(model.batch_group, X, Y))
+            other = model.compute_gradients(*part(model.batch_group, X, Y), loss=Doubled())
+            np.testing.assert_array_equal(other.values, 2 * own.values)
+
+    on_threads("pp 2 x dp 2", body)
+
+
+# ---------------------------------------------------------------------- whole loops
+
+
+def optimized(job: Job | None, comm: Any, **options: Any) -> tuple[Any, str]:
+    rng = np.random.default_rng(8)
+    x = rng.normal(size=(44, 6))
+    data = (x, (x[:, 0] > 0).astype(np.int64) + (x[:, 1] > 0))
+    model, optimizer = alone(Case(mlp)) if job is None else placed_as(job, Case(mlp), comm)
+    optimizer.options = mz.OptimizationOptions(epochs=3, batch_size=7, validation=0.25, **options)
+    with model:
+        result = optimizer.optimize(data)
+        told = (result.history, result.best_epoch, result.best_loss, result.steps, result.stopped_early)
+        assert optimizer.synchronize_optimizer_state() == 0
+        return told, model.parameters_sha256()
+
+
+@pytest.mark.parametrize("name", ["pp 2", "pp 2 x dp 2", "V 2 x dp 2"])
+def test_the_whole_loop_has_the_history_of_one_process(name: str) -> None:
+    job = JOBS[name]
+    expected = optimized(None, None)
+    assert run_in_threads(job.size, lambda comm: optimized(job, comm)) == [expected] * job.size
+
+
+@pytest.mark.mpi(min_size=2)
+def test_over_mpi_too_the_whole_loop_has_the_history_of_one_process(world: Any) -> None:
+    expected = optimized(None, None)
+    for job in JOBS.values():
+        if job.size == world.size and job.exact:
+            parallel_assert(world, optimized(job, world) == expected)
+
+
+def test_batches_are_dealt_to_the_batch_group() -> None:
+    x = np.arange(60.0).reshape(20, 3)
+    source = ArraySource(x, np.arange(20))
+
+    def body(comm: Any) -> Any:
+        model, _ = placed(Case(lambda: mlp(features=3)), comm, Way(2))
+        with model:
+            stream = mz.data.batches(source, model.config, 8, steps=2, group=model.batch_group)
+            found = [y.tolist() for _, y in stream]
+            for bx, by in mz.data.batches(source, model.config, 8, steps=2, group=model.batch_group):
+                model.train(bx, by % 3)
+            return found
+
+    found = run_in_threads(4, body)
+    assert found[0] == found[2] != found[1] == found[3]
+    single = [y.tolist() for _, y in mz.data.batches(source, mz.ShardingConfig(micro_batch=2), 8, steps=2)]
+    assert [a + b for a, b in zip(found[0], found[1], strict=True)] == single
+
+
+# ---------------------------------------------------------------------- delegation
+
+
+@pytest.mark.parametrize("name", ["pp 2 x dp 2", "V 2 x dp 2", "tp 2", "2 x 2 x 2"])
+def test_questions_about_the_model_have_the_answers_of_one_process(name: str) -> None:
+    x, y = points(1, 10)[0]
+
+    def ask(job: Job | None, comm: Any) -> Any:
+        case = Case(lambda: mlp(hidden=(8, 4, 6)))
+        job = job and job._replace(way=job.way._replace(schedule="1f1b"))
+        model, _ = alone(case) if job is None else placed_as(job, case, comm)
+        with model:
+            model.active_feature_indices = (0, 2, 3)
+            for _ in range(2):
+                model.train(*part(model.batch_group, x, y))
+            assert model.supports_jit_compilation
+            assert (model.is_feature_used(2), model.is_feature_used(1)) == (True, False)
+            compiled = model.jit_compile()
+            np.testing.assert_allclose(compiled(x), model.predict(x), rtol=1e-4, atol=1e-5)
+            importance = model.feature_importance()
+            return (
+                model.active_feature_indices,
+                model.export_computation_graph(),
+                importance,
+                compiled(x),
+                model.predict(x),
+            )
+
+    job = JOBS[name]
+    expected = ask(None, None)
+    assert expected[2]["1"] == 0.0 < expected[2]["2"]
+    for found in run_in_threads(job.size, lambda comm: ask(job, comm)):
+        assert found[:2] == expected[:2]
+        assert list(found[2]) == list(expected[2])
+        job.same(list(found[2].values()), list(expected[2].values()))
+        job.same(found[3], expected[3])
+        job.same(found[4], expected[4])
