@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from mpizero.parallel import ZeRO3Model as ZeRO3Model
     from mpizero.parallel import ZeRO3Optimizer as ZeRO3Optimizer
     from mpizero.parallel import distribute as distribute
+    from mpizero.parallel import measured_costs as measured_costs
 
 _MODULES = (
     "adapters",
@@ -93,6 +94,7 @@ _NAMES = {
         "ZeRO3Model",
         "ZeRO3Optimizer",
         "distribute",
+        "measured_costs",
     ),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -21,8 +21,10 @@ from mpizero.parallel.optimizers import (
     ZeRO3Optimizer,
 )
 from mpizero.parallel.report import StepReport
+from mpizero.parallel.timing import BlockTimes, measure_blocks, measured_costs
 
 __all__ = [
+    "BlockTimes",
     "DDPModel",
     "DDPOptimizer",
     "FSDPModel",
@@ -47,4 +49,6 @@ __all__ = [
     "ZeRO3Model",
     "ZeRO3Optimizer",
     "distribute",
+    "measure_blocks",
+    "measured_costs",
 ]

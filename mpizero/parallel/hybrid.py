@@ -95,7 +95,8 @@ class HybridShardedModel(SpreadModel):
     cuts : sequence of int or None
         Number of the first block of every chunk but the first; None balances.
     costs : sequence of float or None
-        Cost of every block, for the balance.
+        Cost of every block, for the balance, for example what :func:`measured_costs` returns; None takes the
+        floating-point operations that the layers tell.
 
     Raises
     ------
