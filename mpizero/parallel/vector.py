@@ -105,7 +105,7 @@ class ParameterAccess(ShardedCore):
         self.load_named(arrays)
 
     def parameters_sha256(self) -> str:
-        """Return the hash over all parameters' bytes in declared order; no rank holds more than one unit."""
+        """Return the hash over all parameters' bytes in declared order; a rank gathers one unit at a time."""
         digest = hashlib.sha256()
         for values in self.engine.whole.units():
             digest.update(values.tobytes())

@@ -121,8 +121,8 @@ class GlobalView:
     def units(self) -> Iterator[Array]:
         """Yield the values of one unit after the other, each a new 1-D array; every rank takes all of them.
 
-        Collective over the world. A rank holds one unit and the message that it came in (with sharded parameters also
-        the unit of its own layout that is gathered for it).
+        Collective over the world. At a time a rank holds one unit and the messages that it came in, and with sharded
+        parameters the unit of its own layout that is gathered for it.
         """
         held = self._held()
         for unit in self.layout.units:
