@@ -251,7 +251,8 @@ class PipelineRunner:
         """Return the prediction for this rank's ``x``, the same for all stages. Collective over the pipeline."""
         errors: list[Exception] = []
         value = self._forward_only(None if x is None else self.stage.own_places(x), errors.append)
-        with all_ranks(self.comm, "predict"):
+        with all_ranks(self.comm, "predict"):  # so everything that was sent has arrived
+            self.courier.finish()
             if errors:
                 raise errors[0]
         if x is None:

@@ -30,8 +30,8 @@ class Spread:
     cuts : sequence of int or None
         Number of the first block of every chunk but the first; None balances.
     costs : sequence of float or None
-        Cost of every block, for the balance, for example :func:`measured_costs`; None takes floating-point operations, or the number of parameters where
-        the model does not tell them.
+        Cost of every block, for the balance, for example :func:`measured_costs`; None takes floating-point operations,
+        or the number of parameters where the model does not tell them.
     """
 
     pipeline: int = 1
