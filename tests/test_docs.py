@@ -81,10 +81,29 @@ def test_commands_of_the_docs_exist(page):
             assert option in text, f"{' '.join(words)}: no option {option}"
 
 
+def headings(page: Path) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    titles = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
+        there = page.parent / target if target else page
+        assert target.startswith("https://") or there.exists(), target
+        assert not anchor or target.startswith("https://") or anchor in headings(there), f"{target}#{anchor}"
+
+
+def test_timetables_of_the_docs_are_those_of_the_schedules():
+    from mpizero.layout import SCHEDULES, build_schedule
+
+    head = re.compile(r"(\w+): (\d+) stages(?:, (\d+) chunks each)?, (\d+) micro-batches")
+    shown = [text for text in blocks(ROOT / "docs" / "pipeline.md", "") if head.match(text)]
+    for text in shown:
+        name, stages, chunks, micros = head.match(text).groups()
+        assert text.rstrip() == build_schedule(name, int(stages), int(micros), int(chunks or 1)).timetable(), name
+    assert len(shown) == len(SCHEDULES)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
