@@ -125,20 +125,21 @@ def worker(args: argparse.Namespace) -> None:
         Path(args.worker).write_text(json.dumps(rows), encoding="utf-8")
 
 
-def launch(mpiexec: str, python: str, ranks: int, args: argparse.Namespace) -> list[dict[str, str]]:
-    """Start one job and return its rows."""
+def launch(mpiexec: str, python: str, ranks: int, args: argparse.Namespace, script: str, *more: str) -> list[Any]:
+    """Start one job of ``script`` and return the rows that its rank 0 writes."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     if os.geteuid() == 0:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "rows.json"
-        command = [mpiexec, "-n", str(ranks), python, __file__, "--steps", str(args.steps), "--worker", str(output)]
+        options = ["--steps", str(args.steps), "--worker", str(output), *more]
+        command = [mpiexec, "-n", str(ranks), python, script, *options]
         done = subprocess.run(
             command, env=environment, timeout=args.timeout, stderr=subprocess.PIPE, text=True, check=False
         )
         if done.returncode or not output.exists():
             sys.exit(f"{done.stderr}\n{' '.join(command)}: exit status {done.returncode}")
-        rows: list[dict[str, str]] = json.loads(output.read_text(encoding="utf-8"))
+        rows: list[Any] = json.loads(output.read_text(encoding="utf-8"))
     return rows
 
 
@@ -167,34 +168,44 @@ def report(rows: list[dict[str, str]]) -> bool:
     return equal
 
 
-def main() -> None:
-    """Launch everything and compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(description: str, ranks: str, threads: str) -> argparse.ArgumentParser:
+    """Return what this script and its siblings understand."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--ranks", default="1,2,3,4,8", help="numbers of ranks under mpiexec (default: %(default)s)")
-    parser.add_argument("--threads", default="1,3,4", help="numbers of ranks as threads (default: %(default)s)")
+    parser.add_argument("--ranks", default=ranks, help="numbers of ranks under mpiexec (default: %(default)s)")
+    parser.add_argument("--threads", default=threads, help="numbers of ranks as threads (default: %(default)s)")
     parser.add_argument(
         "--mpiexec", default=str(Path(sys.executable).with_name("mpiexec")), help="first MPI's launcher"
     )
     parser.add_argument("--python", default=sys.executable, help="interpreter for the first MPI")
     parser.add_argument("--second-mpiexec", help="launcher of another MPI")
     parser.add_argument("--second-python", help="interpreter for the other MPI")
-    parser.add_argument("--second-ranks", default="1,2,3,4,8", help="its numbers of ranks (default: %(default)s)")
+    parser.add_argument("--second-ranks", default=ranks, help="its numbers of ranks (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds one launch may take")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        worker(args)
-        return
+    return parser
 
+
+def launches(args: argparse.Namespace) -> list[tuple[str, str, int]]:
+    """Return launcher, interpreter and number of ranks of every job that was asked for."""
     jobs = [(args.mpiexec, args.python, int(n)) for n in args.ranks.split(",") if n]
     if args.second_mpiexec:
         python = args.second_python or sys.executable
         jobs += [(args.second_mpiexec, python, int(n)) for n in args.second_ranks.split(",") if n]
+    return jobs
+
+
+def main() -> None:
+    """Launch everything and compare."""
+    args = arguments(__doc__, "1,2,3,4,8", "1,3,4").parse_args()
+    if args.worker:
+        worker(args)
+        return
+
     rows = []
-    for mpiexec, python, ranks in jobs:
+    for mpiexec, python, ranks in launches(args):
         started = time.monotonic()
-        rows += launch(mpiexec, python, ranks, args)
+        rows += launch(mpiexec, python, ranks, args, __file__)
         print(f"{rows[-1]['where']}: {time.monotonic() - started:.1f} s", flush=True)
     for n in (int(n) for n in args.threads.split(",") if n):
         started = time.monotonic()

@@ -1,0 +1,284 @@
+"""Show that stages, schedules and replicas do not change one bit of the result, and what splitting products changes.
+
+Trains a GPT of 16 blocks and an MLP of 16 blocks
+
+* on every factorization pipeline x data of 2, 4, 6 and 8 ranks, with every schedule and every ZeRO stage, node-shared
+  and private memory and simulated nodes in turn: all runs of a case must end with the sha256 of one process. The
+  numbers of micro-batches are not multiples of the stages;
+* with split layers or split sequences (tensor and context parallelism) beside stages and replicas, twice each: every
+  loss must be that of one process within 1e-5 (float32) or 1e-12 (float64), and the second run must repeat the bits of
+  the first.
+
+Each number of ranks is one launch; the rest happens inside. With ``--quick`` every factorization has every schedule
+still, each with one ZeRO stage and one case, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import io
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from exactness import MEMORIES, arguments, launch, launches
+
+import mpizero as mz
+from mpizero.layout import SCHEDULES, chunk_stages
+
+VIRTUAL = {name: 2 if name == "interleaved" else 1 for name in SCHEDULES}
+#: The largest relative difference of a loss.
+BOUNDS = {"float32": 1e-5, "float64": 1e-12}
+BLOCKS = 16
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training; ``batch`` samples in grains of ``grain``."""
+
+    name: str
+    batch: int
+    grain: int
+    model: str = "gpt"
+    optimizer: str = "adamw"
+    clip: float | None = None
+    dtype: str = "float32"
+
+    def wrapped(self) -> Any:
+        """Return the model, of 16 blocks."""
+        if self.model == "mlp":
+            widths = [7, 9, 8] * (BLOCKS // 3)
+            return mz.nn.MLP(features=7, hidden=widths, outputs=4, activation="tanh", dtype=self.dtype, seed=3)
+        return mz.nn.GPT(
+            dim=16, layers=BLOCKS - 2, heads=4, sequence=8, vocabulary=29, dropout=0.1, tied=True, dtype=self.dtype
+        )
+
+    def update(self) -> Any:
+        """Return the optimizer."""
+        return {"adamw": mz.AdamW(lr=1e-3), "lamb": mz.LAMB(lr=3e-3), "sgd": mz.SGD(lr=0.02, momentum=0.9)}[
+            self.optimizer
+        ]
+
+    def batches(self, steps: int, rank: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield this replica's part of each global batch: uneven parts, re-dealt by the library."""
+        rng = np.random.default_rng(7)
+        mine = slice(rank * self.batch // size, (rank + 1) * self.batch // size)
+        for _ in range(steps):
+            if self.model == "mlp":
+                x = rng.normal(size=(self.batch, 7))
+                yield x[mine], (np.abs(x[mine, 0]) + x[mine, 1] > 0.5).astype(np.int64)
+            else:
+                text = np.cumsum(rng.integers(1, 4, (self.batch, 9)), axis=1) % 29  # something to learn
+                yield text[mine, :-1], text[mine, 1:]
+
+
+EXACT = (
+    Case("GPT, 7 grains, the last short", 13, 2),
+    Case("GPT, 11 grains, clipping, LAMB", 11, 1, optimizer="lamb", clip=0.5),
+    Case("MLP, 9 grains, momentum", 35, 4, model="mlp", optimizer="sgd"),
+)
+ROUNDED = (
+    Case("GPT float32", 8, 2),
+    Case("GPT float64, clipping, LAMB", 8, 2, dtype="float64", clip=0.5, optimizer="lamb"),
+    Case("MLP float32", 16, 4, model="mlp"),
+    Case("MLP float64", 16, 4, model="mlp", dtype="float64"),
+)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a training is spread; all remaining ranks are replicas."""
+
+    pipeline: int = 1
+    tensor: int = 1
+    context: int = 1
+    zero: int = 0
+    schedule: str = "1f1b"
+    memory: str = "shared"
+
+    def __str__(self) -> str:
+        axes = ((n, getattr(self, n)) for n in ("pipeline", "tensor", "context"))
+        split = ", ".join(f"{name} {size}" for name, size in axes if size > 1)
+        return f"{split or 'replicas'}, {self.schedule}, ZeRO-{self.zero}, {self.memory}"
+
+
+def exact_ways(size: int, quick: bool) -> Iterator[tuple[Case, Way]]:
+    """Yield all pairs of case and way for ``size`` ranks."""
+    number = pair = 0
+    for stages in (s for s in range(2, size + 1) if size % s == 0):
+        for schedule in SCHEDULES:
+            if len(chunk_stages(schedule, stages, VIRTUAL[schedule])) > BLOCKS:
+                continue
+            pair += 1
+            for zero in range(4):
+                for place, case in enumerate(EXACT):
+                    number += 1
+                    memory = tuple(MEMORIES)[(number + zero) % len(MEMORIES)]
+                    if not quick or (zero, place) == (pair % 4, pair % len(EXACT)):
+                        yield case, Way(stages, zero=zero, schedule=schedule, memory=memory)
+
+
+def rounded_ways(size: int, quick: bool) -> Iterator[tuple[Case, Way]]:
+    """Yield pairs of case and way with split products for ``size`` ranks."""
+    shapes = [
+        (stages, tensor, context)
+        for stages in (1, 2, 4)
+        for tensor in (1, 2, 4)
+        for context in (1, 2, 4)
+        if size % (stages * tensor * context) == 0 and 1 in (tensor, context) and tensor * context > 1
+    ]
+    for number, (stages, tensor, context) in enumerate(shapes):
+        if quick and size > 4 and number % 2:
+            continue
+        for place, case in enumerate(ROUNDED):
+            schedule = SCHEDULES[(number + place) % len(SCHEDULES)] if stages > 1 else "1f1b"
+            memory = tuple(MEMORIES)[(number + place) % len(MEMORIES)]
+            if (case.model == "gpt" or context == 1) and (not quick or place == number % len(ROUNDED)):
+                yield case, Way(stages, tensor, context, (number + place) % 4, schedule, memory)
+
+
+def train(case: Case, comm: Any, way: Way, steps: int) -> tuple[str, list[float]]:
+    """Train one case in one way.
+
+    Collective over ``comm``.
+
+    Returns
+    -------
+    str
+        Hash of the parameters.
+    list of float
+        The losses.
+    """
+    with mz.ShardingConfig(comm=comm, micro_batch=case.grain, clip=case.clip, **MEMORIES[way.memory]) as config:
+        model = mz.HybridShardedModel(
+            case.wrapped(),
+            config,
+            way.pipeline,
+            way.tensor,
+            zero_stage=way.zero,
+            schedule=way.schedule,
+            virtual_stages=VIRTUAL[way.schedule],
+            context_parallel_size=way.context,
+        )
+        with model:
+            mz.HybridShardedOptimizer(case.update(), config).set_model(model)
+            batches = case.batches(steps, model.batch_group.rank, model.batch_group.size)
+            losses = [model.train(x, y) for x, y in batches]
+            return model.parameters_sha256(), losses
+
+
+def everything(comm: Any, args: argparse.Namespace, where: str) -> list[Row]:
+    """Train all cases in all ways for this number of ranks, those that round twice; one row each."""
+    exact = [(case, way, 1) for case, way in exact_ways(comm.size, args.quick)]
+    rounded = [(case, way, 2) for case, way in rounded_ways(comm.size, args.quick)]
+    rows = []
+    for case, way, runs in exact + rounded:
+        found = [train(case, comm, way, args.steps) for _ in range(runs)]
+        row = {"case": case.name, "where": where, "way": str(way), "sha256": found[0][0], "losses": found[0][1]}
+        rows.append(row | {"repeats": found[0] == found[-1], "rounds": runs > 1})
+    return rows
+
+
+def alone(cases: Sequence[Case], steps: int) -> dict[str, Row]:
+    """Train all cases in one process, by plain data parallelism."""
+    found = {}
+    for case in cases:
+        with mz.ShardingConfig(micro_batch=case.grain, clip=case.clip) as config:
+            model, _ = mz.distribute(case.wrapped(), case.update(), strategy="ddp", config=config)
+            with model:
+                losses = [model.train(x, y) for x, y in case.batches(steps, 0, 1)]
+                found[case.name] = {"sha256": model.parameters_sha256(), "losses": losses}
+    return found
+
+
+def worker(args: argparse.Namespace) -> None:
+    """Be one rank of a launch; rank 0 writes the rows."""
+    from mpi4py import MPI
+
+    world, vendor = MPI.COMM_WORLD, MPI.get_vendor()[0]
+    rows = everything(world, args, f"{vendor}, {world.size} ranks")
+    if world.rank == 0:
+        Path(args.worker).write_text(json.dumps(rows), encoding="utf-8")
+
+
+def in_threads(ranks: int, args: argparse.Namespace) -> list[Row]:
+    """Train everything on threads of this process; no MPI is started."""
+    from mpizero.testing import run_in_threads
+
+    with contextlib.redirect_stderr(io.StringIO()):  # "nodes have 2, 1 ranks", once for each of them
+        results = run_in_threads(ranks, lambda comm: everything(comm, args, f"{ranks} threads"))
+    return list(results[0])
+
+
+def report_exact(rows: Sequence[Row], expected: dict[str, Row]) -> bool:
+    """Print one line a case and every run that differs from one process; return whether none does."""
+    print(f"\n{'pipeline x data':32s} {'runs':>5s} {'equal':>5s}  sha256 of one process")
+    equal = True
+    for case in EXACT:
+        mine, wanted = [row for row in rows if row["case"] == case.name], expected[case.name]
+        wrong = [row for row in mine if (row["sha256"], row["losses"]) != (wanted["sha256"], wanted["losses"])]
+        print(f"{case.name:32s} {len(mine):5d} {len(mine) - len(wrong):5d}  {wanted['sha256']}")
+        for row in wrong:
+            print(f"    {row['where']}, {row['way']}: {row['sha256']}")
+        equal = equal and not wrong
+    return equal
+
+
+def report_rounded(rows: Sequence[Row], expected: dict[str, Row]) -> bool:
+    """Print the largest difference of a loss by case, and every run beyond its bound or without repeated bits."""
+    print(f"\n{'tensor or context > 1':32s} {'runs':>5s} {'largest':>8s} {'bound':>6s}  where")
+    good = True
+    for case in ROUNDED:
+        mine, bound = [row for row in rows if row["case"] == case.name], BOUNDS[case.dtype]
+        wanted = np.array(expected[case.name]["losses"])
+        differences = [float(np.max(np.abs(row["losses"] - wanted) / np.abs(wanted))) for row in mine]
+        largest, worst = max(zip(differences, mine, strict=True), key=lambda pair: pair[0], default=(0.0, None))
+        place = "" if worst is None else f"{worst['where']}, {worst['way']}"
+        print(f"{case.name:32s} {len(mine):5d} {largest:8.1e} {bound:6.0e}  {place}")
+        for row, difference in zip(mine, differences, strict=True):
+            if not difference <= bound or not row["repeats"]:
+                good = False
+                told = "" if row["repeats"] else ", other bits when repeated"
+                print(f"    {row['where']}, {row['way']}: {difference:.1e}{told}")
+    return good
+
+
+def main() -> None:
+    """Launch everything and compare."""
+    parser = arguments(__doc__, "2,4,6,8", "")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the runs")
+    args = parser.parse_args()
+    if args.worker:
+        worker(args)
+        return
+
+    expected = alone(EXACT + ROUNDED, args.steps)
+    rows: list[Row] = []
+    quick = ("--quick",) if args.quick else ()
+    for mpiexec, python, ranks in launches(args):
+        started = time.monotonic()
+        rows += launch(mpiexec, python, ranks, args, __file__, *quick)
+        print(f"{rows[-1]['where']}: {time.monotonic() - started:.1f} s", flush=True)
+    for n in (int(n) for n in args.threads.split(",") if n):
+        started = time.monotonic()
+        rows += in_threads(n, args)
+        print(f"{n} threads: {time.monotonic() - started:.1f} s", flush=True)
+    exact = report_exact([row for row in rows if not row["rounds"]], expected)
+    rounded = report_rounded([row for row in rows if row["rounds"]], expected)
+    counts = collections.Counter(row["rounds"] for row in rows)
+    told = f"{counts[False]} exact trainings, {counts[True]} pairs that round, of {args.steps} steps"
+    if not (exact and rounded):
+        sys.exit(f"\n{told}: there are differences")
+    print(f"\n{told}: all as they must be")
+
+
+if __name__ == "__main__":
+    main()
