@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
+from mpizero.types import Array
+
 #: Bytes of one checksummed block of an array; a multiple of every element size.
 BLOCK = 4 * 1024 * 1024
 
@@ -55,6 +59,41 @@ def crc32_combine(first: int, second: int, length: int) -> int:
         length >>= 1
         k += 1
     return _multiply(shift, first) ^ second
+
+
+def crc32_shifted(crcs: Array, lengths: Array) -> Array:
+    """Return what many CRC32 become where ``lengths`` bytes follow; the CRC of a whole is the XOR of its parts' so.
+
+    Not collective. The same polynomials as :func:`crc32_combine`, for all parts at once: a slice of columns comes in
+    hundreds of thousands of short parts.
+
+    Parameters
+    ----------
+    crcs, lengths : array of int64
+        The CRC32 of each part, and the bytes behind it.
+
+    Returns
+    -------
+    array of uint32
+    """
+    shifted, left = crcs.astype(np.uint32), lengths.astype(np.int64)
+    k = 3
+    while left.any():
+        odd = np.flatnonzero(left & 1)
+        shifted[odd] = _multiply_all(shifted[odd], _X_TO_POWER_OF_TWO[k & 31])
+        left >>= 1
+        k += 1
+    return shifted
+
+
+def _multiply_all(values: Array, factor: int) -> Array:
+    """Multiply many polynomials by one."""
+    product, power = np.zeros_like(values), values.copy()
+    for bit in range(31, -1, -1):
+        if factor >> bit & 1:
+            product ^= power
+        power = (power >> np.uint32(1)) ^ np.where(power & np.uint32(1), np.uint32(_POLYNOMIAL), np.uint32(0))
+    return product
 
 
 def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:

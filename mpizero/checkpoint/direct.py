@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpizero.checkpoint.checksum import BLOCK, block_count, crc32_combine, cut
+from mpizero.checkpoint.checksum import BLOCK, block_count, crc32_shifted, cut
 from mpizero.checkpoint.failures import agreed
 from mpizero.checkpoint.stage import write_at
 from mpizero.checkpoint.table import LocalArray, Table
@@ -84,10 +84,15 @@ def join(table: Table, gathered: Sequence[Sequence[PieceSums]]) -> dict[str, tup
             pieces[piece.path].append(piece)
     joined = {}
     for path, (shape, dtype) in table.items():
-        blocks = [0] * block_count(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
-        for piece in sorted(pieces[path], key=lambda piece: piece.start):
-            for (start, stop), crc in zip(cut(piece.start, piece.stop), piece.checksums, strict=True):
-                index, inside = divmod(start, BLOCK)
-                blocks[index] = crc32_combine(blocks[index], crc, stop - start) if inside else crc
-        joined[path] = tuple(blocks)
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        parts = [
+            (start // BLOCK, min((start // BLOCK + 1) * BLOCK, size) - stop, crc)
+            for piece in pieces[path]
+            for (start, stop), crc in zip(cut(piece.start, piece.stop), piece.checksums, strict=True)
+        ]
+        blocks = np.zeros(block_count(size), np.uint32)
+        if parts:
+            index, behind, crcs = np.array(parts, np.int64).T
+            np.bitwise_xor.at(blocks, index, crc32_shifted(crcs, behind))
+        joined[path] = tuple(blocks.tolist())
     return joined

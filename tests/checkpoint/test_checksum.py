@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import itertools
 import zlib
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpizero.checkpoint.checksum import BLOCK, block_count, crc32_combine, cut, judge
+from mpizero.checkpoint.checksum import BLOCK, block_count, crc32_combine, crc32_shifted, cut, judge
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
@@ -58,3 +60,12 @@ def test_segments_that_do_not_reach_both_ends_stay_open():
     spans = [(0, 4), (5, 10), (4, 6)]
     segments = [(a, b, zlib.crc32(data[a:b])) for a, b in spans]
     assert judge(10, zlib.crc32(data), segments) == [None, None, None]
+
+
+def test_many_parts_join_at_once() -> None:
+    data = bytes(range(256)) * 40
+    ends = [0, 1, 7, 300, 301, 5000, len(data)]
+    parts = [data[start:stop] for start, stop in itertools.pairwise(ends)]
+    crcs = np.array([zlib.crc32(part) for part in parts], np.int64)
+    behind = np.array([len(data) - stop for stop in ends[1:]], np.int64)
+    assert int(np.bitwise_xor.reduce(crc32_shifted(crcs, behind))) == zlib.crc32(data)
