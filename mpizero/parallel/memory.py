@@ -149,7 +149,7 @@ def fits_shared_memory(grid: ProcessGrid, layout: FlatLayout, dtype: np.dtype[An
     gradients = 2 * max((unit.gradients for unit in layout.units), default=0) if waves else layout.gradient_size
     needed = (layout.size + grid.local_size * gradients) * dtype.itemsize
     shares = grid.node.rank == 0 and grid.local_size > 1  # the first rank of a node speaks for its window
-    space = grid.node.shared_space() if shares else None
+    space = grid.node.shared_space() if grid.local_size > 1 else None
     told = grid.world.allgather_object((gethostname(), needed if shares else 0, space), "shared memory")
     asked: Counter[str] = Counter()
     room: dict[str, int] = {}
