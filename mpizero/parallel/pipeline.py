@@ -295,7 +295,7 @@ class PipelineRunner:
     def using_loss(self, loss: Any) -> Iterator[None]:
         """Put ``loss`` in the place of the model's own for a while; None changes nothing. Not collective."""
         own = self.criterion
-        self.criterion = own if loss is None else loss
+        self.criterion = own if loss is None else self.stage.own_loss(loss)
         try:
             yield
         finally:

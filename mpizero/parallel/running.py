@@ -115,4 +115,4 @@ class SequentialRunner:
 
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:
         """Put ``loss`` in the place of the model's own for a while. Not collective."""
-        return self.evaluator.using_loss(loss)
+        return self.evaluator.using_loss(self.stage.own_loss(loss))

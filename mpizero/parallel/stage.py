@@ -132,6 +132,13 @@ class Stage:
         """
         return run if self.spread.tensor * self.spread.context == 1 else nn.run_on(self.split, x, run)
 
+    def own_loss(self, loss: Any) -> Any:
+        """Return the form of ``loss`` that takes what this rank's last block gives. Not collective.
+
+        Where the scores of classes are dealt to a tensor group, a loss of whole predictions joins them first.
+        """
+        return loss if loss is None or self.spread.tensor == 1 else self.split.loss_on_parts(loss)
+
     def own_places(self, x: Array) -> Array:
         """Return the places of a batch's sequences that this rank's context holds. Not collective."""
         group = getattr(self.split, "group", None) if self.spread.context > 1 else None
