@@ -141,8 +141,9 @@ def split_model(model: BlockModel, group: Group) -> BlockModel:
     advice = "use pipeline or data parallelism, or give a layer of it a method split(group)"
     if not isinstance(model, BlockModel):
         raise ConfigError(f"a {type(model).__name__} has no blocks, so there is nothing to split over ranks; {advice}")
-    blocks = {name: block.split(group) if hasattr(block, "split") else block for name, block in model.blocks.items()}
-    if all(blocks[name] is block for name, block in model.blocks.items()):
+    given = dict(model.blocks)  # a model may make its blocks anew each time
+    blocks = {name: block.split(group) if hasattr(block, "split") else block for name, block in given.items()}
+    if all(blocks[name] is block for name, block in given.items()):
         raise ConfigError(
             f"{type(model).__name__} has nothing to split over {group.size} ranks: none of its blocks "
             f"({', '.join(blocks)}) has a part that can be; {advice}"
