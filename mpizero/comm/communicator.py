@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from mpizero.comm import checks
-from mpizero.comm.transport import CallTrace, Counters, Request, SharedMemory, Transport
+from mpizero.comm.transport import POINT_TO_POINT, CallTrace, Counters, Request, SharedMemory, Transport
 from mpizero.errors import SharedMemoryError
 from mpizero.types import Array
 
@@ -135,7 +135,7 @@ class Communicator(Transport):
         checks.blocks(self, "reduce_scatter", tag, send, counts)
         checks.own_block(self, "reduce_scatter", tag, recv, counts)
         checks.reduction(self, "reduce_scatter", tag, send, "sum")
-        self.counters.add(send.nbytes - recv.nbytes)
+        self.counters.add(send.nbytes - recv.nbytes, tag)
         self._call("reduce_scatter", tag, self._reduce_scatter, send, recv, counts)
 
     def allreduce(self, buffer: Array, op: str = "sum", tag: str = "") -> None:
@@ -156,7 +156,7 @@ class Communicator(Transport):
     def allgather_object(self, value: Any, tag: str = "") -> list[Any]:
         """List the picklable ``value`` of every rank. Collective over the communicator; control plane only."""
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-        self.counters.add(len(payload) * (self.size - 1))
+        self.counters.add(len(payload) * (self.size - 1), tag)
         return [pickle.loads(p) for p in self._call("allgather_object", tag, self._allgather_bytes, payload)]
 
     def broadcast_object(self, value: Any, root: int = 0, tag: str = "") -> Any:
@@ -164,7 +164,7 @@ class Communicator(Transport):
         checks.peer(self, "broadcast_object", tag, root)
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if self.rank == root else None
         if payload is not None:
-            self.counters.add(len(payload) * (self.size - 1))
+            self.counters.add(len(payload) * (self.size - 1), tag)
         return pickle.loads(self._call("broadcast_object", tag, self._broadcast_bytes, payload, root))
 
     # ------------------------------------------------------------------ point to point
@@ -181,7 +181,7 @@ class Communicator(Transport):
         """Start :meth:`send`. Not collective."""
         self._check_message("isend", buffer, peer, tag)
         if peer != self.rank:
-            self.counters.add(buffer.nbytes)
+            self.counters.add(buffer.nbytes, POINT_TO_POINT)
         request: Request = self._run("isend", str(tag), self.trace.started, self._isend, buffer, peer, tag)
         return request
 
@@ -265,19 +265,19 @@ class Communicator(Transport):
         checks.peer(self, operation, tag, root)
         checks.array(self, operation, tag, buffer, written=self.rank != root)
         if self.rank == root:
-            self.counters.add(buffer.nbytes * (self.size - 1))
+            self.counters.add(buffer.nbytes * (self.size - 1), tag)
 
     def _count_allgather(self, operation: str, tag: str, send: Array, recv: Array) -> None:
         checks.pair(self, operation, tag, send, recv)
         if send.size * self.size != recv.size:
             raise self.error(operation, tag, f"{self.size} blocks of {send.size} elements do not fill it", recv)
-        self.counters.add(send.nbytes * (self.size - 1))
+        self.counters.add(send.nbytes * (self.size - 1), tag)
 
     def _count_allgatherv(self, operation: str, tag: str, send: Array, recv: Array, counts: Sequence[int]) -> None:
         checks.pair(self, operation, tag, send, recv)
         checks.blocks(self, operation, tag, recv, counts)
         checks.own_block(self, operation, tag, send, counts)
-        self.counters.add(send.nbytes * (self.size - 1))
+        self.counters.add(send.nbytes * (self.size - 1), tag)
 
     def _count_alltoallv(
         self, operation: str, tag: str, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]
@@ -289,12 +289,12 @@ class Communicator(Transport):
             raise self.error(
                 operation, tag, f"own block: sends {send_counts[self.rank]}, receives {recv_counts[self.rank]}", send
             )
-        self.counters.add(send.nbytes - int(send_counts[self.rank]) * send.itemsize)
+        self.counters.add(send.nbytes - int(send_counts[self.rank]) * send.itemsize, tag)
 
     def _count_allreduce(self, operation: str, tag: str, buffer: Array, op: str) -> None:
         checks.array(self, operation, tag, buffer, written=True)
         checks.reduction(self, operation, tag, buffer, op)
-        self.counters.add(2 * buffer.nbytes * (self.size - 1) // self.size)
+        self.counters.add(2 * buffer.nbytes * (self.size - 1) // self.size, tag)
 
     def _check_message(self, operation: str, buffer: Array, peer: int, tag: int) -> None:
         checks.array(self, operation, tag, buffer, written=operation == "irecv")

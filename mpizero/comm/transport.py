@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
 from mpizero.errors import CollectiveError
 from mpizero.types import Array
+
+#: What counters call messages from one rank to one other: their tags are numbers that only keep them apart.
+POINT_TO_POINT = "point to point"
 
 
 class Counters:
@@ -19,25 +23,31 @@ class Counters:
     buffer x (size - 1), the others nothing; ``reduce_scatter``: the blocks for others; ``allreduce``:
     2 x buffer x (size - 1) / size, rounded down; ``send``: the buffer, unless sent to itself; objects: their pickled
     length as in ``allgatherv`` and ``broadcast``. Barriers, splits and shared memory count nothing.
-    ``messages`` counts the calls that sent data.
+    ``messages`` counts the calls that sent data. ``bytes_by_tag`` and ``messages_by_tag`` say what for: by the tag of a
+    collective, and :data:`POINT_TO_POINT` for all messages from one rank to one other.
     """
 
-    __slots__ = ("bytes_sent", "messages")
+    __slots__ = ("bytes_by_tag", "bytes_sent", "messages", "messages_by_tag")
 
     def __init__(self) -> None:
-        self.bytes_sent = 0
-        self.messages = 0
+        self.bytes_by_tag: Counter[str] = Counter()
+        self.messages_by_tag: Counter[str] = Counter()
+        self.reset()
 
-    def add(self, sent: int) -> None:
+    def add(self, sent: int, tag: str = "") -> None:
         """Count one call that sends ``sent`` bytes. Not collective."""
         if sent:
             self.bytes_sent += sent
             self.messages += 1
+            self.bytes_by_tag[tag] += sent
+            self.messages_by_tag[tag] += 1
 
     def reset(self) -> None:
         """Start again from zero. Not collective."""
         self.bytes_sent = 0
         self.messages = 0
+        self.bytes_by_tag.clear()
+        self.messages_by_tag.clear()
 
     def __repr__(self) -> str:
         """Show both numbers. Not collective."""
