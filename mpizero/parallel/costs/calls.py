@@ -1,0 +1,238 @@
+"""Messages by formula: what each collective sends, and what split layers call while nobody answers.
+
+The formulas are those of ``comm/``: ``counters`` ([Note: bytes on the wire] in ``comm/transport.py``), the pieces of
+``comm/exact.py``, and the messages or the window of ``comm/group.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from mpizero.comm import exact, window
+from mpizero.layout import Partition
+from mpizero.types import Array
+
+
+class Sent(NamedTuple):
+    """What one rank sends to others: bytes, and calls that send any."""
+
+    bytes: int = 0
+    messages: int = 0
+
+    def __add__(self, other: object) -> Sent:
+        """Add both numbers."""
+        if not isinstance(other, Sent):
+            return NotImplemented
+        return Sent(self.bytes + other.bytes, self.messages + other.messages)
+
+    def times(self, count: int) -> Sent:
+        """Return the same so many times. Not collective."""
+        return Sent(self.bytes * count, self.messages * count)
+
+
+def total(parts: Iterable[Sent]) -> Sent:
+    """Add up. Not collective."""
+    found = Sent()
+    for part in parts:
+        found += part
+    return found
+
+
+def one(nbytes: int) -> Sent:
+    """Count one call that sends ``nbytes``. Not collective."""
+    return Sent(nbytes, 1) if nbytes else Sent()
+
+
+class Exchange(NamedTuple):
+    """A sum or gather in pieces between peers: what a rank sends, and the bytes of the buffers it takes."""
+
+    sent: Sent
+    send_buffer: int
+    receive_buffer: int
+
+
+def exchange(totals: Sequence[int], peer: int, counts: Sequence[int], itemsize: int, wire: int) -> Exchange:
+    """Count :class:`mpizero.comm.exact.ExactExchange`: everybody's partial sums over everybody's ranges.
+
+    Not collective.
+
+    Parameters
+    ----------
+    totals : sequence of int
+        Elements of the ranges of each peer.
+    peer : int
+        Which of them sends.
+    counts : sequence of int
+        Partial sums of each group.
+    itemsize, wire : int
+        Bytes of an element in memory and on the wire.
+    """
+    if len(totals) == 1:
+        return Exchange(Sent(), 0, 0)
+    arrivals, mine = sum(counts), counts[peer]
+    step = max(1, exact.EXCHANGE_ELEMENTS // max(1, arrivals, max(counts) * len(totals)))
+    others = [elements for place, elements in enumerate(totals) if place != peer]
+    turns = -(-max(others) // step) if mine else 0
+    widths = [min(step, elements) for elements in totals]
+    sent = Sent(mine * sum(others) * wire, turns)
+    if not max(totals):
+        return Exchange(Sent(), 0, 0)
+    return Exchange(sent, mine * sum(widths) * itemsize, arrivals * widths[peer] * itemsize)
+
+
+def gather(totals: Sequence[int], peer: int, itemsize: int) -> Exchange:
+    """Count :func:`mpizero.comm.exact.gather_spans` of so many elements of each peer. Not collective."""
+    if len(totals) == 1 or not max(totals):
+        return Exchange(Sent(), 0, 0)
+    step = max(1, exact.EXCHANGE_ELEMENTS // len(totals))
+    widths = [min(step, elements) for elements in totals]
+    sent = Sent(totals[peer] * itemsize * (len(totals) - 1), -(-totals[peer] // step))
+    return Exchange(sent, widths[peer] * itemsize, sum(widths) * itemsize)
+
+
+class Call(NamedTuple):
+    """One call of a method of :class:`mpizero.types.Group`, the same on all ranks up to the own block.
+
+    Attributes
+    ----------
+    kind : str
+        "reduce", "gather", "scatter" or "shift".
+    unit : int
+        Elements; of one index along the axis where blocks are cut along one.
+    sizes : tuple of int
+        Length of each rank's block along the axis; empty for the others.
+    outer : int
+        Indices of the axes before it.
+    itemsize : int
+        Bytes of an element.
+    """
+
+    kind: str
+    unit: int
+    sizes: tuple[int, ...]
+    outer: int
+    itemsize: int
+
+    def sent(self, rank: int, size: int, *, in_window: bool) -> Sent:
+        """Return what one of ``size`` ranks sends, through a window or by messages. Not collective."""
+        if self.kind == "shift":
+            return one(self.unit * self.itemsize)
+        if in_window:
+            return Sent()
+        if self.kind == "gather":
+            return one(self.unit * self.sizes[rank] * self.itemsize * (size - 1))
+        if self.kind == "scatter":
+            return one(self.unit * (sum(self.sizes) - self.sizes[rank]) * self.itemsize)
+        if size == 2:
+            return one(self.unit * self.itemsize)
+        own = Partition(self.unit, size).sizes()[rank]
+        return one((self.unit - own) * self.itemsize) + one(own * self.itemsize * (size - 1))
+
+    def rooms(self, rank: int, size: int) -> dict[str, int]:
+        """Return the bytes of the message buffers that a rank keeps, by name. Not collective."""
+        if self.kind == "gather":
+            return {"arrived": self.unit * sum(self.sizes) * self.itemsize} if self.outer > 1 else {}
+        if self.kind == "scatter":
+            packed = {"packed": self.unit * sum(self.sizes) * self.itemsize} if self.outer > 1 else {}
+            return {**packed, "arrived": size * self.unit * self.sizes[rank] * self.itemsize}
+        if self.kind == "shift":
+            return {}
+        if size == 2:
+            return {"arrived": 2 * self.unit * self.itemsize}
+        own = Partition(self.unit, size).sizes()[rank] * self.itemsize
+        return {"arrived": size * own, "total": own}
+
+    def half(self, size: int) -> int:
+        """Return the bytes that the call takes in each half of a window. Not collective."""
+        if self.kind == "shift":
+            return 0
+        nbytes = self.unit * (sum(self.sizes) if self.sizes else 1) * self.itemsize
+        rows = {"gather": 1, "scatter": size}.get(self.kind, size)
+        if self.kind == "reduce" and size >= window.SHARED_SUM_RANKS and nbytes >= window.SHARED_SUM_BYTES:
+            rows += 1
+        return rows * -(-nbytes // window.LINE) * window.LINE
+
+
+def window_bytes(calls: Iterable[Call], size: int) -> int:
+    """Return the bytes of the window through which a group of ``size`` ranks makes these calls. Not collective."""
+    needed = max((call.half(size) for call in calls if call.kind != "shift"), default=0)
+    if not needed:
+        return 0
+    return 2 * size * window.LINE + 2 * (-(-max(needed, window.FIRST_HALF) // 4096) * 4096)
+
+
+class RecordingGroup:
+    """Takes the calls of split layers of one rank without any other rank: right shapes, values of no meaning.
+
+    A :class:`mpizero.types.Group`. No method is collective.
+
+    Attributes
+    ----------
+    calls : list of Call
+        What was called since the list was emptied.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.calls: list[Call] = []
+
+    def __repr__(self) -> str:
+        """Show the size only: layers are compared by their text."""
+        return f"group of {self.size}"
+
+    def all_reduce(self, x: Array, tag: str = "") -> Array:
+        """Return a copy."""
+        self.calls.append(Call("reduce", x.size, (), 1, x.itemsize))
+        return np.array(x, order="C")
+
+    def all_max(self, x: Array, tag: str = "") -> Array:
+        """Return a copy."""
+        return self.all_reduce(x, tag)
+
+    def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
+        """Return zeros with the own block at its place."""
+        call = self._along("gather", x, axis, sizes)
+        shape = list(x.shape)
+        shape[axis] = sum(call.sizes)
+        whole = np.zeros(shape, x.dtype)
+        start = sum(call.sizes[: self.rank])
+        np.moveaxis(whole, axis, 0)[start : start + call.sizes[self.rank]] = np.moveaxis(x, axis, 0)
+        return whole
+
+    def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
+        """Return a copy of the own block."""
+        call = self._along("scatter", x, axis, sizes)
+        start = sum(call.sizes[: self.rank])
+        block = np.moveaxis(x, axis, 0)[start : start + call.sizes[self.rank]]
+        return np.ascontiguousarray(np.moveaxis(block, 0, axis))
+
+    def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> _Shifted:
+        """Return copies at once."""
+        if by % self.size:
+            self.calls += [Call("shift", x.size, (), 1, x.itemsize) for x in arrays]
+        return _Shifted(tuple(np.array(x, order="C") for x in arrays))
+
+    def _along(self, kind: str, x: Array, axis: int, sizes: Sequence[int]) -> Call:
+        axis %= x.ndim
+        outer = prod(x.shape[:axis])
+        call = Call(kind, outer * prod(x.shape[axis + 1 :]), tuple(map(int, sizes)), outer, x.itemsize)
+        self.calls.append(call)
+        return call
+
+
+class _Shifted(NamedTuple):
+    """Arrays that have arrived; a :class:`mpizero.types.ShiftRequest`."""
+
+    arrays: tuple[Array, ...]
+
+    def wait(self) -> tuple[Array, ...]:
+        """Return the arrays."""
+        return self.arrays
+
+    def test(self) -> bool:
+        """Return True."""
+        return True

@@ -1,0 +1,234 @@
+"""What one rank holds, by part: the formulas of the engine's allocations, and of what its model keeps between passes.
+
+[Note: held bytes] The parts up to "exchange buffers" are those that :class:`mpizero.parallel.memory.Memory` counts, to
+the byte: private arrays, and windows of the node in whole pages. "group buffers" are the messages or the window of a
+tensor or context group. The rest lives while a step runs: "activations" what blocks keep for their backward pass,
+"working arrays" what one block takes at most while it runs, "messages" what a pipeline stage is sending and
+waiting for at once, at most.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from mpizero.parallel.costs.calls import Exchange, window_bytes
+from mpizero.parallel.costs.traffic import Traffic
+from mpizero.parallel.memory import PAGE
+from mpizero.parallel.pipeline import _AHEAD
+
+#: The parts of a rank's memory, in the order in which they are shown.
+PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "buffers",
+    "exchange buffers",
+    "group buffers",
+    "activations",
+    "working arrays",
+    "messages",
+)
+
+
+class Bytes(NamedTuple):
+    """Bytes of one part of a rank's memory.
+
+    Attributes
+    ----------
+    private : int
+        Of this rank alone.
+    shared : int
+        Of a window that ``sharers`` ranks hold together.
+    sharers : int
+        How many ranks these are.
+    """
+
+    private: int = 0
+    shared: int = 0
+    sharers: int = 1
+
+    @property
+    def mine(self) -> int:
+        """The private bytes and the equal part of the window."""
+        return self.private + self.shared // self.sharers
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """The memory of one rank.
+
+    Attributes
+    ----------
+    traffic : Traffic
+        What the rank does.
+    """
+
+    traffic: Traffic
+
+    def parts(self) -> dict[str, Bytes]:
+        """Return the rank's memory by part, without those that are empty. Not collective."""
+        found = {
+            "parameters": self._parameters(),
+            "gradients": self._gradients(),
+            "optimizer state": Bytes(self._state() * self._item),
+            "buffers": self._buffers(),
+            "exchange buffers": Bytes(self._exchange_buffers()),
+            "group buffers": self._group_buffers(),
+            "activations": Bytes(self._activations()),
+            "working arrays": Bytes(self._working()),
+            "messages": Bytes(self._messages()),
+        }
+        return {part: held for part, held in found.items() if held.private or held.shared}
+
+    # ------------------------------------------------------------------ what the engine allocates
+
+    @property
+    def _item(self) -> int:
+        return self.traffic.training.itemsize
+
+    def _shared(self, *sizes: int) -> Bytes:
+        """Return arrays that all ranks of the node hold together: one window, each array in whole pages."""
+        sharers = self.traffic.grid.node.size
+        if sharers == 1:
+            return Bytes(sum(sizes))
+        return Bytes(0, sum(_paged(size) for size in sizes), sharers)
+
+    def _parameters(self) -> Bytes:
+        shards, grid = self.traffic.part.shards, self.traffic.grid
+        if not self.traffic.sharded:
+            return self._shared(shards.layout.size * self._item)
+        return self._shared(sum(shards.shares[rank].size for rank in grid.node_ranks) * self._item)
+
+    def _gradients(self) -> Bytes:
+        """Return rows of whole gradients, or a ring of units and the owner's stack; and what folds micro-batches."""
+        traffic, shards = self.traffic, self.traffic.part.shards
+        step, grid = traffic.training.step, traffic.grid
+        whole = shards.layout.gradient_size * self._item
+        folded = whole if step.accumulate > 1 and any(traffic.jobs) else 0
+        if not traffic.training.row.waves:
+            rows = self._shared(step.rows(grid).rows * grid.node.size * _paged(whole))
+            return rows._replace(private=rows.private + folded)
+        slot = grid.node.size * _paged(shards.largest_gradient * self._item)
+        ring = self._shared(*[slot] * (2 if grid.node.size > 1 else 1))
+        stack = step.ring(grid).rows * sum(shards.gradients[grid.data.rank]) * self._item
+        return ring._replace(private=ring.private + stack + folded)
+
+    def _state(self) -> int:
+        """Return the elements of the optimizer's arrays."""
+        traffic = self.traffic
+        ranks = (traffic.grid.data.rank,) if traffic.training.row.shard_optimizer else traffic.grid.peer_ranks
+        return len(traffic.training.optimizer.slots) * sum(traffic.part.shards.trained[rank] for rank in ranks)
+
+    def _buffers(self) -> Bytes:
+        """Return the gathered units, and the place where gradients of frozen parameters are left."""
+        shards, grid = self.traffic.part.shards, self.traffic.grid
+        frozen = max((e.spec.size for e in shards.layout.entries if e.gradient < 0), default=0) * self._item
+        units = Bytes()
+        if self.traffic.sharded:
+            units = self._shared(*[shards.largest * self._item] * (2 if grid.node.size > 1 else 1))
+        return units._replace(private=units.private + frozen)
+
+    def _exchange_buffers(self) -> int:
+        """Return the largest buffers that messages of gradients and parameters pass through."""
+        traffic = self.traffic
+        sums = traffic.reductions()
+        # The start values are brought to all copies by every strategy.
+        every: list[Exchange] = [
+            *sums,
+            *traffic.replications(),
+            *traffic.publications(),
+            *traffic.unit_gathers().values(),
+        ]
+        found = max((e.send_buffer for e in every), default=0) + max((e.receive_buffer for e in every), default=0)
+        if traffic.training.wire != self._item:
+            packed = [
+                max((part // self._item * traffic.training.wire for part in sizes), default=0) for sizes in _sides(sums)
+            ]
+            found += sum(packed)
+        return found
+
+    def _group_buffers(self) -> Bytes:
+        """Return what a tensor or context group keeps for its calls."""
+        traffic, part = self.traffic, self.traffic.part
+        group = traffic.grid.tensor if traffic.grid.tensor.size > 1 else traffic.grid.context
+        if group.size == 1:
+            return Bytes()
+        chunks, sizes = part.stage.chunks, set(traffic.jobs) - {0}
+        calls = {call for chunk in chunks for samples in sizes for call in part.calls(chunk, samples)}
+        if group.shares_memory:
+            return Bytes(0, window_bytes(calls, group.size), group.size)
+        rooms: Counter[str] = Counter()
+        for call in calls:
+            rooms |= Counter(call.rooms(group.rank, group.size))
+        return Bytes(sum(rooms.values()))
+
+    # ------------------------------------------------------------------ what lives while a step runs
+
+    @cached_property
+    def held(self) -> tuple[int, int]:
+        """The most bytes and the most caches that wait for their backward pass at once."""
+        part, jobs = self.traffic.part, self.traffic.jobs
+        held: dict[tuple[int, int], int] = {}
+        most = caches = 0
+        for kind, chunk, micro in self.traffic.program:
+            if not jobs[micro]:
+                continue
+            if kind == "forward":
+                held[chunk, micro] = part.held(chunk, jobs[micro]).whole
+            most, caches = max(most, sum(held.values())), max(caches, len(held))
+            if kind == "backward_input":
+                held[chunk, micro] = part.held(chunk, jobs[micro]).deferred
+                most = max(most, sum(held.values()))
+            elif kind != "forward":
+                del held[chunk, micro]
+        return most, caches
+
+    def _activations(self) -> int:
+        return self.held[0]
+
+    def _working(self) -> int:
+        part = self.traffic.part
+        sizes = set(self.traffic.jobs) - {0}
+        return max((part.held(chunk, samples).working for chunk in part.stage.chunks for samples in sizes), default=0)
+
+    def _messages(self) -> int:
+        """Return the most bytes of receives that are posted ahead and of one message that is being sent."""
+        if self.traffic.grid.pipeline.size == 1:
+            return 0
+        program = self.traffic.program
+        windows = (program[place : place + _AHEAD] for place in range(len(program)))
+        received = max((sum(self._received(i) for i in window) for window in windows), default=0)
+        return received + max((self._sent(i) for i in program), default=0)
+
+    def _received(self, instruction: tuple[str, int, int]) -> int:
+        kind, chunk, micro = instruction
+        part, samples = self.traffic.part, self.traffic.jobs[micro]
+        stages, here = part.stage.spread.chunks, part.stage.number
+        if kind == "forward":
+            return part.output(chunk - 1, samples) if samples and chunk and stages[chunk - 1] != here else 0
+        ends = kind == "backward_weights" or chunk == len(stages) - 1
+        return 0 if ends or not samples or stages[chunk + 1] == here else part.gradient(chunk + 1, samples)
+
+    def _sent(self, instruction: tuple[str, int, int]) -> int:
+        kind, chunk, micro = instruction
+        part, samples = self.traffic.part, self.traffic.jobs[micro]
+        stages, here = part.stage.spread.chunks, part.stage.number
+        if kind == "forward":
+            return (
+                part.output(chunk, samples) if samples and chunk < len(stages) - 1 and stages[chunk + 1] != here else 0
+            )
+        ends = kind == "backward_weights" or chunk == 0
+        return 0 if ends or not samples or stages[chunk - 1] == here else part.gradient(chunk, samples)
+
+
+def _sides(exchanges: list[Exchange]) -> Iterator[list[int]]:
+    yield [e.send_buffer for e in exchanges]
+    yield [e.receive_buffer for e in exchanges]
+
+
+def _paged(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE

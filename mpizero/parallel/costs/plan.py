@@ -1,0 +1,243 @@
+"""A training in figures before it runs: memory, messages, work and idleness of every rank, without starting any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from mpizero import optim
+from mpizero.layout import Axes, Coordinates, Costs, Grains, Simulation, build_schedule, simulate
+from mpizero.parallel.config import ShardingConfig
+from mpizero.parallel.costs.batch import Step
+from mpizero.parallel.costs.calls import Sent
+from mpizero.parallel.costs.grid import PlannedGrid, PlannedRanks
+from mpizero.parallel.costs.memory import Bytes, Holdings
+from mpizero.parallel.costs.part import Part
+from mpizero.parallel.costs.traffic import Traffic, Training
+from mpizero.parallel.costs.trial import Sample
+from mpizero.parallel.placement import Placement
+from mpizero.parallel.spread import Spread
+from mpizero.types import Array, Run
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank holds and does in a step.
+
+    Attributes
+    ----------
+    rank : int
+        In the world.
+    here : Coordinates
+        Its place.
+    node : int
+        Number of its node.
+    memory : dict of str to Bytes
+        By part ([Note: held bytes]).
+    sent : dict of str to Sent
+        By purpose.
+    samples, micro_batches : int
+        What it computes.
+    operations : int or None
+        Floating-point operations; None where a layer does not count its own.
+    caches : int
+        The most caches, of one chunk and one micro-batch, that it holds at once.
+    """
+
+    rank: int
+    here: Coordinates
+    node: int
+    memory: dict[str, Bytes]
+    sent: dict[str, Sent]
+    samples: int
+    micro_batches: int
+    operations: int | None
+    caches: int
+
+    @property
+    def bytes(self) -> int:
+        """All of its memory, its equal part of windows included."""
+        return sum(held.mine for held in self.memory.values())
+
+    @property
+    def bytes_sent(self) -> int:
+        """All that it sends in a step."""
+        return sum(sent.bytes for sent in self.sent.values())
+
+    @property
+    def messages(self) -> int:
+        """All messages that it sends in a step."""
+        return sum(sent.messages for sent in self.sent.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan:
+    """The figures of a training; nothing runs but single blocks, each once ([Note: trials]).
+
+    Parameters
+    ----------
+    model : BlockModel
+        What is trained.
+    optimizer : optimizer
+        Anything that :func:`mpizero.optim.adapt` takes.
+    config : ShardingConfig
+        Its settings; the communicator is not used.
+    row : Placement
+        The row of the placement table.
+    spread : Spread
+        Sizes of the axes, schedule and cuts.
+    ranks : int
+        How many there would be.
+    ranks_per_node : int or None
+        Ranks of a real node; None puts all on one.
+    global_batch : int
+        Samples of a step, which ranks bring as :func:`mpizero.data.batches` deals them.
+    x, y : array
+        At least one sample of the data.
+    loss_scale : bool
+        Whether the loss is scaled.
+
+    Raises
+    ------
+    GridError, ConfigError
+        As the training itself would, when the figures are asked for.
+    """
+
+    model: Any
+    optimizer: Any
+    config: ShardingConfig
+    row: Placement
+    spread: Spread = field(default_factory=Spread)
+    ranks: int
+    ranks_per_node: int | None = None
+    global_batch: int
+    x: Array
+    y: Array
+    loss_scale: bool = False
+
+    @cached_property
+    def axes(self) -> Axes:
+        """Sizes and order of the axes."""
+        return self.spread.axes(self.ranks)
+
+    @cached_property
+    def places(self) -> PlannedRanks:
+        """The groups and nodes of all ranks."""
+        return PlannedRanks.build(
+            self.axes,
+            ranks_per_node=self.ranks_per_node,
+            simulated=self.config.ranks_per_node,
+            share=self.config.share_node_memory,
+        )
+
+    @cached_property
+    def grains(self) -> Grains:
+        """The grains of a global batch."""
+        return Grains(self.global_batch, self.config.grain_size(self.global_batch))
+
+    @cached_property
+    def training(self) -> Training:
+        """What does not depend on the rank."""
+        step = Step(self.grains, self.config.accumulate, self.row.waves)
+        sizes = (self.x[:1].nbytes, self.y[:1].nbytes)
+        item = np.dtype(self.model.dtype).itemsize
+        return Training(self.row, self.config, optim.adapt(self.optimizer), step, item, sizes, self.loss_scale)
+
+    @cached_property
+    def by_rank(self) -> tuple[RankPlan, ...]:
+        """The plans of all ranks."""
+        return tuple(self._plan(rank) for rank in range(self.ranks))
+
+    def traffic(self, rank: int) -> Traffic:
+        """Return the messages of one rank. Not collective."""
+        grid = self.places.grid(rank)
+        return Traffic(self.training, self.part(grid), grid)
+
+    def _plan(self, rank: int) -> RankPlan:
+        traffic = self.traffic(rank)
+        holdings, part = Holdings(traffic), traffic.part
+        samples = sum(traffic.jobs)
+        work = None if part.operations is None else sum(part.work(chunk).total for chunk in part.stage.chunks) * samples
+        return RankPlan(
+            rank=rank,
+            here=traffic.grid.here,
+            node=rank // (self.ranks_per_node or self.ranks),
+            memory=holdings.parts(),
+            sent=traffic.sent(),
+            samples=samples,
+            micro_batches=sum(size > 0 for size in traffic.jobs),
+            operations=work,
+            caches=holdings.held[1],
+        )
+
+    # ------------------------------------------------------------------ parts
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, ...], Part]:
+        return {}
+
+    def part(self, grid: PlannedGrid) -> Part:
+        """Return what ranks of this stage, tensor part and context part have in common. Not collective."""
+        stage, tensor, _, context = grid.here
+        if (tensor, context) not in self._parts:
+            sample = Sample(self.x, self.y, Run(training=True, seed=getattr(self.model, "seed", 0)))
+            minimum = self.config.minimum_parameter_group_size
+            part = Part.build(self.model, grid, self.spread, sample, self.row, minimum)
+            first = next(iter(self._parts.values()), None)
+            self._parts[tensor, context] = part if first is None else part.like(first)
+        if (stage, tensor, context) not in self._parts:
+            self._parts[stage, tensor, context] = self._parts[tensor, context].on(stage)
+        return self._parts[stage, tensor, context]
+
+    # ------------------------------------------------------------------ pipeline and nodes
+
+    @cached_property
+    def simulation(self) -> Simulation | None:
+        """The first replica's pipeline with times in floating-point operations; None without a pipeline.
+
+        Where layers do not count their work, a parameter counts as one forward operation and one for each half.
+        """
+        if self.axes.pipeline == 1:
+            return None
+        traffic = self.traffic(0)
+        jobs = len(traffic.jobs)
+        schedule = build_schedule(self.spread.schedule, self.axes.pipeline, jobs, self.spread.virtual_stages)
+        return simulate(schedule, self._costs(traffic.part), present=jobs)
+
+    def _costs(self, part: Part) -> Costs:
+        samples = self.training.step.largest
+        if part.operations is None or not any(work.total for work in part.operations.values()):
+            specs = {name: block.specs() for name, block in part.stage.split.blocks.items()}
+            sizes = tuple(float(sum(s.size for name in names for s in specs[name])) for names in part.stage.cuts)
+            return Costs(sizes, sizes, sizes)
+        work = [part.work(chunk) for chunk in range(len(part.stage.cuts))]
+        return Costs(
+            tuple(float(samples * chunk.forward) for chunk in work),
+            tuple(float(samples * chunk.backward_input) for chunk in work),
+            tuple(float(samples * chunk.backward_weights) for chunk in work),
+        )
+
+    @cached_property
+    def node_bytes(self) -> dict[int, int]:
+        """The memory of every node: private arrays of its ranks, and each window once."""
+        found: dict[int, float] = {}
+        for plan in self.by_rank:
+            own = sum(held.private + held.shared / held.sharers for held in plan.memory.values())
+            found[plan.node] = found.get(plan.node, 0.0) + own
+        return {node: round(size) for node, size in found.items()}
+
+    @cached_property
+    def node_windows(self) -> dict[int, int]:
+        """The bytes of shared windows on every node, which must fit /dev/shm."""
+        found: dict[int, float] = {}
+        for plan in self.by_rank:
+            found[plan.node] = found.get(plan.node, 0.0) + sum(h.shared / h.sharers for h in plan.memory.values())
+        return {node: round(size) for node, size in found.items()}
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """The ranks that have nothing to compute."""
+        return tuple(plan.rank for plan in self.by_rank if not plan.samples)

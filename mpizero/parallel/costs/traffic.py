@@ -1,0 +1,249 @@
+"""What one rank sends in one training step, by purpose: the formulas of the engine's collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+
+from mpizero.layout import Instruction, build_schedule
+from mpizero.parallel.costs.batch import Step
+from mpizero.parallel.costs.calls import Exchange, Sent, exchange, gather, one, total
+from mpizero.parallel.costs.grid import PlannedGrid
+from mpizero.parallel.costs.part import Part
+from mpizero.parallel.placement import Placement
+from mpizero.parallel.ties import TieExchange
+
+if TYPE_CHECKING:
+    from mpizero.comm import ProcessGrid
+    from mpizero.parallel.config import ShardingConfig
+
+#: What messages are for, in the order in which they are shown. "control" is what ranks agree on: sizes of the batch,
+#: losses and weights, whether replicas have the same samples.
+PURPOSES = ("gradients", "parameters", "tensor", "activations", "context", "ties", "samples", "norms", "control")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What does not depend on the rank.
+
+    Attributes
+    ----------
+    row : Placement
+        The row of the placement table.
+    config : ShardingConfig
+        Its settings; its communicator is never asked for.
+    optimizer : optimizer
+        As :func:`mpizero.optim.adapt` returns it.
+    step : Step
+        The global batch.
+    itemsize : int
+        Bytes of a parameter.
+    sample_bytes : tuple of int
+        Bytes of one sample's input, and of its target.
+    loss_scale : bool
+        Whether the loss is scaled.
+    """
+
+    row: Placement
+    config: ShardingConfig
+    optimizer: Any
+    step: Step
+    itemsize: int
+    sample_bytes: tuple[int, int]
+    loss_scale: bool = False
+
+    @property
+    def wire(self) -> int:
+        """Bytes of a gradient's element between nodes."""
+        return 2 if self.config.gradient_compression is not None and self.itemsize == 4 else self.itemsize
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether the sum must be seen before the update."""
+        return self.config.clip is not None or self.loss_scale or self.config.gradient_compression == "fp16"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The messages of one rank.
+
+    Attributes
+    ----------
+    training : Training
+        What is trained.
+    part : Part
+        What the rank holds.
+    grid : PlannedGrid
+        Its groups.
+    """
+
+    training: Training
+    part: Part
+    grid: PlannedGrid
+
+    def sent(self) -> dict[str, Sent]:
+        """Return what the rank sends in a step, by purpose, without those that send nothing. Not collective."""
+        found = {purpose: getattr(self, f"_{purpose}")() for purpose in PURPOSES}
+        return {purpose: sent for purpose, sent in found.items() if sent.bytes}
+
+    @cached_property
+    def sharded(self) -> bool:
+        """Whether parameters are gathered unit by unit."""
+        return self.training.row.shard_parameters and self.grid.peers.size > 1
+
+    @cached_property
+    def jobs(self) -> tuple[int, ...]:
+        """The samples of this rank's micro-batches; 0 is an absent one."""
+        return self.training.step.jobs(self.grid)
+
+    @cached_property
+    def program(self) -> tuple[Instruction, ...]:
+        """What this rank's stage does, absent micro-batches included, those that pad the schedule not."""
+        spread, jobs = self.part.stage.spread, len(self.jobs)
+        if self.grid.pipeline.size == 1 or not jobs:
+            every = range(jobs)
+            return tuple(Instruction(kind, 0, micro) for micro in every for kind in ("forward", "backward"))
+        schedule = build_schedule(spread.schedule, spread.pipeline, jobs, spread.virtual_stages)
+        return tuple(i for i in schedule.programs[self.part.stage.number] if i.micro < jobs)
+
+    # ------------------------------------------------------------------ gradients and parameters
+
+    def reductions(self) -> list[Exchange]:
+        """Return the exchanges of partial sums of gradients in a step. Not collective."""
+        if self.grid.peers.size == 1:
+            return []
+        gradients, peer = self.part.shards.gradients, self.grid.peers.rank
+        if not self.training.row.waves:
+            totals = [sum(gradients[rank]) for rank in self.grid.peer_ranks]
+            return [self._exchange(totals, peer, self.training.step.rows(self.grid).group_programs)]
+        units = [[gradients[rank][unit.index] for rank in self.grid.peer_ranks] for unit in self.part.layout.units]
+        waves = self.training.step.ring(self.grid).waves
+        return [self._exchange(totals, peer, wave.group_programs) for wave in waves for totals in units]
+
+    def _exchange(self, totals: Sequence[int], peer: int, programs: Sequence[Sequence[Any]]) -> Exchange:
+        counts = [len(sums) for sums in programs]
+        return exchange(totals, peer, counts, self.training.itemsize, self.training.wire)
+
+    def replications(self) -> list[Exchange]:
+        """Return the gathers of reduced gradients, where every group keeps all optimizer state. Not collective."""
+        if self.training.row.shard_optimizer:
+            return []
+        totals = [sum(self.part.shards.gradients[rank]) for rank in self.grid.peer_ranks]
+        return [gather(totals, self.grid.peers.rank, self.training.itemsize)]
+
+    def publications(self) -> list[Exchange]:
+        """Return the gathers by which updated parameters reach the copies of all groups. Not collective."""
+        if self.sharded:
+            return []
+        return [
+            gather(
+                [self.part.shards.parameters(rank, unit.index) for rank in self.grid.peer_ranks],
+                self.grid.peers.rank,
+                self.training.itemsize,
+            )
+            for unit in self.part.layout.units
+        ]
+
+    def unit_gathers(self) -> dict[int, Exchange]:
+        """Return the gather of each unit, by its index; empty where none is gathered. Not collective."""
+        if not self.sharded:
+            return {}
+        shards, peers = self.part.shards, self.grid.peer_ranks
+        return {
+            unit.index: gather(
+                [shards.gathered(rank, unit) for rank in peers], self.grid.peers.rank, self.training.itemsize
+            )
+            for unit in self.part.layout.units
+        }
+
+    def _gradients(self) -> Sent:
+        return total(e.sent for e in (*self.reductions(), *self.replications()))
+
+    def _parameters(self) -> Sent:
+        found = total(e.sent for e in self.publications()) if self.training.row.shard_optimizer else Sent()
+        gathers = self.unit_gathers()
+        if not gathers:
+            return found
+        by_chunk = {chunk: self._chunk_units(chunk) for chunk in self.part.stage.chunks}
+        every = [gathers[unit].sent for instruction in self.program for unit in by_chunk[instruction.chunk]]
+        return found + total(every)
+
+    def _chunk_units(self, chunk: int) -> list[int]:
+        blocks = set(self.part.blocks(chunk))
+        return [unit.index for unit in self.part.layout.units if blocks.issuperset(unit.blocks)]
+
+    # ------------------------------------------------------------------ inside the model
+
+    def _tensor(self) -> Sent:
+        return self._calls(self.grid.tensor.rank, self.grid.tensor.size, in_window=self.grid.tensor.shares_memory)
+
+    def _context(self) -> Sent:
+        return self._calls(self.grid.context.rank, self.grid.context.size, in_window=self.grid.context.shares_memory)
+
+    def _calls(self, rank: int, size: int, *, in_window: bool) -> Sent:
+        if size == 1:
+            return Sent()
+        found = Sent()
+        for samples in sorted(set(self.jobs) - {0}):
+            calls = [call for chunk in self.part.stage.chunks for call in self.part.calls(chunk, samples)]
+            once = total(call.sent(rank, size, in_window=in_window) for call in calls)
+            found += once.times(self.jobs.count(samples))
+        return found
+
+    def _activations(self) -> Sent:
+        stages, here, found = self.part.stage.spread.chunks, self.part.stage.number, Sent()
+        if self.grid.pipeline.size == 1:
+            return found
+        for samples in sorted(set(self.jobs) - {0}):
+            once = Sent()
+            for chunk in self.part.stage.chunks:
+                if chunk < len(stages) - 1 and stages[chunk + 1] != here:
+                    once += one(self.part.output(chunk, samples))
+                if chunk > 0 and stages[chunk - 1] != here:
+                    once += one(self.part.gradient(chunk, samples))
+            found += once.times(self.jobs.count(samples))
+        return found
+
+    def _ties(self) -> Sent:
+        if not any(use.stage == self.part.stage.number for uses in self.part.stage.uses.values() for use in uses):
+            return Sent()
+        ties = TieExchange(cast("ProcessGrid", self.grid), self.part.stage, self.part.layouts, ())
+        return total(
+            one(holder.span.intersect(tie.mine).size * self.training.itemsize)
+            for tie in ties.ties
+            for holder in tie.holders
+            for use in tie.uses
+            if holder.stage != self.part.stage.number and use.stage == self.part.stage.number
+        )
+
+    # ------------------------------------------------------------------ small messages
+
+    def _samples(self) -> Sent:
+        moved = self.training.step.samples_moved(self.grid)
+        return total(one(moved * nbytes) for nbytes in self.training.sample_bytes)
+
+    def _norms(self) -> Sent:
+        grid, optimizer = self.grid, self.training.optimizer
+        times = int(self.training.needs_norm) + 2 * bool(optimizer.needs_tensor_norms)
+        if not times:
+            return Sent()
+        squares = one(8 * self.part.shards.squares(grid.data.rank) * (grid.data.size - 1))
+        if grid.model.size > 1:
+            squares += one(8 * self._counted() * (grid.model.size - 1))
+        return squares.times(times)
+
+    def _counted(self) -> int:
+        """Return how many parameters this rank tells the sum of to the ranks of its replica."""
+        if self.grid.here.context:
+            return 0
+        specs = [e.spec for e in self.part.layout.parameters if e.spec.trainable and e.spec.guest is None]
+        return sum(self.grid.here.tensor == 0 or spec.part is not None for spec in specs)
+
+    def _control(self) -> Sent:
+        grid, count = self.grid, self.training.step.grains.count * self.grid.context.size
+        same_batch = one(16 * (grid.world.size - 1)) if grid.model.size > 1 else Sent()
+        sizes = one(32 * (grid.batch.size - 1))
+        losses = one(32 * max(1, -(-count // grid.data.size)) * (grid.world.size - 1))
+        return same_batch + sizes + losses
