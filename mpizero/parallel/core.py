@@ -142,12 +142,12 @@ class ShardedCore(ABC):
 
     @property
     def rank(self) -> int:
-        """Number of this rank in the data group."""
+        """Number of this rank among all."""
         return self._config.communicator.rank
 
     @property
     def world_size(self) -> int:
-        """Ranks of the data group."""
+        """Number of all ranks, replicas or not."""
         return self._config.communicator.size
 
     @property
