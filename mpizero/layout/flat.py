@@ -163,10 +163,10 @@ class FlatLayout:
 
     @cached_property
     def uses(self) -> dict[str, tuple[Entry, ...]]:
-        """The later, tied uses of each parameter that has any, in declared order."""
+        """The later, tied uses of each parameter that has any, in declared order, without those in frozen layers."""
         found: dict[str, tuple[Entry, ...]] = {}
         for entry in self.entries:
-            if entry.spec.tied is not None:
+            if entry.spec.tied is not None and entry.gradient >= 0:
                 found[entry.spec.tied] = (*found.get(entry.spec.tied, ()), entry)
         return found
 
@@ -296,4 +296,5 @@ class _Builder:
         target, offset = self.known[str(spec.tied)]
         if target.shape != spec.shape:
             raise LayoutError(f"{spec.name!r} has shape {spec.shape}, its target {spec.tied!r} has {target.shape}")
-        return Entry(replace(spec, trainable=target.trainable), block, unit, offset, -1)
+        trainable = target.trainable and spec.trainable  # a frozen layer writes no gradient of what it shares
+        return Entry(replace(spec, trainable=trainable), block, unit, offset, -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -88,6 +88,8 @@ class Stage:
             stage = self.spread.chunks[chunk]
             for block in names:
                 for spec in blocks_of(self.split)[block]:
+                    if spec.tied is not None and not spec.trainable:
+                        continue  # it stays on the stage of its home: see build_stage
                     home = spec.tied or joined(block, spec.name)
                     earlier = found.get(home, ())
                     number = sum(use.stage == stage for use in earlier)
@@ -176,6 +178,7 @@ def build_stage(model: Any, grid: ProcessGrid, spread: Spread) -> Stage:
             "data parallelism alone (pipeline=1, tensor=1, context=1)"
         )
     cuts = spread.cut(blocks_of(model), model)
+    _refuse_frozen_copies(blocks_of(model), spread.chunks, cuts)
     split: Any = model
     if spread.tensor > 1:
         split = nn.split_model(split, grid.tensor_group)
@@ -185,6 +188,23 @@ def build_stage(model: Any, grid: ProcessGrid, spread: Spread) -> Stage:
     here = [block for c, s in enumerate(spread.chunks) if s == number for block in cuts[c]]
     local = LocalModel({name: split.blocks[name] for name in here}, split.loss, model.dtype, model.seed)
     return Stage(local, split, spread, cuts, number)
+
+
+def _refuse_frozen_copies(specs: Specs, chunks: Sequence[int], cuts: Sequence[Sequence[str]]) -> None:
+    """Refuse a frozen layer that shares a trained parameter of another stage: nothing would update its copy."""
+    stage_of = {block: chunks[chunk] for chunk, names in enumerate(cuts) for block in names}
+    homes = {joined(block, spec.name): (block, spec) for block in specs for spec in specs[block] if spec.tied is None}
+    for block in specs:
+        for spec in specs[block]:
+            if spec.tied is None or spec.trainable:
+                continue
+            home, shared = homes[spec.tied]
+            if shared.trainable and stage_of[home] != stage_of[block]:
+                raise ConfigError(
+                    f"block {block!r} is frozen but shares {spec.tied!r}, which is trained on another stage (blocks "
+                    f"{home!r} and {block!r} are on stages {stage_of[home]} and {stage_of[block]}): freeze both, or "
+                    "give cuts that put them on one stage"
+                )
 
 
 def trainable_names(model: Any) -> list[str]:
