@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import mpizero as mz
+from mpizero.errors import ConfigError
 from mpizero.layout import SCHEDULES
 from mpizero.nn import Frozen
 from mpizero.testing import parallel_assert, run_in_threads
+from tests.parallel.models import part
 from tests.parallel.spreads import (
     CHUNKS,
     Blocks,
@@ -169,3 +171,42 @@ def test_one_process_runs_a_hybrid_as_plain_data_parallelism() -> None:
         assert model.engine.across is None
         assert model.metadata().strategy == "3D-Parallelism (Hybrid)"
         assert np.isfinite(model.train(*CASES["11 samples"].batches[0]))
+
+
+# ---------------------------------------------------------------------- shared and frozen
+
+
+def frozen_head() -> Blocks:
+    """A GPT whose head is not trained, though it shares the embedding's table, which is."""
+    return Blocks(gpt(dropout=0.0), {"head": Frozen})
+
+
+def test_a_frozen_layer_adds_nothing_to_the_gradient_of_what_it_shares() -> None:
+    model, (x, y) = frozen_head(), texts(1, 8)[0]
+    start = mz.nn.initial_parameters(model)
+    gradients = mz.nn.loss_and_gradients(model, start, (x, y))[2]
+    case = Case(frozen_head, lambda: mz.SGD(lr=1.0), [(x, y)] * 2)
+
+    def run(comm: Any, way: Way) -> Any:
+        sharded, _ = placed(case, comm, way, share_node_memory=False)
+        with sharded:
+            sharded.train(*part(sharded.batch_group, x, y))
+            first = sharded.named_parameters()
+            sharded.train(*part(sharded.batch_group, x, y))  # rows and rings are used again
+            return first, sharded.parameters_sha256()
+
+    expected = run(None, Way(zero=0))
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(expected[0][name], start[name] - gradient / y.size, rtol=1e-4, atol=1e-6)
+    for way in (*(Way(zero=zero) for zero in range(4)), *(Way(2, zero=z, schedule="zero_bubble_v") for z in range(4))):
+        for _, found in run_in_threads(4, lambda comm, w=way: run(comm, w)):
+            assert found == expected[1], way
+
+
+def test_a_frozen_layer_that_shares_what_another_stage_trains_is_refused() -> None:
+    def run(comm: Any) -> str:
+        with pytest.raises(ConfigError, match="'head' is frozen but shares 'embedding.token.weight'") as caught:
+            placed(Case(frozen_head), comm, Way(2))
+        return str(caught.value)
+
+    assert "freeze both, or give cuts" in run_in_threads(2, run)[0]
