@@ -2,9 +2,9 @@
 
 [Note: held bytes] The parts up to "exchange buffers" are those that :class:`mpizero.parallel.memory.Memory` counts, to
 the byte: private arrays, and windows of the node in whole pages. "group buffers" are the messages or the window of a
-tensor or context group. The rest lives while a step runs: "activations" what blocks keep for their backward pass,
-"working arrays" what one block takes at most while it runs, "messages" what a pipeline stage is sending and
-waiting for at once, at most.
+tensor or context group. The rest lives while a step runs: "activations" are what blocks keep for their backward pass,
+"working arrays" what else there is at the fullest moment, while a block runs, and "messages" what a pipeline stage then
+sends and waits for besides, at most.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from mpizero.parallel.costs.calls import Exchange, window_bytes
+from mpizero.parallel.costs.flow import Flow
 from mpizero.parallel.costs.traffic import Traffic
 from mpizero.parallel.memory import PAGE
-from mpizero.parallel.pipeline import _AHEAD
 
 #: The parts of a rank's memory, in the order in which they are shown.
 PARTS = (
@@ -71,6 +71,7 @@ class Holdings:
 
     def parts(self) -> dict[str, Bytes]:
         """Return the rank's memory by part, without those that are empty. Not collective."""
+        figures = self.flow.figures
         found = {
             "parameters": self._parameters(),
             "gradients": self._gradients(),
@@ -78,9 +79,9 @@ class Holdings:
             "buffers": self._buffers(),
             "exchange buffers": Bytes(self._exchange_buffers()),
             "group buffers": self._group_buffers(),
-            "activations": Bytes(self._activations()),
-            "working arrays": Bytes(self._working()),
-            "messages": Bytes(self._messages()),
+            "activations": Bytes(figures.kept),
+            "working arrays": Bytes(figures.most - figures.kept),
+            "messages": Bytes(figures.total - figures.most),
         }
         return {part: held for part, held in found.items() if held.private or held.shared}
 
@@ -169,60 +170,9 @@ class Holdings:
     # ------------------------------------------------------------------ what lives while a step runs
 
     @cached_property
-    def held(self) -> tuple[int, int]:
-        """The most bytes and the most caches that wait for their backward pass at once."""
-        part, jobs = self.traffic.part, self.traffic.jobs
-        held: dict[tuple[int, int], int] = {}
-        most = caches = 0
-        for kind, chunk, micro in self.traffic.program:
-            if not jobs[micro]:
-                continue
-            if kind == "forward":
-                held[chunk, micro] = part.held(chunk, jobs[micro]).whole
-            most, caches = max(most, sum(held.values())), max(caches, len(held))
-            if kind == "backward_input":
-                held[chunk, micro] = part.held(chunk, jobs[micro]).deferred
-                most = max(most, sum(held.values()))
-            elif kind != "forward":
-                del held[chunk, micro]
-        return most, caches
-
-    def _activations(self) -> int:
-        return self.held[0]
-
-    def _working(self) -> int:
-        part = self.traffic.part
-        sizes = set(self.traffic.jobs) - {0}
-        return max((part.held(chunk, samples).working for chunk in part.stage.chunks for samples in sizes), default=0)
-
-    def _messages(self) -> int:
-        """Return the most bytes of receives that are posted ahead and of one message that is being sent."""
-        if self.traffic.grid.pipeline.size == 1:
-            return 0
-        program = self.traffic.program
-        windows = (program[place : place + _AHEAD] for place in range(len(program)))
-        received = max((sum(self._received(i) for i in window) for window in windows), default=0)
-        return received + max((self._sent(i) for i in program), default=0)
-
-    def _received(self, instruction: tuple[str, int, int]) -> int:
-        kind, chunk, micro = instruction
-        part, samples = self.traffic.part, self.traffic.jobs[micro]
-        stages, here = part.stage.spread.chunks, part.stage.number
-        if kind == "forward":
-            return part.output(chunk - 1, samples) if samples and chunk and stages[chunk - 1] != here else 0
-        ends = kind == "backward_weights" or chunk == len(stages) - 1
-        return 0 if ends or not samples or stages[chunk + 1] == here else part.gradient(chunk + 1, samples)
-
-    def _sent(self, instruction: tuple[str, int, int]) -> int:
-        kind, chunk, micro = instruction
-        part, samples = self.traffic.part, self.traffic.jobs[micro]
-        stages, here = part.stage.spread.chunks, part.stage.number
-        if kind == "forward":
-            return (
-                part.output(chunk, samples) if samples and chunk < len(stages) - 1 and stages[chunk + 1] != here else 0
-            )
-        ends = kind == "backward_weights" or chunk == 0
-        return 0 if ends or not samples or stages[chunk - 1] == here else part.gradient(chunk, samples)
+    def flow(self) -> Flow:
+        """What the rank's micro-batches keep."""
+        return Flow(self.traffic.part, self.traffic.jobs, self.traffic.program)
 
 
 def _sides(exchanges: list[Exchange]) -> Iterator[list[int]]:

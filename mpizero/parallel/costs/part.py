@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from mpizero import nn
 from mpizero.errors import DataError
@@ -23,17 +22,6 @@ from mpizero.parallel.stage import Stage, build_stage
 
 if TYPE_CHECKING:
     from mpizero.comm import ProcessGrid
-
-
-class Held(NamedTuple):
-    """Bytes that a micro-batch of a chunk keeps from forward to backward, and from there to the weight half.
-
-    ``working`` is what a block takes at most besides, while it runs.
-    """
-
-    whole: int
-    deferred: int
-    working: int
 
 
 @dataclass(frozen=True)
@@ -121,26 +109,6 @@ class Part:
         """Return the bytes that a chunk sends back. Not collective."""
         form = self.trials.of(samples)[self.blocks(chunk)[0]].gradient
         return 0 if form is None else form.nbytes
-
-    def held(self, chunk: int, samples: int) -> Held:
-        """Return what one micro-batch of a chunk keeps. Not collective."""
-        tried = self.tried(chunk, samples)
-        own = sum(trial.kept.own for trial in tried)
-        deferred = sum(trial.kept.deferred for trial in tried)
-        borders = sum(self._borders(chunk, samples, tried))
-        return Held(own + borders, deferred + borders, max(trial.kept.working for trial in tried))
-
-    def _borders(self, chunk: int, samples: int, tried: Sequence[Trial]) -> list[int]:
-        """Return the bytes of the arrays between blocks that a block before or behind keeps; the data's own are not."""
-        first = 0 if chunk == 0 else self.output(chunk - 1, samples)
-        sizes, kept = [first], [False]
-        for trial in tried:
-            kept[-1] |= trial.kept.input
-            if not trial.passes:
-                sizes.append(trial.output.nbytes)
-                kept.append(False)
-            kept[-1] |= trial.kept.output
-        return [size for size, alive in zip(sizes, kept, strict=True) if alive]
 
     @cached_property
     def operations(self) -> dict[str, Operations] | None:

@@ -170,7 +170,7 @@ class TrainingPlan:
             samples=samples,
             micro_batches=sum(size > 0 for size in traffic.jobs),
             operations=work,
-            caches=holdings.held[1],
+            caches=holdings.flow.figures.caches,
         )
 
     # ------------------------------------------------------------------ parts

@@ -44,25 +44,33 @@ class Form(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What lives between the passes of a block.
+    """What a block keeps alive between its passes.
 
     Attributes
     ----------
     own : int
         Bytes of the arrays in the cache that the block has made and does not put out.
-    input, output : bool
-        Whether the cache keeps the block's input and output alive.
     deferred : int
-        Bytes that live between input half and weight half, in place of ``own``.
-    working : int
-        Bytes more than that which the passes take at most while they run, output and gradients of the input included.
+        Bytes that take the place of ``own`` between input half and weight half.
+    input, output : bool
+        Whether the cache keeps the block's input and its output.
     """
 
     own: int
+    deferred: int
     input: bool
     output: bool
-    deferred: int
-    working: int
+
+
+class Peaks(NamedTuple):
+    """The most bytes that each pass of a block takes at once, more than it finds when it begins.
+
+    Outputs and gradients are included: a forward's output, an input half's gradients of output and input.
+    """
+
+    forward: int
+    input: int
+    weights: int
 
 
 class Trial(NamedTuple):
@@ -76,21 +84,24 @@ class Trial(NamedTuple):
         Whether the output is (a view of) the input.
     kept : Kept
         What it keeps.
-    forward, backward : tuple of Call
-        What it calls its group for.
+    peaks : Peaks
+        What it takes besides while it runs.
+    calls : tuple of Call
+        What it calls its group for, forward and backward.
     """
 
     output: Form
     gradient: Form | None
     passes: bool
     kept: Kept
-    forward: tuple[Call, ...]
-    backward: tuple[Call, ...]
+    peaks: Peaks
+    calls: tuple[Call, ...]
 
     @property
-    def calls(self) -> tuple[Call, ...]:
-        """The calls of both passes."""
-        return self.forward + self.backward
+    def backward_peak(self) -> int:
+        """The most that both halves of a backward take in a row, more than ``kept.own``."""
+        ends = self.output.nbytes + (0 if self.gradient is None else self.gradient.nbytes)
+        return max(self.peaks.input, self.kept.deferred - self.kept.own + ends + self.peaks.weights)
 
 
 @dataclass(frozen=True)
@@ -181,43 +192,37 @@ class Trials:
 
     def _block(self, layer: Layer, x: Array) -> Trial:
         params, grads = self._parameters(layer)
-        borrowed = _owners(params)
+        self.group.calls.clear()
         with _watched() as watch, np.errstate(all="ignore"):
-            self.group.calls.clear()
             y, cache = layer.forward(params, x, self.sample.run)
-            forward = tuple(self.group.calls)
-            held = _arrays(cache)
-            first, last = _owner(x), _owner(y)
-            own = sum(_owner(a).nbytes for a in held if id(_owner(a)) not in {*borrowed, id(first), id(last)})
-            kept = {id(_owner(a)) for a in held}
-            watch.mark()
-            self.group.calls.clear()
-            form, passes = Form.of(y), first is last
+            forward = watch.peak()
+            outer = _owners((params, x, y))
+            own, kept = _held(cache, outer), _owners(cache)
+            form, into, out = Form.of(y), _owner(x), _owner(y)
+            watch.begin()
             dy = np.zeros(y.shape, y.dtype)
-            del y, held
+            del y
             dx, pending = layer.backward_input(params, cache, dy)
-            skipped = {*borrowed, id(first), id(last), *((id(_owner(dx)),) if dx is not None else ())}
-            later = sum(_owner(a).nbytes for a in _arrays((cache, pending)) if id(_owner(a)) not in skipped)
+            half = watch.peak()
+            deferred = _held((cache, pending), outer | _owners(dx))
+            gradient = None if dx is None else Form.of(dx)
+            del dx, dy
+            watch.begin()
             layer.backward_weights(params, cache, pending, grads)
-            backward = tuple(self.group.calls)
-        gradient = None if dx is None else Form.of(dx)
-        passed = Kept(own, id(first) in kept, id(last) in kept, later, max(0, watch.peak - own))
-        return Trial(form, gradient, passes, passed, forward, backward)
+            peaks = Peaks(forward, half, watch.peak())
+        held = Kept(own, deferred, id(into) in kept, id(out) in kept)
+        return Trial(form, gradient, into is out, held, peaks, tuple(self.group.calls))
 
     def _loss(self, prediction: Array, y: Array) -> Trial:
+        self.group.calls.clear()
         with _watched() as watch, np.errstate(all="ignore"):
-            self.group.calls.clear()
             _, _, cache = self.loss.forward(prediction, y)
-            calls = tuple(self.group.calls)
-            mine = {id(_owner(prediction)), id(_owner(y))}
-            own = sum(_owner(a).nbytes for a in _arrays(cache) if id(_owner(a)) not in mine)
-            keeps = id(_owner(prediction)) in {id(_owner(a)) for a in _arrays(cache)}
-            watch.mark()
-            self.group.calls.clear()
-            gradient = self.loss.backward(cache)
-            backward = tuple(self.group.calls)
-        kept = Kept(own, keeps, False, own, max(0, watch.peak - own))
-        return Trial(Form((), "float64"), Form.of(gradient), False, kept, calls, backward)
+            forward = watch.peak()
+            own, keeps = _held(cache, _owners((prediction, y))), id(_owner(prediction)) in _owners(cache)
+            watch.begin()
+            gradient = Form.of(self.loss.backward(cache))
+            peaks = Peaks(forward, watch.peak(), 0)
+        return Trial(Form((), "float64"), gradient, False, Kept(own, own, keeps, False), peaks, tuple(self.group.calls))
 
     def _parameters(self, layer: Layer) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return parameters of zero, which take no memory while they are only read, and room for gradients."""
@@ -235,46 +240,49 @@ def _kind(layer: Layer) -> str:
 
 def _grown(once: Trial, twice: Trial, samples: int) -> Trial | None:
     """Continue what one and two samples take to more; None if it does not grow evenly."""
-    forward, backward = (
-        _calls(a, b, samples) for a, b in ((once.forward, twice.forward), (once.backward, twice.backward))
-    )
-    if forward is None or backward is None:
+    calls = _calls(once.calls, twice.calls, samples)
+    if calls is None:
         return None
-    own, deferred, working = (
-        getattr(once.kept, name) + (samples - 1) * (getattr(twice.kept, name) - getattr(once.kept, name))
-        for name in ("own", "deferred", "working")
-    )
-    kept = Kept(own, twice.kept.input, twice.kept.output, deferred, max(0, working))
-    output = _form(once.output, twice.output, samples)
+    own, deferred = (_line(getattr(once.kept, n), getattr(twice.kept, n), samples) for n in ("own", "deferred"))
+    peaks = Peaks(*(max(0, _line(a, b, samples)) for a, b in zip(once.peaks, twice.peaks, strict=True)))
     gradient = None
     if once.gradient is not None and twice.gradient is not None:
         gradient = _form(once.gradient, twice.gradient, samples)
-    return Trial(output, gradient, twice.passes, kept, forward, backward)
+    kept = twice.kept._replace(own=own, deferred=deferred)
+    return Trial(_form(once.output, twice.output, samples), gradient, twice.passes, kept, peaks, calls)
+
+
+def _line(once: int, twice: int, samples: int) -> int:
+    return once + (samples - 1) * (twice - once)
 
 
 def _form(once: Form, twice: Form, samples: int) -> Form:
-    return Form(tuple(a + (samples - 1) * (b - a) for a, b in zip(once.shape, twice.shape, strict=True)), twice.dtype)
+    return Form(tuple(_line(a, b, samples) for a, b in zip(once.shape, twice.shape, strict=True)), twice.dtype)
 
 
 def _calls(once: Sequence[Call], twice: Sequence[Call], samples: int) -> tuple[Call, ...] | None:
     if [(c.kind, c.sizes, c.itemsize) for c in once] != [(c.kind, c.sizes, c.itemsize) for c in twice]:
         return None
     return tuple(
-        b._replace(unit=a.unit + (samples - 1) * (b.unit - a.unit), outer=a.outer + (samples - 1) * (b.outer - a.outer))
+        b._replace(unit=_line(a.unit, b.unit, samples), outer=_line(a.outer, b.outer, samples))
         for a, b in zip(once, twice, strict=True)
     )
 
 
 class _Watch:
-    """The most memory that Python and NumPy have taken since the start, in bytes."""
+    """The most memory that Python and NumPy have taken since a moment, in bytes."""
 
     def __init__(self) -> None:
-        self._start = tracemalloc.get_traced_memory()[0]
-        self.peak = 0
+        self.begin()
 
-    def mark(self) -> None:
-        """Note the peak so far. Not collective."""
-        self.peak = max(self.peak, tracemalloc.get_traced_memory()[1] - self._start)
+    def begin(self) -> None:
+        """Count from now on. Not collective."""
+        tracemalloc.reset_peak()
+        self._start = tracemalloc.get_traced_memory()[0]
+
+    def peak(self) -> int:
+        """Return the most since then. Not collective."""
+        return tracemalloc.get_traced_memory()[1] - self._start
 
 
 @contextmanager
@@ -282,11 +290,8 @@ def _watched() -> Iterator[_Watch]:
     already = tracemalloc.is_tracing()
     if not already:
         tracemalloc.start()
-    tracemalloc.reset_peak()
-    watch = _Watch()
     try:
-        yield watch
-        watch.mark()
+        yield _Watch()
     finally:
         if not already:
             tracemalloc.stop()
@@ -297,6 +302,11 @@ def _owner(array: Array) -> Array:
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array
+
+
+def _held(tree: Any, others: frozenset[int]) -> int:
+    """Return the bytes of the arrays in ``tree`` whose memory no array of ``others`` owns."""
+    return sum(owner.nbytes for owner in map(_owner, _arrays(tree)) if id(owner) not in others)
 
 
 def _owners(tree: Any) -> frozenset[int]:
