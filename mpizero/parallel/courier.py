@@ -8,6 +8,7 @@ nobody uses: the step ends in an agreement that raises on every rank.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -47,11 +48,18 @@ class Courier:
     ----------
     comm : Communicator
         The stages, by number.
+
+    Attributes
+    ----------
+    messages : int
+        Sent so far, headers included.
+    waited : float
+        Seconds spent so far in waiting for other stages.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self.messages = 0
+        self.messages, self.waited = 0, 0.0
         self._known: dict[tuple[Route, Any], _Shape] = {}
         self._sending: deque[tuple[Request, Array]] = deque()
         self._posted: dict[tuple[Route, int], tuple[Request, Array]] = {}
@@ -89,6 +97,12 @@ class Courier:
         """Return what the other end sent for micro-batch ``micro``; None if it failed. Waits; not collective."""
         if peer == self.comm.rank:
             return self._kept.pop((route, micro))
+        started = time.perf_counter()
+        array = self._take(route, micro, key, peer)
+        self.waited += time.perf_counter() - started
+        return array
+
+    def _take(self, route: Route, micro: int, key: Any, peer: int) -> Array | None:
         if (route, key) not in self._known:
             header = np.empty(_HEADER, np.int64)
             self.comm.recv(header, peer, route.tag + 1)
@@ -110,8 +124,10 @@ class Courier:
 
     def finish(self) -> None:
         """Wait until everything sent has left. Not collective."""
+        started = time.perf_counter()
         while self._sending:
             self._sending.popleft()[0].wait()
+        self.waited += time.perf_counter() - started
 
     def _start(self, array: Array, peer: int, tag: int) -> None:
         self.messages += 1
