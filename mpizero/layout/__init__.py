@@ -8,7 +8,7 @@ from mpizero.layout.instructions import Instruction
 from mpizero.layout.partition import Partition
 from mpizero.layout.schedule import SCHEDULES, Schedule, build_schedule, chunk_stages
 from mpizero.layout.simulate import Costs, Event, Simulation, bubble_formula, simulate
-from mpizero.layout.stages import balanced_cuts, check_parts, explicit_cuts
+from mpizero.layout.stages import balanced_chunks, balanced_cuts, check_parts, explicit_cuts
 from mpizero.layout.tree import (
     FoldPlan,
     Node,
@@ -45,6 +45,7 @@ __all__ = [
     "Unit",
     "Wave",
     "WavePlan",
+    "balanced_chunks",
     "balanced_cuts",
     "bubble_formula",
     "build_schedule",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from math import isfinite
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, combinations, pairwise
+from math import comb, isfinite
 
 from mpizero.errors import ConfigError
+
+#: Ways to cut that :func:`balanced_chunks` compares one by one: some hundredths of a second.
+EXHAUSTIVE = 10_000
 
 
 def balanced_cuts(costs: Sequence[float], parts: int) -> tuple[int, ...]:
@@ -46,6 +49,69 @@ def balanced_cuts(costs: Sequence[float], parts: int) -> tuple[int, ...]:
             raise ConfigError(f"the cost of block {item} is {cost!r}; expected a finite number >= 0")
     sums = tuple(accumulate(_integers(costs if any(costs) else [1.0] * len(costs)), initial=0))
     return _most_even(sums, parts, _smallest_maximum(sums, parts))
+
+
+def balanced_chunks(costs: Sequence[float], stage_of: Sequence[int]) -> tuple[int, ...]:
+    """Cut items into contiguous non-empty chunks, several of which make up a stage, such that stages are balanced.
+
+    With one chunk a stage this is :func:`balanced_cuts`. Otherwise the most expensive stage counts first, then the most
+    expensive chunk: found exactly among up to ``EXHAUSTIVE`` ways to cut, else by moving the borders of
+    :func:`balanced_cuts`, one or two at a time, as long as that helps. Every process finds the same. Not collective.
+
+    Parameters
+    ----------
+    costs : sequence of float
+        Cost of every item.
+    stage_of : sequence of int
+        The stage of every chunk.
+
+    Returns
+    -------
+    tuple of int
+        As :func:`balanced_cuts` returns them, for ``len(stage_of)`` chunks.
+
+    Raises
+    ------
+    ConfigError
+        As :func:`balanced_cuts`.
+
+    Examples
+    --------
+    >>> balanced_chunks([1, 1, 1, 1, 1, 1], (0, 1, 1, 0))
+    (0, 1, 2, 4, 6)
+    """
+    chunks, items = len(stage_of), len(costs)
+    start = balanced_cuts(costs, chunks)
+    if len(set(stage_of)) == chunks:
+        return start
+    sums = tuple(accumulate(_integers(costs if any(costs) else [1.0] * items), initial=0))
+
+    def judged(cuts: tuple[int, ...]) -> tuple[int, int, int, tuple[int, ...]]:
+        stages = [0] * (max(stage_of) + 1)
+        sizes = [sums[b] - sums[a] for a, b in pairwise(cuts)]
+        for stage, size in zip(stage_of, sizes, strict=True):
+            stages[stage] += size
+        return max(stages), sum(total * total for total in stages), max(sizes), cuts
+
+    if comb(items - 1, chunks - 1) <= EXHAUSTIVE:
+        return min(judged((0, *inner, items)) for inner in combinations(range(1, items), chunks - 1))[3]
+    best = judged(start)
+    while (better := min((judged(cuts) for cuts in _moved(best[3])), default=best)) < best:
+        best = better
+    return best[3]
+
+
+def _moved(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield the cuts of which one or two borders have moved by one item, and no chunk is empty."""
+    borders = range(1, len(cuts) - 1)
+    moves = [((border, by),) for border in borders for by in (-1, 1)]
+    pairs = [(*first, *second) for first, second in combinations(moves, 2) if first[0][0] != second[0][0]]
+    for move in (*moves, *pairs):
+        moved = list(cuts)
+        for border, by in move:
+            moved[border] += by
+        if all(a < b for a, b in pairwise(moved)):
+            yield tuple(moved)
 
 
 def explicit_cuts(cuts: Sequence[int], items: int, parts: int) -> tuple[int, ...]:

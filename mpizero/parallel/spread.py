@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpizero.errors import ConfigError
-from mpizero.layout import Axes, balanced_cuts, chunk_stages, explicit_cuts
+from mpizero.layout import Axes, balanced_chunks, chunk_stages, explicit_cuts
 from mpizero.types import ParameterSpec
 
 
@@ -80,7 +80,7 @@ class Spread:
         if self.cuts is not None:
             bounds = explicit_cuts(self.cuts, len(names), parts)
         else:
-            bounds = balanced_cuts(self._costs(blocks, model), parts)
+            bounds = balanced_chunks(self._costs(blocks, model), self.chunks)
         return tuple(tuple(names[bounds[i] : bounds[i + 1]]) for i in range(parts))
 
     def _costs(self, blocks: Mapping[str, Sequence[ParameterSpec]], model: Any) -> list[float]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpizero.errors import ConfigError
-from mpizero.layout import balanced_cuts, check_parts, explicit_cuts
+from mpizero.layout import balanced_chunks, balanced_cuts, check_parts, explicit_cuts
 
 
 def loads(costs: list[float], cuts: tuple[int, ...]) -> list[Fraction]:
@@ -91,3 +91,37 @@ def test_explicit_cuts_are_the_first_blocks_of_the_later_stages() -> None:
 def test_explicit_cuts_that_leave_a_stage_empty_are_refused(cuts: list[int], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         explicit_cuts(cuts, 6, 3)
+
+
+def stage_totals(costs, stage_of, cuts):
+    sizes = [sum(costs[a:b]) for a, b in pairwise(cuts)]
+    return [sum(size for s, size in zip(stage_of, sizes, strict=True) if s == stage) for stage in sorted(set(stage_of))]
+
+
+def test_with_one_chunk_a_stage_chunks_are_the_balanced_cuts():
+    costs = [3, 1, 4, 1, 5, 9, 2, 6]
+    assert balanced_chunks(costs, (0, 1, 2)) == balanced_cuts(costs, 3)
+
+
+def test_the_stages_of_a_v_are_balanced_although_its_chunks_are_not():
+    costs = [0.3, 10, 10, 10, 10, 10, 10, 1.2]  # embedding, six blocks, head
+    assert stage_totals(costs, (0, 1, 1, 0), balanced_chunks(costs, (0, 1, 1, 0))) == pytest.approx([31.5, 30])
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=6, max_size=9),
+    st.sampled_from([(0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0)]),
+)
+def test_no_other_cut_has_a_cheaper_most_expensive_stage(costs, stage_of):
+    found = max(stage_totals(costs, stage_of, balanced_chunks(costs, stage_of)))
+    inner = combinations(range(1, len(costs)), len(stage_of) - 1)
+    every = (stage_totals(costs, stage_of, (0, *cuts, len(costs))) for cuts in inner)
+    assert not any(costs) or found == min(max(totals) for totals in every)
+
+
+def test_many_blocks_are_balanced_by_moving_borders():
+    costs = [1.0, *[10.0] * 60, 7.0]
+    stage_of = (*range(8), *reversed(range(8)))
+    cuts = balanced_chunks(costs, stage_of)
+    assert max(stage_totals(costs, stage_of, cuts)) <= 80 + 1
+    assert all(a < b for a, b in pairwise(cuts))
