@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class MemoryRequest:
     steps: int
 
     @classmethod
-    def parse(cls, parameters: float, strategies: str, memory: str, steps: int) -> MemoryRequest:
+    def parse(cls, parameters: float, strategies: str, memory: str, steps: int) -> Self:
         """Check what the command line gave.
 
         Not collective.
@@ -128,7 +128,8 @@ def measure_memory(
     """
     model = wide_mlp(request.parameters)
     with all_ranks(comm):
-        _check_room(request, comm.size)
+        copies = comm.size if False in request.shared else 2
+        require_room(request.parameters, _WORST_BYTES * request.parameters * copies, comm.size)
     rows = []
     for shared in request.shared:
         for strategy in request.strategies:
@@ -145,12 +146,12 @@ def _train(model: nn.MLP, comm: Communicator, strategy: str, shared: bool, steps
     random = np.random.default_rng(comm.rank)
     x = random.standard_normal((1, model.features)).astype(np.float32)
     y = np.array([comm.rank % _CLASSES])
-    before = _settled(comm)
+    before = settled_size(comm)
     sharded, _ = distribute(model, optim.AdamW(lr=1e-4), strategy=strategy, config=config)
     with sharded:
         for _ in range(steps):
             sharded.train(x, y)
-        after = _settled(comm)
+        after = settled_size(comm)
         facts = sharded.metadata()
         every = comm.allgather_object(
             (
@@ -190,7 +191,7 @@ def sent_formula(strategy: str, parameters: int, groups: int, ranks_per_group: i
     return round(4 * times * parameters * (groups - 1) / groups / ranks_per_group)
 
 
-def _settled(comm: Communicator) -> int:
+def settled_size(comm: Communicator) -> int:
     """Return this rank's proportional set size while no rank allocates anything.
 
     Collective over ``comm``.
@@ -202,8 +203,11 @@ def _settled(comm: Communicator) -> int:
     return size
 
 
-def _check_room(request: MemoryRequest, ranks: int) -> None:
-    needed = _WORST_BYTES * request.parameters * (ranks if False in request.shared else 2)
+def require_room(parameters: int, needed: int, ranks: int) -> None:
+    """Refuse a measurement that may need more than the memory that is free on this node.
+
+    Not collective.
+    """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -211,7 +215,7 @@ def _check_room(request: MemoryRequest, ranks: int) -> None:
     free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), needed)
     if needed > free:
         raise ConfigError(
-            f"--parameters {request.parameters}: {ranks} ranks may need {needed / 2**30:.1f} GiB, and "
+            f"--parameters {parameters}: {ranks} ranks may need {needed / 2**30:.1f} GiB, and "
             f"{free / 2**30:.1f} GiB are free; give fewer parameters or ranks, or --memory shared"
         )
 

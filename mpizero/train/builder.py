@@ -122,7 +122,7 @@ def lay_out(model: Any, optimizer: Any, parallel: ParallelSection, sharding: Sha
     if not parallel.splits_model:
         return distribute(model, optimizer, strategy=parallel.strategy, config=sharding)
     bound = HybridShardedOptimizer(optimizer, sharding)
-    spread = HybridShardedModel(model, sharding, **parallel.spread())
+    spread = HybridShardedModel(model, sharding, **parallel.arguments())
     bound.set_model(spread)
     return spread, bound
 

@@ -163,14 +163,21 @@ def _add_bench(commands: Any) -> None:
         "memory",
         help="memory and bytes sent of every strategy, from real training steps",
         description="Train a few steps with every strategy, with memory shared on the node and private; print the "
-        "formula, the library's own count, what the system has measured, and the bytes sent, beside each other.",
-        epilog="Example: mpiexec -n 4 python -m mpizero bench memory --parameters 64e6",
+        "formula, the library's own count, what the system has measured, and the bytes sent, beside each other. With "
+        "--pipeline, --tensor or --context: of every rank of that layout, activations and messages too.",
+        epilog="Example: mpiexec -n 8 python -m mpizero bench memory --pipeline 2 --tensor 2 --strategy zero1",
     )
     memory.add_argument("--parameters", metavar="P", type=float, default=64e6, help="at least (default: 64e6)")
-    memory.add_argument("--strategies", metavar="A,B", default="ddp,zero1,zero2,zero3", help="(default: %(default)s)")
+    memory.add_argument(
+        "--strategies", "--strategy", metavar="A,B", help="(default: ddp,zero1,zero2,zero3; zero1 for a layout)"
+    )
     memory.add_argument("--memory", choices=("shared", "private", "both"), default="both", help="(default: both)")
     memory.add_argument("--steps", metavar="N", type=int, default=2, help="training steps each (default: %(default)s)")
     memory.add_argument("--json", action="store_true", help="one line for programs")
+    add_layout_options(memory, schedule=True)
+    memory.add_argument(
+        "--micro-batches", metavar="M", type=int, help="of a replica and step, for a layout (default: 2 a stage)"
+    )
     memory.set_defaults(run=_bench_memory)
 
 
@@ -231,14 +238,29 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _bench_memory(options: argparse.Namespace) -> int:
-    from mpizero.train import bench
+    from mpizero.train import bench, bench_layout
 
-    request = bench.MemoryRequest.parse(options.parameters, options.strategies, options.memory, options.steps)
+    layout = layout_of(options)
+    strategies = options.strategies or ("zero1" if layout.splits_model else ",".join(bench.STRATEGIES))
+    request = bench.MemoryRequest.parse(options.parameters, strategies, options.memory, options.steps)
     comm = _world()
-    rows = bench.measure_memory(request, comm, lambda line: print(line, file=sys.stderr, flush=True))
+    with named_as_options():
+        layout.check_ranks(comm.size)
+    if layout.splits_model:
+        count = 2 * layout.pipeline if options.micro_batches is None else options.micro_batches
+        with named_as_options():
+            tables = bench_layout.measure_layout(bench_layout.LayoutRequest(request, layout, count), comm, _tell)
+        text = bench_layout.as_json(tables) if options.json else bench_layout.report(tables)
+    else:
+        rows = bench.measure_memory(request, comm, _tell)
+        text = bench.as_json(rows) if options.json else bench.table(rows)
     if comm.rank == 0:
-        print(bench.as_json(rows) if options.json else bench.table(rows), flush=True)
+        print(text, flush=True)
     return int(ExitStatus.OK)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------ surroundings

@@ -225,7 +225,7 @@ def open_language_model(
                 loaded = WholeModel(model, nn.bind(model, named))
             else:
                 sharding = stack.enter_context(ShardingConfig(comm=comm, threads=threads))
-                spread = stack.enter_context(HybridShardedModel(model, sharding, **layout.spread()))
+                spread = stack.enter_context(HybridShardedModel(model, sharding, **layout.arguments()))
                 persistence.restore(spread.engine, reader)
                 loaded = SpreadModel(spread)
         yield loaded

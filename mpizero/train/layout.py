@@ -7,6 +7,7 @@ from typing import Any
 
 from mpizero.errors import ConfigError, GridError
 from mpizero.layout import SCHEDULES, Axes, chunk_stages, explicit_cuts
+from mpizero.parallel.spread import Spread
 from mpizero.train.checks import Section, choice, flag, many, optional, setting, shown, text, whole
 
 #: The rows of the placement table by ZeRO stage.
@@ -133,16 +134,27 @@ class ParallelSection(Section):
         if self.context > 1:
             raise self.reject("context", f"must be 1: model.name = {shown(model)} has no sequence to cut")
 
-    def spread(self) -> dict[str, Any]:
+    def spread(self) -> Spread:
+        """Return sizes, schedule and cuts as models take them; without a pipeline there is no schedule.
+
+        Not collective.
+        """
+        sizes = {axis: getattr(self, axis) for axis in (*_SPLITTING, "data")}
+        if self.pipeline == 1:
+            return Spread(**sizes, order=self.order)
+        return Spread(
+            **sizes, order=self.order, schedule=self.schedule, virtual_stages=self.virtual_stages, cuts=self.cuts
+        )
+
+    def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments that :class:`mpizero.HybridShardedModel` takes for this layout.
 
         Not collective.
         """
-        found: dict[str, Any] = {f"{axis}_parallel_size": getattr(self, axis) for axis in (*_SPLITTING, "data")}
-        found |= {"zero_stage": self.zero_stage, "order": self.order}
-        if self.pipeline > 1:
-            found |= {"schedule": self.schedule, "virtual_stages": self.virtual_stages, "cuts": self.cuts}
-        return found
+        spread = self.spread()
+        sizes = {f"{axis}_parallel_size": getattr(spread, axis) for axis in (*_SPLITTING, "data")}
+        rest = {name: getattr(spread, name) for name in ("order", "schedule", "virtual_stages", "cuts")}
+        return {**sizes, **rest, "zero_stage": self.zero_stage}
 
     def figures(self, ranks: int) -> dict[str, Any]:
         """Return the sizes of the axes and the schedule (None without a pipeline), for the result line.
