@@ -30,9 +30,10 @@ class _Holder(NamedTuple):
 
 
 class _Tie(NamedTuple):
-    """A parameter with uses on several stages, as one rank sees it."""
+    """A parameter with uses on several stages, as one rank sees it; ``tag`` is that of its first use's messages."""
 
     name: str
+    tag: int
     uses: tuple[Use, ...]
     holders: tuple[_Holder, ...]
     mine: Span
@@ -62,13 +63,14 @@ class TieExchange:
     ) -> None:
         self.grid, self.number = grid, stage.number
         self.pieces = {home_of(piece.entry.spec): piece for piece in pieces}
-        self.ties = tuple(
-            self._tie(name, uses, layouts)
-            for name, uses in sorted(stage.uses.items())
-            if any(use.stage == stage.number for use in uses) and home_trainable(name, layouts)
-        )
+        ties, tag = [], 1
+        for name, uses in sorted(stage.uses.items()):  # on every stage, so that all agree on tags
+            if any(use.stage == stage.number for use in uses) and home_trainable(name, layouts):
+                ties.append(self._tie(name, tag, uses, layouts))
+            tag += 2 * len(uses)
+        self.ties = tuple(ties)
 
-    def _tie(self, name: str, uses: tuple[Use, ...], layouts: Mapping[int, FlatLayout]) -> _Tie:
+    def _tie(self, name: str, tag: int, uses: tuple[Use, ...], layouts: Mapping[int, FlatLayout]) -> _Tie:
         data = self.grid.data
         holders = []
         for stage in sorted({use.stage for use in uses}):
@@ -78,7 +80,7 @@ class TieExchange:
                 part = entry.span.intersect(Share(layout, rank, data.size).spans[entry.unit])
                 holders.append(_Holder(stage, rank, part.shift(-entry.offset) if part.size else Span(0, 0)))
         mine = next(h.span for h in holders if (h.stage, h.data_rank) == (self.number, data.rank))
-        return _Tie(name, uses, tuple(holders), mine)
+        return _Tie(name, tag, uses, tuple(holders), mine)
 
     @property
     def names(self) -> frozenset[str]:
@@ -87,16 +89,14 @@ class TieExchange:
 
     def add(self, reduced: Array) -> None:
         """Put the sum of all uses where the pieces look for their gradient. Collective over the stages' data groups."""
-        with_all = [(tie, *self._start(tie, number, reduced)) for number, tie in enumerate(self.ties)]
+        with_all = [(tie, *self._start(tie, reduced)) for tie in self.ties]
         for tie, arrived, requests in with_all:
             for request in requests:
                 request.wait()
             if tie.mine.size:
                 self._sum(tie, arrived, reduced)
 
-    def _start(
-        self, tie: _Tie, number: int, reduced: Array
-    ) -> tuple[dict[Use, list[tuple[Span, Array]]], list[Request]]:
+    def _start(self, tie: _Tie, reduced: Array) -> tuple[dict[Use, list[tuple[Span, Array]]], list[Request]]:
         """Exchange the parts of each use that this rank and another own in common."""
         world, requests, sent = self.grid.world, [], []
         arrived: dict[Use, list[tuple[Span, Array]]] = {}
@@ -106,7 +106,7 @@ class TieExchange:
                 continue
             peer = self._world_rank(holder)
             for use in tie.uses:
-                tag = 2 * (number * len(tie.uses) + tie.uses.index(use)) + 1
+                tag = tie.tag + 2 * tie.uses.index(use)
                 if use.stage == holder.stage:
                     buffer = np.empty(common.size, reduced.dtype)
                     arrived.setdefault(use, []).append((common, buffer))
