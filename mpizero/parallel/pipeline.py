@@ -18,7 +18,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CollectiveError, LayoutError, PeerFailure
 from mpizero.layout import Instruction, Schedule, Unit, build_schedule
-from mpizero.parallel.courier import Courier, Route
+from mpizero.parallel.courier import Courier, Route, key_of
 from mpizero.parallel.gradients import Job
 from mpizero.parallel.running import RunOf, WatchedJob
 from mpizero.parallel.scalars import GrainScalars
@@ -152,9 +152,9 @@ class PipelineRunner:
 
     def _pass_forward(self, chunk: int, micro: int, x: Any, run: Run, flight: _Flight) -> Any:
         """Take a chunk's input, run it, send its output on; return the output, None if the flight failed."""
-        key, value = np.shape(x), x
+        value = x
         if chunk > 0:
-            value = self.courier.receive(Route("forward", chunk), micro, key, self.stage_of[chunk - 1])
+            value = self.courier.receive(Route("forward", chunk), micro, key_of(x), self.stage_of[chunk - 1])
             flight.failed = value is None
         for unit in self.units[chunk]:
             with self.store.unit(unit) as params, self._computing(flight) as working:
@@ -162,10 +162,16 @@ class PipelineRunner:
                     value, cache = self.stage.model.blocks[block].forward(params[block], value, run)
                     if run.training:
                         flight.caches[block] = cache
-        value = None if flight.failed else value
         if chunk < len(self.stage_of) - 1:
-            self.courier.send(Route("forward", chunk + 1), micro, key, self.stage_of[chunk + 1], value)
-        return value
+            self._send(Route("forward", chunk + 1), micro, x, self.stage_of[chunk + 1], value, flight)
+        return None if flight.failed else value
+
+    def _send(self, route: Route, micro: int, x: Any, peer: int, value: Any, flight: _Flight) -> None:
+        """Send what a chunk computed of ``x``, or that it failed."""
+        with self._computing(flight) as working:
+            if working:
+                self.courier.check(route, key_of(x), value)
+        self.courier.send(route, micro, key_of(x), peer, None if flight.failed else value)
 
     def _backward(self, chunk: int, micro: int, watched: WatchedJob) -> None:
         """Run both halves of a chunk's backward pass, unit by unit."""
@@ -202,7 +208,7 @@ class PipelineRunner:
     def _begin_backward(self, chunk: int, micro: int, watched: WatchedJob) -> tuple[_Flight, Any]:
         flight, d = self._flights[chunk, micro], None
         if chunk < len(self.stage_of) - 1:
-            key = np.shape(self._samples(watched)[0])
+            key = key_of(self._samples(watched)[0])
             d = self.courier.receive(Route("backward", chunk), micro, key, self.stage_of[chunk + 1])
             flight.failed = flight.failed or d is None
             return flight, d
@@ -215,16 +221,14 @@ class PipelineRunner:
     def _send_back(self, chunk: int, micro: int, watched: WatchedJob, d: Any) -> None:
         if chunk == 0:
             return
-        flight, key = self._flights[chunk, micro], np.shape(self._samples(watched)[0])
+        flight, x = self._flights[chunk, micro], self._samples(watched)[0]
         with self._computing(flight) as working:
             if working and d is None:
                 first, before = self.stage.cuts[chunk][0], self.stage.cuts[chunk - 1][-1]
                 raise LayoutError(
                     f"no gradient reaches block {before!r}: {first!r} after it returns none for its input"
                 )
-        self.courier.send(
-            Route("backward", chunk - 1), micro, key, self.stage_of[chunk - 1], None if flight.failed else d
-        )
+        self._send(Route("backward", chunk - 1), micro, x, self.stage_of[chunk - 1], d, flight)
 
     @staticmethod
     def _samples(watched: WatchedJob) -> tuple[Any, Any, int]:
@@ -307,7 +311,7 @@ class PipelineRunner:
         job = jobs[instruction.micro]
         if job.grain is None:
             return
-        key = np.shape(job.grain.micro_batches[job.number][0])
+        key = key_of(job.grain.micro_batches[job.number][0])
         chunk = instruction.chunk
         if instruction.kind == "forward" and chunk > 0:
             self.courier.post(Route("forward", chunk), instruction.micro, key, self.stage_of[chunk - 1])
