@@ -1,0 +1,253 @@
+"""How long pipeline stages wait in real steps, beside what the simulator says of the same stage times.
+
+Trains a GPT on two ranks of one thread each, with every schedule in turn, several times over. In each step every
+instruction is timed without its waits. Medians of these times go into ``mpizero.layout.simulate``; the idle share it
+finds is compared with the measured one: the share of the time from the common start of a step's pipeline to the end of
+its last stage in which a stage does not compute, as a mean over the stages. The median over the runs counts.
+
+Exit status 1 where a schedule waits over three points longer than simulated, or a zero-bubble schedule as long as
+1F1B. The cores must have nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+#: Schedules and their virtual stages.
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1, "zero_bubble_v": 1}
+#: How much larger than the simulated one a measured share may be.
+MARGIN = 0.03
+VOCABULARY = 256
+Row = dict[str, Any]
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="stages")
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=128, help="tokens a sequence")
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--micro-batch", type=int, default=4, help="sequences of one")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of one run")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="default: %(default)s")
+    parser.add_argument("--mpiexec", default=str(Path(sys.executable).with_name("mpiexec")))
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+class Probe:
+    """Times what a pipeline runner does, instruction by instruction.
+
+    It takes the place of two methods of the runner: a hook for a benchmark alone is not worth its cost in every step.
+    """
+
+    def __init__(self, runner: Any, world: Any) -> None:
+        self.runner, self.world = runner, world
+        self.seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+        self.idle: list[float] = []
+        self._run, self._execute = runner.run, runner._execute
+        runner.run, runner._execute = self.run, self.execute
+
+    def run(self, jobs: Any, run_of: Any) -> None:
+        """Run a step's pipeline and note this stage's idle share of it."""
+        busy_before = sum(map(sum, self.seconds.values()))
+        self.world.Barrier()
+        started = self.world.allreduce(time.perf_counter(), max_of())
+        self._run(jobs, run_of)
+        ended = self.world.allreduce(time.perf_counter(), max_of())
+        self.idle.append(1 - (sum(map(sum, self.seconds.values())) - busy_before) / (ended - started))
+
+    def execute(self, instruction: Any, watched: Any, run_of: Any) -> None:
+        """Run one instruction and note how long it took without waiting."""
+        courier = self.runner.courier
+        started, waited = time.perf_counter(), courier.waited
+        self._execute(instruction, watched, run_of)
+        taken = time.perf_counter() - started - (courier.waited - waited)
+        self.seconds[instruction.kind, instruction.chunk].append(taken)
+
+    def clear(self) -> None:
+        """Forget what the first steps took."""
+        self.seconds.clear()
+        self.idle.clear()
+
+
+def max_of() -> Any:
+    """Return MPI's maximum."""
+    from mpi4py import MPI
+
+    return MPI.MAX
+
+
+def measured(args: argparse.Namespace, schedule: str) -> Row:
+    """Train some steps by one schedule; return the medians. Collective over all ranks."""
+    from mpi4py import MPI
+
+    import mpizero as mz
+
+    world = MPI.COMM_WORLD
+    gpt = mz.nn.GPT(args.dim, args.layers, args.heads, args.sequence, VOCABULARY)
+    samples = args.micro_batches * args.micro_batch
+    text = np.random.default_rng(0).integers(0, VOCABULARY, (samples, args.sequence + 1))
+    with mz.ShardingConfig(comm=world, micro_batch=args.micro_batch, threads=1) as config:
+        virtual = SCHEDULES[schedule]
+        model = mz.PipelineParallelModel(gpt, config, schedule=schedule, virtual_stages=virtual)
+        with model:
+            mz.HybridShardedOptimizer(mz.AdamW(lr=1e-4), config).set_model(model)
+            probe = Probe(model.engine.runner, world)
+            seconds = []
+            for step in range(args.warmup + args.steps):
+                if step == args.warmup:
+                    probe.clear()
+                started = time.perf_counter()
+                model.train(text[:, :-1], text[:, 1:])
+                seconds.append(time.perf_counter() - started)
+            mine = {key: statistics.median(values) for key, values in probe.seconds.items()}
+            everyone = world.allgather((statistics.median(probe.idle), mine))
+            costs = {f"{kind} {chunk}": value for _, part in everyone for (kind, chunk), value in part.items()}
+            idle = [share for share, _ in everyone]
+            return {"idle": idle, "costs": costs, "seconds": statistics.median(seconds[args.warmup :])}
+
+
+def simulated(args: argparse.Namespace, schedule: str, costs: dict[str, float]) -> list[float]:
+    """Return the idle share of every stage that the simulator finds with the measured times."""
+    from mpizero.layout import Costs, build_schedule, simulate
+
+    built = build_schedule(schedule, args.ranks, args.micro_batches, SCHEDULES[schedule])
+    halves = []
+    for chunk in range(built.chunks):
+        whole = costs.get(f"backward {chunk}", 0.0)
+        inputs = costs.get(f"backward_input {chunk}", whole / 2)
+        halves.append((inputs, costs.get(f"backward_weights {chunk}", whole - inputs)))
+    forward = [costs[f"forward {chunk}"] for chunk in range(built.chunks)]
+    told = Costs(tuple(forward), tuple(i for i, _ in halves), tuple(w for _, w in halves))
+    return list(simulate(built, told).idle)
+
+
+def worker(args: argparse.Namespace) -> None:
+    """Be one rank; rank 0 writes the rows of all runs."""
+    from mpi4py import MPI
+
+    rows = []
+    for _ in range(args.runs):
+        for schedule in args.schedules.split(","):
+            row = measured(args, schedule)
+            rows.append({"schedule": schedule, "simulated": simulated(args, schedule, row["costs"]), **row})
+    if MPI.COMM_WORLD.rank == 0:
+        Path(args.worker).write_text(json.dumps(rows), encoding="utf-8")
+
+
+def launch(args: argparse.Namespace) -> list[Row]:
+    """Start the job and return its rows."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "rows.json"
+        command = [
+            args.mpiexec,
+            "-n",
+            str(args.ranks),
+            sys.executable,
+            __file__,
+            *sys.argv[1:],
+            "--worker",
+            str(output),
+        ]
+        done = subprocess.run(command, env=environment, check=False)
+        if done.returncode or not output.exists():
+            sys.exit(f"{' '.join(command)}: exit status {done.returncode}")
+        rows: list[Row] = json.loads(output.read_text(encoding="utf-8"))
+    return rows
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Row]:
+    """Return the medians over the runs of every schedule."""
+    found: dict[str, Row] = {}
+    for schedule in dict.fromkeys(row["schedule"] for row in rows):
+        mine = [row for row in rows if row["schedule"] == schedule]
+        found[schedule] = {
+            "measured": statistics.median(statistics.fmean(row["idle"]) for row in mine),
+            "simulated": statistics.median(statistics.fmean(row["simulated"]) for row in mine),
+            "stages": [statistics.median(row["idle"][stage] for row in mine) for stage in range(len(mine[0]["idle"]))],
+            "milliseconds": 1e3 * statistics.median(row["seconds"] for row in mine),
+            "costs": {key: 1e3 * statistics.median(row["costs"][key] for row in mine) for key in mine[0]["costs"]},
+        }
+    return found
+
+
+def complaints(found: dict[str, Row]) -> list[str]:
+    """Return what is not as it should be."""
+    wrong = [
+        f"{schedule} waits {row['measured']:.1%}, more than {MARGIN:.0%} over the simulated {row['simulated']:.1%}"
+        for schedule, row in found.items()
+        if row["measured"] > row["simulated"] + MARGIN
+    ]
+    plain = found.get("1f1b")
+    for schedule in ("zero_bubble", "zero_bubble_v"):
+        if plain and schedule in found and found[schedule]["measured"] >= plain["measured"]:
+            wrong.append(f"{schedule} waits {found[schedule]['measured']:.1%}, 1f1b {plain['measured']:.1%}")
+    return wrong
+
+
+def print_table(args: argparse.Namespace, found: dict[str, Row]) -> None:
+    """Print one line a schedule, and the times of its chunks."""
+    print(
+        f"{args.ranks} ranks on {os.cpu_count()} cores ({platform.processor() or platform.machine()}), "
+        f"{args.micro_batches} micro-batches of {args.micro_batch} x {args.sequence} tokens, "
+        f"dim {args.dim}, {args.layers} layers; medians of {args.runs} runs of {args.steps} steps\n"
+    )
+    print(
+        f"{'schedule':14s} {'simulated':>9s} {'measured':>9s}  {'by stage':16s} {'ms/step':>8s}  ms by chunk: F, B, W"
+    )
+    for schedule, row in found.items():
+        stages = ", ".join(f"{share:.1%}" for share in row["stages"])
+        kinds = {"forward": "F", "backward_input": "B", "backward_weights": "W", "backward": "B+W"}
+        chunks: dict[str, list[str]] = defaultdict(list)
+        for key in sorted(row["costs"], key=lambda key: list(kinds).index(key.split()[0])):
+            kind, chunk = key.split()
+            chunks[chunk].append(f"{kinds[kind]} {row['costs'][key]:.1f}")
+        told = "; ".join(f"{chunk}: {', '.join(chunks[chunk])}" for chunk in sorted(chunks, key=int))
+        print(
+            f"{schedule:14s} {row['simulated']:9.1%} {row['measured']:9.1%}  {stages:16s} "
+            f"{row['milliseconds']:8.1f}  {told}"
+        )
+
+
+def main() -> None:
+    """Measure, simulate and compare."""
+    args = arguments()
+    unknown = set(args.schedules.split(",")) - set(SCHEDULES)
+    if unknown:
+        sys.exit(f"unknown schedule {', '.join(sorted(unknown))}; there are: {', '.join(SCHEDULES)}")
+    if args.worker:
+        worker(args)
+        return
+    found = summary(launch(args))
+    wrong = complaints(found)
+    if args.json:
+        print(json.dumps({"schedules": found, "wrong": wrong}, indent=1))
+    else:
+        print_table(args, found)
+    sys.exit("\n" + "\n".join(wrong) if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
