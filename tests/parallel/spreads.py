@@ -11,7 +11,7 @@ import numpy as np
 import mpizero as mz
 from mpizero.layout import SCHEDULES
 from mpizero.nn import Layer
-from mpizero.types import EVALUATE, Array
+from mpizero.types import EVALUATE, Array, Init, ParameterSpec
 from tests.parallel.models import part
 
 #: Virtual stages of each schedule.
@@ -208,3 +208,64 @@ class Trap(Layer):
 def with_traps(model: Any, armed: Mapping[str, dict[str, Any]]) -> Blocks:
     """Exchange the blocks of ``armed`` for traps."""
     return Blocks(model, {name: lambda block, a=switch: Trap(block, a) for name, switch in armed.items()})
+
+
+@dataclass(frozen=True)
+class Product(Layer):
+    """Multiply by square matrices, each of the layer's own or tied to one of another block: ``tied`` says by name."""
+
+    width: int
+    names: tuple[str, ...]
+    tied: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def own_specs(self) -> Any:
+        shape, init = (self.width, self.width), Init("normal", self.width**-0.5)
+        return tuple(ParameterSpec(name, shape, init, tied=self.tied.get(name)) for name in self.names)
+
+    def forward(self, params: Any, x: Array, run: Any = EVALUATE) -> tuple[Array, Any]:
+        kept = [x.astype(next(iter(params.values())).dtype)]
+        for name in self.names:
+            kept.append(np.tanh(kept[-1] @ params[name]))
+        return kept[-1], kept
+
+    def backward_input(self, params: Any, cache: Any, dy: Array) -> tuple[Any, Any]:
+        pending = []
+        for name, y in zip(reversed(self.names), reversed(cache), strict=False):
+            pending.append(dy * (1 - y * y))
+            dy = pending[-1] @ params[name].T
+        return dy, pending
+
+    def backward_weights(self, params: Any, cache: Any, pending: Any, grads: Any) -> None:
+        for name, x, d in zip(reversed(self.names), reversed(cache[:-1]), pending, strict=True):
+            np.matmul(x.T, d, out=grads[name])
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A regression model of given blocks."""
+
+    blocks: Mapping[str, Any]
+    loss: Any = field(default_factory=mz.nn.MeanSquaredError)
+    dtype: Any = np.dtype("float32")
+    seed: int = 5
+
+
+def knotted() -> Chain:
+    """Matrices that blocks share in every way: with the next, with a later one, twice in one block, all with one."""
+    a, b, c = "first.a", "first.b", "second.c"
+    return Chain(
+        {
+            "first": Product(5, ("a", "b")),
+            "second": Product(5, ("c", "a"), {"a": a}),
+            "third": Product(5, ("b", "d"), {"b": b}),
+            "fourth": Product(5, ("c", "b", "c2"), {"c": c, "b": b, "c2": c}),
+            "fifth": Product(5, ("e", "a"), {"a": a}),
+            "sixth": Product(5, ("a", "c"), {"a": a, "c": c}),
+        }
+    )
+
+
+def vectors(count: int, samples: int, width: int = 5) -> list[tuple[Array, Array]]:
+    rng = np.random.default_rng(2)
+    shape = (samples, width)
+    return [(rng.normal(size=shape).astype(np.float32), rng.uniform(-0.5, 0.5, shape)) for _ in range(count)]

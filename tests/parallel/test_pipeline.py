@@ -11,16 +11,20 @@ import pytest
 import mpizero as mz
 from mpizero.errors import ConfigError
 from mpizero.layout import SCHEDULES
-from mpizero.nn import Frozen
+from mpizero.nn import GELU, Frozen
+from mpizero.nn.mlp import Select
 from mpizero.testing import parallel_assert, run_in_threads
 from tests.parallel.models import part
 from tests.parallel.spreads import (
     CHUNKS,
     Blocks,
     Case,
+    Chain,
+    Product,
     Trained,
     Way,
     gpt,
+    knotted,
     mlp,
     pipelines,
     placed,
@@ -29,6 +33,7 @@ from tests.parallel.spreads import (
     texts,
     trained,
     trained_alone,
+    vectors,
 )
 
 
@@ -210,3 +215,55 @@ def test_a_frozen_layer_that_shares_what_another_stage_trains_is_refused() -> No
         return str(caught.value)
 
     assert "freeze both, or give cuts" in run_in_threads(2, run)[0]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_matrices_shared_by_any_blocks_of_any_stages_have_the_bits_of_one_process(schedule: str) -> None:
+    """Stages differ in which shared matrices they know of, and in how often they use them."""
+    case = Case(knotted, lambda: mz.LAMB(lr=1e-2), vectors(3, 9), config={"clip": 0.1})
+    expected = trained_alone(case)
+    for zero, (size, stages) in enumerate(((2, 2), (3, 3), (4, 2), (6, 3))):
+        if stages * CHUNKS[schedule] <= BLOCKS:
+            way = Way(stages, zero=zero, schedule=schedule)
+            more = {**MEMORIES[zero % 3], "minimum_parameter_group_size": (1, 40)[len(schedule) % 2]}
+            for found in run_in_threads(size, lambda comm, w=way, m=more: trained(case, comm, w, **m)):
+                assert found == expected, (way, more)
+
+
+def test_every_block_may_be_a_stage_of_its_own() -> None:
+    case = Case(knotted, batches=vectors(2, 7))
+    expected = trained_alone(case)
+    for schedule in ("gpipe", "1f1b", "zero_bubble"):
+        found = run_in_threads(6, lambda comm, s=schedule: trained(case, comm, Way(6, zero=2, schedule=s)))
+        assert set(map(str, found)) == {str(expected)}
+
+
+def unequal_stages() -> Chain:
+    """The first stage has nothing to learn, nor has the third; the last has one matrix."""
+    return Chain({"select": Select(5, (0, 1, 3)), "a": Product(5, ("w", "v")), "gelu": GELU(), "b": Product(5, ("w",))})
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_a_stage_may_have_no_parameters_at_all(zero: int) -> None:
+    case = Case(unequal_stages, lambda: mz.LAMB(lr=1e-2), vectors(3, 9), config={"clip": 0.05})
+    expected = trained_alone(case)
+    for number, (size, stages) in enumerate(((4, 4), (8, 4), (2, 2))):
+        way, memory = Way(stages, zero=zero, more={"costs": [1] * 4}), MEMORIES[(number + zero) % 3]
+        for found in run_in_threads(size, lambda comm, w=way, m=memory: trained(case, comm, w, **m)):
+            assert found == expected, (way, memory)
+
+
+def test_a_stage_may_pass_on_inputs_of_any_type() -> None:
+    """The first stage keeps the type of its input: messages of the same shape may have several."""
+    (x, y) = vectors(1, 6)[0]
+
+    def body(comm: Any, way: Way) -> list[Any]:
+        model, _ = placed(Case(unequal_stages), comm, way)
+        with model:
+            found: list[Any] = []
+            for kind in (np.float32, np.float64, np.float32, np.float16):
+                found += [model.predict(x[:2].astype(kind)).tobytes(), model.train(x.astype(kind), y)]
+            return found
+
+    way = Way(2, more={"cuts": [1]})
+    assert run_in_threads(2, lambda comm: body(comm, way)) == [body(None, Way())] * 2

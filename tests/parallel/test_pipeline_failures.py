@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,26 @@ import pytest
 import mpizero as mz
 from mpizero.errors import ConfigError, DataError, GridError, LayoutError, RemoteError
 from mpizero.layout import SCHEDULES
+from mpizero.nn import Layer
 from mpizero.nn.mlp import Select
 from mpizero.testing import parallel_assert, run_in_threads
+from mpizero.types import EVALUATE
 from tests.parallel.models import part, ten
-from tests.parallel.spreads import CHUNKS, Case, Way, alone, gpt, mlp, placed, points, texts, with_traps
+from tests.parallel.spreads import (
+    CHUNKS,
+    Case,
+    Chain,
+    Product,
+    Way,
+    alone,
+    gpt,
+    mlp,
+    placed,
+    points,
+    texts,
+    vectors,
+    with_traps,
+)
 
 BATCHES = points(4, 8)
 #: One block of each of three stages or chunks, and the last block.
@@ -155,6 +171,58 @@ def test_a_border_that_no_gradient_crosses_is_refused(schedule: str) -> None:
             model.train(*BATCHES[0])
 
     run_in_threads(2, run)
+
+
+@dataclass(frozen=True)
+class Moody(Layer):
+    """Repeats its input as often as a dictionary says: the shape of the output does not follow from the input's."""
+
+    times: dict[str, int] = field(compare=False, hash=False)
+
+    def forward(self, params: Any, x: Any, run: Any = EVALUATE) -> tuple[Any, Any]:
+        array = x["values"] if isinstance(x, dict) else x
+        return np.repeat(array, self.times["now"], axis=0), self.times["now"]
+
+    def backward_input(self, params: Any, cache: Any, dy: Any) -> tuple[Any, Any]:
+        return dy.reshape(-1, cache, dy.shape[-1]).sum(1), None
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+def test_an_output_of_another_shape_for_the_same_input_is_refused_on_all_stages(schedule: str) -> None:
+    (x, y) = vectors(1, 8)[0]
+    way = Way(2, schedule=schedule, more={"cuts": [1]})
+
+    def body(comm: Any) -> None:
+        times = {"now": 1}
+        model, _ = placed(Case(lambda: Chain({"moody": Moody(times), "a": Product(5, ("w",))})), comm, way)
+        with model:
+            model.train(x, y)
+            before = model.parameters_sha256()
+            times["now"] = 2
+            told = error_of(lambda: model.train(x, y))
+            parallel_assert(comm, "gave float32[4, 5] for a micro-batch that is like an earlier one" in told, told)
+            assert model.parameters_sha256() == before
+            times["now"] = 1
+            model.train(x, y)
+
+    run_in_threads(2, body)
+
+
+def test_batches_that_are_not_arrays_may_have_another_shape_each_time() -> None:
+    """Each replica's batch is one grain; nothing is known of what its stages will send."""
+    batches = [({"values": x}, y) for n in (2, 5, 3, 5) for x, y in vectors(1, n)]
+
+    def body(comm: Any, way: Way) -> list[float]:
+        model, _ = placed(Case(lambda: Chain({"moody": Moody({"now": 1}), "a": Product(5, ("w",))})), comm, way)
+        with model:
+            losses = [model.train(x, y) for x, y in batches]
+            assert "Error" in error_of(lambda: model.train({"values": "text"}, batches[0][1]))
+            return [*losses, *(model.train(x, y) for x, y in batches)]
+
+    expected = body(None, Way())
+    for schedule in ("1f1b", "zero_bubble"):
+        way = Way(2, schedule=schedule, more={"cuts": [1]})
+        assert run_in_threads(2, lambda comm, w=way: body(comm, w)) == [expected] * 2
 
 
 # ---------------------------------------------------------------------- numbers that are not finite
