@@ -4,7 +4,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 . scripts/environment.sh
 
-PARTS=(lint types package serial mpich cuda openmpi exactness)
+PARTS=(lint types package serial mpich cuda openmpi exactness hybrid)
 
 usage() {
     cat <<'HELP'
@@ -18,6 +18,7 @@ usage: scripts/test.sh [--quick] [--only PART]... [--help]
   cuda       the GPU kernels in Numba's CUDA simulator
   openmpi    tests with MPI on 4 ranks of the system's Open MPI with parallel HDF5
   exactness  one training on every number of ranks, strategy and kind of memory: the same bits
+  hybrid     one training on every pipeline x data, schedule and ZeRO stage: the same bits; split layers within rounding
 
   --quick      lint, types, serial, and MPI tests on 2 ranks only
   --only PART  this part (may be repeated)
@@ -215,6 +216,10 @@ part_exactness() {
     local second=()
     [ "$OPENMPI" != yes ] || second=(--second-mpiexec mpiexec.openmpi --second-python "$OPENMPI_VENV/bin/python" --second-ranks 4)
     timeout -k 10 600 "$PY" scripts/exactness.py --steps 10 --mpiexec "$VENV/bin/mpiexec" "${second[@]}"
+}
+
+part_hybrid() {
+    timeout -k 10 600 "$PY" scripts/exactness_hybrid.py --quick --steps 10 --mpiexec "$VENV/bin/mpiexec"
 }
 
 # ---------------------------------------------------------------------------------------------- the parts in order
