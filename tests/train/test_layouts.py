@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import signal
+import time
 
 import pytest
 
@@ -92,6 +96,14 @@ def test_tensor_parallelism_computes_the_same_within_rounding_and_its_run_goes_o
         assert [line[key] for line in together if key in line] == pytest.approx(expected, rel=1e-5)
 
 
+def test_stages_of_split_layers_and_replicas_compute_the_same_within_rounding(deeper, mpizero):
+    outcome = mpizero.train(8, "model.layers=2", *parallel("pipeline=2", "tensor=2", "data=2", "strategy=zero1"))
+    assert outcome.status == 0, outcome.err
+    for key in ("loss", "validation_loss"):
+        expected = [line[key] for line in deeper[0].metrics() if key in line]
+        assert [line[key] for line in mpizero.metrics() if key in line] == pytest.approx(expected, rel=1e-5)
+
+
 def test_context_parallelism_computes_the_same_within_rounding(deeper, mpizero):
     outcome = mpizero.train(4, "model.layers=2", *parallel("context=2", "strategy=zero1"))
     assert outcome.status == 0, outcome.err
@@ -112,6 +124,26 @@ def test_a_multi_layer_perceptron_is_cut_into_stages(mpizero):
     assert together.result["parameters_sha256"] == alone.result["parameters_sha256"]
     assert mpizero.metrics()[-1]["accuracy"] == accuracy
     assert together.result["samples_per_second"] > 0
+    uneven = mpizero(3, "train", "digits.toml", "--set", "parallel.tensor=3")  # of 32 and 16 features
+    assert uneven.status == 0, uneven.err
+    assert uneven.result["loss"] == pytest.approx(alone.result["loss"], rel=1e-5)
+
+
+def test_a_signal_to_one_stage_saves_the_same_step_on_all_and_one_process_goes_on(mpizero):
+    endless = ["--set", "train.steps=100000", "--set", "checkpoint.every=0", "--set", "parallel.pipeline=2"]
+    process = mpizero.start(2, "train", "tiny.toml", *endless)
+    run, deadline = mpizero.folder / "run", time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    owner = re.match(r"process (\d+) on ", (run / ".lock").read_text())
+    os.kill(int(owner[1]), signal.SIGUSR1)
+    outcome = mpizero.finish(process)
+    assert outcome.status == ExitStatus.PREEMPTED, outcome.err
+    done = mpizero.metrics()[-1]["step"]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{done:08d}"]
+    resumed = mpizero.train(0, f"train.steps={done + 1}", flags=["--resume"])
+    assert resumed.status == 0, resumed.err
+    assert resumed.result["steps"] == done + 1
 
 
 @pytest.mark.parametrize(
