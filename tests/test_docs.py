@@ -142,5 +142,5 @@ def test_test_script_lists_its_parts():
     shown = subprocess.run(
         ["bash", ROOT / "scripts" / "test.sh", "--help"], capture_output=True, text=True, check=True, timeout=60
     ).stdout
-    for part in ("lint", "types", "package", "serial", "mpich", "cuda", "openmpi", "exactness"):
+    for part in ("lint", "types", "package", "serial", "mpich", "cuda", "openmpi", "exactness", "hybrid"):
         assert part in shown
