@@ -104,6 +104,11 @@ def trained_alone(case: Case) -> Trained:
         return steps(model, case)
 
 
+def of_first(comm: Any, make: Callable[[], Any]) -> Any:
+    """What rank 0 makes, on all ranks: one process trains once. Collective."""
+    return comm.broadcast_object(make() if comm.rank == 0 else None)
+
+
 def pipelines(size: int, blocks: int) -> list[Way]:
     """Every pipeline x data with every schedule that has a block for each chunk; ZeRO stages in turn."""
     found = []

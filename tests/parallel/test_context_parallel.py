@@ -12,7 +12,20 @@ from mpizero.errors import ConfigError, DataError
 from mpizero.nn import Frozen
 from mpizero.testing import parallel_assert, run_in_threads
 from tests.parallel.models import part
-from tests.parallel.spreads import Blocks, Case, Trained, Way, alone, gpt, mlp, placed, texts, trained, trained_alone
+from tests.parallel.spreads import (
+    Blocks,
+    Case,
+    Trained,
+    Way,
+    alone,
+    gpt,
+    mlp,
+    of_first,
+    placed,
+    texts,
+    trained,
+    trained_alone,
+)
 from tests.parallel.test_tensor_parallel import same_within_rounding
 
 F64 = {"dtype": "float64", "layers": 2}
@@ -65,7 +78,7 @@ def test_over_mpi_too_cut_sequences_train_what_whole_ones_train(world: Any) -> N
         context = world.size if world.size <= 4 and number % 2 else (2 if world.size % 2 == 0 else world.size)
         way = Way(stages, context=context, zero=(number + world.size) % 4)
         found = [trained(case, world, way, **MEMORIES[number % 3]) for _ in range(2)]
-        expected = trained_alone(case)
+        expected = of_first(world, lambda case=case: trained_alone(case))
         parallel_assert(world, found[0] == found[1], f"{name}, {way}: other bits the second time")
         parallel_assert(world, same_within_rounding(found[0], expected), f"{name}, {way}: {found[0]} {expected}")
         assert len(set(world.allgather_object(str(found[0])))) == 1
