@@ -90,6 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_train(commands)
     _add_generate(commands)
+    _add_plan(commands)
     _add_doctor(commands)
     _add_bench(commands)
     return parser
@@ -104,6 +105,16 @@ def _add_train(commands: Any) -> None:
         epilog="Example: mpiexec -n 8 python -m mpizero train config.toml --set train.steps=500",
     )
     parser.add_argument("config", metavar="CONFIG.toml", help="what to train")
+    _add_overrides(parser)
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the newest good checkpoint, on any number of ranks and with any layout",
+    )
+    parser.set_defaults(run=_train)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
         metavar="SECTION.KEY=VALUE",
@@ -112,12 +123,6 @@ def _add_train(commands: Any) -> None:
         dest="overrides",
         help="replace a setting of the file; a TOML value, or a bare word; may be given many times",
     )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue from the newest good checkpoint, on any number of ranks and with any layout",
-    )
-    parser.set_defaults(run=_train)
 
 
 def _add_generate(commands: Any) -> None:
@@ -143,6 +148,25 @@ def _add_generate(commands: Any) -> None:
         "--strategy", metavar="NAME", default="zero3", help="how replicas hold parameters (default: %(default)s)"
     )
     parser.set_defaults(run=_generate)
+
+
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="tell the memory, messages and work of a training on so many ranks, without starting any",
+        description="Compute what every rank would hold, send and do. Nothing is started and no model is made: one "
+        "block of each kind runs once, to see what it keeps. With --memory-per-node: status 1 if it does not fit.",
+        epilog="Example: python -m mpizero plan config.toml --ranks 64 --ranks-per-node 16 --memory-per-node 120GB",
+    )
+    parser.add_argument("config", metavar="CONFIG.toml", help="what would be trained")
+    parser.add_argument("--ranks", metavar="N", type=int, required=True, help="how many there would be")
+    parser.add_argument("--ranks-per-node", metavar="K", type=int, help="of one node (default: all on one)")
+    _add_overrides(parser)
+    parser.add_argument("--memory-per-node", metavar="BYTES", help="what a node has: 64e9, 64GB, 60GiB")
+    parser.add_argument("--gflops", metavar="G", type=float, default=50.0, help="of a rank (default: %(default)s)")
+    parser.add_argument("--timetable", action="store_true", help="print what every stage of a pipeline does when")
+    parser.add_argument("--json", action="store_true", help="one line for programs")
+    parser.set_defaults(run=_plan)
 
 
 def _add_doctor(commands: Any) -> None:
@@ -224,6 +248,29 @@ def _generate(options: argparse.Namespace) -> int:
         open_language_model(options.checkpoint, comm, layout, threads) as model,
     ):
         write(model, os.fsencode(options.prompt), options.length, sampling, comm)
+    return int(ExitStatus.OK)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from mpizero.train import plan_report
+    from mpizero.train.configfile import Document, parse_config
+    from mpizero.train.plan import PlanRequest, parse_bytes, plan
+
+    if _launched_rank() > 0:  # started like a training: one rank is enough
+        return int(ExitStatus.OK)
+    limit = None if options.memory_per_node is None else parse_bytes(options.memory_per_node)
+    request = PlanRequest(options.ranks, options.ranks_per_node, limit, options.gflops * 1e9)
+    document = Document(options.config, _read_config(options.config), options.overrides)
+    with document.located():
+        found = plan(parse_config(document, {"train.threads": str(_threads())}), request)
+        if options.json:
+            text = plan_report.as_json(found)
+        else:
+            text = plan_report.report(found, with_timetable=options.timetable)
+    print(text, flush=True)
+    if found.missing:
+        print(f"mpizero: {found.refusal}", file=sys.stderr, flush=True)
+        return 1
     return int(ExitStatus.OK)
 
 

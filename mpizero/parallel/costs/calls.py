@@ -208,7 +208,7 @@ class RecordingGroup:
         call = self._along("scatter", x, axis, sizes)
         start = sum(call.sizes[: self.rank])
         block = np.moveaxis(x, axis, 0)[start : start + call.sizes[self.rank]]
-        return np.ascontiguousarray(np.moveaxis(block, 0, axis))
+        return np.array(np.moveaxis(block, 0, axis), order="C")
 
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> _Shifted:
         """Return copies at once."""

@@ -15,7 +15,7 @@ from mpizero.nn.ring import ContextRun
 from mpizero.parallel.costs.calls import Call, RecordingGroup
 from mpizero.parallel.costs.grid import PlannedGrid
 from mpizero.parallel.costs.shards import Shards
-from mpizero.parallel.costs.trial import Sample, Trial, Trials
+from mpizero.parallel.costs.trial import FEW, Sample, Trial, Trials
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.spread import Spread
 from mpizero.parallel.stage import Stage, build_stage
@@ -139,7 +139,7 @@ class Part:
         Equal are shapes of inputs and parameters, and of the blocks that calls cut arrays into.
         """
         mine, theirs = (part.trials for part in (self, other))
-        even = all(len(set(call.sizes)) <= 1 for trial in theirs.of(1).values() for call in trial.calls)
+        even = all(len(set(call.sizes)) <= 1 for trial in theirs.of(FEW).values() for call in trial.calls)
         return replace(self, trials=theirs) if even and mine.shapes == theirs.shapes else self
 
     def on(self, stage: int) -> Part:

@@ -99,6 +99,8 @@ class TrainingPlan:
         At least one sample of the data.
     loss_scale : bool
         Whether the loss is scaled.
+    rate : float
+        Floating-point operations that a rank makes in a second of the simulated pipeline.
 
     Raises
     ------
@@ -117,6 +119,7 @@ class TrainingPlan:
     x: Array
     y: Array
     loss_scale: bool = False
+    rate: float = 1.0
 
     @cached_property
     def axes(self) -> Axes:
@@ -196,28 +199,32 @@ class TrainingPlan:
 
     @cached_property
     def simulation(self) -> Simulation | None:
-        """The first replica's pipeline with times in floating-point operations; None without a pipeline.
+        """The first replica's pipeline, with no time for messages; None without a pipeline.
 
-        Where layers do not count their work, a parameter counts as one forward operation and one for each half.
+        Where layers do not count their work, a parameter counts as one operation of a sample in each pass and half.
         """
         if self.axes.pipeline == 1:
             return None
-        traffic = self.traffic(0)
-        jobs = len(traffic.jobs)
+        jobs = self.micro_batches
         schedule = build_schedule(self.spread.schedule, self.axes.pipeline, jobs, self.spread.virtual_stages)
-        return simulate(schedule, self._costs(traffic.part), present=jobs)
+        return simulate(schedule, self._costs(self.traffic(0).part), present=jobs)
+
+    @property
+    def micro_batches(self) -> int:
+        """The micro-batches that the first replica, which has most, takes part in."""
+        return len(self.traffic(0).jobs)
 
     def _costs(self, part: Part) -> Costs:
-        samples = self.training.step.largest
+        samples = self.training.step.largest / self.rate
         if part.operations is None or not any(work.total for work in part.operations.values()):
             specs = {name: block.specs() for name, block in part.stage.split.blocks.items()}
-            sizes = tuple(float(sum(s.size for name in names for s in specs[name])) for names in part.stage.cuts)
+            sizes = tuple(samples * sum(s.size for name in names for s in specs[name]) for names in part.stage.cuts)
             return Costs(sizes, sizes, sizes)
         work = [part.work(chunk) for chunk in range(len(part.stage.cuts))]
         return Costs(
-            tuple(float(samples * chunk.forward) for chunk in work),
-            tuple(float(samples * chunk.backward_input) for chunk in work),
-            tuple(float(samples * chunk.backward_weights) for chunk in work),
+            tuple(samples * chunk.forward for chunk in work),
+            tuple(samples * chunk.backward_input for chunk in work),
+            tuple(samples * chunk.backward_weights for chunk in work),
         )
 
     @cached_property

@@ -1,18 +1,19 @@
 """Try the blocks of a model one at a time: what each keeps for its backward pass, sends to its group, and puts out.
 
 [Note: trials] No formula knows what a user's layer keeps, so each kind of block (equal but for the number of its
-dropout) runs forward and backward once, on one and on two samples, alone, with parameters of zero in memory that is
-freed afterwards. What it keeps and sends is taken to grow evenly with the samples; where its calls show that it does
-not, the block runs on the real micro-batch.
+dropout) runs forward and backward once, on two and on three samples (an array of one sample may be contiguous where
+one of several is not), alone, with parameters of zero in memory that is freed afterwards. What it keeps and sends is
+taken to grow evenly with the samples; where its calls show that it does not, the block runs on the real micro-batch.
 """
 
 from __future__ import annotations
 
 import re
 import tracemalloc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,8 @@ from mpizero.layout.flat import views
 from mpizero.parallel.costs.calls import Call, RecordingGroup
 from mpizero.types import Array, Layer, Loss, Run
 
+#: Samples of the smaller of two tries.
+FEW = 2
 #: Where dropout numbers stand in a layer's text.
 _SITE = re.compile(r"\bsite=\d+")
 
@@ -146,17 +149,18 @@ class Trials:
         self, blocks: Mapping[str, Layer], loss: Loss, sample: Sample, group: RecordingGroup, dtype: Any
     ) -> None:
         self.blocks, self.loss, self.sample, self.group, self.dtype = dict(blocks), loss, sample, group, np.dtype(dtype)
-        self._tried: dict[tuple[Any, ...], Trial] = {}
+        self._tried: dict[tuple[str, Form], Trial] = {}
+        self._warmed: set[str] = set()
         self._found: dict[int, dict[str, Trial]] = {}
 
     def of(self, samples: int) -> dict[str, Trial]:
         """Return the trial of every block, and of the loss under the name "", for so many samples. Not collective."""
         if samples not in self._found:
-            if samples <= 2:
+            if samples <= FEW + 1:
                 self._found[samples] = self._run(samples)
             else:
-                once, twice = self.of(1), self.of(2)
-                grown = {name: _grown(once[name], twice[name], samples) for name in once}
+                some, more = self.of(FEW), self.of(FEW + 1)
+                grown = {name: _grown(some[name], more[name], samples) for name in some}
                 even = {name: trial for name, trial in grown.items() if trial is not None}
                 self._found[samples] = even if len(even) == len(grown) else self._run(samples)
         return self._found[samples]
@@ -178,6 +182,7 @@ class Trials:
             if key not in self._tried:
                 start = value if isinstance(value, np.ndarray) else np.zeros(form.shape, form.dtype)
                 try:
+                    self._warm(key[0], partial(self._block, layer, start[:1]))
                     self._tried[key] = self._block(layer, start)
                 except Exception as error:
                     raise ConfigError(
@@ -187,8 +192,15 @@ class Trials:
             found[name] = self._tried[key]
             value = found[name].output
         prediction = np.zeros(value.shape, value.dtype)
+        self._warm("", partial(self._loss, prediction[:1], y[:1]))
         found[""] = self._loss(prediction, y)
         return found
+
+    def _warm(self, kind: str, attempt: Callable[[], Any]) -> None:
+        """Try something once before it counts: what is imported or compiled on first use takes memory that stays."""
+        if kind not in self._warmed:
+            self._warmed.add(kind)
+            attempt()
 
     def _block(self, layer: Layer, x: Array) -> Trial:
         params, grads = self._parameters(layer)
@@ -238,34 +250,34 @@ def _kind(layer: Layer) -> str:
     return _SITE.sub("site", repr(layer))
 
 
-def _grown(once: Trial, twice: Trial, samples: int) -> Trial | None:
-    """Continue what one and two samples take to more; None if it does not grow evenly."""
-    calls = _calls(once.calls, twice.calls, samples)
+def _grown(few: Trial, more: Trial, samples: int) -> Trial | None:
+    """Continue what a few samples and one more take; None if it does not grow evenly."""
+    calls = _calls(few.calls, more.calls, samples)
     if calls is None:
         return None
-    own, deferred = (_line(getattr(once.kept, n), getattr(twice.kept, n), samples) for n in ("own", "deferred"))
-    peaks = Peaks(*(max(0, _line(a, b, samples)) for a, b in zip(once.peaks, twice.peaks, strict=True)))
+    own, deferred = (_line(getattr(few.kept, n), getattr(more.kept, n), samples) for n in ("own", "deferred"))
+    peaks = Peaks(*(max(0, _line(a, b, samples)) for a, b in zip(few.peaks, more.peaks, strict=True)))
     gradient = None
-    if once.gradient is not None and twice.gradient is not None:
-        gradient = _form(once.gradient, twice.gradient, samples)
-    kept = twice.kept._replace(own=own, deferred=deferred)
-    return Trial(_form(once.output, twice.output, samples), gradient, twice.passes, kept, peaks, calls)
+    if few.gradient is not None and more.gradient is not None:
+        gradient = _form(few.gradient, more.gradient, samples)
+    kept = more.kept._replace(own=own, deferred=deferred)
+    return Trial(_form(few.output, more.output, samples), gradient, more.passes, kept, peaks, calls)
 
 
-def _line(once: int, twice: int, samples: int) -> int:
-    return once + (samples - 1) * (twice - once)
+def _line(few: int, more: int, samples: int) -> int:
+    return few + (samples - FEW) * (more - few)
 
 
-def _form(once: Form, twice: Form, samples: int) -> Form:
-    return Form(tuple(_line(a, b, samples) for a, b in zip(once.shape, twice.shape, strict=True)), twice.dtype)
+def _form(few: Form, more: Form, samples: int) -> Form:
+    return Form(tuple(_line(a, b, samples) for a, b in zip(few.shape, more.shape, strict=True)), more.dtype)
 
 
-def _calls(once: Sequence[Call], twice: Sequence[Call], samples: int) -> tuple[Call, ...] | None:
-    if [(c.kind, c.sizes, c.itemsize) for c in once] != [(c.kind, c.sizes, c.itemsize) for c in twice]:
+def _calls(few: Sequence[Call], more: Sequence[Call], samples: int) -> tuple[Call, ...] | None:
+    if [(c.kind, c.sizes, c.itemsize) for c in few] != [(c.kind, c.sizes, c.itemsize) for c in more]:
         return None
     return tuple(
         b._replace(unit=_line(a.unit, b.unit, samples), outer=_line(a.outer, b.outer, samples))
-        for a, b in zip(once, twice, strict=True)
+        for a, b in zip(few, more, strict=True)
     )
 
 

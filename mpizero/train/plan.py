@@ -1,0 +1,255 @@
+"""``mpizero plan``: what a training would hold, send and compute on so many ranks, without starting any."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from mpizero.errors import ConfigError
+from mpizero.layout import Simulation
+from mpizero.parallel.costs import TrainingPlan
+from mpizero.parallel.placement import placement
+from mpizero.parallel.spread import Spread
+from mpizero.train.builder import build_model, build_optimizer, build_sharding, build_source
+from mpizero.train.checks import rejected
+from mpizero.train.config import Config, GptSection
+
+if TYPE_CHECKING:
+    from mpizero.comm import Communicator
+
+#: What a number of bytes may end with.
+UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+#: A stage with so many times the mean work of all stages is worth a warning.
+_UNEVEN_WORK = 1.25
+
+
+def parse_bytes(text: str) -> int:
+    """Return a number of bytes from "64e9", "64G", "64 GB" or "60GiB".
+
+    Not collective.
+
+    Raises
+    ------
+    ConfigError
+        If it is none.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([kMGT]?i?)B?\s*", text)
+    try:
+        if match and (size := float(match[1]) * UNITS[match[2]]) >= 1:
+            return int(size)
+    except (KeyError, ValueError, OverflowError):
+        pass
+    raise ConfigError(f"--memory-per-node {text}: must be a number of bytes, for example 64e9, 64GB or 60GiB")
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What the command line asks for.
+
+    Attributes
+    ----------
+    ranks : int
+        How many there would be.
+    ranks_per_node : int or None
+        Ranks of a node; None puts all on one.
+    memory_per_node : int or None
+        Bytes that a node has.
+    rate : float
+        Floating-point operations a second of one rank.
+    """
+
+    ranks: int
+    ranks_per_node: int | None = None
+    memory_per_node: int | None = None
+    rate: float = 5e10
+
+    def __post_init__(self) -> None:
+        """Reject numbers that mean nothing."""
+        for option, value in (("--ranks", self.ranks), ("--ranks-per-node", self.ranks_per_node)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{option} {value}: must be a whole number >= 1")
+        if not 0 < self.rate < float("inf"):
+            raise ConfigError(f"--gflops {self.rate / 1e9:g}: must be a number > 0")
+
+
+def plan(config: Config, request: PlanRequest) -> Plan:
+    """Plan the training that a configuration describes. Not collective: no rank is needed.
+
+    Data are opened only where the model takes its width from them.
+
+    Raises
+    ------
+    ConfigError, DataError
+        As the training itself would.
+    """
+    config.parallel.check_ranks(request.ranks)
+    model, x, y = _model_and_sample(config)
+    parallel = config.parallel
+    spread = Spread(
+        pipeline=parallel.pipeline,
+        tensor=parallel.tensor,
+        data=parallel.data,
+        context=parallel.context,
+        order=parallel.order,
+    )
+    if parallel.pipeline > 1:
+        schedule, virtual = parallel.schedule, parallel.virtual_stages
+        spread = replace(spread, schedule=schedule, virtual_stages=virtual, cuts=parallel.cuts)
+    training = TrainingPlan(
+        model=model,
+        optimizer=build_optimizer(config),
+        config=build_sharding(config, cast("Communicator", None)),  # whose ranks are never asked for
+        row=placement(parallel.strategy),
+        spread=spread,
+        ranks=request.ranks,
+        ranks_per_node=request.ranks_per_node,
+        global_batch=config.train.global_batch,
+        x=x,
+        y=y,
+        rate=request.rate,
+    )
+    return Plan(config, request, training)
+
+
+def _model_and_sample(config: Config) -> tuple[Any, Any, Any]:
+    section, batch = config.model, config.train.global_batch
+    if isinstance(section, GptSection):
+        sample = np.zeros((1, section.sequence), np.int64)
+        return build_model(config), sample, sample
+    source, validation = build_source(config)
+    if len(source) < batch:
+        allowed = f"must be at most the number of training samples, which is {len(source)}"
+        raise rejected("train.global_batch", batch, allowed)
+    return build_model(config, source, validation), *source.samples(np.arange(1))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A planned training, and what to say about it.
+
+    Attributes
+    ----------
+    config : Config
+        What would be trained.
+    request : PlanRequest
+        On what.
+    training : TrainingPlan
+        The figures.
+    """
+
+    config: Config
+    request: PlanRequest
+    training: TrainingPlan
+
+    @cached_property
+    def parameter_count(self) -> int:
+        """Parameters of the whole model."""
+        blocks = self.training.model.blocks.values()
+        return sum(spec.size for block in blocks for spec in block.specs() if spec.tied is None)
+
+    @property
+    def simulation(self) -> Simulation | None:
+        """The pipeline; None without one."""
+        return self.training.simulation
+
+    @cached_property
+    def missing(self) -> int:
+        """Bytes that the fullest node lacks; 0 where everything fits or no limit is known."""
+        limit = self.request.memory_per_node
+        return 0 if limit is None else max(0, max(self.training.node_bytes.values()) - limit)
+
+    @property
+    def refusal(self) -> str:
+        """Why the training does not fit, and what would help."""
+        nodes = self.training.node_bytes
+        node = max(nodes, key=lambda n: nodes[n])
+        return (
+            f"does not fit: node {node} needs {nodes[node]:,} bytes, --memory-per-node allows "
+            f"{self.request.memory_per_node:,}, {self.missing:,} too few; {self._help}"
+        )
+
+    @property
+    def _help(self) -> str:
+        """Return what would take less memory."""
+        ways = []
+        fullest = max(self.training.by_rank, key=lambda plan: plan.bytes)
+        part = max(fullest.memory, key=lambda name: fullest.memory[name].mine)
+        if part in ("activations", "working arrays") and self.config.train.micro_batch != 1:
+            ways.append("a smaller train.micro_batch")
+        if part == "activations" and not getattr(self.config.model, "activation_checkpointing", True):
+            ways.append("model.activation_checkpointing = true")
+        if self.config.parallel.strategy != "zero3" and part not in ("activations", "working arrays"):
+            ways.append('a higher stage of parallel.strategy (up to "zero3")')
+        ways.append("more nodes, or more stages or tensor parts")
+        return f"its fullest rank holds most in {part}: " + ", ".join(ways)
+
+    @cached_property
+    def warnings(self) -> tuple[str, ...]:
+        """What is legal, but not what one would want, each with advice."""
+        return tuple(self._warnings())
+
+    def _warnings(self) -> Iterator[str]:
+        training = self.training
+        axes, grains = training.axes, training.grains
+        if idle := training.idle:
+            who = f"{axes.data} {'ranks' if axes.size == axes.data else 'replicas'}"
+            yield (
+                f"ranks {_listed(idle)} have nothing to compute: {who} share {grains.count} grains; give a smaller "
+                "train.micro_batch or a larger train.global_batch"
+            )
+        if axes.pipeline > 1:
+            yield from self._pipeline_warnings()
+        if training.places.uneven:
+            yield (
+                "nodes have unequal numbers of a data group's ranks, so no memory is shared; choose --ranks as a "
+                "multiple of --ranks-per-node"
+            )
+        elif axes.tensor > 1 and not training.places.inside_nodes("tensor"):
+            yield (
+                "tensor groups reach over nodes, and every layer waits for their messages; "
+                'parallel.order = "pipeline,data,tensor" puts them on neighbouring ranks'
+            )
+
+    def _pipeline_warnings(self) -> Iterator[str]:
+        training = self.training
+        micro, stages = self.training.micro_batches, training.axes.pipeline
+        if self.config.parallel.strategy == "zero3":
+            yield (
+                f"a pipeline with zero3 gathers every unit for every pass, {2 * micro} times a step or more; "
+                'parallel.strategy = "zero1" gathers once'
+            )
+        simulation = self.simulation
+        assert simulation is not None
+        if micro < stages:
+            yield (
+                f"{micro} micro-batches cannot keep {stages} stages busy: the bubble is "
+                f"{100 * simulation.bubble_share:.0f} %; give a smaller train.micro_batch or fewer replicas"
+            )
+        if (padded := simulation.schedule.micro_batches) > micro:
+            yield (
+                f"{simulation.schedule.name} pads {micro} micro-batches to {padded}: choose train.global_batch and "
+                f"train.micro_batch so that a replica's number of micro-batches is a multiple of {stages}"
+            )
+        mean = sum(simulation.busy) / stages
+        if max(simulation.busy) > _UNEVEN_WORK * mean:
+            stage = simulation.busy.index(max(simulation.busy))
+            yield (
+                f"stage {stage} has {max(simulation.busy) / mean:.2f} times the mean work of a stage; fewer stages or "
+                "other parallel.cuts may balance it"
+            )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Return ascending numbers as text, runs of them joined."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in runs)

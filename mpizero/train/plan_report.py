@@ -1,0 +1,214 @@
+"""A plan as a table for people, and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mpizero.layout.timetable import timetable
+from mpizero.parallel.costs import PARTS, PURPOSES, RankPlan
+from mpizero.train.plan import Plan
+
+#: Columns of a printed timetable, at most.
+_COLUMNS = 150
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+
+
+def report(plan: Plan, *, with_timetable: bool = False) -> str:
+    """Return the plan for people. Not collective."""
+    parts = [_head(plan), _memory(plan), _messages(plan), _work(plan)]
+    if with_timetable and plan.simulation is not None:
+        unit = plan.simulation.makespan / _COLUMNS
+        parts.append(timetable(plan.simulation, None if _short(plan) else unit))
+    parts += [f"warning: {warning}" for warning in plan.warnings]
+    return "\n\n".join(parts)
+
+
+def _short(plan: Plan) -> bool:
+    """Tell whether a timetable with a column for the shortest instruction fits a line."""
+    simulation = plan.simulation
+    assert simulation is not None
+    shortest = min(end - start for events in simulation.events for _, start, end in events if end > start)
+    return simulation.makespan / shortest <= _COLUMNS / 4
+
+
+def _head(plan: Plan) -> str:
+    training, config = plan.training, plan.config
+    grains, nodes = training.grains, len(training.node_bytes)
+    where = f"on {nodes} node{'s' if nodes > 1 else ''}"
+    if config.parallel.splits_model:
+        where = f"{training.ranks} ranks {where}"
+    return (
+        f"{config.model.name} with {plan.parameter_count:,} {config.model.dtype} parameters, {config.optimizer.name}; "
+        f"{config.parallel.describe(training.ranks)}; {where}\n"
+        f"{training.global_batch} samples a step in {grains.count} grains of {grains.size}"
+    )
+
+
+class _Row(NamedTuple):
+    """The rank of a stage and tensor part, or of several alike, that has most of something."""
+
+    stage: int
+    parts: tuple[int, int]
+    rank: RankPlan
+    figures: Mapping[str, int]
+
+
+def _rows(plan: Plan, figures: Callable[[RankPlan], Mapping[str, int]]) -> list[_Row]:
+    """Find the rank with the largest sum of ``figures`` for each stage and part; neighbours alike are one row."""
+    found: dict[tuple[int, int], RankPlan] = {}
+    for rank in plan.training.by_rank:
+        kind = rank.here.pipeline, rank.here.tensor + rank.here.context  # one of both is always 0
+        if kind not in found or sum(figures(rank).values()) > sum(figures(found[kind]).values()):
+            found[kind] = rank
+    rows: list[_Row] = []
+    for (stage, part), rank in sorted(found.items()):
+        row = _Row(stage, (part, part), rank, figures(rank))
+        if rows and (rows[-1].stage, rows[-1].figures) == (stage, row.figures):
+            rows[-1] = rows[-1]._replace(parts=(rows[-1].parts[0], part))
+        else:
+            rows.append(row)
+    return rows
+
+
+def _name(plan: Plan, row: _Row) -> str:
+    axes, (first, last) = plan.training.axes, row.parts
+    names = [f"stage {row.stage}"] if axes.pipeline > 1 else []
+    if axes.tensor * axes.context > 1:
+        several = f"{first} to {last}" if first < last else str(first)
+        names.append(f"{'tensor' if axes.tensor > 1 else 'context'} part {several}")
+    return ", ".join(names)
+
+
+def _memory(plan: Plan) -> str:
+    rows = _rows(plan, lambda rank: {part: held.mine for part, held in rank.memory.items()})
+    text = _table(plan, "memory of the fullest rank", rows, PARTS)
+    nodes, windows = plan.training.node_bytes, plan.training.node_windows
+    node = max(nodes, key=lambda n: nodes[n])
+    return (
+        f"{text}\nfullest node ({node}): {_amount(nodes[node])}B, of it {_amount(windows[node])}B in shared windows "
+        "(/dev/shm)\nnot counted: Python and its libraries; activations and working arrays were found by trying one "
+        "block of each kind"
+    )
+
+
+def _messages(plan: Plan) -> str:
+    rows = _rows(plan, lambda rank: {purpose: sent.bytes for purpose, sent in rank.sent.items()})
+    text = _table(plan, "bytes that the busiest rank sends a step", rows, PURPOSES, _message_count)
+    return f"{text}\nall ranks together {_amount(sum(rank.bytes_sent for rank in plan.training.by_rank))}B"
+
+
+def _message_count(rank: RankPlan) -> tuple[str, str]:
+    return "messages", f"{rank.messages:,}"
+
+
+def _work(plan: Plan) -> str:
+    training = plan.training
+    lines = [_operations(plan)]
+    if (simulation := plan.simulation) is not None:
+        shares = ", ".join(f"{100 * share:.1f} %" for share in simulation.idle)
+        caches = ", ".join(map(str, simulation.caches))
+        lines.append(
+            f"{simulation.schedule.name} with {training.micro_batches} micro-batches a replica: bubble "
+            f"{100 * simulation.bubble_share:.1f} % of the step; stages idle {shares}; caches held {caches}"
+        )
+    return "\n".join(lines)
+
+
+def _operations(plan: Plan) -> str:
+    every = [rank.operations for rank in plan.training.by_rank]
+    if any(work is None for work in every):
+        return "work: not known, a layer does not count its operations"
+    counts = [work or 0 for work in every]
+    most, simulation, rate = max(counts), plan.simulation, plan.request.rate
+    seconds = most / rate if simulation is None else simulation.makespan
+    return (
+        f"work a step: {_amount(sum(counts))}FLOP, the busiest rank {_amount(most)}FLOP; at {rate / 1e9:g} GFLOP/s a "
+        f"rank (--gflops) products alone take {seconds:.3g} s"
+    )
+
+
+def _table(
+    plan: Plan,
+    title: str,
+    rows: Sequence[_Row],
+    columns: Sequence[str],
+    last: Callable[[RankPlan], tuple[str, str]] | None = None,
+) -> str:
+    """Lay out bytes by column, in the unit that suits the largest; ``last`` gives a column more."""
+    present = [column for column in columns if any(column in row.figures for row in rows)]
+    largest = max(sum(row.figures.values()) for row in rows)
+    scale, prefix = next(((s, p) for s, p in _PREFIXES if largest >= 10 * s), _PREFIXES[-1])
+    digits = 0 if scale == 1.0 else 1
+    lines = [["", "rank", *present, "all", *([last(rows[0].rank)[0]] if last else [])]]
+    for row in rows:
+        figures = [*(row.figures.get(column, 0) for column in present), sum(row.figures.values())]
+        cells = [f"{figure / scale:,.{digits}f}" for figure in figures]
+        lines.append([_name(plan, row), str(row.rank.rank), *cells, *([last(row.rank)[1]] if last else [])])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    if not widths[0]:
+        lines, widths = [line[1:] for line in lines], widths[1:]
+    text = ("  ".join(_aligned(line, widths, left=bool(lines[0][0] == ""))) for line in lines)
+    return "\n".join([f"{title}, {prefix}B", *text])
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int], *, left: bool) -> list[str]:
+    found = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+    return [cells[0].ljust(widths[0]), *found[1:]] if left else found
+
+
+def _amount(value: float) -> str:
+    scale, prefix = next(((s, p) for s, p in _PREFIXES if value >= s), _PREFIXES[-1])
+    return f"{value / scale:.4g} {prefix}"
+
+
+def as_json(plan: Plan) -> str:
+    """Return the plan for programs: one line. Not collective."""
+    return json.dumps(dict(_figures(plan)), allow_nan=False)
+
+
+def _figures(plan: Plan) -> Iterator[tuple[str, Any]]:
+    training = plan.training
+    yield "parameter_count", plan.parameter_count
+    yield "axes", dict(training.axes.sizes)
+    yield "strategy", plan.config.parallel.strategy
+    yield "grains", {"count": training.grains.count, "samples": training.grains.size}
+    yield "ranks", [_rank(rank) for rank in training.by_rank]
+    nodes, windows = training.node_bytes, training.node_windows
+    yield "nodes", [{"node": n, "bytes": nodes[n], "window_bytes": windows[n]} for n in sorted(nodes)]
+    yield "pipeline", _pipeline(plan)
+    yield "idle_ranks", list(training.idle)
+    yield "warnings", list(plan.warnings)
+    yield "memory_per_node", plan.request.memory_per_node
+    yield "fits", not plan.missing
+
+
+def _rank(rank: RankPlan) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "node": rank.node,
+        **rank.here._asdict(),
+        "bytes": rank.bytes,
+        "memory": {part: held._asdict() for part, held in rank.memory.items()},
+        "bytes_sent": rank.bytes_sent,
+        "messages": rank.messages,
+        "sent": {purpose: sent._asdict() for purpose, sent in rank.sent.items()},
+        "samples": rank.samples,
+        "micro_batches": rank.micro_batches,
+        "operations": rank.operations,
+        "caches": rank.caches,
+    }
+
+
+def _pipeline(plan: Plan) -> dict[str, Any] | None:
+    if (simulation := plan.simulation) is None:
+        return None
+    return {
+        "schedule": simulation.schedule.name,
+        "micro_batches": plan.training.micro_batches,
+        "seconds": simulation.makespan,
+        "bubble_share": simulation.bubble_share,
+        "idle": list(simulation.idle),
+        "caches": list(simulation.caches),
+    }
