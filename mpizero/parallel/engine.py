@@ -29,7 +29,7 @@ from mpizero.parallel.ownership import UpdatePiece
 from mpizero.parallel.pipeline import PipelineRunner
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.report import StepReport
-from mpizero.parallel.running import Runner, SequentialRunner
+from mpizero.parallel.running import Runner, SequentialRunner, agreeable_errors
 from mpizero.parallel.scalars import GrainScalars, Totals
 from mpizero.parallel.spread import Spread
 from mpizero.parallel.stage import build_stage, trainable_names
@@ -97,17 +97,17 @@ class Engine:
         """Return what runs this rank's blocks: those of a pipeline stage, or the whole model."""
         grid, stage = self.grid, self.stage
         counts = grid.here.tensor == 0  # tensor ranks find the same losses
-        alone = grid.tensor.size * grid.context.size == 1
+        agreeable = agreeable_errors(grid)
         if grid.pipeline.size > 1:
             return PipelineRunner(
-                stage, self.store, grid.pipeline, self.scalars, self._loss_scale, counts=counts, alone=alone
+                stage, self.store, grid.pipeline, self.scalars, self._loss_scale, counts=counts, agreeable=agreeable
             )
         evaluator: Evaluator
         if self.block_model:
             evaluator = BlockEvaluator(stage.model, self.store, self._loss_scale, stage.run_on)
         else:
             evaluator = BlackBoxEvaluator(stage.model, self.store)
-        return SequentialRunner(evaluator, self.scalars, stage, counts=counts, alone=alone)
+        return SequentialRunner(evaluator, self.scalars, stage, counts=counts, agreeable=agreeable)
 
     def _initialize(self) -> None:
         """Give every owned range its start values; nobody ever holds more than one tensor besides."""

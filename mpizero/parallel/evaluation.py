@@ -44,8 +44,10 @@ def evaluate(
                 scored = scored and prediction is not None and prediction.ndim == np.ndim(gy) + 1
                 if scored:
                     right += int((prediction.argmax(-1) == gy).sum())
-    except Exception as error:  # every forward pass that began has taken part in all its gathers
-        scalars.fail(error)
+    except Exception as error:
+        if not isinstance(error, runner.agreeable):
+            raise
+        scalars.fail(error)  # every forward pass that began has taken part in all its gathers
     for _ in range(done, rounds):
         runner.loss(None, None)
     totals = scalars.agree()

@@ -71,6 +71,9 @@ class HybridShardedModel(SpreadModel):
     """Pipeline x tensor x data parallelism, with any ZeRO stage over the data group.
 
     Each rank computes and stores its stage's blocks, split over its tensor group. Losses and metrics are on all ranks.
+    An error inside a layer is raised on all ranks and leaves the model as it was. Not so where layers are split: there
+    other ranks wait inside of that layer, and an error that is not caught ends the job. Of these, tensor groups agree
+    on a DataError still, since all their ranks find it in their samples.
 
     Parameters
     ----------

@@ -62,8 +62,8 @@ class PipelineRunner:
         Gives the current loss scale.
     counts : bool
         Whether the losses of the last chunk, if it is here, are those that count.
-    alone : bool
-        Whether other ranks wait for this one inside of layers. Then a failure cannot wait for an agreement.
+    agreeable : tuple of type
+        The errors of layers that can wait until all ranks agree; see :func:`agreeable_errors`.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class PipelineRunner:
         loss_scale: Callable[[], float],
         *,
         counts: bool = True,
-        alone: bool = True,
+        agreeable: tuple[type[Exception], ...] = (Exception,),
     ) -> None:
         self.stage, self.store, self.comm, self.scalars = stage, store, comm, scalars
-        self.loss_scale, self.counts, self.alone = loss_scale, counts, alone
+        self.loss_scale, self.counts, self.agreeable = loss_scale, counts, agreeable
         self.criterion = stage.model.loss
         self.courier = Courier(comm)
         self.stage_of = stage.spread.chunks
@@ -243,7 +243,7 @@ class PipelineRunner:
         except (CollectiveError, PeerFailure):
             raise
         except Exception as error:
-            if not self.alone:
+            if not isinstance(error, self.agreeable):
                 raise
             flight.fail(error)
             flight.failed = True

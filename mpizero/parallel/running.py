@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from mpizero.comm import ProcessGrid
+from mpizero.errors import DataError
 from mpizero.layout import Unit
 from mpizero.parallel.compute import Evaluator
 from mpizero.parallel.gradients import Job
@@ -17,8 +19,22 @@ from mpizero.types import Run
 RunOf = Callable[[int], Run]
 
 
+def agreeable_errors(grid: ProcessGrid) -> tuple[type[Exception], ...]:
+    """Return the errors of layers that can wait until all ranks agree. Not collective.
+
+    Where layers are split, other ranks wait inside of the layer that raises, and never come to an agreement. The ranks
+    of a tensor group have the same samples, though, and find the same faults in them.
+    """
+    if grid.tensor.size * grid.context.size == 1:
+        return (Exception,)
+    return (DataError,) if grid.context.size == 1 else ()
+
+
 class Runner(Protocol):
     """Runs forward and backward passes of a step, and forward passes alone."""
+
+    #: The errors of layers that can wait until all ranks agree.
+    agreeable: tuple[type[Exception], ...]
 
     def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
         """Do all jobs; loss, weight and failures go to the scalars."""
@@ -66,8 +82,8 @@ class SequentialRunner:
         Makes of a prediction what one process would give.
     counts : bool
         Whether the losses found here are those that count; of ranks that all find the same, one does.
-    alone : bool
-        Whether other ranks wait for this one inside of layers. Then a failure cannot wait for an agreement.
+    agreeable : tuple of type
+        The errors of layers that can wait until all ranks agree; see :func:`agreeable_errors`.
     """
 
     def __init__(
@@ -77,10 +93,10 @@ class SequentialRunner:
         stage: Stage,
         *,
         counts: bool = True,
-        alone: bool = True,
+        agreeable: tuple[type[Exception], ...] = (Exception,),
     ) -> None:
         self.evaluator, self.scalars, self.stage = evaluator, scalars, stage
-        self.counts, self.alone = counts, alone
+        self.counts, self.agreeable = counts, agreeable
 
     def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
         """Do all jobs in order. Collective if gradients or parameters are sharded."""
@@ -99,7 +115,7 @@ class SequentialRunner:
             if self.counts:
                 self.scalars.add(grain.number, loss, weight)
         except Exception as error:  # the evaluator went on to take part in everything: all ranks come to agree
-            if not self.alone:
+            if not isinstance(error, self.agreeable):
                 raise
             self.scalars.fail(error)
 

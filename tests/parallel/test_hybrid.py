@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
+from mpizero.errors import DataError, RemoteError
 from mpizero.layout import SCHEDULES
 from mpizero.nn import Frozen
 from mpizero.testing import parallel_assert, run_in_threads
@@ -177,10 +178,51 @@ def test_replicas_that_see_other_batches_are_no_error_and_peers_that_do_are_name
             model.train(*part(model.batch_group, x, y))
             mine = part(model.batch_group, x, y)
             wrong = (mine[0], mine[1][::-1].copy()) if comm.rank == 7 else mine
-            with pytest.raises(mz.errors.DataError) as caught:
+            with pytest.raises(DataError) as caught:
                 model.train(*wrong)
             model.train(*mine)
             return str(caught.value)
 
     for told in run_in_threads(8, body):
         assert told.startswith("rank 7 has another y than rank 1: the ranks of one replica")
+
+
+def refuses_bad_samples(comm: Any, way: Way) -> None:
+    """Tensor ranks find the same fault in the same samples: all ranks raise, and go on as if nothing had been."""
+    x, y = texts(1, 8)[0]
+    bad_x, bad_y = x.copy(), y.copy()
+    bad_x[0, 3] = bad_y[0, 2] = 29  # in the first micro-batch of the first replica
+    model, _ = placed(Case(lambda: gpt(**F64)), comm, way)
+    with model:
+        model.train(*part(model.batch_group, x, y))
+        with model.deep_copy() as twin:
+            for call in (model.train, model.evaluate, model.compute_gradients):
+                for batch in ((bad_x, y), (x, bad_y)):
+                    with pytest.raises((DataError, RemoteError), match="29"):
+                        call(*part(model.batch_group, *batch))
+            with pytest.raises((DataError, RemoteError), match="29"):
+                model.predict(bad_x)
+            for _ in range(2):
+                losses = [each.train(*part(each.batch_group, x, y)) for each in (model, twin)]
+                parallel_assert(comm, losses[0] == losses[1], "loss")
+            parallel_assert(comm, model.parameters_sha256() == twin.parameters_sha256(), "parameters")
+
+
+@pytest.mark.parametrize(
+    ("size", "way"),
+    [
+        (2, Way(tensor=2, zero=1)),
+        (4, Way(tensor=2, zero=3)),
+        (4, Way(2, 2, zero=2, schedule="zero_bubble")),
+        (8, Way(2, 2, zero=3, schedule="gpipe")),
+        (4, Way(2, 2, zero=0, schedule="zero_bubble_v")),
+    ],
+)
+def test_bad_samples_are_told_on_all_ranks_and_leave_the_model_as_it_was(size: int, way: Way) -> None:
+    run_in_threads(size, lambda comm: refuses_bad_samples(comm, way))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_over_mpi_too_bad_samples_are_told_on_all_ranks(world: Any) -> None:
+    if world.size % 2 == 0:
+        refuses_bad_samples(world, Way(world.size // 4 or 1, 2, zero=world.size // 4))
