@@ -48,8 +48,6 @@ def test_buffers_are_found_in_anything_that_caches_are_made_of():
     assert sorted(array.size for array in found) == [1, 2, 3]
 
 
-#: Backward passes in halves: the plan lets the loss's cache live until the weight half, up to 5 % too much here.
-HALVED = {"halved backward", "v"}
 LAYOUTS = {
     "stages": (2, {"pipeline": 2}, "ddp", True),
     "halved backward": (2, {"pipeline": 2, "schedule": "zero_bubble"}, "zero1", True),
@@ -68,10 +66,8 @@ def test_counted_bytes_and_messages_of_every_rank_equal_the_plan(name):
     (table,) = run_in_threads(ranks, lambda comm: measure_layout(request, comm))[0]
     assert [row.rank for row in table.rows] == list(range(ranks))
     for row in table.rows:
-        held, planned = dict(row.held), dict(row.planned)
-        kept, most = held.pop("activations"), 1.05 if name in HALVED else 1.0
-        assert 0 < kept <= planned.pop("activations") <= most * kept, (name, row)
-        assert held == planned, (name, row)
+        assert row.held["activations"] > 0
+        assert row.held == row.planned, (name, row)
         assert (row.sent, row.messages) == (row.planned_sent, row.planned_messages), (name, row)
     assert f"{ranks - 1:4} " in report([table])
 

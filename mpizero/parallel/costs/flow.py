@@ -40,9 +40,12 @@ class ChunkFlow:
     @cached_property
     def _kept_borders(self) -> tuple[int, ...]:
         """The same, 0 for those that no cache keeps."""
+        return self._borders_kept_by(self.trials)
+
+    def _borders_kept_by(self, trials: Sequence[Trial]) -> tuple[int, ...]:
         kept = [False] * len(self._borders)
         place = 0
-        for number, trial in enumerate(self.trials):
+        for number, trial in enumerate(trials):
             kept[place] |= trial.kept.input
             place = place if trial.passes else number + 1
             kept[place] |= trial.kept.output
@@ -55,8 +58,9 @@ class ChunkFlow:
 
     @cached_property
     def deferred(self) -> int:
-        """Bytes between input half and weight half."""
-        return sum(trial.kept.deferred for trial in self.trials) + sum(self._kept_borders)
+        """Bytes between input half and weight half; of the loss nothing is left by then."""
+        blocks = [trial for trial in self.trials if not trial.is_loss]
+        return sum(trial.kept.deferred for trial in blocks) + sum(self._borders_kept_by(blocks))
 
     @cached_property
     def _levels(self) -> tuple[int, ...]:

@@ -101,6 +101,11 @@ class Trial(NamedTuple):
     calls: tuple[Call, ...]
 
     @property
+    def is_loss(self) -> bool:
+        """Whether this is the loss: alone of all it puts out one number, not samples."""
+        return not self.output.shape
+
+    @property
     def backward_peak(self) -> int:
         """The most that both halves of a backward take in a row, more than ``kept.own``."""
         ends = self.output.nbytes + (0 if self.gradient is None else self.gradient.nbytes)
@@ -234,7 +239,7 @@ class Trials:
             watch.begin()
             gradient = Form.of(self.loss.backward(cache))
             peaks = Peaks(forward, watch.peak(), 0)
-        return Trial(Form((), "float64"), gradient, False, Kept(own, own, keeps, False), peaks, tuple(self.group.calls))
+        return Trial(Form((), "float64"), gradient, False, Kept(own, 0, keeps, False), peaks, tuple(self.group.calls))
 
     def _parameters(self, layer: Layer) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return parameters of zero, which take no memory while they are only read, and room for gradients."""
