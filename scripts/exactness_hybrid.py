@@ -10,7 +10,7 @@ Trains a GPT of 16 blocks and an MLP of 16 blocks
   the first.
 
 Each number of ranks is one launch; the rest happens inside. With ``--quick`` every factorization has every schedule
-still, each with one ZeRO stage and one case, in turn.
+still, each with one ZeRO stage and one case, in turn; with ``--in-turn`` all ZeRO stages, each with one case.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Way:
         return f"{split or 'replicas'}, {self.schedule}, ZeRO-{self.zero}, {self.memory}"
 
 
-def exact_ways(size: int, quick: bool) -> Iterator[tuple[Case, Way]]:
+def exact_ways(size: int, quick: bool, in_turn: bool) -> Iterator[tuple[Case, Way]]:
     """Yield all pairs of case and way for ``size`` ranks."""
     number = pair = 0
     for stages in (s for s in range(2, size + 1) if size % s == 0):
@@ -122,7 +122,9 @@ def exact_ways(size: int, quick: bool) -> Iterator[tuple[Case, Way]]:
                 for place, case in enumerate(EXACT):
                     number += 1
                     memory = tuple(MEMORIES)[(number + zero) % len(MEMORIES)]
-                    if not quick or (zero, place) == (pair % 4, pair % len(EXACT)):
+                    if quick and (zero, place) != (pair % 4, pair % len(EXACT)):
+                        continue
+                    if not in_turn or place == (pair + zero) % len(EXACT):
                         yield case, Way(stages, zero=zero, schedule=schedule, memory=memory)
 
 
@@ -177,7 +179,7 @@ def train(case: Case, comm: Any, way: Way, steps: int) -> tuple[str, list[float]
 
 def everything(comm: Any, args: argparse.Namespace, where: str) -> list[Row]:
     """Train all cases in all ways for this number of ranks, those that round twice; one row each."""
-    exact = [(case, way, 1) for case, way in exact_ways(comm.size, args.quick)]
+    exact = [(case, way, 1) for case, way in exact_ways(comm.size, args.quick, args.in_turn)]
     rounded = [(case, way, 2) for case, way in rounded_ways(comm.size, args.quick)]
     rows = []
     for case, way, runs in exact + rounded:
@@ -255,6 +257,7 @@ def main() -> None:
     """Launch everything and compare."""
     parser = arguments(__doc__, "2,4,6,8", "")
     parser.add_argument("--quick", action="store_true", help="a tenth of the runs")
+    parser.add_argument("--in-turn", action="store_true", help="every schedule and ZeRO stage with one case, in turn")
     args = parser.parse_args()
     if args.worker:
         worker(args)
@@ -262,7 +265,7 @@ def main() -> None:
 
     expected = alone(EXACT + ROUNDED, args.steps)
     rows: list[Row] = []
-    quick = ("--quick",) if args.quick else ()
+    quick = [flag for flag, given in (("--quick", args.quick), ("--in-turn", args.in_turn)) if given]
     for mpiexec, python, ranks in launches(args):
         started = time.monotonic()
         rows += launch(mpiexec, python, ranks, args, __file__, *quick)
