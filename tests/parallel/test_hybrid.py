@@ -81,9 +81,9 @@ def test_stages_and_replicas_beside_split_layers_change_no_bit(name: str) -> Non
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_every_schedule_and_zero_stage_on_2_x_2_x_2_has_the_same_bits(zero: int) -> None:
-    for schedule in SCHEDULES:
-        way, memory = Way(2, 2, zero=zero, schedule=schedule), MEMORIES[zero % 2]
+def test_every_schedule_and_every_zero_stage_on_2_x_2_x_2_has_the_same_bits(zero: int) -> None:
+    for schedule in SCHEDULES[zero % 2 :: 2]:  # each with two ZeRO stages
+        way, memory = Way(2, 2, zero=zero, schedule=schedule), MEMORIES[zero // 2]
         found = run_in_threads(8, lambda comm, w=way, m=memory: trained(CASES["LAMB, clipping"], comm, w, **m))
         assert set(map(str, found)) == {str(split_only("LAMB, clipping"))}, way
 
@@ -103,7 +103,7 @@ def test_over_mpi_too_stages_and_replicas_beside_split_layers_change_no_bit(worl
     "more", [{"cuts": [1]}, {"cuts": [5]}, {"costs": [9, 1, 1, 1, 1, 1]}], ids=["first", "last", "costs"]
 )
 def test_tied_tables_cut_apart_between_stages_and_split_within_them_change_no_bit(more: dict[str, Any]) -> None:
-    for zero in (1, 2, 3):
+    for zero in (1, 3):
         way = Way(2, 2, zero=zero, more=more)
         found = run_in_threads(8, lambda comm, w=way: trained(CASES["LAMB, clipping"], comm, w, **MEMORIES[1]))
         assert set(map(str, found)) == {str(split_only("LAMB, clipping"))}, way

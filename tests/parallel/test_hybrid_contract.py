@@ -215,10 +215,14 @@ def gradients_by_hand(job: Job, comm: Any, auto: bool) -> None:
             job.same(model.get_parameters(), single.get_parameters())
 
 
-@pytest.mark.parametrize("auto", [True, False])
 @pytest.mark.parametrize("name", JOBS)
-def test_gradients_by_hand_make_the_step_of_one_process(name: str, auto: bool) -> None:
-    on_threads(name, lambda job, comm: gradients_by_hand(job, comm, auto))
+def test_gradients_by_hand_make_the_step_of_one_process(name: str) -> None:
+    on_threads(name, lambda job, comm: gradients_by_hand(job, comm, auto=True))
+
+
+@pytest.mark.parametrize("name", ["pp 3", "V 2 x dp 2", "tp 2", "2 x 2 x 2"])
+def test_gradients_that_are_synchronized_by_hand_make_it_too(name: str) -> None:
+    on_threads(name, lambda job, comm: gradients_by_hand(job, comm, auto=False))
 
 
 @pytest.mark.mpi(min_size=2)

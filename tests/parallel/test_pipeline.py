@@ -129,9 +129,9 @@ def test_every_order_of_the_axes_has_the_bits_of_one_process(order: str) -> None
 )
 def test_wherever_the_stages_are_cut_the_bits_are_those_of_one_process(more: dict[str, Any]) -> None:
     """Tied tables lie in units of other sizes and owners then, on each of both stages."""
-    for zero in (0, 2, 3):
+    for zero in (0, 3):
         same_on_threads(4, "LAMB, clipping", Way(2, zero=zero, more=more), share_node_memory=False)
-        same_on_threads(4, "large units", Way(2, zero=zero, more=more))
+    same_on_threads(4, "large units", Way(2, zero=2, more=more))
 
 
 @pytest.mark.parametrize("zero", [1, 2])
@@ -207,7 +207,7 @@ def test_a_frozen_layer_adds_nothing_to_the_gradient_of_what_it_shares() -> None
     expected = run(None, Way(zero=0))
     for name, gradient in gradients.items():
         np.testing.assert_allclose(expected[0][name], start[name] - gradient / y.size, rtol=1e-4, atol=1e-6)
-    for way in (*(Way(zero=zero) for zero in range(4)), *(Way(2, zero=z, schedule="zero_bubble_v") for z in range(4))):
+    for way in (Way(zero=0), Way(zero=3), *(Way(2, zero=zero, schedule="zero_bubble_v") for zero in (1, 2))):
         for _, found in run_in_threads(4, lambda comm, w=way: run(comm, w)):
             assert found == expected[1], way
 
