@@ -49,7 +49,8 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
 
     Construction, and every method that is not marked otherwise, is collective over ``config.comm``. The model holds
     windows and communicators: close it, or use it as a context manager; a closed model raises RuntimeError. When one
-    rank's part of a call fails, every rank raises (RemoteError tells of another's error), and the model is as before.
+    rank's part of a call fails, every rank raises (RemoteError tells of another's error), and the model is as before;
+    where layers are split over ranks, :class:`HybridShardedModel` says which errors end the job instead.
 
     Parameters
     ----------
