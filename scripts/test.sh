@@ -189,7 +189,7 @@ CHECK
 }
 
 part_serial() {
-    run_pytest serial 900 -m 'not mpi' tests
+    run_pytest serial 1800 -m 'not mpi' tests
 }
 
 part_mpich() {
