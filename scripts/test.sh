@@ -146,22 +146,29 @@ run_pytest() {
         passed "$LOGS/$name.log"
 }
 
-# One rank of run_mpi. Rank 0 speaks; the others write to files that are shown when something fails.
+# One rank of run_mpi. Rank 0 speaks; the others write to files that are shown when something fails. Each has temporary
+# folders of its own: pytest clears those of earlier runs at its end, and ranks that clear the same ones fail.
 # shellcheck disable=SC2016
 RANK_COMMAND='
 rank=${PMI_RANK:-${OMPI_COMM_WORLD_RANK:?no rank: was this started by mpiexec?}}
+export PYTEST_DEBUG_TEMPROOT=$TEMPORARY/$rank
+mkdir -p "$PYTEST_DEBUG_TEMPROOT"
 [ "$rank" = 0 ] && exec "$@"
 exec "$@" >"$LOG.rank$rank" 2>&1'
 
 # run_mpi NAME RANKS MPIEXEC PYTHON: the tests marked mpi, in one launch.
 run_mpi() {
-    local name=$1 n=$2 mpiexec=$3 python=$4 log=$LOGS/$1-$2 file
+    local name=$1 n=$2 mpiexec=$3 python=$4 log=$LOGS/$1-$2 file status=0
+    local temporary
+    temporary=$(mktemp -d)
     rm -f "$log" "$log".rank*
     # -m mpi4py ends all ranks when one fails; faulthandler ends them when one hangs; timeout when even that hangs.
-    LOG=$log timeout -k 10 400 "$mpiexec" -n "$n" bash -c "$RANK_COMMAND" rank \
+    LOG=$log TEMPORARY=$temporary timeout -k 10 600 "$mpiexec" -n "$n" bash -c "$RANK_COMMAND" rank \
         "$python" -m mpi4py -m pytest --with-mpi -m mpi --no-header --color=no -p no:cacheprovider \
         -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true tests 2>&1 | tee "$log" &&
-        passed "$log" && return
+        passed "$log" || status=1
+    rm -rf "$temporary"
+    [ $status = 1 ] || return 0
     for file in "$log".rank*; do
         [ -f "$file" ] && printf '\n--- end of %s\n' "$file" && tail -n 60 "$file"
     done
