@@ -13,22 +13,11 @@ from mpizero.comm.group import CommunicatorGroup
 from mpizero.comm.inmemory import InMemoryCommunicator
 from mpizero.errors import GridError
 from mpizero.layout.axes import Axes, Coordinates
-
-#: The groups of a rank and the axes in which their members differ, in the order in which they are made.
-GROUPS = {
-    "tensor": ("tensor",),
-    "context": ("context",),
-    "data": ("data", "context"),
-    "batch": ("data",),
-    "pipeline": ("pipeline",),
-    "model": ("pipeline", "tensor", "context"),
-}
-#: The groups that share a window where each of them lies inside one node.
-_ON_NODES = ("tensor", "context")
+from mpizero.layout.nodes import GROUPS, SHARING, NodeOrder, by_node, inside_nodes, node_major, uneven_counts
 
 
 @dataclass(frozen=True)
-class ProcessGrid:
+class ProcessGrid(NodeOrder):
     """The groups one rank belongs to; a value that is passed by hand.
 
     Groups of the same ranks are one communicator, since MPICH runs out of them at about 2000, and groups of this rank
@@ -108,7 +97,7 @@ class ProcessGrid:
         hosts = tuple(range(world.size)) if host is None else _hosts(world, host)
         groups = _split(world, host, hosts, axes)
         data = groups["data"]
-        if (uneven := _uneven(axes, hosts)) and world.rank == 0:
+        if (uneven := uneven_counts(axes, hosts)) and world.rank == 0:
             whose = "" if data.size == world.size else " of a data group"
             print(
                 f"mpizero: nodes have {', '.join(map(str, uneven))} ranks{whose}; memory is shared only where all "
@@ -116,7 +105,7 @@ class ProcessGrid:
                 file=sys.stderr,
             )
         members = axes.group(world.rank, GROUPS["data"])
-        nodes = _grouped(range(data.size) if uneven else [hosts[rank] for rank in members])
+        nodes = by_node(range(data.size) if uneven else [hosts[rank] for rank in members])
         if data.size == 1 < world.size:
             node = data
         elif host is None or uneven:
@@ -125,8 +114,7 @@ class ProcessGrid:
             node = host if members == tuple(range(world.size)) else host.split(min(members), data.rank, name="node")
         if host is not None and host is not node:
             host.close()
-        order = [rank for ranks in nodes for rank in ranks]
-        position = tuple(order.index(rank) for rank in range(data.size))
+        position = node_major(nodes)
         peers = data.split(node.rank, key=position[data.rank], name="peers")
         batch, pipeline, tensor = groups["batch"], groups["pipeline"], groups["tensor"]
         context, model, here = groups["context"], groups["model"], axes.coordinates(world.rank)
@@ -149,31 +137,6 @@ class ProcessGrid:
         if name not in self._made:
             self._made[name] = CommunicatorGroup(comm, comm if comm.shares_memory else None)
         return self._made[name]
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The data ranks, node after node: the order in which grains are dealt."""
-        return tuple(rank for ranks in self.nodes for rank in ranks)
-
-    @property
-    def place(self) -> int:
-        """Place of this rank in :attr:`order`."""
-        return self.position[self.data.rank]
-
-    @property
-    def node_ranks(self) -> tuple[int, ...]:
-        """The data ranks of this rank's node, by their rank in ``node``."""
-        return next(ranks for ranks in self.nodes if self.data.rank in ranks)
-
-    @property
-    def peer_ranks(self) -> tuple[int, ...]:
-        """The data ranks of ``peers``, by their rank there."""
-        return tuple(ranks[self.node.rank] for ranks in self.nodes)
-
-    @property
-    def group_sizes(self) -> tuple[int, ...]:
-        """Number of ranks of every node of the data group."""
-        return tuple(len(ranks) for ranks in self.nodes)
 
     @property
     def local_size(self) -> int:
@@ -242,35 +205,8 @@ def _split(world: Communicator, host: Communicator | None, hosts: Sequence[int],
             continue
         if members not in made:
             parent = world
-            if host is not None and name in _ON_NODES and _inside_nodes(axes, differing, hosts):
+            if host is not None and name in SHARING and inside_nodes(axes, name, hosts):
                 parent = host  # what is split off a node shares its memory
             made[members] = parent.split(min(members), members.index(world.rank), name=name)
         groups[name] = made[members]
     return groups
-
-
-def _members(axes: Axes, differing: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of all groups whose members differ in these axes."""
-    places = enumerate(map(axes.coordinates, range(axes.size)))
-    return tuple(axes.group(r, differing) for r, here in places if not any(getattr(here, a) for a in differing))
-
-
-def _inside_nodes(axes: Axes, differing: Sequence[str], hosts: Sequence[int]) -> bool:
-    return all(len({hosts[rank] for rank in members}) == 1 for members in _members(axes, differing))
-
-
-def _uneven(axes: Axes, hosts: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks on each node of the first data group with unequal numbers; empty if there is none."""
-    for members in _members(axes, GROUPS["data"]):
-        counts = tuple(len(ranks) for ranks in _grouped([hosts[rank] for rank in members]))
-        if len(set(counts)) > 1:
-            return counts
-    return ()
-
-
-def _grouped(hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Group places by host, in the order of their first place."""
-    found: dict[int, list[int]] = {}
-    for place, host in enumerate(hosts):
-        found.setdefault(host, []).append(place)
-    return tuple(map(tuple, found.values()))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mpizero.comm import ProcessGrid
-from mpizero.comm.grid import GROUPS
 from mpizero.errors import GridError
 from mpizero.layout.axes import Axes
+from mpizero.layout.nodes import GROUPS
 from mpizero.testing import run_in_threads
 
 ORDERS = (

@@ -109,23 +109,8 @@ def dropout(
         y[part] = np.where(kept, x[part] * (one / (one - rate1[0]) if rate1[0] < 1 else one), 0)
 
 
-def dropout_backward(
-    x: Array,
-    y: Array,
-    rate1: Array,
-    seed: int,
-    site: int,
-    step: int,
-    first_sample: int,
-    per_sample: int,
-    offset: int,
-    width: int,
-    rows: int,
-    row_step: int,
-    plane_step: int,
-) -> None:
-    """Write the gradient of :func:`dropout`: the same mask and factor on the gradient ``x``."""
-    dropout(x, y, rate1, seed, site, step, first_sample, per_sample, offset, width, rows, row_step, plane_step)
+#: The gradient of :func:`dropout` is the same mask and factor on the gradient.
+dropout_backward = dropout
 
 
 def _mix(half: int, key: int) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from mpizero.comm.grid import GROUPS
 from mpizero.layout import Axes, Coordinates
+from mpizero.layout.nodes import GROUPS, SHARING, NodeOrder, by_node, inside_nodes, node_major, uneven_counts
 from mpizero.parallel.costs.calls import RecordingGroup
 
 
@@ -29,7 +28,7 @@ class Members(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PlannedGrid:
+class PlannedGrid(NodeOrder):
     """The groups one rank would belong to; fields and properties are those of :class:`mpizero.comm.ProcessGrid`."""
 
     axes: Axes
@@ -56,31 +55,6 @@ class PlannedGrid:
         """What cut layers are given in the place of their context group."""
         return RecordingGroup(self.context.rank, self.context.size)
 
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The data ranks, node after node."""
-        return tuple(rank for ranks in self.nodes for rank in ranks)
-
-    @property
-    def place(self) -> int:
-        """Place of this rank in :attr:`order`."""
-        return self.position[self.data.rank]
-
-    @property
-    def node_ranks(self) -> tuple[int, ...]:
-        """The data ranks of this rank's node."""
-        return next(ranks for ranks in self.nodes if self.data.rank in ranks)
-
-    @property
-    def peer_ranks(self) -> tuple[int, ...]:
-        """The data ranks of ``peers``."""
-        return tuple(ranks[self.node.rank] for ranks in self.nodes)
-
-    @property
-    def group_sizes(self) -> tuple[int, ...]:
-        """Number of ranks of every node of the data group."""
-        return tuple(len(ranks) for ranks in self.nodes)
-
 
 @dataclass(frozen=True)
 class PlannedRanks:
@@ -99,7 +73,6 @@ class PlannedRanks:
     axes: Axes
     hosts: tuple[int, ...]
     share: bool = True
-    _members: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def build(
@@ -141,23 +114,21 @@ class PlannedRanks:
     @cached_property
     def uneven(self) -> bool:
         """Whether the nodes of a data group have unequal numbers of its ranks, so that no memory is shared."""
-        counts = [[len(ranks) for ranks in self._on_nodes(members)] for members in self._groups("data")]
-        return self.share and any(len(set(found)) > 1 for found in counts)
+        return self.share and bool(uneven_counts(self.axes, self.hosts))
 
     def inside_nodes(self, group: str) -> bool:
         """Tell whether every group of this name lies on one node. Not collective."""
-        return all(len({self.hosts[rank] for rank in members}) == 1 for members in self._groups(group))
+        return inside_nodes(self.axes, group, self.hosts)
 
     def grid(self, rank: int) -> PlannedGrid:
         """Return the groups of one rank. Not collective."""
         here = self.axes.coordinates(rank)
         members = {name: self.axes.group(rank, differing) for name, differing in GROUPS.items()}
         data = Members(members["data"].index(rank), len(members["data"]))
-        nodes = self._on_nodes(members["data"])
+        nodes = by_node([self.hosts[other] for other in members["data"]])
         if not self.share or self.uneven:
             nodes = tuple((place,) for place in range(data.size))
         mine = next(place for place, ranks in enumerate(nodes) if data.rank in ranks)
-        order = [place for ranks in nodes for place in ranks]
         groups = {name: self._group(name, rank, ranks) for name, ranks in members.items() if name != "data"}
         return PlannedGrid(
             axes=self.axes,
@@ -167,25 +138,10 @@ class PlannedRanks:
             node=Members(nodes[mine].index(data.rank), len(nodes[mine]), True),
             peers=Members(mine, len(nodes)),
             nodes=nodes,
-            position=tuple(order.index(place) for place in range(data.size)),
+            position=node_major(nodes),
             **groups,
         )
 
     def _group(self, name: str, rank: int, members: tuple[int, ...]) -> Members:
-        shares = name in ("tensor", "context") and self.share and self.inside_nodes(name)
+        shares = name in SHARING and self.share and self.inside_nodes(name)
         return Members(members.index(rank), len(members), shares)
-
-    def _groups(self, name: str) -> tuple[tuple[int, ...], ...]:
-        if name not in self._members:
-            differing = GROUPS[name]
-            places = [(rank, self.axes.coordinates(rank)) for rank in range(self.size)]
-            firsts = [rank for rank, here in places if not any(getattr(here, axis) for axis in differing)]
-            self._members[name] = tuple(self.axes.group(rank, differing) for rank in firsts)
-        return self._members[name]
-
-    def _on_nodes(self, members: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Group the places of a group's members by node, in the order of their first place."""
-        found: dict[int, list[int]] = {}
-        for place, rank in enumerate(members):
-            found.setdefault(self.hosts[rank], []).append(place)
-        return tuple(map(tuple, found.values()))
