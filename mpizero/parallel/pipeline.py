@@ -27,7 +27,7 @@ from mpizero.parallel.storage import ParameterStore
 from mpizero.types import EVALUATE, Run
 
 #: Instructions whose receives are posted ahead.
-_AHEAD = 4
+AHEAD = 4
 _BACKWARD_KINDS = ("backward", "backward_input")
 
 
@@ -107,7 +107,7 @@ class PipelineRunner:
         # What a schedule pads is absent on every stage and every replica: nothing of it needs to be done.
         program = [i for i in self.schedule(len(jobs)).programs[self.stage.number] if i.micro < len(jobs)]
         for position, instruction in enumerate(program):
-            for ahead in program[position : position + _AHEAD]:
+            for ahead in program[position : position + AHEAD]:
                 self._post(ahead, jobs)
             self._execute(instruction, watched[instruction.micro], run_of)
             self.courier.progress()

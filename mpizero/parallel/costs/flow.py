@@ -11,7 +11,7 @@ from typing import NamedTuple
 from mpizero.layout import Instruction
 from mpizero.parallel.costs.part import Part
 from mpizero.parallel.costs.trial import Trial
-from mpizero.parallel.pipeline import _AHEAD as AHEAD
+from mpizero.parallel.pipeline import AHEAD
 
 
 @dataclass(frozen=True)
