@@ -109,6 +109,9 @@ class ShiftRequest(Protocol):
     def wait(self) -> tuple[Array, ...]:
         """Return what has arrived. Not collective."""
 
+    def test(self) -> bool:
+        """Make progress and tell whether :meth:`wait` would return at once. Not collective."""
+
 
 class Group(Protocol):
     """What split layers know of the ranks they are split over, in a tensor or context group.

@@ -193,13 +193,13 @@ def travel(group: Group, array: Array, tag: str) -> Iterator[tuple[int, Array, S
 def progress(*requests: ShiftRequest | None) -> Callable[[], None]:
     """Return a function that lets the given requests move on. Not collective.
 
-    Most MPIs move large messages only inside their own calls. Requests that have no ``test()`` need none.
+    Most MPIs move large messages only inside their own calls.
     """
-    tests = [test for request in requests if (test := getattr(request, "test", None)) is not None]
+    coming = [request for request in requests if request is not None]
 
     def poll() -> None:
-        for test in tests:
-            test()
+        for request in coming:
+            request.test()
 
     return poll
 
