@@ -91,13 +91,24 @@ class ParameterSpec:
 class Run:
     """What a forward pass knows besides its input; all of it independent of ranks.
 
-    ``first_sample`` is the index, within the global batch, of the first sample of ``x``.
+    Attributes
+    ----------
+    training : bool
+        Whether dropout masks.
+    seed, step : int
+        What random numbers are keyed by, besides the place that they are for.
+    first_sample : int
+        The index, within the global batch, of the first sample of ``x``.
+    length : int
+        Of the whole sequences; 0 is unknown. Where ranks hold parts of sequences, none can read it off its own, since
+        parts may differ by one place: layers that are not told ask the other ranks, with one small message each.
     """
 
     training: bool = False
     seed: int = 0
     step: int = 0
     first_sample: int = 0
+    length: int = 0
 
 
 EVALUATE = Run()

@@ -28,7 +28,7 @@ from mpizero.nn.model import (
 )
 from mpizero.nn.norm import LayerNorm, RMSNorm
 from mpizero.nn.operations import Operations
-from mpizero.nn.ring import ContextRun, Zigzag
+from mpizero.nn.ring import Zigzag
 from mpizero.nn.ring_attention import RingSelfAttention
 from mpizero.nn.sequential import Sequential
 from mpizero.nn.split.linear import ColumnLinear, RowLinear
@@ -43,7 +43,6 @@ __all__ = [
     "Checkpointed",
     "ColumnLinear",
     "ContextModel",
-    "ContextRun",
     "CrossEntropy",
     "Dropout",
     "Embedding",

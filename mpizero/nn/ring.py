@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -117,23 +117,7 @@ class Zigzag:
                         yield Tile(queries, visible, first, column)
 
 
-@dataclass(frozen=True)
-class ContextRun(Run):
-    """A run that knows how long the whole sequences are of which each rank of a context group has a part.
-
-    Layers of a context model that are given a plain :class:`Run` ask the other ranks, with one small message for each
-    block. Whoever knows the length spares them that by ``ContextRun.of(run, length)``.
-    """
-
-    length: int = 0
-
-    @classmethod
-    def of(cls, run: Run, length: int) -> ContextRun:
-        """Add the whole length to what ``run`` knows. Not collective."""
-        return cls(**{item.name: getattr(run, item.name) for item in fields(Run)}, length=length)
-
-
-def placed(run: Run, x: Array, group: Group) -> tuple[ContextRun, Zigzag]:
+def placed(run: Run, x: Array, group: Group) -> tuple[Run, Zigzag]:
     """Find out which part of the sequences ``x`` (samples, length, ...) is.
 
     Collective over ``group``, unless ``run`` knows the length.
@@ -143,7 +127,7 @@ def placed(run: Run, x: Array, group: Group) -> tuple[ContextRun, Zigzag]:
     DataError
         The lengths on the ranks are not those of a zigzag, or the numbers of samples differ: on all ranks alike.
     """
-    if isinstance(run, ContextRun):
+    if run.length:
         here = Zigzag(run.length, group.size)
         if x.ndim < 2 or x.shape[1] != here.sizes[group.rank]:
             raise DataError(
@@ -152,7 +136,7 @@ def placed(run: Run, x: Array, group: Group) -> tuple[ContextRun, Zigzag]:
             )
         return run, here
     here = Zigzag(sum(agreed_lengths(x, group)), group.size)
-    return ContextRun.of(run, here.length), here
+    return replace(run, length=here.length), here
 
 
 def agreed_lengths(x: Array, group: Group) -> tuple[int, ...]:

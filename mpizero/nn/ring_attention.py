@@ -18,7 +18,7 @@ from mpizero.nn.attention import CausalSelfAttention
 from mpizero.nn.dropout import Window
 from mpizero.nn.layer import namespace, vector
 from mpizero.nn.operations import Operations
-from mpizero.nn.ring import KEYS, QUERIES, ContextRun, Tile, Workspace, Zigzag, placed, progress, travel
+from mpizero.nn.ring import KEYS, QUERIES, Tile, Workspace, Zigzag, placed, progress, travel
 from mpizero.types import Array, Group, Run, ShiftRequest
 
 #: Scores computed at once, over as many samples as fit: 2 MiB of float32 stay in a core's cache.
@@ -120,14 +120,14 @@ class _Seen(NamedTuple):
     mixed: Array
     maxima: Array
     shares: Array
-    run: ContextRun
+    run: Run
     first_head: int
 
 
 class _Tiles:
     """What both directions do with one tile of scores after the other, in memory used again."""
 
-    def __init__(self, layer: RingSelfAttention, qkv: Array, run: ContextRun, first_head: int) -> None:
+    def __init__(self, layer: RingSelfAttention, qkv: Array, run: Run, first_head: int) -> None:
         self.zigzag = Zigzag(run.length, layer.group.size)
         self.kernels = kernels.backend(qkv).ring
         self.scale = vector(qkv, layer._scale)

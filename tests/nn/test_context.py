@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,6 @@ from mpizero.nn import (
     CausalSelfAttention,
     Checkpointed,
     ContextModel,
-    ContextRun,
     CrossEntropy,
     Dropout,
     Embedding,
@@ -263,11 +264,11 @@ def test_messages_are_those_of_the_ring_and_one_about_the_length():
 
 def test_a_run_that_knows_the_length_spares_the_ranks_their_question():
     model = GPT(**SMALL, dropout=0.1)
-    for counts in counts_of(ContextRun.of(TRAINING, 12), model):
+    for counts in counts_of(replace(TRAINING, length=12), model):
         assert counts == {"shift": model.layers * 3 * (3 - 1)}
     named, (x, y) = perturbed(model), batch(12)
     asked = over_parts(model, named, x, y, 3)
-    told = over_parts(model, named, x, y, 3, ContextRun.of(TRAINING, 12))
+    told = over_parts(model, named, x, y, 3, replace(TRAINING, length=12))
     assert asked[0] == told[0]
     assert all(asked[2][name].tobytes() == told[2][name].tobytes() for name in named)
 
@@ -379,7 +380,7 @@ def test_inputs_that_are_not_parts_of_the_same_sequences_are_refused_on_every_ra
         with pytest.raises(DataError, match=r"length <= 40.*\(3, 21\) of sequences of 42"):
             evaluate(cut, params, np.zeros((3, 21), int))
         with pytest.raises(DataError, match=r"holds 5 places of a sequence of 10, but the input has shape \(3, 4\)"):
-            evaluate(cut, params, np.zeros((3, 4), int), ContextRun(length=10))
+            evaluate(cut, params, np.zeros((3, 4), int), Run(length=10))
 
     on_ranks(2, work)
 

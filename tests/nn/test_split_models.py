@@ -502,10 +502,8 @@ def test_targets_that_cannot_be_used_are_named_on_every_rank():
 def test_a_part_of_another_length_is_refused():
     model = GPT(**SMALL)
     block = split_model(model, Apart(1, 2)).blocks["blocks.0"]
-    from mpizero.nn.split.parts import run_of_length
-
     with pytest.raises(DataError, match=r"rank 1 .* group of 2 takes places 4 to 7 of sequences of 7, .*\(3, 4, 24\)"):
-        block.forward({}, np.zeros((3, 4, 24), np.float32), run_of_length(Run(), 7))
+        block.forward({}, np.zeros((3, 4, 24), np.float32), Run(length=7))
 
 
 @pytest.mark.mpi

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from mpizero.nn.operations import Operations
 from mpizero.nn.regions import Gather, Split
 from mpizero.nn.split.attention import SplitAttention
 from mpizero.nn.split.linear import ColumnLinear, RowLinear
-from mpizero.nn.split.parts import complete_shared, own_range, require_length, run_of_length, whole_length
+from mpizero.nn.split.parts import complete_shared, own_range, require_length
 from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def dropped(dropout: Dropout, x: Array, run: Run, group: Group) -> Array:
     """
     if not dropout.drops(x, run):
         return x
-    start, stop = own_range(whole_length(run), group)
+    start, stop = own_range(run.length, group)
     return dropout.mask(x, run, Window(start * x.shape[2], (stop - start) * x.shape[2]))
 
 
@@ -196,7 +196,7 @@ class AlongSequence(Layer):
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Give each rank its places of ``x`` (samples, length, ...), and join the results. Collective."""
         cut, join = Split(self.group, 1, x.shape[1]), Gather(self.group, 1, x.shape[1])
-        y, cache = self.layer.forward(params, cut.forward(x), run_of_length(run, x.shape[1]))
+        y, cache = self.layer.forward(params, cut.forward(x), replace(run, length=x.shape[1]))
         return join.forward(y), (cut, cache, join)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:

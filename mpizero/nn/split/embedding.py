@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from mpizero.nn.layer import Layer, as_ids, namespace
 from mpizero.nn.operations import Operations
 from mpizero.nn.regions import Reduce, Region, Scatter
 from mpizero.nn.split.block import dropped
-from mpizero.nn.split.parts import Ranges, own_range, part_of, run_of_length, size_of
+from mpizero.nn.split.parts import Ranges, own_range, part_of, size_of
 from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class SplitTokenEmbedding(Layer):
         vectors, cache = token.forward(params["token"], x, run)
         start, stop = own_range(x.shape[1], self.group) if self.sequence else (0, x.shape[1])
         vectors += params["position"]["weight"][start:stop]
-        run = run_of_length(run, x.shape[1])
+        run = replace(run, length=x.shape[1])
         return self._dropped(dropout, vectors, run), (cache, run)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mpizero.nn.layer import Layer, as_rows, namespace
 from mpizero.nn.operations import Operations, linear_operations
 from mpizero.nn.regions import Copy, Expand, Gather, Reduce, Region, Scatter
-from mpizero.nn.split.parts import Ranges, own_range, part_of, size_of, whole_length
+from mpizero.nn.split.parts import Ranges, own_range, part_of, size_of
 from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class ColumnLinear(Layer):
         """Map ``x`` (..., inputs) to (..., own outputs). Collective over the group if sequences are split."""
         weight = params["weight"]
         x = as_rows(x, self.whole.inputs, weight.dtype, "Linear").reshape(x.shape)
-        entry: Region = Expand(self.group, 1, whole_length(run)) if self.sequence else Copy(self.group)
+        entry: Region = Expand(self.group, 1, run.length) if self.sequence else Copy(self.group)
         inputs = entry.forward(x)
         y = inputs.reshape(prod(inputs.shape[:-1]), self.whole.inputs) @ weight
         if self.whole.bias:
@@ -236,7 +236,7 @@ class SplitProjection(Layer):
         """Map ``x`` (..., features) to own or joined logits. Collective over the group if either changes hands."""
         weight = params["weight"]
         x = as_rows(x, self.whole.features, weight.dtype, "Projection").reshape(x.shape)
-        entry: Region = Expand(self.group, 1, whole_length(run)) if self.sequence else Copy(self.group)
+        entry: Region = Expand(self.group, 1, run.length) if self.sequence else Copy(self.group)
         inputs = entry.forward(x)
         logits = inputs.reshape(prod(inputs.shape[:-1]), self.whole.features) @ weight.T
         logits = logits.reshape(*inputs.shape[:-1], size_of(self.ranges))

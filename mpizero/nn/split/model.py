@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from mpizero.errors import ConfigError
 from mpizero.nn.regions import Gather
-from mpizero.nn.split.parts import own_range, run_of_length
+from mpizero.nn.split.parts import own_range
 from mpizero.types import Array, BlockModel, Group, Layer, Loss, Run
 
 
@@ -90,7 +90,7 @@ class SplitModel:
 
     def run_on(self, x: Array, run: Run) -> Run:
         """Add to ``run`` what blocks must know of the whole ``x``; without it they ask each other. Not collective."""
-        return run_of_length(run, x.shape[1]) if self.sequences and x.ndim > 1 else run
+        return replace(run, length=x.shape[1]) if self.sequences and x.ndim > 1 else run
 
     def whole_prediction(self, y: Array) -> Array:
         """Return the prediction as one process would give it, from what the last block returned here.

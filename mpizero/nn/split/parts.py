@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,24 +50,6 @@ def _found(tree: Any, name: str) -> Array:
     return array
 
 
-@dataclass(frozen=True)
-class SequenceRun(Run):
-    """A run that knows the length of the sequences, of which layers in a sequence-parallel region see a part.
-
-    A rank cannot read it off its own part, since parts may differ by one place. Blocks that are given a plain
-    :class:`Run` ask the other ranks, with one small message each.
-    """
-
-    length: int = 0
-
-
-def run_of_length(run: Run, length: int) -> Run:
-    """Add the whole sequences' length to what ``run`` knows. Not collective."""
-    if getattr(run, "length", 0) == length:
-        return run
-    return SequenceRun(**{item.name: getattr(run, item.name) for item in fields(Run)}, length=length)
-
-
 def require_length(run: Run, x: Array, group: Group) -> Run:
     """Return ``run`` with the whole length of the sequences of which ``x`` (samples, places, ...) is this rank's part.
 
@@ -78,7 +60,7 @@ def require_length(run: Run, x: Array, group: Group) -> Run:
     DataError
         ``x`` is not the part that the shard rule gives this rank.
     """
-    length = whole_length(run)
+    length = run.length
     if not length:
         own = namespace(x).full(1, x.shape[1], np.int64)
         length = int(group.all_gather(own, 0, (1,) * group.size, "sequence lengths").sum())
@@ -88,12 +70,7 @@ def require_length(run: Run, x: Array, group: Group) -> Run:
             f"rank {group.rank} of a tensor group of {group.size} takes places {start} to {stop} of sequences of "
             f"{length}, the input has shape {tuple(x.shape)}: give every rank its own part, by the shard rule"
         )
-    return run_of_length(run, length)
-
-
-def whole_length(run: Run) -> int:
-    """Return the length of whole sequences that ``run`` knows; 0 if it knows none. Not collective."""
-    return int(getattr(run, "length", 0))
+    return replace(run, length=length)
 
 
 def divisors(number: int) -> Sequence[int]:

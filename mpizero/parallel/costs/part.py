@@ -11,7 +11,6 @@ from mpizero import nn
 from mpizero.errors import DataError
 from mpizero.layout import FlatLayout
 from mpizero.nn.operations import Operations
-from mpizero.nn.ring import ContextRun
 from mpizero.parallel.costs.calls import Call, RecordingGroup
 from mpizero.parallel.costs.grid import PlannedGrid
 from mpizero.parallel.costs.shards import Shards
@@ -155,7 +154,7 @@ def _local(sample: Sample, stage: Stage, group: RecordingGroup) -> tuple[Sample,
     x, y, run = sample.x[:1], sample.y[:1], sample.run
     cut = stage.spread.context > 1
     if cut:
-        x, y, run = *nn.cut_batch(x, y, group), ContextRun.of(run, x.shape[1])
+        x, y, run = *nn.cut_batch(x, y, group), replace(run, length=x.shape[1])
     group.calls.clear()
     with suppress(DataError):  # a context group asks for lengths, and nobody answers
         told = stage.run_on(x, sample.run)
