@@ -51,6 +51,8 @@ class ShardedCore(ABC):
     strategy: ClassVar[str]
     #: What metadata calls the strategy; None takes the name of its row.
     label: ClassVar[str | None] = None
+    #: How the model is spread besides data parallelism; None is not at all.
+    _spread: Spread | None = None
 
     def __init__(self, wrapped_model: Any, config: ShardingConfig) -> None:
         if not isinstance(config, ShardingConfig):
@@ -93,11 +95,6 @@ class ShardedCore(ABC):
     def _placement(self) -> Placement:
         """The row of the placement table."""
         return placement(self.strategy)
-
-    @property
-    def _spread(self) -> Spread | None:
-        """How the model is spread besides data parallelism; None is not at all."""
-        return None
 
     @property
     def batch_group(self) -> Communicator:

@@ -32,8 +32,10 @@ class SpreadModel(ShardedModelBase):
         What the ranks of a data group shard: nothing (DDP), optimizer state, gradients too, parameters too.
     """
 
+    _spread: Spread
+
     def __init__(self, wrapped_model: Any, config: ShardingConfig, spread: Spread, zero_stage: int) -> None:
-        self._spread_asked, self.zero_stage = spread, zero_stage
+        self._spread, self.zero_stage = spread, zero_stage
         super().__init__(wrapped_model, config)
 
     @property
@@ -41,10 +43,6 @@ class SpreadModel(ShardedModelBase):
         if isinstance(self.zero_stage, bool) or self.zero_stage not in range(len(ZERO_STAGES)):
             raise ConfigError(f"zero_stage={self.zero_stage!r}: expected 0 (DDP), 1, 2 or 3")
         return placement(ZERO_STAGES[self.zero_stage])
-
-    @property
-    def _spread(self) -> Spread:
-        return self._spread_asked
 
     def _on_before_initialize_sharding(self) -> None:
         """Refuse, on all ranks alike, sizes that do not fit and a spread that is not the same everywhere."""
@@ -65,6 +63,11 @@ class SpreadModel(ShardedModelBase):
             f"{type(self).__name__} cannot train by local steps: a rank holds only its part of the model; use a "
             "data-parallel model with LocalSGDOptimizer"
         )
+
+    def _twin(self, wrapped: Any) -> Self:
+        twin = type(self).__new__(type(self))  # past constructors that turn their arguments into this spread
+        SpreadModel.__init__(twin, wrapped, self._config, self._spread, self.zero_stage)
+        return twin
 
 
 class HybridShardedModel(SpreadModel):
@@ -140,9 +143,6 @@ class HybridShardedModel(SpreadModel):
         )
         super().__init__(wrapped_model, config, spread, zero_stage)
 
-    def _twin(self, wrapped: Any) -> Self:
-        return type(self)(wrapped, self._config, **_arguments(self._spread), zero_stage=self.zero_stage)
-
 
 class TensorParallelModel(SpreadModel):
     """Every layer's matrices split over the tensor group; the ranks that remain are replicas.
@@ -172,9 +172,6 @@ class TensorParallelModel(SpreadModel):
     ) -> None:
         size = _all_ranks_of(config) if tensor_parallel_size is None else tensor_parallel_size
         super().__init__(wrapped_model, config, Spread(tensor=size), zero_stage)
-
-    def _twin(self, wrapped: Any) -> Self:
-        return type(self)(wrapped, self._config, self._spread.tensor, zero_stage=self.zero_stage)
 
 
 class PipelineParallelModel(SpreadModel):
@@ -213,19 +210,6 @@ class PipelineParallelModel(SpreadModel):
         spread = Spread(pipeline=size, schedule=schedule, virtual_stages=virtual_stages, cuts=cuts, costs=costs)
         super().__init__(wrapped_model, config, spread, zero_stage)
 
-    def _twin(self, wrapped: Any) -> Self:
-        spread = self._spread
-        return type(self)(
-            wrapped,
-            self._config,
-            spread.pipeline,
-            schedule=spread.schedule,
-            virtual_stages=spread.virtual_stages,
-            cuts=spread.cuts,
-            costs=spread.costs,
-            zero_stage=self.zero_stage,
-        )
-
 
 class HybridShardedOptimizer(ShardedOptimizer):
     """Any optimizer over a model that is split over ranks: each updates its owned ranges of its part."""
@@ -237,14 +221,3 @@ def _all_ranks_of(config: ShardingConfig) -> int:
     if not isinstance(config, ShardingConfig):
         raise TypeError(f"a sharded model needs a ShardingConfig, got {config!r}")
     return config.communicator.size
-
-
-def _arguments(spread: Spread) -> dict[str, Any]:
-    """Return the arguments of :class:`HybridShardedModel` that give ``spread``."""
-    return {
-        "pipeline_parallel_size": spread.pipeline,
-        "tensor_parallel_size": spread.tensor,
-        "data_parallel_size": spread.data,
-        "context_parallel_size": spread.context,
-        **{name: getattr(spread, name) for name in ("schedule", "virtual_stages", "order", "cuts", "costs")},
-    }
