@@ -18,6 +18,7 @@ PACKAGE = ROOT / "mpizero"
 FLOORS = {
     "errors": 0,
     "types": 0,
+    "faults": 0,
     "layout": 1,
     "kernels": 1,
     "comm": 2,  # its exact sums execute layout's tree programs with kernels
@@ -44,6 +45,7 @@ DOORS = {
 }
 #: Modules that may read the process's environment.
 ENVIRONMENT = {
+    "mpizero.faults",
     "mpizero.train.cli",
     "mpizero.comm.guard",
     "mpizero.kernels.cache",

@@ -14,6 +14,7 @@ from mpizero.checkpoint.failures import agreed
 from mpizero.checkpoint.stage import write_at
 from mpizero.checkpoint.table import LocalArray, Table
 from mpizero.comm.communicator import Communicator
+from mpizero.faults import strike
 from mpizero.types import Array
 
 
@@ -53,10 +54,12 @@ def _write(file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int]) 
                 checksums = []
                 for start, stop in cut(begin, begin + len(data)):
                     part = data[start - begin : stop - begin]
+                    strike("save.write", handle)
                     checksums.append(zlib.crc32(part))
                     write_at(handle, part, offsets[array.path] + start, f"{file}: array {array.path!r}")
                 if checksums:
                     sums.append(PieceSums(array.path, begin, begin + len(data), tuple(checksums)))
+        strike("save.sync", handle)
         os.fsync(handle)
     finally:
         os.close(handle)

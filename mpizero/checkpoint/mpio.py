@@ -14,6 +14,7 @@ from mpizero.checkpoint.failures import agreed
 from mpizero.checkpoint.table import LocalArray
 from mpizero.comm.communicator import Communicator
 from mpizero.errors import CheckpointError, ConfigError
+from mpizero.faults import strike
 from mpizero.layout.hyperslab import hyperslabs
 
 #: Bytes of one HDF5 write at most: MPI-IO counts in 32 bits.
@@ -71,6 +72,7 @@ def _write(handle: Any, array: LocalArray) -> None:
     step = max(1, WRITE_LIMIT // array.dtype.itemsize)
     for first, values in array.pieces:
         for begin in range(0, values.size, step):
+            strike("save.write")
             part = values[begin : begin + step]
             dataset = handle[array.path] if dataset is None else dataset
             done = 0
@@ -83,6 +85,7 @@ def _write(handle: Any, array: LocalArray) -> None:
 def _sync_and_compare(file: str, sums: Sequence[PieceSums], offsets: Mapping[str, int]) -> None:
     handle = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
+        strike("save.sync", handle)
         os.fsync(handle)
         for piece in sums:
             for (start, stop), crc in zip(cut(piece.start, piece.stop), piece.checksums, strict=True):

@@ -21,6 +21,7 @@ from mpizero.checkpoint.table import LocalArray, Table, check_array
 from mpizero.comm import as_communicator
 from mpizero.comm.communicator import Communicator
 from mpizero.errors import CheckpointError, ConfigError, RemoteError
+from mpizero.faults import strike
 from mpizero.types import Array
 
 
@@ -250,6 +251,7 @@ class Reader:
             data, begin = as_bytes(values), first * stored.dtype.itemsize
             for start, stop in cut(begin, begin + len(data)):
                 view = data[start - begin : stop - begin]
+                strike("load.read")
                 self._source.read_into(stored.offset + start, view)
                 part = _Part(request.path, start, stop, zlib.crc32(view))
                 if stop - start < _block_length(stored, start):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from mpizero.checkpoint.manifest import MANIFEST_NAME, STATE_NAME
 from mpizero.checkpoint.skeleton import Skeleton
 from mpizero.errors import CheckpointError
+from mpizero.faults import strike
 
 #: A save in progress, or what a killed one left: ``.tmp-<name>.<host>.<pid>``.
 TEMPORARY = ".tmp-"
@@ -110,6 +111,7 @@ def fill_stage(stage: Stage, skeleton: Skeleton) -> None:
 
 def commit(stage: Stage, manifest: bytes) -> None:
     """Write the manifest, make everything durable, and give the folder its name. Not collective: rank 0 only."""
+    strike("save.manifest")
     path = os.path.join(stage.path, MANIFEST_NAME)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -118,6 +120,7 @@ def commit(stage: Stage, manifest: bytes) -> None:
     finally:
         os.close(file)
     os.fsync(stage.lock)
+    strike("save.commit")
     parent, name = os.path.split(stage.target)
     aside = os.path.join(parent, REPLACED + name)
     if not (stage.replace and os.path.lexists(stage.target)):
@@ -194,6 +197,7 @@ def try_lock(folder: int) -> bool:
 
 def remove_folder(path: str) -> None:
     """Take a step folder out of sight in one rename, then remove it. Not collective."""
+    strike("save.prune")
     parent, name = os.path.split(path)
     hidden = os.path.join(parent, f"{DELETED}{name}.{socket.gethostname()}.{os.getpid()}")
     os.rename(path, hidden)

@@ -12,6 +12,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.data import batches
 from mpizero.errors import ExitStatus, MpizeroError, NonFiniteError
+from mpizero.faults import strike
 from mpizero.layout import Grains
 from mpizero.parallel import StepReport
 from mpizero.train.builder import Job, build
@@ -119,6 +120,7 @@ class Trainer:
         stream = iter(self._batches())
         verdict = Verdict.GO_ON
         while self.step < self.config.train.steps and verdict is Verdict.GO_ON:
+            strike("train.step")
             started = time.perf_counter()
             x, y = next(stream)
             self.stop.ask()

@@ -1,0 +1,130 @@
+"""Faults on purpose, for tests: what a save or a step does when a rank is killed, stuck or wrong at a known place.
+
+``MPIZERO_FAULT=site:rank:k:action`` plants one. At the ``k``-th call (from 1) of :func:`strike` with that site, on the
+rank that the launcher gave this number (``*`` for every rank), the process
+
+=================  =======================================================================
+``raise``          raises :class:`PlantedError`
+``kill``           is killed by SIGKILL
+``stop``           is stopped by SIGSTOP, as a machine that hangs
+``sleep``          sleeps for 100 s; ``sleep=2.5`` for 2.5 s
+``exit``           leaves by ``os._exit(0)``, which no hook sees; ``exit=3`` with status 3
+``nan``            gets NaN as the first element of the array that the site hands over
+``truncate``       loses the second half of the file that the site hands over
+=================  =======================================================================
+
+Nothing is planted by default, and :func:`strike` is then one comparison. The module keeps the one fault that its
+process was started with, and how often its site was passed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+#: Where a fault may be planted, and what is about to happen there.
+SITES: Mapping[str, str] = {
+    "save.write": "a rank writes a block of an array into the state file (the file)",
+    "save.sync": "a rank makes its part of the state file durable (the file)",
+    "save.manifest": "rank 0 writes the manifest",
+    "save.commit": "rank 0 gives the whole checkpoint its name",
+    "save.prune": "rank 0 removes an old checkpoint",
+    "load.read": "a rank reads a block of an array from the state file",
+    "train.step": "a rank begins a training step",
+}
+ACTIONS = ("raise", "kill", "stop", "sleep", "exit", "nan", "truncate")
+
+_RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+
+
+class PlantedError(RuntimeError):
+    """What the action ``raise`` raises: by no means an error that the library expects."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is planted in this process."""
+
+    site: str
+    occurrence: int
+    action: str
+    value: str = ""
+    calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    @classmethod
+    def planted(cls, environment: Mapping[str, str]) -> Fault | None:
+        """Return the fault that ``MPIZERO_FAULT`` plants on this rank, None if it plants none here.
+
+        Not collective.
+
+        Raises
+        ------
+        ValueError
+            For a text that names no known site and action.
+        """
+        if not (text := environment.get("MPIZERO_FAULT")):
+            return None
+        site, rank, occurrence, action = (text.split(":") + [""] * 4)[:4]
+        kind, _, value = action.partition("=")
+        known = site in SITES and kind in ACTIONS and (rank == "*" or rank.isdecimal()) and occurrence.isdecimal()
+        if not known or text.count(":") != 3 or not _is_number(value or "0"):
+            raise ValueError(
+                f"MPIZERO_FAULT={text!r}: expected site:rank:k:action with a site of {', '.join(SITES)}, "
+                f"a rank or *, k >= 1, and an action of {', '.join(ACTIONS)}; unset it to plant nothing"
+            )
+        own = next((environment[name] for name in _RANKS if name in environment), "0")
+        return cls(site, int(occurrence), kind, value) if rank in ("*", own) else None
+
+    def strike(self, target: Any) -> None:
+        """Act, if this is the call that was meant."""
+        if next(self.calls) == self.occurrence:
+            getattr(self, f"_{self.action}")(target)
+
+    def _raise(self, target: Any) -> NoReturn:
+        raise PlantedError(f"planted at {self.site}, call {self.occurrence}")
+
+    def _kill(self, target: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _stop(self, target: Any) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _sleep(self, target: Any) -> None:
+        time.sleep(float(self.value or 100))
+
+    def _exit(self, target: Any) -> NoReturn:
+        os._exit(int(float(self.value or 0)))
+
+    def _nan(self, target: Any) -> None:
+        target.reshape(-1)[0] = float("nan")
+
+    def _truncate(self, target: Any) -> None:
+        os.truncate(target, os.stat(target).st_size // 2)
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "", 1).isdecimal()
+
+
+_FAULT = Fault.planted(os.environ)
+
+
+def strike(site: str, target: Any = None) -> None:
+    """Let the planted fault happen here if it is meant for this site, this rank and this call.
+
+    Not collective.
+
+    Parameters
+    ----------
+    site : str
+        One of :data:`SITES`.
+    target : array, file descriptor or path, optional
+        What ``nan`` and ``truncate`` spoil.
+    """
+    if _FAULT is not None and _FAULT.site == site:
+        _FAULT.strike(target)

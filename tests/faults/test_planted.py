@@ -1,0 +1,116 @@
+"""The hook that plants faults: free when nothing is planted, exact when something is."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpizero import faults
+from mpizero.faults import ACTIONS, SITES, Fault, PlantedError
+
+ROOT = Path(faults.__file__).resolve().parents[1]
+
+SAVE = """
+import sys, numpy as np
+from mpizero import checkpoint
+from mpizero.checkpoint import LocalArray
+values = np.arange(100.0)
+checkpoint.write(sys.argv[1], [LocalArray("a", (100,), values.dtype, ((0, values[:50]), (50, values[50:])))], {})
+with checkpoint.open_checkpoint(sys.argv[1]) as reader:
+    assert (reader.read_whole("a") == values).all()
+"""
+
+
+def save_with(fault, folder):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MPIZERO_FAULT": fault}
+    return subprocess.run(
+        [sys.executable, "-c", SAVE, str(folder)], env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def planted(text, **environment):
+    return Fault.planted({"MPIZERO_FAULT": text, **environment})
+
+
+def test_nothing_is_planted_by_default():
+    assert Fault.planted({}) is None
+    assert planted("") is None
+    faults.strike("save.write")
+
+
+@pytest.mark.parametrize("launcher", ["PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"])
+def test_only_the_rank_meant_is_struck(launcher):
+    text = "save.write:2:1:raise"
+    assert planted(text, **{launcher: "2"}) is not None
+    assert planted(text, **{launcher: "1"}) is None
+    assert planted(text) is None
+    assert planted("save.write:*:1:raise", **{launcher: "1"}) is not None
+
+
+def test_only_the_call_meant_is_struck():
+    fault = planted("train.step:0:3:raise")
+    fault.strike(None)
+    fault.strike(None)
+    with pytest.raises(PlantedError, match=r"train\.step, call 3"):
+        fault.strike(None)
+    fault.strike(None)
+
+
+def test_what_is_handed_over_can_be_spoiled(tmp_path):
+    values = np.ones((2, 2), np.float32)
+    planted("train.step:0:1:nan").strike(values)
+    assert np.isnan(values).tolist() == [[True, False], [False, False]]
+    (tmp_path / "file").write_bytes(bytes(9))
+    planted("save.sync:0:1:truncate").strike(tmp_path / "file")
+    assert (tmp_path / "file").stat().st_size == 4
+    planted("train.step:0:1:sleep=0.01").strike(None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["x", "save.write:0:1", "save.write:0:1:explode", "nowhere:0:1:kill", "save.write:-1:1:kill", "save.write:0:x:kill"]
+    + ["save.write:0:1:sleep=soon", "save.write:0:1:kill:now"],
+)
+def test_what_names_no_fault_is_refused(text):
+    with pytest.raises(ValueError, match="expected site:rank:k:action"):
+        planted(text)
+
+
+def test_every_site_is_in_the_list_and_in_the_code():
+    found = set()
+    for path in (ROOT / "mpizero").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "strike":
+                found.add(ast.literal_eval(node.args[0]))
+    assert found == set(SITES)
+    assert all(hasattr(Fault, f"_{action}") for action in ACTIONS)
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "said"),
+    [
+        ("save.write:0:2:raise", 1, "PlantedError: planted at save.write, call 2"),
+        ("save.write:0:2:kill", -9, ""),
+        ("save.sync:0:1:kill", -9, ""),
+        ("save.manifest:0:1:exit=3", 3, ""),
+        ("save.commit:0:1:kill", -9, ""),
+        ("save.commit:0:2:kill", 0, ""),
+        ("save.sync:0:1:truncate", 1, "state.h5: has"),
+        ("load.read:0:1:raise", 1, "PlantedError"),
+    ],
+)
+def test_a_fault_happens_at_its_place_in_a_save(tmp_path, fault, status, said):
+    done = save_with(fault, tmp_path / "step_00000001")
+    assert done.returncode == status
+    assert said in done.stderr
+    committed = status == 0 or fault.startswith("load")
+    assert (tmp_path / "step_00000001").exists() == committed
+    assert save_with("", tmp_path / "step_00000002").returncode == 0
+    left = {name for name in os.listdir(tmp_path) if name.startswith(".")}
+    assert not left
