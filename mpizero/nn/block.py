@@ -9,6 +9,7 @@ from typing import Any
 from mpizero.nn.activation import Activation, named_activation
 from mpizero.nn.attention import CausalSelfAttention
 from mpizero.nn.dropout import Dropout
+from mpizero.nn.forms import FeedForwardForm
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.layer import Layer, known, namespace, require_positive, splits
 from mpizero.nn.linear import Linear
@@ -19,7 +20,7 @@ from mpizero.types import EVALUATE, Array, Group, Init, Params, Run
 
 
 @dataclass(frozen=True)
-class FeedForward(Layer):
+class FeedForward(FeedForwardForm):
     """Two linear layers with an activation between them, place by place.
 
     Parameters
@@ -57,41 +58,9 @@ class FeedForward(Layer):
             Linear(self.width, self.dim, init=self.projection_init),
         )
 
-    def children(self) -> dict[str, Layer]:
-        """Give ``expand`` and ``projection``. Not collective."""
-        expand, _, projection = self._layers
-        return {"expand": expand, "projection": projection}
-
-    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (..., dim) to the same shape. Not collective."""
-        expand, act, projection = self._layers
-        hidden, expand_cache = expand.forward(params["expand"], x, run)
-        active, act_cache = act.forward({}, hidden, run)
-        y, projection_cache = projection.forward(params["projection"], active, run)
-        return y, (expand_cache, act_cache, projection_cache)
-
-    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the gradient of ``x``. Not collective."""
-        expand, act, projection = self._layers
-        dactive, projection_pending = projection.backward_input(params["projection"], cache[2], dy)
-        dhidden = act.backward_over(cache[1], known(dactive))  # the projection's result, which nobody else holds
-        dx, expand_pending = expand.backward_input(params["expand"], cache[0], dhidden)
-        return dx, (expand_pending, projection_pending)
-
-    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of both weights and biases. Not collective."""
-        expand, _, projection = self._layers
-        projection.backward_weights(params["projection"], cache[2], pending[1], grads["projection"])
-        expand.backward_weights(params["expand"], cache[0], pending[0], grads["expand"])
-
     def split(self, group: Group) -> Layer:
         """Split the hidden features. Not collective."""
         return SplitFeedForward(self, group) if splits(self, FeedForward, group) else self
-
-    def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count both linear layers' products. Not collective."""
-        expand, _, projection = self._layers
-        return expand.operations(shape) + projection.operations(expand.output_shape(shape))
 
     def trace(self, graph: Graph, name: str, source: Place) -> Place:
         """Add the three layers in a row. Not collective."""

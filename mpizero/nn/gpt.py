@@ -12,13 +12,13 @@ import numpy as np
 from mpizero.nn.block import TransformerBlock
 from mpizero.nn.checkpointed import Checkpointed
 from mpizero.nn.embedding import TokenEmbedding
+from mpizero.nn.forms import HeadForm
 from mpizero.nn.graph import Graph, Place
-from mpizero.nn.layer import Layer, known, require_positive, require_rate, splits
+from mpizero.nn.layer import Layer, require_positive, require_rate, splits
 from mpizero.nn.linear import Projection
 from mpizero.nn.loss import CrossEntropy
 from mpizero.nn.model import export_computation_graph
 from mpizero.nn.norm import LayerNorm
-from mpizero.nn.operations import Operations
 from mpizero.nn.predictor import compile_gpt
 from mpizero.nn.sequential import Sequential
 from mpizero.nn.settings import model_dtype, require_seed
@@ -26,7 +26,7 @@ from mpizero.nn.split.block import SplitBlock
 from mpizero.nn.split.embedding import SplitTokenEmbedding
 from mpizero.nn.split.head import SplitCrossEntropy, SplitHead
 from mpizero.nn.split.model import SplitModel
-from mpizero.types import EVALUATE, Array, BlockModel, Group, Params, Run
+from mpizero.types import Array, BlockModel, Group, Params
 
 _TOKEN_TABLE = "embedding.token.weight"
 #: Random numbers are keyed by site: 0 is the embedding's dropout, then three for each block.
@@ -34,7 +34,7 @@ _SITES_PER_BLOCK = 3
 
 
 @dataclass(frozen=True)
-class LanguageHead(Layer):
+class LanguageHead(HeadForm):
     """Final norm, then projection onto the vocabulary: a language model's last block.
 
     ``tied`` names the parameter whose storage the projection shares, or is None.
@@ -48,31 +48,6 @@ class LanguageHead(Layer):
     def _layers(self) -> tuple[LayerNorm, Projection]:
         return LayerNorm(self.dim), Projection(self.dim, self.vocabulary, self.tied)
 
-    def children(self) -> dict[str, Layer]:
-        """Give ``norm`` and ``projection``. Not collective."""
-        norm, projection = self._layers
-        return {"norm": norm, "projection": projection}
-
-    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (samples, length, dim) to logits (samples, length, vocabulary). Not collective."""
-        norm, projection = self._layers
-        normed, norm_cache = norm.forward(params["norm"], x, run)
-        logits, projection_cache = projection.forward(params["projection"], normed, run)
-        return logits, (norm_cache, projection_cache)
-
-    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the gradient of ``x``. Not collective."""
-        norm, projection = self._layers
-        dnormed, projection_pending = projection.backward_input(params["projection"], cache[1], dy)
-        dx, norm_pending = norm.backward_input(params["norm"], cache[0], known(dnormed))
-        return dx, (norm_pending, projection_pending)
-
-    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of the norm and of this use of the table. Not collective."""
-        norm, projection = self._layers
-        projection.backward_weights(params["projection"], cache[1], pending[1], grads["projection"])
-        norm.backward_weights(params["norm"], cache[0], pending[0], grads["norm"])
-
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Replace the last axis by ``vocabulary``. Not collective."""
         return (*shape[:-1], self.vocabulary)
@@ -83,10 +58,6 @@ class LanguageHead(Layer):
             return self
         norm, projection = self._layers
         return Sequential({"norm": norm, "projection": projection.split(group)})
-
-    def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the projection's products. Not collective."""
-        return self._layers[1].operations(shape)
 
     def trace(self, graph: Graph, name: str, source: Place) -> Place:
         """Add norm and projection. Not collective."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpizero.nn.activation import Activation, named_activation
 from mpizero.nn.dropout import Dropout, Window
+from mpizero.nn.forms import FeedForwardForm
 from mpizero.nn.layer import Layer, known, namespace
 from mpizero.nn.operations import Operations
 from mpizero.nn.regions import Gather, Split
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SplitFeedForward(Layer):
+class SplitFeedForward(FeedForwardForm):
     """Two linear layers with an activation between them, split along the hidden features.
 
     Parameters
@@ -47,38 +48,6 @@ class SplitFeedForward(Layer):
             named_activation(self.whole.activation),
             RowLinear(projection, self.group, self.sequence),  # type: ignore[arg-type]
         )
-
-    def children(self) -> dict[str, Layer]:
-        """Give ``expand`` and ``projection``. Not collective."""
-        expand, _, projection = self._layers
-        return {"expand": expand, "projection": projection}
-
-    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (..., dim) to the same shape. Collective over the group."""
-        expand, act, projection = self._layers
-        hidden, expand_cache = expand.forward(params["expand"], x, run)
-        active, act_cache = act.forward({}, hidden, run)
-        y, projection_cache = projection.forward(params["projection"], active, run)
-        return y, (expand_cache, act_cache, projection_cache)
-
-    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the gradient of ``x``. Collective over the group."""
-        expand, act, projection = self._layers
-        dactive, projection_pending = projection.backward_input(params["projection"], cache[2], dy)
-        dhidden = act.backward_over(cache[1], known(dactive))  # the projection's result, which nobody else holds
-        dx, expand_pending = expand.backward_input(params["expand"], cache[0], dhidden)
-        return dx, (expand_pending, projection_pending)
-
-    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the own parts' gradients. Collective over the group if sequences are split."""
-        expand, _, projection = self._layers
-        projection.backward_weights(params["projection"], cache[2], pending[1], grads["projection"])
-        expand.backward_weights(params["expand"], cache[0], pending[0], grads["expand"])
-
-    def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the products with the own hidden features. Not collective."""
-        expand, _, projection = self._layers
-        return expand.operations(shape) + projection.operations(self.whole.children()["expand"].output_shape(shape))
 
 
 @dataclass(frozen=True)

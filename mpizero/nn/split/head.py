@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpizero import kernels
-from mpizero.nn.layer import Layer, known, namespace, vector
-from mpizero.nn.operations import Operations
+from mpizero.nn.forms import HeadForm
+from mpizero.nn.layer import Layer, namespace, vector
 from mpizero.nn.regions import Gather
 from mpizero.nn.split.linear import SplitProjection
 from mpizero.nn.split.parts import complete_shared, own_range, require_length
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SplitHead(Layer):
+class SplitHead(HeadForm):
     """Final norm over the own places of sequences, then the logits of the own vocabulary items for all places.
 
     Messages: a gather forward, a reduce-scatter backward; in the weight half a gather and a sum of the norm's
@@ -44,40 +44,18 @@ class SplitHead(Layer):
         norm, projection = self.whole.children().values()
         return norm, SplitProjection(projection, self.group, sequence=True)  # type: ignore[arg-type]
 
-    def children(self) -> dict[str, Layer]:
-        """Give ``norm`` and ``projection``. Not collective."""
-        norm, projection = self._layers
-        return {"norm": norm, "projection": projection}
-
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Map own places (samples, places, dim) to logits (samples, length, own items). Collective over the group."""
-        norm, projection = self._layers
-        run = require_length(run, x, self.group)
-        normed, norm_cache = norm.forward(params["norm"], x, run)
-        logits, projection_cache = projection.forward(params["projection"], normed, run)
-        return logits, (norm_cache, projection_cache)
-
-    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the gradient of ``x``. Collective over the group."""
-        norm, projection = self._layers
-        dnormed, projection_pending = projection.backward_input(params["projection"], cache[1], dy)
-        dx, norm_pending = norm.backward_input(params["norm"], cache[0], known(dnormed))
-        return dx, (norm_pending, projection_pending)
+        return super().forward(params, x, require_length(run, x, self.group))
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the gradients of the norm and of this use of the own items. Collective over the group."""
-        norm, projection = self._layers
-        projection.backward_weights(params["projection"], cache[1], pending[1], grads["projection"])
-        norm.backward_weights(params["norm"], cache[0], pending[0], grads["norm"])
+        super().backward_weights(params, cache, pending, grads)
         complete_shared(self, self.group, grads, "head: shared gradients")
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Give the unsplit layer's. Not collective."""
         return self.whole.output_shape(shape)
-
-    def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the products with the own items. Not collective."""
-        return self._layers[1].operations(shape)
 
 
 @dataclass(frozen=True)
