@@ -19,6 +19,7 @@ FLOORS = {
     "errors": 0,
     "types": 0,
     "faults": 0,
+    "crc": 0,
     "layout": 1,
     "kernels": 1,
     "comm": 2,  # its exact sums execute layout's tree programs with kernels
@@ -40,6 +41,7 @@ DOORS = {
     "llvmlite": {"kernels"},
     "h5py": {"data", "checkpoint"},
     "tqdm": {"train"},
+    "isal": {"crc"},
     "cupy": {"kernels", "comm"},
     "sklearn": {"data"},
 }

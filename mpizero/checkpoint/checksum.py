@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from mpizero.crc import crc32 as crc32
 from mpizero.types import Array
 
 #: Bytes of one checksummed block of an array; a multiple of every element size.
@@ -48,7 +49,7 @@ def crc32_combine(first: int, second: int, length: int) -> int:
     Parameters
     ----------
     first, second : int
-        ``zlib.crc32`` of the two strings; 0 for an empty one.
+        ``crc32`` of the two strings; 0 for an empty one.
     length : int
         Bytes of the second string.
     """

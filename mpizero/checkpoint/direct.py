@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from mpizero.checkpoint.checksum import BLOCK, block_count, crc32_shifted, cut
+from mpizero.checkpoint.checksum import BLOCK, block_count, crc32, crc32_shifted, cut
 from mpizero.checkpoint.failures import agreed
 from mpizero.checkpoint.stage import write_at
 from mpizero.checkpoint.table import LocalArray, Table
@@ -55,7 +54,7 @@ def _write(file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int]) 
                 for start, stop in cut(begin, begin + len(data)):
                     part = data[start - begin : stop - begin]
                     strike("save.write", handle)
-                    checksums.append(zlib.crc32(part))
+                    checksums.append(crc32(part))
                     write_at(handle, part, offsets[array.path] + start, f"{file}: array {array.path!r}")
                 if checksums:
                     sums.append(PieceSums(array.path, begin, begin + len(data), tuple(checksums)))
@@ -73,7 +72,7 @@ def checksums(arrays: Sequence[LocalArray]) -> list[PieceSums]:
         for first, values in array.pieces:
             data, begin = as_bytes(values), first * array.dtype.itemsize
             parts = cut(begin, begin + len(data))
-            crcs = tuple(zlib.crc32(data[start - begin : stop - begin]) for start, stop in parts)
+            crcs = tuple(crc32(data[start - begin : stop - begin]) for start, stop in parts)
             if crcs:
                 sums.append(PieceSums(array.path, begin, begin + len(data), crcs))
     return sums

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from mpizero.checkpoint.checksum import crc32
 from mpizero.checkpoint.direct import as_bytes, checksums
 from mpizero.checkpoint.failures import agreed, borrowed, on_root
 from mpizero.checkpoint.manifest import MANIFEST_LIMIT, decode, encode
@@ -52,7 +52,7 @@ def _to_bytes(world: Communicator, arrays: Sequence[LocalArray], attributes: Map
             world.broadcast(target, root=rank, tag=piece.path)
     structure = 0
     for _, data in skeleton.structure:
-        structure = zlib.crc32(data, structure)
+        structure = crc32(data, structure)
     manifest = encode(describe(table, skeleton, structure, gathered, attributes))
     return b"".join((image.data, manifest, len(manifest).to_bytes(8, "little"), MAGIC))
 

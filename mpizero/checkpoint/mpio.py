@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from mpizero.checkpoint.checksum import cut
+from mpizero.checkpoint.checksum import crc32, cut
 from mpizero.checkpoint.direct import PieceSums, checksums
 from mpizero.checkpoint.failures import agreed
 from mpizero.checkpoint.table import LocalArray
@@ -89,7 +88,7 @@ def _sync_and_compare(file: str, sums: Sequence[PieceSums], offsets: Mapping[str
         os.fsync(handle)
         for piece in sums:
             for (start, stop), crc in zip(cut(piece.start, piece.stop), piece.checksums, strict=True):
-                if zlib.crc32(os.pread(handle, stop - start, offsets[piece.path] + start)) != crc:
+                if crc32(os.pread(handle, stop - start, offsets[piece.path] + start)) != crc:
                     raise CheckpointError(
                         f"{file}: array {piece.path!r}, bytes {start} to {stop - 1}: MPI-IO wrote something else"
                     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from mpizero.checkpoint.checksum import BLOCK, cut, judge
+from mpizero.checkpoint.checksum import BLOCK, crc32, cut, judge
 from mpizero.checkpoint.direct import as_bytes
 from mpizero.checkpoint.failures import CheckpointMissingError, agreed, on_root
 from mpizero.checkpoint.manifest import MANIFEST_LIMIT, MANIFEST_NAME, STATE_NAME, Manifest, StoredArray, decode
@@ -142,7 +141,7 @@ def check_structure(source: Bytes, manifest: Manifest, where: str) -> None:
         for begin, end in cut(0, length):
             part = bytearray(end - begin)
             source.read_into(start + begin, memoryview(part))
-            crc = zlib.crc32(part, crc)
+            crc = crc32(part, crc)
     if crc != manifest.structure:
         raise CheckpointError(
             f"{where}: checksum mismatch in the HDF5 structure (outside all arrays): "
@@ -253,7 +252,7 @@ class Reader:
                 view = data[start - begin : stop - begin]
                 strike("load.read")
                 self._source.read_into(stored.offset + start, view)
-                part = _Part(request.path, start, stop, zlib.crc32(view))
+                part = _Part(request.path, start, stop, crc32(view))
                 if stop - start < _block_length(stored, start):
                     parts.append(part)
                 elif part.crc != stored.checksums[start // BLOCK]:
@@ -286,8 +285,8 @@ class Reader:
         head, tail = bytearray(part.start - origin), bytearray(end - part.stop)
         self._source.read_into(stored.offset + origin, memoryview(head))
         self._source.read_into(stored.offset + part.stop, memoryview(tail))
-        segments = [(0, len(head), zlib.crc32(head)), (part.start - origin, part.stop - origin, part.crc)]
-        segments.append((part.stop - origin, end - origin, zlib.crc32(tail)))
+        segments = [(0, len(head), crc32(head)), (part.start - origin, part.stop - origin, part.crc)]
+        segments.append((part.stop - origin, end - origin, crc32(tail)))
         verdicts = judge(end - origin, stored.checksums[origin // BLOCK], [s for s in segments if s[0] < s[1]])
         if not all(verdicts):
             raise self._mismatch(part)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import zlib
 from typing import Any
 
-from mpizero.checkpoint.checksum import BLOCK, cut
+from mpizero.checkpoint.checksum import BLOCK, crc32, cut
 from mpizero.checkpoint.manifest import STATE_NAME, Manifest
 from mpizero.checkpoint.reader import FileBytes, read_manifest
 from mpizero.errors import CheckpointError
@@ -39,7 +38,7 @@ def verify_checksums(where: str) -> Manifest:
             for start, stop in cut(0, stored.nbytes):
                 part = buffer[: stop - start]
                 source.read_into(stored.offset + start, part)
-                if zlib.crc32(part) != stored.checksums[start // BLOCK]:
+                if crc32(part) != stored.checksums[start // BLOCK]:
                     raise CheckpointError(f"{state}: array {path!r}: checksum mismatch in bytes {start} to {stop - 1}")
     finally:
         source.close()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from mpizero.checkpoint import direct, mpio
+from mpizero.checkpoint.checksum import crc32
 from mpizero.checkpoint.direct import PieceSums
 from mpizero.checkpoint.failures import agreed, borrowed, on_root
 from mpizero.checkpoint.manifest import Manifest, StoredArray, canonical_json, encode
@@ -106,7 +106,7 @@ def agree_on_arrays(
         if not isinstance(attributes, dict):
             raise CheckpointError(f"attributes must be a dict, got {type(attributes).__name__}")
         text = canonical_json(attributes, "attributes")
-    claims = comm.allgather_object(([Claim.of(array) for array in local], zlib.crc32(text.encode())), "checkpoint")
+    claims = comm.allgather_object(([Claim.of(array) for array in local], crc32(text.encode())), "checkpoint")
     with agreed(comm, prefix):
         for rank, (_, crc) in enumerate(claims):
             if crc != claims[0][1]:
@@ -159,7 +159,7 @@ def _structure(state: str, skeleton: Skeleton) -> int:
         for offset, data in skeleton.structure:
             if os.pread(handle, len(data), offset) != data:
                 raise CheckpointError(f"{state}: bytes at offset {offset} are not those laid out")
-            crc = zlib.crc32(data, crc)
+            crc = crc32(data, crc)
     finally:
         os.close(handle)
     return crc

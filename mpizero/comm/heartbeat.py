@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 from mpizero.comm.board import Board, Slot
 from mpizero.comm.transport import CallTrace
+from mpizero.crc import crc32
 
 #: Seconds between two entries on the board, unless a watchdog asks for more.
 TICK = 0.5
@@ -61,7 +61,7 @@ class Register:
         """Start to follow ``trace``. Not collective."""
         group = tuple(members)
         ordinal = self._ordinals[group] = self._ordinals.get(group, -1) + 1
-        self.live.append(Registration(trace, group, f"{zlib.crc32(repr(group).encode()):08x}.{ordinal}"))
+        self.live.append(Registration(trace, group, f"{crc32(repr(group).encode()):08x}.{ordinal}"))
 
     def remove(self, trace: CallTrace) -> None:
         """Stop to follow ``trace``. Not collective."""

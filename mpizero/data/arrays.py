@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import zlib
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from mpizero.crc import crc32
 from mpizero.data.source import Indices, Source, check_lengths, check_samples, native
 from mpizero.errors import DataError
 from mpizero.types import Array
@@ -44,7 +44,7 @@ class ArraySource(Source):
         """Return shapes, types and checksums. Not collective."""
         found: dict[str, Any] = {"kind": "arrays"}
         for name, values in (("x", self.x), ("y", self.y)):
-            found[name] = (values.shape, values.dtype.str, zlib.crc32(values.data if values.size else b""))
+            found[name] = (values.shape, values.dtype.str, crc32(values.data if values.size else b""))
         return found
 
 

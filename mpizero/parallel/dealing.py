@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero.comm import Communicator, ProcessGrid
+from mpizero.crc import crc32
 from mpizero.errors import DataError
 from mpizero.layout import Grains
 from mpizero.types import Array, Group
@@ -75,7 +75,7 @@ def same_batch(grid: ProcessGrid, x: Any, y: Any) -> None:
 def _digest(value: Any) -> int:
     array = np.asarray(value)
     data = array.tobytes() if array.dtype != object else repr(value).encode()
-    return zlib.crc32(data, zlib.crc32(f"{array.dtype}{array.shape}".encode()))
+    return crc32(data, crc32(f"{array.dtype}{array.shape}".encode()))
 
 
 def deal(

@@ -1,0 +1,7 @@
+"""The CRC32 that everything here is checked with: of zlib's values, as fast as memory is read."""
+
+from __future__ import annotations
+
+from isal.isal_zlib import crc32
+
+__all__ = ["crc32"]
