@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from mpizero.nn.activation import Activation, named_activation
 from mpizero.nn.attention import CausalSelfAttention
 from mpizero.nn.dropout import Dropout
-from mpizero.nn.forms import FeedForwardForm
+from mpizero.nn.forms import BlockForm, FeedForwardForm
 from mpizero.nn.graph import Graph, Place
-from mpizero.nn.layer import Layer, known, namespace, require_positive, splits
+from mpizero.nn.layer import Layer, require_positive, splits
 from mpizero.nn.linear import Linear
 from mpizero.nn.norm import LayerNorm
-from mpizero.nn.operations import Operations
 from mpizero.nn.split.block import AlongSequence, SplitBlock, SplitFeedForward
-from mpizero.types import EVALUATE, Array, Group, Init, Params, Run
+from mpizero.types import Group, Init
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class FeedForward(FeedForwardForm):
 
 
 @dataclass(frozen=True)
-class TransformerBlock(Layer):
+class TransformerBlock(BlockForm):
     """Pre-norm block: ``h = x + attention(norm1(x))``, then ``h + feed_forward(norm2(h))``.
 
     Parameters
@@ -107,58 +105,9 @@ class TransformerBlock(Layer):
     def _dropouts(self) -> tuple[Dropout, Dropout]:
         return Dropout(self.dropout, self.site + 1), Dropout(self.dropout, self.site + 2)
 
-    def children(self) -> dict[str, Layer]:
-        """Give ``norm1``, ``attention``, ``norm2`` and ``feed_forward``. Not collective."""
-        norm1, attention, norm2, feed_forward = self._layers
-        return {"norm1": norm1, "attention": attention, "norm2": norm2, "feed_forward": feed_forward}
-
-    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (samples, length, dim) to the same shape. Not collective."""
-        norm1, attention, norm2, feed_forward = self._layers
-        drop1, drop2 = self._dropouts
-        xp = namespace(x)
-        a, norm1_cache = norm1.forward(params["norm1"], x, run)
-        a, attention_cache = attention.forward(params["attention"], a, run)
-        a, drop1_cache = drop1.forward({}, a, run)
-        h = xp.add(a, x, out=a)
-        b, norm2_cache = norm2.forward(params["norm2"], h, run)
-        b, feed_cache = feed_forward.forward(params["feed_forward"], b, run)
-        b, drop2_cache = drop2.forward({}, b, run)
-        y = xp.add(b, h, out=b)
-        return y, (norm1_cache, attention_cache, drop1_cache, norm2_cache, feed_cache, drop2_cache)
-
-    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the gradient of ``x``. Not collective."""
-        norm1, attention, norm2, feed_forward = self._layers
-        drop1, drop2 = self._dropouts
-        norm1_cache, attention_cache, drop1_cache, norm2_cache, feed_cache, drop2_cache = cache
-        db = known(drop2.backward_input({}, drop2_cache, dy)[0])
-        dfeed, feed_pending = feed_forward.backward_input(params["feed_forward"], feed_cache, db)
-        dnorm, norm2_pending = norm2.backward_input(params["norm2"], norm2_cache, known(dfeed))
-        dh = known(dnorm)
-        dh += dy
-        da = known(drop1.backward_input({}, drop1_cache, dh)[0])
-        dattention, attention_pending = attention.backward_input(params["attention"], attention_cache, da)
-        dnorm, norm1_pending = norm1.backward_input(params["norm1"], norm1_cache, known(dattention))
-        dx = known(dnorm)
-        dx += dh
-        return dx, (norm1_pending, attention_pending, norm2_pending, feed_pending)
-
-    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of all four layers. Not collective."""
-        norm1_cache, attention_cache, _, norm2_cache, feed_cache, _ = cache
-        caches = (norm1_cache, attention_cache, norm2_cache, feed_cache)
-        parts = zip(reversed(self.children().items()), reversed(caches), reversed(pending), strict=True)
-        for (name, layer), layer_cache, layer_pending in parts:
-            layer.backward_weights(params[name], layer_cache, layer_pending, grads[name])
-
     def split(self, group: Group) -> Layer:
         """Split heads, hidden features and places; :class:`ConfigError` if heads cannot be dealt. Not collective."""
         return AlongSequence(SplitBlock(self, group), group) if splits(self, TransformerBlock, group) else self
-
-    def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the products of attention and feed-forward. Not collective."""
-        return self._layers[1].operations(shape) + self._layers[3].operations(shape)
 
     def trace(self, graph: Graph, name: str, source: Place) -> Place:
         """Add both branches and their residual sums. Not collective."""

@@ -6,7 +6,8 @@ from abc import abstractmethod
 from typing import Any
 
 from mpizero.nn.activation import Activation
-from mpizero.nn.layer import Layer, known
+from mpizero.nn.dropout import Dropout
+from mpizero.nn.layer import Layer, known, namespace
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Params, Run
 
@@ -49,6 +50,69 @@ class FeedForwardForm(Layer):
         """Count both linear layers' products. Not collective."""
         expand, _, projection = self._layers
         return expand.operations(shape) + projection.operations(expand.output_shape(shape))
+
+
+class BlockForm(Layer):
+    """Pre-norm block: ``h = x + attention(norm1(x))``, then ``h + feed_forward(norm2(h))``, with dropouts."""
+
+    @property
+    @abstractmethod
+    def _layers(self) -> tuple[Layer, Layer, Layer, Layer]: ...
+
+    @property
+    @abstractmethod
+    def _dropouts(self) -> tuple[Dropout, Dropout]: ...
+
+    def _dropped(self, dropout: Dropout, x: Array, run: Run) -> Array:
+        """Mask what this rank holds of ``x``; the gradient is the same function of ``dy``. Not collective."""
+        return dropout.mask(x, run) if dropout.drops(x, run) else x
+
+    def children(self) -> dict[str, Layer]:
+        """Give ``norm1``, ``attention``, ``norm2`` and ``feed_forward``. Not collective."""
+        norm1, attention, norm2, feed_forward = self._layers
+        return {"norm1": norm1, "attention": attention, "norm2": norm2, "feed_forward": feed_forward}
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Map ``x`` (samples, length, dim) to the same shape. Collective where the layers are."""
+        norm1, attention, norm2, feed_forward = self._layers
+        drop1, drop2 = self._dropouts
+        xp = namespace(x)
+        a, norm1_cache = norm1.forward(params["norm1"], x, run)
+        a, attention_cache = attention.forward(params["attention"], a, run)
+        a = self._dropped(drop1, a, run)
+        h = xp.add(a, x, out=a)
+        b, norm2_cache = norm2.forward(params["norm2"], h, run)
+        b, feed_cache = feed_forward.forward(params["feed_forward"], b, run)
+        b = self._dropped(drop2, b, run)
+        y = xp.add(b, h, out=b)
+        return y, (norm1_cache, attention_cache, norm2_cache, feed_cache, run)
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Compute the gradient of ``x``. Collective where the layers are."""
+        norm1, attention, norm2, feed_forward = self._layers
+        drop1, drop2 = self._dropouts
+        norm1_cache, attention_cache, norm2_cache, feed_cache, run = cache
+        db = self._dropped(drop2, dy, run)
+        dfeed, feed_pending = feed_forward.backward_input(params["feed_forward"], feed_cache, db)
+        dnorm, norm2_pending = norm2.backward_input(params["norm2"], norm2_cache, known(dfeed))
+        dh = known(dnorm)
+        dh += dy
+        da = self._dropped(drop1, dh, run)
+        dattention, attention_pending = attention.backward_input(params["attention"], attention_cache, da)
+        dnorm, norm1_pending = norm1.backward_input(params["norm1"], norm1_cache, known(dattention))
+        dx = known(dnorm)
+        dx += dh
+        return dx, (norm1_pending, attention_pending, norm2_pending, feed_pending)
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the gradients of all four layers. Collective where the layers are."""
+        parts = zip(reversed(self.children().items()), reversed(cache[:4]), reversed(pending), strict=True)
+        for (name, layer), layer_cache, layer_pending in parts:
+            layer.backward_weights(params[name], layer_cache, layer_pending, grads[name])
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count the products of attention and feed-forward. Not collective."""
+        return self._layers[1].operations(shape) + self._layers[3].operations(shape)
 
 
 class HeadForm(Layer):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpizero.nn.activation import Activation, named_activation
 from mpizero.nn.dropout import Dropout, Window
-from mpizero.nn.forms import FeedForwardForm
-from mpizero.nn.layer import Layer, known, namespace
+from mpizero.nn.forms import BlockForm, FeedForwardForm
+from mpizero.nn.layer import Layer, known
 from mpizero.nn.operations import Operations
 from mpizero.nn.regions import Gather, Split
 from mpizero.nn.split.attention import SplitAttention
@@ -51,7 +51,7 @@ class SplitFeedForward(FeedForwardForm):
 
 
 @dataclass(frozen=True)
-class SplitBlock(Layer):
+class SplitBlock(BlockForm):
     """A pre-norm block over parts of sequences: heads and hidden features are split, all else goes by places.
 
     Between its column-row pairs a rank works on its own places only, so norms, dropouts and the residual stream take
@@ -87,54 +87,17 @@ class SplitBlock(Layer):
     def _dropouts(self) -> tuple[Dropout, Dropout]:
         return Dropout(self.whole.dropout, self.whole.site + 1), Dropout(self.whole.dropout, self.whole.site + 2)
 
-    def children(self) -> dict[str, Layer]:
-        """Give ``norm1``, ``attention``, ``norm2`` and ``feed_forward``. Not collective."""
-        norm1, attention, norm2, feed_forward = self._layers
-        return {"norm1": norm1, "attention": attention, "norm2": norm2, "feed_forward": feed_forward}
+    def _dropped(self, dropout: Dropout, x: Array, run: Run) -> Array:
+        return dropped(dropout, x, run, self.group)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Map the own places ``x`` (samples, places, dim) to the same shape. Collective over the group."""
-        norm1, attention, norm2, feed_forward = self._layers
-        drop1, drop2 = self._dropouts
-        xp = namespace(x)
-        run = require_length(run, x, self.group)
-        a, norm1_cache = norm1.forward(params["norm1"], x, run)
-        a, attention_cache = attention.forward(params["attention"], a, run)
-        a = dropped(drop1, a, run, self.group)
-        h = xp.add(a, x, out=a)
-        b, norm2_cache = norm2.forward(params["norm2"], h, run)
-        b, feed_cache = feed_forward.forward(params["feed_forward"], b, run)
-        b = dropped(drop2, b, run, self.group)
-        y = xp.add(b, h, out=b)
-        return y, (norm1_cache, attention_cache, norm2_cache, feed_cache, run)
-
-    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the gradient of ``x``. Collective over the group."""
-        norm1, attention, norm2, feed_forward = self._layers
-        drop1, drop2 = self._dropouts
-        norm1_cache, attention_cache, norm2_cache, feed_cache, run = cache
-        db = dropped(drop2, dy, run, self.group)
-        dfeed, feed_pending = feed_forward.backward_input(params["feed_forward"], feed_cache, db)
-        dnorm, norm2_pending = norm2.backward_input(params["norm2"], norm2_cache, known(dfeed))
-        dh = known(dnorm)
-        dh += dy
-        da = dropped(drop1, dh, run, self.group)
-        dattention, attention_pending = attention.backward_input(params["attention"], attention_cache, da)
-        dnorm, norm1_pending = norm1.backward_input(params["norm1"], norm1_cache, known(dattention))
-        dx = known(dnorm)
-        dx += dh
-        return dx, (norm1_pending, attention_pending, norm2_pending, feed_pending)
+        return super().forward(params, x, require_length(run, x, self.group))
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the own parts' gradients, and those of what every rank holds whole. Collective over the group."""
-        parts = zip(reversed(self.children().items()), reversed(cache[:4]), reversed(pending), strict=True)
-        for (name, layer), layer_cache, layer_pending in parts:
-            layer.backward_weights(params[name], layer_cache, layer_pending, grads[name])
+        super().backward_weights(params, cache, pending, grads)
         complete_shared(self, self.group, grads, "block: shared gradients")
-
-    def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the products of the own heads and hidden features. Not collective."""
-        return self._layers[1].operations(shape) + self._layers[3].operations(shape)
 
 
 def dropped(dropout: Dropout, x: Array, run: Run, group: Group) -> Array:
