@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
 from mpizero.train.options import add_layout_options, layout_of, named_as_options
+from mpizero.train.signals import StopSignals
 
 if TYPE_CHECKING:
     from mpizero.comm import Communicator
@@ -209,6 +210,13 @@ def _add_bench(commands: Any) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
+    with StopSignals() as signals:  # from here on: loading libraries takes seconds
+        status = _train_until_stopped(options, signals)
+        signals.ignore()
+    return status
+
+
+def _train_until_stopped(options: argparse.Namespace, signals: StopSignals) -> int:
     from mpizero.comm.agreement import all_ranks
     from mpizero.train.configfile import Document, parse_config
 
@@ -222,7 +230,7 @@ def _train(options: argparse.Namespace) -> int:
 
     try:
         with document.located():
-            result = train(config, comm, resume=options.resume)
+            result = train(config, comm, resume=options.resume, signals=signals)
     except Preempted as stop:
         if comm.rank == 0:
             print(f"mpizero: {stop}", file=sys.stderr, flush=True)

@@ -1,21 +1,17 @@
-"""Requests to stop early, taken by signal handlers that only set a flag and agreed by all ranks once a step."""
+"""Requests to stop early, from whatever source: agreed by all ranks once a step."""
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from enum import IntEnum
-from types import FrameType, TracebackType
 
 import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.comm.transport import Request
 
-#: Slurm's early warning, and the request to end of schedulers and launchers.
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+#: What may ask for a stop: returns the reason, "" while there is none. Called once a step, so it must be quick.
+Source = Callable[[], str]
 
 
 class Verdict(IntEnum):
@@ -26,43 +22,37 @@ class Verdict(IntEnum):
     FAIL = 2
 
 
-class StopRequests(AbstractContextManager["StopRequests"]):
-    """Catch stop signals inside a ``with`` block, and let all ranks of ``comm`` agree on what they mean.
+class StopRequests:
+    """Let all ranks of ``comm`` agree on what the stop requests of some of them mean.
 
     The answer of one small reduction, started before a step and read after it, is the same on every rank, so all save
-    the same step. A signal that arrives during a step counts after the next one.
+    the same step. A request that comes during a step counts after the next one. Background work rides along: whether
+    any rank is still busy with it.
 
     Parameters
     ----------
     comm : Communicator
         Used for nothing else while a question is open.
+    *sources : callable
+        What may ask this rank to stop; other ranks may have others, or none.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self._wish = Verdict.GO_ON
-        self._name: str | None = None
-        self._buffer = np.zeros(1, dtype=np.int64)
+    def __init__(self, comm: Communicator, *sources: Source) -> None:
+        self._comm, self._sources = comm, sources
+        self._wish, self._own, self._reason = Verdict.GO_ON, "", ""
+        self._buffer = np.zeros(2, dtype=np.int64)
         self._question: Request | None = None
-        self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
-
-    def __enter__(self) -> StopRequests:
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python refuses handlers
-            for number in SIGNALS:
-                self._previous[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        self._previous.clear()
+        self._finished = True
 
     @property
-    def signal_name(self) -> str | None:
-        """The signal that this rank has caught."""
-        return self._name
+    def reason(self) -> str:
+        """Why all stop: what the lowest rank that was asked to gives; the same on every rank, "" before the verdict."""
+        return self._reason
+
+    @property
+    def all_finished(self) -> bool:
+        """Whether no rank was busy at the time of the last answered :meth:`ask`; the same on every rank."""
+        return self._finished
 
     def fail(self) -> None:
         """Ask every rank to stop with an error after the next agreed step.
@@ -71,12 +61,20 @@ class StopRequests(AbstractContextManager["StopRequests"]):
         """
         self._wish = Verdict.FAIL
 
-    def ask(self) -> None:
+    def ask(self, busy: bool = False) -> None:
         """Start asking every rank for its wish.
 
         Collective over the communicator.
+
+        Parameters
+        ----------
+        busy : bool
+            This rank has background work that must end before :attr:`all_finished` can be true.
         """
-        self._buffer[0] = self._wish
+        self._own = self._own or next(filter(None, (source() for source in self._sources)), "")
+        wish = max(self._wish, Verdict.STOP if self._own else Verdict.GO_ON)
+        size, rank = self._comm.size, self._comm.rank
+        self._buffer[:] = wish * size + (size - 1 - rank), busy  # of equal wishes the lowest rank's
         self._question = self._comm.iallreduce(self._buffer, op="max", tag="stop requests")
 
     def answer(self) -> Verdict:
@@ -88,8 +86,9 @@ class StopRequests(AbstractContextManager["StopRequests"]):
             raise RuntimeError("answer() needs a question: call ask() first")
         self._question.wait()
         self._question = None
-        return Verdict(int(self._buffer[0]))
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._name = signal.Signals(number).name
-        self._wish = max(self._wish, Verdict.STOP)
+        self._finished = not self._buffer[1]
+        wish, place = divmod(int(self._buffer[0]), self._comm.size)
+        if wish == Verdict.STOP:
+            rank = self._comm.size - 1 - place
+            self._reason = self._comm.broadcast_object(self._own, rank, tag="stop requests")
+        return Verdict(wish)

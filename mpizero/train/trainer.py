@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from mpizero.train.preemption import StopRequests, Verdict
 from mpizero.train.progress import Progress
 from mpizero.train.resume import load_newest, save
 from mpizero.train.runfolder import RunFolder
+from mpizero.train.signals import StopSignals
 
 #: So many steps in a row without a finite gradient end the run.
 MAX_SKIPPED = 5
@@ -35,7 +37,9 @@ class Preempted(MpizeroError):  # noqa: N818 - it is the outcome of a request, n
     status = ExitStatus.PREEMPTED
 
 
-def train(config: Config, comm: Communicator, *, resume: bool = False) -> dict[str, Any]:
+def train(
+    config: Config, comm: Communicator, *, resume: bool = False, signals: StopSignals | None = None
+) -> dict[str, Any]:
     """Run the training that a configuration describes, and return its result.
 
     Collective over ``comm``.
@@ -48,6 +52,9 @@ def train(config: Config, comm: Communicator, *, resume: bool = False) -> dict[s
         The ranks that train; left open.
     resume : bool
         Continue from the newest good checkpoint of the run's folder, if there is one.
+    signals : StopSignals, optional
+        Those that the caller catches already, maybe since before there was a communicator. Without, they are caught
+        while this function runs.
 
     Returns
     -------
@@ -69,8 +76,9 @@ def train(config: Config, comm: Communicator, *, resume: bool = False) -> dict[s
     try:
         with (
             comm.split(0, name="control") as control,
-            StopRequests(control) as stop,
+            nullcontext(signals) if signals else StopSignals() as caught,
         ):
+            stop = StopRequests(control, lambda: caught.reason(comm.rank))
             with all_ranks(control):
                 if comm.rank == 0:
                     open_folder(folder, progress, resume=resume)
@@ -252,8 +260,8 @@ class Trainer:
     @property
     def farewell(self) -> str:
         """What a stopped run tells."""
-        name = self.stop.signal_name or "a signal to another rank"
-        return f"stopped by {name} after step {self.step}: saved in {self.folder.checkpoints}; go on with --resume"
+        where = self.folder.checkpoints
+        return f"stopped by {self.stop.reason} after step {self.step}: saved in {where}; go on with --resume"
 
     def _result(self) -> dict[str, Any]:
         if self._saved != self.step:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 
 import numpy as np
 import pytest
 
-from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import ConfigError
 from mpizero.train.bench import MemoryRequest, sent_formula, wide_mlp
 from mpizero.train.generate import Sampling, characters
 from mpizero.train.memory import peak_resident, proportional, resident
 from mpizero.train.metrics import Speed, Validation, perplexity
-from mpizero.train.preemption import StopRequests, Verdict
 from mpizero.train.progress import Progress
 from mpizero.train.runfolder import RunFolder, RunFolderError
 
@@ -111,33 +108,6 @@ def test_a_run_folder_is_locked_while_open(tmp_path):
     folder.close()
     other.open()
     other.close()
-
-
-def test_all_ranks_hear_of_one_rank_s_signal_at_the_same_step():
-    first, second = InMemoryCommunicator.group(2)
-    with StopRequests(first) as one, StopRequests(second) as two:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert (one.signal_name, two.signal_name) == (None, "SIGUSR1")  # the later handler of this one process
-        one.ask()
-        two.ask()
-        assert (one.answer(), two.answer()) == (Verdict.STOP, Verdict.STOP)
-
-
-def test_a_failure_outweighs_a_wish_to_stop():
-    (comm,) = InMemoryCommunicator.group(1)
-    with StopRequests(comm) as stop:
-        stop.fail()
-        os.kill(os.getpid(), signal.SIGTERM)
-        stop.ask()
-        assert stop.answer() is Verdict.FAIL
-
-
-def test_handlers_are_put_back():
-    before = signal.getsignal(signal.SIGTERM)
-    (comm,) = InMemoryCommunicator.group(1)
-    with StopRequests(comm):
-        assert signal.getsignal(signal.SIGTERM) != before
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_progress_is_short_where_there_is_no_terminal():

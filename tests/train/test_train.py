@@ -111,7 +111,7 @@ def test_a_signal_to_one_rank_saves_the_same_step_on_all_and_the_run_can_go_on(t
     outcome = mpizero.finish(process)
     assert outcome.status == ExitStatus.PREEMPTED, outcome.err
     assert outcome.out == ""
-    assert outcome.err.count(f"stopped by {number.name} after step") == 1
+    assert outcome.err.count(f"stopped by {number.name} on rank 0 after step") == 1
     assert not (run / "run_complete").exists()
     (saved,) = (run / "checkpoints").iterdir()
     done = mpizero.metrics()[-1]["step"]
