@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
@@ -160,6 +162,39 @@ def not_negative() -> Check:
     Not collective.
     """
     return number(">= 0", lambda value: value >= 0)
+
+
+def clock_seconds(value: str) -> float:
+    """Return the seconds of "MM:SS", "HH:MM:SS" or "D-HH:MM:SS", which is how batch systems tell time.
+
+    Not collective.
+
+    Raises
+    ------
+    ValueError
+        It is something else.
+    """
+    found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", value)
+    if found is None:
+        raise ValueError(f"not a time: {value}")
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def duration(value: Any) -> float:
+    """Take seconds > 0, or a text as "HH:MM:SS"; TOML's own times of day are understood too.
+
+    Not collective.
+    """
+    if isinstance(value, datetime.time):
+        value = value.strftime("%H:%M:%S")
+    try:
+        if isinstance(value, str) and value.count(":") == 2:
+            value = clock_seconds(value)
+        seconds: float = positive()(value)
+    except ValueError:
+        raise ValueError('must be seconds > 0, "HH:MM:SS" or "D-HH:MM:SS"') from None
+    return seconds
 
 
 def fraction() -> Check:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -84,8 +85,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="mpizero",
         description="Train models that do not fit one process, over MPI, with the same bits on any number of ranks.",
-        epilog="Exit status: 0 done; 65 bad data or checkpoint; 70 a rank failed; 74 input/output; 75 stopped by a "
-        "signal and saved; 76 hang or mismatch; 78 bad configuration or usage.",
+        epilog="Exit status: 0 done; 65 bad data or checkpoint; 70 a rank failed; 74 input/output; 75 stopped early, "
+        "and saved; 76 hang or mismatch; 78 bad configuration or usage.",
     )
     parser.add_argument("--version", action="version", version=f"mpizero {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -102,7 +103,8 @@ def _add_train(commands: Any) -> None:
         "train",
         help="train a model as a TOML file describes it; runs under mpiexec or srun",
         description="Train a model. Ends with one line of JSON on standard output; metrics, checkpoints and the "
-        "marker run_complete go into the run's folder. SIGUSR1 or SIGTERM: save and exit with status 75.",
+        "marker run_complete go into the run's folder. SIGUSR1, SIGTERM, a file STOP in that folder or the coming end "
+        "of the job's time: save and exit with status 75.",
         epilog="Example: mpiexec -n 8 python -m mpizero train config.toml --set train.steps=500",
     )
     parser.add_argument("config", metavar="CONFIG.toml", help="what to train")
@@ -211,12 +213,12 @@ def _add_bench(commands: Any) -> None:
 
 def _train(options: argparse.Namespace) -> int:
     with StopSignals() as signals:  # from here on: loading libraries takes seconds
-        status = _train_until_stopped(options, signals)
+        status = _train_until_stopped(options, signals, time.monotonic())
         signals.ignore()
     return status
 
 
-def _train_until_stopped(options: argparse.Namespace, signals: StopSignals) -> int:
+def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, started: float) -> int:
     from mpizero.comm.agreement import all_ranks
     from mpizero.train.configfile import Document, parse_config
 
@@ -227,10 +229,11 @@ def _train_until_stopped(options: argparse.Namespace, signals: StopSignals) -> i
     config = parse_config(document, {"train.threads": str(_threads())})
 
     from mpizero.train.trainer import Preempted, train
+    from mpizero.train.walltime import JobContext
 
     try:
         with document.located():
-            result = train(config, comm, resume=options.resume, signals=signals)
+            result = train(config, comm, resume=options.resume, context=JobContext(signals, started, os.environ))
     except Preempted as stop:
         if comm.rank == 0:
             print(f"mpizero: {stop}", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ from mpizero.train.checks import (
     Section,
     choice,
     did_you_mean,
+    duration,
     flag,
     fraction,
     many,
@@ -32,6 +33,8 @@ FREE_KEYS = (
     "train.threads",
     "train.validate_every",
     "train.validate_samples",
+    "train.time_limit",
+    "train.time_reserve",
     "model.activation_checkpointing",
     "data.text",
     "data.arrays",
@@ -166,13 +169,17 @@ class TrainSection(Section):
     threads: int = setting(1, whole(1, 1024))
     validate_every: int = setting(50, whole(0))
     validate_samples: int = setting(512, whole(0))
+    time_limit: float | None = setting(None, optional(duration))
+    time_reserve: float | None = setting(None, optional(duration))
 
     def check_combination(self) -> None:
-        """Reject a grain larger than the global batch."""
+        """Reject a grain larger than the global batch, and a job that would have no time but for saving."""
         if self.micro_batch is not None and self.micro_batch > self.global_batch:
             raise self.reject(
                 "micro_batch", f"must be at most train.global_batch = {self.global_batch}, of which it is a part"
             )
+        if self.time_limit is not None and self.time_reserve is not None and self.time_reserve >= self.time_limit:
+            raise self.reject("time_reserve", f"must be less than train.time_limit = {self.time_limit}")
 
 
 @dataclass(frozen=True, kw_only=True)

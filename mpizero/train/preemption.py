@@ -38,7 +38,7 @@ class StopRequests:
     """
 
     def __init__(self, comm: Communicator, *sources: Source) -> None:
-        self._comm, self._sources = comm, sources
+        self.comm, self._sources = comm, list(sources)
         self._wish, self._own, self._reason = Verdict.GO_ON, "", ""
         self._buffer = np.zeros(2, dtype=np.int64)
         self._question: Request | None = None
@@ -53,6 +53,13 @@ class StopRequests:
     def all_finished(self) -> bool:
         """Whether no rank was busy at the time of the last answered :meth:`ask`; the same on every rank."""
         return self._finished
+
+    def listen(self, *sources: Source) -> None:
+        """Take more sources of requests to this rank.
+
+        Not collective.
+        """
+        self._sources += sources
 
     def fail(self) -> None:
         """Ask every rank to stop with an error after the next agreed step.
@@ -73,9 +80,9 @@ class StopRequests:
         """
         self._own = self._own or next(filter(None, (source() for source in self._sources)), "")
         wish = max(self._wish, Verdict.STOP if self._own else Verdict.GO_ON)
-        size, rank = self._comm.size, self._comm.rank
+        size, rank = self.comm.size, self.comm.rank
         self._buffer[:] = wish * size + (size - 1 - rank), busy  # of equal wishes the lowest rank's
-        self._question = self._comm.iallreduce(self._buffer, op="max", tag="stop requests")
+        self._question = self.comm.iallreduce(self._buffer, op="max", tag="stop requests")
 
     def answer(self) -> Verdict:
         """Return the largest wish of all ranks at the time of :meth:`ask`.
@@ -87,8 +94,8 @@ class StopRequests:
         self._question.wait()
         self._question = None
         self._finished = not self._buffer[1]
-        wish, place = divmod(int(self._buffer[0]), self._comm.size)
+        wish, place = divmod(int(self._buffer[0]), self.comm.size)
         if wish == Verdict.STOP:
-            rank = self._comm.size - 1 - place
-            self._reason = self._comm.broadcast_object(self._own, rank, tag="stop requests")
+            rank = self.comm.size - 1 - place
+            self._reason = self.comm.broadcast_object(self._own, rank, tag="stop requests")
         return Verdict(wish)

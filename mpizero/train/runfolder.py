@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -48,6 +49,27 @@ class RunFolder:
         """Exists once the run has ended well; holds the result line."""
         return self.root / "run_complete"
 
+    @property
+    def stop_file(self) -> Path:
+        """Whoever makes it asks the run to save and stop."""
+        return self.root / "STOP"
+
+    @property
+    def stopped(self) -> Path:
+        """What :attr:`stop_file` becomes when it has been obeyed, until the run goes on."""
+        return self.root / "STOPPED"
+
+    def obey_stop(self) -> None:
+        """Note that the run has stopped as :attr:`stop_file` asked, so that the next resume goes on.
+
+        Not collective.
+        """
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                self.stop_file.rename(self.stopped)
+        except OSError as error:
+            raise self._failed("the file STOP cannot be renamed", error) from None
+
     def open(self) -> None:
         """Create the folders, prove that they can be written, and keep other jobs out.
 
@@ -65,6 +87,7 @@ class RunFolder:
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
             self._lock = (self.root / ".lock").open("a+", encoding="utf-8")
             self._take_lock(self._lock)
+            self.stopped.unlink(missing_ok=True)
         except OSError as error:
             self.close()
             raise self._failed("cannot be used", error) from None
@@ -140,6 +163,7 @@ class RunFolder:
             self._replace(self.marker, [json.dumps(result, allow_nan=False)])
         except OSError as error:
             raise self._failed("the marker cannot be written", error) from None
+        self.obey_stop()
 
     def close(self) -> None:
         """Close the files and let other jobs in.

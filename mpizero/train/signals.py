@@ -13,7 +13,7 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 class StopSignals(AbstractContextManager["StopSignals"]):
-    """Note stop signals inside a ``with`` block.
+    """Note stop signals inside a ``with`` block; a block inside the block changes nothing.
 
     A handler only keeps the first signal's name: nothing is interrupted but waiting system calls, which Python starts
     again, and a second signal changes nothing. Elsewhere than in the main thread Python allows no handlers: nothing is
@@ -21,11 +21,12 @@ class StopSignals(AbstractContextManager["StopSignals"]):
     """
 
     def __init__(self) -> None:
-        self._name = ""
+        self._name, self._depth = "", 0
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
+        self._depth += 1
+        if self._depth == 1 and threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 self._previous[number] = signal.signal(number, self._note)
         return self
@@ -33,6 +34,9 @@ class StopSignals(AbstractContextManager["StopSignals"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
         for number, handler in self._previous.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._previous.clear()

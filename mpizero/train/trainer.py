@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,8 @@ from mpizero.train.progress import Progress
 from mpizero.train.resume import load_newest, save
 from mpizero.train.runfolder import RunFolder
 from mpizero.train.signals import StopSignals
+from mpizero.train.stopfile import StopFile
+from mpizero.train.walltime import JobContext, WallTime
 
 #: So many steps in a row without a finite gradient end the run.
 MAX_SKIPPED = 5
@@ -38,7 +39,7 @@ class Preempted(MpizeroError):  # noqa: N818 - it is the outcome of a request, n
 
 
 def train(
-    config: Config, comm: Communicator, *, resume: bool = False, signals: StopSignals | None = None
+    config: Config, comm: Communicator, *, resume: bool = False, context: JobContext | None = None
 ) -> dict[str, Any]:
     """Run the training that a configuration describes, and return its result.
 
@@ -52,9 +53,9 @@ def train(
         The ranks that train; left open.
     resume : bool
         Continue from the newest good checkpoint of the run's folder, if there is one.
-    signals : StopSignals, optional
-        Those that the caller catches already, maybe since before there was a communicator. Without, they are caught
-        while this function runs.
+    context : JobContext, optional
+        The signals that the caller catches already, maybe since before there was a communicator, when its time began,
+        and its environment. Without: signals are caught and time counts while this function runs.
 
     Returns
     -------
@@ -65,7 +66,8 @@ def train(
     Raises
     ------
     Preempted
-        After SIGUSR1 or SIGTERM on any rank: the state is saved.
+        After SIGUSR1 or SIGTERM on any rank, a file ``STOP`` in the run's folder, or shortly before the end of the
+        job's time: the state is saved, and the message names the reason.
     NonFiniteError
         After five steps in a row without a finite gradient.
     """
@@ -73,17 +75,21 @@ def train(
     agree_equal(comm, "the configuration", config.to_dict())
     folder = RunFolder(config.checkpoint.folder)
     progress = Progress(config.train.steps, active=comm.rank == 0)
+    context = context or JobContext(StopSignals())
     try:
         with (
             comm.split(0, name="control") as control,
-            nullcontext(signals) if signals else StopSignals() as caught,
+            context.signals,
         ):
-            stop = StopRequests(control, lambda: caught.reason(comm.rank))
+            stop = StopRequests(control, lambda: context.signals.reason(comm.rank))
+            clock = WallTime([])
             with all_ranks(control):
                 if comm.rank == 0:
                     open_folder(folder, progress, resume=resume)
+                    clock = WallTime.of(config.train, context)
+                    stop.listen(clock.reason, StopFile(folder.stop_file).reason)
             with build(config, comm) as job:
-                trainer = Trainer(job, folder, stop, control, progress)
+                trainer = Trainer(job, folder, stop, clock, progress)
                 result = trainer.run(resume=resume)
     finally:
         folder.close()
@@ -107,10 +113,9 @@ def open_folder(folder: RunFolder, progress: Progress, *, resume: bool) -> None:
 class Trainer:
     """One run from its first or resumed step to its last; made by :func:`train`."""
 
-    def __init__(
-        self, job: Job, folder: RunFolder, stop: StopRequests, control: Communicator, progress: Progress
-    ) -> None:
-        self.job, self.folder, self.stop, self.control, self.progress = job, folder, stop, control, progress
+    def __init__(self, job: Job, folder: RunFolder, stop: StopRequests, clock: WallTime, progress: Progress) -> None:
+        self.job, self.folder, self.stop, self.clock, self.progress = job, folder, stop, clock, progress
+        self.control = stop.comm
         self.config = job.config
         self.speed = Speed("tokens" if job.task == "language" else "samples")
         self.step = 0
@@ -120,7 +125,7 @@ class Trainer:
         self._failure: MpizeroError | None = None
 
     def run(self, *, resume: bool) -> dict[str, Any] | None:
-        """Train to the last step, and return the result; None if a signal stopped the run before.
+        """Train to the last step, and return the result; None if the run was asked to stop before.
 
         Collective over the job's ranks.
         """
@@ -136,11 +141,14 @@ class Trainer:
             verdict = self.stop.answer()
             self.step += 1
             self._finish_step(self.job.model.last_step, time.perf_counter() - started)
+            self.clock.worked(time.perf_counter() - started)
             if self._checkpoint_due(verdict):
                 self._save()
         with all_ranks(self.control):
             if self._failure is not None:
                 raise self._failure
+            if verdict is Verdict.STOP and self.job.comm.rank == 0:
+                self.folder.obey_stop()
         if self.step < self.config.train.steps:
             return None
         return self._result()
@@ -253,7 +261,9 @@ class Trainer:
         return last or verdict is Verdict.STOP or bool(every and self.step % every == 0)
 
     def _save(self) -> None:
+        started = time.perf_counter()
         save(self.job, self.folder, self.step, self.loss)
+        self.clock.saved(time.perf_counter() - started)
         self._saved = self.step
         self.speed.disturb()
 

@@ -44,6 +44,27 @@ def test_the_smallest_files_are_complete():
     assert parse(MLP).model.hidden == (64, 64)
 
 
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ("90", 90),
+        ("0.5", 0.5),
+        ("00:01:30", 90),
+        ('"48:00:00"', 172800),
+        ('"2-00:00:01"', 172801),
+        ("30:00:00", 108000),
+    ],
+)
+def test_time_is_given_in_seconds_or_as_batch_systems_write_it(given, seconds):
+    assert parse(GPT, f"train.time_limit={given}").train.time_limit == seconds
+
+
+def test_a_job_has_time_for_more_than_saving():
+    text = failure(GPT, "train.time_limit=00:10:00", "train.time_reserve=600")
+    assert "train.time_reserve" in text
+    assert "must be less than train.time_limit = 600" in text
+
+
 def test_the_contract_s_example_is_accepted():
     config = parse(
         """
@@ -128,6 +149,11 @@ BAD = [
     ("train.global_batch", "-8"),
     ("train.micro_batch", "0"),
     ("train.micro_batch", "65"),
+    ("train.time_limit", "0"),
+    ("train.time_limit", "nan"),
+    ("train.time_limit", "12:30"),
+    ("train.time_limit", "a day"),
+    ("train.time_reserve", "-1"),
     ("train.seed", "-1"),
     ("train.clip", "inf"),
     ("train.clip", "-1.0"),
@@ -318,6 +344,7 @@ def test_a_configuration_survives_its_dictionary():
         "checkpoint.folder=x",
         "data.text=other.txt",
         "train.validate_every=3",
+        "train.time_limit=60",
         "model.activation_checkpointing=true",
     ],
 )

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
 from mpizero.comm import InMemoryCommunicator
+from mpizero.errors import ExitStatus
 from mpizero.testing import parallel_assert, run_in_threads
+from mpizero.train.configfile import Document, parse_config
 from mpizero.train.preemption import StopRequests, Verdict
+from mpizero.train.runfolder import RunFolder
 from mpizero.train.signals import SIGNALS, StopSignals
+from mpizero.train.stopfile import StopFile
+from mpizero.train.trainer import Preempted, train
+from mpizero.train.walltime import Limit, WallTime, slurm_limit
+from tests.train.conftest import TINY, write_inputs
 
 THREADS = [1, 2, 3, 4, 8]
 
@@ -132,3 +143,156 @@ def test_outside_the_main_thread_nothing_is_caught():
     thread.start()
     thread.join()
     assert found == [before]
+
+
+class Clock:
+    """A clock that stands until it is set."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("reserve", "total", "kept"),
+    [(None, 36000, 60), (None, 100, 10), (25.0, 36000, 25), (0.5, 100, 0.5)],
+    ids=["a minute", "a tenth of a short time", "as given", "as given, though short"],
+)
+def test_time_is_kept_for_saving(reserve, total, kept):
+    clock = Clock()
+    time_left = WallTime([Limit("train.time_limit", total), Limit("Slurm's", 2 * total)], reserve, clock)
+    clock.now += total - kept - 0.01
+    assert time_left.reason() == ""
+    clock.now += 0.02
+    assert f"the time limit (train.time_limit: {kept:.0f} s left, {kept:.0f} s kept" in time_left.reason()
+
+
+def test_twice_the_longest_step_and_save_are_kept_where_that_is_more():
+    clock = Clock()
+    time_left = WallTime([Limit("Slurm's", 3600)], None, clock)
+    for seconds in (1, 50, 2):
+        time_left.worked(seconds)
+        time_left.saved(2 * seconds)
+    assert time_left.reserve == 2 * (50 + 100)
+    clock.now += 3301
+    assert "Slurm's" in time_left.reason()
+
+
+def test_without_a_limit_there_is_time_for_ever():
+    time_left = WallTime([])
+    time_left.worked(1e9)
+    assert time_left.reason() == ""
+
+
+def unasked(job):
+    raise AssertionError("squeue was asked")
+
+
+@pytest.mark.parametrize(
+    ("environment", "answer", "left"),
+    [
+        ({}, unasked, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "{end}"}, unasked, 500),
+        ({"SLURM_JOB_ID": "7"}, "1-02:03:04", 93784),
+        ({"SLURM_JOB_ID": "7"}, "59:59", 3599),
+        ({"SLURM_JOB_ID": "7"}, "0:09", 9),
+        ({"SLURM_JOB_ID": "7"}, "UNLIMITED", None),
+        ({"SLURM_JOB_ID": "7"}, "", None),
+        ({"SLURM_JOB_ID": "7"}, FileNotFoundError("squeue"), None),
+        ({"SLURM_JOB_ID": "7"}, subprocess.TimeoutExpired("squeue", 10), None),
+    ],
+)
+def test_slurm_says_when_its_job_ends(environment, answer, left):
+    def ask(job):
+        assert job == "7"
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    given = {key: value.format(end=int(time.time()) + 500) for key, value in environment.items()}
+    limit = slurm_limit(given, answer if callable(answer) else ask)
+    assert (None if limit is None else limit.left) == (left if left is None else pytest.approx(left, abs=2))
+
+
+def test_the_stop_file_is_looked_for_at_most_once_a_second(tmp_path):
+    clock, path = Clock(), tmp_path / "STOP"
+    stop = StopFile(path, clock)
+    assert stop.reason() == ""
+    path.touch()
+    clock.now += 0.9
+    assert stop.reason() == ""
+    clock.now += 0.2
+    assert stop.reason() == f"the file {path}"
+
+
+def test_an_obeyed_stop_file_is_kept_under_another_name_until_the_run_goes_on(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.obey_stop()
+    folder.open()
+    folder.stop_file.touch()
+    folder.obey_stop()
+    folder.close()
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [".lock", "STOPPED"]
+    folder.open()
+    folder.close()
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [".lock"]
+
+
+def configured(folder: Path, *overrides: str):
+    """Return the tiny run of ``folder`` with some settings replaced."""
+    places = (f"data.text={folder}/text.txt", f"checkpoint.folder={folder}/run/checkpoints", "train.validate_every=0")
+    return parse_config(Document("tiny.toml", TINY, [*places, *overrides]), {})
+
+
+def test_a_run_stopped_in_mid_epoch_goes_on_with_other_ranks_and_stages_to_the_same_bits(tmp_path):
+    """Each visit finds a file STOP: it does one step, saves, and leaves the rest to the next."""
+    write_inputs(tmp_path)
+    (whole,) = run_in_threads(1, lambda comm: train(configured(tmp_path, "train.steps=4"), comm))
+    shutil.rmtree(tmp_path / "run")
+
+    def visit(ranks, stage):
+        config = configured(tmp_path, "train.steps=4", f"parallel.strategy={stage}")
+        return run_in_threads(ranks, lambda comm: train(config, comm, resume=True))
+
+    for ranks, stage in [(8, "zero1"), (3, "zero3"), (5, "ddp")]:
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / "STOP").touch()
+        with pytest.raises(Preempted, match=r"stopped by the file .*STOP after step"):
+            visit(ranks, stage)
+    hashes = {result["parameters_sha256"] for result in visit(4, "zero2")}
+    assert hashes == {whole["parameters_sha256"]}
+
+
+def catches(process: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal."""
+    status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
+    mask = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def test_signals_from_the_loading_of_libraries_to_the_end_do_no_harm(mpizero):
+    """The first comes as soon as it can be caught, the last while Python takes itself apart."""
+    process = mpizero.start(0, "train", "tiny.toml", "--set", "train.steps=100000")
+    while not catches(process.pid, signal.SIGTERM):
+        time.sleep(0.001)
+    while process.poll() is None:
+        process.send_signal(signal.SIGUSR1)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.002)
+    outcome = mpizero.finish(process)
+    assert outcome.status == ExitStatus.PREEMPTED, outcome.err
+    assert "stopped by SIGUSR1 on rank 0 after step 1: saved" in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_a_run_stops_before_its_time_ends_and_can_go_on(mpizero):
+    limit = ("train.steps=100000", "checkpoint.every=0", "train.time_limit=1000", "train.time_reserve=999")
+    stopped = mpizero.train(2, *limit)
+    assert stopped.status == ExitStatus.PREEMPTED, stopped.err
+    assert "stopped by the time limit (train.time_limit: 99" in stopped.err
+    done = mpizero.metrics()[-1]["step"]
+    assert [path.name for path in (mpizero.folder / "run" / "checkpoints").iterdir()] == [f"step_{done:08d}"]
+    resumed = mpizero.train(1, f"train.steps={done + 1}", flags=["--resume"])
+    assert resumed.result["steps"] == done + 1, resumed.err
