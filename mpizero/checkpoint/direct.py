@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,10 @@ class PieceSums(NamedTuple):
     checksums: tuple[int, ...]
 
 
+class Halted(Exception):  # noqa: N818 - somebody's wish, not a mistake
+    """Writing was given up between two blocks."""
+
+
 def as_bytes(values: Array) -> memoryview:
     """Return the bytes of a one-dimensional contiguous array, without a copy. Not collective."""
     return values.view(np.uint8).data
@@ -39,11 +43,24 @@ def store(
     Collective over ``comm``: all ranks succeed, or all raise the same error, which begins with ``prefix``.
     """
     with agreed(comm, prefix):
-        return _write(file, arrays, offsets)
+        return write_pieces(file, arrays, offsets)
 
 
-def _write(file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int]) -> list[PieceSums]:
-    """Take each block's checksum from memory just before it is written: what is damaged later, reading finds."""
+def write_pieces(
+    file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int], halted: Callable[[], bool] = lambda: False
+) -> list[PieceSums]:
+    """Write this rank's pieces into ``file`` and make them durable; return their checksums. Not collective, no MPI.
+
+    Each block's checksum is taken from memory just before it is written: what is damaged later, reading finds. Between
+    two blocks ``halted`` is asked whether to give up.
+
+    Raises
+    ------
+    Halted
+        It was given up.
+    OSError
+        Naming the file and the array.
+    """
     sums = []
     handle = os.open(file, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -52,6 +69,8 @@ def _write(file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int]) 
                 data, begin = as_bytes(values), first * array.dtype.itemsize
                 checksums = []
                 for start, stop in cut(begin, begin + len(data)):
+                    if halted():
+                        raise Halted
                     part = data[start - begin : stop - begin]
                     strike("save.write", handle)
                     checksums.append(crc32(part))

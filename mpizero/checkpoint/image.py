@@ -11,10 +11,11 @@ from mpizero.checkpoint.checksum import crc32
 from mpizero.checkpoint.direct import as_bytes, checksums
 from mpizero.checkpoint.failures import agreed, borrowed, on_root
 from mpizero.checkpoint.manifest import MANIFEST_LIMIT, decode, encode
+from mpizero.checkpoint.plan import agree_on_arrays
+from mpizero.checkpoint.publish import describe
 from mpizero.checkpoint.reader import MemoryBytes, Reader, check_structure
 from mpizero.checkpoint.skeleton import build
 from mpizero.checkpoint.table import LocalArray
-from mpizero.checkpoint.writer import agree_on_arrays, describe
 from mpizero.comm import as_communicator
 from mpizero.comm.communicator import Communicator
 from mpizero.errors import CheckpointError

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpizero.checkpoint.table import Table
+from mpizero.errors import ConfigError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -20,6 +21,8 @@ FORMAT = "mpizero-checkpoint"
 VERSION = 1
 #: Every object of the file starts at a multiple of this many bytes, so that arrays can be mapped into memory.
 ALIGNMENT = 64
+#: The widest alignment, a page: the holes between arrays are read and verified with HDF5's structure.
+ALIGNMENT_LIMIT = 4096
 
 
 @dataclass(frozen=True)
@@ -104,38 +107,66 @@ def gaps(nbytes: int, extents: Iterable[tuple[int, int]]) -> list[tuple[int, int
     return found
 
 
-def build(table: Table) -> Skeleton:
-    """Lay out one contiguous dataset per array; the same table gives the same bytes.
+def check_alignment(alignment: int) -> None:
+    """Raise :class:`ConfigError` unless arrays can start at multiples of ``alignment`` bytes. Not collective."""
+    if not ALIGNMENT <= alignment <= ALIGNMENT_LIMIT or alignment & (alignment - 1):
+        raise ConfigError(f"alignment must be a power of two from {ALIGNMENT} to {ALIGNMENT_LIMIT}, got {alignment}")
+
+
+def build(table: Table, alignment: int = ALIGNMENT) -> Skeleton:
+    """Lay out one contiguous dataset per array; the same table and alignment give the same bytes.
 
     Not collective. Datasets are allocated early and never filled, so that only HDF5's own structure is written.
     The ``v110`` format checksums that structure and is read by every HDF5 from 1.10 on.
+
+    [Note: two alignments] HDF5 aligns every object from some size on, its own small ones too, so one wide alignment
+    would leave a hole behind each of them. Arrays that are wide themselves therefore come after all others, with the
+    file opened once more: no hole is larger than the array behind it.
     """
     import h5py
 
     record = _Recording()
-    offsets: dict[str, int] = {}
-    bounds: dict[str, Any] = {"alignment_threshold": 1, "alignment_interval": ALIGNMENT}
-    with h5py.File(record, "w", libver=("v110", "v110"), **bounds) as file:
-        create, group = h5py.h5p.create(h5py.h5p.DATASET_CREATE), h5py.h5p.create(h5py.h5p.GROUP_CREATE)
-        create.set_layout(h5py.h5d.CONTIGUOUS)
-        create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-        create.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        create.set_obj_track_times(False)
+    wide = [] if alignment == ALIGNMENT else [path for path in sorted(table) if _nbytes(*table[path]) >= alignment]
+    with _opened(record, "w", 1, ALIGNMENT) as file:
+        group = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
         group.set_obj_track_times(False)  # HDF5 1.10 writes the date into groups unless told not to
         for name in _groups(table):
             h5py.h5g.create(file.id, name.encode(), gcpl=group)
-        for path in sorted(table):
-            shape, dtype = table[path]
-            space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
-            kind = h5py.h5t.py_create(dtype)
-            dataset = h5py.h5d.create(file.id, path.encode(), kind, space, dcpl=create)
-            offsets[path] = dataset.get_offset() or 0
+        offsets = _add_datasets(file, table, sorted(table.keys() - set(wide)))
         file.attrs.create("format", np.bytes_(FORMAT))
         file.attrs.create("version", np.int64(VERSION))
+    if wide:
+        with _opened(record, "r+", alignment, alignment) as file:
+            offsets |= _add_datasets(file, table, wide)
     extents = ((offsets[path], _nbytes(*table[path])) for path in table)
     ranges = gaps(record.nbytes, extents)
     structure = zip((start for start, _ in ranges), record.regions(ranges), strict=True)
     return Skeleton(record.nbytes, offsets, tuple(structure))
+
+
+def _opened(record: _Recording, mode: str, threshold: int, interval: int) -> Any:
+    import h5py
+
+    bounds: dict[str, Any] = {"alignment_threshold": threshold, "alignment_interval": interval}
+    return h5py.File(record, mode, libver=("v110", "v110"), **bounds)
+
+
+def _add_datasets(file: Any, table: Table, paths: Iterable[str]) -> dict[str, int]:
+    """Create datasets in this order; return their first bytes."""
+    import h5py
+
+    create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    create.set_layout(h5py.h5d.CONTIGUOUS)
+    create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    create.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    create.set_obj_track_times(False)
+    offsets = {}
+    for path in paths:
+        shape, dtype = table[path]
+        space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
+        dataset = h5py.h5d.create(file.id, path.encode(), h5py.h5t.py_create(dtype), space, dcpl=create)
+        offsets[path] = dataset.get_offset() or 0
+    return offsets
 
 
 def _groups(paths: Iterable[str]) -> list[str]:

@@ -60,6 +60,50 @@ def test_files_do_not_depend_on_ranks_nor_back_end(world, folder, state, backend
     world.barrier()
 
 
+@pytest.mark.parametrize("alignment", [64, 4096])
+def test_files_do_not_depend_on_whether_the_save_waits(world, folder, state, alignment):
+    arrays = state.pieces(world.rank, world.size)
+    begun = [checkpoint.begin(folder / "begun", arrays, state.attributes, world, alignment=alignment)]
+    for backend in BACKENDS:
+        checkpoint.write(folder / backend, arrays, state.attributes, world, backend, alignment=alignment)
+    begun[0].commit()
+    assert begun[0].finished
+    if world.rank == 0:
+        for backend in BACKENDS:
+            assert digest(folder / "begun") == digest(folder / backend)
+    world.barrier()
+
+
+def test_an_asynchronous_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(world, folder):
+    whole = np.ones(1_000_003, np.float32)
+    cuts = [whole.size * k // world.size for k in range(world.size + 1)]
+    values = whole[cuts[world.rank] : cuts[world.rank + 1]]
+    arrays = [LocalArray("parameters/w", whole.shape, whole.dtype, ((cuts[world.rank], values),))]
+    checkpoint.begin(folder / "step_00000001", arrays, {}, world).commit()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if world.rank == world.size - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointIOError, match="File too large") as caught:
+            checkpoint.begin(folder / "step_00000002", arrays, {}, world).commit()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(set(world.allgather_object(str(caught.value)))) == 1
+    assert os.listdir(folder) == ["step_00000001"]
+    world.barrier()
+
+
+def test_training_s_own_messages_pass_between_begin_and_commit_of_an_mpi4py_communicator(world, folder, small):
+    from mpi4py import MPI
+
+    for step in range(3):
+        arrays = small.pieces(world.rank, world.size)
+        pending = checkpoint.begin(folder / f"step_{step:08d}", arrays, small.attributes, MPI.COMM_WORLD)
+        assert MPI.COMM_WORLD.allreduce(1) == world.size
+        pending.commit()
+    assert small.loads(folder / "step_00000002", world)
+
+
 def test_bytes_are_the_same_on_every_rank(world, state):
     image = checkpoint.to_bytes(state.pieces(world.rank, world.size), state.attributes, world)
     assert len(set(world.allgather_object(hashlib.sha256(image).hexdigest()))) == 1

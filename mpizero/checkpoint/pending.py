@@ -1,0 +1,172 @@
+"""Saving beside training: the values are copied, a thread writes the copy, and all ranks agree on it later.
+
+[Note: no MPI in the thread] The thread that writes computes checksums, writes and makes durable; it never calls MPI.
+What all ranks must agree on is agreed by the calling threads: before, where it is to be written, and afterwards, in
+:meth:`PendingSave.commit`, that all have succeeded.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from mpizero.checkpoint.direct import Halted, PieceSums, write_pieces
+from mpizero.checkpoint.failures import agreed, borrowed
+from mpizero.checkpoint.plan import SavePlan, make_plan
+from mpizero.checkpoint.publish import Place, publish, staged
+from mpizero.checkpoint.skeleton import ALIGNMENT
+from mpizero.checkpoint.snapshot import SnapshotBuffer
+from mpizero.checkpoint.table import LocalArray
+from mpizero.comm.communicator import Communicator
+
+
+class Writing:
+    """A thread that writes pieces of arrays into a file and makes them durable.
+
+    It is a daemon: a process that ends does not wait for it.
+    """
+
+    def __init__(self, place: Place, arrays: Sequence[LocalArray], name: str) -> None:
+        self._sums: list[PieceSums] | None = None
+        self._failure: Exception | None = None
+        self._halt = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(place, arrays), name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self, place: Place, arrays: Sequence[LocalArray]) -> None:
+        try:
+            self._sums = write_pieces(place.state, arrays, place.offsets, self._halt.is_set)
+        except Halted:
+            pass
+        except Exception as error:  # raised again where all ranks can learn of it
+            self._failure = error
+
+    @property
+    def finished(self) -> bool:
+        """Whether the thread has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def halt(self) -> None:
+        """Ask the thread to stop at its next block. Not collective."""
+        self._halt.set()
+
+    def join(self) -> None:
+        """Wait for the end of the thread. Not collective."""
+        self._thread.join()
+
+    def result(self) -> list[PieceSums]:
+        """Wait for the end, and return the checksums or raise what the thread has raised. Not collective."""
+        self.join()
+        if self._failure is not None:
+            raise self._failure
+        if self._sums is None:
+            raise RuntimeError("the writing thread has ended without a result")
+        return self._sums
+
+
+class PendingSave:
+    """A save whose values are taken and whose checkpoint does not exist yet; made by :func:`begin`.
+
+    Only :meth:`commit` makes the checkpoint. A pending save that is dropped, or left when the process ends, leaves
+    nothing.
+    """
+
+    def __init__(
+        self, comm: Communicator, plan: SavePlan, place: Place, writing: Writing, undo: tuple[ExitStack, ExitStack]
+    ) -> None:
+        self._comm, self._plan, self._place, self._writing = comm, plan, place, writing
+        local, self._lent = undo
+        # Also called when this object is dropped, and when the interpreter exits.
+        self._clear = weakref.finalize(self, local.close)
+        self._committed = False
+
+    @property
+    def target(self) -> str:
+        """The checkpoint's folder."""
+        return self._plan.target
+
+    @property
+    def finished(self) -> bool:
+        """Whether this rank has written its part, or failed to: :meth:`commit` then waits for the others only."""
+        return self._writing.finished
+
+    @property
+    def ended(self) -> bool:
+        """Whether the save was committed, has failed, or was discarded."""
+        return not self._clear.alive
+
+    def commit(self) -> None:
+        """Wait until all ranks have written, and make the checkpoint appear; a second call does nothing.
+
+        Collective over the communicator of :func:`begin`.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank alike, if writing failed on one of them; nothing stays of the save.
+        RuntimeError
+            If the save was discarded, or has failed before.
+        """
+        if self._committed:
+            return
+        if self.ended:
+            raise RuntimeError(f"the save of {self.target} was discarded or has failed: begin another")
+        with self._lent:
+            try:
+                with agreed(self._comm, self._plan.prefix):
+                    sums = self._writing.result()
+                publish(self._comm, self._plan, self._place, sums)
+                self._committed = True
+            finally:
+                self._clear()
+
+    def discard(self) -> None:
+        """Give up the save and remove what it has written; does nothing after :meth:`commit`.
+
+        Not collective: it waits for nobody, not even for this rank's thread.
+        """
+        self._clear()
+
+
+def begin(
+    folder: str | os.PathLike[str],
+    arrays: Sequence[LocalArray],
+    attributes: Mapping[str, Any],
+    comm: object = None,
+    *,
+    buffer: SnapshotBuffer | None = None,
+    replace: bool = False,
+    alignment: int = ALIGNMENT,
+) -> PendingSave:
+    """Start to save arrays and attributes: on return their values are copied, and may change.
+
+    Collective over ``comm``. A thread writes the copy by the direct back end, without MPI; :meth:`PendingSave.commit`
+    makes the checkpoint. The files are the same as those of :func:`~mpizero.checkpoint.writer.write`.
+
+    Parameters
+    ----------
+    folder, arrays, attributes, comm, replace, alignment
+        As for :func:`~mpizero.checkpoint.writer.write`.
+    buffer : SnapshotBuffer, optional
+        Where the copy is made, to be used again by the next save: that one waits until this one is written.
+
+    Raises
+    ------
+    CheckpointError, ConfigError
+        On every rank, as for :func:`~mpizero.checkpoint.writer.write`; what goes wrong in the thread is raised by
+        ``commit``.
+    """
+    with ExitStack() as lent, ExitStack() as local:
+        world = lent.enter_context(borrowed(comm))
+        plan = make_plan(world, folder, arrays, attributes, alignment)
+        place = local.enter_context(staged(world, plan, replace))
+        with agreed(world, plan.prefix):
+            buffer = SnapshotBuffer() if buffer is None else buffer
+            writing = Writing(place, buffer.copy(plan.local), f"rank {world.rank} writes {plan.target}")
+            buffer.lend(writing)
+            local.callback(writing.halt)
+        return PendingSave(world, plan, place, writing, (local.pop_all(), lent.pop_all()))

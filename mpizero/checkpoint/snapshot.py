@@ -1,0 +1,87 @@
+"""Room for a copy of what a rank saves, so that training may go on while the copy is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpizero.checkpoint.table import LocalArray
+from mpizero.types import Array
+
+if TYPE_CHECKING:
+    from mpizero.checkpoint.pending import Writing
+
+#: Copied pieces start at a multiple of so many bytes, whatever their element type.
+_ALIGNMENT = 64
+_PAGE = 4096
+
+
+class SnapshotBuffer:
+    """Memory that one asynchronous save after the other copies its values into.
+
+    Parameters
+    ----------
+    allocate : function, optional
+        Returns so many new bytes as an array of uint8; whoever counts memory gives its own.
+    """
+
+    def __init__(self, allocate: Callable[[int], Array] | None = None) -> None:
+        self._allocate = allocate or _untouched
+        self._room: Array = np.empty(0, np.uint8)
+        self._user: Writing | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._room.size
+
+    def reserve(self, arrays: Sequence[LocalArray]) -> None:
+        """Make room for the pieces of ``arrays``, so that the first copy costs no more than the others.
+
+        Not collective.
+        """
+        needed = sum(_padded(values.nbytes) for array in arrays for _, values in array.pieces)
+        if needed > self._room.size:
+            self.wait()
+            self._room = self._room[:0]  # given back before more is asked for
+            self._room = self._allocate(needed)
+            self._room[::_PAGE] = 0  # the system hands out pages when they are touched
+
+    def copy(self, arrays: Sequence[LocalArray]) -> list[LocalArray]:
+        """Return ``arrays`` with pieces of the same values in this buffer; waits for the save that still uses it.
+
+        Not collective.
+        """
+        self.wait()
+        self.reserve(arrays)
+        copied, place = [], 0
+        for array in arrays:
+            pieces = []
+            for start, values in array.pieces:
+                room = self._room[place : place + values.nbytes].view(values.dtype)
+                room[:] = values
+                pieces.append((start, room))
+                place += _padded(values.nbytes)
+            copied.append(replace(array, pieces=tuple(pieces)))
+        return copied
+
+    def lend(self, user: Writing) -> None:
+        """Remember who reads the copy. Not collective."""
+        self._user = user
+
+    def wait(self) -> None:
+        """Wait until nobody reads the copy. Not collective."""
+        if self._user is not None:
+            self._user.join()
+            self._user = None
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _untouched(nbytes: int) -> Array:
+    return np.empty(nbytes, np.uint8)

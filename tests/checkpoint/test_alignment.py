@@ -1,0 +1,45 @@
+"""Where arrays start in the file: at multiples of 64 bytes, the wide ones at multiples of more if asked."""
+
+from __future__ import annotations
+
+import h5py
+import pytest
+
+from mpizero import checkpoint
+from mpizero.errors import ConfigError
+from mpizero.testing import run_in_threads
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("alignment", [64, 128, 512, 4096])
+def test_wide_arrays_start_where_asked_and_all_others_at_64_bytes(state, tmp_path, alignment, ranks):
+    folder = tmp_path / "c"
+
+    def save(comm):
+        arrays = state.pieces(comm.rank, comm.size)
+        checkpoint.write(folder, arrays, state.attributes, comm, alignment=alignment)
+
+    run_in_threads(ranks, save)
+    with h5py.File(folder / "state.h5") as file:
+        for path, whole in state.arrays.items():
+            if whole.nbytes:
+                assert file[path].id.get_offset() % (alignment if whole.nbytes >= alignment else 64) == 0
+            assert file[path][()].tobytes() == whole.tobytes()
+    assert state.loads(folder)
+    assert checkpoint.verify(folder) == (folder / "state.h5").stat().st_size
+
+
+def test_many_wide_arrays_at_the_widest_alignment_still_load(tmp_path, small):
+    many = type(small)({f"parameters/{k}.{name[-1]}": whole for k in range(60) for name, whole in small.arrays.items()})
+    wide = {f"optimizer/{k}": small.arrays["parameters/a"].repeat(27).reshape(45, 24) for k in range(300)}
+    every = type(small)(many.arrays | wide)
+    checkpoint.write(tmp_path / "c", every.whole(), every.attributes, alignment=4096)
+    assert every.loads(tmp_path / "c")
+
+
+@pytest.mark.parametrize("alignment", [0, -64, 32, 63, 65, 96, 8192])
+def test_other_alignments_are_refused(small, tmp_path, alignment):
+    with pytest.raises(ConfigError, match="alignment must be a power of two from 64 to 4096"):
+        checkpoint.write(tmp_path / "c", small.whole(), {}, alignment=alignment)
+    with pytest.raises(ConfigError, match=f"got {alignment}"):
+        checkpoint.begin(tmp_path / "c", small.whole(), {}, alignment=alignment)

@@ -1,0 +1,202 @@
+"""Saving beside training: the values are those of the call, the files those of any save, and nobody fails alone."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpizero import checkpoint
+from mpizero.checkpoint import CheckpointIOError, LocalArray, SnapshotBuffer, direct
+from mpizero.errors import CheckpointError, RemoteError
+from mpizero.testing import run_in_threads
+
+WRITER = " writes "
+
+
+def begin(state, folder, comm=None, **options):
+    rank, size = getattr(comm, "rank", 0), getattr(comm, "size", 1)
+    return checkpoint.begin(folder, state.pieces(rank, size), state.attributes, comm, **options)
+
+
+def digest(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Keeps every writing thread waiting before its first byte until it is set."""
+    opened = threading.Event()
+    original = direct.write_at
+
+    def waiting(file, data, offset, path):
+        if WRITER in threading.current_thread().name:
+            opened.wait(60)
+        original(file, data, offset, path)
+
+    monkeypatch.setattr(direct, "write_at", waiting)
+    yield opened
+    opened.set()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_the_files_are_those_of_a_save_that_waits(state, tmp_path, ranks):
+    state.save(tmp_path / "waited")
+    run_in_threads(ranks, lambda comm: begin(state, tmp_path / "begun", comm).commit())
+    assert digest(tmp_path / "begun") == digest(tmp_path / "waited")
+    assert sorted(os.listdir(tmp_path)) == ["begun", "waited"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_values_are_those_at_the_call_whatever_happens_to_them_afterwards(small, tmp_path, gate, ranks):
+    def save(comm):
+        arrays = small.pieces(comm.rank, comm.size)
+        pending = checkpoint.begin(tmp_path / "c", arrays, small.attributes, comm)
+        for array in arrays:
+            for _, values in array.pieces:
+                values[:] = -1
+        written = any(values.size for array in arrays for _, values in array.pieces)
+        assert pending.finished is False or not written
+        assert not (tmp_path / "c").exists()
+        comm.barrier()
+        gate.set()
+        pending.commit()
+        assert pending.finished
+
+    run_in_threads(ranks, save)
+    assert small.loads(tmp_path / "c")
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "open"])
+def test_what_fails_in_one_thread_is_the_same_error_on_all_ranks_and_leaves_nothing(
+    state, tmp_path, call, victim, monkeypatch
+):
+    original = getattr(os, call)
+
+    def failing(target, *rest, **named):
+        name = target if isinstance(target, str) else os.readlink(f"/proc/self/fd/{target}")
+        if threading.current_thread().name.startswith(f"rank {victim}{WRITER}") and name.endswith("state.h5"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), name)
+        return original(target, *rest, **named)
+
+    def save(comm):
+        pending = begin(state, tmp_path / "c", comm)
+        with pytest.raises(CheckpointIOError, match="Input/output error") as caught:
+            pending.commit()
+        assert pending.ended
+        with pytest.raises(RuntimeError, match="has failed"):
+            pending.commit()
+        return str(caught.value)
+
+    monkeypatch.setattr(os, call, failing)
+    texts = set(run_in_threads(3, save))
+    assert len(texts) == 1
+    assert f"[rank {victim}]" in texts.pop()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_bug_in_the_thread_keeps_its_own_error_on_its_rank(small, tmp_path, monkeypatch):
+    original = direct.cut
+
+    def failing(start, stop):
+        if threading.current_thread().name.startswith("rank 1"):
+            raise ZeroDivisionError("a bug")
+        return original(start, stop)
+
+    def save(comm):
+        with pytest.raises((ZeroDivisionError, RemoteError)) as caught:
+            begin(small, tmp_path / "c", comm).commit()
+        return type(caught.value)
+
+    monkeypatch.setattr(direct, "cut", failing)
+    assert run_in_threads(3, save) == [RemoteError, ZeroDivisionError, RemoteError]
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_next_save_into_the_same_buffer_waits_for_the_one_before(small, tmp_path, gate, ranks):
+    other = type(small)({path: whole + 1 for path, whole in small.arrays.items()})
+
+    def save(comm):
+        buffer = SnapshotBuffer()
+        first = begin(small, tmp_path / "first", comm, buffer=buffer)
+        if comm.rank == 0:
+            threading.Timer(0.05, gate.set).start()
+        second = begin(other, tmp_path / "second", comm, buffer=buffer)
+        assert gate.is_set()
+        assert first.finished
+        second.commit()
+        first.commit()
+
+    run_in_threads(ranks, save)
+    assert small.loads(tmp_path / "first")
+    assert other.loads(tmp_path / "second")
+
+
+def test_a_buffer_is_used_again_and_grows_once(small, state, tmp_path):
+    given: list[int] = []
+
+    def allocate(nbytes):
+        given.append(nbytes)
+        return np.empty(nbytes, np.uint8)
+
+    buffer = SnapshotBuffer(allocate)
+    buffer.reserve(state.whole())
+    for number, which in enumerate([small, state, small, state]):
+        checkpoint.begin(tmp_path / str(number), which.whole(), which.attributes, buffer=buffer).commit()
+        assert which.loads(tmp_path / str(number))
+    size = sum(array.nbytes for array in state.arrays.values())
+    assert len(given) == 1
+    assert size <= given[0] == buffer.nbytes <= size + 64 * len(state.arrays)
+
+
+@pytest.mark.parametrize("how", ["discarded", "dropped"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_save_that_is_given_up_leaves_nothing_and_nobody_waits(small, tmp_path, gate, how, ranks):
+    def save(comm):
+        pending = begin(small, tmp_path / "c", comm)
+        if how == "discarded":
+            pending.discard()
+            pending.discard()
+            with pytest.raises(RuntimeError, match="was discarded"):
+                pending.commit()
+        del pending
+
+    run_in_threads(ranks, save)
+    gc.collect()
+    assert os.listdir(tmp_path) == []
+    gate.set()
+
+
+def test_a_second_save_to_the_same_place_is_refused_while_one_is_pending(small, tmp_path):
+    pending = begin(small, tmp_path / "c")
+    with pytest.raises(CheckpointError, match="is writing it at this moment"):
+        begin(small, tmp_path / "c")
+    pending.commit()
+    pending.commit()
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        begin(small, tmp_path / "c")
+    begin(small, tmp_path / "c", replace=True).commit()
+    assert small.loads(tmp_path / "c")
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_is_wrong_at_the_call_is_said_at_the_call(small, tmp_path, ranks):
+    (tmp_path / "file").write_text("x")
+
+    def save(comm):
+        with pytest.raises(OSError, match="Not a directory|File exists") as caught:
+            begin(small, tmp_path / "file" / "c", comm)
+        wrong = [LocalArray("w", (2,), np.dtype("f4"), ((0, np.zeros(1, "f4")),))] if comm.rank == 0 else []
+        with pytest.raises(CheckpointError, match="written by no rank"):
+            checkpoint.begin(tmp_path / "c", wrong, {}, comm)
+        return str(caught.value)
+
+    assert len(set(run_in_threads(ranks, save))) == 1
+    assert os.listdir(tmp_path) == ["file"]
