@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,7 +19,9 @@ from mpizero.errors import CheckpointError
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.h5"
 #: Bytes of a manifest at most; read before anything in it can be trusted.
-MANIFEST_LIMIT = 64 * 1024 * 1024
+MANIFEST_LIMIT = 32 * 1024 * 1024
+#: Bytes of memory that parsing a manifest may take, and how deep its JSON may be nested.
+MEMORY_LIMIT, DEPTH_LIMIT = 96 * 1024 * 1024, 32
 #: HDF5's own bytes: at most this much for the file and for each array.
 STRUCTURE_LIMIT, STRUCTURE_PER_ARRAY = 1024 * 1024, 8192
 
@@ -78,7 +80,23 @@ def canonical_json(value: object, what: str) -> str:
         raise CheckpointError(f"{what} cannot be stored as JSON: {error}") from None
     if json.loads(text) != _lists(value):
         raise CheckpointError(f"{what} would not come back from JSON unchanged: use string keys")
+    if _depth(value) > DEPTH_LIMIT:
+        raise CheckpointError(f"{what} is nested more than {DEPTH_LIMIT} levels deep")
     return text
+
+
+def _depth(value: object) -> int:
+    """Return how many dictionaries and lists lie inside each other, without a recursion that a file could exhaust."""
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, (dict, list, tuple))]:
+        depth += 1
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    return depth
+
+
+def _memory(data: bytes, end: int) -> int:
+    """Return the bytes that parsing JSON before ``end`` takes at most: measured by container, value and character."""
+    return 190 * (data.count(b"{", 0, end) + data.count(b"[", 0, end)) + 72 * data.count(b",", 0, end) + 3 * end
 
 
 def _lists(value: object) -> object:
@@ -109,8 +127,8 @@ def encode(manifest: Manifest) -> bytes:
         "arrays": arrays,
     }
     line = canonical_json(body, "the manifest").encode() + b"\n"
-    if len(line) + 80 > MANIFEST_LIMIT:
-        raise CheckpointError(f"the manifest would take {len(line)} bytes, more than {MANIFEST_LIMIT}")
+    if len(line) + 80 > MANIFEST_LIMIT or _memory(line, len(line)) > MEMORY_LIMIT:
+        raise CheckpointError(f"{len(arrays)} arrays and their attributes are more than one manifest may describe")
     return line + f'{{"sha256":"{hashlib.sha256(line).hexdigest()}"}}\n'.encode()
 
 
@@ -124,13 +142,17 @@ def decode(data: bytes) -> Manifest:
     """
     if len(data) > MANIFEST_LIMIT:
         raise CheckpointError(f"larger than {MANIFEST_LIMIT} bytes")
-    line, newline, seal = data.partition(b"\n")
-    if seal != f'{{"sha256":"{hashlib.sha256(line + newline).hexdigest()}"}}\n'.encode():
+    end = data.find(b"\n") + 1
+    if data[end:] != f'{{"sha256":"{hashlib.sha256(memoryview(data)[:end]).hexdigest()}"}}\n'.encode():
         raise CheckpointError("damaged: its last line is not the SHA-256 of what stands before it")
+    if (memory := _memory(data, end)) > MEMORY_LIMIT:
+        raise CheckpointError(f"would take {memory} bytes of memory, at most {MEMORY_LIMIT} are allowed")
     try:
-        body = json.loads(line, object_pairs_hook=_unique, parse_constant=_refuse)
+        body = json.loads(data[:end], object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"not JSON: {error}") from None
+        raise CheckpointError(f"not JSON: {error!s:.200}") from None
+    if _depth(body) > DEPTH_LIMIT:
+        raise CheckpointError(f"nested more than {DEPTH_LIMIT} levels deep")
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"not the manifest of a {FORMAT}")
     if body.get("version") != VERSION:
@@ -196,9 +218,13 @@ def _size(value: object, what: str) -> int:
 
 
 def _checksums(value: object, count: int, what: str) -> tuple[int, ...]:
-    if not isinstance(value, str) or len(value) != 8 * count or not set(value) <= set("0123456789abcdef"):
+    try:
+        found = bytes.fromhex(value) if isinstance(value, str) and len(value) == 8 * count else None
+    except ValueError:
+        found = None
+    if found is None or found.hex() != value:
         raise CheckpointError(f"{what} is not {count} checksums of 8 hexadecimal digits")
-    return tuple(int(value[i : i + 8], 16) for i in range(0, len(value), 8))
+    return tuple(np.frombuffer(found, ">u4").tolist())
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -206,6 +232,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a key occurs twice")
     return found
+
+
+def _finite(number: str) -> float:
+    if not isfinite(value := float(number)):
+        raise ValueError("a number is too large")
+    return value
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -86,6 +86,8 @@ def _structure(state: str, skeleton: Skeleton) -> int:
     crc = 0
     handle = os.open(state, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
+        if (found := os.fstat(handle).st_size) != skeleton.nbytes:
+            raise CheckpointError(f"{state}: has {found} bytes instead of {skeleton.nbytes}")
         for offset, data in skeleton.structure:
             if os.pread(handle, len(data), offset) != data:
                 raise CheckpointError(f"{state}: bytes at offset {offset} are not those laid out")

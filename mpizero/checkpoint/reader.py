@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from math import prod
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -91,7 +93,12 @@ class _Part(NamedTuple):
 
 def open_regular(path: str) -> int:
     """Open a regular file for reading: no link is followed, no pipe waited for. Not collective."""
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            raise CheckpointError(f"{path}: not a regular file") from None
+        raise
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise CheckpointError(f"{path}: not a regular file")
@@ -239,7 +246,11 @@ class Reader:
             if path not in self.arrays:
                 raise CheckpointError(f"it has no array {path!r}")
             shape, dtype = self.arrays[path]
-            values = np.empty(int(np.prod(shape, dtype=np.int64)), dtype)
+            try:
+                values = np.empty(prod(shape), dtype)
+            except MemoryError:
+                size = prod(shape) * dtype.itemsize
+                raise CheckpointError(f"array {path!r}: no memory for its {size} bytes") from None
         self.read([LocalArray(path, shape, dtype, ((0, values),))])
         return values.reshape(shape)
 

@@ -38,29 +38,40 @@ class Skeleton:
     structure: tuple[tuple[int, bytes], ...]
 
 
-class _Recording(io.RawIOBase):
-    """A file in memory that keeps only what was written; the arrays' room costs nothing."""
+class Positioned(io.RawIOBase):
+    """What every file in memory of ``nbytes`` bytes needs, for h5py."""
 
-    def __init__(self) -> None:
-        self.writes: list[tuple[int, bytes]] = []
-        self.nbytes = 0
+    def __init__(self, nbytes: int = 0) -> None:
+        self.nbytes = nbytes
         self._position = 0
 
     def seekable(self) -> bool:
+        """Say yes."""
         return True
 
     def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
+        """Say yes."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Move to a position and return it."""
         self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.nbytes}[whence]
         return self._position
 
     def tell(self) -> int:
+        """Return the position."""
         return self._position
+
+
+class _Recording(Positioned):
+    """A file in memory that keeps only what was written; the arrays' room costs nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[tuple[int, bytes]] = []
+
+    def writable(self) -> bool:
+        return True
 
     def write(self, data: ReadableBuffer, /) -> int:
         written = bytes(data)

@@ -16,7 +16,7 @@ from mpizero.types import Array
 #: Element types a checkpoint may hold, little-endian; bfloat16 is stored as its bits, in ``<u2``.
 DTYPES = ("<f2", "<f4", "<f8", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8")
 #: Arrays of one checkpoint at most.
-ARRAY_LIMIT = 1_000_000
+ARRAY_LIMIT = 65_536
 #: Bytes that one array may have at most; keeps every sum of sizes far from 2**63.
 SIZE_LIMIT = 2**56
 
@@ -57,7 +57,7 @@ class LocalArray:
 def check_path(path: object) -> str:
     """Return ``path`` if it is a legal name of an array, else raise :class:`CheckpointError`."""
     if not isinstance(path, str) or len(path) > 512 or not _NAME.fullmatch(path) or ".." in path:
-        shown = repr(path)[:80]
+        shown = repr(path[:80] if isinstance(path, str) else type(path))[:80]
         raise CheckpointError(
             f"array name {shown} is not allowed: at most 512 of A-Z a-z 0-9 _ . - in parts joined by /, no '..'"
         )
@@ -69,23 +69,25 @@ def check_path(path: object) -> str:
 def check_shape(path: str, shape: Sequence[object], dtype: str) -> tuple[int, ...]:
     """Return ``shape`` as a tuple if a checkpoint can hold such an array of ``dtype``."""
     if dtype not in DTYPES:
-        raise CheckpointError(f"array {path!r}: element type {dtype!r} is not one of {', '.join(DTYPES)}")
+        raise CheckpointError(f"array {path!r}: element type {dtype!r:.40} is not one of {', '.join(DTYPES)}")
+    if len(shape) > 32:
+        raise CheckpointError(f"array {path!r}: {len(shape)} axes, at most 32 are allowed")
     sizes = tuple(int(n) for n in shape if isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 0)
-    if len(sizes) != len(shape) or len(sizes) > 32:
-        raise CheckpointError(f"array {path!r}: shape {tuple(shape)!r:.80} is not a list of at most 32 sizes >= 0")
+    if len(sizes) != len(shape):
+        raise CheckpointError(f"array {path!r}: shape {tuple(shape)!r:.80} is not a list of sizes >= 0")
     if prod(max(n, 1) for n in sizes) > SIZE_LIMIT // np.dtype(dtype).itemsize:
-        raise CheckpointError(f"array {path!r}: shape {sizes} of {dtype} is larger than {SIZE_LIMIT} bytes")
+        raise CheckpointError(f"array {path!r}: shape {sizes!r:.80} of {dtype} is larger than {SIZE_LIMIT} bytes")
     return sizes
 
 
 def check_paths(paths: Iterable[str]) -> None:
     """Reject a name that is also the folder of another one."""
-    known = set(paths)
-    for path in known:
-        parts = path.split("/")
-        for depth in range(1, len(parts)):
-            if (parent := "/".join(parts[:depth])) in known:
-                raise CheckpointError(f"array {parent!r} cannot also be the group of array {path!r}")
+    before = ""
+    for path in sorted(path.replace("/", "\0") for path in paths):  # what lies in a group then follows its name
+        if before and path.startswith(f"{before}\0"):
+            group, inner = before.replace("\0", "/"), path.replace("\0", "/")
+            raise CheckpointError(f"array {group!r} cannot also be the group of array {inner!r}")
+        before = path
 
 
 def check_array(array: LocalArray, writable: bool = False) -> LocalArray:
