@@ -5,12 +5,15 @@ from mpizero.checkpoint.folders import newest, prune, sound, step_folder, step_o
 from mpizero.checkpoint.image import from_bytes, to_bytes
 from mpizero.checkpoint.pending import PendingSave, begin
 from mpizero.checkpoint.reader import Reader, open_checkpoint
+from mpizero.checkpoint.skeleton import ALIGNMENT, ALIGNMENT_LIMIT
 from mpizero.checkpoint.snapshot import SnapshotBuffer
 from mpizero.checkpoint.table import LocalArray
 from mpizero.checkpoint.verify import verify
-from mpizero.checkpoint.writer import write
+from mpizero.checkpoint.writer import check_backend, write
 
 __all__ = [
+    "ALIGNMENT",
+    "ALIGNMENT_LIMIT",
     "CheckpointIOError",
     "CheckpointMissingError",
     "LocalArray",
@@ -18,6 +21,7 @@ __all__ = [
     "Reader",
     "SnapshotBuffer",
     "begin",
+    "check_backend",
     "from_bytes",
     "newest",
     "open_checkpoint",

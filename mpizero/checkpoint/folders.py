@@ -82,8 +82,10 @@ def _look(
         return on_root(world, f"cannot look for checkpoints in {where}", lambda: _sound(where, limit, report))
 
 
-def prune(folder: str | os.PathLike[str], keep: int, comm: object = None) -> list[str]:
+def prune(folder: str | os.PathLike[str], keep: int, comm: object = None, *, keep_every: int = 0) -> list[str]:
     """Remove the step folders older than the newest ``keep`` sound ones, and leftovers; return what was removed.
+
+    Steps that are multiples of ``keep_every``, unless that is 0, are kept for ever.
 
     Collective over ``comm``; rank 0 removes, each folder by one rename out of sight first. Damaged folders count for
     nothing: they never push out a sound one.
@@ -91,10 +93,12 @@ def prune(folder: str | os.PathLike[str], keep: int, comm: object = None) -> lis
     Raises
     ------
     ConfigError
-        If ``keep < 1``: the last good checkpoint is never removed.
+        If ``keep < 1``: the last good checkpoint is never removed; or ``keep_every < 0``.
     """
     if keep < 1:
         raise ConfigError(f"keep must be >= 1, got {keep}")
+    if keep_every < 0:
+        raise ConfigError(f"keep_every must be >= 0, got {keep_every}")
 
     def remove() -> list[str]:
         where = os.path.abspath(os.fspath(folder))
@@ -106,6 +110,8 @@ def prune(folder: str | os.PathLike[str], keep: int, comm: object = None) -> lis
             return []
         steps = _steps(where)
         old = steps[steps.index(kept[-1]) + 1 :]
+        if keep_every:
+            old = [path for path in old if (step_of(path) or 0) % keep_every]
         for path in reversed(old):
             remove_folder(path)
         return old

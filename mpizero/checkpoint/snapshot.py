@@ -26,10 +26,14 @@ class SnapshotBuffer:
     ----------
     allocate : function, optional
         Returns so many new bytes as an array of uint8; whoever counts memory gives its own.
+    release : function, optional
+        Told of an array of ``allocate`` that is given back.
     """
 
-    def __init__(self, allocate: Callable[[int], Array] | None = None) -> None:
-        self._allocate = allocate or _untouched
+    def __init__(
+        self, allocate: Callable[[int], Array] | None = None, release: Callable[[Array], object] | None = None
+    ) -> None:
+        self._allocate, self._release = allocate or _untouched, release or _forget
         self._room: Array = np.empty(0, np.uint8)
         self._user: Writing | None = None
 
@@ -45,8 +49,7 @@ class SnapshotBuffer:
         """
         needed = sum(_padded(values.nbytes) for array in arrays for _, values in array.pieces)
         if needed > self._room.size:
-            self.wait()
-            self._room = self._room[:0]  # given back before more is asked for
+            self.close()  # given back before more is asked for
             self._room = self._allocate(needed)
             self._room[::_PAGE] = 0  # the system hands out pages when they are touched
 
@@ -68,6 +71,13 @@ class SnapshotBuffer:
             copied.append(replace(array, pieces=tuple(pieces)))
         return copied
 
+    def close(self) -> None:
+        """Give the memory back, once nobody reads it; the next copy takes new memory. Not collective."""
+        self.wait()
+        if self._room.size:
+            self._release(self._room)
+        self._room = np.empty(0, np.uint8)
+
     def lend(self, user: Writing) -> None:
         """Remember who reads the copy. Not collective."""
         self._user = user
@@ -81,6 +91,10 @@ class SnapshotBuffer:
 
 def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _forget(room: Array) -> None:
+    """Leave it to Python to free an array."""
 
 
 def _untouched(nbytes: int) -> Array:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any
 
+import numpy as np
+
 from mpizero import checkpoint
-from mpizero.checkpoint import LocalArray
+from mpizero.checkpoint import LocalArray, PendingSave, SnapshotBuffer
 from mpizero.comm.agreement import all_ranks
 from mpizero.parallel import persistence
 from mpizero.parallel.core import ShardedCore
@@ -16,6 +20,9 @@ from mpizero.parallel.means import mean_over_ranks
 
 class Saving(ShardedCore):
     """Write and read parameters and optimizer state. Collective, where nothing else is said."""
+
+    _saving: PendingSave | None = None
+    _snapshot: SnapshotBuffer | None = None
 
     def checkpoint_arrays(self) -> list[LocalArray]:
         """Return this rank's owned ranges of parameters and optimizer state, as views.
@@ -44,10 +51,87 @@ class Saving(ShardedCore):
         self._pending = None
         self.invalidate_cache()
 
-    def save_model(self, path: str | Path) -> None:
-        """Write parameters and optimizer state to the folder ``path``, in place of what was there."""
+    def save_model(
+        self,
+        path: str | Path,
+        *,
+        attributes: Mapping[str, Any] | None = None,
+        backend: str = "direct",
+        alignment: int = checkpoint.ALIGNMENT,
+    ) -> None:
+        """Write parameters and optimizer state to the folder ``path``, in place of what was there.
+
+        Parameters
+        ----------
+        path : path
+            The checkpoint; a save begun before is finished first.
+        attributes : dict, optional
+            More JSON values to keep beside the arrays, the same on every rank; see ``checkpoint.Reader.attributes``.
+        backend, alignment
+            As for :func:`mpizero.checkpoint.write`.
+        """
+        self.finish_save()
+        arrays, found = self.checkpoint_arrays(), self.checkpoint_attributes() | dict(attributes or {})
         comm = self._config.communicator
-        checkpoint.write(path, self.checkpoint_arrays(), self.checkpoint_attributes(), comm, replace=True)
+        checkpoint.write(path, arrays, found, comm, backend, replace=True, alignment=alignment)
+
+    def begin_save(
+        self,
+        path: str | Path,
+        *,
+        attributes: Mapping[str, Any] | None = None,
+        alignment: int = checkpoint.ALIGNMENT,
+    ) -> PendingSave:
+        """Start to save like :meth:`save_model`, and return as soon as the values are copied: training may go on.
+
+        The checkpoint appears with ``commit()`` of what is returned, which every rank calls at the same place of its
+        program, best when ``finished`` is true on all. The next save, and closing the model, commit by themselves; a
+        ``with`` block of the model that an error ends discards. One copy of what this rank saves is kept for the next
+        time.
+        """
+        self.finish_save()
+        self.reserve_snapshot()
+        arrays, found = self.checkpoint_arrays(), self.checkpoint_attributes() | dict(attributes or {})
+        comm, buffer = self._config.communicator, self._snapshot
+        self._saving = checkpoint.begin(path, arrays, found, comm, buffer=buffer, replace=True, alignment=alignment)
+        return self._saving
+
+    def reserve_snapshot(self) -> None:
+        """Make room for the copy of :meth:`begin_save` now, so that its first call takes no longer than the others.
+
+        Not collective.
+        """
+        memory = self.engine.memory
+        if self._snapshot is None:
+            self._snapshot = SnapshotBuffer(
+                lambda nbytes: memory.private("snapshot", nbytes, np.uint8),
+                lambda room: memory.release("snapshot", room),
+            )
+        self._snapshot.reserve(self._written(persistence.local_arrays(self.engine)))
+
+    def finish_save(self) -> None:
+        """Commit the save that :meth:`begin_save` has started, if there is one that has not ended."""
+        pending, self._saving = self._saving, None
+        if pending is not None and not pending.ended:
+            pending.commit()
+
+    def close(self) -> None:
+        """Finish a save that was begun, and free windows; a second call does nothing."""
+        try:
+            self.finish_save()
+        finally:
+            if self._snapshot is not None:
+                self._snapshot.close()
+                self._snapshot = None
+            super().close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the model; an error leaves it on this rank only, without the save that was begun."""
+        if error is not None and self._saving is not None:
+            self._saving.discard()
+        super().__exit__(kind, error, trace)
 
     def load_model(self, path: str | Path, *, strict_layout: bool = False) -> None:
         """Read what ``save_model`` wrote, on any number of ranks and any strategy.

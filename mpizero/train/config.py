@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from mpizero.checkpoint import ALIGNMENT, ALIGNMENT_LIMIT
 from mpizero.train.checks import (
     Section,
     choice,
@@ -273,6 +274,20 @@ class CheckpointSection(Section):
     folder: str = setting("run/checkpoints", text)
     every: int = setting(100, whole(0))
     keep: int = setting(2, whole(1))
+    keep_every: int = setting(0, whole(0))
+    asynchronous: bool = setting(False, flag)
+    backend: str = setting("direct", choice("direct", "mpio"))
+    alignment: int = setting(ALIGNMENT, whole(ALIGNMENT, ALIGNMENT_LIMIT))
+
+    def check_combination(self) -> None:
+        """Reject what the file cannot be aligned to, and MPI in a thread beside training."""
+        if self.alignment & (self.alignment - 1):
+            raise self.reject("alignment", f"must be a power of two from {ALIGNMENT} to {ALIGNMENT_LIMIT}")
+        if self.asynchronous and self.backend != "direct":
+            raise self.reject(
+                "asynchronous",
+                'needs checkpoint.backend = "direct": parallel HDF5 calls MPI, which nothing beside training may',
+            )
 
 
 MODELS: dict[str, type[ModelSection]] = {"gpt": GptSection, "mlp": MlpSection}

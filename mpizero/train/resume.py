@@ -44,7 +44,7 @@ class Saved:
 
     @classmethod
     def of(cls, attributes: Mapping[str, Any], path: str | Path) -> Saved:
-        """Read what :func:`save` wrote.
+        """Read what :func:`saved_attributes` returned.
 
         Not collective.
 
@@ -63,18 +63,22 @@ class Saved:
         return saved
 
 
-def save(job: Job, folder: RunFolder, step: int, loss: float | None) -> None:
-    """Write the checkpoint of a step, and remove those that need not be kept.
+def saved_attributes(job: Job, step: int, loss: float | None, versions: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the checkpoint of a step keeps beside what every model's has.
 
-    Collective over the job's ranks.
+    Not collective.
     """
-    own = {"step": step, "loss": finite(loss), "config": job.config.to_dict(), "data": job.fingerprint}
-    path = checkpoint.step_folder(folder.checkpoints, step)
-    engine = job.model.engine
-    attributes = {"mpizero": persistence.attributes(engine), ATTRIBUTE: own}
-    # A damaged checkpoint of this step, which the resume passed over, makes room for the good one.
-    checkpoint.write(path, persistence.local_arrays(engine), attributes, job.comm, replace=True)
-    checkpoint.prune(folder.checkpoints, job.config.checkpoint.keep, job.comm)
+    train = job.config.train
+    own = {
+        "step": step,
+        "samples": step * train.global_batch,
+        "seed": train.seed,
+        "loss": finite(loss),
+        "config": job.config.to_dict(),
+        "data": job.fingerprint,
+        "versions": dict(versions),
+    }
+    return {ATTRIBUTE: own}
 
 
 def load_newest(job: Job, folder: RunFolder, comm: Communicator, progress: Progress) -> Saved | None:

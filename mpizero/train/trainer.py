@@ -22,8 +22,9 @@ from mpizero.train.memory import peak_resident
 from mpizero.train.metrics import Speed, Validation, finite, shortened
 from mpizero.train.preemption import StopRequests, Verdict
 from mpizero.train.progress import Progress
-from mpizero.train.resume import load_newest, save
+from mpizero.train.resume import load_newest
 from mpizero.train.runfolder import RunFolder
+from mpizero.train.saver import Saver
 from mpizero.train.signals import StopSignals
 from mpizero.train.stopfile import StopFile
 from mpizero.train.walltime import JobContext, WallTime
@@ -121,7 +122,7 @@ class Trainer:
         self.step = 0
         self.loss: float | None = None
         self._skipped = 0
-        self._saved = -1
+        self.saver = Saver(job, folder, self.control, clock)
         self._failure: MpizeroError | None = None
 
     def run(self, *, resume: bool) -> dict[str, Any] | None:
@@ -136,14 +137,16 @@ class Trainer:
             strike("train.step")
             started = time.perf_counter()
             x, y = next(stream)
-            self.stop.ask()
+            self.stop.ask(self.saver.busy)
             self.job.model.train(x, y)
             verdict = self.stop.answer()
             self.step += 1
             self._finish_step(self.job.model.last_step, time.perf_counter() - started)
             self.clock.worked(time.perf_counter() - started)
+            if self.stop.all_finished:
+                self.saver.finish()
             if self._checkpoint_due(verdict):
-                self._save()
+                self._save(wait=verdict is Verdict.STOP or self.step == self.config.train.steps)
         with all_ranks(self.control):
             if self._failure is not None:
                 raise self._failure
@@ -157,7 +160,7 @@ class Trainer:
         job = self.job
         state = load_newest(job, self.folder, self.control, self.progress) if resume else None
         if state is not None:
-            self.step, self.loss, self._saved = state.step, state.loss, state.step
+            self.step, self.loss, self.saver.step = state.step, state.loss, state.step
             if self.step > self.config.train.steps:
                 raise rejected(
                     "train.steps",
@@ -260,11 +263,8 @@ class Trainer:
         last = self.step == self.config.train.steps
         return last or verdict is Verdict.STOP or bool(every and self.step % every == 0)
 
-    def _save(self) -> None:
-        started = time.perf_counter()
-        save(self.job, self.folder, self.step, self.loss)
-        self.clock.saved(time.perf_counter() - started)
-        self._saved = self.step
+    def _save(self, *, wait: bool) -> None:
+        self.saver.save(self.step, self.loss, wait=wait)
         self.speed.disturb()
 
     @property
@@ -274,8 +274,8 @@ class Trainer:
         return f"stopped by {self.stop.reason} after step {self.step}: saved in {where}; go on with --resume"
 
     def _result(self) -> dict[str, Any]:
-        if self._saved != self.step:
-            self._save()
+        if self.saver.step != self.step:
+            self._save(wait=True)
         rate = self.speed.median()
         result: dict[str, Any] = {
             "steps": self.step,

@@ -81,3 +81,11 @@ def test_damaged_ones_never_push_out_a_sound_one(run):
 def test_the_last_good_one_cannot_be_pruned(run, keep):
     with pytest.raises(ConfigError, match="keep must be >= 1"):
         checkpoint.prune(run, keep)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_nth_step_is_kept_for_ever(run, ranks):
+    removed = run_in_threads(ranks, lambda comm: checkpoint.prune(run, 1, comm, keep_every=50))
+    assert [[name(path) for path in listed] for listed in removed] == [["step_00000090"]] * ranks
+    with pytest.raises(ConfigError, match="keep_every must be >= 0, got -1"):
+        checkpoint.prune(run, 1, keep_every=-1)

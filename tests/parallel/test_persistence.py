@@ -103,6 +103,43 @@ def test_folders_and_files_hold_the_whole_model(world: Any, tmp_path_factory: An
         world.barrier()
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_save_beside_training_has_the_values_of_its_call(strategy: str, tmp_path: Path) -> None:
+    def train(comm: Any) -> None:
+        model, _ = sharded(strategy, comm, **PRIVATE)
+        with model:
+            model.reserve_snapshot()
+            held = model.engine.memory.private_bytes["snapshot"]
+            for step in range(3):
+                model.save_model(tmp_path / f"waited{step}", attributes={"step": step})
+                pending = model.begin_save(tmp_path / f"begun{step}", attributes={"step": step})
+                model.train(*part(comm, *points(8)))
+                if step == 0:
+                    pending.commit()
+                assert pending.ended is (step == 0), "the next save, and the end, wait for it"
+            assert model.engine.memory.private_bytes["snapshot"] == held > 0
+        assert pending.ended
+
+    run_in_threads(3, train)
+    for step in range(3):
+        for file in ("state.h5", "manifest.json"):
+            begun, waited = (tmp_path / f"{how}{step}" / file for how in ("begun", "waited"))
+            assert begun.read_bytes() == waited.read_bytes()
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+def test_an_error_in_training_discards_the_save_beside_it(tmp_path: Path) -> None:
+    def fail() -> None:
+        model, _ = sharded("zero1", None)
+        with model:
+            model.begin_save(tmp_path / "model")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_open_files_work_like_bytes() -> None:
     first, _ = sharded("zero1", None)
     second, _ = sharded("zero3", None)

@@ -174,6 +174,11 @@ BAD = [
     ("checkpoint.folder", "''"),
     ("checkpoint.keep", "0"),
     ("checkpoint.every", "-1"),
+    ("checkpoint.keep_every", "-1"),
+    ("checkpoint.asynchronous", "1"),
+    ("checkpoint.backend", "posix"),
+    ("checkpoint.alignment", "32"),
+    ("checkpoint.alignment", "96"),
 ]
 
 

@@ -1,0 +1,91 @@
+"""When and how a run writes its checkpoints: at once, or beside the steps that follow."""
+
+from __future__ import annotations
+
+import platform
+import time
+
+from mpizero import checkpoint
+from mpizero.checkpoint import PendingSave
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.train import machine
+from mpizero.train.builder import Job
+from mpizero.train.resume import saved_attributes
+from mpizero.train.runfolder import RunFolder
+from mpizero.train.walltime import WallTime
+
+
+class Saver:
+    """Write the checkpoints of a run as ``[checkpoint]`` says, and remove those that need not be kept.
+
+    Construction is collective over ``comm``.
+
+    Parameters
+    ----------
+    job : Job
+        What is saved.
+    folder : RunFolder
+        Where to.
+    comm : Communicator
+        The ranks of the job.
+    clock : WallTime
+        Learns how long saves take.
+
+    Raises
+    ------
+    ConfigError
+        If this installation lacks the back end that the configuration names.
+    """
+
+    def __init__(self, job: Job, folder: RunFolder, comm: Communicator, clock: WallTime) -> None:
+        self._job, self._folder, self._comm, self._clock = job, folder, comm, clock
+        self._section = job.config.checkpoint
+        self._pending: PendingSave | None = None
+        self._begun = 0.0
+        #: The step of the newest save, begun or done.
+        self.step = -1
+        with all_ranks(comm):
+            checkpoint.check_backend(job.comm, self._section.backend)
+            if self._section.asynchronous:
+                job.model.reserve_snapshot()
+        # Those of rank 0: what a checkpoint holds is the same on all ranks.
+        self._versions = comm.broadcast_object({"python": platform.python_version(), **machine.versions()})
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank still writes beside training."""
+        return self._pending is not None and not self._pending.finished
+
+    def save(self, step: int, loss: float | None, *, wait: bool) -> None:
+        """Save a step, after the save before has ended; unless it must ``wait``, asynchronously if so configured.
+
+        Collective over the job's ranks.
+        """
+        self.finish()
+        job, section = self._job, self._section
+        attributes = saved_attributes(job, step, loss, self._versions)
+        path = checkpoint.step_folder(self._folder.checkpoints, step)
+        self._begun = time.perf_counter()
+        # A damaged checkpoint of this step, which the resume passed over, makes room for the good one.
+        if section.asynchronous and not wait:
+            self._pending = job.model.begin_save(path, attributes=attributes, alignment=section.alignment)
+        else:
+            job.model.save_model(path, attributes=attributes, backend=section.backend, alignment=section.alignment)
+            self._written()
+        self.step = step
+
+    def finish(self) -> None:
+        """Make the checkpoint of a save beside training appear, if there is one.
+
+        Collective over the job's ranks.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.commit()
+            self._written()
+
+    def _written(self) -> None:
+        self._clock.saved(time.perf_counter() - self._begun)
+        section = self._section
+        checkpoint.prune(self._folder.checkpoints, section.keep, self._job.comm, keep_every=section.keep_every)

@@ -1,0 +1,115 @@
+"""``[checkpoint]``: what is kept, where, and that saving beside training changes nothing but the time it takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from math import prod
+
+import h5py
+import pytest
+
+from mpizero import checkpoint
+from mpizero.errors import ExitStatus
+
+BESIDE = "checkpoint.asynchronous=true"
+
+
+def steps(commands):
+    return sorted(os.listdir(commands.folder / "run" / "checkpoints"))
+
+
+def arrays(commands, step):
+    manifest = commands.folder / checkpoint.step_folder("run/checkpoints", step) / "manifest.json"
+    return json.loads(manifest.read_text().splitlines()[0])["arrays"].values()
+
+
+@pytest.mark.parametrize("ranks", [0, 3])
+def test_a_run_that_saves_beside_training_leaves_the_same_files(trained, mpizero, ranks):
+    outcome = mpizero.train(ranks, BESIDE, "checkpoint.every=1", "checkpoint.keep=6")
+    assert outcome.status == 0, outcome.err
+    assert outcome.result["parameters_sha256"] == trained[1].result["parameters_sha256"]
+    assert steps(mpizero) == [f"step_{step:08d}" for step in range(1, 7)]
+    for step in (4, 6):
+        state = checkpoint.step_folder("run/checkpoints", step) + "/state.h5"
+        assert (mpizero.folder / state).read_bytes() == (trained[0].folder / state).read_bytes()
+        assert checkpoint.verify((mpizero.folder / state).parent) > 0
+
+
+def test_a_resumed_run_that_saves_beside_training_equals_an_uninterrupted_one(trained, mpizero):
+    assert mpizero.train(2, BESIDE, "train.steps=3").status == 0
+    second = mpizero.train(1, BESIDE, flags=["--resume"])
+    assert second.status == 0, second.err
+    assert second.result["parameters_sha256"] == trained[1].result["parameters_sha256"]
+
+
+def test_a_stop_request_waits_for_the_save_beside_training_and_saves_its_own_step(mpizero):
+    process = mpizero.start(
+        2, "train", "tiny.toml", "--set", "train.steps=100000", "--set", "checkpoint.every=1", "--set", BESIDE
+    )
+    run, deadline = mpizero.folder / "run", time.monotonic() + 120
+    while len(list(run.glob("checkpoints/step_*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(int(re.match(r"process (\d+) on ", (run / ".lock").read_text())[1]), signal.SIGUSR1)
+    outcome = mpizero.finish(process)
+    assert outcome.status == ExitStatus.PREEMPTED, outcome.err
+    assert steps(mpizero)[-1] == f"step_{mpizero.metrics()[-1]['step']:08d}"
+    assert len(steps(mpizero)) == 2
+    assert all(checkpoint.verify(run / "checkpoints" / name) for name in steps(mpizero))
+
+
+def test_a_save_beside_training_that_fails_ends_the_run_and_leaves_the_last_good_checkpoint(mpizero, monkeypatch):
+    assert mpizero.train(0, "train.steps=2").status == 0
+    monkeypatch.setenv("MPIZERO_FAULT", "save.write:1:2:raise")
+    outcome = mpizero.train(2, BESIDE, flags=["--resume"])
+    assert outcome.status not in (0, ExitStatus.PREEMPTED)
+    assert "planted at save.write, call 2" in outcome.err
+    assert steps(mpizero) == ["step_00000002"]
+    assert not (mpizero.folder / "run" / "run_complete").exists()
+
+
+def test_every_nth_step_is_kept_for_ever_beside_the_newest_and_arrays_are_aligned_as_asked(mpizero):
+    keep = ("checkpoint.every=1", "checkpoint.keep=1", "checkpoint.keep_every=3")
+    outcome = mpizero.train(0, "train.steps=7", *keep, "checkpoint.alignment=1024", BESIDE)
+    assert outcome.status == 0, outcome.err
+    assert steps(mpizero) == ["step_00000003", "step_00000006", "step_00000007"]
+    found = [(4 * prod(entry["shape"]), entry["offset"]) for entry in arrays(mpizero, 7)]
+    assert {offset % (1024 if nbytes >= 1024 else 64) for nbytes, offset in found} == {0}
+    assert any(nbytes >= 1024 for nbytes, _ in found)
+
+
+def test_a_checkpoint_says_what_it_comes_from(trained):
+    commands, _ = trained
+    with checkpoint.open_checkpoint(commands.folder / "run/checkpoints/step_00000004") as reader:
+        own, model = reader.attributes["training"], reader.attributes["mpizero"]
+    assert (own["step"], own["samples"], own["seed"]) == (4, 24, 0)
+    assert own["config"]["model"]["dim"] == 16
+    assert {"python", "numpy", "h5py"} <= own["versions"].keys()
+    assert (model["layout"]["ranks"], model["step_number"]) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (['checkpoint.backend="mpio"', BESIDE], 'needs checkpoint.backend = "direct": parallel HDF5 calls MPI'),
+        (["checkpoint.alignment=96"], "must be a power of two from 64 to 4096"),
+    ],
+)
+def test_what_cannot_be_is_said_before_training(mpizero, settings, text):
+    outcome = mpizero.train(0, *settings)
+    assert outcome.status == ExitStatus.CONFIG
+    assert text in outcome.err
+    assert not (mpizero.folder / "run").exists()
+
+
+def test_a_back_end_that_is_not_installed_is_missed_before_training(mpizero):
+    if h5py.get_config().mpi:
+        assert mpizero.train(2, "train.steps=2", 'checkpoint.backend="mpio"').status == 0
+        return
+    outcome = mpizero.train(2, 'checkpoint.backend="mpio"')
+    assert outcome.status == ExitStatus.CONFIG
+    assert 'use backend="direct"' in outcome.err
+    assert not list((mpizero.folder / "run" / "checkpoints").iterdir())
