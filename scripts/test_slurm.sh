@@ -1,0 +1,332 @@
+#!/usr/bin/env bash
+# The shipped batch scripts under a real Slurm: starts munged, slurmctld and slurmd on this machine, runs jobs, cleans up.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+. scripts/environment.sh
+
+usage() {
+    cat <<'HELP'
+usage: scripts/test_slurm.sh [--python OPENMPI_PYTHON] [--mpich-python PYTHON] [--keep] [--help]
+
+  --python        of an environment whose mpi4py uses Open MPI with PMIx (.venv-openmpi/bin/python)
+  --mpich-python  of one with MPICH, for the job under srun --mpi=pmi2 (.venv-test/bin/python); "" leaves that out
+  --keep          keep the folder with all logs
+
+Root is needed; slurmctld, slurmd, slurm-client and munge are installed with apt-get where they are missing.
+scripts/test.sh makes both environments. Exit status: 0 passed, 1 failed, 77 left out (the last line says why).
+HELP
+}
+
+PYTHON=.venv-openmpi/bin/python MPICH_PYTHON=.venv-test/bin/python KEEP=false
+while [ $# -gt 0 ]; do
+    case $1 in
+        --python) PYTHON=${2:?} && shift ;;
+        --mpich-python) MPICH_PYTHON=${2?} && shift ;;
+        --keep) KEEP=true ;;
+        --help | -h) usage && exit 0 ;;
+        *) usage >&2 && exit 64 ;;
+    esac
+    shift
+done
+
+left_out() {
+    echo "left out: $*"
+    exit 77
+}
+
+have_slurm() {
+    command -v munged slurmctld slurmd sbatch srun scontrol >/dev/null
+}
+
+[ "$(id -u)" = 0 ] || left_out "starting Slurm needs root"
+have_slurm || { can_apt && apt_install slurmctld slurmd slurm-client munge >/dev/null 2>&1; }
+have_slurm || left_out "slurmctld, slurmd, slurm-client and munge cannot be installed"
+"$PYTHON" -c 'import mpi4py' 2>/dev/null || left_out "$PYTHON has no mpi4py; scripts/test.sh makes such an environment"
+PYTHON=$(realpath -s "$PYTHON")
+[ -z "$MPICH_PYTHON" ] || [ ! -x "$MPICH_PYTHON" ] || MPICH_PYTHON=$(realpath -s "$MPICH_PYTHON")
+
+ROOT=$PWD
+# Short: sockets lie there. Readable by all: munge's clients come to it.
+BASE=$(mktemp -d /tmp/mzslurm.XXXXXX) && chmod 755 "$BASE"
+export SLURM_CONF=$BASE/slurm.conf PYTHON OMP_NUM_THREADS=1 PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
+# One node with fewer cores than ranks: waiting ranks give way. Open MPI believes 8 CPUs.
+export OMPI_MCA_mpi_yield_when_idle=1
+STARTED=()
+TABLE='' STATUS=0
+
+# ------------------------------------------------------------------------------------------ a cluster of one node
+
+# start NAME COMMAND...: a daemon in the foreground of a background job, so that its process is known.
+start() {
+    local name=$1
+    shift
+    "$@" </dev/null >"$BASE/$name.out" 2>&1 &
+    STARTED+=($!)
+}
+
+free_ports() {
+    "$PYTHON" - <<'PORTS'
+import socket
+found = [socket.socket() for _ in range(2)]
+for one in found:
+    one.bind(("127.0.0.1", 0))
+print(*(one.getsockname()[1] for one in found))
+PORTS
+}
+
+write_configuration() {
+    local host=$1 controller=$2 node=$3
+    cat >"$SLURM_CONF" <<CONF
+ClusterName=mpizero
+SlurmctldHost=$host(127.0.0.1)
+SlurmctldPort=$controller
+SlurmdPort=$node
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket=$BASE/munge.socket
+StateSaveLocation=$BASE/state
+SlurmdSpoolDir=$BASE/spool
+SlurmctldPidFile=$BASE/slurmctld.pid
+SlurmdPidFile=$BASE/slurmd.pid
+SlurmctldLogFile=$BASE/slurmctld.log
+SlurmdLogFile=$BASE/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
+SlurmdParameters=config_overrides
+MpiDefault=pmix
+NodeName=$host NodeAddr=127.0.0.1 CPUs=8 State=UNKNOWN
+PartitionName=test Nodes=$host Default=YES MaxTime=INFINITE State=UP
+CONF
+}
+
+start_cluster() {
+    local host ports
+    host=$(hostname -s)
+    read -ra ports <<<"$(free_ports)"
+    mkdir "$BASE"/{state,spool}
+    write_configuration "$host" "${ports[@]}"
+    (umask 077 && head -c 128 /dev/urandom >"$BASE/munge.key")
+    start munged munged --foreground --force --key-file="$BASE/munge.key" --socket="$BASE/munge.socket" \
+        --pid-file="$BASE/munged.pid" --log-file="$BASE/munged.log" --seed-file="$BASE/munge.seed"
+    wait_for 30 test -S "$BASE/munge.socket" || return 1
+    start slurmctld slurmctld -D -i -f "$SLURM_CONF"
+    start slurmd slurmd -D -f "$SLURM_CONF"
+    wait_for 60 node_is_idle
+}
+
+node_is_idle() {
+    [ "$(sinfo --noheader --format=%T 2>/dev/null)" = idle ]
+}
+
+no_jobs() {
+    [ -z "$(squeue --noheader 2>/dev/null)" ]
+}
+
+# End only what was started here: jobs through Slurm, daemons by their process.
+stop_cluster() {
+    local process
+    if [ ${#STARTED[@]} -gt 2 ]; then
+        squeue --noheader --format=%A 2>/dev/null | xargs -r scancel --signal=KILL --full
+        squeue --noheader --format=%A 2>/dev/null | xargs -r scancel
+        wait_for 20 no_jobs
+    fi
+    for process in "${STARTED[@]}"; do
+        kill "$process" 2>/dev/null
+    done
+    wait "${STARTED[@]}" 2>/dev/null
+    $KEEP && echo "logs: $BASE" || rm -rf "$BASE"
+}
+
+# ------------------------------------------------------------------------------------------ jobs
+
+# wait_for SECONDS COMMAND...: until the command succeeds.
+wait_for() {
+    local end=$((SECONDS + $1))
+    shift
+    until "$@"; do
+        [ $SECONDS -lt $end ] || return 1
+        sleep 0.1
+    done
+}
+
+# field JOB NAME: a field of `scontrol show job`.
+field() {
+    scontrol show --oneliner job "$1" | tr ' ' '\n' | sed -n "s/^$2=//p" | head -n 1
+}
+
+# state_is JOB PATTERN
+state_is() {
+    [[ $(field "$1" JobState) =~ ^($2)$ ]]
+}
+
+# was_requeued JOB: it has run, and waits to run again.
+was_requeued() {
+    [ "$(field "$1" Restarts)" -gt 0 ] && state_is "$1" PENDING
+}
+
+# steps RUN: how many have been done.
+steps() {
+    wc -l 2>/dev/null <"$1/metrics.jsonl" || echo 0
+}
+
+has_steps() {
+    [ "$(steps "$1")" -ge "$2" ]
+}
+
+# submit SCRIPT RUN OPTION... -- SETTING...: print the job's number.
+submit() {
+    local script=$1 run=$2 options=() settings=()
+    shift 2
+    while [ "$1" != -- ]; do
+        options+=("$1")
+        shift
+    done
+    shift
+    for setting in "checkpoint.folder=$run/checkpoints" "$@"; do
+        settings+=(--set "$setting")
+    done
+    RUN=$run TRAIN=$ROOT/scripts/slurm/train.sbatch sbatch --parsable --output="$run.log" "${options[@]}" \
+        "$ROOT/scripts/slurm/$script.sbatch" config.toml "${settings[@]}"
+}
+
+# again JOB: let a job that was put into the queue again start at once; Slurm would wait two minutes.
+again() {
+    scontrol update JobId="$1" StartTime=now
+}
+
+# told RUN KEY: a value of the run's result.
+told() {
+    "$PYTHON" -c 'import json, sys; print(json.load(open(sys.argv[1] + "/run_complete"))[sys.argv[2]])' "$1" "$2" 2>/dev/null
+}
+
+# expect WHAT FOUND WANTED: a line of the report; false, and part of the failure's reason, where they differ.
+REASON=''
+expect() {
+    [ "$2" = "$3" ] && return
+    REASON+="$1 is '$2', not '$3'; "
+    return 1
+}
+
+expect_text() {
+    grep -qE "$2" "$1" && return
+    REASON+="$(basename "$1") has no '$2'; "
+    return 1
+}
+
+# check NAME FUNCTION: run it, and add a line to the table. The function leaves in NOTE what is worth telling.
+check() {
+    local name=$1 started=$SECONDS result=ok
+    REASON='' NOTE=''
+    "$2" || { result=FAILED && STATUS=1; }
+    TABLE+=$(printf '%-34s %-6s %4d s  %s' "$name" $result $((SECONDS - started)) "${REASON:-$NOTE}")$'\n'
+    [ $result = ok ] || tail -n 25 ./*.log
+}
+
+# ------------------------------------------------------------------------------------------ checks
+
+HASH=''
+uninterrupted() {
+    "$PYTHON" -m mpizero train config.toml --set checkpoint.folder=whole/checkpoints >whole.log 2>&1
+    HASH=$(told whole parameters_sha256)
+    NOTE="parameters_sha256 ${HASH:0:16}..."
+    [ -n "$HASH" ]
+}
+
+# 8 tasks, a signal in mid-epoch, saved, requeued by the script itself, resumed on 4 tasks.
+signalled() {
+    local job
+    job=$(submit requeue signalled --ntasks=8 --time=20 --) || return 1
+    wait_for 240 has_steps signalled 5 || { REASON="no step in 240 s" && return 1; }
+    scancel --signal=USR1 --batch "$job"
+    wait_for 120 was_requeued "$job" || { REASON="not requeued: $(field "$job" JobState)" && return 1; }
+    NOTE="stopped after step $(steps signalled)"
+    scontrol update JobId="$job" NumTasks=4 NumCPUs=4
+    again "$job"
+    wait_for 240 state_is "$job" 'COMPLETED|FAILED|CANCELLED|TIMEOUT'
+    expect state "$(field "$job" JobState)" COMPLETED
+    expect restarts "$(field "$job" Restarts)" 1
+    expect_text signalled.log "stopped by SIGUSR1 on rank 0 after step $(("${NOTE##* }")): saved"
+    expect ranks "$(told signalled ranks)" 4
+    expect hash "$(told signalled parameters_sha256)" "$HASH"
+    NOTE+=" on 8 tasks, requeued, ended on 4 with the same hash"
+    [ -z "$REASON" ]
+}
+
+# Slurm's own time limit, of which 3 minutes all but 2 seconds are kept for saving; then submitted again.
+timed() {
+    local job
+    job=$(submit train timed --ntasks=4 --time=3 --signal=B:USR1@1 -- train.time_reserve=178) || return 1
+    wait_for 240 state_is "$job" 'COMPLETED|FAILED|CANCELLED|TIMEOUT'
+    expect status "$(field "$job" ExitCode)" 75:0
+    expect_text timed.log 'stopped by the time limit \(Slurm.s: 1[0-9]* s left, 178 s kept for saving\) after step'
+    NOTE="exit status 75 after step $(steps timed)"
+    if [ -x "$MPICH_PYTHON" ]; then
+        job=$(PYTHON=$MPICH_PYTHON LAUNCH="srun --mpi=pmi2" submit train timed --ntasks=3 --time=20 --) || return 1
+    else
+        job=$(submit train timed --ntasks=3 --time=20 --) || return 1
+    fi
+    wait_for 240 state_is "$job" 'COMPLETED|FAILED|CANCELLED|TIMEOUT'
+    expect state "$(field "$job" JobState)" COMPLETED
+    expect ranks "$(told timed ranks)" 3
+    expect hash "$(told timed parameters_sha256)" "$HASH"
+    NOTE+=", resumed on 3 tasks$([ -x "$MPICH_PYTHON" ] && echo " (MPICH, PMI2)"), the same hash"
+    [ -z "$REASON" ]
+}
+
+# A rank that is killed at the same step in every visit: requeued once, then never again.
+failing() {
+    local job
+    job=$(MPIZERO_FAULT=train.step:1:3:kill submit requeue failing --ntasks=2 --time=20 -- checkpoint.every=0) || return 1
+    wait_for 240 was_requeued "$job" && again "$job"
+    wait_for 240 state_is "$job" 'COMPLETED|FAILED|CANCELLED|TIMEOUT'
+    expect state "$(field "$job" JobState)" FAILED
+    expect restarts "$(field "$job" Restarts)" 1
+    expect_text failing.log 'failed twice at the same checkpoint \(none\); not requeued'
+    NOTE="exit status $(field "$job" ExitCode): requeued once, not twice"
+    [ -z "$REASON" ]
+}
+
+write_inputs() {
+    mkdir "$BASE/work" && cd "$BASE/work" || exit 1
+    "$PYTHON" -c 'open("text.txt", "wb").write(bytes(32 + (i * i) % 90 for i in range(30000)))'
+    cat >config.toml <<'TOML'
+[model]
+name = "gpt"
+dim = 16
+layers = 1
+heads = 2
+sequence = 16
+[data]
+text = "text.txt"
+[train]
+steps = 40
+global_batch = 8
+micro_batch = 1
+validate_every = 0
+[optimizer]
+lr = 1e-2
+TOML
+}
+
+trap stop_cluster EXIT
+trap 'exit 130' INT TERM
+say "Slurm in $BASE"
+if start_cluster; then
+    srun --version
+    write_inputs
+    check "one process, uninterrupted" uninterrupted
+    check "signal, requeue, 8 -> 4 tasks" signalled
+    check "Slurm's time limit, 4 -> 3 tasks" timed
+    check "the same failure twice" failing
+else
+    tail -n 5 "$BASE"/*.out "$BASE"/*.log
+    STATUS=1 TABLE="the cluster does not start"
+fi
+say "summary"
+printf '%s\ntotal %d s\n' "$TABLE" $SECONDS
+exit $STATUS
