@@ -32,7 +32,7 @@ class MpiFacts:
     thread_level: str
 
 
-def world(launched: int | None = None) -> Communicator:
+def world(launched: int | None = None, launcher: str = "", remedy: str = "") -> Communicator:
     """Return a communicator over all processes that were started together; one process without MPI is a world too.
 
     Collective over MPI's world; starts MPI. The caller closes the result.
@@ -41,26 +41,30 @@ def world(launched: int | None = None) -> Communicator:
     ----------
     launched : int, optional
         Number of processes that the launcher says it has started, None without a launcher.
+    launcher, remedy : str, optional
+        Its name, and what to do where MPI sees another number, for the error.
 
     Raises
     ------
     ConfigError
         The launcher has started more processes than MPI sees (it belongs to another MPI), or MPI cannot be loaded.
     """
+    launcher = launcher or "the launcher"
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         if launched is None or launched == 1:
             return as_communicator(None)
         raise ConfigError(
-            f"the launcher has started {launched} processes, but MPI cannot be loaded: {error}; "
+            f"{launcher} has started {launched} processes, but MPI cannot be loaded: {error}; "
             "install an MPI library, for example: pip install mpich"
         ) from None
     size = MPI.COMM_WORLD.Get_size()
     if launched is not None and size != launched:
         raise ConfigError(
-            f"the launcher has started {launched} processes, but each sees {size}: mpiexec belongs to another MPI than "
-            f"the one that mpi4py has loaded, which is {' '.join(map(str, MPI.get_vendor()[:1]))}; use its own mpiexec"
+            f"{launcher} has started {launched} processes, but each sees {size}: it belongs to another MPI than the "
+            f"one that mpi4py has loaded, which is {' '.join(map(str, MPI.get_vendor()[:1]))}, or starts none; "
+            f"{remedy or 'use its own mpiexec'}"
         )
     return as_communicator(MPI.COMM_WORLD)
 

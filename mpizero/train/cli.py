@@ -18,9 +18,8 @@ from mpizero.train.signals import StopSignals
 if TYPE_CHECKING:
     from mpizero.comm import Communicator
 
-#: Where launchers tell a process its rank, and how many there are.
+#: Where launchers tell a process its rank.
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _CONFIG_LIMIT = 1 << 20
 
 
@@ -288,10 +287,14 @@ def _plan(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from mpizero.train import doctor
 
-    comm = _world()
-    findings = doctor.examine(comm, _threads())
-    if comm.rank == 0:
-        print(doctor.as_json(findings, comm.size) if options.json else doctor.report(findings), flush=True)
+    try:
+        comm = _launched_world()
+    except ConfigError as error:  # ranks that think they are alone: the first one speaks
+        findings, rank, size = [doctor.alone(error)], _launched_rank(), 1
+    else:
+        findings, rank, size = doctor.examine(comm, _threads(), os.environ), comm.rank, comm.size
+    if rank == 0:
+        print(doctor.as_json(findings, size) if options.json else doctor.report(findings), flush=True)
     return doctor.exit_status(findings)
 
 
@@ -337,15 +340,20 @@ def _read_config(name: str) -> str:
 
 
 def _world() -> Communicator:
-    from mpizero.comm.launch import world
-
-    size = next((int(os.environ[name]) for name in _SIZES if os.environ.get(name, "").isdecimal()), None)
     try:
-        return world(size)
+        return _launched_world()
     except ConfigError as error:
         if _launched_rank() == 0:  # MPI cannot tell who is first: it is the launcher that is wrong
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(int(error.status)) from None
+
+
+def _launched_world() -> Communicator:
+    from mpizero.comm.launch import world
+    from mpizero.train.launch import Launch
+
+    launch = Launch.of(os.environ)
+    return world(launch.size, launch.name, launch.remedy)
 
 
 def _version() -> str:

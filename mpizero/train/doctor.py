@@ -4,41 +4,14 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from mpizero.comm import Communicator
-from mpizero.errors import ExitStatus
-from mpizero.train import machine
-
-Status = Literal["ok", "warn", "FAIL"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The outcome of one check.
-
-    Attributes
-    ----------
-    name : str
-        What was looked at.
-    status : {"ok", "warn", "FAIL"}
-        "warn": training works, not as well as it could.
-    text : str
-        What was found.
-    remedy : str
-        How to mend it.
-    code : int
-        Exit status of a "FAIL".
-    """
-
-    name: str
-    status: Status
-    text: str
-    remedy: str = ""
-    code: int = ExitStatus.CONFIG
-
+from mpizero.errors import ConfigError, ExitStatus
+from mpizero.train import launch, machine
+from mpizero.train.findings import Finding, counted
 
 Check = Callable[[Communicator, int], Finding]
 
@@ -66,8 +39,11 @@ def check_mpi(comm: Communicator, threads: int) -> Finding:
     facts = machine.mpi_facts()
     if facts is None:
         return Finding("mpi", "warn", "no MPI can be loaded: one process only", "pip install mpich, or a system's MPI")
+    names = [f"{found.library}, mpi4py {found.mpi4py}" for found in comm.allgather_object(facts)]
+    if wrong := launch.difference(names):
+        return Finding("mpi", "FAIL", wrong, "install the same MPI and mpi4py on every node")
     total, seconds = machine.try_reduction(comm)
-    ranks = _count(comm.size, "rank")
+    ranks = counted(comm.size, "rank")
     text = f"{facts.vendor} {facts.version}, mpi4py {facts.mpi4py}, threads {facts.thread_level}, {ranks}"
     if total != comm.size * (comm.size - 1) // 2:
         return Finding("mpi", "FAIL", f"{text}; a sum over ranks is wrong", "reinstall MPI", ExitStatus.RANK_FAILED)
@@ -84,7 +60,7 @@ def check_cores(comm: Communicator, threads: int) -> Finding:
     together = len(set().union(*sets))
     nodes = sorted(set(comm.allgather_object((machine.host(), ranks, together, len(machine.cores())))))
     text = "; ".join(
-        f"{name}: {_count(count, 'rank')} x {_count(threads, 'thread')} on {_count(cores, 'core')}"
+        f"{name}: {counted(count, 'rank')} x {counted(threads, 'thread')} on {counted(cores, 'core')}"
         for name, count, cores, _ in nodes
     )
     over = [name for name, count, cores, own in nodes if count * threads > cores or threads > own]
@@ -109,7 +85,7 @@ def check_blas(comm: Communicator, threads: int) -> Finding:
             return Finding(
                 "blas", "warn", text, "use one environment and one CPU type, or results differ in the last bits"
             )
-    return Finding("blas", "ok", f"{mine}; training uses {_count(threads, 'thread')} a rank")
+    return Finding("blas", "ok", f"{mine}; training uses {counted(threads, 'thread')} a rank")
 
 
 def check_hdf5(comm: Communicator, threads: int) -> Finding:
@@ -172,10 +148,6 @@ def check_gpu(comm: Communicator, threads: int) -> Finding:
     return Finding("gpu", "ok", text)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 CHECKS: Sequence[Check] = (
     check_versions,
     check_mpi,
@@ -189,7 +161,7 @@ CHECKS: Sequence[Check] = (
 )
 
 
-def examine(comm: Communicator, threads: int = 1) -> list[Finding]:
+def examine(comm: Communicator, threads: int = 1, environment: Mapping[str, str] | None = None) -> list[Finding]:
     """Run every check.
 
     Collective over ``comm``. The result is rank 0's view on every rank.
@@ -200,9 +172,22 @@ def examine(comm: Communicator, threads: int = 1) -> list[Finding]:
         The ranks to look at.
     threads : int
         Threads a rank will use.
+    environment : mapping, optional
+        This process's environment variables, for what launcher and Slurm say.
     """
-    result: list[Finding] = comm.broadcast_object([check(comm, threads) for check in CHECKS])
+    found = [check(comm, threads) for check in CHECKS]
+    found += [check(comm, threads, environment or {}) for check in launch.CHECKS]
+    result: list[Finding] = comm.broadcast_object(found)
     return result
+
+
+def alone(error: ConfigError) -> Finding:
+    """Return the finding for ranks that do not see each other.
+
+    Not collective.
+    """
+    text, _, remedy = str(error).partition("; ")
+    return Finding("launch", "FAIL", text, remedy)
 
 
 def exit_status(findings: Sequence[Finding]) -> int:

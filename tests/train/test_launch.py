@@ -1,0 +1,125 @@
+"""Doctor's look at the launch: ranks that do not see each other, other threads or tasks than Slurm gave, the time."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mpizero.errors import ExitStatus
+from mpizero.testing import run_in_threads
+from mpizero.train import launch
+from mpizero.train.launch import Launch, check_launch, check_threads, check_time, difference
+from mpizero.train.walltime import Limit
+
+STEP = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "8"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "name", "size", "rank"),
+    [
+        ({}, "", None, None),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, "", None, None),
+        (STEP | {"SLURM_MPI_TYPE": "pmix", "PMIX_RANK": "3"}, "srun --mpi=pmix", 8, 3),
+        (STEP | {"SLURM_MPI_TYPE": "pmi2", "PMI_SIZE": "8", "PMI_RANK": "3"}, "srun --mpi=pmi2", 8, 3),
+        (STEP, "srun", 8, 3),
+        ({"PMI_SIZE": "4", "PMI_RANK": "2"}, "mpiexec of MPICH's kind", 4, 2),
+        (
+            {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "PMI_SIZE": "4", "PMI_RANK": "2"},
+            "mpiexec of MPICH's kind",
+            4,
+            2,
+        ),
+        (
+            {"SLURM_PROCID": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"},
+            "mpiexec of Open MPI",
+            4,
+            2,
+        ),
+    ],
+    ids=["alone", "batch script", "pmix", "pmi2", "srun without MPI", "hydra", "hydra by Slurm", "orted by Slurm"],
+)
+def test_the_environment_tells_who_started_the_ranks(environment, name, size, rank):
+    found = Launch.of(environment)
+    assert (found.name, found.size, found.rank) == (name, size, rank)
+
+
+def looked_at(check, ranks, environment, threads=1):
+    """Return rank 0's finding; ``environment`` and ``threads`` may depend on the rank."""
+
+    def work(comm):
+        own = environment(comm.rank) if callable(environment) else environment
+        return check(comm, threads(comm.rank) if callable(threads) else threads, own)
+
+    return run_in_threads(ranks, work)[0]
+
+
+def hydra(rank, size=4, **more):
+    return {"PMI_SIZE": str(size), "PMI_RANK": str(rank), **more}
+
+
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        (lambda rank: hydra(3 - rank), "MPI's rank 0 is the launcher's 3"),
+        (lambda rank: hydra(rank, SLURM_JOB_NUM_NODES="2"), "4 ranks on 1 node; Slurm has given 2 nodes"),
+        (lambda rank: hydra(rank, SLURM_NTASKS="8"), "Slurm has given 8 tasks"),
+    ],
+)
+def test_a_launch_that_does_not_fit_slurm_is_named(environment, text):
+    found = looked_at(check_launch, 4, environment)
+    assert found.status == "warn"
+    assert text in found.text
+    assert found.remedy
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        hydra,
+        lambda rank: hydra(rank, SLURM_NTASKS="4", SLURM_JOB_NUM_NODES="1"),
+        lambda rank: hydra(rank, SLURM_NTASKS="1", SLURM_STEP_ID="0"),  # of the step that holds MPICH's daemons
+        lambda rank: {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": str(rank)},
+    ],
+)
+def test_a_launch_that_fits_is_fine(environment):
+    assert looked_at(check_launch, 4, environment).status == "ok"
+
+
+def test_ranks_with_other_threads_fail_for_they_compute_other_bits():
+    found = looked_at(check_threads, 3, {}, lambda rank: 1 + (rank == 2))
+    assert (found.status, found.text) == ("FAIL", "rank 0 has 1, rank 2 has 2")
+
+
+def test_threads_are_compared_with_the_cpus_of_a_task():
+    assert looked_at(check_threads, 2, {"SLURM_CPUS_PER_TASK": "4"}, 4).status == "ok"
+    found = looked_at(check_threads, 2, {"SLURM_CPUS_PER_TASK": "4"}, 1)
+    assert (found.status, found.text) == ("warn", "1 thread a rank, but Slurm has given 4 CPUs a task")
+    assert "OMP_NUM_THREADS=4" in found.remedy
+
+
+def test_the_time_limit_is_told(monkeypatch):
+    assert looked_at(check_time, 2, {}).status == "ok"
+    monkeypatch.setattr(launch, "slurm_limit", lambda environment: None)
+    assert looked_at(check_time, 2, {"SLURM_JOB_ID": "1"}).status == "warn"
+    monkeypatch.setattr(launch, "slurm_limit", lambda environment: Limit("Slurm's", 600))
+    assert looked_at(check_time, 2, {"SLURM_JOB_ID": "1"}).text == "10 min left (Slurm's); training saves before"
+
+
+def test_the_first_difference_is_told_with_both_values():
+    assert difference(["a", "a"]) == ""
+    assert difference(["a", "a", "b", "c"]) == "rank 0 has a, rank 2 has b"
+
+
+@pytest.mark.parametrize("command", [["doctor", "--json"], ["train", "tiny.toml"]])
+def test_ranks_that_think_they_are_alone_are_told_so(mpizero, monkeypatch, command):
+    """As under srun without --mpi: eight processes, and each could train the whole model in the same folder."""
+    for name, value in (STEP | {"SLURM_PROCID": "0"}).items():
+        monkeypatch.setenv(name, value)
+    outcome = mpizero(0, *command)
+    assert outcome.status == ExitStatus.CONFIG
+    told = json.loads(outcome.out)["checks"][0] if command[0] == "doctor" else {"text": outcome.err}
+    assert "srun has started 8 processes, but each sees 1" in told["text"]
+    assert "srun --mpi=pmix" in told.get("remedy", outcome.err)
+    assert not (mpizero.folder / "run").exists()
