@@ -220,13 +220,31 @@ def in_threads(ranks: int, args: argparse.Namespace) -> list[Row]:
     return list(results[0])
 
 
+def differs(row: Row, expected: dict[str, Row]) -> bool:
+    """Tell whether a training has other bits than one process: of its parameters, or of a loss."""
+    wanted = expected[row["case"]]
+    return (row["sha256"], row["losses"]) != (wanted["sha256"], wanted["losses"])
+
+
+def announce(rows: Sequence[Row], expected: dict[str, Row], seconds: float) -> None:
+    """Print what is known after one launch; the tables come at the end."""
+    exact = [row for row in rows if not row["rounds"]]
+    equal = sum(not differs(row, expected) for row in exact)
+    repeated = sum(row["repeats"] for row in rows if row["rounds"])
+    print(
+        f"{rows[0]['where']}: {equal} of {len(exact)} have the bits of one process; {repeated} of "
+        f"{len(rows) - len(exact)} that round repeat their bits; {seconds:.1f} s",
+        flush=True,
+    )
+
+
 def report_exact(rows: Sequence[Row], expected: dict[str, Row]) -> bool:
     """Print one line a case and every run that differs from one process; return whether none does."""
     print(f"\n{'pipeline x data':32s} {'runs':>5s} {'equal':>5s}  sha256 of one process")
     equal = True
     for case in EXACT:
         mine, wanted = [row for row in rows if row["case"] == case.name], expected[case.name]
-        wrong = [row for row in mine if (row["sha256"], row["losses"]) != (wanted["sha256"], wanted["losses"])]
+        wrong = [row for row in mine if differs(row, expected)]
         print(f"{case.name:32s} {len(mine):5d} {len(mine) - len(wrong):5d}  {wanted['sha256']}")
         for row in wrong:
             print(f"    {row['where']}, {row['way']}: {row['sha256']}")
@@ -268,12 +286,14 @@ def main() -> None:
     quick = [flag for flag, given in (("--quick", args.quick), ("--in-turn", args.in_turn)) if given]
     for mpiexec, python, ranks in launches(args):
         started = time.monotonic()
-        rows += launch(mpiexec, python, ranks, args, __file__, *quick)
-        print(f"{rows[-1]['where']}: {time.monotonic() - started:.1f} s", flush=True)
+        found = launch(mpiexec, python, ranks, args, __file__, *quick)
+        announce(found, expected, time.monotonic() - started)
+        rows += found
     for n in (int(n) for n in args.threads.split(",") if n):
         started = time.monotonic()
-        rows += in_threads(n, args)
-        print(f"{n} threads: {time.monotonic() - started:.1f} s", flush=True)
+        found = in_threads(n, args)
+        announce(found, expected, time.monotonic() - started)
+        rows += found
     exact = report_exact([row for row in rows if not row["rounds"]], expected)
     rounded = report_rounded([row for row in rows if row["rounds"]], expected)
     counts = collections.Counter(row["rounds"] for row in rows)
