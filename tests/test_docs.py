@@ -71,7 +71,7 @@ def test_python_of_the_docs_runs(page, tmp_path):
 def test_commands_of_the_docs_exist(page):
     for words in commands(page):
         if words[:2] == ["-m", "mpizero"]:
-            text = help_of(*words[: 4 if words[2] == "bench" else 3])  # bench has benchmarks with options of their own
+            text = help_of(*words[: 4 if words[2] in ("bench", "checkpoint") else 3])  # what has commands of its own
         elif words[0].startswith("scripts/") and words[0].endswith(".py"):
             text = help_of(words[0])
         else:

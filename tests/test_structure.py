@@ -41,6 +41,7 @@ DOORS = {
     "llvmlite": {"kernels"},
     "h5py": {"data", "checkpoint"},
     "tqdm": {"train"},
+    "safetensors": {"checkpoint"},
     "isal": {"crc"},
     "cupy": {"kernels", "comm"},
     "sklearn": {"data"},
@@ -236,7 +237,7 @@ def test_allow_lists_name_only_what_exists():
 
 def test_importing_the_package_loads_no_heavy_library():
     """The first line of every script must not cost seconds, nor start MPI."""
-    heavy = ["numba", "llvmlite", "h5py", "mpi4py", "tqdm", "sklearn", "cupy"]
+    heavy = ["numba", "llvmlite", "h5py", "mpi4py", "tqdm", "sklearn", "cupy", "safetensors"]
     code = f"import mpizero, sys; print(*[name for name in {heavy} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert found.stdout.split() == []

@@ -28,8 +28,8 @@ def step_of(path: str | os.PathLike[str]) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def _steps(folder: str) -> list[str]:
-    """Return the step folders, newest (by number, never by date) first."""
+def step_folders(folder: str) -> list[str]:
+    """Return the step folders, newest (by number, never by date) first. Not collective."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -40,7 +40,7 @@ def _steps(folder: str) -> list[str]:
 
 def _sound(folder: str, limit: int | None, report: Callable[[str], object]) -> list[str]:
     sound: list[str] = []
-    for path in _steps(folder):
+    for path in step_folders(folder):
         try:
             read_manifest(path)
         except (CheckpointError, OSError) as error:
@@ -108,7 +108,7 @@ def prune(folder: str | os.PathLike[str], keep: int, comm: object = None, *, kee
         kept = _sound(where, keep, lambda _: None)
         if len(kept) < keep:
             return []
-        steps = _steps(where)
+        steps = step_folders(where)
         old = steps[steps.index(kept[-1]) + 1 :]
         if keep_every:
             old = [path for path in old if (step_of(path) or 0) % keep_every]

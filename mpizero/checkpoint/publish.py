@@ -14,7 +14,7 @@ from mpizero.checkpoint.failures import on_root
 from mpizero.checkpoint.manifest import Manifest, StoredArray, encode
 from mpizero.checkpoint.plan import SavePlan
 from mpizero.checkpoint.skeleton import Skeleton
-from mpizero.checkpoint.stage import Stage, commit, discard, fill_stage, open_stage
+from mpizero.checkpoint.stage import Stage, commit, discard, fill_file, open_stage
 from mpizero.checkpoint.table import Table
 from mpizero.checkpoint.verify import verify_checksums
 from mpizero.comm.communicator import Communicator
@@ -43,7 +43,7 @@ def staged(comm: Communicator, plan: SavePlan, replace: bool) -> Iterator[Place]
         if plan.skeleton is None:
             raise CheckpointError("rank 0 has no layout")
         stage = open_stage(plan.target, replace or _is_damaged(plan.target))
-        fill_stage(stage, plan.skeleton)
+        fill_file(stage.state, plan.skeleton)
         return Place(stage.state, plan.skeleton.offsets)
 
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 #: What the root of the HDF5 file says it is.
 FORMAT = "mpizero-checkpoint"
 VERSION = 1
+MARKS: Mapping[str, Any] = {"format": np.bytes_(FORMAT), "version": np.int64(VERSION)}
 #: Every object of the file starts at a multiple of this many bytes, so that arrays can be mapped into memory.
 ALIGNMENT = 64
 #: The widest alignment, a page: the holes between arrays are read and verified with HDF5's structure.
@@ -124,11 +125,12 @@ def check_alignment(alignment: int) -> None:
         raise ConfigError(f"alignment must be a power of two from {ALIGNMENT} to {ALIGNMENT_LIMIT}, got {alignment}")
 
 
-def build(table: Table, alignment: int = ALIGNMENT) -> Skeleton:
+def build(table: Table, alignment: int = ALIGNMENT, marks: Mapping[str, Any] = MARKS) -> Skeleton:
     """Lay out one contiguous dataset per array; the same table and alignment give the same bytes.
 
-    Not collective. Datasets are allocated early and never filled, so that only HDF5's own structure is written.
-    The ``v110`` format checksums that structure and is read by every HDF5 from 1.10 on.
+    Not collective. ``marks`` are the attributes of the file's root. Datasets are allocated early and never filled, so
+    that only HDF5's own structure is written. The ``v110`` format checksums that structure and is read by every HDF5
+    from 1.10 on.
 
     [Note: two alignments] HDF5 aligns every object from some size on, its own small ones too, so one wide alignment
     would leave a hole behind each of them. Arrays that are wide themselves therefore come after all others, with the
@@ -144,8 +146,8 @@ def build(table: Table, alignment: int = ALIGNMENT) -> Skeleton:
         for name in _groups(table):
             h5py.h5g.create(file.id, name.encode(), gcpl=group)
         offsets = _add_datasets(file, table, sorted(table.keys() - set(wide)))
-        file.attrs.create("format", np.bytes_(FORMAT))
-        file.attrs.create("version", np.int64(VERSION))
+        for name, value in marks.items():
+            file.attrs.create(name, value)
     if wide:
         with _opened(record, "r+", alignment, alignment) as file:
             offsets |= _add_datasets(file, table, wide)

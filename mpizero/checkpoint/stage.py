@@ -86,25 +86,25 @@ def _check_target(target: str, replace: bool) -> None:
         raise CheckpointError("is a folder with other files in it, so it is not replaced: choose another name")
 
 
-def fill_stage(stage: Stage, skeleton: Skeleton) -> None:
-    """Write the state file's structure and reserve the room of its arrays, so that a full disk shows before the work.
+def fill_file(path: str, skeleton: Skeleton, mode: int = 0o600) -> None:
+    """Make a file with HDF5's structure and room for the arrays, so that a full disk shows before the work.
 
     Not collective: rank 0 only.
     """
-    space = os.statvfs(stage.path)
+    space = os.statvfs(os.path.dirname(path))
     if space.f_bavail * space.f_frsize < skeleton.nbytes:
         free = space.f_bavail * space.f_frsize
-        raise OSError(errno.ENOSPC, f"{skeleton.nbytes} bytes are needed, {free} are free", stage.state)
-    file = os.open(stage.state, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        raise OSError(errno.ENOSPC, f"{skeleton.nbytes} bytes are needed, {free} are free", path)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
         try:
             os.posix_fallocate(file, 0, skeleton.nbytes)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise OSError(error.errno, error.strerror, stage.state) from None
+                raise OSError(error.errno, error.strerror, path) from None
             os.ftruncate(file, skeleton.nbytes)
         for offset, data in skeleton.structure:
-            write_at(file, memoryview(data), offset, stage.state)
+            write_at(file, memoryview(data), offset, path)
     finally:
         os.close(file)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpizero.checkpoint.checksum import BLOCK, crc32, cut
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 
-def verify(folder: str | os.PathLike[str]) -> int:
+def verify(folder: str | os.PathLike[str], report: Callable[[int], object] | None = None) -> int:
     """Read all of a checkpoint and compare every checksum, then what HDF5 says with the manifest; return its bytes.
 
-    Not collective.
+    Not collective. ``report`` is told the bytes of every block that has been compared.
 
     Raises
     ------
@@ -27,12 +27,12 @@ def verify(folder: str | os.PathLike[str]) -> int:
         Naming file, array and reason; ``CheckpointMissingError`` where there is none.
     """
     where = os.path.abspath(os.fspath(folder))
-    manifest = verify_checksums(where)
+    manifest = verify_checksums(where, report)
     _compare_with_hdf5(os.path.join(where, STATE_NAME), manifest)
     return manifest.state_bytes
 
 
-def verify_checksums(where: str) -> Manifest:
+def verify_checksums(where: str, report: Callable[[int], object] | None = None) -> Manifest:
     """Read all of a checkpoint and compare every checksum; return its manifest. Not collective."""
     _, manifest = read_manifest(where)
     state = os.path.join(where, STATE_NAME)
@@ -45,6 +45,8 @@ def verify_checksums(where: str) -> Manifest:
                 source.read_into(stored.offset + start, part)
                 if crc32(part) != stored.checksums[start // BLOCK]:
                     raise CheckpointError(f"{state}: array {path!r}: checksum mismatch in bytes {start} to {stop - 1}")
+                if report is not None:
+                    report(len(part))
     finally:
         source.close()
     return manifest

@@ -7,11 +7,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
+from mpizero.train import checkpoint_cli
 from mpizero.train.options import add_layout_options, layout_of, named_as_options
 from mpizero.train.signals import StopSignals
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 #: Where launchers tell a process its rank.
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-_CONFIG_LIMIT = 1 << 20
 
 
 class InputOutputError(MpizeroError):
@@ -60,20 +60,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     guard.install()
     try:
-        status: int = options.run(options)
-        sys.stdout.flush()
+        with _one_line_errors():
+            status: int = options.run(options)
+            sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read the output has seen enough; Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitStatus.INPUT_OUTPUT)
+    return status
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Turn what the operating system and the keyboard say into errors of one line."""
+    try:
+        yield
     except KeyboardInterrupt:
         raise Interrupted("stopped from the keyboard") from None
     except OSError as error:
-        if isinstance(error, MpizeroError):
+        if isinstance(error, MpizeroError | BrokenPipeError):
             raise
         where = f"{error.filename}: " if error.filename else ""
         raise InputOutputError(f"{where}{error.strerror or error}") from error
-    return status
+
+
+def _on_first_rank(work: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Do what one process can, where a job of several was started: the others end quietly, and nobody starts MPI.
+
+    So an error ends here: the guard would look for the other ranks.
+    """
+    if _launched_rank() > 0:
+        return int(ExitStatus.OK)
+    if not any(os.environ.get(name) for name in _RANKS):
+        return work(options)
+    try:
+        with _one_line_errors():
+            return work(options)
+    except MpizeroError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return int(error.status)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -94,6 +119,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_doctor(commands)
     _add_bench(commands)
+    checkpoint_cli.add_command(commands, _checkpoint)
     return parser
 
 
@@ -219,11 +245,11 @@ def _train(options: argparse.Namespace) -> int:
 
 def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, started: float) -> int:
     from mpizero.comm.agreement import all_ranks
-    from mpizero.train.configfile import Document, parse_config
+    from mpizero.train.configfile import Document, parse_config, read_config
 
     comm = _world()
     with all_ranks(comm):
-        text = _read_config(options.config) if comm.rank == 0 else ""
+        text = read_config(options.config) if comm.rank == 0 else ""
     document = Document(options.config, comm.broadcast_object(text), options.overrides)
     config = parse_config(document, {"train.threads": str(_threads())})
 
@@ -262,15 +288,17 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    return _on_first_rank(_print_plan, options)
+
+
+def _print_plan(options: argparse.Namespace) -> int:
     from mpizero.train import plan_report
-    from mpizero.train.configfile import Document, parse_config
+    from mpizero.train.configfile import Document, parse_config, read_config
     from mpizero.train.plan import PlanRequest, parse_bytes, plan
 
-    if _launched_rank() > 0:  # started like a training: one rank is enough
-        return int(ExitStatus.OK)
     limit = None if options.memory_per_node is None else parse_bytes(options.memory_per_node)
     request = PlanRequest(options.ranks, options.ranks_per_node, limit, options.gflops * 1e9)
-    document = Document(options.config, _read_config(options.config), options.overrides)
+    document = Document(options.config, read_config(options.config), options.overrides)
     with document.located():
         found = plan(parse_config(document, {"train.threads": str(_threads())}), request)
         if options.json:
@@ -320,23 +348,15 @@ def _bench_memory(options: argparse.Namespace) -> int:
     return int(ExitStatus.OK)
 
 
+def _checkpoint(options: argparse.Namespace) -> int:
+    return _on_first_rank(options.tool, options)
+
+
 def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------ surroundings
-
-
-def _read_config(name: str) -> str:
-    path = Path(name)
-    try:
-        if path.stat().st_size > _CONFIG_LIMIT:
-            raise ConfigError(f"{name}: more than {_CONFIG_LIMIT} bytes: not a configuration")
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{name}: not valid TOML: not UTF-8 at byte {error.start}") from None
 
 
 def _world() -> Communicator:

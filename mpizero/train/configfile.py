@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from mpizero.errors import ConfigError
@@ -24,6 +25,7 @@ from mpizero.train.config import (
 from mpizero.train.layout import ParallelSection
 
 Tables = dict[str, dict[str, Any]]
+_CONFIG_LIMIT = 1 << 20
 SECTIONS = ("model", "data", "parallel", "train", "optimizer", "checkpoint")
 
 
@@ -74,6 +76,27 @@ class Document:
             elif setting and re.match(rf"""\s*["']?{re.escape(setting)}["']?\s*[=.]""", line) and inside == section:
                 return f"{self.name}:{number}"
         return self.name
+
+
+def read_config(name: str) -> str:
+    """Return the text of a configuration file.
+
+    Not collective.
+
+    Raises
+    ------
+    ConfigError
+        Naming the file and the reason.
+    """
+    path = Path(name)
+    try:
+        if path.stat().st_size > _CONFIG_LIMIT:
+            raise ConfigError(f"{name}: more than {_CONFIG_LIMIT} bytes: not a configuration")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: not valid TOML: not UTF-8 at byte {error.start}") from None
 
 
 def parse_config(document: Document, defaults: Mapping[str, str] | None = None) -> Config:

@@ -18,6 +18,7 @@ from mpizero.errors import CheckpointError, ConfigError
 from mpizero.parallel import HybridShardedModel, ShardingConfig, persistence
 from mpizero.train.checks import SettingError, whole
 from mpizero.train.config import GptSection, check_split
+from mpizero.train.finding import find_checkpoint
 from mpizero.train.layout import ParallelSection
 from mpizero.train.resume import Saved
 from mpizero.types import Array
@@ -244,24 +245,3 @@ def _settings_of(reader: checkpoint.Reader, home: str) -> GptSection:
 def _model_of(settings: GptSection) -> nn.GPT:
     kept = ("dim", "layers", "heads", "sequence", "tied", "dtype")
     return nn.GPT(**{name: getattr(settings, name) for name in kept})
-
-
-def find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that a path means.
-
-    Not collective.
-    """
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder")
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: is a file; a checkpoint is a folder, as is a run")
-    if checkpoint.step_of(path.absolute()) is not None or (path / "manifest.json").exists():
-        return path
-    for folder in (path / "checkpoints", path):
-        passed: list[str] = []
-        found = checkpoint.newest(folder, report=passed.append)
-        if found is not None:
-            return Path(found)
-        if passed:
-            raise CheckpointError(f"{folder}: no good checkpoint in it; {passed[0]}")
-    raise CheckpointError(f"{path}: holds no checkpoint; give a run's folder, its checkpoint folder, or one checkpoint")

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from mpizero.layout.timetable import timetable
 from mpizero.parallel.costs import PARTS, PURPOSES, RankPlan
+from mpizero.train.figures import PREFIXES, amount
 from mpizero.train.plan import Plan
 
 #: Columns of a printed timetable, at most.
 _COLUMNS = 150
-_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 
 def report(plan: Plan, *, with_timetable: bool = False) -> str:
@@ -87,7 +87,7 @@ def _memory(plan: Plan) -> str:
     nodes, windows = plan.training.node_bytes, plan.training.node_windows
     node = max(nodes, key=lambda n: nodes[n])
     return (
-        f"{text}\nfullest node ({node}): {_amount(nodes[node])}B, of it {_amount(windows[node])}B in shared windows "
+        f"{text}\nfullest node ({node}): {amount(nodes[node])}B, of it {amount(windows[node])}B in shared windows "
         "(/dev/shm)\nnot counted: Python and its libraries; activations and working arrays were found by trying one "
         "block of each kind"
     )
@@ -96,7 +96,7 @@ def _memory(plan: Plan) -> str:
 def _messages(plan: Plan) -> str:
     rows = _rows(plan, lambda rank: {purpose: sent.bytes for purpose, sent in rank.sent.items()})
     text = _table(plan, "bytes that the busiest rank sends a step", rows, PURPOSES, _message_count)
-    return f"{text}\nall ranks together {_amount(sum(rank.bytes_sent for rank in plan.training.by_rank))}B"
+    return f"{text}\nall ranks together {amount(sum(rank.bytes_sent for rank in plan.training.by_rank))}B"
 
 
 def _message_count(rank: RankPlan) -> tuple[str, str]:
@@ -124,7 +124,7 @@ def _operations(plan: Plan) -> str:
     most, simulation, rate = max(counts), plan.simulation, plan.request.rate
     seconds = most / rate if simulation is None else simulation.makespan
     return (
-        f"work a step: {_amount(sum(counts))}FLOP, the busiest rank {_amount(most)}FLOP; at {rate / 1e9:g} GFLOP/s a "
+        f"work a step: {amount(sum(counts))}FLOP, the busiest rank {amount(most)}FLOP; at {rate / 1e9:g} GFLOP/s a "
         f"rank (--gflops) products alone take {seconds:.3g} s"
     )
 
@@ -139,7 +139,7 @@ def _table(
     """Lay out bytes by column, in the unit that suits the largest; ``last`` gives a column more."""
     present = [column for column in columns if any(column in row.figures for row in rows)]
     largest = max(sum(row.figures.values()) for row in rows)
-    scale, prefix = next(((s, p) for s, p in _PREFIXES if largest >= 10 * s), _PREFIXES[-1])
+    scale, prefix = next(((s, p) for s, p in PREFIXES if largest >= 10 * s), PREFIXES[-1])
     digits = 0 if scale == 1.0 else 1
     lines = [["", "rank", *present, "all", *([last(rows[0].rank)[0]] if last else [])]]
     for row in rows:
@@ -156,11 +156,6 @@ def _table(
 def _aligned(cells: Sequence[str], widths: Sequence[int], *, left: bool) -> list[str]:
     found = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
     return [cells[0].ljust(widths[0]), *found[1:]] if left else found
-
-
-def _amount(value: float) -> str:
-    scale, prefix = next(((s, p) for s, p in _PREFIXES if value >= s), _PREFIXES[-1])
-    return f"{value / scale:.4g} {prefix}"
 
 
 def as_json(plan: Plan) -> str:

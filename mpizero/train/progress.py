@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any, TextIO
+from types import TracebackType
+from typing import Any, Self, TextIO
 
 #: Seconds between two lines where the output is not a terminal; the first and the last step always show.
 QUIET_SECONDS = 10.0
@@ -81,3 +82,43 @@ class Progress:
         except (OSError, ValueError):
             # A closed terminal must not end a training run.
             self._active = False
+
+
+class ByteProgress:
+    """A bar over bytes on a terminal; nothing elsewhere. Calling it tells that so many more are done.
+
+    Not collective.
+
+    Parameters
+    ----------
+    total : int
+        Bytes in all.
+    label : str
+        What stands before the bar.
+    stream : TextIO, optional
+        Default: standard error.
+    """
+
+    def __init__(self, total: int, label: str, stream: TextIO | None = None) -> None:
+        stream = stream if stream is not None else sys.stderr
+        self._bar: Any = None
+        if stream.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=total, desc=label, file=stream, unit="B", unit_scale=True, dynamic_ncols=True, leave=False
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def __call__(self, count: int) -> None:
+        """Tell that ``count`` more bytes are done. Not collective."""
+        if self._bar is not None:
+            self._bar.update(count)

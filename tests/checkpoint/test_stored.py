@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 
 from mpizero import checkpoint
+from mpizero.checkpoint import tools
 
 STORED = Path(__file__).parent / "stored"
 A = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -21,7 +24,11 @@ VERSION_1 = {
 }
 
 
-@pytest.mark.parametrize("name", ["version1", "version1.bin"])
+#: Written by the direct back end, and by parallel HDF5 1.10 on two ranks.
+FOLDERS = ("version1", "version1_mpio")
+
+
+@pytest.mark.parametrize("name", [*FOLDERS, "version1.bin"])
 def test_version_1_loads(name):
     path = STORED / name
     opened = checkpoint.open_checkpoint(path) if path.is_dir() else checkpoint.from_bytes(path.read_bytes())
@@ -32,5 +39,29 @@ def test_version_1_loads(name):
             assert reader.read_whole(key).tobytes() == value.tobytes()
 
 
-def test_version_1_passes_the_full_check():
-    assert checkpoint.verify(STORED / "version1") > 0
+@pytest.mark.parametrize("name", FOLDERS)
+def test_version_1_passes_the_full_check(name):
+    assert checkpoint.verify(STORED / name) > 0
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_plain_h5py_reads_version_1(name):
+    with h5py.File(STORED / name / "state.h5") as file:
+        for key, value in VERSION_1.items():
+            assert file[key][()].tobytes() == value.tobytes()
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_version_1_exports(name, tmp_path):
+    with checkpoint.open_checkpoint(STORED / name) as reader:
+        tools.export(reader, tmp_path / "out.npz", "npz", state=True)
+    with np.load(tmp_path / "out.npz") as found:
+        assert {key: found[key].tobytes() for key in found.files} == {
+            key.removeprefix("parameters/"): value.tobytes() for key, value in VERSION_1.items()
+        }
+
+
+def test_both_back_ends_have_stored_the_same():
+    with ExitStack() as stack:
+        a, b = (stack.enter_context(checkpoint.open_checkpoint(STORED / name)) for name in FOLDERS)
+        assert tools.compare(a, b).equal

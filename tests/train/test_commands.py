@@ -12,11 +12,24 @@ from mpizero.errors import ExitStatus
 def test_help_names_every_command_and_the_exit_statuses(mpizero):
     outcome = mpizero(0, "--help")
     assert outcome.status == 0
-    assert all(word in outcome.out for word in ("train", "generate", "doctor", "bench", "75 stopped early"))
+    assert all(
+        word in outcome.out for word in ("train", "generate", "doctor", "bench", "checkpoint", "75 stopped early")
+    )
     assert mpizero(0, "--version").out.startswith("mpizero ")
 
 
-@pytest.mark.parametrize("command", [["train"], ["generate"], ["doctor"], ["bench"], ["bench", "memory"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train"],
+        ["generate"],
+        ["doctor"],
+        ["bench"],
+        ["bench", "memory"],
+        ["checkpoint"],
+        *(["checkpoint", name] for name in ("inspect", "verify", "diff", "export", "import")),
+    ],
+)
 def test_every_command_has_help(capsys, command):
     from mpizero.train.cli import build_parser
 

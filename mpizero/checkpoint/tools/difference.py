@@ -1,0 +1,174 @@
+"""What differs between two checkpoints, read side by side, a block at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpizero.checkpoint.reader import Reader
+from mpizero.checkpoint.tools.elements import Report, blocks, element_types, flat, matches, widened
+from mpizero.errors import ConfigError
+from mpizero.types import Array
+
+
+@dataclass(frozen=True)
+class ArrayDifference:
+    """Two arrays of one name, shape and type whose values differ.
+
+    Attributes
+    ----------
+    path : str
+        The array.
+    size, differing : int
+        Elements, and those that differ.
+    largest_absolute, largest_relative : float
+        Among differing elements that are finite in both; relative to the larger magnitude.
+    not_finite : int
+        Differing elements that are NaN or infinite in one of them.
+    first : tuple of int
+        Index of the first element that differs.
+    values : tuple of float
+        That element in both.
+    """
+
+    path: str
+    size: int
+    differing: int
+    largest_absolute: float
+    largest_relative: float
+    not_finite: int
+    first: tuple[int, ...]
+    values: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """All that differs between two checkpoints.
+
+    Attributes
+    ----------
+    missing, extra : tuple of str
+        Arrays that only the first, and only the second has.
+    reshaped : dict
+        Arrays of another shape or element type: what each has, as text.
+    arrays : tuple of ArrayDifference
+        Arrays of other values.
+    attributes : dict
+        Dotted name and both values; None stands for a name that is not there.
+    compared, nbytes : int
+        Arrays whose values were compared, and their bytes (of one side).
+    """
+
+    missing: tuple[str, ...]
+    extra: tuple[str, ...]
+    reshaped: dict[str, tuple[str, str]]
+    arrays: tuple[ArrayDifference, ...]
+    attributes: dict[str, tuple[Any, Any]]
+    compared: int
+    nbytes: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.missing or self.extra or self.reshaped or self.arrays or self.attributes)
+
+
+def compare(
+    a: Reader, b: Reader, tolerance: float = 0.0, pattern: str | None = None, report: Report | None = None
+) -> Difference:
+    """Compare two open checkpoints; with tolerance 0 bit by bit.
+
+    Collective over the communicators that they were opened with.
+
+    Parameters
+    ----------
+    a, b : Reader
+        The checkpoints.
+    tolerance : float
+        Elements that differ by no more than this, absolutely or relative to the larger magnitude, count as equal; so
+        do NaN and NaN, whatever their bits.
+    pattern : str, optional
+        Compare only the arrays whose names fit.
+    report : callable, optional
+        Told the bytes of every block that has been compared.
+    """
+    if not 0 <= tolerance < float("inf"):  # NaN fails both
+        raise ConfigError(f"tolerance {tolerance}: must be a finite number >= 0")
+    first, second = _described(a, pattern), _described(b, pattern)
+    common = [path for path in first if path in second]
+    alike = [path for path in common if first[path] == second[path]]
+    found = (_compare(a, b, path, tolerance, report) for path in alike)
+    return Difference(
+        missing=tuple(path for path in first if path not in second),
+        extra=tuple(path for path in second if path not in first),
+        reshaped={path: (first[path], second[path]) for path in common if first[path] != second[path]},
+        arrays=tuple(difference for difference in found if difference is not None),
+        attributes=dict(_attributes(a.attributes, b.attributes)),
+        compared=len(alike),
+        nbytes=sum(int(np.prod(a.arrays[path][0], dtype=np.int64)) * a.arrays[path][1].itemsize for path in alike),
+    )
+
+
+def _described(reader: Reader, pattern: str | None) -> dict[str, str]:
+    elements = element_types(reader)
+    return {path: f"{elements[path]} {list(reader.arrays[path][0])}" for path in elements if matches(path, pattern)}
+
+
+def _attributes(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    first, second = flat(a), flat(b)
+    nothing = object()
+    for name in sorted(first.keys() | second.keys()):
+        if first.get(name, nothing) != second.get(name, nothing):
+            yield name, (first.get(name), second.get(name))
+
+
+def _compare(a: Reader, b: Reader, path: str, tolerance: float, report: Report | None) -> ArrayDifference | None:
+    shape, dtype = a.arrays[path]
+    element, bits = element_types(a)[path], np.dtype(f"u{dtype.itemsize}")
+    differing, lost, absolute, relative = 0, 0, 0.0, 0.0
+    first: int | None = None
+    shown = (0.0, 0.0)
+    for (start, x), (_, y) in zip(blocks(a, path, report), blocks(b, path), strict=True):
+        where = np.flatnonzero(x.view(bits) != y.view(bits))
+        if not where.size:
+            continue
+        pair = widened(x[where], element), widened(y[where], element)
+        counts = _apart(*pair, tolerance) if tolerance else np.ones(where.size, bool)
+        if not counts.any():
+            continue
+        u, v = pair[0][counts], pair[1][counts]
+        if first is None:
+            first, shown = start + int(where[counts][0]), (float(u[0]), float(v[0]))
+        differing += u.size
+        both = np.isfinite(u) & np.isfinite(v)
+        lost += int(np.count_nonzero(~both))
+        worst = _largest(u[both], v[both])
+        absolute, relative = max(absolute, worst[0]), max(relative, worst[1])
+    if first is None:
+        return None
+    index = tuple(int(i) for i in np.unravel_index(first, shape)) if shape else ()
+    size = int(np.prod(shape, dtype=np.int64))
+    return ArrayDifference(path, size, differing, absolute, relative, lost, index, shown)
+
+
+def _apart(u: Array, v: Array, tolerance: float) -> Array:
+    """Tell which values differ by more than the tolerance."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        scale = np.maximum(1.0, np.maximum(np.abs(u), np.abs(v)))
+        near = np.isfinite(u) & np.isfinite(v) & (np.abs(u - v) <= tolerance * scale)
+    apart: Array = ~(near | (u == v) | (np.isnan(u) & np.isnan(v)))
+    return apart
+
+
+def _largest(u: Array, v: Array) -> tuple[float, float]:
+    """Return the largest absolute and relative difference of finite values."""
+    if not u.size:
+        return 0.0, 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        absolute = np.abs(u - v)
+        scale = np.maximum(np.abs(u), np.abs(v))
+        relative = np.divide(absolute, scale, out=np.zeros_like(scale), where=scale > 0)
+    return float(absolute.max()), float(relative.max())

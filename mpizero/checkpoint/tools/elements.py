@@ -1,0 +1,135 @@
+"""Arrays of a checkpoint by name and element type, bfloat16 among them, and conversions of elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from mpizero.checkpoint.checksum import BLOCK
+from mpizero.checkpoint.reader import Reader
+from mpizero.checkpoint.table import DTYPES, LocalArray
+from mpizero.types import Array
+
+#: Arrays whose ``<u2`` are bfloat16 are listed in the attribute of this name.
+BFLOAT16 = "bfloat16"
+FLOATING = (BFLOAT16, "float16", "float32", "float64")
+PARAMETERS, OPTIMIZER = "parameters/", "optimizer/"
+_EXPONENT_OF_BFLOAT16 = 0x7F80
+
+#: Told how many bytes more are done.
+Report = Callable[[int], object]
+
+
+def element_types(reader: Reader) -> dict[str, str]:
+    """Return the element type of every array by path: NumPy's name, or ``bfloat16``. Not collective."""
+    listed = reader.attributes.get(BFLOAT16, ())
+    tagged = {path for path in listed if isinstance(path, str)} if isinstance(listed, list) else set()
+    bits = np.dtype("<u2")
+    return {
+        path: BFLOAT16 if path in tagged and dtype == bits else dtype.name for path, (_, dtype) in reader.arrays.items()
+    }
+
+
+def stored_type(element: str) -> np.dtype[Any]:
+    """Return the NumPy type that holds elements of a type: bfloat16 as bits. Not collective."""
+    return np.dtype("<u2") if element == BFLOAT16 else np.dtype(element).newbyteorder("<")
+
+
+def supported(element: str) -> bool:
+    """Tell whether a checkpoint can hold elements of a type. Not collective."""
+    return element == BFLOAT16 or any(np.dtype(known).name == element for known in DTYPES)
+
+
+def nbytes_of(reader: Reader, path: str) -> int:
+    """Return the bytes of an array. Not collective."""
+    shape, dtype = reader.arrays[path]
+    return prod(shape) * dtype.itemsize
+
+
+def short_name(path: str) -> str:
+    """Return what other tools call an array: a parameter without its folder. Not collective."""
+    return path.removeprefix(PARAMETERS)
+
+
+def matches(path: str, pattern: str | None) -> bool:
+    """Tell whether an array's name, with or without ``parameters/``, fits a pattern as a shell's. Not collective."""
+    return pattern is None or fnmatchcase(path, pattern) or fnmatchcase(short_name(path), pattern)
+
+
+def blocks(reader: Reader, path: str, report: Report | None = None) -> Iterator[tuple[int, Array]]:
+    """Yield an array as verified pieces: first element and values (1-D), which the next piece overwrites.
+
+    Collective over the communicator that the checkpoint was opened with.
+    """
+    shape, dtype = reader.arrays[path]
+    size, step = prod(shape), BLOCK // dtype.itemsize
+    buffer = np.empty(min(size, step), dtype)
+    for first in range(0, size, step):
+        values = buffer[: min(step, size - first)]
+        reader.read([LocalArray(path, shape, dtype, ((first, values),))])
+        yield first, values
+        if report is not None:
+            report(values.nbytes)
+
+
+def convert(values: Array, source: str, target: str) -> Array:
+    """Return 1-D values as elements of another type, rounded to nearest even; large ones become infinite.
+
+    Not collective.
+    """
+    if source == target:
+        return values
+    if source == BFLOAT16:
+        from mpizero.kernels.cpu.copy import from_bfloat16
+
+        wide = np.empty(values.size, np.float32)
+        from_bfloat16(values, wide)
+        return convert(wide, "float32", target)
+    with np.errstate(over="ignore"):
+        if target != BFLOAT16:
+            return values.astype(stored_type(target))
+        narrow = _rounded_to_odd(values) if values.dtype == np.float64 else values.astype(np.float32)
+    from mpizero.kernels.cpu.copy import to_bfloat16
+
+    bits = np.empty(values.size, np.uint16)
+    to_bfloat16(narrow, bits)
+    return bits
+
+
+def _rounded_to_odd(values: Array) -> Array:
+    """Return float64 as float32 such that rounding once more, to fewer bits, is as good as rounding once."""
+    narrow = values.astype(np.float32)
+    wide, bits, finite = narrow.astype(np.float64), narrow.view(np.uint32), np.isfinite(narrow)
+    bits -= (finite & (np.abs(wide) > np.abs(values))).astype(np.uint32)
+    bits |= (finite & (wide != values)).astype(np.uint32)
+    return narrow
+
+
+def overflows(values: Array, source: str, converted: Array, target: str) -> int:
+    """Count the finite values that a conversion has made infinite. Not collective."""
+    if target not in FLOATING or source == target:
+        return 0
+    return int(np.count_nonzero(_infinite(converted, target) & ~_infinite(values, source)))
+
+
+def _infinite(values: Array, element: str) -> Array:
+    found: Array = (values & 0x7FFF) == _EXPONENT_OF_BFLOAT16 if element == BFLOAT16 else np.isinf(values)
+    return found
+
+
+def widened(values: Array, element: str) -> Array:
+    """Return 1-D values as float64. Not collective."""
+    return convert(values, element, "float64")
+
+
+def flat(attributes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested attributes by dotted name; lists are values. Not collective."""
+    found: dict[str, Any] = {}
+    for key, value in attributes.items():
+        name = f"{prefix}{key}"
+        found.update(flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value})
+    return found

@@ -1,0 +1,173 @@
+"""Arrays of a checkpoint in files of other formats, a block at a time."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpizero.checkpoint.reader import Reader
+from mpizero.checkpoint.table import check_paths
+from mpizero.checkpoint.tools import hdf5, npz, tensorfile
+from mpizero.checkpoint.tools.elements import (
+    BFLOAT16,
+    FLOATING,
+    PARAMETERS,
+    Report,
+    blocks,
+    convert,
+    element_types,
+    matches,
+    nbytes_of,
+    overflows,
+    short_name,
+    stored_type,
+)
+from mpizero.checkpoint.tools.output import new_file
+from mpizero.errors import CheckpointError, ConfigError
+from mpizero.types import Array
+
+
+@dataclass(frozen=True)
+class Item:
+    """One array of an export.
+
+    Attributes
+    ----------
+    path, name : str
+        What the checkpoint and the new file call it.
+    shape : tuple of int
+        Its shape.
+    source, element : str
+        Element types in the checkpoint and in the new file.
+    """
+
+    path: str
+    name: str
+    shape: tuple[int, ...]
+    source: str
+    element: str
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The NumPy type that holds its elements in the new file."""
+        return stored_type(self.element)
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in the new file."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+#: Yields the values of an item, converted, as 1-D pieces in order.
+Values = Callable[[Item], Iterator[Array]]
+
+
+class Writer(Protocol):
+    """Write items into a new file at ``path``."""
+
+    def __call__(self, path: str, items: Sequence[Item], values: Values, attributes: Mapping[str, Any]) -> None:
+        """Not collective."""
+
+
+#: How each format is written, and whether it knows bfloat16.
+FORMATS: dict[str, tuple[Writer, bool]] = {
+    "safetensors": (tensorfile.write, True),
+    "npz": (npz.write, False),
+    "hdf5": (hdf5.write, False),
+}
+
+
+def export(
+    reader: Reader,
+    out: str | os.PathLike[str],
+    format: str,
+    *,
+    state: bool = False,
+    dtype: str | None = None,
+    pattern: str | None = None,
+    replace: bool = False,
+    report: Report | None = None,
+) -> list[Item]:
+    """Write arrays of an open checkpoint into one new file; return what it holds.
+
+    Not collective: the checkpoint is open on one process. Values are verified before they are written, and the memory
+    needed is a few blocks. ``parameters/<name>`` is called ``<name>`` in the file, optimizer arrays keep their names.
+
+    Parameters
+    ----------
+    reader : Reader
+        The checkpoint.
+    out : path
+        The new file, which appears whole or not at all.
+    format : {"safetensors", "npz", "hdf5"}
+        bfloat16 becomes float32, which is exact, in the last two.
+    state : bool
+        Whether to export the optimizer's arrays too.
+    dtype : str, optional
+        Convert floating-point arrays to ``bfloat16``, ``float16``, ``float32`` or ``float64``.
+    pattern : str, optional
+        Export only arrays whose names fit, as a shell's patterns do.
+    replace : bool
+        Whether a file that exists may be replaced.
+    report : callable, optional
+        Told the bytes of every block that has been written, as they were in the checkpoint.
+
+    Raises
+    ------
+    ConfigError
+        Nothing to export, a type that the format does not know, values too large for it, or a file that exists.
+    """
+    if format not in FORMATS:
+        raise ConfigError(f"format {format!r}: must be one of {', '.join(FORMATS)}")
+    write, knows_bfloat16 = FORMATS[format]
+    items = chosen(reader, state=state, dtype=dtype, pattern=pattern, knows_bfloat16=knows_bfloat16)
+    if format == "safetensors":
+        tensorfile.library()
+
+    def values(item: Item) -> Iterator[Array]:
+        for _, part in blocks(reader, item.path, report):
+            converted = convert(part, item.source, item.element)
+            if lost := overflows(part, item.source, converted, item.element):
+                raise ConfigError(
+                    f"array {item.path!r}: {lost} values are too large for {item.element}; choose another type"
+                )
+            yield converted
+
+    with new_file(out, replace) as temporary:
+        write(temporary, items, values, reader.attributes)
+    return items
+
+
+def chosen(
+    reader: Reader, *, state: bool, dtype: str | None, pattern: str | None, knows_bfloat16: bool = True
+) -> list[Item]:
+    """Return what an export would hold, in the order of names. Not collective."""
+    if dtype is not None and dtype not in FLOATING:
+        raise ConfigError(f"type {dtype!r}: must be one of {', '.join(FLOATING)}")
+    if dtype == BFLOAT16 and not knows_bfloat16:
+        raise ConfigError("type 'bfloat16': only safetensors files know it; choose that format, or float32")
+    items = []
+    for path, source in element_types(reader).items():
+        if matches(path, pattern) and (state or path.startswith(PARAMETERS)):
+            element = dtype if dtype is not None and source in FLOATING else source
+            element = "float32" if element == BFLOAT16 and not knows_bfloat16 else element
+            items.append(Item(path, short_name(path), reader.arrays[path][0], source, element))
+    if not items:
+        which = "arrays" if state else "parameters"
+        raise ConfigError(f"checkpoint {reader.name}: none of its {which} fits the pattern {pattern!r}")
+    twice = [name for name, count in Counter(item.name for item in items).items() if count > 1]
+    if twice:
+        raise CheckpointError(f"{twice[0]!r} would be the name of two arrays; export the parameters only")
+    check_paths(item.name for item in items)
+    return items
+
+
+def export_bytes(reader: Reader, *, state: bool = False, pattern: str | None = None) -> int:
+    """Return the bytes that an export reads. Not collective."""
+    return sum(nbytes_of(reader, item.path) for item in chosen(reader, state=state, dtype=None, pattern=pattern))

@@ -1,0 +1,36 @@
+"""One plain HDF5 file.
+
+As for checkpoints, libhdf5 lays the file out in memory and never touches the disk: where that is full, it crashes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpizero.checkpoint.direct import as_bytes
+from mpizero.checkpoint.manifest import canonical_json
+from mpizero.checkpoint.skeleton import build
+from mpizero.checkpoint.stage import fill_file, write_at
+from mpizero.types import Array
+
+
+def write(
+    path: str, items: Sequence[Any], values: Callable[[Any], Iterator[Array]], attributes: Mapping[str, Any]
+) -> None:
+    """Write items as contiguous datasets; the root has the attributes as JSON text. Not collective."""
+    marks = {"attributes": np.bytes_(canonical_json(dict(attributes), "attributes").encode())}
+    skeleton = build({item.name: (item.shape, item.dtype) for item in items}, marks=marks)
+    fill_file(path, skeleton, 0o666)
+    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        for item in items:
+            place = skeleton.offsets[item.name]
+            for part in values(item):
+                write_at(file, as_bytes(part), place, path)
+                place += part.nbytes
+    finally:
+        os.close(file)

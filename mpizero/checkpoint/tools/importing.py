@@ -1,0 +1,206 @@
+"""Tensors of other programs as a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from mpizero.checkpoint.table import LocalArray, check_path
+from mpizero.checkpoint.tools.elements import (
+    BFLOAT16,
+    FLOATING,
+    OPTIMIZER,
+    PARAMETERS,
+    convert,
+    matches,
+    overflows,
+    short_name,
+    stored_type,
+)
+from mpizero.checkpoint.tools.output import check_free
+from mpizero.checkpoint.tools.tensorfile import Tensor, TensorFile
+from mpizero.checkpoint.writer import write
+from mpizero.errors import CheckpointError, ConfigError
+from mpizero.types import Array
+
+#: Shape and element type by path.
+Expected = Mapping[str, tuple[tuple[int, ...], str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How tensors become arrays.
+
+    Attributes
+    ----------
+    names : sequence of (str, str)
+        Names in the file and in the checkpoint; one ``*`` in both stands for the same text. The first that fits counts.
+    drop : sequence of str
+        Patterns of tensors that are left out.
+    transpose : sequence of str
+        Patterns of arrays (by their new names) whose axes are reversed.
+    dtype : str or None
+        Floating-point tensors are converted to this type.
+    """
+
+    names: Sequence[tuple[str, str]] = ()
+    drop: Sequence[str] = ()
+    transpose: Sequence[str] = ()
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        """Reject rules that mean nothing."""
+        if self.dtype is not None and self.dtype not in FLOATING:
+            raise ConfigError(f"type {self.dtype!r}: must be one of {', '.join(FLOATING)}")
+        for old, new in self.names:
+            if not old or not new or old.count("*") > 1 or old.count("*") != new.count("*"):
+                raise ConfigError(f"map {old}={new}: must be OLD=NEW, with one * in both or none")
+
+    def path(self, name: str) -> str:
+        """Return what the checkpoint calls a tensor. Not collective."""
+        for old, new in self.names:
+            if found := re.fullmatch(re.escape(old).replace(r"\*", "(.*)"), name):
+                name = new.replace("*", found[1]) if "*" in new else new
+                break
+        return name if name.startswith((PARAMETERS, OPTIMIZER)) else PARAMETERS + name
+
+
+def write_imported(
+    source: TensorFile,
+    out: str | os.PathLike[str],
+    attributes: Mapping[str, Any],
+    rules: Rules,
+    *,
+    expected: Expected | None = None,
+    replace: bool = False,
+) -> list[str]:
+    """Write the tensors of a file as a checkpoint; return the paths of its arrays.
+
+    Not collective: one process. Values that are neither converted nor transposed are not held in memory.
+
+    Parameters
+    ----------
+    source : TensorFile
+        The tensors.
+    out : path
+        The checkpoint.
+    attributes : dict
+        Its attributes; those that do not fit the arrays are adapted.
+    rules : Rules
+        Names and conversions.
+    expected : mapping, optional
+        The arrays of the model: all its parameters must be there, and none else; optimizer arrays all or none.
+    replace : bool
+        Whether a checkpoint that exists may be replaced.
+
+    Raises
+    ------
+    CheckpointError
+        The tensors do not fit.
+    ConfigError
+        Rules that no tensor follows, or something stands at ``out``.
+    """
+    check_free(os.fspath(out), replace)
+    found: dict[str, Tensor] = {}
+    for name in sorted(source.tensors):
+        if any(fnmatchcase(name, pattern) for pattern in rules.drop):
+            continue
+        path = check_path(rules.path(name))
+        if path in found:
+            raise CheckpointError(f"{source.path}: tensors {found[path].name!r} and {name!r} both become {path!r}")
+        found[path] = source.tensors[name]
+    _check_rules(source, rules, found)
+    shapes = {path: _become(source, tensor, path, rules) for path, tensor in found.items()}
+    if expected is not None:
+        _check(source.path, shapes, expected)
+    arrays = [
+        LocalArray(path, shape, stored_type(element), ((0, _values(source, found[path], path, rules, element)),))
+        for path, (shape, element) in shapes.items()
+    ]
+    write(out, arrays, adapt_attributes(attributes, shapes), replace=replace)
+    return list(shapes)
+
+
+def adapt_attributes(
+    attributes: Mapping[str, Any], arrays: Mapping[str, tuple[tuple[int, ...], str]]
+) -> dict[str, Any]:
+    """Return attributes that fit the arrays: no optimizer where its arrays are not there; which are bfloat16.
+
+    Not collective.
+    """
+    adapted = copy.deepcopy(dict(attributes))
+    own = adapted.get("mpizero")
+    if isinstance(own, dict) and not any(path.startswith(OPTIMIZER) for path in arrays):
+        own["optimizer"] = None
+    adapted.pop(BFLOAT16, None)
+    if tagged := [path for path, (_, element) in arrays.items() if element == BFLOAT16]:
+        adapted[BFLOAT16] = tagged
+    return adapted
+
+
+def _check_rules(source: TensorFile, rules: Rules, found: Mapping[str, Tensor]) -> None:
+    """Reject rules that no tensor follows: usually a misspelt name."""
+    for old, _ in rules.names:
+        if not any(fnmatchcase(name, old) for name in source.tensors):
+            raise ConfigError(f"map {old}: no tensor of {source.path} has such a name")
+    for pattern in rules.transpose:
+        if not any(matches(path, pattern) for path in found):
+            raise ConfigError(f"transpose {pattern}: no array has such a name")
+
+
+def _become(source: TensorFile, tensor: Tensor, path: str, rules: Rules) -> tuple[tuple[int, ...], str]:
+    """Return shape and element type of the array that a tensor becomes."""
+    if tensor.element is None:
+        raise CheckpointError(
+            f"{source.path}: tensor {tensor.name!r} has elements of type {tensor.code}, which a checkpoint cannot "
+            "hold; it can be left out (--drop)"
+        )
+    turned = any(matches(path, pattern) for pattern in rules.transpose)
+    element = rules.dtype if rules.dtype and tensor.element in FLOATING else tensor.element
+    return (tensor.shape[::-1] if turned else tensor.shape), element
+
+
+def _values(source: TensorFile, tensor: Tensor, path: str, rules: Rules, element: str) -> Array:
+    values = source.values(tensor.name)
+    assert tensor.element is not None
+    if element == tensor.element:
+        converted = values
+    else:
+        converted = convert(np.require(values, requirements=["C", "A"]), tensor.element, element)
+    if lost := overflows(values, tensor.element, converted, element):
+        raise ConfigError(f"{source.path}: tensor {tensor.name!r}: {lost} values are too large for {element}")
+    if any(matches(path, pattern) for pattern in rules.transpose):
+        converted = np.ascontiguousarray(converted.reshape(tensor.shape).T).reshape(prod(tensor.shape))
+    return converted
+
+
+def _check(name: str, found: Expected, expected: Expected) -> None:
+    with_state = any(path.startswith(OPTIMIZER) for path in found)
+    wanted = {path: value for path, value in expected.items() if with_state or not path.startswith(OPTIMIZER)}
+    problems = []
+    if missing := [short_name(path) for path in wanted if path not in found]:
+        problems.append(f"missing: {_some(missing)}; another name of it can be mapped (--map OLD=NEW)")
+    if extra := [short_name(path) for path in found if path not in wanted]:
+        problems.append(f"unexpected: {_some(extra)}; what is not wanted can be left out (--drop)")
+    for path, (shape, element) in wanted.items():
+        if path in found and found[path] != (shape, element):
+            has, hint = found[path], ""
+            if has[0] == shape:
+                hint = f" (--dtype {element} converts)" if has[1] in FLOATING and element in FLOATING else ""
+            elif has[0] == shape[::-1]:
+                hint = f" (--transpose {short_name(path)} turns it)"
+            problems.append(f"{short_name(path)} is {has[1]} {list(has[0])}, expected {element} {list(shape)}{hint}")
+    if problems:
+        raise CheckpointError(f"{name} holds another model: {'; '.join(problems[:4])}")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,72 @@
+"""The checkpoints of a folder, sound and damaged."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from mpizero.checkpoint.folders import step_folders, step_of
+from mpizero.checkpoint.manifest import MANIFEST_NAME, STATE_NAME
+from mpizero.checkpoint.reader import open_checkpoint
+from mpizero.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One step folder.
+
+    Attributes
+    ----------
+    path : str
+        The folder.
+    step : int
+        The step in its name.
+    nbytes : int
+        Bytes of its two files.
+    written : float or None
+        When its manifest was written, in seconds since 1970; None without a manifest.
+    problem : str or None
+        What is wrong with its manifest, sizes or HDF5 structure; the arrays are not read.
+    attributes : dict
+        What was saved beside the arrays; empty where there is a problem.
+    """
+
+    path: str
+    step: int
+    nbytes: int
+    written: float | None
+    problem: str | None
+    attributes: dict[str, Any]
+
+
+def listing(folder: str | os.PathLike[str]) -> list[Listed]:
+    """Return the checkpoints of a checkpoint folder, the oldest first. Not collective."""
+    return [_listed(path) for path in reversed(step_folders(os.path.abspath(os.fspath(folder))))]
+
+
+def _listed(path: str) -> Listed:
+    problem: str | None = None
+    attributes: dict[str, Any] = {}
+    try:
+        with open_checkpoint(path) as reader:
+            attributes = reader.attributes
+    except CheckpointError as error:
+        problem = str(error)
+    sizes = {name: _stat(os.path.join(path, name)) for name in (MANIFEST_NAME, STATE_NAME)}
+    manifest = sizes[MANIFEST_NAME]
+    return Listed(
+        path,
+        step_of(path) or 0,
+        sum(found.st_size for found in sizes.values() if found is not None),
+        None if manifest is None else manifest.st_mtime,
+        problem,
+        attributes,
+    )
+
+
+def _stat(path: str) -> os.stat_result | None:
+    try:
+        return os.stat(path, follow_symlinks=False)
+    except OSError:
+        return None

@@ -1,0 +1,52 @@
+"""A file that appears whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from mpizero.checkpoint.stage import TEMPORARY, sync_folder
+from mpizero.errors import ConfigError, MpizeroError
+
+
+@contextmanager
+def new_file(path: str | os.PathLike[str], replace: bool) -> Iterator[str]:
+    """Give the name of a file beside ``path`` to write; in the end it is made durable and takes the name ``path``.
+
+    Not collective. Where the body raises, nothing stays.
+
+    Raises
+    ------
+    ConfigError
+        ``path`` exists and ``replace`` is false, or it is a folder.
+    """
+    target = os.path.abspath(os.fspath(path))
+    if os.path.isdir(target):
+        raise ConfigError(f"{target}: is a folder; give the name of a file")
+    parent, name = os.path.split(target)
+    check_free(target, replace)
+    temporary = os.path.join(parent, f"{TEMPORARY}{name}.{socket.gethostname()}.{os.getpid()}")
+    try:
+        yield temporary
+        handle = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        check_free(target, replace)
+        os.rename(temporary, target)
+    except BaseException as error:
+        if isinstance(error, OSError) and not isinstance(error, MpizeroError) and error.filename is None:
+            error.filename = target  # a full disk does not say of which file
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+    sync_folder(parent)
+
+
+def check_free(target: str, replace: bool) -> None:
+    """Raise :class:`ConfigError` where something stands that may not be replaced. Not collective."""
+    if os.path.lexists(target) and not replace:
+        raise ConfigError(f"{target}: exists; choose another name, or --force to replace it")

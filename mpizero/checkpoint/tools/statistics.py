@@ -1,0 +1,57 @@
+"""Figures about the values of an array."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpizero.checkpoint.reader import Reader
+from mpizero.checkpoint.tools.elements import Report, blocks, element_types, widened
+from mpizero.types import Array
+
+
+@dataclass(frozen=True)
+class ArrayStatistics:
+    """Figures of the finite values of an array, in float64; None where there are none.
+
+    Attributes
+    ----------
+    minimum, maximum, mean, norm : float or None
+        The norm is the root of the sum of squares.
+    not_finite : int
+        Values that are NaN or infinite, which the others leave out.
+    """
+
+    minimum: float | None
+    maximum: float | None
+    mean: float | None
+    norm: float | None
+    not_finite: int
+
+
+def statistics(reader: Reader, path: str, report: Report | None = None) -> ArrayStatistics:
+    """Read an array, verified, block by block, and return its figures.
+
+    Collective over the communicator that the checkpoint was opened with.
+    """
+    element = element_types(reader)[path]
+    parts = [_figures(widened(values, element)) for _, values in blocks(reader, path, report)]
+    lost = sum(size - count for size, count, *_ in parts)
+    parts = [part for part in parts if part[1]]
+    if not parts:
+        return ArrayStatistics(None, None, None, None, lost)
+    _, counts, lows, highs, sums, squares = zip(*parts, strict=True)
+    mean, norm = math.fsum(sums) / sum(counts), math.sqrt(math.fsum(squares))
+    return ArrayStatistics(min(lows), max(highs), mean, norm, lost)
+
+
+def _figures(values: Array) -> tuple[int, int, float, float, float, float]:
+    """Return size, finite values, their extremes, sum and sum of squares."""
+    finite = values[np.isfinite(values)]
+    if not finite.size:
+        return values.size, 0, 0.0, 0.0, 0.0, 0.0
+    with np.errstate(over="ignore"):
+        squares = float(np.square(finite).sum())
+    return values.size, finite.size, float(finite.min()), float(finite.max()), float(finite.sum()), squares

@@ -1,0 +1,200 @@
+"""safetensors files: a length, a header in JSON, the tensors one after the other.
+
+[Note: which part the library does] ``safetensors`` reads headers, and refuses those that are too large, name shapes
+that do not fit their bytes, overlap or leave gaps; nothing is allocated before. It offers no way to write without
+holding everything in memory, and none to read bfloat16 with NumPy; so values are streamed here, and what was written
+has to pass the library before it gets its name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from mpizero.checkpoint.direct import as_bytes
+from mpizero.checkpoint.manifest import canonical_json
+from mpizero.checkpoint.reader import open_regular
+from mpizero.checkpoint.tools.elements import BFLOAT16, stored_type
+from mpizero.errors import CheckpointError, ConfigError
+from mpizero.types import Array
+
+#: Under this key a file's metadata has the attributes of the checkpoint that it was exported from.
+METADATA = "mpizero"
+#: Bytes of a header at most that is read.
+HEADER_LIMIT = 16 * 1024 * 1024
+#: The format's names of element types, in the order in which the library writes them.
+_TYPES = {
+    "U64": "uint64",
+    "I64": "int64",
+    "F64": "float64",
+    "F32": "float32",
+    "U32": "uint32",
+    "I32": "int32",
+    "BF16": BFLOAT16,
+    "F16": "float16",
+    "U16": "uint16",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+}
+_RANK = {element: number for number, element in enumerate(_TYPES.values())}
+_CODE = {element: code for code, element in _TYPES.items()}
+
+
+def library() -> Any:
+    """Return the library.
+
+    Not collective.
+
+    Raises
+    ------
+    ConfigError
+        It is not installed.
+    """
+    try:
+        import safetensors
+    except ImportError:
+        raise ConfigError(
+            "safetensors files need the package safetensors, which is not installed: pip install 'mpizero[safetensors]'"
+        ) from None
+    return safetensors
+
+
+def write(
+    path: str, items: Sequence[Any], values: Callable[[Any], Iterator[Array]], attributes: Mapping[str, Any]
+) -> None:
+    """Write items, and the attributes as metadata; the bytes are those that the library would write. Not collective."""
+    entries: dict[str, Any] = {"__metadata__": {METADATA: canonical_json(dict(attributes), "attributes")}}
+    ordered, end = sorted(items, key=lambda item: (_RANK[item.element], item.name)), 0
+    for item in ordered:
+        offsets = [end, end := end + item.nbytes]
+        entries[item.name] = {"dtype": _CODE[item.element], "shape": list(item.shape), "data_offsets": offsets}
+    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    header += b" " * (-len(header) % 8)  # so that every tensor is aligned to its elements
+    with open(path, "xb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for item in ordered:
+            for part in values(item):
+                file.write(as_bytes(part))
+    with TensorFile(path) as found:
+        expected = {item.name: (item.element, item.shape) for item in items}
+        if {tensor.name: (tensor.element, tensor.shape) for tensor in found.tensors.values()} != expected:
+            raise CheckpointError(f"{path}: does not hold what was written")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a file; ``element`` is None for types that a checkpoint cannot hold."""
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+    @property
+    def element(self) -> str | None:
+        """The element type."""
+        return _TYPES.get(self.code)
+
+
+class TensorFile:
+    """A safetensors file, mapped into memory; its header is checked before anything is allocated.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : path
+        A regular file; links are followed.
+
+    Attributes
+    ----------
+    tensors : dict
+        :class:`Tensor` by name.
+    attributes : dict
+        What :func:`~mpizero.checkpoint.tools.export.export` took from the checkpoint; empty in files of others.
+
+    Raises
+    ------
+    CheckpointError
+        Not a safetensors file, or a damaged or hostile one.
+    ConfigError
+        The library is not installed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        library()
+        self.tensors, metadata = _read_header(self.path)
+        self.attributes = _attributes(metadata)
+        self._bytes: Array | None = np.asarray(np.memmap(self.path, np.uint8, "r")) if self.tensors else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bytes = None
+
+    def values(self, name: str) -> Array:
+        """Return a tensor's values (1-D), bfloat16 as bits, without a copy: they are read where they are used."""
+        tensor = self.tensors[name]
+        assert self._bytes is not None
+        assert tensor.element is not None
+        return self._bytes[tensor.start : tensor.start + tensor.nbytes].view(stored_type(tensor.element))
+
+
+def _read_header(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    header, size = _header_bytes(path)
+    safetensors = library()
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            described = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+        entries = json.loads(header)
+    except (safetensors.SafetensorError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not a sound safetensors file: {error}") from None
+    tensors, end = {}, 0
+    for name, (code, shape) in described.items():
+        begin, stop = entries[name]["data_offsets"]
+        tensors[name] = Tensor(name, code, shape, 8 + len(header) + begin, stop - begin)
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.nbytes)):
+        known = tensor.element and prod(tensor.shape) * stored_type(tensor.element).itemsize
+        if tensor.start != 8 + len(header) + end or (known is not None and known != tensor.nbytes):
+            raise CheckpointError(f"{path}: tensor {tensor.name!r} does not lie where its header says")
+        end += tensor.nbytes
+    if 8 + len(header) + end != size:
+        raise CheckpointError(f"{path}: {size} bytes instead of the {8 + len(header) + end} that its header tells")
+    return tensors, metadata
+
+
+def _header_bytes(path: str) -> tuple[bytes, int]:
+    """Return the header and the file's size."""
+    if not os.path.exists(path):
+        raise CheckpointError(f"{path}: no such file")
+    with os.fdopen(open_regular(os.path.realpath(path)), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise CheckpointError(f"{path}: not a safetensors file, or truncated: {size} bytes")
+        if length > HEADER_LIMIT:
+            raise CheckpointError(f"{path}: a header of {length} bytes, at most {HEADER_LIMIT} are read")
+        return file.read(length), size
+
+
+def _attributes(metadata: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        found = json.loads(metadata.get(METADATA, "{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,60 @@
+"""Which checkpoints a path on the command line means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mpizero import checkpoint
+from mpizero.checkpoint.folders import step_folders
+from mpizero.errors import CheckpointError
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Tell whether a path means one checkpoint, and not a folder of them.
+
+    Not collective.
+
+    Raises
+    ------
+    CheckpointError
+        There is no such folder.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder")
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: is a file; a checkpoint is a folder, as is a run")
+    return checkpoint.step_of(path.absolute()) is not None or (path / "manifest.json").exists()
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that a path means: itself, or the newest good one of a run.
+
+    Not collective.
+    """
+    if is_checkpoint(path):
+        return path
+    for folder in (path / "checkpoints", path):
+        passed: list[str] = []
+        found = checkpoint.newest(folder, report=passed.append)
+        if found is not None:
+            return Path(found)
+        if passed:
+            raise CheckpointError(f"{folder}: no good checkpoint in it; {passed[0]}")
+    raise _none(path)
+
+
+def find_folder(path: Path) -> Path:
+    """Return the folder with the checkpoints of a run, good or damaged.
+
+    Not collective.
+    """
+    folder = next((home for home in (path / "checkpoints", path) if step_folders(str(home))), None)
+    if folder is None:
+        raise _none(path)
+    return folder
+
+
+def _none(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: holds no checkpoint; give a run's folder, its checkpoint folder, or one checkpoint"
+    )

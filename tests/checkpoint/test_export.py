@@ -1,0 +1,264 @@
+"""A checkpoint in another format has the same values, whole or not at all, and needs the memory of a few blocks."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import tracemalloc
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpizero import checkpoint
+from mpizero.checkpoint import tools
+from mpizero.checkpoint.checksum import BLOCK
+from mpizero.checkpoint.tools.elements import convert
+from mpizero.errors import CheckpointError, ConfigError
+
+
+def load(path, kind) -> dict[str, np.ndarray]:
+    """Read an exported file as its users do."""
+    if kind == "npz":
+        with np.load(path) as file:
+            return {name: file[name] for name in file.files}
+    if kind == "hdf5":
+        found = {}
+        with h5py.File(path) as file:
+            file.visititems(lambda name, item: found.update({name: item[()]} if isinstance(item, h5py.Dataset) else {}))
+        return found
+    numpy = pytest.importorskip("safetensors.numpy")
+    return numpy.load_file(path)
+
+
+@pytest.fixture(scope="module")
+def stored(state, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stored") / "c"
+    state.save(folder)
+    return folder
+
+
+@pytest.fixture
+def opened(stored):
+    """A checkpoint of several blocks."""
+    with checkpoint.open_checkpoint(stored) as reader:
+        yield reader
+
+
+@pytest.fixture
+def opened_small(small, tmp_path):
+    small.save(tmp_path / "c")
+    with checkpoint.open_checkpoint(tmp_path / "c") as reader:
+        yield reader
+
+
+def bfloat16(values) -> np.ndarray:
+    return convert(np.asarray(values, np.float32), "float32", "bfloat16")
+
+
+@pytest.fixture
+def half(tmp_path):
+    """A checkpoint with a bfloat16 array beside true 16-bit integers."""
+    patterns = np.arange(0, 2**16, 7, dtype=np.uint16)
+    arrays = {"parameters/w": patterns, "parameters/i": patterns, "parameters/f": np.float32([1, -2])}
+    pieces = [checkpoint.LocalArray(path, a.shape, a.dtype, ((0, a),)) for path, a in arrays.items()]
+    checkpoint.write(tmp_path / "half", pieces, {"bfloat16": ["parameters/w"]})
+    with checkpoint.open_checkpoint(tmp_path / "half") as reader:
+        yield reader, patterns
+
+
+@pytest.mark.parametrize("kind", tools.FORMATS)
+@pytest.mark.parametrize("with_state", [False, True])
+def test_every_value_comes_out_bit_for_bit(state, opened, tmp_path, kind, with_state):
+    if kind == "safetensors":
+        pytest.importorskip("safetensors")
+    tools.export(opened, tmp_path / "out", kind, state=with_state)
+    found = load(tmp_path / "out", kind)
+    wanted = {path.removeprefix("parameters/"): a for path, a in state.arrays.items()}
+    if not with_state:
+        wanted = {name: a for name, a in wanted.items() if not name.startswith("optimizer/")}
+    assert found.keys() == wanted.keys()
+    for name, whole in wanted.items():
+        assert (found[name].shape, found[name].dtype) == (whole.shape, whole.dtype)
+        assert found[name].tobytes() == whole.tobytes()
+
+
+def test_a_safetensors_file_has_the_bytes_that_the_library_writes(small, opened_small, tmp_path):
+    numpy = pytest.importorskip("safetensors.numpy")
+    tools.export(opened_small, tmp_path / "out", "safetensors", state=True)
+    arrays = {path.removeprefix("parameters/"): a for path, a in small.arrays.items()}
+    metadata = {"mpizero": '{"layout":[1,2],"note":null,"step":7}'}
+    numpy.save_file(arrays, tmp_path / "theirs", metadata=metadata)
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["npz", "hdf5"])
+def test_the_same_checkpoint_gives_the_same_bytes(opened_small, tmp_path, kind):
+    for name in ("one", "two"):
+        tools.export(opened_small, tmp_path / name, kind, state=True)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+@pytest.mark.parametrize("kind", tools.FORMATS)
+def test_no_array_is_held_whole(state, opened, tmp_path, kind):
+    """The largest array has more than two blocks."""
+    if kind == "safetensors":
+        pytest.importorskip("safetensors")
+    tools.export(opened, tmp_path / "warm", kind, pattern="*.scale")
+    tracemalloc.start()
+    try:
+        tools.export(opened, tmp_path / "out", kind)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert max(a.nbytes for a in state.arrays.values()) > 2 * BLOCK
+    assert peak < 1.2 * BLOCK
+
+
+def test_names_are_chosen_by_patterns_with_and_without_their_folder(opened, tmp_path):
+    for pattern, count in (("blocks.*", 2), ("parameters/blocks.0.s*", 1), ("*", 4)):
+        assert len(tools.export(opened, tmp_path / "out", "npz", pattern=pattern, replace=True)) == count
+    items = tools.export(opened, tmp_path / "out", "npz", state=True, pattern="optimizer/exp_avg/*", replace=True)
+    assert [item.name for item in items] == ["optimizer/exp_avg/embedding.weight"]
+    with pytest.raises(ConfigError, match="none of its parameters fits the pattern 'exp_avg'"):
+        tools.export(opened, tmp_path / "none", "npz", pattern="exp_avg")
+    assert not (tmp_path / "none").exists()
+
+
+def test_bfloat16_keeps_its_bits_where_they_are_known_and_its_values_elsewhere(half, tmp_path):
+    reader, patterns = half
+    assert tools.element_types(reader) == {
+        "parameters/f": "float32",
+        "parameters/i": "uint16",
+        "parameters/w": "bfloat16",
+    }
+    wide = (patterns.astype(np.uint32) << 16).view(np.float32)
+    for kind in ("npz", "hdf5"):
+        tools.export(reader, tmp_path / kind, kind)
+        found = load(tmp_path / kind, kind)
+        assert found["w"].tobytes() == wide.tobytes()
+        assert found["i"].tobytes() == patterns.tobytes()
+    pytest.importorskip("safetensors")
+    tools.export(reader, tmp_path / "safetensors", "safetensors")
+    with tools.TensorFile(tmp_path / "safetensors") as file:
+        assert file.tensors["w"].code == "BF16"
+        assert file.tensors["i"].code == "U16"
+        assert file.values("w").tobytes() == patterns.tobytes()
+
+
+@pytest.mark.parametrize("tag", [None, 3, "parameters/w", [1, None], ["nothing", "parameters/f"], {"w": 1}])
+def test_a_strange_list_of_bfloat16_arrays_does_no_harm(tmp_path, tag):
+    values = np.float32([1])
+    checkpoint.write(
+        tmp_path / "c", [checkpoint.LocalArray("parameters/f", (1,), values.dtype, ((0, values),))], {"bfloat16": tag}
+    )
+    with checkpoint.open_checkpoint(tmp_path / "c") as reader:
+        assert tools.element_types(reader) == {"parameters/f": "float32"}
+
+
+@given(st.lists(st.floats(-3.3e38, 3.3e38), max_size=20))
+def test_float64_is_rounded_once_to_the_nearest_bfloat16(values):
+    wide = np.array(values, np.float64)
+    found = convert(convert(wide, "float64", "bfloat16"), "bfloat16", "float64")
+    bits = (bfloat16(wide.astype(np.float32)).astype(np.int64) + np.array([[-1], [0], [1]])) & 0xFFFF
+    near = convert(bits.astype(np.uint16).ravel(), "bfloat16", "float64").reshape(3, -1)
+    near = np.where(np.isfinite(near), near, found)  # below zero lies a NaN
+    assert (np.abs(found - wide) <= np.abs(near - wide).min(0)).all()
+
+
+def test_a_value_above_a_tie_is_not_rounded_twice():
+    above = np.array([1 + 2**-8 + 2**-40, 1 + 2**-8, 1 + 2**-8 - 2**-40])
+    assert convert(convert(above, "float64", "bfloat16"), "bfloat16", "float64").tolist() == [1 + 2**-7, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float16", 7e4), ("bfloat16", 3.4e38)])
+def test_values_too_large_for_a_type_are_an_error_that_leaves_nothing(tmp_path, dtype, limit):
+    pytest.importorskip("safetensors")
+    values = np.array([1.0, np.inf, limit, np.nan], np.float32)
+    checkpoint.write(tmp_path / "c", [checkpoint.LocalArray("parameters/x", (4,), values.dtype, ((0, values),))], {})
+    with (
+        checkpoint.open_checkpoint(tmp_path / "c") as reader,
+        pytest.raises(ConfigError, match=f"array 'parameters/x': 1 values are too large for {dtype}"),
+    ):
+        tools.export(reader, tmp_path / "out", "safetensors", dtype=dtype)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"format": "zip"}, "format 'zip': must be one of safetensors, npz, hdf5"),
+        ({"dtype": "int8"}, "type 'int8': must be one of bfloat16"),
+        ({"dtype": "bfloat16"}, "only safetensors files know it"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_with_what_is_allowed(opened_small, tmp_path, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        tools.export(opened_small, tmp_path / "out", **{"format": "npz", **settings})
+
+
+@pytest.mark.parametrize("kind", tools.FORMATS)
+def test_a_damaged_checkpoint_exports_nothing_and_leaves_the_old_file(small, opened_small, tmp_path, kind):
+    if kind == "safetensors":
+        pytest.importorskip("safetensors")
+    with h5py.File(tmp_path / "c" / "state.h5") as file:
+        place = file["parameters/b"].id.get_offset() + 8
+    with (tmp_path / "c" / "state.h5").open("r+b") as file:
+        file.seek(place)
+        file.write(b"\xff")
+    (tmp_path / "out").write_text("old")
+    with pytest.raises(CheckpointError, match="array 'parameters/b': checksum mismatch"):
+        tools.export(opened_small, tmp_path / "out", kind, replace=True)
+    assert (tmp_path / "out").read_text() == "old"
+    assert sorted(os.listdir(tmp_path)) == ["c", "out"]
+
+
+def test_a_file_that_exists_is_replaced_only_on_demand(opened_small, tmp_path):
+    (tmp_path / "out").write_text("old")
+    with pytest.raises(ConfigError, match="exists; choose another name, or --force to replace it"):
+        tools.export(opened_small, tmp_path / "out", "npz")
+    assert (tmp_path / "out").read_text() == "old"
+    tools.export(opened_small, tmp_path / "out", "npz", replace=True)
+    assert "a" in load(tmp_path / "out", "npz")
+    with pytest.raises(ConfigError, match="is a folder"):
+        tools.export(opened_small, tmp_path / "c", "npz", replace=True)
+
+
+@pytest.mark.parametrize("kind", tools.FORMATS)
+def test_a_full_disk_is_an_error_and_leaves_nothing(opened_small, tmp_path, kind, monkeypatch):
+    if kind == "safetensors":
+        pytest.importorskip("safetensors")
+    before = sorted(os.listdir(tmp_path))
+    monkeypatch.setattr("mpizero.checkpoint.stage.os.pwrite", _full)
+    monkeypatch.setattr("mpizero.checkpoint.tools.npz.as_bytes", _full)
+    monkeypatch.setattr("mpizero.checkpoint.tools.tensorfile.as_bytes", _full)
+    with pytest.raises(OSError, match="No space left on device"):
+        tools.export(opened_small, tmp_path / "out", kind)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def _full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_attributes_travel_however_many_they_are(tmp_path):
+    values = np.float32([1])
+    attributes = {"long": ["x" * 1000] * 200, "umlaut": "ä"}
+    checkpoint.write(
+        tmp_path / "c", [checkpoint.LocalArray("parameters/f", (1,), values.dtype, ((0, values),))], attributes
+    )
+    with checkpoint.open_checkpoint(tmp_path / "c") as reader:
+        tools.export(reader, tmp_path / "out.h5", "hdf5")
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert json.loads(file.attrs["attributes"]) == attributes
+
+
+def test_without_the_library_the_error_tells_how_to_get_it(opened_small, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ConfigError, match=r"pip install 'mpizero\[safetensors\]'"):
+        tools.export(opened_small, tmp_path / "out", "safetensors")
+    assert os.listdir(tmp_path) == ["c"]

@@ -1,0 +1,266 @@
+"""``mpizero checkpoint``: what it tells, its exit statuses, and every command of its page."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpizero import checkpoint
+from mpizero.errors import ExitStatus, MpizeroError
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
+FENCE = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass
+class Told:
+    """How a command ended in this process."""
+
+    status: int
+    out: str
+    error: str
+
+
+@pytest.fixture
+def tool(trained, tmp_path, capsys, monkeypatch):
+    """Run commands in this process, which is faster than in their own, in a folder with a copy of a trained run."""
+    from mpizero.train.cli import build_parser
+
+    source = trained[0].folder
+    for name in ("run", "text.txt", "tiny.toml"):
+        if (tmp_path / name).exists():  # the fixture of processes came first
+            continue
+        (shutil.copytree if (source / name).is_dir() else shutil.copy)(source / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> Told:
+        capsys.readouterr()
+        try:
+            options = build_parser().parse_args([*words])
+            status, error = options.run(options), ""
+        except MpizeroError as failure:
+            status, error = int(failure.status), str(failure)
+        except SystemExit as ended:
+            status, error = int(ended.code or 0), "usage"
+        return Told(status, capsys.readouterr().out, error)
+
+    return run
+
+
+def damage(step: int) -> None:
+    """Flip a bit of the first array of a step."""
+    path = Path(f"run/checkpoints/step_{step:08d}")
+    with checkpoint.open_checkpoint(path) as reader:
+        name = min(reader.arrays)
+        place = (path / "state.h5").read_bytes().index(reader.read_whole(name).tobytes())
+    with (path / "state.h5").open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_every_command_of_the_page_does_what_it_says(tool):
+    """The lines of the page, one after the other; a comment may promise another status than 0."""
+    pytest.importorskip("safetensors")
+    count = 0
+    for line in (line for block in FENCE.findall(PAGE.read_text(encoding="utf-8")) for line in block.splitlines()):
+        words = shlex.split(line, comments=True)
+        promised = re.search(r"# status (\d+)", line)
+        if words[:3] == ["python", "-m", "mpizero"]:
+            told = tool(*words[3:])
+            assert told.status == (int(promised[1]) if promised else 0), (line, told)
+            assert told.out
+            count += 1
+        elif words[0] != "h5dump" or shutil.which("h5dump"):
+            subprocess.run(words, check=True, capture_output=True)
+    assert count >= 14
+
+
+def test_a_run_lists_its_checkpoints_with_the_damaged_ones(tool):
+    (Path("run/checkpoints/step_00000004") / "manifest.json").write_text("{}")
+    told = tool("checkpoint", "inspect", "run", "--json")
+    first, second = json.loads(told.out)["checkpoints"]
+    assert (first["step"], first["sound"], second["step"], second["sound"]) == (4, False, 6, True)
+    assert "manifest.json" in first["problem"]
+    assert second["samples"] == 36
+    assert second["layout"]["ranks"] == 1
+    assert 0 <= second["age_seconds"] < 3600
+    text = tool("checkpoint", "inspect", "run/checkpoints").out.splitlines()
+    assert re.match(r" +4 .*damaged", text[1])
+    assert re.match(r" +6 .*sound", text[2])
+    assert tool("checkpoint", "inspect", "run", "--arrays").status == ExitStatus.CONFIG
+
+
+def test_one_checkpoint_tells_what_it_is(tool, trained):
+    told = tool("checkpoint", "inspect", "run/checkpoints/step_00000006", "--json", "--arrays")
+    found = json.loads(told.out)
+    assert (found["step"], found["samples"], found["loss"]) == (6, 36, trained[1].result["loss"])
+    assert found["optimizer"] == {"name": "AdamW", "slots": ["exp_avg", "exp_avg_sq"], "step_count": 6}
+    assert found["layout"]["strategy"] == "ZeRO-2"
+    assert found["configuration"]["model"]["dim"] == 16
+    assert found["parameter_bytes"] == 4 * trained[1].result["parameter_count"]
+    assert found["bytes"] == 3 * found["parameter_bytes"] == sum(row["bytes"] for row in found["table"])
+    assert all("norm" not in row for row in found["table"])
+    text = tool("checkpoint", "inspect", "run/checkpoints/step_00000006").out
+    assert all(
+        re.search(line, text) for line in (r"step +6\n", r"samples +36\n", r"model .*dim 16", r"layout .*ZeRO-2")
+    )
+
+
+def test_statistics_and_patterns(tool):
+    told = tool("checkpoint", "inspect", "run/checkpoints/step_00000006", "--statistics", "--pattern", "head.norm.*")
+    table = told.out.split("\n\n")[1].splitlines()
+    assert table[0].split() == ["name", "type", "shape", "bytes", "minimum", "maximum", "mean", "norm", "not", "finite"]
+    assert [line.split()[0] for line in table[1:]] == ["parameters/head.norm.bias", "parameters/head.norm.weight"]
+    nothing = tool("checkpoint", "inspect", "run/checkpoints/step_00000006", "--pattern", "nothing*")
+    assert nothing.status == ExitStatus.CONFIG
+    assert "--pattern nothing*: fits none of the 48 arrays" in nothing.error
+
+
+def test_a_checkpoint_without_training_is_described_as_well(tool):
+    values = np.float32([1, np.nan])
+    array = checkpoint.LocalArray("parameters/w", (2,), values.dtype, ((0, values),))
+    checkpoint.write("plain", [array], {"text": "ä", "list": [1, {"a": None}]})
+    text = tool("checkpoint", "inspect", "plain", "--statistics").out
+    assert re.search(r"text +ä\n", text)
+    row = json.loads(tool("checkpoint", "inspect", "plain", "--statistics", "--json").out)["table"][0]
+    assert (row["norm"], row["not_finite"]) == (1.0, 1)
+
+
+@pytest.mark.parametrize("name", ["version1", "version1_mpio"])
+def test_stored_checkpoints_of_version_1_are_described_and_verified(tool, name):
+    path = str(Path(__file__).resolve().parents[1] / "checkpoint" / "stored" / name)
+    found = json.loads(tool("checkpoint", "inspect", path, "--statistics", "--json").out)
+    assert (found["arrays"], len(found["table"]), found["attributes"]) == (6, 6, {"step": 3, "text": "ä"})
+    assert "sound: 6 arrays" in tool("checkpoint", "verify", path).out
+
+
+def test_verify_names_the_damaged_array_and_goes_on_to_the_others(tool):
+    assert tool("checkpoint", "verify", "run", "--all").out.count(": sound: 48 arrays") == 2
+    damage(4)
+    told = tool("checkpoint", "verify", "run", "--all")
+    assert told.status == ExitStatus.DATA
+    assert "1 of 2 damaged: " in told.error
+    assert "array 'optimizer/exp_avg/blocks.0.attention.projection.bias': checksum mismatch" in told.error
+    assert re.search(r"step_00000004: damaged\n.*step_00000006: sound", told.out)
+    assert tool("checkpoint", "verify", "run").status == 0  # the newest
+
+
+def test_verify_takes_the_newest_whether_it_is_good_or_not(tool):
+    damage(6)
+    assert tool("checkpoint", "verify", "run").status == ExitStatus.DATA
+    assert tool("checkpoint", "verify", "run/checkpoints/step_00000006").status == ExitStatus.DATA
+
+
+def test_diff_tells_what_differs(tool):
+    told = tool("checkpoint", "diff", "run/checkpoints/step_00000004", "run", "--json")
+    found = json.loads(told.out)
+    assert told.status == 1
+    assert not found["equal"]
+    assert len(found["arrays"]) == 48
+    assert found["attributes"]["training.step"] == [4, 6]
+    text = tool("checkpoint", "diff", "run/checkpoints/step_00000004", "run").out
+    assert re.search(r"head.norm.bias: 16 of 16 elements differ, by at most .* first at \[0\]: ", text)
+    assert "attribute training.step: 4 in A, 6 in B" in text
+    same = tool("checkpoint", "diff", "run/checkpoints/step_00000004", "run", "--arrays-only", "--tolerance", "10")
+    assert same.status == 0
+    assert tool("checkpoint", "diff", "run", "run", "--tolerance", "-1").status == ExitStatus.CONFIG
+
+
+def test_what_was_exported_is_imported_bit_for_bit(tool):
+    pytest.importorskip("safetensors")
+    assert tool("checkpoint", "export", "run", "all.safetensors", "--format", "safetensors", "--state").status == 0
+    assert tool("checkpoint", "import", "all.safetensors", "back", "--like", "run").status == 0
+    for name in ("manifest.json", "state.h5"):
+        assert Path("back", name).read_bytes() == Path("run/checkpoints/step_00000006", name).read_bytes()
+
+
+def test_imported_parameters_write_the_same_text_and_are_trained_on(tool, mpizero):
+    """From a file in bfloat16, with other names and turned matrices, as other programs have them."""
+    numpy = pytest.importorskip("safetensors.numpy")
+    tool("checkpoint", "export", "run", "model.safetensors", "--format", "safetensors")
+    tensors = {f"h.{name}": value for name, value in numpy.load_file("model.safetensors").items()}
+    turned = "h.blocks.0.attention.qkv.weight"
+    tensors[turned] = np.ascontiguousarray(tensors[turned].T)
+    numpy.save_file(tensors, "theirs.safetensors")
+    words = ["checkpoint", "import", "theirs.safetensors", "new/checkpoints/step_00000000", "--config", "tiny.toml"]
+    told = tool(*words)
+    assert told.status == ExitStatus.DATA
+    assert "theirs.safetensors holds another model: missing: " in told.error
+    told = tool(*words, "--map", "h.*=*")
+    assert "--transpose blocks.0.attention.qkv.weight" in told.error
+    assert tool(*words, "--map", "h.*=*", "--transpose", "*.qkv.weight").status == 0
+    assert tool("checkpoint", "diff", "new", "run", "--pattern", "parameters/*", "--arrays-only").status == 0
+    before = mpizero(0, "generate", "run", "--prompt", "ab", "--length", "5")
+    assert mpizero(0, "generate", "new", "--prompt", "ab", "--length", "5").out == before.out != ""
+    told = mpizero.train(0, "checkpoint.folder=new/checkpoints", "train.steps=1", flags=["--resume"])
+    assert told.result["steps"] == 1
+    assert "resuming from" in told.err
+
+
+def test_an_import_like_a_checkpoint_resumes_at_its_step(tool, mpizero):
+    pytest.importorskip("safetensors")
+    tool("checkpoint", "export", "run", "model.safetensors", "--format", "safetensors", "--dtype", "bfloat16")
+    words = ["checkpoint", "import", "model.safetensors", "new/checkpoints/step_00000006", "--like", "run"]
+    assert "--dtype float32 converts" in tool(*words).error
+    assert tool(*words, "--dtype", "float32").status == 0
+    told = mpizero.train(0, "checkpoint.folder=new/checkpoints", "train.steps=7", flags=["--resume"])
+    assert told.result["steps"] == 7
+    assert [line["step"] for line in mpizero.metrics("new")] == [7]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "text"),
+    [
+        (["inspect", "nothing"], ExitStatus.DATA, "nothing: no such file or folder"),
+        (["verify", "text.txt"], ExitStatus.DATA, "text.txt: is a file"),
+        (["inspect", "."], ExitStatus.DATA, "holds no checkpoint"),
+        (["diff", "run", "nothing"], ExitStatus.DATA, "nothing: no such file or folder"),
+        (["export", "run", "x", "--format", "zip"], ExitStatus.CONFIG, "usage"),
+        (
+            ["export", "run", "x", "--format", "npz", "--dtype", "int8"],
+            ExitStatus.CONFIG,
+            "type 'int8': must be one of",
+        ),
+        (["export", "run", "text.txt", "--format", "npz"], ExitStatus.CONFIG, "--force"),
+        (["import", "text.txt", "x"], ExitStatus.DATA, "text.txt: not a safetensors file"),
+        (["import", "text.txt", "x", "--map", "a"], ExitStatus.CONFIG, "map a=: must be OLD=NEW"),
+        (["import", "x", "y", "--like", "a", "--config", "b"], ExitStatus.CONFIG, "usage"),
+    ],
+)
+def test_what_cannot_be_done_says_why(tool, words, status, text):
+    if words[0] == "import":
+        pytest.importorskip("safetensors")
+    told = tool("checkpoint", *words)
+    assert told.status == status
+    assert text in told.error
+    assert not Path("x").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (["checkpoint", "verify", "run"], ExitStatus.OK),
+        (["checkpoint", "verify", "nothing"], ExitStatus.DATA),
+        (["plan", "nothing.toml", "--ranks", "2"], ExitStatus.CONFIG),
+    ],
+)
+def test_under_a_launcher_rank_0_works_and_the_job_has_its_status(trained, words, status):
+    told = trained[0](3, *words)
+    assert told.status == status
+    assert len(told.told) + told.out.count("sound: 48 arrays") == 1, told
+
+
+def test_differences_are_status_1(trained):
+    told = trained[0](0, "checkpoint", "diff", "run/checkpoints/step_00000004", "run", "--pattern", "*.bias")
+    assert (told.status, told.err) == (1, "")
+    assert "21 of other values" in told.out
