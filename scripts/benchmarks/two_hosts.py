@@ -1,0 +1,193 @@
+"""Sum a gradient over two hosts: the library's exchange between nodes beside the flat one and MPI's own Allreduce.
+
+Start it with ``scripts/two_hosts.sh -- python scripts/benchmarks/two_hosts.py``, or by the mpiexec of a cluster. Every
+contender sums one float32 gradient of each rank over all of them and leaves the sum wherever parameters are updated:
+
+* ``hierarchical``: ranks of a node sum in shared memory, and ranks with the same place on their nodes exchange slices,
+* ``flat``: the same library with private memory, so that all ranks exchange slices with all others,
+* ``hierarchical-half``, ``flat-half``: the first half of these, after which the owner of a slice has its sum (ZeRO),
+* ``allreduce``: ``MPI_Allreduce`` of the MPI library at hand, in place,
+* ``link``: no sum at all; every rank sends to its peer, and gets from it, the bytes that the hierarchical one has to.
+
+Each round runs each of them once, in turning order. Times are those of the slowest rank; ratios are taken inside a
+round, medians over rounds. Bytes are those that the interfaces have counted, a host, headers included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import mpizero as mz
+
+WORLD = MPI.COMM_WORLD
+INTERFACES = Path("/sys/class/net")
+CONTENDERS = ("link", "hierarchical", "flat", "allreduce", "hierarchical-half", "flat-half")
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", default="4e6,20e6", help="sizes of the gradient (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="(default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the tables")
+    return parser.parse_args()
+
+
+class Exchange:
+    """The library's exchange of the gradient of a black box, without computing anything."""
+
+    def __init__(self, size: int, *, shared: bool, half: bool) -> None:
+        self.config = mz.ShardingConfig(comm=WORLD, micro_batch=1, share_node_memory=shared)
+        ones = np.ones(size, np.float32)
+        model = mz.FunctionModel({"w": np.zeros(size, np.float32)}, lambda parameters, batch: (0.0, {"w": ones}, 1.0))
+        self.model = (mz.ZeRO1Model if half else mz.DDPModel)(model, self.config)
+        self.totals = self.model.engine.local_gradients(np.zeros((1, 1)), np.zeros(1))
+
+    def __call__(self) -> None:
+        """Sum what the ranks hold; the mean of ones is one, so it can be repeated."""
+        self.model.engine.reduce_local(self.totals)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that the library says this rank has sent."""
+        return self.model.engine.grid.bytes_sent
+
+    @property
+    def peers(self) -> Any:
+        """The ranks with the same place on their nodes."""
+        return self.model.engine.grid.peers
+
+    def close(self) -> None:
+        """Free the windows."""
+        self.model.close()
+        self.config.close()
+
+
+def allreduce(size: int) -> Callable[[], None]:
+    """Return the MPI library's own sum of one gradient a rank."""
+    gradient = np.ones(size, np.float32)
+
+    def run() -> None:
+        gradient[:1] = 1.0
+        WORLD.Allreduce(MPI.IN_PLACE, [gradient, MPI.FLOAT], MPI.SUM)
+
+    return run
+
+
+def link(size: int, node_size: int, peers: Any) -> Callable[[], None]:
+    """Return what only moves the bytes of the hierarchical exchange: a reduce-scatter's and an all-gather's."""
+    part = size // node_size // peers.size
+    send = np.ones(part * peers.size, np.float32)
+    recv = np.empty_like(send)
+    counts = [part] * peers.size
+
+    def run() -> None:
+        for _ in range(2):
+            peers.alltoallv(send, counts, recv, counts, "link")
+
+    return run
+
+
+def counted(node: MPI.Comm) -> int:
+    """Return the bytes that all hosts have sent, by their interfaces' own count."""
+    mine = 0
+    if node.rank == 0:
+        files = (path / "statistics" / "tx_bytes" for path in INTERFACES.iterdir() if path.name != "lo")
+        mine = sum(int(file.read_text()) for file in files if file.exists())
+    return int(WORLD.allreduce(mine))
+
+
+def timed(run: Callable[[], None], node: MPI.Comm) -> tuple[float, int]:
+    """Run once; return the slowest rank's seconds, and the bytes sent by all hosts."""
+    before = counted(node)
+    WORLD.Barrier()
+    started = time.perf_counter()
+    run()
+    seconds = WORLD.allreduce(time.perf_counter() - started, MPI.MAX)
+    WORLD.Barrier()
+    return seconds, counted(node) - before
+
+
+def measure(size: int, names: list[str], rounds: int, node: MPI.Comm) -> dict[str, Any]:
+    """Run all contenders, first once unseen, then ``rounds`` times in turns."""
+    nodes = int(WORLD.allreduce(int(node.rank == 0)))
+    exchanges = {
+        f"{name}{'-half' * half}": Exchange(size, shared=name == "hierarchical", half=half)
+        for name in ("hierarchical", "flat")
+        for half in (False, True)
+    }
+    ours = exchanges["hierarchical"]
+    runs = {"link": link(size, node.size, ours.peers), "allreduce": allreduce(size), **exchanges}
+    found: dict[str, list[tuple[float, int]]] = {name: [] for name in names}
+    sent = ours.sent
+    ours()
+    planned = int(WORLD.allreduce(ours.sent - sent)) / nodes
+    for name in names:
+        timed(runs[name], node)
+    for turn in range(rounds):
+        for place in range(len(names)):
+            name = names[(turn + place) % len(names)]
+            found[name].append(timed(runs[name], node))
+    for exchange in exchanges.values():
+        exchange.close()
+    rows = {
+        name: {"seconds": [s for s, _ in pairs], "bytes_a_host": statistics.median(b for _, b in pairs) / nodes}
+        for name, pairs in found.items()
+    }
+    return {"parameters": size, "nodes": nodes, "ranks": WORLD.size, "sent_by_library": planned, "rows": rows}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return one size's figures for people."""
+    base = result["rows"].get("hierarchical")
+    size = 4 * result["parameters"]
+    lines = [
+        f"\n{result['parameters']:,} float32 parameters ({size / 1e6:.0f} MB), {result['ranks']} ranks on "
+        f"{result['nodes']} nodes; the library counts {result['sent_by_library'] / 1e6:.2f} MB a host",
+        f"{'':17s} {'median s':>9s} {'least':>8s} {'most':>8s} {'MB a host':>10s} {'time over hierarchical':>26s}",
+    ]
+    for name, row in result["rows"].items():
+        seconds = row["seconds"]
+        told = ""
+        if base is not None:
+            ratios = sorted(mine / ours for mine, ours in zip(seconds, base["seconds"], strict=True))
+            told = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        lines.append(
+            f"{name:17s} {statistics.median(seconds):9.3f} {min(seconds):8.3f} {max(seconds):8.3f} "
+            f"{row['bytes_a_host'] / 1e6:10.2f} {told:>26s}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure every size."""
+    args = arguments()
+    names = [name for name in args.contenders.split(",") if name]
+    if unknown := set(names) - set(CONTENDERS):
+        sys.exit(f"--contenders: unknown {', '.join(sorted(unknown))}")
+    node = WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    if node.size == WORLD.size:
+        sys.exit("all ranks are on one node: start this with scripts/two_hosts.sh -- python " + sys.argv[0])
+    results = [measure(int(float(size)), names, args.rounds, node) for size in args.parameters.split(",")]
+    if WORLD.rank == 0:
+        vendor = f"{MPI.get_vendor()[0]} {'.'.join(map(str, MPI.get_vendor()[1]))}"
+        if args.json:
+            print(json.dumps({"mpi": vendor, "results": results}))
+        else:
+            print(vendor, *map(table, results), sep="\n", flush=True)
+    node.Free()
+
+
+if __name__ == "__main__":
+    main()

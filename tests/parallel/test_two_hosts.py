@@ -1,0 +1,139 @@
+"""Two real hosts: the same bits as one process, the bytes that the library counts, nothing left behind.
+
+scripts/two_hosts.sh makes the hosts, which needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import mpizero as mz
+from tests.parallel.two_hosts_program import STRATEGIES, gpt, train
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "two_hosts.sh"
+PROGRAM = Path(__file__).with_name("two_hosts_program.py")
+LIMIT = 60.0
+
+
+def why_not():
+    """Say why there can be no two hosts here; "" if there can."""
+    if os.geteuid() != 0:
+        return "only root can make network namespaces"
+    if missing := [tool for tool in ("ip", "tc", "unshare", "nsenter") if shutil.which(tool) is None]:
+        return f"{', '.join(missing)} missing (iproute2, util-linux)"
+    if not Path(sys.executable).with_name("mpiexec").exists():
+        return "no mpiexec beside the interpreter"
+    tried = subprocess.run(["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "true"], check=False)
+    return "the kernel gives no namespaces" if tried.returncode else ""
+
+
+if reason := why_not():
+    pytest.skip(reason, allow_module_level=True)
+
+
+def start(*arguments, **environment):
+    """Start the script in a session of its own."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.Popen(
+        [SCRIPT, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
+        start_new_session=True,
+    )
+
+
+def ended(process):
+    """Wait for the end; return status, output and errors."""
+    try:
+        out, err = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()  # the namespaces and all in them end with it
+    return process.returncode, out, err
+
+
+def marked(mark):
+    """Return the processes that have ``mark`` in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in path.read_bytes():
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+def test_two_hosts_have_the_bits_of_one_process_and_send_what_is_counted(tmp_path):
+    command = (sys.executable, str(PROGRAM), str(tmp_path))
+    status, out, err = ended(start("--unshaped", "--count-bytes", "--", *command))
+    assert status == 0, err
+    rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    with mz.ShardingConfig(micro_batch=2) as config:
+        expected = train(config, "ddp", tmp_path / "alone")["sha256"]
+        restored = mz.DDPModel(gpt(), config)
+        with restored:
+            for strategy in STRATEGIES:  # the checkpoints of both hosts are whole
+                restored.load_model(tmp_path / strategy)
+                assert restored.parameters_sha256() == expected
+    assert [row["strategy"] for row in rows] == [*STRATEGIES, "2 x 2"]
+    for row in rows:
+        assert row["nodes"] == [["host1", 2], ["host2", 2]]
+        assert row["sha256"] == expected, row
+        assert row["counted"] <= row["by_interface"] < 1.1 * row["counted"] + 10_000, row  # headers, acknowledgements
+    assert len(re.findall(r"^host[12] sent \d+ bytes$", err, re.MULTILINE)) == 2
+
+
+def test_nothing_is_left_behind():
+    mark = f"two-hosts-{os.getpid()}-{time.monotonic_ns()}"
+    status, out, err = ended(start("--unshaped", "--once", "--", "sh", "-c", "sleep 1234 & hostname", MARK=mark))
+    assert (status, out) == (0, "host1\n"), err
+    assert marked(mark) == []
+
+
+def test_an_interrupt_ends_all_that_was_made():
+    mark = f"two-hosts-{os.getpid()}-{time.monotonic_ns()}"
+    process = start("--unshaped", "--once", "--", "sh", "-c", "echo ready; exec sleep 1234", MARK=mark)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] != 0
+    assert marked(mark) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--"], 64, "no COMMAND given"),
+        (["--rate", "fast", "--", "true"], 64, "--rate fast"),
+        (["--mpi", "lam", "--", "true"], 64, "must be mpich or openmpi"),
+        (["--once", "--", "sh", "-c", "exit 7"], 7, ""),
+    ],
+)
+def test_exit_status_and_errors(arguments, status, said):
+    found, _, err = ended(start(*arguments))
+    assert found == status, err
+    assert said in err
+
+
+def test_a_missing_tool_is_named_with_its_package(tmp_path):
+    for tool in ("bash", "readlink", "dirname", "id", "env"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    done = subprocess.run(
+        [SCRIPT, "--", "true"], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.returncode == 69
+    assert "ip is missing: install Debian's package iproute2" in done.stderr
