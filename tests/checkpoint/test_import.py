@@ -169,6 +169,7 @@ HOSTILE = {
     "truncated": raw({"a": entry()}, DATA[:5]),
     "bytes behind": raw({"a": entry()}, DATA + b"x"),
     "unknown type": raw({"a": entry(dtype="F99")}, DATA),
+    "a name twice": raw(b'{"a":%s,"a":%s}' % (json.dumps(entry()).encode(), json.dumps({}).encode()), DATA),
     "no offsets": raw({"a": {"dtype": "F32", "shape": [2]}}, DATA),
 }
 

@@ -14,7 +14,7 @@ from mpizero.train.bench import MemoryRequest, sent_formula, wide_mlp
 from mpizero.train.generate import Sampling, characters
 from mpizero.train.memory import peak_resident, proportional, resident
 from mpizero.train.metrics import Speed, Validation, perplexity
-from mpizero.train.progress import Progress
+from mpizero.train.progress import ByteProgress, Progress
 from mpizero.train.runfolder import RunFolder, RunFolderError
 
 
@@ -127,6 +127,18 @@ def test_progress_of_another_rank_shows_nothing():
     progress.step(1, {})
     progress.say("hello")
     assert stream.getvalue() == ""
+
+
+def test_a_bar_over_bytes_is_shown_on_a_terminal_only(monkeypatch):
+    quiet, terminal = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    for stream in (quiet, terminal):
+        with ByteProgress(2_000_000, "verify", stream) as progress:
+            progress(500_000)
+            progress(1_500_000)
+    assert quiet.getvalue() == ""
+    assert "verify:" in terminal.getvalue()
+    assert "2.00M" in terminal.getvalue()
 
 
 def test_the_benchmark_s_model_is_as_large_as_asked():

@@ -161,13 +161,13 @@ def _read_header(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
             metadata = file.metadata() or {}
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             described = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-        entries = json.loads(header)
-    except (safetensors.SafetensorError, ValueError, RecursionError) as error:
+        entries, tensors = json.loads(header), {}
+        for name, (code, shape) in described.items():
+            begin, stop = map(int, entries[name]["data_offsets"])
+            tensors[name] = Tensor(name, code, shape, 8 + len(header) + begin, stop - begin)
+    except (safetensors.SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a sound safetensors file: {error}") from None
-    tensors, end = {}, 0
-    for name, (code, shape) in described.items():
-        begin, stop = entries[name]["data_offsets"]
-        tensors[name] = Tensor(name, code, shape, 8 + len(header) + begin, stop - begin)
+    end = 0
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.nbytes)):
         known = tensor.element and prod(tensor.shape) * stored_type(tensor.element).itemsize
         if tensor.start != 8 + len(header) + end or (known is not None and known != tensor.nbytes):
