@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 
@@ -57,6 +58,20 @@ class CollectiveError(MpizeroError):
     """An MPI call that failed or did not match; names rank, operation, tag, element type and count."""
 
     status = ExitStatus.HANG
+
+
+class CollectiveMismatch(CollectiveError):  # noqa: N818 - says what is wrong
+    """Ranks have called different collectives; names the first that differs, and the lines that call it.
+
+    Attributes
+    ----------
+    details : tuple of str
+        Further lines of the report: the calls before and after.
+    """
+
+    def __init__(self, message: str, details: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.details = tuple(details)
 
 
 class RemoteError(MpizeroError):

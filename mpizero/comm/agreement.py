@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.comm.communicator import Communicator
+from mpizero.comm.lastwords import ranks_text
 from mpizero.errors import CollectiveError, ConfigError, MpizeroError, PeerFailure, RemoteError
 
 _SHOWN = 200
@@ -53,7 +54,7 @@ def all_ranks(comm: Communicator, tag: str = "all_ranks") -> Iterator[None]:
     ranks = [rank for rank, report in enumerate(reports) if report is not None]
     # A RemoteError only tells of another section's failure: the cause comes first.
     first = min(ranks, key=lambda rank: (reports[rank][0], rank))
-    raise RemoteError(f"rank{'s' if len(ranks) > 1 else ''} {_ranges(ranks)} raised; rank {first}: {reports[first][1]}")
+    raise RemoteError(f"{ranks_text(ranks)} raised; rank {first}: {reports[first][1]}")
 
 
 def agree_equal(comm: Communicator, name: str, value: Any, error: type[MpizeroError] = ConfigError) -> None:
@@ -133,15 +134,4 @@ def _show(value: Any) -> str:
 def _groups(shown: list[str]) -> str:
     """List the different values with the ranks that have them."""
     groups = {text: [rank for rank, other in enumerate(shown) if other == text] for text in dict.fromkeys(shown)}
-    return "; ".join(f"rank{'s' if len(r) > 1 else ''} {_ranges(r)}: {text}" for text, r in groups.items())
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """Shorten [0, 1, 2, 5] to "0-2, 5"."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+    return "; ".join(f"{ranks_text(r)}: {text}" for text, r in groups.items())

@@ -18,9 +18,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-_SLOT = 4096
+_SLOT = 32768
 _HEADER = struct.Struct("<II")  # version (odd while being written), length
 _CLAIM = struct.Struct("<I")
+#: Where the page before the slots holds the key of the communicator whose calls somebody wants to see.
+_ASKED, _KEY = 64, 32
 
 Slot = dict[str, Any]
 
@@ -65,10 +67,14 @@ class Board:
 
     def write(self, slot: Slot) -> None:
         """Replace this rank's slot. Not collective; one thread at a time."""
-        data, counts = _encode(slot), list(slot.get("counts", {}).items())
-        while len(data) > _SLOT - _HEADER.size and counts:  # the counts of communicators made long ago
-            counts = counts[: len(counts) // 2]
-            data = _encode(slot | {"counts": dict(counts)})
+        data, marks = _encode(slot), list(slot.get("marks", {}).items())
+        while len(data) > _SLOT - _HEADER.size and "records" in slot:  # the oldest calls
+            left = {key: rows[len(rows) // 4 + 1 :] for key, rows in slot["records"].items()}
+            slot = slot | {"records": left} if any(left.values()) else {k: v for k, v in slot.items() if k != "records"}
+            data = _encode(slot)
+        while len(data) > _SLOT - _HEADER.size and marks:  # the counts of communicators made long ago
+            marks = marks[: len(marks) // 2]
+            data = _encode(slot | {"marks": dict(marks)})
         data = data[: _SLOT - _HEADER.size]
         start = _SLOT * (self._own + 1)
         self._version += 2
@@ -78,8 +84,20 @@ class Board:
 
     def read(self) -> dict[int, Slot]:
         """Return the last slot of every rank that has written one. Not collective."""
-        found = ((rank, self._read_slot(index)) for index, rank in enumerate(self.ranks))
+        found = ((rank, self.read_one(rank)) for rank in self.ranks)
         return {rank: slot for rank, slot in found if slot is not None}
+
+    def read_one(self, rank: int) -> Slot | None:
+        """Return the last slot of one rank of the node; None if it has written none. Not collective."""
+        return self._read_slot(self.ranks.index(rank))
+
+    def ask(self, key: str) -> None:
+        """Ask all ranks for their calls of the communicator ``key``, with their next slots. Not collective."""
+        self._map[_ASKED : _ASKED + _KEY] = key.encode().ljust(_KEY, b"\0")
+
+    def asked(self) -> str:
+        """Return what was asked for last, "" at first. Not collective."""
+        return self._map[_ASKED : _ASKED + _KEY].rstrip(b"\0").decode(errors="replace")
 
     def _read_slot(self, index: int) -> Slot | None:
         start = _SLOT * (index + 1)

@@ -9,7 +9,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from mpizero.comm import checks
-from mpizero.comm.transport import POINT_TO_POINT, CallTrace, Counters, Request, SharedMemory, Transport
+from mpizero.comm.trace import Call, CallTrace
+from mpizero.comm.transport import POINT_TO_POINT, Counters, Request, SharedMemory, Transport
 from mpizero.errors import SharedMemoryError
 from mpizero.types import Array
 
@@ -54,11 +55,11 @@ class Communicator(Transport):
 
     def barrier(self, tag: str = "") -> None:
         """Wait until every rank is here. Collective over the communicator."""
-        self._call("barrier", tag, self._barrier)
+        self._call(("barrier", tag), self._barrier)
 
     def ibarrier(self, tag: str = "") -> Request:
         """Start a barrier. Collective over the communicator."""
-        request: Request = self._call("ibarrier", tag, self._ibarrier)
+        request: Request = self._call(("ibarrier", tag), self._ibarrier)
         return request
 
     def node_barrier(self, shared: SharedMemory, tag: str = "") -> None:
@@ -66,17 +67,17 @@ class Communicator(Transport):
 
         Collective over the communicator that allocated ``shared``.
         """
-        self._call("node_barrier", tag, self._node_barrier, shared)
+        self._call(("node_barrier", tag), self._node_barrier, shared)
 
     def broadcast(self, buffer: Array, root: int = 0, tag: str = "") -> None:
         """Copy ``buffer`` of ``root`` into ``buffer`` of every other rank. Collective over the communicator."""
-        self._count_broadcast("broadcast", tag, buffer, root)
-        self._call("broadcast", tag, self._broadcast, buffer, root)
+        call = self._count_broadcast("broadcast", tag, buffer, root)
+        self._call(call, self._broadcast, buffer, root)
 
     def ibroadcast(self, buffer: Array, root: int = 0, tag: str = "") -> Request:
         """Start :meth:`broadcast`. Collective over the communicator."""
-        self._count_broadcast("ibroadcast", tag, buffer, root)
-        request: Request = self._call("ibroadcast", tag, self._ibroadcast, buffer, root)
+        call = self._count_broadcast("ibroadcast", tag, buffer, root)
+        request: Request = self._call(call, self._ibroadcast, buffer, root)
         return request
 
     def allgather(self, send: Array, recv: Array, tag: str = "") -> None:
@@ -84,13 +85,13 @@ class Communicator(Transport):
 
         Collective over the communicator. ``send`` and ``recv`` do not overlap.
         """
-        self._count_allgather("allgather", tag, send, recv)
-        self._call("allgather", tag, self._allgather, send, recv)
+        call = self._count_allgather("allgather", tag, send, recv)
+        self._call(call, self._allgather, send, recv)
 
     def iallgather(self, send: Array, recv: Array, tag: str = "") -> Request:
         """Start :meth:`allgather`. Collective over the communicator."""
-        self._count_allgather("iallgather", tag, send, recv)
-        request: Request = self._call("iallgather", tag, self._iallgather, send, recv)
+        call = self._count_allgather("iallgather", tag, send, recv)
+        request: Request = self._call(call, self._iallgather, send, recv)
         return request
 
     def allgatherv(self, send: Array, recv: Array, counts: Sequence[int], tag: str = "") -> None:
@@ -98,13 +99,13 @@ class Communicator(Transport):
 
         Collective over the communicator; ``counts`` is the same on every rank. ``send`` and ``recv`` do not overlap.
         """
-        self._count_allgatherv("allgatherv", tag, send, recv, counts)
-        self._call("allgatherv", tag, self._allgatherv, send, recv, counts)
+        call = self._count_allgatherv("allgatherv", tag, send, recv, counts)
+        self._call(call, self._allgatherv, send, recv, counts)
 
     def iallgatherv(self, send: Array, recv: Array, counts: Sequence[int], tag: str = "") -> Request:
         """Start :meth:`allgatherv`. Collective over the communicator."""
-        self._count_allgatherv("iallgatherv", tag, send, recv, counts)
-        request: Request = self._call("iallgatherv", tag, self._iallgatherv, send, recv, counts)
+        call = self._count_allgatherv("iallgatherv", tag, send, recv, counts)
+        request: Request = self._call(call, self._iallgatherv, send, recv, counts)
         return request
 
     def alltoallv(
@@ -115,15 +116,15 @@ class Communicator(Transport):
         Collective over the communicator. Blocks lie behind one another; ``recv_counts[i]`` here equals
         ``send_counts[rank]`` on rank i. ``send`` and ``recv`` do not overlap.
         """
-        self._count_alltoallv("alltoallv", tag, send, send_counts, recv, recv_counts)
-        self._call("alltoallv", tag, self._alltoallv, send, recv, send_counts, recv_counts)
+        call = self._count_alltoallv("alltoallv", tag, send, send_counts, recv, recv_counts)
+        self._call(call, self._alltoallv, send, recv, send_counts, recv_counts)
 
     def ialltoallv(
         self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], tag: str = ""
     ) -> Request:
         """Start :meth:`alltoallv`. Collective over the communicator."""
-        self._count_alltoallv("ialltoallv", tag, send, send_counts, recv, recv_counts)
-        request: Request = self._call("ialltoallv", tag, self._ialltoallv, send, recv, send_counts, recv_counts)
+        call = self._count_alltoallv("ialltoallv", tag, send, send_counts, recv, recv_counts)
+        request: Request = self._call(call, self._ialltoallv, send, recv, send_counts, recv_counts)
         return request
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], tag: str = "") -> None:
@@ -136,7 +137,8 @@ class Communicator(Transport):
         checks.own_block(self, "reduce_scatter", tag, recv, counts)
         checks.reduction(self, "reduce_scatter", tag, send, "sum")
         self.counters.add(send.nbytes - recv.nbytes, tag)
-        self._call("reduce_scatter", tag, self._reduce_scatter, send, recv, counts)
+        call = ("reduce_scatter", tag, send.dtype.char, tuple(counts))
+        self._call(call, self._reduce_scatter, send, recv, counts)
 
     def allreduce(self, buffer: Array, op: str = "sum", tag: str = "") -> None:
         """Replace ``buffer`` by its elementwise "sum", "max" or "min" over the ranks.
@@ -144,20 +146,20 @@ class Communicator(Transport):
         Collective over the communicator. Sums are in the library's own order, so their bits may differ between MPIs;
         max and min of NaN are not defined.
         """
-        self._count_allreduce("allreduce", tag, buffer, op)
-        self._call("allreduce", tag, self._allreduce, buffer, op)
+        call = self._count_allreduce("allreduce", tag, buffer, op)
+        self._call(call, self._allreduce, buffer, op)
 
     def iallreduce(self, buffer: Array, op: str = "sum", tag: str = "") -> Request:
         """Start :meth:`allreduce`. Collective over the communicator."""
-        self._count_allreduce("iallreduce", tag, buffer, op)
-        request: Request = self._call("iallreduce", tag, self._iallreduce, buffer, op)
+        call = self._count_allreduce("iallreduce", tag, buffer, op)
+        request: Request = self._call(call, self._iallreduce, buffer, op)
         return request
 
     def allgather_object(self, value: Any, tag: str = "") -> list[Any]:
         """List the picklable ``value`` of every rank. Collective over the communicator; control plane only."""
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         self.counters.add(len(payload) * (self.size - 1), tag)
-        return [pickle.loads(p) for p in self._call("allgather_object", tag, self._allgather_bytes, payload)]
+        return [pickle.loads(p) for p in self._call(("allgather_object", tag), self._allgather_bytes, payload)]
 
     def broadcast_object(self, value: Any, root: int = 0, tag: str = "") -> Any:
         """Return the picklable ``value`` of ``root`` on every rank. Collective over the communicator."""
@@ -165,7 +167,7 @@ class Communicator(Transport):
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if self.rank == root else None
         if payload is not None:
             self.counters.add(len(payload) * (self.size - 1), tag)
-        return pickle.loads(self._call("broadcast_object", tag, self._broadcast_bytes, payload, root))
+        return pickle.loads(self._call(("broadcast_object", tag, root), self._broadcast_bytes, payload, root))
 
     # ------------------------------------------------------------------ point to point
 
@@ -201,7 +203,7 @@ class Communicator(Transport):
         if not 0 <= color < 2**31:
             raise self.error("split", name, f"color must be in 0..2**31-1, got {color}")
         label = name or f"{self.name}/{color}"
-        group: Communicator = self._call("split", label, self._split, color, self.rank if key is None else key, label)
+        group: Communicator = self._call(("split", ""), self._split, color, self.rank if key is None else key, label)
         return group
 
     def split_node(self, ranks_per_node: int | None = None, name: str = "") -> Communicator:
@@ -213,7 +215,7 @@ class Communicator(Transport):
         if ranks_per_node is not None and ranks_per_node < 1:
             raise self.error("split_node", name, f"ranks_per_node must be >= 1 or None, got {ranks_per_node}")
         label = name or f"{self.name}/node"
-        group: Communicator = self._call("split_node", label, self._split_node, ranks_per_node, label)
+        group: Communicator = self._call(("split_node", "", ranks_per_node), self._split_node, ranks_per_node, label)
         return group
 
     def allocate_shared(self, nbytes: int, tag: str = "") -> SharedMemory:
@@ -232,7 +234,7 @@ class Communicator(Transport):
             )
         if nbytes < 0:
             raise self.error("allocate_shared", tag, f"nbytes must be >= 0, got {nbytes}")
-        shared: SharedMemory = self._call("allocate_shared", tag, self._allocate_shared, nbytes)
+        shared: SharedMemory = self._call(("allocate_shared", tag), self._allocate_shared, nbytes)
         return shared
 
     def shared_space(self) -> int | None:
@@ -261,27 +263,30 @@ class Communicator(Transport):
 
     # ------------------------------------------------------------------ checks and counts
 
-    def _count_broadcast(self, operation: str, tag: str, buffer: Array, root: int) -> None:
+    def _count_broadcast(self, operation: str, tag: str, buffer: Array, root: int) -> Call:
         checks.peer(self, operation, tag, root)
         checks.array(self, operation, tag, buffer, written=self.rank != root)
         if self.rank == root:
             self.counters.add(buffer.nbytes * (self.size - 1), tag)
+        return operation, tag, buffer.dtype.char, buffer.size, root
 
-    def _count_allgather(self, operation: str, tag: str, send: Array, recv: Array) -> None:
+    def _count_allgather(self, operation: str, tag: str, send: Array, recv: Array) -> Call:
         checks.pair(self, operation, tag, send, recv)
         if send.size * self.size != recv.size:
             raise self.error(operation, tag, f"{self.size} blocks of {send.size} elements do not fill it", recv)
         self.counters.add(send.nbytes * (self.size - 1), tag)
+        return operation, tag, send.dtype.char, send.size
 
-    def _count_allgatherv(self, operation: str, tag: str, send: Array, recv: Array, counts: Sequence[int]) -> None:
+    def _count_allgatherv(self, operation: str, tag: str, send: Array, recv: Array, counts: Sequence[int]) -> Call:
         checks.pair(self, operation, tag, send, recv)
         checks.blocks(self, operation, tag, recv, counts)
         checks.own_block(self, operation, tag, send, counts)
         self.counters.add(send.nbytes * (self.size - 1), tag)
+        return operation, tag, send.dtype.char, tuple(counts)
 
     def _count_alltoallv(
         self, operation: str, tag: str, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]
-    ) -> None:
+    ) -> Call:
         checks.pair(self, operation, tag, send, recv)
         checks.blocks(self, operation, tag, send, send_counts)
         checks.blocks(self, operation, tag, recv, recv_counts)
@@ -290,11 +295,13 @@ class Communicator(Transport):
                 operation, tag, f"own block: sends {send_counts[self.rank]}, receives {recv_counts[self.rank]}", send
             )
         self.counters.add(send.nbytes - int(send_counts[self.rank]) * send.itemsize, tag)
+        return operation, tag, send.dtype.char
 
-    def _count_allreduce(self, operation: str, tag: str, buffer: Array, op: str) -> None:
+    def _count_allreduce(self, operation: str, tag: str, buffer: Array, op: str) -> Call:
         checks.array(self, operation, tag, buffer, written=True)
         checks.reduction(self, operation, tag, buffer, op)
         self.counters.add(2 * buffer.nbytes * (self.size - 1) // self.size, tag)
+        return operation, tag, buffer.dtype.char, buffer.size, op
 
     def _check_message(self, operation: str, buffer: Array, peer: int, tag: int) -> None:
         checks.array(self, operation, tag, buffer, written=operation == "irecv")

@@ -24,17 +24,19 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
 
 from mpizero.comm.board import Board, Slot, open_board
-from mpizero.comm.heartbeat import Heartbeat, Register
+from mpizero.comm.contract import Lookout
+from mpizero.comm.heartbeat import Heartbeat
 from mpizero.comm.lastwords import await_delivery, describe, format_error, write
-from mpizero.comm.transport import CallTrace
-from mpizero.errors import ExitStatus, MpizeroError, PeerFailure, RemoteError
+from mpizero.comm.register import Register
+from mpizero.comm.trace import CallTrace
+from mpizero.errors import CollectiveError, CollectiveMismatch, ExitStatus, MpizeroError, PeerFailure, RemoteError
 
 #: Seconds between the failure of a rank and the hard end of its process, whatever MPI does.
 HARD_STOP = 4.0
@@ -54,6 +56,9 @@ PATIENCE = 120.0
 #: Set for every rank by the launchers of MPICH, Open MPI, and srun with PMI or PMIx.
 _LAUNCHED = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
+#: Names what is compared beyond need, comma-separated: "collectives" before each of them.
+DEBUG = "MPIZERO_DEBUG"
+
 _NORMAL = 2**62
 _KEYBOARD_INTERRUPT = 130
 
@@ -67,6 +72,8 @@ class Guard:
         self.launched = any(name in os.environ for name in _LAUNCHED)
         self.board: Board | None = None
         self.heartbeat: Heartbeat | None = None
+        self.lookout: Lookout | None = None
+        self.verifies = "collectives" in os.environ.get(DEBUG, "").split(",")
         self.register = Register()
         self.context: dict[str, Any] = {}
         self._control: Any = None
@@ -94,8 +101,8 @@ class Guard:
             threading.excepthook = self._on_thread_exception
         atexit.register(self._on_exit)
 
-    def follow(self, trace: CallTrace, comm: Any) -> None:
-        """Put a communicator on the register; the first with all ranks gives the guard one for its own use.
+    def follow(self, trace: CallTrace, comm: Any) -> tuple[int, ...]:
+        """Put a communicator on the register and return its world ranks; the first with all ranks gives one to use.
 
         Collective over ``comm``, an mpi4py intracommunicator.
         """
@@ -107,14 +114,21 @@ class Guard:
         members = group.Translate_ranks(None, everyone)
         group.Free()
         everyone.Free()
-        self.register.add(trace, members)
+        self.register.add(trace, members, comm.Get_rank())
         if self._control is None and sorted(members) == list(range(self.size)):
             # Ordered by world rank. Every rank comes here with the same communicator: its first with all ranks.
             self._control = comm.Split(0, self.rank)
             if self.size > 1:
                 self.board = open_board(self.rank, self.host, self._control.allgather)
                 self.heartbeat = Heartbeat(self.board, self.register, self._state, world)
+                self.lookout = Lookout(self.heartbeat, self._end_mismatch)
+                self.heartbeat.listeners.append(self.lookout.look)
                 self.heartbeat.start()
+        return tuple(members)
+
+    def _end_mismatch(self, error: CollectiveMismatch) -> None:
+        if not self.ending:
+            self.end_job(self.lines(describe(error)), error.status)
 
     def _state(self) -> Slot:
         return {"state": self._leaving or "working", **self.context}
@@ -147,7 +161,9 @@ class Guard:
             return
         mpi = self._mpi(join=True)
         if isinstance(error, MpizeroError):
-            status = self._agree_to_fail(mpi, error) if mpi and not origin else None
+            # After a failed collective the ranks are not in step, and their communicators are of no more use.
+            together = not origin and not isinstance(error, CollectiveError)
+            status = self._agree_to_fail(mpi, error) if mpi and together else None
             if status is None and mpi:
                 self.end(
                     mpi, self.lines(describe(error)), error.status, self._is_consequence(error, mpi) if origin else 0.0
@@ -228,8 +244,12 @@ class Guard:
         mpi = self._mpi()
         if mpi is not None and self._control is not None and not self._agreed and not self._dying.locked():
             self._leaving = "leaving"
+            if self.heartbeat is not None:
+                self.heartbeat.beat()  # the last word of this rank on what it has called
             with contextlib.suppress(mpi.Exception):
                 self._minimum(mpi, _NORMAL, self._left_early)
+            if self.lookout is not None and (error := self.lookout.farewell()):
+                self._end_mismatch(error)
         if self.heartbeat is not None and self.process == os.getpid():
             self.heartbeat.stop()
 
@@ -334,9 +354,9 @@ def install_in_job() -> None:
         _GUARD.install()
 
 
-def follow(trace: CallTrace, comm: Any) -> None:
+def follow(trace: CallTrace, comm: Any) -> tuple[int, ...]:
     """Register a new communicator. Collective over ``comm``, the mpi4py communicator behind ``trace``."""
-    _GUARD.follow(trace, comm)
+    return _GUARD.follow(trace, comm)
 
 
 def forget(trace: CallTrace) -> None:
@@ -355,8 +375,3 @@ def set_context(step: int | None = None, phase: str | None = None) -> None:
 def current() -> Guard:
     """Return the guard of this process, for the watchdog."""
     return _GUARD
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return "rank 3" or "ranks 0, 1, 3"."""
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"

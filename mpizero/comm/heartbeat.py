@@ -8,23 +8,22 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 from types import FrameType
 from typing import Any
 
 from mpizero.comm.board import Board, Slot
-from mpizero.comm.transport import CallTrace
-from mpizero.crc import crc32
+from mpizero.comm.register import Register
+from mpizero.comm.trace import Record
 
 #: Seconds between two entries on the board, unless a watchdog asks for more.
-TICK = 0.5
+TICK = 0.25
+#: Seconds in which a main thread at the same instruction is taken to stand still.
+_STILL = 0.5
 #: Name of the thread.
 HEARTBEAT = "mpizero-heartbeat"
-#: Closed communicators that are remembered.
-_CLOSED = 32
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _LIBRARY = str(Path(os.__file__).parent) + os.sep
@@ -34,46 +33,6 @@ _LIBRARY_CALL = re.compile(
     r"([A-Za-z_][\w.]*)\.((?:Neighbor_|neighbor_)?(?:[Aa]ll)?"
     r"(?:[Bb]arrier|[Bb]cast|[Rr]educe|[Gg]atherv?|[Ss]catterv?|[Tt]oallv?|[Rr]educe_scatter(?:_block)?|[Ee]?[Ss]can))\("
 )
-
-
-@dataclass(eq=False)
-class Registration:
-    """A communicator of this process: its trace, the world ranks it joins, and a key that is the same on all of them.
-
-    Communicators of the same ranks are made in the same order on each of them, so (members, ordinal) names one.
-    """
-
-    trace: CallTrace
-    members: tuple[int, ...]
-    key: str
-
-
-@dataclass
-class Register:
-    """All communicators of this process."""
-
-    live: list[Registration] = field(default_factory=list)
-    #: Collectives begun in communicators that are closed: others may still wait in them.
-    closed: dict[str, int] = field(default_factory=dict)
-    _ordinals: dict[tuple[int, ...], int] = field(default_factory=dict)
-
-    def add(self, trace: CallTrace, members: Sequence[int]) -> None:
-        """Start to follow ``trace``. Not collective."""
-        group = tuple(members)
-        ordinal = self._ordinals[group] = self._ordinals.get(group, -1) + 1
-        self.live.append(Registration(trace, group, f"{crc32(repr(group).encode()):08x}.{ordinal}"))
-
-    def remove(self, trace: CallTrace) -> None:
-        """Stop to follow ``trace``. Not collective."""
-        for entry in [entry for entry in self.live if entry.trace is trace]:
-            self.live.remove(entry)
-            self.closed[entry.key] = trace.started
-            if len(self.closed) > _CLOSED:
-                del self.closed[next(iter(self.closed))]
-
-    def counts(self) -> dict[str, int]:
-        """Return collectives begun by key; open communicators first, those made last before older ones."""
-        return {entry.key: entry.trace.started for entry in reversed(self.live)} | self.closed
 
 
 def place(frame: FrameType | None) -> str:
@@ -137,6 +96,7 @@ class Heartbeat:
         self._context = context
         self._world = world
         self._watched = thread or threading.main_thread().ident or 0
+        self._asked: list[str] = []
         self._spot: tuple[int, int] = (0, 0)
         self._since = monotonic()
         self._writing = threading.Lock()
@@ -171,14 +131,23 @@ class Heartbeat:
         slot: Slot = {"beat": now, "place": place(frame), "still": now - self._since, "pid": os.getpid()}
         # A caught exception's frame may be gone at any moment; the board is a courtesy and never a fault of its own.
         with contextlib.suppress(Exception):
-            slot["library"] = library_call(frame, self._world) if frame and slot["still"] >= TICK else ""
+            slot["library"] = library_call(frame, self._world) if frame and slot["still"] >= _STILL else ""
         slot["calls"] = [
             [e.key, e.trace.name, e.trace.sequence, e.trace.operation, e.trace.tag[:80], now - entered]
             for e in tuple(self.register.live)
             if (entered := e.trace.entered)
         ]
-        slot["counts"] = self.register.counts()
+        slot["marks"] = self.register.marks()
+        if asked := self._asked_for():
+            slot["records"] = asked
         return slot | self.notes | self._context()
+
+    def _asked_for(self) -> dict[str, list[Record]]:
+        """Return the last calls of the communicators that a rank has asked for last."""
+        if (key := self.board.asked()) and key not in self._asked:
+            self._asked = [key, *self._asked[:1]]
+        entries = filter(None, map(self.register.find, self._asked))
+        return {entry.key: entry.trace.records() for entry in entries}
 
     def _run(self) -> None:
         while not self._stop.wait(self.tick):

@@ -1,7 +1,7 @@
 """The communicator over threads of one process: for notebooks, debuggers and unit tests; never touches MPI.
 
 [Note: threads] Every collective is one exchange: each rank posts a copy of what it sends under the next number, and
-goes on; whoever waits for it does so until all ranks have posted that number. The exchange remembers what was called,
+goes on; whoever waits for it does so until all ranks have posted that number. Each posts what stands for its calls too,
 so a mismatch is an error on every rank instead of wrong numbers. A failure is noted once for the whole job (the group
 and everything split off it) and wakes all who wait.
 """
@@ -16,8 +16,10 @@ from typing import Any, Self
 import numpy as np
 
 from mpizero.comm.communicator import Communicator
+from mpizero.comm.contract import mismatch
+from mpizero.comm.trace import CallTrace
 from mpizero.comm.transport import Request, SharedMemory
-from mpizero.errors import PeerFailure, SharedMemoryError
+from mpizero.errors import CollectiveError, PeerFailure, SharedMemoryError
 from mpizero.types import Array
 
 ALIGNMENT = 64
@@ -47,10 +49,10 @@ class _Job:
 
 
 class _Exchange:
-    """One collective: what each rank called and sent."""
+    """One collective: the number that stands for what each rank has called so far, and what it sent."""
 
     def __init__(self, size: int) -> None:
-        self.calls: list[tuple[Any, ...] | None] = [None] * size
+        self.numbers: list[int | None] = [None] * size
         self.payloads: list[Any] = [None] * size
         self.posted = 0
         self.taken = 0
@@ -73,6 +75,7 @@ class _Group:
         self.members = tuple(members)
         self.exchanges: dict[int, _Exchange] = {}
         self.mail: dict[tuple[int, int, int], _Mailbox] = {}
+        self.traces: dict[int, CallTrace] = {}
 
     def exchange(self, number: int) -> _Exchange:
         if number not in self.exchanges:
@@ -159,6 +162,7 @@ class InMemoryCommunicator(Communicator):
         self._posted = 0
         self._closed = False
         self._member = group.members[rank]
+        group.traces[self._member] = self.trace
 
     @classmethod
     def group(cls, size: int, name: str = "world") -> list[Self]:
@@ -210,16 +214,15 @@ class InMemoryCommunicator(Communicator):
 
     # ------------------------------------------------------------------ exchange
 
-    def _post(
-        self, call: tuple[Any, ...], payload: Any, finish: Callable[[list[Any]], None], describe: Array | None = None
-    ) -> Request:
+    def _post(self, payload: Any, finish: Callable[[list[Any]], None], describe: Array | None = None) -> Request:
+        trace = self.trace
         if self._closed:
-            raise self.error(str(call[0]), self.trace.tag, "the communicator is closed", describe)
-        group, number, size = self._group, self._posted, self.size
+            raise self.error(trace.operation, trace.tag, "the communicator is closed", describe)
+        group, number, size, called = self._group, self._posted, self.size, trace.number
         with group.job.changed:
             self._check_peers()
             exchange = group.exchange(number)
-            exchange.calls[self.rank] = call
+            exchange.numbers[self.rank] = called
             exchange.payloads[self.rank] = payload
             exchange.posted += 1
             if exchange.posted == size:
@@ -227,9 +230,8 @@ class InMemoryCommunicator(Communicator):
         self._posted += 1
 
         def end() -> None:
-            if any(other != call for other in exchange.calls):
-                calls = "; ".join(f"rank {r}: {' '.join(map(str, c or ()))}" for r, c in enumerate(exchange.calls))
-                raise self.error(str(call[0]), self.trace.tag, f"the ranks call different things: {calls}")
+            if any(other != called for other in exchange.numbers):
+                raise self.mismatch()
             finish(exchange.payloads)
             with group.job.changed:
                 exchange.taken += 1
@@ -240,22 +242,27 @@ class InMemoryCommunicator(Communicator):
             self,
             lambda: exchange.posted == size,
             end,
-            lambda: [r for r, c in enumerate(exchange.calls) if c is None],
+            lambda: [r for r, number in enumerate(exchange.numbers) if number is None],
         )
 
-    def _swap(self, call: tuple[Any, ...], payload: Any) -> list[Any]:
+    def mismatch(self) -> CollectiveError:
+        """Return the error of threads that have called different collectives. Not collective."""
+        records = {member: trace.records() for member, trace in self._group.traces.items()}
+        return mismatch(self.name, records) or super().mismatch()
+
+    def _swap(self, payload: Any) -> list[Any]:
         """Exchange references to ``payload``."""
         result: list[Any] = []
-        request = self._post(call, payload, result.extend)
+        request = self._post(payload, result.extend)
         assert isinstance(request, _ThreadRequest)
         request._wait()
         return result
 
     def _barrier(self) -> None:
-        self._swap(("barrier",), None)
+        self._swap(None)
 
     def _ibarrier(self) -> Request:
-        return self._post(("barrier",), None, lambda _: None)
+        return self._post(None, lambda _: None)
 
     def _ibroadcast(self, buffer: Array, root: int) -> Request:
         def finish(payloads: list[Any]) -> None:
@@ -263,7 +270,7 @@ class InMemoryCommunicator(Communicator):
                 buffer.reshape(-1)[:] = payloads[root]
 
         payload = buffer.reshape(-1).copy() if self.rank == root else None
-        return self._post(("broadcast", str(buffer.dtype), buffer.size, f"root {root}"), payload, finish, buffer)
+        return self._post(payload, finish, buffer)
 
     def _iallgather(self, send: Array, recv: Array) -> Request:
         return self._iallgatherv(send, recv, [send.size] * self.size)
@@ -272,9 +279,7 @@ class InMemoryCommunicator(Communicator):
         def finish(payloads: list[Any]) -> None:
             np.concatenate(payloads, out=recv.reshape(-1))
 
-        return self._post(
-            ("allgatherv", str(send.dtype), tuple(map(int, counts))), send.reshape(-1).copy(), finish, send
-        )
+        return self._post(send.reshape(-1).copy(), finish, send)
 
     def _ialltoallv(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Request:
         def finish(payloads: list[Any]) -> None:
@@ -285,26 +290,21 @@ class InMemoryCommunicator(Communicator):
             np.concatenate(arrived, out=recv.reshape(-1))
 
         blocks = np.split(send.reshape(-1).copy(), np.cumsum(send_counts)[:-1])
-        return self._post(("alltoallv", str(send.dtype)), blocks, finish, send)
+        return self._post(blocks, finish, send)
 
     def _reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> None:
         start = int(sum(counts[: self.rank]))
-        rows = self._swap(("reduce_scatter", str(send.dtype), tuple(map(int, counts))), send.reshape(-1).copy())
+        rows = self._swap(send.reshape(-1).copy())
         _fold([row[start : start + recv.size] for row in rows], recv, "sum")
 
     def _iallreduce(self, buffer: Array, op: str) -> Request:
-        return self._post(
-            ("allreduce", str(buffer.dtype), buffer.size, op),
-            buffer.reshape(-1).copy(),
-            lambda rows: _fold(rows, buffer, op),
-            buffer,
-        )
+        return self._post(buffer.reshape(-1).copy(), lambda rows: _fold(rows, buffer, op), buffer)
 
     def _allgather_bytes(self, payload: bytes) -> list[bytes]:
-        return self._swap(("allgather_object",), payload)
+        return self._swap(payload)
 
     def _broadcast_bytes(self, payload: bytes | None, root: int) -> bytes:
-        result: bytes = self._swap(("broadcast_object", f"root {root}"), payload)[root]
+        result: bytes = self._swap(payload)[root]
         return result
 
     # ------------------------------------------------------------------ point to point
@@ -345,18 +345,21 @@ class InMemoryCommunicator(Communicator):
         return self._regroup(self.rank // (ranks_per_node or self.size), self.rank, name, shares_memory=True)
 
     def _regroup(self, color: int, key: int, name: str, shares_memory: bool) -> Communicator:
-        wishes = self._swap(("split",), (color, key))
+        wishes = self._swap((color, key))
         chosen = sorted((k, r) for r, (c, k) in enumerate(wishes) if c == color)
         ranks = [r for _, r in chosen]
         mine = _Group(self._group.job, [self._group.members[r] for r in ranks]) if ranks[0] == self.rank else None
-        group = self._swap(("split",), mine)[ranks[0]]
+        group = self._swap(mine)[ranks[0]]
         return type(self)(group, ranks.index(self.rank), name, shares_memory)
 
     def _allocate_shared(self, nbytes: int) -> SharedMemory:
         whole = None
         with suppress(MemoryError):
             whole = np.zeros(nbytes + ALIGNMENT, np.uint8) if self.rank == 0 else None
-        buffer = self._swap(("allocate_shared", nbytes), whole)[0]
+        told = self._swap((nbytes, whole))
+        if len(asked := {size for size, _ in told}) > 1:
+            raise SharedMemoryError(f"ranks of {self.name!r} ask for windows of {min(asked)} to {max(asked)} bytes")
+        buffer = told[0][1]
         if buffer is None:
             raise SharedMemoryError(f"a window of {nbytes} bytes for {self.name!r} does not fit into this process")
         offset = -buffer.ctypes.data % ALIGNMENT

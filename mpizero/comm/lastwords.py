@@ -10,6 +10,7 @@ import stat
 import termios
 import time
 import traceback
+from collections.abc import Sequence
 from types import TracebackType
 
 # Seconds for last words to be read from this rank's pipe, at most, and to travel from there to the terminal.
@@ -17,8 +18,21 @@ _DELIVERY, _FORWARDING = 1.0, 0.1
 
 
 def describe(error: BaseException) -> str:
-    """Return one line for an error that is the user's to mend."""
-    return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no further description'}"
+    """Return one line for an error that is the user's to mend, and the further lines that it brings."""
+    first = f"{type(error).__name__}: {' '.join(str(error).split()) or 'no further description'}"
+    return "\n".join([first, *getattr(error, "details", ())])
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 0-2, 5"; ``ranks`` are in order."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+    return f"rank{'s' if len(ranks) != 1 else ''} {text}"
 
 
 def format_error(error: BaseException, trace: TracebackType | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, Self, cast
 
@@ -13,9 +14,12 @@ from mpi4py import MPI
 
 from mpizero.comm import guard
 from mpizero.comm.communicator import Communicator
+from mpizero.comm.contract import first_mismatch
+from mpizero.comm.debug import VerifiedRequest, Verifier
 from mpizero.comm.shared import MpiSharedMemory
+from mpizero.comm.trace import Call
 from mpizero.comm.transport import Request, SharedMemory
-from mpizero.errors import ExitStatus, MpizeroError
+from mpizero.errors import CollectiveError, CollectiveMismatch, ExitStatus, MpizeroError
 from mpizero.types import Array
 
 #: Largest number of elements handed to MPI in one message; larger buffers are cut.
@@ -77,7 +81,7 @@ class MpiRequest(Request):
         try:
             return MPI.Request.Testall(self._requests)
         except MPI.Exception as error:
-            raise self._communicator.error(self._operation, self._tag, error) from error
+            raise self._communicator._failure(self._operation, self._tag, error) from error
 
     def _wait_all(self) -> None:
         for request in self._requests:  # Waitall would say only "error code in status"
@@ -104,7 +108,7 @@ class MpiReceive(MpiRequest):
         try:
             ended = MPI.Request.Testall(self._requests, statuses)
         except MPI.Exception as error:
-            raise self._communicator.error(self._operation, self._tag, error, self._buffers) from error
+            raise self._communicator._failure(self._operation, self._tag, error, self._buffers) from error
         if ended:
             self._check(statuses)
         return ended
@@ -139,6 +143,7 @@ class MpiCommunicator(Communicator):
         # wrong HDF5 data; a split does not, and no message of the user can meet one of ours.
         own = comm.Split(0, comm.Get_rank())
         own.Set_errhandler(MPI.ERRORS_RETURN)
+        guard.current().verifies |= bool(own.allreduce(guard.current().verifies, MPI.MAX))  # on one rank is on all
         if own.Get_rank() == 0 and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             warnings.warn(
                 "MPI runs below thread level MULTIPLE: the watchdog cannot end a hanging job; "
@@ -152,7 +157,10 @@ class MpiCommunicator(Communicator):
         super().__init__(own.Get_rank(), own.Get_size(), name, shares_memory)
         self._comm = cast("MPI.Intracomm", own)
         self._limit = limit
-        guard.follow(self.trace, own)
+        members = guard.follow(self.trace, own)
+        self._verifier: Verifier | None = None
+        if guard.current().verifies and self.size > 1:
+            self._verifier = Verifier(self._comm, self.trace, members)
 
     @classmethod
     def _of(cls, own: MPI.Comm, limit: int, name: str, shares_memory: bool = False) -> Self:
@@ -164,6 +172,46 @@ class MpiCommunicator(Communicator):
     def mpi(self) -> MPI.Intracomm:
         """The mpi4py communicator inside, for HDF5 and one-sided windows; not for messages of others."""
         return self._comm
+
+    # ------------------------------------------------------------------ contract
+
+    def contract_number(self) -> int:
+        """Return this rank's term of a sum that is 0 while all ranks have called alike.
+
+        Not collective, but asked by all ranks before the same collective.
+        """
+        return guard.current().register.contract_number(self.trace)
+
+    def mismatch(self) -> CollectiveError:
+        """Find the first call that differs, here or in a communicator of these ranks. Collective over them."""
+        holder = guard.current()
+        if holder.lookout is not None:
+            holder.lookout.forgive(self.trace)
+        mine = {e.key: (e.trace.name, e.trace.records()) for e in holder.register.inside(self.trace)}
+        found = first_mismatch(self.allgather_object((holder.rank, mine), "contract"))
+        return found or self.error("contract", "", "the ranks have called different collectives")
+
+    def _call(self, call: Call, primitive: Callable[..., Any], *arguments: Any) -> Any:
+        sequence = self.trace.begin(call)
+        if self._verifier is not None:
+            primitive = partial(self._verified, self._verifier, primitive)
+        return self._run(call[0], call[1], sequence, primitive, *arguments)
+
+    def _verified(self, verifier: Verifier, primitive: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a collective after, or where it does not block beside, a comparison of what the ranks call."""
+        verification, operation = verifier.start(), self.trace.operation
+        if operation.startswith("i"):
+            return VerifiedRequest(self, verification, primitive(*arguments))
+        verification.wait()
+        if operation == "alltoallv" and (wrong := verifier.blocks(arguments[2], arguments[3])):
+            raise CollectiveMismatch(f"{operation} {self.trace.tag!r} on {self.name!r}: {wrong}")
+        return primitive(*arguments)
+
+    def _failure(self, operation: str, tag: str, reason: object, array: object = None) -> CollectiveError:
+        lookout = guard.current().lookout
+        point_to_point = operation in ("isend", "irecv")
+        found = None if lookout is None or point_to_point else lookout.explain(self.trace)
+        return found or self.error(operation, tag, reason, array)
 
     # ------------------------------------------------------------------ collectives
 
@@ -301,6 +349,9 @@ class MpiCommunicator(Communicator):
     def close(self) -> None:
         """Free the communicator; a second call does nothing. Collective over the communicator."""
         guard.forget(self.trace)
+        if self._verifier is not None and not MPI.Is_finalized():
+            self._verifier.close()
+        self._verifier = None
         if self._comm != MPI.COMM_NULL and not MPI.Is_finalized():
             self._comm.Free()
         self._comm = cast("MPI.Intracomm", MPI.COMM_NULL)

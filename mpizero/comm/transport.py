@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
+from mpizero.comm.trace import Call, CallTrace
 from mpizero.errors import CollectiveError
 from mpizero.types import Array
 
@@ -52,34 +53,6 @@ class Counters:
     def __repr__(self) -> str:
         """Show both numbers. Not collective."""
         return f"Counters(bytes_sent={self.bytes_sent}, messages={self.messages})"
-
-
-class CallTrace:
-    """The call a rank of one communicator is in, or was in last; written by the communicator, read by the watchdog.
-
-    Attributes
-    ----------
-    name : str
-        Name of the communicator.
-    sequence : int
-        Number of the collective, the same on all ranks of the communicator; point-to-point calls do not count.
-    operation, tag : str
-        For example ``"allgatherv"`` and ``"blocks.3"``.
-    entered : float
-        ``time.monotonic()`` at entry; 0.0 while the rank is not inside a call.
-    started : int
-        Collectives begun so far; above ``sequence`` while an older non-blocking one is waited for.
-    """
-
-    __slots__ = ("entered", "name", "operation", "sequence", "started", "tag")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.sequence = 0
-        self.operation = ""
-        self.tag = ""
-        self.entered = 0.0
-        self.started = 0
 
 
 class Request(ABC):
@@ -139,10 +112,9 @@ class Transport(ABC):
         label = f" {tag!r}" if tag != "" else ""
         return CollectiveError(f"[rank {self.rank}] {operation}{label} on {self.name!r}{what}: {reason}")
 
-    def _call(self, operation: str, tag: str, primitive: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a collective primitive under the next sequence number."""
-        sequence = self.trace.started = self.trace.started + 1
-        return self._run(operation, tag, sequence, primitive, *arguments)
+    def _call(self, call: Call, primitive: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a collective primitive under the next sequence number; ``call`` is what all ranks must call alike."""
+        return self._run(call[0], call[1], self.trace.begin(call), primitive, *arguments)
 
     def _run(self, operation: str, tag: str, sequence: int, primitive: Callable[..., Any], *arguments: Any) -> Any:
         """Run ``primitive`` under the trace; the transport's errors name the call."""
@@ -154,9 +126,25 @@ class Transport(ABC):
         try:
             return primitive(*arguments)
         except self._native_errors as error:
-            raise self.error(operation, tag, error, arguments[0] if arguments else None) from error
+            raise self._failure(operation, tag, error, arguments[0] if arguments else None) from error
         finally:
             trace.entered = 0.0
+
+    def _failure(self, operation: str, tag: str, reason: object, array: object = None) -> CollectiveError:
+        """Return the error for a call that the transport has refused; says more where it knows more."""
+        return self.error(operation, tag, reason, array)
+
+    def contract_number(self) -> int:
+        """Return a number that adds up to 0 over all ranks, modulo ``trace.MODULUS``, while they have called alike.
+
+        Not collective, but asked by all ranks before the same collective. It covers this communicator and those inside
+        of it. 0 where every call is compared anyway.
+        """
+        return 0
+
+    def mismatch(self) -> CollectiveError:
+        """Return the error of ranks whose :meth:`contract_number` do not add up. Collective over the communicator."""
+        return self.error("contract", "", "the ranks have called different collectives")
 
     @abstractmethod
     def _barrier(self) -> None: ...

@@ -25,12 +25,13 @@ from typing import Any, Self, TextIO
 from mpizero.comm import guard
 from mpizero.comm.board import Board, Slot
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.heartbeat import HEARTBEAT, TICK, Heartbeat, Register, place
-from mpizero.comm.lastwords import write
+from mpizero.comm.heartbeat import HEARTBEAT, TICK, Heartbeat, place
+from mpizero.comm.lastwords import ranks_text, write
+from mpizero.comm.register import Register
 from mpizero.errors import CollectiveError, ConfigError, ExitStatus
 
 #: Heartbeats of silence after which a rank counts as stopped.
-_SILENT_TICKS = 4
+_SILENT_TICKS = 8
 _MIN_SILENCE = 0.5
 #: Seconds for a silent rank to write its stacks before the job ends.
 _STACKS = 0.3
@@ -192,13 +193,13 @@ class Watchdog:
         key, _, sequence, operation = call[:4]
         members = next((e.members for e in self._guard.register.live if e.key == key), ())
         slots = self._slots(members)
-        missing = [r for r in members if r in slots and slots[r]["counts"].get(key, sequence) < sequence]
+        missing = [r for r in members if r in slots and slots[r]["marks"].get(key, (sequence, 0))[0] < sequence]
         unknown = [r for r in members if r not in slots]
         others = {r: c for r in members if r in slots for c in slots[r]["calls"] if c[0] == key and c[2] == sequence}
         differing = [r for r, c in others.items() if c[3] != operation]
-        verdict = [f"{guard.ranks_text(missing)} not in it"] if missing else []
-        verdict += [f"{guard.ranks_text(differing)} in another operation"] if differing else []
-        verdict += [f"nothing known of {guard.ranks_text(unknown)} (another node)"] if unknown else []
+        verdict = [f"{ranks_text(missing)} not in it"] if missing else []
+        verdict += [f"{ranks_text(differing)} in another operation"] if differing else []
+        verdict += [f"nothing known of {ranks_text(unknown)} (another node)"] if unknown else []
         if not verdict:
             verdict = ["all ranks are in it: counts or types differ, or the library is stuck"]
         head = f"stuck: {_call(call)} has lasted {call[5]:.1f} s (timeout {self._timeout:g} s): {'; '.join(verdict)}"

@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero.comm.communicator import Communicator
+from mpizero.comm.contract import mismatch
 from mpizero.comm.messages import Messages, fold
+from mpizero.comm.trace import describe
 from mpizero.comm.transport import SharedMemory
 from mpizero.errors import SharedMemoryError
 from mpizero.layout import Partition
@@ -165,9 +167,9 @@ class Window:
         numbers[self._rank] = number
         self._barrier(tag)
         if numbers.tolist() != [number] * self._size:
-            told = self._node.allgather_object((self._rank, call), tag)
-            calls = "; ".join(f"rank {rank}: {' '.join(map(str, other))}" for rank, other in sorted(told))
-            raise self._node.error(str(call[0]), tag, f"the ranks call different things: {calls}")
+            mine = self._node.trace.records()[-1]._replace(what=describe((call[0], tag, *call[1:])), number=number)
+            told = dict(self._node.allgather_object((self._rank, mine), "contract"))
+            raise mismatch(self._node.name, {rank: [record] for rank, record in told.items()}) or self._node.mismatch()
 
     def _barrier(self, tag: str) -> None:
         assert self._memory is not None

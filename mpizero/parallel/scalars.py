@@ -9,6 +9,7 @@ import numpy as np
 from mpizero import kernels
 from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.agreement import all_ranks
+from mpizero.comm.trace import MODULUS
 from mpizero.errors import CollectiveError, DataError, PeerFailure
 from mpizero.layout import FlatLayout
 from mpizero.layout.flat import joined
@@ -16,8 +17,10 @@ from mpizero.parallel.dealing import GlobalBatch
 from mpizero.parallel.storage import flat_names
 from mpizero.types import Array
 
-#: Stands in the table where a grain raised.
-_FAILED = 2.0
+#: Marks of a rank, in the low bits of its first row's last word: a value was not finite; a grain raised.
+#: The bits above have its contract number, see comm/register.py's [Note: one sum].
+_BAD, _FAILED = 1, 2
+_MARK_BITS = 2
 
 
 class Totals(NamedTuple):
@@ -111,17 +114,23 @@ class GrainScalars:
             What a rank's own grains raised; on the other ranks a RemoteError that tells it.
         """
         size = self.everyone.size
+        number = self.everyone.contract_number()
         local = np.full((max(1, self._per_rank), 4), -1.0)
         for place, (grain, (loss, weight)) in enumerate(self._mine.items()):
             local[place, :3] = grain, loss, weight
-        local[0, 3] = _FAILED if self.error is not None else float(self._bad is not None)
+        mark = _FAILED if self.error is not None else _BAD if self._bad is not None else 0
+        local.view(np.int64)[0, 3] = number << _MARK_BITS | mark
         table = np.empty((size * len(local), 4))
         self.everyone.allgather(local.reshape(-1), table.reshape(-1), "losses")
-        if (table[:, 3] == _FAILED).any():
+        marks = table.view(np.int64)[:: len(local), 3]
+        if int((marks >> _MARK_BITS).sum()) % MODULUS:
+            raise self.everyone.mismatch()
+        marks &= (1 << _MARK_BITS) - 1
+        if (marks == _FAILED).any():
             with all_ranks(self.everyone, "failed grains"):
                 if self.error is not None:
                     raise self.error
-        problem = self._named() if (table[:, 3] > 0).any() else None
+        problem = self._named() if (marks == _BAD).any() else None
         rows = table[table[:, 0] >= 0]
         rows = rows[np.argsort(rows[:, 0], kind="stable")]
         loss, weight = tree_total(rows[:, 1:3])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpizero.comm import InMemoryCommunicator
-from mpizero.errors import CollectiveError, PeerFailure
+from mpizero.errors import CollectiveError, CollectiveMismatch, PeerFailure
 from mpizero.testing import run_in_threads
 from mpizero.testing.ranks import first_difference
 
@@ -113,7 +113,11 @@ def test_different_collectives_meet_in_an_error_that_names_them():
         else:
             comm.allreduce(np.zeros(2))
 
-    with pytest.raises(CollectiveError, match=r"rank 0: broadcast float64 2 root 0; rank 1: allreduce float64 2 sum"):
+    calls = (
+        r"collective #1 of 'world' differs between ranks: rank 0: broadcast float64\[2\] root 0 at test_inmemory.py:\d+ "
+        r"in work; rank 1: allreduce float64\[2\] sum at test_inmemory.py:\d+ in work"
+    )
+    with pytest.raises(CollectiveMismatch, match=calls):
         run_in_threads(2, work)
 
 

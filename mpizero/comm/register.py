@@ -1,0 +1,90 @@
+"""The communicators of a process, under keys that are the same on all of their ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from mpizero.comm.trace import MODULUS, CallTrace
+
+#: Closed communicators that are remembered.
+_CLOSED = 32
+
+
+@dataclass(eq=False)
+class Registration:
+    """A communicator of this process: its trace, the world ranks it joins, and a key that is the same on all of them.
+
+    Communicators of the same ranks are made in the same order on each of them, so (members, ordinal) names one.
+    ``weight`` is this rank's: the weights of all members add up to 0, see :meth:`Register.contract_number`.
+    """
+
+    trace: CallTrace
+    members: tuple[int, ...]
+    key: str
+    weight: int = 0
+
+
+@dataclass
+class Register:
+    """All communicators of this process."""
+
+    live: list[Registration] = field(default_factory=list)
+    #: Communicators that are closed: others may still wait in them.
+    closed: dict[str, Registration] = field(default_factory=dict)
+    _ordinals: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _inside: dict[CallTrace, list[Registration]] = field(default_factory=dict)
+
+    def add(self, trace: CallTrace, members: Sequence[int], place: int = 0) -> None:
+        """Start to follow ``trace``, of which this rank is member number ``place``. Not collective."""
+        group = tuple(members)
+        ordinal = self._ordinals[group] = self._ordinals.get(group, -1) + 1
+        key = f"{blake2b(repr(group).encode(), digest_size=4).hexdigest()}.{ordinal}"
+        self.live.append(Registration(trace, group, key, _weight(key, place, len(group))))
+        self._inside.clear()
+
+    def remove(self, trace: CallTrace) -> None:
+        """Stop to follow ``trace``. Not collective."""
+        for entry in [entry for entry in self.live if entry.trace is trace]:
+            self.live.remove(entry)
+            self.closed[entry.key] = entry
+            if len(self.closed) > _CLOSED:
+                del self.closed[next(iter(self.closed))]
+        self._inside.clear()
+
+    def counts(self) -> dict[str, int]:
+        """Return collectives begun by key; open communicators first, those made last before older ones."""
+        return {entry.key: entry.trace.started for entry in (*reversed(self.live), *self.closed.values())}
+
+    def marks(self) -> dict[str, tuple[int, int]]:
+        """Return collectives begun and the number that stands for them, by key, in the order of :meth:`counts`."""
+        entries = (*reversed(tuple(self.live)), *tuple(self.closed.values()))
+        return {entry.key: entry.trace.last() for entry in entries}
+
+    def find(self, key: str) -> Registration | None:
+        """Return the communicator, open or closed, with this key."""
+        return next((entry for entry in (*self.live, *self.closed.values()) if entry.key == key), None)
+
+    def inside(self, trace: CallTrace) -> list[Registration]:
+        """Return the open communicators of several ranks, all of which belong to the communicator of ``trace``."""
+        if trace not in self._inside:
+            whole = next((set(entry.members) for entry in self.live if entry.trace is trace), set[int]())
+            entries = [e for e in self.live if len(e.members) > 1 and whole.issuperset(e.members)]
+            self._inside[trace] = entries
+        return self._inside[trace]
+
+    def contract_number(self, trace: CallTrace) -> int:
+        """Return this rank's term of a sum that is 0 while all ranks of ``trace`` have called alike. Not collective.
+
+        [Note: one sum] Ranks belong to different communicators, yet one number a rank is enough to compare them all:
+        each communicator's number is multiplied by its member's weight, and the weights add up to 0, so equal numbers
+        vanish from the sum over the ranks, and different ones do not (but for one chance in the modulus).
+        """
+        return sum([entry.weight * entry.trace.number for entry in self.inside(trace)]) % MODULUS
+
+
+def _weight(key: str, place: int, size: int) -> int:
+    if place:
+        return int.from_bytes(blake2b(f"{key}/{place}".encode(), digest_size=8).digest(), "little") % MODULUS
+    return -sum(_weight(key, other, size) for other in range(1, size)) % MODULUS

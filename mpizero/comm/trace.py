@@ -1,0 +1,143 @@
+"""What a rank has called through one communicator: the call it is in, and a record of its last collectives.
+
+[Note: contract] All ranks of a communicator must call the same collectives in the same order with the same element
+type, count, operation and tag. MPI reports some breaches, hangs on others, and gives wrong numbers in silence for equal
+counts in another order. So each rank folds what it calls into one number for each communicator: ranks that have called
+alike have the same number after as many calls. Counts that may differ by rank (an alltoallv's) are not in it; neither
+are the lines that call, which are kept for the report only. Recording costs well below a microsecond: the line is kept
+as a code object with the place of an instruction in it, and becomes text when somebody asks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+#: Collectives of a communicator that are remembered.
+REMEMBERED = 64
+#: Numbers are below this prime, so that those of 65,536 ranks add up in 64 bits.
+MODULUS = 2**47 - 115
+_FACTOR = 94_906_265_624_251
+_SHOWN = 160
+#: What the last part of these calls is.
+_MEANING = {"broadcast": "root ", "ibroadcast": "root ", "broadcast_object": "root "}
+
+#: A collective as all ranks must call it: operation, tag, then dtype character, count or counts, and what else.
+Call = tuple[Any, ...]
+#: Number of the collective, the number that stands for all up to it, the call, and where it stands in the source.
+_Entry = tuple[int, int, Call, CodeType | None, int]
+
+_COMM = str(Path(__file__).resolve().parent) + os.sep
+
+
+class Record(NamedTuple):
+    """A collective of one rank, to be shown.
+
+    Attributes
+    ----------
+    sequence : int
+        Number of the collective in its communicator.
+    number : int
+        Stands for this call and all before it.
+    what, where : str
+        For example ``"allreduce 'losses' float64[4] sum"`` and ``"train.py:12 in step"``.
+    """
+
+    sequence: int
+    number: int
+    what: str
+    where: str
+
+
+class CallTrace:
+    """The call a rank of one communicator is in, or was in last, and what it called before.
+
+    Written by the communicator, read by the watchdog and the contract. See [Note: contract].
+
+    Attributes
+    ----------
+    name : str
+        Name of the communicator.
+    sequence : int
+        Number of the collective, the same on all ranks of the communicator; point-to-point calls do not count.
+    operation, tag : str
+        For example ``"allgatherv"`` and ``"blocks.3"``.
+    entered : float
+        ``time.monotonic()`` at entry; 0.0 while the rank is not inside a call.
+    started : int
+        Collectives begun so far; above ``sequence`` while an older non-blocking one is waited for.
+    number : int
+        The number that stands for all collectives begun so far.
+    """
+
+    __slots__ = ("_entries", "entered", "name", "number", "operation", "sequence", "started", "tag")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.sequence = 0
+        self.operation = ""
+        self.tag = ""
+        self.entered = 0.0
+        self.started = 0
+        self.number = 0
+        self._entries: list[_Entry] = [(0, 0, (), None, 0)] * REMEMBERED
+
+    def begin(self, call: Call) -> int:
+        """Record a collective, called three frames up or further out, and return its number. Not collective."""
+        sequence = self.started + 1
+        number = self.number = (self.number * _FACTOR + number_of(call)) % MODULUS
+        frame = sys._getframe(3)
+        while frame.f_code.co_filename.startswith(_COMM) and frame.f_back is not None:
+            frame = frame.f_back
+        self._entries[sequence % REMEMBERED] = (sequence, number, call, frame.f_code, frame.f_lasti)
+        self.started = sequence
+        return sequence
+
+    def last(self) -> tuple[int, int]:
+        """Return how many collectives have begun, and their number; both of one moment. Not collective."""
+        return self._entries[self.started % REMEMBERED][:2]
+
+    def number_at(self, sequence: int) -> int | None:
+        """Return the number after collective ``sequence``; None if it is not remembered. Not collective."""
+        entry = self._entries[sequence % REMEMBERED]
+        return entry[1] if entry[0] == sequence else None
+
+    def records(self) -> list[Record]:
+        """Return the last collectives, the oldest first. Not collective."""
+        entries = sorted((e for e in tuple(self._entries) if e[0]), key=lambda e: e[0])
+        return [Record(e[0], e[1], describe(e[2]), _line(e[3], e[4])) for e in entries]
+
+
+@lru_cache(maxsize=4096)
+def number_of(call: Call) -> int:
+    """Return a number below the modulus that is the same for the same call in every process. Not collective."""
+    return int.from_bytes(blake2b(describe(call, shown=None).encode(), digest_size=8).digest(), "little") % MODULUS
+
+
+def describe(call: Call, shown: int | None = _SHOWN) -> str:
+    """Describe a call in at most ``shown`` characters: operation, tag, type and count, the rest. Not collective."""
+    operation, tag, *rest = call
+    parts = [operation, repr(tag)] if tag else [operation]
+    if rest and isinstance(rest[0], str) and len(rest) > 1:
+        char, count, *rest = rest
+        counts = ", ".join(str(int(n)) for n in count) if isinstance(count, Sequence) else int(count)
+        parts.append(f"{np.dtype(char)}[{counts}]")
+    elif rest and isinstance(rest[0], str):
+        parts.append(str(np.dtype(rest.pop(0))))
+    text = " ".join([*parts, *(f"{_MEANING.get(operation, '')}{other}" for other in rest)])
+    return text if shown is None or len(text) <= shown else f"{text[:shown]}..."
+
+
+def _line(code: CodeType | None, instruction: int) -> str:
+    if code is None:
+        return "?"
+    lines = (line for start, stop, line in code.co_lines() if start <= instruction < stop)
+    return f"{Path(code.co_filename).name}:{next(lines, None) or code.co_firstlineno} in {code.co_name}"
