@@ -68,10 +68,7 @@ def agree_equal(comm: Communicator, name: str, value: Any, error: type[MpizeroEr
     MpizeroError
         Of type ``error``: names the first entry that differs, its values and their ranks.
     """
-    digest = np.frombuffer(_digest(value), np.uint8)
-    digests = np.empty((comm.size, digest.size), np.uint8)
-    comm.allgather(digest.copy(), digests, tag=f"agree {name}"[:80])
-    if (digests == digests[0]).all():
+    if _is_common(comm, name, value):
         return
     path: list[str] = []
     while True:
@@ -86,6 +83,29 @@ def agree_equal(comm: Communicator, name: str, value: Any, error: type[MpizeroEr
             shown = ["present" if differing in table else "absent" for table in tables]
             raise error(f"{name}{''.join(path)} differs between ranks: {_groups(shown)}")
         value = _children(value)[differing]
+
+
+def agree_all(comm: Communicator, values: Mapping[str, Any], error: type[MpizeroError] = ConfigError) -> None:
+    """Raise on every rank unless each of ``values``, by name, is the same on all.
+
+    Collective over ``comm``; 32 bytes a rank while the ranks agree, however many values there are. The names are the
+    same on all ranks.
+
+    Raises
+    ------
+    MpizeroError
+        Like :func:`agree_equal`, for the first value that differs.
+    """
+    if not _is_common(comm, next(iter(values), ""), list(values.items())):
+        for name, value in values.items():
+            agree_equal(comm, name, value, error)
+
+
+def _is_common(comm: Communicator, name: str, value: Any) -> bool:
+    digest = np.frombuffer(_digest(value), np.uint8)
+    digests = np.empty((comm.size, digest.size), np.uint8)
+    comm.allgather(digest.copy(), digests, tag=f"agree {name}"[:80])
+    return bool((digests == digests[0]).all())
 
 
 def _describe(error: BaseException) -> str:

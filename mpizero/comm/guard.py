@@ -36,7 +36,15 @@ from mpizero.comm.heartbeat import Heartbeat
 from mpizero.comm.lastwords import await_delivery, describe, format_error, write
 from mpizero.comm.register import Register
 from mpizero.comm.trace import CallTrace
-from mpizero.errors import CollectiveError, CollectiveMismatch, ExitStatus, MpizeroError, PeerFailure, RemoteError
+from mpizero.errors import (
+    CollectiveError,
+    CollectiveMismatch,
+    ConfigError,
+    ExitStatus,
+    MpizeroError,
+    PeerFailure,
+    RemoteError,
+)
 
 #: Seconds between the failure of a rank and the hard end of its process, whatever MPI does.
 HARD_STOP = 4.0
@@ -56,7 +64,7 @@ PATIENCE = 120.0
 #: Set for every rank by the launchers of MPICH, Open MPI, and srun with PMI or PMIx.
 _LAUNCHED = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
-#: Names what is compared beyond need, comma-separated: "collectives" before each of them.
+#: "collectives": each is compared before it starts.
 DEBUG = "MPIZERO_DEBUG"
 
 _NORMAL = 2**62
@@ -73,7 +81,8 @@ class Guard:
         self.board: Board | None = None
         self.heartbeat: Heartbeat | None = None
         self.lookout: Lookout | None = None
-        self.verifies = "collectives" in os.environ.get(DEBUG, "").split(",")
+        self.debug = os.environ.get(DEBUG, "")
+        self.verifies = self.debug == "collectives"
         self.register = Register()
         self.context: dict[str, Any] = {}
         self._control: Any = None
@@ -100,6 +109,8 @@ class Guard:
         if threading.excepthook is threading.__excepthook__:
             threading.excepthook = self._on_thread_exception
         atexit.register(self._on_exit)
+        if self.debug not in ("", "collectives"):
+            raise ConfigError(f'{DEBUG}={self.debug!r}: expected "collectives", or nothing')
 
     def follow(self, trace: CallTrace, comm: Any) -> tuple[int, ...]:
         """Put a communicator on the register and return its world ranks; the first with all ranks gives one to use.
@@ -275,6 +286,10 @@ class Guard:
             if since >= _BLOCKED and sequence > known.get(key, sequence):
                 label = f" {tag!r}" if tag else ""
                 return f"rank {other} waits in {operation} #{sequence}{label} of {name!r} at {slot['place']}"
+        for key, ended, what, since in slot["duties"]:
+            entry = self.register.find(key)
+            if since >= _BLOCKED and entry is not None and entry.trace.duties <= ended:
+                return f"rank {other} is in {what} {ended + 1} of {entry.trace.name!r} at {slot['place']}"
         if slot.get("library") and slot["still"] >= 2 * _BLOCKED:
             return f"rank {other} waits in {slot['library']} at {slot['place']}"
         return None if slot["still"] < PATIENCE and slot["state"] == "working" else ""

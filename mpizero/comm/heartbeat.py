@@ -137,6 +137,12 @@ class Heartbeat:
             for e in tuple(self.register.live)
             if (entered := e.trace.entered)
         ]
+        slot["duties"] = [
+            [e.key, e.trace.duties, what, now - since]
+            for e in tuple(self.register.live)
+            for what, since in [e.trace.duty]
+            if what
+        ]
         slot["marks"] = self.register.marks()
         if asked := self._asked_for():
             slot["records"] = asked

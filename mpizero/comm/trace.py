@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
+from time import monotonic
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -76,9 +78,13 @@ class CallTrace:
         Collectives begun so far; above ``sequence`` while an older non-blocking one is waited for.
     number : int
         The number that stands for all collectives begun so far.
+    duty : tuple of str and float
+        What the rank is doing that all ranks must end together, and since when; ("", 0.0) if nothing.
+    duties : int
+        How many such things it has ended.
     """
 
-    __slots__ = ("_entries", "entered", "name", "number", "operation", "sequence", "started", "tag")
+    __slots__ = ("_entries", "duties", "duty", "entered", "name", "number", "operation", "sequence", "started", "tag")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -88,6 +94,8 @@ class CallTrace:
         self.entered = 0.0
         self.started = 0
         self.number = 0
+        self.duty = ("", 0.0)
+        self.duties = 0
         self._entries: list[_Entry] = [(0, 0, (), None, 0)] * REMEMBERED
 
     def begin(self, call: Call) -> int:
@@ -100,6 +108,19 @@ class CallTrace:
         self._entries[sequence % REMEMBERED] = (sequence, number, call, frame.f_code, frame.f_lasti)
         self.started = sequence
         return sequence
+
+    @contextmanager
+    def common_duty(self, what: str) -> Iterator[None]:
+        """Do what all ranks must end together, though it may be long before they meet. Not collective.
+
+        A rank that ends its program before, or amid it, is then missed soon. Not to be nested.
+        """
+        self.duty = (what, monotonic())
+        try:
+            yield
+            self.duties += 1
+        finally:
+            self.duty = ("", 0.0)
 
     def last(self) -> tuple[int, int]:
         """Return how many collectives have begun, and their number; both of one moment. Not collective."""

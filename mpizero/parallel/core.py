@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import agree_equal, all_ranks
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.startup import agree_to_start
 from mpizero.layout import FlatLayout, Span
 from mpizero.parallel.compute import blocks_of
 from mpizero.parallel.config import ShardingConfig
@@ -78,11 +80,18 @@ class ShardedCore(ABC):
             if self._wrapped is None:
                 raise TypeError(f"{type(self).__name__} needs a model, got None")
             blocks = blocks_of(self._wrapped)
-        agree_equal(communicator, "the parameter table", {"dtype": str(np.dtype(self._wrapped.dtype)), **blocks})
-        if not hasattr(self._wrapped, "blocks"):
-            agree_equal(communicator, "the start values", dict(self._wrapped.parameters))
-        agree_equal(communicator, "the sharding configuration", self._config.comparable())
+        agree_to_start(communicator, self._plans(blocks))
         self._engine = Engine(self._wrapped, self._config, self._placement, self._spread)
+
+    def _plans(self, blocks: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what must be the same on all ranks, by name; a subclass may add to it. Not collective."""
+        dtype = str(np.dtype(self._wrapped.dtype))
+        plans: dict[str, Any] = {"the parameter table": {"dtype": dtype, **blocks}}
+        plans["the order of parameters"] = list(blocks)  # of a mapping made from a set it differs by process
+        if not hasattr(self._wrapped, "blocks"):
+            plans["the start values"] = dict(self._wrapped.parameters)
+        plans["the sharding configuration"] = self._config.comparable()
+        return plans
 
     def _update_local_shard_from_full(self, values: Array) -> None:
         """Take this rank's part, and every copy's, from a full vector."""

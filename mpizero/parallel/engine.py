@@ -14,6 +14,7 @@ import numpy as np
 
 from mpizero import optim
 from mpizero.comm.exact import ExactExchange, program_array
+from mpizero.comm.guard import set_context
 from mpizero.errors import ConfigError
 from mpizero.layout import FlatLayout
 from mpizero.nn.memory import keep_freed_memory
@@ -235,6 +236,11 @@ class Engine:
 
     def _forward_backward(self, x: Any, y: Any, ring: bool) -> tuple[GlobalBatch, Totals, int]:
         """Leave this rank's gradients in the rows, or the owners' sums in the ring's stack."""
+        set_context(step=self.step_number)
+        with self.scalars.everyone.trace.common_duty("training step"):
+            return self._computed(x, y, ring)
+
+    def _computed(self, x: Any, y: Any, ring: bool) -> tuple[GlobalBatch, Totals, int]:
         batch = self._deal(x, y, waves=ring)
         stack_row = 0
         if ring and self._ring is not None:
@@ -360,7 +366,8 @@ class Engine:
     def evaluate(self, x: Any, y: Any) -> tuple[float, float, int | None]:
         """Return loss sum, weight and right answers of all ranks' samples, grain by grain, without training."""
         batch = self._deal(x, y, waves=False)
-        return evaluate(batch, self.runner, self.scalars, self._rounds(batch), scores=self.scores)
+        with self.scalars.everyone.trace.common_duty("evaluation"):
+            return evaluate(batch, self.runner, self.scalars, self._rounds(batch), scores=self.scores)
 
     @property
     def scores(self) -> bool:

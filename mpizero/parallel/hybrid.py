@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-from mpizero.comm.agreement import agree_equal, all_ranks
+from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError
 from mpizero.parallel.base import ShardedModelBase
 from mpizero.parallel.config import ShardingConfig
@@ -55,7 +55,12 @@ class SpreadModel(ShardedModelBase):
                     "of the sequence, not by both; choose one (tensor splits the sequence of norms and dropout too)"
                 )
             _ = self._placement, self._spread.chunks
-        agree_equal(communicator, "the spread of the model", {**self._spread.comparable(), "zero": self.zero_stage})
+
+    def _plans(self, blocks: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "the spread of the model": {**self._spread.comparable(), "zero": self.zero_stage},
+            **super()._plans(blocks),
+        }
 
     def become_local(self, every: int) -> None:
         """Refuse: local steps need the whole model on every rank."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from mpizero.comm import Communicator
+from mpizero.comm.startup import versions
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.train import launch, machine
 from mpizero.train.findings import Finding, counted
@@ -18,7 +18,7 @@ Check = Callable[[Communicator, int], Finding]
 
 def check_versions(comm: Communicator, threads: int) -> Finding:
     """Compare Python and library versions over the ranks. Collective over ``comm``."""
-    mine = {"python": platform.python_version(), **machine.versions()}
+    mine = versions()
     every = comm.allgather_object(mine)
     text = ", ".join(f"{name} {version}" for name, version in mine.items())
     for name in mine:

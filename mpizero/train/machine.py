@@ -29,28 +29,12 @@ __all__ = [
     "try_kernel",
     "try_reduction",
     "try_shared_memory",
-    "versions",
 ]
 
 SHARED_FOLDER = "/dev/shm"
 #: Names under which MPI libraries and mpizero keep shared memory.
 _LEFTOVERS = re.compile(r"(mpich_|MPI|vader_segment|sm_segment|osc_rdma|psm2?_|ucx_shm|mpizero-).*")
-_PACKAGES = ("numpy", "mpi4py", "numba", "h5py", "threadpoolctl")
 _WINDOW = 1 << 16
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of what mpizero stands on, "missing" where it is not installed.
-
-    Not collective.
-    """
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "missing"
-    return found
 
 
 def host() -> str:

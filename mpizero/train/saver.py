@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 import time
 
 from mpizero import checkpoint
 from mpizero.checkpoint import PendingSave
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.train import machine
+from mpizero.comm.startup import versions
 from mpizero.train.builder import Job
 from mpizero.train.resume import saved_attributes
 from mpizero.train.runfolder import RunFolder
@@ -50,7 +49,7 @@ class Saver:
             if self._section.asynchronous:
                 job.model.reserve_snapshot()
         # Those of rank 0: what a checkpoint holds is the same on all ranks.
-        self._versions = comm.broadcast_object({"python": platform.python_version(), **machine.versions()})
+        self._versions = comm.broadcast_object(versions())
 
     @property
     def busy(self) -> bool:

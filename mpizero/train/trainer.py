@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import agree_equal, all_ranks
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.startup import agree_to_start
 from mpizero.data import batches
 from mpizero.errors import ExitStatus, MpizeroError, NonFiniteError
 from mpizero.faults import strike
@@ -73,7 +74,7 @@ def train(
         After five steps in a row without a finite gradient.
     """
     config.parallel.check_ranks(comm.size)
-    agree_equal(comm, "the configuration", config.to_dict())
+    agree_to_start(comm, {"the configuration": config.to_dict()})
     folder = RunFolder(config.checkpoint.folder)
     progress = Progress(config.train.steps, active=comm.rank == 0)
     context = context or JobContext(StopSignals())

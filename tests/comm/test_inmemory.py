@@ -114,8 +114,9 @@ def test_different_collectives_meet_in_an_error_that_names_them():
             comm.allreduce(np.zeros(2))
 
     calls = (
-        r"collective #1 of 'world' differs between ranks: rank 0: broadcast float64\[2\] root 0 at test_inmemory.py:\d+ "
-        r"in work; rank 1: allreduce float64\[2\] sum at test_inmemory.py:\d+ in work"
+        r"collective #1 of 'world' differs between ranks: "
+        r"rank 0: broadcast float64\[2\] root 0 at test_inmemory.py:\d+ in work; "
+        r"rank 1: allreduce float64\[2\] sum at test_inmemory.py:\d+ in work"
     )
     with pytest.raises(CollectiveMismatch, match=calls):
         run_in_threads(2, work)

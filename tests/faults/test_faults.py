@@ -1,46 +1,18 @@
 """Nobody fails alone, nobody waits for the dead: each fault ends the whole job soon, and is explained once.
 
-Every test starts mpiexec itself, in a session of its own, with a hard limit. MPIZERO_MPIEXEC names other launchers
-than the one beside this interpreter or on PATH: "MPIEXEC PYTHON", several separated by ";".
+Every test starts mpiexec itself, in a session of its own, with a hard limit; see jobs.py for other launchers.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.faults.jobs import SOON, launchers, run_job
+
 PROGRAM = Path(__file__).with_name("program.py")
-#: Seconds for all ranks to be gone after the fault, and for a whole case.
-SOON, LIMIT = 5.0, 40.0
-ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
-    "OMP_NUM_THREADS": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-}
-
-
-def launchers():
-    """Pairs of mpiexec and the Python that goes with it."""
-    if given := os.environ.get("MPIZERO_MPIEXEC"):
-        pairs = [entry.split() for entry in given.split(";")]
-        return [(pair[0], pair[1] if len(pair) > 1 else sys.executable) for pair in pairs]
-    beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    return [(found, sys.executable)] if found else []
-
 
 if not launchers():
     pytest.skip("no mpiexec beside the interpreter or on PATH", allow_module_level=True)
@@ -51,78 +23,15 @@ def launcher(request):
     return request.param
 
 
-@dataclass
-class Ended:
-    """What is left of a job."""
-
-    status: int
-    out: str
-    err: str
-    seconds: float  # from the fault, or the start, until the last rank was gone
-
-    @property
-    def said(self):
-        """What was written by ranks, without the lines of the launcher and of MPI_Abort."""
-        lines = self.err.splitlines()
-        return [line for line in lines if line.startswith("[rank ") or re.match(r"\w+Error: ", line)]
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def pids(folder):
-    return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
-
-
 @pytest.fixture
 def job(launcher, tmp_path):
     """Run one fault, and leave no process behind whatever happens."""
-    mpiexec, python = launcher
 
     def run(fault, ranks=2, victim=1, runner=(), per_node=None, interrupt=False):
-        command = [mpiexec, "-n", str(ranks), python, *runner, str(PROGRAM), fault, str(tmp_path), str(victim)]
-        command += [str(per_node)] if per_node else []
-        started = time.time()
-        with open(tmp_path / "out", "w") as out, open(tmp_path / "err", "w") as err:
-            process = subprocess.Popen(
-                command,
-                stdout=out,
-                stderr=err,
-                stdin=subprocess.DEVNULL,
-                env=os.environ | ENVIRONMENT,
-                cwd=tmp_path,
-                start_new_session=True,
-            )
-            try:
-                if interrupt:
-                    wait_for(lambda: (tmp_path / "ready").exists())
-                    started = time.time()
-                    process.send_signal(signal.SIGINT)
-                status = process.wait(LIMIT)
-                wait_for(lambda: not any(map(alive, pids(tmp_path))))
-                ended = time.time()
-            finally:
-                for pid in (process.pid, *pids(tmp_path)):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                process.wait()
-        faults = [float(path.name.removeprefix("fault-")) for path in tmp_path.glob("fault-*")]
-        seconds = ended - min(faults, default=started)
-        print(f"{fault}, {ranks} ranks: all gone after {seconds:.2f} s")  # shown by pytest -rP
-        return Ended(status, (tmp_path / "out").read_text(), (tmp_path / "err").read_text(), seconds)
+        command = [*runner, PROGRAM, fault, tmp_path, victim, *([per_node] if per_node else [])]
+        return run_job(launcher, tmp_path, command, ranks, interrupt)
 
     return run
-
-
-def wait_for(condition):
-    limit = time.time() + LIMIT
-    while not condition():
-        assert time.time() < limit, "ranks were left behind"
-        time.sleep(0.01)
 
 
 def check_failed(ended, tracebacks):

@@ -104,7 +104,17 @@ def test_ranks_that_differ_are_told_apart_before_anything_is_placed() -> None:
         model = ten()
         sharded("zero1", comm, mz.FunctionModel({"w": np.full(10, comm.rank + 0.5)}, model.loss_and_grad))
 
-    for function, told in ((other_learning_rate, "the optimizer"), (other_model, "table"), (other_start, "start")):
+    def other_order(comm: Any) -> None:  # as of a dict made from a set, with another hash seed in each process
+        names = ["u", "v"] if comm.rank else ["v", "u"]
+        sharded("zero1", comm, mz.FunctionModel({name: np.zeros(3) for name in names}, ten().loss_and_grad))
+
+    cases = {
+        "the optimizer": other_learning_rate,
+        "the parameter table": other_model,
+        "the start values": other_start,
+        "the order of parameters": other_order,
+    }
+    for told, function in cases.items():
         with pytest.raises(ConfigError, match=f"{told}.* differs between ranks"):
             run_in_threads(2, function)
 

@@ -1,0 +1,86 @@
+"""Operations of MPI on their way, with the buffers they use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from mpi4py import MPI
+
+from mpizero.comm.transport import Request
+from mpizero.types import Array
+
+if TYPE_CHECKING:
+    from mpizero.comm.mpi import MpiCommunicator
+
+
+class MpiRequest(Request):
+    """MPI requests of one operation (several when its buffer was cut), with the buffers they use."""
+
+    __slots__ = ("_buffers", "_communicator", "_operation", "_requests", "_sequence", "_tag")
+
+    def __init__(self, communicator: MpiCommunicator, requests: list[MPI.Request], buffers: object) -> None:
+        trace = communicator.trace
+        self._communicator = communicator
+        self._requests = requests
+        self._buffers = buffers
+        self._operation, self._tag, self._sequence = trace.operation, trace.tag, trace.sequence
+
+    def wait(self) -> None:
+        """Return when the operation has ended on this rank. Not collective; a second call returns at once."""
+        if self._requests:
+            self._communicator._run(self._operation, self._tag, self._sequence, self._wait_all)
+            self._release()
+
+    def test(self) -> bool:
+        """Make progress and tell whether the operation has ended. Not collective."""
+        if self._requests and self._ended():
+            self._release()
+        return not self._requests
+
+    def _ended(self) -> bool:
+        try:
+            return MPI.Request.Testall(self._requests)
+        except MPI.Exception as error:
+            raise self._communicator._failure(self._operation, self._tag, error) from error
+
+    def _wait_all(self) -> None:
+        for request in self._requests:  # Waitall would say only "error code in status"
+            request.Wait()
+
+    def _release(self) -> None:
+        self._requests = []
+        self._buffers = None
+
+
+class MpiReceive(MpiRequest):
+    """A receive that must fill its buffer: MPI itself accepts shorter messages silently."""
+
+    __slots__ = ()
+
+    def wait(self) -> None:
+        """Return when the whole buffer has arrived. Not collective; a second call returns at once."""
+        if self._requests:
+            self._communicator._run(self._operation, self._tag, self._sequence, self._wait_full, self._buffers)
+            self._release()
+
+    def _ended(self) -> bool:
+        statuses = [MPI.Status() for _ in self._requests]
+        try:
+            ended = MPI.Request.Testall(self._requests, statuses)
+        except MPI.Exception as error:
+            raise self._communicator._failure(self._operation, self._tag, error, self._buffers) from error
+        if ended:
+            self._check(statuses)
+        return ended
+
+    def _wait_full(self, _: object) -> None:
+        statuses = [MPI.Status() for _ in self._requests]
+        for request, status in zip(self._requests, statuses, strict=True):
+            request.Wait(status)
+        self._check(statuses)
+
+    def _check(self, statuses: list[MPI.Status]) -> None:
+        buffer = cast("Array", self._buffers)
+        if (arrived := sum(s.Get_count(MPI.BYTE) for s in statuses)) != buffer.nbytes:
+            reason = f"expected {buffer.nbytes} bytes, the message has {arrived}"
+            raise self._communicator.error(self._operation, self._tag, reason, buffer)

@@ -1,0 +1,106 @@
+"""Start a job under mpiexec in a session of its own, and see it end; used by tests and by scripts/failure_table.py.
+
+MPIZERO_MPIEXEC names other launchers than the one beside this interpreter or on PATH: "MPIEXEC PYTHON", several
+separated by ";".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Seconds for all ranks to be gone after the fault, and for a whole case.
+SOON, LIMIT = 5.0, 40.0
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+
+
+def launchers():
+    """Pairs of mpiexec and the Python that goes with it."""
+    if given := os.environ.get("MPIZERO_MPIEXEC"):
+        pairs = [entry.split() for entry in given.split(";")]
+        return [(pair[0], pair[1] if len(pair) > 1 else sys.executable) for pair in pairs]
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    return [(found, sys.executable)] if found else []
+
+
+@dataclass
+class Ended:
+    """What is left of a job."""
+
+    status: int
+    out: str
+    err: str
+    seconds: float  # from the fault, or the start, until the last rank was gone
+
+    @property
+    def said(self):
+        """What was written by ranks, without the lines of the launcher and of MPI_Abort."""
+        lines = self.err.splitlines()
+        return [line for line in lines if line.startswith("[rank ") or re.match(r"\w+Error: ", line)]
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def pids(folder):
+    return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
+
+
+def run_job(launcher, folder, command, ranks=2, interrupt=False, environment=()):
+    """Run ``command`` (a list: program and arguments) on ``ranks`` ranks, and leave no process behind."""
+    mpiexec, python = launcher
+    started = time.time()
+    with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
+        process = subprocess.Popen(
+            [mpiexec, "-n", str(ranks), python, *map(str, command)],
+            stdout=out,
+            stderr=err,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | ENVIRONMENT | dict(environment),
+            cwd=folder,
+            start_new_session=True,
+        )
+        try:
+            if interrupt:
+                wait_for(lambda: (folder / "ready").exists())
+                started = time.time()
+                process.send_signal(signal.SIGINT)
+            status = process.wait(LIMIT)
+            wait_for(lambda: not any(map(alive, pids(folder))))
+            ended = time.time()
+        finally:
+            for pid in (process.pid, *pids(folder)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+    faults = [float(path.name.removeprefix("fault-")) for path in folder.glob("fault-*")]
+    seconds = ended - min(faults, default=started)
+    print(f"{' '.join(map(str, command[1:]))}, {ranks} ranks: all gone after {seconds:.2f} s")  # shown by pytest -rP
+    return Ended(status, (folder / "out").read_text(), (folder / "err").read_text(), seconds)
+
+
+def wait_for(condition):
+    limit = time.time() + LIMIT
+    while not condition():
+        assert time.time() < limit, "ranks were left behind"
+        time.sleep(0.01)
