@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,12 +12,11 @@ import numpy as np
 
 from mpizero import checkpoint, optim
 from mpizero.comm.agreement import agree_equal, all_ranks
-from mpizero.comm.exact import gather_spans
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.parallel import persistence
 from mpizero.parallel.config import ShardingConfig
+from mpizero.parallel.gathering import gather_pieces
 from mpizero.parallel.loop import OptimizationOptions, OptimizationResult, run_loop
-from mpizero.parallel.ownership import Share
 from mpizero.parallel.update import Updater
 from mpizero.parallel.whole import take
 from mpizero.types import Array
@@ -188,15 +188,9 @@ class ShardedOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state on every rank: step count, and full arrays by slot and name. Collective."""
         updater, engine = self._updater, self.model.engine
-        layout, data = engine.layout, engine.grid.data
-        spans = [Share(layout, rank, data.size).spans for rank in range(data.size)]
         slots: dict[str, dict[str, Array]] = {}
-        for slot, values in updater.state.items():
-            full = np.zeros(layout.size, values.dtype)
-            for piece in updater.trees.own:
-                full[piece.span.start : piece.span.stop] = values[piece.state : piece.state + piece.size]
-            gather_spans(data, [full[s.start : s.stop] for s in spans[data.rank]], full, spans)
-            whole = engine.whole.assemble(full)
+        for slot in updater.state:
+            whole = gather_pieces(engine, engine.dtype, partial(updater.state_of, slot))
             slots[slot] = {
                 e.spec.name: whole[e.span.start : e.span.stop].reshape(e.spec.shape).copy()
                 for e in engine.whole.layout.parameters

@@ -103,6 +103,10 @@ class GrainScalars:
                 self._bad = (grain, f"the gradient of {joined(block, name)!r}")
                 return
 
+    def losses(self) -> dict[int, float]:
+        """Return the loss sums of this rank's grains of the last batch that count. Not collective."""
+        return {grain: record[0] for grain, record in self._mine.items()}
+
     def agree(self) -> Totals:
         """Return the sums over all grains. Collective over all ranks.
 

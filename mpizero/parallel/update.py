@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -146,6 +146,8 @@ class Updater:
         self.trees = TensorTree(self.grid, layout, self.pieces)
         self.ties: TieExchange | None = None
         self.across: Across | None = None
+        #: Is shown every reduced gradient, clipped and unscaled, just before it is used. A fused update has none.
+        self.watch: Callable[[Array], None] | None = None
         self.step_count = 0
         self.dtype = store.values.dtype
         self.state: dict[str, Array] = {
@@ -254,6 +256,8 @@ class Updater:
 
     def update(self, reduced: Array, threads: int) -> None:
         """Update this rank's parameters from reduced gradients. Collective for optimizers that need norms."""
+        if self.watch is not None:
+            self.watch(reduced)
         hypers = self.hypers()
         if self.optimizer.needs_tensor_norms:
             for run in self.runs:
@@ -279,6 +283,10 @@ class Updater:
             direction = directions[piece.gradient : piece.gradient + piece.size]
             ratio = self.optimizer.trust_ratio(weights[name] ** 0.5, steps[name] ** 0.5)
             self.optimizer.apply_direction(w, direction, hypers[piece.group], ratio)
+
+    def state_of(self, slot: str, piece: UpdatePiece) -> Array:
+        """Return the state of one of this rank's pieces. Not collective."""
+        return self.state[slot][piece.state : piece.state + piece.size]
 
     def _run_arrays(self, store: int, state: int, size: int) -> tuple[Array, dict[str, Array]]:
         arrays = {slot: array[state : state + size] for slot, array in self.state.items()}

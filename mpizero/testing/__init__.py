@@ -1,11 +1,36 @@
-"""The kit for tests of code that uses mpizero: threads as ranks, Taylor and adjoint tests, pytest fixtures.
+"""The kit for tests of code that uses mpizero: threads as ranks, layouts compared, Taylor and adjoint tests, fixtures.
 
 ``pytest_plugins = ["mpizero.testing.plugin"]`` in a top-level ``conftest.py`` brings the fixtures; run the tests with
 ``mpiexec -n 4 python -m mpi4py -m pytest --with-mpi``.
 """
 
+from typing import TYPE_CHECKING, Any
+
+from mpizero.comm.threads import run_in_threads
 from mpizero.testing.identities import adjoint_test, taylor_test
 from mpizero.testing.ranks import assert_same_as_serial, parallel_assert
-from mpizero.testing.threads import run_in_threads
+from mpizero.train.verify.findings import Finding, Report, Verdict
 
-__all__ = ["adjoint_test", "assert_same_as_serial", "parallel_assert", "run_in_threads", "taylor_test"]
+if TYPE_CHECKING:
+    from mpizero.train.verify.compare import compare_layouts
+
+__all__ = [
+    "Finding",
+    "Report",
+    "Verdict",
+    "adjoint_test",
+    "assert_same_as_serial",
+    "compare_layouts",
+    "parallel_assert",
+    "run_in_threads",
+    "taylor_test",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load what needs the whole library when it is used: pytest imports this package at its start."""
+    if name == "compare_layouts":
+        from mpizero.train.verify.compare import compare_layouts
+
+        return compare_layouts
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -84,12 +84,7 @@ def build(config: Config, comm: Communicator) -> Iterator[Job]:
     """
     with all_ranks(comm):
         source, validation = build_source(config)
-        if len(source) < config.train.global_batch:
-            raise rejected(
-                "train.global_batch",
-                config.train.global_batch,
-                f"must be at most the number of training samples, which is {len(source)}",
-            )
+        check_samples(config, source)
         wrapped = build_model(config, source, validation)
         fingerprint = data_fingerprint(source)
     agree_equal(comm, "the training data", fingerprint)
@@ -140,6 +135,19 @@ def build_source(config: Config) -> tuple[Any, Any]:
     section = config.data
     parts: tuple[Any, Any] = _open(section, config).split(section.validation)
     return parts
+
+
+def check_samples(config: Config, source: Any) -> None:
+    """Reject a global batch that is larger than all training data.
+
+    Not collective.
+    """
+    if len(source) < config.train.global_batch:
+        raise rejected(
+            "train.global_batch",
+            config.train.global_batch,
+            f"must be at most the number of training samples, which is {len(source)}",
+        )
 
 
 def _open(section: DataSection, config: Config) -> Any:

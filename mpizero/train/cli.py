@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
 from mpizero.train import checkpoint_cli
-from mpizero.train.options import add_layout_options, layout_of, named_as_options
+from mpizero.train.options import add_layout_options, add_overrides, layout_of, named_as_options
 from mpizero.train.signals import StopSignals
+from mpizero.train.verify.options import add_verify
 
 if TYPE_CHECKING:
     from mpizero.comm import Communicator
@@ -117,6 +118,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_generate(commands)
     _add_plan(commands)
+    add_verify(commands, _verify)
     _add_doctor(commands)
     _add_bench(commands)
     checkpoint_cli.add_command(commands, _checkpoint)
@@ -133,24 +135,13 @@ def _add_train(commands: Any) -> None:
         epilog="Example: mpiexec -n 8 python -m mpizero train config.toml --set train.steps=500",
     )
     parser.add_argument("config", metavar="CONFIG.toml", help="what to train")
-    _add_overrides(parser)
+    add_overrides(parser)
     parser.add_argument(
         "--resume",
         action="store_true",
         help="continue from the newest good checkpoint, on any number of ranks and with any layout",
     )
     parser.set_defaults(run=_train)
-
-
-def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        action="append",
-        default=[],
-        dest="overrides",
-        help="replace a setting of the file; a TOML value, or a bare word; may be given many times",
-    )
 
 
 def _add_generate(commands: Any) -> None:
@@ -189,7 +180,7 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("config", metavar="CONFIG.toml", help="what would be trained")
     parser.add_argument("--ranks", metavar="N", type=int, required=True, help="how many there would be")
     parser.add_argument("--ranks-per-node", metavar="K", type=int, help="of one node (default: all on one)")
-    _add_overrides(parser)
+    add_overrides(parser)
     parser.add_argument("--memory-per-node", metavar="BYTES", help="what a node has: 64e9, 64GB, 60GiB")
     parser.add_argument("--gflops", metavar="G", type=float, default=50.0, help="of a rank (default: %(default)s)")
     parser.add_argument("--timetable", action="store_true", help="print what every stage of a pipeline does when")
@@ -244,14 +235,10 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, started: float) -> int:
-    from mpizero.comm.agreement import all_ranks
-    from mpizero.train.configfile import Document, parse_config, read_config
+    from mpizero.train.configfile import read_together
 
     comm = _world()
-    with all_ranks(comm):
-        text = read_config(options.config) if comm.rank == 0 else ""
-    document = Document(options.config, comm.broadcast_object(text), options.overrides)
-    config = parse_config(document, {"train.threads": str(_threads())})
+    document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(_threads())})
 
     from mpizero.train.trainer import Preempted, train
     from mpizero.train.walltime import JobContext
@@ -310,6 +297,18 @@ def _print_plan(options: argparse.Namespace) -> int:
         print(f"mpizero: {found.refusal}", file=sys.stderr, flush=True)
         return 1
     return int(ExitStatus.OK)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from mpizero.train.configfile import read_together
+
+    comm = _world()
+    document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(_threads())})
+
+    from mpizero.train.verify.command import verify
+
+    with document.located():
+        return verify(config, comm, options)
 
 
 def _doctor(options: argparse.Namespace) -> int:

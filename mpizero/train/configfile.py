@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError
 from mpizero.train.checks import SettingError, did_you_mean, rejected, shown
 from mpizero.train.config import (
@@ -97,6 +99,24 @@ def read_config(name: str) -> str:
         raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: not valid TOML: not UTF-8 at byte {error.start}") from None
+
+
+def read_together(
+    comm: Communicator, name: str, overrides: Sequence[str], preset: Mapping[str, str]
+) -> tuple[Document, Config]:
+    """Read a configuration file once for all ranks; ``preset`` are defaults by dotted key.
+
+    Collective over ``comm``.
+
+    Raises
+    ------
+    ConfigError
+        The file cannot be read, or a setting cannot be used; names the key, its place and what is allowed.
+    """
+    with all_ranks(comm):
+        text = read_config(name) if comm.rank == 0 else ""
+    document = Document(name, comm.broadcast_object(text), overrides)
+    return document, parse_config(document, preset)
 
 
 def parse_config(document: Document, defaults: Mapping[str, str] | None = None) -> Config:

@@ -1,4 +1,4 @@
-"""Command line options that lay a model out over ranks, for commands that read no configuration file."""
+"""Command line options of several commands: ``--set``, and those that lay a model out over ranks."""
 
 from __future__ import annotations
 
@@ -41,6 +41,21 @@ def add_layout_options(parser: argparse.ArgumentParser, *, schedule: bool = Fals
         group.add_argument(
             "--virtual-stages", metavar="N", type=int, default=1, help="parts a stage, for interleaved (default: 1)"
         )
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add ``--set``, for commands that read a configuration file.
+
+    Not collective.
+    """
+    parser.add_argument(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="replace a setting of the file; a TOML value, or a bare word; may be given many times",
+    )
 
 
 def layout_of(options: argparse.Namespace, **settings: Any) -> Any:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from mpizero.comm import InMemoryCommunicator
+from mpizero.comm.inmemory import InMemoryCommunicator
 from mpizero.errors import PeerFailure
 
 T = TypeVar("T")

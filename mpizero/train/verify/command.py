@@ -1,0 +1,133 @@
+"""``mpizero verify``: the training of a configuration on several layouts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.data import batches
+from mpizero.errors import ConfigError, ExitStatus
+from mpizero.parallel import ShardingConfig
+from mpizero.train.builder import build_model, build_optimizer, build_source, check_samples
+from mpizero.train.config import Config, GptSection, check_split
+from mpizero.train.progress import Progress
+from mpizero.train.verify.compare import compare_layouts
+from mpizero.train.verify.findings import Report
+from mpizero.train.verify.layouts import Layout, default_layouts, parse_layouts
+
+#: Exit status when a layout differs.
+DIFFERS = 1
+
+
+def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> int:
+    """Compare the layouts that the options name, print the verdicts on rank 0, and return the exit status.
+
+    Collective over ``comm``.
+    """
+    if options.steps < 1:
+        raise ConfigError(f"--steps {options.steps}: must be a whole number >= 1")
+    if options.tolerance is not None and not 0 <= options.tolerance < 1:
+        raise ConfigError(f"--tolerance {options.tolerance}: must be a number from 0 to 1")
+    if options.ranks is not None and options.ranks < 1:
+        raise ConfigError(f"--ranks {options.ranks}: must be a whole number >= 1")
+    layouts = choose(config, comm, options.layouts, options.ranks)
+    with all_ranks(comm):
+        source, validation = build_source(config)
+        check_samples(config, source)
+        build_model(config, source, validation)
+
+    def feed(sharding: ShardingConfig, group: Communicator) -> Iterator[Any]:
+        return batches(source, sharding, config.train.global_batch, seed=config.train.seed, group=group)
+
+    progress = Progress(options.steps * (len(layouts) + 1), active=comm.rank == 0)
+    progress.begin()
+    try:
+        report = compare_layouts(
+            lambda _: build_model(config, source, validation),
+            feed,
+            layouts,
+            make_optimizer=lambda: build_optimizer(config),
+            comm=None if comm.size == 1 else comm,
+            steps=options.steps,
+            tolerance=options.tolerance,
+            progress=_shown(progress),
+            micro_batch=config.train.micro_batch,
+            threads=config.train.threads,
+            clip=config.train.clip or None,
+        )
+    finally:
+        progress.close()
+    if comm.rank == 0:
+        _print(report, as_json=options.json)
+    return int(ExitStatus.OK) if report.agrees else DIFFERS
+
+
+def choose(config: Config, comm: Communicator, named: str | None, ranks: int | None) -> list[Layout]:
+    """Return the layouts that were named, or those that there are for a number of ranks, checked against the model.
+
+    Not collective.
+
+    Raises
+    ------
+    ConfigError
+        Naming the layout that does not fit, and why.
+    """
+    model, launched = config.model, comm.size
+    if ranks is not None and launched > 1 and ranks > launched:
+        raise ConfigError(f"--ranks {ranks}: this job has {launched}")
+    if named is None:
+        heads, sequence = (model.heads, model.sequence) if isinstance(model, GptSection) else (1, 0)
+        count = ranks if ranks is not None else launched if launched > 1 else 2
+        found = default_layouts(count, blocks=model.block_count, heads=heads, sequence=sequence)
+        own = _own(config, count)
+        return found if own is None or own in found else [own, *found]
+    layouts = parse_layouts(named, config.parallel.strategy)
+    if not layouts:
+        raise ConfigError(
+            f"--layouts {named!r}: names no layout; for example --layouts '2; zero3*4; pipeline=2, data=2'"
+        )
+    for layout in layouts:
+        try:
+            check_split(layout.parallel, model)
+        except ConfigError as error:
+            raise ConfigError(f"--layouts: {str(layout)!r} does not fit: {error}") from None
+        if launched > 1 and layout.ranks > launched:
+            raise ConfigError(f"--layouts: {str(layout)!r} needs {layout.ranks} ranks, this job has {launched}")
+    return layouts
+
+
+def _own(config: Config, ranks: int) -> Layout | None:
+    """Return the configuration's own layout on so many ranks, if it fits them."""
+    try:
+        return Layout(replace(config.parallel, data=config.parallel.axes(ranks).data))
+    except ConfigError:
+        return None
+
+
+def _shown(progress: Progress) -> Callable[[str, int], None]:
+    done = 0
+
+    def show(layout: str, step: int) -> None:
+        nonlocal done
+        if step:
+            done += 1
+            progress.step(done, {"layout": layout, "at": str(step)})
+
+    return show
+
+
+def _print(report: Report, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report.to_dict()), flush=True)
+        return
+    print(report, flush=True)
+    if not report.agrees:
+        count = len(report.findings)
+        told = f"{count} of {len(report.verdicts) - 1} layouts {'differs' if count == 1 else 'differ'} from one process"
+        print(f"mpizero: {told}", file=sys.stderr, flush=True)

@@ -1,0 +1,279 @@
+"""Run the layouts, in threads of this process or on ranks of a communicator, and collect the verdicts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpizero.comm import Communicator, as_communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.threads import run_in_threads
+from mpizero.errors import ConfigError
+from mpizero.layout import Grains
+from mpizero.optim import SGD
+from mpizero.parallel import ShardingConfig
+from mpizero.train.verify.findings import Finding, Report, Verdict
+from mpizero.train.verify.layouts import ONE_PROCESS, Layout
+from mpizero.train.verify.pair import UNREPEATED, Pair
+from mpizero.train.verify.training import Feed, Key, Task, Training, placed
+
+#: What layouts that round may differ by, relative, in one step.
+TOLERANCES = {"float32": 1e-5, "float64": 1e-12}
+#: ``progress(layout, step)`` is told after every step, on rank 0.
+Progress = Callable[[str, int], None]
+
+
+class Trace(NamedTuple):
+    """What one process computed: for every step loss, gradient norm and hashes, and the hash of the last parameters."""
+
+    dtype: str
+    steps: list[tuple[float | None, float | None, dict[Key, bytes]]]
+    sha256: str
+    seconds: float
+
+
+def compare_layouts(
+    make_model: Callable[[Communicator], Any],
+    batches: Sequence[tuple[Any, Any]] | Feed,
+    layouts: Sequence[str | Layout],
+    *,
+    make_optimizer: Callable[[], Any] = lambda: SGD(lr=0.01),
+    comm: Any = None,
+    steps: int | None = None,
+    tolerance: float | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Report:
+    """Train the same on several layouts, and name the first number in which one differs from one process.
+
+    Collective over ``comm``. The loss, the norm and a hash of every tensor (parameters as each rank sees them,
+    optimizer arrays) are compared after every step. Where they differ, the training is run once more up to that step,
+    and what the step computes is compared in its order: loss, gradient, norm, clipped gradient, optimizer arrays,
+    parameters. A layout with tensor or context groups is looked at like that in every step, within a tolerance.
+
+    Parameters
+    ----------
+    make_model : callable
+        ``make_model(comm)`` returns a new model; ``comm`` has the rank and size that a model which talks to other
+        ranks itself must know, most ignore it.
+    batches : sequence of (x, y), or callable
+        Global batches, the same on every rank; or ``batches(config, group)``, which yields the parts of this rank of
+        ``group``.
+    layouts : sequence of str
+        For example "2", "zero3*4", "pipeline=2, data=2", "tensor=2"; docs/verify.md has all of it.
+    make_optimizer : callable
+        Returns a new optimizer; the default is plain SGD.
+    comm : mpi4py communicator, Communicator or None
+        Each layout takes its first ranks. None runs the ranks as threads of this process, without MPI.
+    steps : int or None
+        How many to compare; None is all of a sequence.
+    tolerance : float or None
+        Relative, for layouts that round; None is 1e-5 for float32, 1e-12 for float64.
+    progress : callable or None
+        ``progress(layout, step)`` is called on rank 0 after every step.
+    **settings
+        Of :class:`~mpizero.ShardingConfig`: ``micro_batch``, ``clip``, ...
+
+    Returns
+    -------
+    Report
+        The same on every rank.
+
+    Raises
+    ------
+    ConfigError
+        A layout that does not exist, or needs more ranks than ``comm`` has.
+    """
+    task = _task(make_model, batches, make_optimizer, steps, settings)
+    chosen = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
+    with nullcontext() if comm is None else _own(comm) as world:
+        return _compare(task, chosen, world, tolerance, progress)
+
+
+@contextmanager
+def _own(comm: Any) -> Iterator[Communicator]:
+    """Lend a communicator over the ranks of ``comm``. Collective over it."""
+    world = as_communicator(comm)
+    try:
+        yield world
+    finally:
+        if world is not comm:
+            world.close()
+
+
+def _task(make_model: Any, batches: Any, make_optimizer: Any, steps: int | None, settings: Mapping[str, Any]) -> Task:
+    if callable(batches):
+        if steps is None:
+            raise ConfigError("steps: say how many to compare, where batches is a function")
+        return Task(make_model, make_optimizer, batches, steps, settings)
+    count = len(batches) if steps is None else min(steps, len(batches))
+    return Task(make_model, make_optimizer, _dealt(batches), count, settings)
+
+
+def _dealt(batches: Sequence[tuple[Any, Any]]) -> Feed:
+    """Return what gives each rank its samples of global batches."""
+
+    def feed(config: ShardingConfig, group: Communicator) -> Iterator[tuple[Any, Any]]:
+        for x, y in batches:
+            mine = Grains(len(x), config.grain_size(len(x))).samples_of(group.rank, group.size)
+            yield x[mine], y[mine]
+
+    return feed
+
+
+def _compare(
+    task: Task,
+    layouts: Sequence[Layout],
+    world: Communicator | None,
+    tolerance: float | None,
+    progress: Progress | None,
+) -> Report:
+    for layout in layouts:
+        if world is not None and layout.ranks > world.size:
+            raise ConfigError(f"layout {str(layout)!r} needs {layout.ranks} ranks, this job has {world.size}")
+    tell: Progress = progress if progress is not None and (world is None or world.rank == 0) else _silent
+    trace = _on_first(world, lambda: record(task, tell))
+    verdicts = [Verdict("one process", 1, task.steps, trace.sha256, trace.seconds)]
+    for layout in layouts:
+        allowed = None
+        if layout.rounds:
+            allowed = TOLERANCES[trace.dtype] if tolerance is None else tolerance
+        comparison = Comparison(task, layout, trace, allowed, tell)
+        verdicts.append(_run(comparison, world))
+    return Report(tuple(verdicts))
+
+
+def _silent(layout: str, step: int) -> None:
+    """Tell nobody."""
+
+
+def _on_first(world: Communicator | None, function: Callable[[], Any]) -> Any:
+    if world is None:
+        return function()
+    value = None
+    with all_ranks(world, "one process"):
+        if world.rank == 0:
+            value = function()
+    return world.broadcast_object(value)
+
+
+def _run(comparison: Comparison, world: Communicator | None) -> Verdict:
+    """Compare one layout on its ranks; every rank gets the verdict."""
+    ranks = comparison.layout.ranks
+    if world is None:
+        return run_in_threads(ranks, comparison.run)[0]
+    members = world.split(int(world.rank >= ranks), name=str(comparison.layout))
+    with all_ranks(world, str(comparison.layout)):
+        verdict = comparison.run(members) if world.rank < ranks else None
+    result: Verdict = world.broadcast_object(verdict)
+    members.close()
+    return result
+
+
+def record(task: Task, tell: Progress = _silent) -> Trace:
+    """Train in one process, and keep what all layouts are compared with.
+
+    Not collective.
+    """
+    started = time.monotonic()
+    with placed(task, None, ONE_PROCESS) as training:
+        steps = []
+        for number in range(task.steps + 1):
+            training.train(min(number, 1))
+            steps.append(_seen(training))
+            tell("one process", number)
+        return Trace(
+            str(np.dtype(training.engine.dtype)), steps, training.model.parameters_sha256(), time.monotonic() - started
+        )
+
+
+def _seen(training: Training) -> tuple[float | None, float | None, dict[Key, bytes]]:
+    report = training.model.last_step
+    figures = (None, None) if report is None else (report.loss, report.gradient_norm)
+    return (*figures, training.digests())
+
+
+class Comparison(NamedTuple):
+    """One layout's comparison with one process; ``tolerance`` None compares bits."""
+
+    task: Task
+    layout: Layout
+    trace: Trace
+    tolerance: float | None
+    tell: Progress
+
+    def run(self, comm: Communicator) -> Verdict:
+        """Run it. Collective over ``comm``, which has as many ranks as the layout."""
+        started = time.monotonic()
+        how = self._exact if self.tolerance is None else self._rounded
+        steps, sha256, largest, finding = how(comm)
+        seconds = time.monotonic() - started
+        name, ranks = str(self.layout), self.layout.ranks
+        return Verdict(name, ranks, steps, sha256, seconds, self.tolerance, largest, finding)
+
+    def _tell(self, comm: Communicator, step: int) -> None:
+        if comm.rank == 0:
+            self.tell(str(self.layout), step)
+
+    def _exact(self, comm: Communicator) -> tuple[int, str, float, Finding | None]:
+        """Train as users do, and compare hashes; where they differ, run up to there again and look."""
+        wrong = None
+        with placed(self.task, comm, self.layout) as training:
+            for number in range(self.task.steps + 1):
+                training.train(min(number, 1))
+                wrong = self._unlike(training, number)
+                if wrong is not None:
+                    break
+                self._tell(comm, number)
+            sha256 = training.model.parameters_sha256()
+        if wrong is None:
+            return self.task.steps, sha256, 0.0, None
+        return max(0, wrong.step - 1), sha256, 0.0, self._look(comm, wrong.step) or wrong
+
+    def _unlike(self, training: Training, number: int) -> Finding | None:
+        """Return what differs after a step, if anything does on any rank. Collective."""
+        loss, norm, digests = self.trace.steps[number]
+        seen = _seen(training)
+        mine: Finding | None = None
+        if repr(seen[0]) != repr(loss):
+            mine = Finding(number, "loss", found=seen[0], expected=loss, diagnosis=UNREPEATED)
+        elif self.task.settings.get("clip") is not None and repr(seen[1]) != repr(norm):
+            mine = Finding(number, "gradient norm", found=seen[1], expected=norm, diagnosis=UNREPEATED)
+        elif key := next((key for key, value in digests.items() if seen[2].get(key) != value), None):
+            mine = Finding(number, *key, diagnosis=UNREPEATED)
+        elif name := training.unlike_copy(training.engine.whole.vector()):
+            mine = Finding(number, "copy of a parameter", name, diagnosis=UNREPEATED)
+        everyone = training.engine.grid.world.allgather_object(mine, "hashes")
+        different = [rank for rank, finding in enumerate(everyone) if finding is not None]
+        return replace(everyone[different[0]], ranks=tuple(different)) if different else None
+
+    def _look(self, comm: Communicator, step: int) -> Finding | None:
+        """Run again up to a step, and compare everything in it. Collective."""
+        with self._pair(comm) as pair:
+            if not step:
+                return pair.start()
+            pair.replay(step - 1)
+            return pair.step(step)
+
+    def _rounded(self, comm: Communicator) -> tuple[int, str, float, Finding | None]:
+        """Look at every step, beside one process that follows."""
+        finding, done = None, 0
+        with self._pair(comm) as pair:
+            for number in range(self.task.steps + 1):
+                finding = pair.step(number) if number else pair.start()
+                if finding is not None:
+                    break
+                done = number
+                self._tell(comm, number)
+            return done, pair.training.model.parameters_sha256(), pair.largest, finding
+
+    @contextmanager
+    def _pair(self, comm: Communicator) -> Iterator[Pair]:
+        alone = placed(self.task, None, ONE_PROCESS) if comm.rank == 0 else nullcontext()
+        with placed(self.task, comm, self.layout) as training, alone as reference:
+            yield Pair(comm, self.layout, training, reference, self.tolerance)

@@ -1,0 +1,335 @@
+"""One layout beside one process, step by step: everything is looked at, and the first difference explained.
+
+[Note: following] Layouts that split products or sequences round other sums than one process does, and an optimizer such
+as Adam makes much of a little noise. There the process takes the layout's parameters and optimizer arrays before every
+step, and makes its update from the layout's gradient: what is compared differs by the rounding of one pass only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.layout import Entry
+from mpizero.train.verify import diagnosis
+from mpizero.train.verify.findings import Finding
+from mpizero.train.verify.layouts import Layout
+from mpizero.train.verify.training import PARAMETER, Gradient, State, Training, Update, slot_name
+from mpizero.types import Array
+
+T = TypeVar("T")
+
+AFTER = "gradient after clipping"
+COPY = "copy of a parameter"
+UNREPEATED = (
+    "a race, or random numbers without a seed: this layout gave other numbers when the same training was run again"
+)
+
+
+@dataclass(frozen=True)
+class _Vectors:
+    """One quantity of all tensors in the layout and in one process; ``bound`` is the difference that is allowed."""
+
+    quantity: str
+    found: Array
+    expected: Array
+    bound: float | None
+
+    def mask(self, entry: Entry) -> Array:
+        """Return which elements of a tensor differ: in a bit, or by more than the bound."""
+        a, b = (values[entry.span.start : entry.span.stop] for values in (self.found, self.expected))
+        bits = f"u{a.dtype.itemsize}"
+        different: Array = a.view(bits) != b.view(bits)
+        if self.bound is not None and different.any():
+            with np.errstate(invalid="ignore"):
+                different &= ~(np.abs(a - b) <= self.bound) & ~(np.isnan(a) & np.isnan(b))
+        return different
+
+
+class Difference(NamedTuple):
+    """A finding, and the places, in the order of the whole model, of its tensor's elements that differ."""
+
+    finding: Finding
+    places: Array = np.empty(0, np.int64)
+
+    def told(self, **changes: Any) -> Difference:
+        """Return it with more said of the finding. Not collective."""
+        return self._replace(finding=replace(self.finding, **changes))
+
+
+class Pair:
+    """A layout's training and, on its rank 0, the same in one process.
+
+    Methods are collective over ``comm``.
+
+    Parameters
+    ----------
+    comm : Communicator
+        The layout's ranks.
+    layout : Layout
+        Its sizes.
+    training : Training
+        On the layout.
+    reference : Training or None
+        In one process; None on all ranks but the first.
+    tolerance : float or None
+        Relative; None compares bits.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        layout: Layout,
+        training: Training,
+        reference: Training | None,
+        tolerance: float | None,
+    ) -> None:
+        self.comm, self.layout, self.training, self.reference = comm, layout, training, reference
+        self.tolerance = tolerance
+        self.largest = 0.0
+        self.entries = training.layout.parameters
+        self.clips = training.model.config.clip is not None
+        self.before = "gradient before clipping" if self.clips else "gradient"
+        #: One process's side of the step that is looked at; on rank 0 alone.
+        self._batch: tuple[Any, Any] = (None, None)
+        self._gradient: Gradient | None = None
+        self._update: Update | None = None
+
+    def replay(self, steps: int) -> None:
+        """Make some steps on both sides without looking."""
+        self.training.train(steps)
+        with all_ranks(self.comm, "one process"):
+            if self.reference is not None:
+                self.reference.train(steps)
+
+    def start(self) -> Finding | None:
+        """Compare the start values."""
+        return self._compare_states(self.training.state(), 0)
+
+    def step(self, number: int) -> Finding | None:
+        """Make one step on both sides, and compare all that it computes; return the first difference."""
+        state = self.training.state()
+        if self.tolerance is None and (unlike := self._compare_states(state, number - 1)):
+            return unlike
+        batch = self.training.batch()
+        mine = self.training.gradient(batch)
+        found = self._on_first(lambda one: self._compare_gradient(one, mine, state))
+        if found is not None:
+            return self._explain_gradient(found.told(step=number), mine, batch)
+        update = self.training.update(batch)
+        found = self._on_first(lambda one: self._compare_update(one, mine, update, state))
+        if found is not None:
+            return self._owned(found.told(step=number))
+        expected: Array = self._on_first(lambda _: self._after().state.parameters)
+        bound = self._bound_of_change(expected, state.parameters)
+        return self._views(number, _Vectors(PARAMETER, update.state.parameters, expected, bound), state.parameters)
+
+    # ------------------------------------------------------------------ comparing
+
+    def _on_first(self, function: Callable[[Training], T]) -> T:
+        """Return on every rank what ``function(reference)`` returns on the first."""
+        value: Any = None
+        with all_ranks(self.comm, "one process"):
+            if self.reference is not None:
+                value = function(self.reference)
+        result: T = self.comm.broadcast_object(value)
+        return result
+
+    def _compare_states(self, mine: State, number: int) -> Finding | None:
+        """Compare parameters and optimizer arrays, before any step or where they were equal in an earlier run."""
+        quantity = PARAMETER if number else "start value"
+        reason = UNREPEATED if number else "start values that depend on the rank: key them by seed, name and element"
+        theirs = self._on_first(lambda one: one.state())
+        pairs = [_Vectors(slot_name(s), mine.slots[s], theirs.slots[s], None) for s in sorted(mine.slots)]
+        found = self._on_first(lambda _: self._first(pairs))
+        if found is not None:
+            return self._owned(found.told(step=number, diagnosis=reason))
+        unlike = self._views(number, _Vectors(quantity, mine.parameters, theirs.parameters, None), None)
+        return unlike if unlike is None else replace(unlike, diagnosis=unlike.diagnosis or reason)
+
+    def _compare_gradient(self, one: Training, mine: Gradient, state: State) -> Difference | None:
+        self._batch = one.batch()
+        if self.tolerance is not None:
+            one.take_state(state)
+        theirs = self._gradient = one.gradient(self._batch)
+        apart = abs(mine.loss - theirs.loss) / abs(theirs.loss) if theirs.loss else abs(mine.loss)
+        if not self._same(mine.loss, theirs.loss):
+            return Difference(Finding(0, "loss", found=mine.loss, expected=theirs.loss))
+        size = float(np.max(np.abs(theirs.values), initial=0.0))
+        found = self._first([_Vectors(self.before, mine.values, theirs.values, self._bound(size))], backward=True)
+        if found is None and self.tolerance is not None:
+            self.largest = max(self.largest, apart, _apart(mine.values, theirs.values, size))
+        return found
+
+    def _compare_update(self, one: Training, mine: Gradient, update: Update, state: State) -> Difference | None:
+        theirs, sizes = self._gradient, self.layout.group_sizes()
+        assert theirs is not None
+        after = one.update(self._batch) if self.tolerance is None else one.update_from(theirs, mine.values)
+        self._update = after
+        norms = (update.report.gradient_norm, after.report.gradient_norm)
+        if self.clips and not self._same(*norms):
+            reason = diagnosis.of_norm(*norms, sizes)
+            return Difference(Finding(0, "gradient norm", found=norms[0], expected=norms[1], diagnosis=reason))
+        if self.clips and after.clipped is not None:
+            clipped = mine.values if update.clipped is None else update.clipped
+            bound = self._bound(float(np.max(np.abs(after.clipped), initial=0.0)))
+            if found := self._first([_Vectors(AFTER, clipped, after.clipped, bound)]):
+                return _explain_clip(found, clipped, mine.values, after.clipped)
+        for slot in sorted(update.state.slots):
+            seen, expected, before = (s.slots[slot] for s in (update.state, after.state, state))
+            vectors = _Vectors(slot_name(slot), seen, expected, self._bound_of_change(expected, before))
+            if found := self._first([vectors]):
+                reason = diagnosis.of_update(seen[found.places], before[found.places], vectors.quantity)
+                return found.told(diagnosis=reason)
+        return None
+
+    def _after(self) -> Update:
+        assert self._update is not None
+        return self._update
+
+    def _same(self, found: float | None, expected: float | None) -> bool:
+        if found is None or expected is None:
+            return found is expected
+        if np.float64(found).tobytes() == np.float64(expected).tobytes():
+            return True
+        return self.tolerance is not None and abs(found - expected) <= self.tolerance * abs(expected)
+
+    def _first(self, pairs: Sequence[_Vectors], *, backward: bool = False) -> Difference | None:
+        """Return the first tensor that differs; of gradients the first that the backward pass computes."""
+        for vectors in pairs:
+            masks = [(entry, mask) for entry in self.entries if (mask := vectors.mask(entry)).any()]
+            if masks:
+                return _difference(vectors, *(masks[-1] if backward else masks[0]), len(masks))
+        return None
+
+    def _bound(self, size: float) -> float | None:
+        return None if self.tolerance is None else self.tolerance * size
+
+    def _bound_of_change(self, after: Array, before: Array) -> float | None:
+        """Return what values may differ by: a part of their change, and the rounding of storing them."""
+        if self.tolerance is None:
+            return None
+        change = float(np.max(np.abs(after - before), initial=0.0))
+        rounding = 4 * float(np.finfo(after.dtype).eps) * float(np.max(np.abs(after), initial=0.0))
+        return self.tolerance * change + rounding
+
+    def _views(self, number: int, vectors: _Vectors, before: Array | None) -> Finding | None:
+        """Compare the parameters that each rank sees, and the copies that it holds, with those of one process."""
+        mine = self._first([vectors])
+        if mine is not None and before is not None:
+            reason = diagnosis.of_update(vectors.found[mine.places], before[mine.places], PARAMETER)
+            mine = mine.told(diagnosis=reason)
+        if mine is None and (name := self.training.unlike_copy(vectors.found)) is not None:
+            reason = "this rank's own copy was not updated as the others were: a message or barrier left out"
+            mine = Difference(Finding(0, COPY, name, diagnosis=reason))
+        everyone = self.comm.allgather_object(mine, "what ranks see")
+        different = [rank for rank, found in enumerate(everyone) if found is not None]
+        if not different:
+            return None
+        first: Difference = everyone[different[0]].told(step=number)
+        if len(different) == self.comm.size > 1 and first.places.size:
+            return self._owned(first)
+        return replace(first.finding, ranks=tuple(different))
+
+    # ------------------------------------------------------------------ explaining
+
+    def _owned(self, found: Difference) -> Finding:
+        """Name the ranks that own the elements that differ."""
+        owners = self.training.owners()
+        ranks = sorted({int(owner) for owner in owners[found.places]} - {-1})
+        return found.finding if found.finding.ranks else replace(found.finding, ranks=tuple(ranks))
+
+    def _explain_gradient(self, found: Difference, mine: Gradient, batch: Any) -> Finding:
+        """Evaluate the batch in other ways, and tell what the pattern means."""
+        training = self.training
+        again, own = training.gradient(batch), training.own_sums(batch)
+        quiet = training.model.evaluate(*batch)
+        grains = self.comm.allgather_object(mine.grains, "losses of grains")
+        if found.finding.quantity == "loss":
+            known = {} if self.layout.parallel.context > 1 else _computed(grains)
+            return self._on_first(lambda one: self._explain_loss(one, found.finding, (mine, again), quiet, known))
+        values = (mine.values, again.values, own)
+        reason = self._on_first(lambda one: self._explain_values(one, *values))
+        return replace(self._owned(found), diagnosis=reason)
+
+    def _explain_loss(
+        self, one: Training, finding: Finding, seen: tuple[Gradient, Gradient], quiet: Any, known: Any
+    ) -> Finding:
+        mine, again = seen
+        theirs, mean = self._gradient, one.model.evaluate(*self._batch)
+        assert theirs is not None
+        found = diagnosis.Evaluations(
+            first=mine.loss,
+            again=again.loss,
+            expected=theirs.loss,
+            quiet=quiet[0] / quiet[1],
+            quiet_expected=mean[0] / mean[1],
+            weight=mine.totals.weight,
+            weight_expected=theirs.totals.weight,
+            grains=known,
+            grains_expected=theirs.grains,
+        )
+        ranks = sorted({known[grain][1] for grain in found.wrong_grains})
+        reason = diagnosis.of_loss(found, self.layout.group_sizes())
+        return replace(finding, ranks=tuple(ranks), diagnosis=reason)
+
+    def _explain_values(self, one: Training, mine: Array, again: Array, own: Array) -> str | None:
+        theirs = self._gradient
+        assert theirs is not None
+        vectors = _Vectors("", mine, theirs.values, self._bound(float(np.max(np.abs(theirs.values), initial=0.0))))
+        different = [entry for entry in self.entries if vectors.mask(entry).any()]
+        weight = theirs.totals.weight
+
+        def named(values: Array) -> dict[str, Array]:
+            return {entry.spec.name: values[entry.span.start : entry.span.stop] for entry in different}
+
+        seen = diagnosis.Gradients(
+            found=named(mine),
+            again=named(again),
+            expected=named(theirs.values),
+            own=named(own),
+            uses={n: {u: v / weight for u, v in parts.items()} for n, parts in one.uses(self._batch).items()},
+            tensors=sum(e.spec.trainable and e.spec.size > 0 for e in self.entries),
+        )
+        return diagnosis.of_gradient(seen, self.layout.group_sizes())
+
+
+def _explain_clip(found: Difference, clipped: Array, before: Array, expected: Array) -> Difference:
+    places = found.places
+    reason = diagnosis.of_clipped(clipped[places], before[places], expected[places])
+    factors = [diagnosis.common_factor(values, before) for values in (clipped, expected)]
+    if None in factors:
+        return found.told(diagnosis=reason)
+    # One factor for all elements, and it is another.
+    return Difference(Finding(0, "clip factor", found=factors[0], expected=factors[1], diagnosis=reason))
+
+
+def _difference(vectors: _Vectors, entry: Entry, mask: Array, tensors: int) -> Difference:
+    places = np.flatnonzero(mask)
+    first = int(places[0])
+    found, expected = (float(v[entry.span.start + first]) for v in (vectors.found, vectors.expected))
+    finding = Finding(
+        0,
+        vectors.quantity,
+        entry.spec.name,
+        index=tuple(int(i) for i in np.unravel_index(first, entry.spec.shape)),
+        found=found,
+        expected=expected,
+        differing=int(places.size),
+        size=entry.spec.size,
+        tensors=tensors,
+    )
+    return Difference(finding, entry.span.start + places)
+
+
+def _apart(found: Array, expected: Array, size: float) -> float:
+    return float(np.max(np.abs(found - expected), initial=0.0)) / size if size else 0.0
+
+
+def _computed(grains: list[dict[int, float]]) -> dict[int, tuple[float, int]]:
+    return {grain: (loss, rank) for rank, known in enumerate(grains) for grain, loss in known.items()}

@@ -1,0 +1,264 @@
+"""One of the compared trainings, and what can be seen of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpizero.comm import Communicator
+from mpizero.layout import FlatLayout
+from mpizero.parallel import ShardingConfig, StepReport
+from mpizero.parallel.base import ShardedModelBase
+from mpizero.parallel.engine import Engine
+from mpizero.parallel.gathering import gather_pieces
+from mpizero.parallel.ownership import UpdatePiece
+from mpizero.parallel.scalars import Totals
+from mpizero.parallel.update import Updater
+from mpizero.parallel.whole import take
+from mpizero.train.builder import lay_out
+from mpizero.train.verify.layouts import Layout
+from mpizero.types import Array
+
+#: ``feed(config, group)`` yields this rank's part of one global batch after the other.
+Feed = Callable[[ShardingConfig, Communicator], Iterator[tuple[Any, Any]]]
+#: What a digest is of: "optimizer slot 'exp_avg'", "parameter", and the name of the tensor.
+Key = tuple[str, str]
+PARAMETER = "parameter"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training that every layout must repeat.
+
+    Attributes
+    ----------
+    make_model : callable
+        ``make_model(comm)`` returns the model, the same on every rank of ``comm``.
+    make_optimizer : callable
+        Returns the optimizer.
+    feed : callable
+        The batches.
+    steps : int
+        How many are compared.
+    settings : mapping
+        Further settings of :class:`~mpizero.ShardingConfig`, such as ``micro_batch`` and ``clip``.
+    """
+
+    make_model: Callable[[Communicator], Any]
+    make_optimizer: Callable[[], Any]
+    feed: Feed
+    steps: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+class State(NamedTuple):
+    """Parameters as this rank sees them, and the optimizer's arrays, all in the declared order of the whole model."""
+
+    parameters: Array
+    slots: dict[str, Array]
+    step_count: int
+
+
+class Gradient(NamedTuple):
+    """What one evaluation of a batch gives before anything is updated.
+
+    ``grains`` are the losses of this rank's own grains; ``reduced`` is the gradient where the engine keeps it.
+    """
+
+    totals: Totals
+    values: Array
+    grains: dict[int, float]
+    reduced: Array
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the global batch."""
+        return self.totals.loss / self.totals.weight
+
+
+class Update(NamedTuple):
+    """What one training step did: ``clipped`` is the gradient that the optimizer got, None where nobody saw it."""
+
+    report: StepReport
+    clipped: Array | None
+    state: State
+
+
+class Training:
+    """A placed model with its batches; made by :func:`placed`. Methods are collective over the layout's ranks."""
+
+    def __init__(self, model: ShardedModelBase, batches: Iterator[tuple[Any, Any]]) -> None:
+        self.model, self._batches = model, batches
+
+    @property
+    def engine(self) -> Engine:
+        """The model's engine. Not collective."""
+        return self.model.engine
+
+    @property
+    def updater(self) -> Updater:
+        """The bound optimizer's. Not collective."""
+        updater = self.engine.updater
+        assert updater is not None
+        return updater
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Of the whole model. Not collective."""
+        return self.engine.whole.layout
+
+    def batch(self) -> tuple[Any, Any]:
+        """Return this rank's part of the next global batch. Not collective."""
+        return next(self._batches)
+
+    def train(self, steps: int) -> None:
+        """Make some steps, the way a user makes them."""
+        for _ in range(steps):
+            self.model.train(*self.batch())
+
+    def state(self) -> State:
+        """Return parameters and optimizer arrays."""
+        updater = self.updater
+        slots = {
+            slot: gather_pieces(self.engine, self.engine.dtype, partial(updater.state_of, slot))
+            for slot in updater.state
+        }
+        return State(self.engine.whole.vector(), slots, updater.step_count)
+
+    def gradient(self, batch: tuple[Any, Any]) -> Gradient:
+        """Return loss and averaged gradient of a batch without changing anything."""
+        totals, reduced = self.engine.gradients(*batch)
+        values = gather_pieces(self.engine, self.engine.dtype, partial(_of, reduced))
+        return Gradient(totals, values, self.engine.scalars.losses(), reduced)
+
+    def update(self, batch: tuple[Any, Any]) -> Update:
+        """Make one training step and watch it."""
+        updater, seen = self.updater, list[Array]()
+        updater.watch = lambda reduced: seen.extend(_of(reduced, piece).copy() for piece in self.engine.pieces())
+        try:
+            self.model.train(*batch)
+        finally:
+            updater.watch = None
+        report = self.model.last_step
+        assert report is not None
+        clipped, in_order = None, iter(seen)
+        if self._watched(len(seen) == len(self.engine.pieces())):
+            clipped = gather_pieces(self.engine, self.engine.dtype, lambda piece: next(in_order))
+        return Update(report, clipped, self.state())
+
+    def _watched(self, here: bool) -> bool:
+        """Tell whether all ranks saw the gradient that they used."""
+        answers = np.array([here], np.int8)
+        self.engine.grid.world.allreduce(answers, "min", "watched")
+        return bool(answers[0])
+
+    def owners(self) -> Array:
+        """Return the rank that updates each element; -1 for frozen ones."""
+        return gather_pieces(self.engine, np.int32, lambda piece: self.model.rank + 1) - 1
+
+    def own_sums(self, batch: tuple[Any, Any]) -> Array:
+        """Return, for every element, the gradient sum over the samples of its owner alone."""
+        held = np.zeros(self.engine.layout.size, self.engine.dtype)
+        for entry, values in self._local(batch):
+            held[entry.offset : entry.offset + entry.spec.size] += values
+        return gather_pieces(self.engine, self.engine.dtype, lambda piece: held[piece.span.start : piece.span.stop])
+
+    def uses(self, batch: tuple[Any, Any]) -> dict[str, dict[str, Array]]:
+        """Return the gradient sum of each use of each tied parameter, by parameter and use; in one process."""
+        found: dict[str, dict[str, Array]] = {name: {} for name in self.layout.uses}
+        for entry, values in self._local(batch):
+            home = entry.spec.tied or entry.spec.name
+            if home in found:
+                found[home][entry.spec.name] = values.copy()
+        return found
+
+    def _local(self, batch: tuple[Any, Any]) -> Iterator[tuple[Any, Array]]:
+        """Yield every use of a parameter with the gradient sum over this rank's samples."""
+        engine = self.engine
+        engine.local_gradients(*batch)
+        row = engine.local_sum()
+        for entry in engine.layout.entries:
+            if entry.gradient >= 0:
+                start = engine.layout.gradient_bases[entry.unit] + entry.gradient
+                yield entry, row[start : start + entry.spec.size]
+
+    def unlike_copy(self, parameters: Array) -> str | None:
+        """Return the first parameter of which this rank holds other values than the whole model has. Not collective."""
+        store, whole = self.engine.store, self.engine.whole
+        for entry in store.layout.parameters if not store.sharded else ():
+            home = whole.home(entry.spec)
+            expected = np.empty(entry.spec.size, parameters.dtype)
+            take(entry.spec, parameters[home.span.start : home.span.stop], 0, expected)
+            if store.values[entry.span.start : entry.span.stop].tobytes() != expected.tobytes():
+                return home.spec.name
+        return None
+
+    def digests(self) -> dict[Key, bytes]:
+        """Return a hash of every tensor as this rank sees it: of the optimizer first, then parameters."""
+        state = self.state()
+        vectors = {slot_name(slot): values for slot, values in sorted(state.slots.items())}
+        return {
+            (quantity, entry.spec.name): hashlib.sha256(vector[entry.span.start : entry.span.stop].tobytes()).digest()
+            for quantity, vector in {**vectors, PARAMETER: state.parameters}.items()
+            for entry in self.layout.parameters
+        }
+
+    # ------------------------------------------------------------------ in one process (not collective)
+
+    def take_state(self, state: State) -> None:
+        """Go on from another layout's parameters and optimizer arrays."""
+        self.model.set_parameters(state.parameters)
+        for slot, values in state.slots.items():
+            for piece in self.engine.pieces():
+                self.updater.state_of(slot, piece)[:] = values[piece.span.start : piece.span.stop]
+        self.updater.step_count = state.step_count
+
+    def update_from(self, gradient: Gradient, values: Array) -> Update:
+        """Make one step with another layout's averaged gradient in place of the own one."""
+        seen = list[Array]()
+        for piece in self.engine.pieces():
+            _of(gradient.reduced, piece)[:] = values[piece.span.start : piece.span.stop]
+        pieces = self.engine.pieces()
+        self.updater.watch = lambda reduced: seen.append(_spread(reduced, pieces, values))
+        try:
+            report = self.engine.step(gradient.totals, gradient.reduced, 0)
+        finally:
+            self.updater.watch = None
+        self.model.invalidate_cache()
+        return Update(report, seen[0] if seen else None, self.state())
+
+
+def slot_name(slot: str) -> str:
+    """Return what an optimizer array is called in findings. Not collective."""
+    return f"optimizer slot {slot!r}"
+
+
+def _of(reduced: Array, piece: UpdatePiece) -> Array:
+    return reduced[piece.gradient : piece.gradient + piece.size]
+
+
+def _spread(reduced: Array, pieces: tuple[UpdatePiece, ...], like: Array) -> Array:
+    values = np.zeros_like(like)
+    for piece in pieces:
+        values[piece.span.start : piece.span.stop] = _of(reduced, piece)
+    return values
+
+
+@contextmanager
+def placed(task: Task, comm: Communicator | None, layout: Layout) -> Iterator[Training]:
+    """Lay a training out over the ranks of ``comm``, and free it at the end.
+
+    Collective over ``comm``.
+    """
+    parallel = layout.parallel
+    memory = {"share_node_memory": parallel.share_node_memory, "ranks_per_node": parallel.ranks_per_node}
+    with ShardingConfig(comm=comm, **{**task.settings, **memory}) as config:
+        model, _ = lay_out(task.make_model(config.communicator), task.make_optimizer(), parallel, config)
+        with model:
+            yield Training(model, iter(task.feed(config, model.batch_group)))

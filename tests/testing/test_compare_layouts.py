@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.errors import ConfigError
+from mpizero.testing import compare_layouts
+from tests.testing import planted
+from tests.testing.planted import compared, finding, gpt, texts
+
+FAR = [0.0] * 4
+
+
+def function(noise=lambda comm: FAR, calls=None):
+    """A black box; ``noise(comm)`` is added to the gradient, and its first element to the loss."""
+
+    def make(comm):
+        def loss_and_grad(p, batch):
+            x, y = batch
+            error = x @ p["w"] + p["b"] - y
+            extra = np.asarray(noise(comm))
+            return float((error**2).sum()) / 2 + extra[0], {"w": x.T @ error + extra, "b": error.sum()}, float(len(x))
+
+        return mz.FunctionModel({"w": np.zeros(4), "b": np.zeros(())}, loss_and_grad)
+
+    return make
+
+
+def lines(count):
+    rng = np.random.default_rng(1)
+    return [(rng.normal(size=(7, 4)), rng.normal(size=7)) for _ in range(count)]
+
+
+# ------------------------------------------------------------------ no false alarm
+
+
+@pytest.mark.parametrize(
+    "layout", ["1", "zero1*2, private", "zero3*3", "pipeline=3, data=2", "ddp*4, ranks_per_node=2"]
+)
+def test_layouts_that_are_right_have_the_same_bits(layout):
+    report = compared(layout, model=lambda comm: gpt(dropout=0.1), clip=0.1)
+    one, other = report.verdicts
+    assert (report.agrees, other.steps, other.tolerance) == (True, 3, None)
+    assert other.sha256 == one.sha256
+    report.check()
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [("tensor=2, data=2", "float64"), ("context=2", "float32"), ("pipeline=2, tensor=2", "float32")],
+)
+def test_layouts_that_round_stay_far_within_the_tolerance(layout, dtype):
+    report = compared(layout, model=lambda comm: gpt(dtype=dtype, dropout=0.1), clip=0.1)
+    assert report.agrees, report
+    assert 0 < report.verdicts[1].largest < 0.2 * report.verdicts[1].tolerance
+
+
+def test_a_black_box_is_compared_too_and_global_batches_may_be_uneven():
+    report = compare_layouts(function(), lines(4), ["2", "zero3*3", "ddp*8"], micro_batch=2)
+    assert [v.steps for v in report.verdicts] == [4] * 4
+    assert report.agrees, report
+
+
+def test_lamb_and_momentum_are_compared_with_their_state():
+    assert compared("zero3*3, private", make_optimizer=lambda: mz.LAMB(lr=1e-2)).agrees
+    assert compared("tensor=2", make_optimizer=lambda: mz.LAMB(lr=1e-2)).agrees
+    assert compared("zero2*2", make_optimizer=lambda: mz.SGD(lr=0.1, momentum=0.9)).agrees
+
+
+def test_batches_that_are_not_finite_are_skipped_everywhere_and_agree():
+    bad = [(x.copy(), y) for x, y in lines(3)]
+    bad[1][0][3, 2] = np.nan
+    assert compare_layouts(function(), bad, ["zero2*3"], clip=1.0).agrees
+
+
+# ------------------------------------------------------------------ planted faults
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("zero1*3", 3), ("zero2*4, private", 4), ("pipeline=2, data=2", 4)])
+def test_a_wrong_divisor_is_named_with_what_was_counted(monkeypatch, layout, ranks):
+    planted.wrong_divisor(monkeypatch)
+    found = finding(layout)
+    assert (found.step, found.quantity) == (1, "gradient")
+    assert f"wrong count: every gradient is {ranks} times too small, and {ranks} is the number of ranks" in str(found)
+    assert found.found * ranks == pytest.approx(found.expected)
+
+
+def test_a_wrong_divisor_is_seen_within_a_tolerance_too(monkeypatch):
+    planted.wrong_divisor(monkeypatch)
+    assert "every gradient is 2 times too small" in finding("tensor=2").diagnosis
+
+
+def test_a_missed_clip_is_named_by_its_factor(monkeypatch):
+    planted.missed_clip(monkeypatch, first=2)
+    found = finding("zero2*2", clip=0.1)
+    assert (found.step, found.quantity, found.found) == (2, "clip factor", 1.0)
+    assert 0 < found.expected < 1
+    assert found.diagnosis.startswith("a missed clip")
+
+
+@pytest.mark.parametrize("layout", ["zero1*4", "zero2*4, private", "tensor=2, data=2"])
+def test_a_clip_missed_by_one_rank_is_named_with_it(monkeypatch, layout):
+    planted.missed_clip(monkeypatch, first=2, ranks=lambda rank: rank == 1)
+    found = finding(layout, clip=0.1)
+    assert (found.step, found.quantity, found.ranks) == (2, "gradient after clipping", (1,))
+    assert found.diagnosis.startswith("a missed clip")
+
+
+@pytest.mark.parametrize("layout", ["zero1*2", "zero3*3", "ddp*2, private"])
+def test_a_tied_gradient_counted_twice_is_named_with_the_use(monkeypatch, layout):
+    planted.tie_counted_twice(monkeypatch)
+    found = finding(layout, clip=0.1)
+    assert (found.step, found.quantity) == (1, "gradient before clipping")
+    assert (found.tensor, found.tensors) == ("embedding.token.weight", 1)
+    assert found.diagnosis == "a tied gradient counted twice: the part of 'head.projection.weight'"
+
+
+def test_a_stale_halo_is_named_at_the_step_that_uses_it(monkeypatch):
+    planted.stale_halo(monkeypatch)
+    found = finding("context=2", micro_batch=8)
+    assert (found.step, found.quantity) == (2, "loss")
+    assert found.diagnosis.startswith("stale data")
+
+
+def test_stale_parameters_are_named_with_the_rank_that_sees_them(monkeypatch):
+    planted.stale_parameters(monkeypatch, first=2, rank=1)
+    found = finding("zero1*3, private")
+    assert (found.step, found.quantity, found.ranks) == (2, "parameter", (1,))
+    assert found.tensor == "embedding.token.weight"
+    assert found.diagnosis.startswith("stale parameters")
+
+
+@pytest.mark.parametrize("layout", ["zero1*2", "ddp*4, private"])
+def test_a_skipped_reduction_is_named(monkeypatch, layout):
+    planted.skipped_reduction(monkeypatch)
+    found = finding(layout, clip=0.1)
+    assert (found.step, found.quantity) == (1, "gradient before clipping")
+    assert found.diagnosis.startswith("a skipped reduction")
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("zero1*2", (1,)), ("zero2*3", (1, 2))])
+def test_dropout_keyed_by_the_rank_is_named_with_the_ranks_that_differ(monkeypatch, layout, ranks):
+    planted.rank_keyed_dropout(monkeypatch)
+    found = finding(layout, model=lambda comm: gpt(dropout=0.2))
+    assert (found.step, found.quantity, found.ranks) == (1, "loss", ranks)
+    assert found.diagnosis.startswith("random numbers keyed by the rank")
+
+
+def test_noise_of_the_users_function_that_depends_on_the_rank_is_named():
+    model = function(lambda comm: np.random.default_rng(comm.rank).normal(size=4))
+    found = finding("zero2*3", model=model, batches=lines(2), micro_batch=2)
+    assert (found.step, found.quantity, found.ranks) == (1, "loss", (1, 2))
+    assert "depends on the rank" in found.diagnosis
+
+
+def test_a_generator_that_keeps_a_state_is_named():
+    def make(comm):
+        rng = np.random.default_rng(0)
+        return function(lambda comm: rng.normal(size=4))(comm)
+
+    assert "no function of parameters and batch" in finding("2", model=make, batches=lines(2)).diagnosis
+
+
+def test_start_values_that_depend_on_the_rank_are_found_before_the_first_step():
+    found = finding("zero1*2, pipeline=2", model=lambda comm: gpt(seed=int(comm.size > 1)))
+    assert (found.step, found.quantity, found.ranks) == (0, "start value", (0,))
+    assert "start values" in found.diagnosis
+
+
+def test_a_slot_that_changes_after_the_update_is_named(monkeypatch):
+    planted.halved_slots(monkeypatch)
+    found = finding("zero1*3", clip=0.1)
+    assert (found.step, found.quantity, found.tensors) == (1, "optimizer slot 'exp_avg'", 16)
+    assert found.found == pytest.approx(0.5 * found.expected)
+
+
+def test_a_training_that_is_another_when_it_is_run_again_is_called_so():
+    rates = iter([0.1, 0.2, 0.1, 0.1])  # one process, the layout, and both again
+    optimizer = lambda: mz.SGD(lr=next(rates))  # noqa: E731
+    found = finding("1", model=function(), batches=lines(2), make_optimizer=optimizer)
+    assert (found.step, found.quantity, found.tensor) == (1, "parameter", "w")
+    assert found.diagnosis.startswith("a race, or random numbers without a seed")
+
+
+# ------------------------------------------------------------------ the report
+
+
+def test_the_report_has_a_line_for_each_layout_and_raises_when_asked(monkeypatch):
+    planted.wrong_divisor(monkeypatch)
+    report = compare_layouts(gpt, texts(2), ["1", "zero1*2"], steps=1)
+    lines_of_table = str(report).splitlines()[:4]
+    assert [line.split("  ")[0] for line in lines_of_table] == ["layout", "one process", "zero2*1", "zero1*2"]
+    assert [line.split("  ")[-1] for line in lines_of_table[1:]] == ["same bits", "same bits", "differs at step 1"]
+    with pytest.raises(AssertionError, match="every gradient is 2 times too small"):
+        report.check()
+    assert report.to_dict()["layouts"][2]["finding"]["step"] == 1
+
+
+def test_unknown_layouts_are_refused_with_what_is_allowed():
+    for text in ("zero9*2", "pipeline=2*3", "", "pipeline=2, pipeline=3", "tensor=2, context=2"):
+        with pytest.raises(ConfigError, match="layout"):
+            compare_layouts(gpt, texts(1), [text])
+
+
+def test_progress_is_told_after_every_step():
+    told = []
+    compare_layouts(function(), lines(2), ["2"], progress=lambda layout, step: told.append((layout, step)))
+    assert told == [(name, step) for name in ("one process", "zero2*2") for step in range(3)]
+
+
+# ------------------------------------------------------------------ ranks of MPI
+
+
+@pytest.mark.mpi
+def test_all_ranks_get_the_same_report_and_small_layouts_leave_ranks_waiting(world):
+    layouts = [f"zero2*{world.size}", "1", f"pipeline={min(3, world.size)}, private"]
+    model, settings = (lambda comm: gpt(dropout=0.1)), {"clip": 0.1, "micro_batch": 1}
+    report = compare_layouts(model, texts(2), layouts, comm=world, **settings)
+    assert report.agrees, report
+    assert len(set(map(str, world.allgather_object(report.to_dict())))) == 1
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("plant", "layout", "quantity", "told"),
+    [
+        (planted.wrong_divisor, "zero2*{n}", "gradient before clipping", "times too small"),
+        (lambda patch: planted.missed_clip(patch, 1), "zero1*{n}, private", "clip factor", "a missed clip"),
+        (planted.tie_counted_twice, "zero1*{n}", "gradient before clipping", "a tied gradient counted twice"),
+        (lambda patch: planted.stale_parameters(patch, 1, 1), "zero1*{n}, private", "parameter", "stale parameters"),
+        (planted.stale_halo, "context=2", "loss", "stale data"),
+        (planted.skipped_reduction, "zero1*{n}", "gradient before clipping", "a skipped reduction"),
+        (planted.rank_keyed_dropout, "ddp*{n}", "loss", "random numbers keyed by the rank"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_planted_faults_are_named_on_ranks_of_mpi(world, monkeypatch, plant, layout, quantity, told):
+    plant(monkeypatch)
+    dropout = 0.2 if plant is planted.rank_keyed_dropout else 0.0
+    grain = 8 if plant is planted.stale_halo else 1
+    layout = layout.format(n=world.size)
+    found = finding(layout, comm=world, model=lambda comm: gpt(dropout=dropout), clip=0.1, micro_batch=grain)
+    assert found.quantity == quantity
+    assert found.diagnosis.startswith(told) or told in found.diagnosis
+    assert len({str(other) for other in world.allgather_object(found)}) == 1
+
+
+@pytest.mark.mpi
+def test_a_layout_with_too_many_ranks_is_refused_on_all(world):
+    with pytest.raises(ConfigError, match=f"needs {world.size + 1} ranks, this job has {world.size}"):
+        compared(f"ddp*{world.size + 1}", comm=world)

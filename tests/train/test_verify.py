@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from mpizero.comm import as_communicator
+from mpizero.errors import ConfigError
+from mpizero.train.configfile import Document, parse_config
+from mpizero.train.verify.command import choose, verify
+from mpizero.train.verify.layouts import Layout, default_layouts
+from tests.testing import planted
+from tests.train.conftest import TINY, write_inputs
+
+# ------------------------------------------------------------------ names of layouts
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "ranks"),
+    [
+        ("1", "zero2*1", 1),
+        ("3", "zero2*3", 3),
+        ("zero3*2", "zero3*2", 2),
+        ("ddp * 2, private", "ddp*2, private", 2),
+        ("pipeline=2,data=2", "zero2*4, pipeline=2, data=2, schedule=1f1b", 4),
+        ("zero1*8, pipeline=2, tensor=2", "zero1*8, pipeline=2, tensor=2, data=2, schedule=1f1b", 8),
+        ("strategy=ddp, context=3", "ddp*3, context=3", 3),
+        ("pipeline=2, schedule=interleaved, virtual_stages=2", None, 2),
+        ("4, ranks_per_node=2", "zero2*4, ranks_per_node=2", 4),
+    ],
+)
+def test_a_layout_is_named_shortly_and_its_full_name_means_the_same(text, name, ranks):
+    layout = Layout.parse(text)
+    assert layout.ranks == ranks
+    assert name is None or str(layout) == name
+    assert Layout.parse(str(layout)) == layout
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
+def test_defaults_are_every_strategy_and_every_cut_that_the_model_allows(ranks):
+    layouts = default_layouts(ranks, blocks=4, heads=4, sequence=8)
+    assert all(layout.ranks == ranks for layout in layouts)
+    assert {layout.parallel.strategy for layout in layouts} == {"ddp", "zero1", "zero2", "zero3"}
+    stages = {layout.parallel.pipeline for layout in layouts}
+    assert stages == {1} | {n for n in (2, 3, 4) if ranks % n == 0}
+    assert max(layout.parallel.tensor for layout in layouts) == max(n for n in (1, 2, 4) if ranks % n == 0)
+    assert [Layout.parse(str(layout)) for layout in layouts] == layouts
+
+
+# ------------------------------------------------------------------ the command
+
+
+def test_layouts_in_threads_agree_and_are_listed(mpizero):
+    outcome = mpizero(
+        0, "verify", "tiny.toml", "--steps", "2", "--layouts", "2; zero3*3, private; pipeline=2; tensor=2"
+    )
+    assert outcome.status == 0, outcome.err
+    head, one, *rest = outcome.out.splitlines()
+    assert head.split() == ["layout", "ranks", "steps", "sha256", "seconds", "verdict"]
+    names = ["zero2*2", "zero3*3, private", "zero2*2, pipeline=2, schedule=1f1b", "zero2*2, tensor=2"]
+    assert [line.split("  ")[0] for line in rest] == names
+    assert all(line.endswith("same bits") for line in rest[:3])
+    assert "  within " in rest[3]
+    assert "step 10/10" in outcome.err
+
+
+def test_layouts_under_mpiexec_take_its_first_ranks(mpizero):
+    outcome = mpizero(3, "verify", "tiny.toml", "--steps", "2", "--layouts", "1; 2; zero1*3", "--json")
+    assert outcome.status == 0, outcome.err
+    one, *others = outcome.result["layouts"]
+    assert [v["ranks"] for v in others] == [1, 2, 3]
+    assert {v["sha256"] for v in others} == {one["sha256"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            ("--layouts", "tensor=3"),
+            "'zero2*3, tensor=3' does not fit: parallel.tensor = 3: must divide model.heads = 2",
+        ),
+        (("--layouts", "pipeline=4"), "more stages than layers"),
+        (("--layouts", " ; "), "names no layout"),
+        (("--layouts", "zero9*2"), "layout 'zero9*2': 'zero9*2' is not understood"),
+        (("--steps", "0"), "--steps 0: must be a whole number >= 1"),
+        (("--ranks", "0"), "--ranks 0: must be a whole number >= 1"),
+        (("--tolerance", "-1"), "--tolerance -1.0: must be a number from 0 to 1"),
+        (("--set", "train.global_batch=5000"), "train.global_batch = 5000"),
+    ],
+)
+def test_bad_usage_is_refused_with_what_is_wrong(tmp_path, monkeypatch, options, told):
+    from mpizero.train.cli import main
+
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mpizero.comm.guard.install", lambda: None)
+    with pytest.raises(ConfigError) as caught:
+        main(["verify", "tiny.toml", *options])
+    assert told in str(caught.value)
+    assert caught.value.status == 78
+
+
+def test_a_layout_of_more_ranks_than_the_job_has_ends_it_with_one_line(mpizero):
+    outcome = mpizero(2, "verify", "tiny.toml", "--layouts", "3")
+    assert outcome.status != 0
+    assert outcome.told == ["ConfigError: --layouts: 'zero2*3' needs 3 ranks, this job has 2"]
+
+
+def options(**given):
+    return SimpleNamespace(
+        **{"layouts": "1; zero1*2", "ranks": None, "steps": 2, "tolerance": None, "json": False, **given}
+    )
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return parse_config(Document("tiny.toml", TINY, ["train.clip=0.1"]), {})
+
+
+def test_a_difference_is_printed_and_the_status_is_1(config, monkeypatch, capsys):
+    planted.missed_clip(monkeypatch, first=2)
+    assert verify(config, as_communicator(None), options()) == 1
+    shown = capsys.readouterr()
+    assert "zero1*2: step 2: clip factor: 1.0, expected 0." in shown.out
+    assert "probably: a missed clip" in shown.out
+    assert "1 of 2 layouts differs from one process" in shown.err
+
+
+def test_a_difference_is_told_to_programs_too(config, monkeypatch, capsys):
+    planted.wrong_divisor(monkeypatch)
+    assert verify(config, as_communicator(None), options(json=True)) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["agrees"] is False
+    assert [v["finding"] and v["finding"]["quantity"] for v in found["layouts"]] == [
+        None,
+        None,
+        "gradient before clipping",
+    ]
+
+
+def test_without_names_the_configurations_own_layout_comes_first(tmp_path):
+    config = parse_config(Document("tiny.toml", TINY, ["parallel.strategy=ddp", "parallel.ranks_per_node=1"]), {})
+    layouts = choose(config, as_communicator(None), None, 2)
+    assert str(layouts[0]) == "ddp*2, ranks_per_node=1"
+    assert "zero1*2, context=2" in map(str, layouts)
