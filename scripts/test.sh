@@ -4,7 +4,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 . scripts/environment.sh
 
-PARTS=(lint types package serial mpich cuda openmpi exactness hybrid)
+PARTS=(lint types package serial mpich cuda openmpi exactness hybrid slurm)
 
 usage() {
     cat <<'HELP'
@@ -19,13 +19,14 @@ usage: scripts/test.sh [--quick] [--only PART]... [--help]
   openmpi    tests with MPI on 4 ranks of the system's Open MPI with parallel HDF5
   exactness  one training on every number of ranks, strategy and kind of memory: the same bits
   hybrid     one training on every pipeline x data, schedule and ZeRO stage: the same bits; split layers within rounding
+  slurm      the batch scripts under a real Slurm on this machine: signal, requeue, time limit
 
   --quick      lint, types, serial, and MPI tests on 2 ranks only
   --only PART  this part (may be repeated)
 
 Environment: PYTHON (interpreter, >= 3.11), TEST_VENV (.venv-test), OPENMPI_VENV (.venv-openmpi),
 TEST_LOGS (build/test-logs: the output of all ranks), RANKS ("1 2 3 4 8").
-Open MPI and parallel HDF5 are installed with apt-get when this is run by root and they are missing;
+Open MPI, parallel HDF5 and Slurm are installed with apt-get when this is run by root and they are missing;
 where they cannot be had, that part is left out and the table says why.
 HELP
 }
@@ -229,6 +230,18 @@ part_hybrid() {
     timeout -k 10 600 "$PY" scripts/exactness_hybrid.py --quick --steps 10 --mpiexec "$VENV/bin/mpiexec"
 }
 
+part_slurm() {
+    wait_openmpi
+    [ "$OPENMPI" = yes ] || { NOTE="left out: $OPENMPI" && return; }
+    local log=$LOGS/slurm.log
+    timeout -k 60 600 scripts/test_slurm.sh --python "$OPENMPI_VENV/bin/python" --mpich-python "$PY" 2>&1 | tee "$log"
+    case ${PIPESTATUS[0]} in
+        77) NOTE=$(tail -n 1 "$log") ;;
+        0) ;;
+        *) return 1 ;;
+    esac
+}
+
 # ---------------------------------------------------------------------------------------------- the parts in order
 
 say "virtual environment: $VENV"
@@ -236,7 +249,7 @@ STARTED=$SECONDS
 ensure_venv "$VENV" install_test || fail "cannot install the test requirements"
 TABLE=$(printf '%-10s %-6s %5d s' setup ok $((SECONDS - STARTED)))
 STATUS=0
-[[ " ${ONLY[*]} " != *" openmpi "* && " ${ONLY[*]} " != *" exactness "* ]] || start_openmpi
+[[ ! " ${ONLY[*]} " =~ " "(openmpi|exactness|slurm)" " ]] || start_openmpi
 for part in "${ONLY[@]}"; do
     say "== $part"
     STARTED=$SECONDS NOTE='' RESULT=ok

@@ -139,7 +139,7 @@ stop_cluster() {
         kill "$process" 2>/dev/null
     done
     wait "${STARTED[@]}" 2>/dev/null
-    $KEEP && echo "logs: $BASE" || rm -rf "$BASE"
+    if $KEEP; then echo "logs: $BASE"; else rm -rf "$BASE"; fi
 }
 
 # ------------------------------------------------------------------------------------------ jobs
@@ -164,9 +164,10 @@ state_is() {
     [[ $(field "$1" JobState) =~ ^($2)$ ]]
 }
 
-# was_requeued JOB: it has run, and waits to run again.
+# was_requeued JOB: it has run, has left the node, and waits to run again.
 was_requeued() {
-    [ "$(field "$1" Restarts)" -gt 0 ] && state_is "$1" PENDING
+    [ "$(field "$1" Restarts)" -gt 0 ] && state_is "$1" PENDING &&
+        grep -qF "[$1.batch] done with job" "$BASE/slurmd.log"
 }
 
 # steps RUN: how many have been done.
@@ -194,8 +195,10 @@ submit() {
         "$ROOT/scripts/slurm/$script.sbatch" config.toml "${settings[@]}"
 }
 
-# again JOB: let a job that was put into the queue again start at once; Slurm would wait two minutes.
+# again JOB: let a job that was put into the queue again start soon; Slurm would wait two minutes, so as to be sure that
+# the credential of the visit before, of which whole seconds count, does not pass for the new one's.
 again() {
+    sleep 2
     scontrol update JobId="$1" StartTime=now
 }
 
@@ -250,7 +253,7 @@ signalled() {
     wait_for 240 state_is "$job" 'COMPLETED|FAILED|CANCELLED|TIMEOUT'
     expect state "$(field "$job" JobState)" COMPLETED
     expect restarts "$(field "$job" Restarts)" 1
-    expect_text signalled.log "stopped by SIGUSR1 on rank 0 after step $(("${NOTE##* }")): saved"
+    expect_text signalled.log "stopped by SIGUSR1 on rank [0-7] after step $(("${NOTE##* }")): saved"
     expect ranks "$(told signalled ranks)" 4
     expect hash "$(told signalled parameters_sha256)" "$HASH"
     NOTE+=" on 8 tasks, requeued, ended on 4 with the same hash"
