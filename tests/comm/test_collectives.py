@@ -73,6 +73,24 @@ def test_broadcast_is_adjoint_to_the_sum_on_its_root(ranks):
     ranks(specification)
 
 
+@pytest.mark.parametrize("length", [(1 << 16) - 1, 1 << 16, 3 << 16])
+def test_long_blocks_are_gathered_like_short_ones(ranks, length):
+    """From 256 KiB on they go directly to every rank (``mpi.GATHER_DIRECTLY``)."""
+
+    def specification(comm):
+        counts = [length if rank == comm.size - 1 else rank % 2 * 5 for rank in range(comm.size)]
+        whole = np.arange(sum(counts), dtype=np.float32)
+        start = sum(counts[: comm.rank])
+        mine = whole[start : start + counts[comm.rank]].copy()
+        comm.allgatherv(mine, out := np.empty_like(whole), counts)
+        assert_array_equal(out, whole)
+        request = comm.iallgatherv(mine, out := np.empty_like(whole), counts)
+        request.wait()
+        assert_array_equal(out, whole)
+
+    ranks(specification)
+
+
 def test_alltoallv_is_adjoint_to_the_reverse_alltoallv(ranks):
     def specification(comm):
         there = [(comm.rank + 2 * peer) % 4 for peer in range(comm.size)]
