@@ -27,8 +27,8 @@ from mpizero.types import Array
 MESSAGE_LIMIT = 2**31 - 1
 #: Objects whose pickle is shorter than this travel in one collective instead of two.
 OBJECT_SLOT = 512
-#: From so many bytes on all ranks' blocks are sent directly. MPICH passes long ones round a ring in pieces of 32 KB, each
-#: after the last: 4 ranks on 2 cores take 4 (two hosts) to 40 times (one host) as long as for sending directly.
+#: From so many bytes on, blocks that all gather are sent directly. MPICH passes long ones round a ring in pieces of
+#: 32 KB, each after the last: 4 ranks on 2 cores take 4 (two hosts) to 40 times (one host) as long.
 GATHER_DIRECTLY = 1 << 18
 _HEADER = 8
 
