@@ -50,7 +50,9 @@ if TYPE_CHECKING:
     from mpizero.parallel import ZeRO3Model as ZeRO3Model
     from mpizero.parallel import ZeRO3Optimizer as ZeRO3Optimizer
     from mpizero.parallel import distribute as distribute
+    from mpizero.parallel import dump_bad_step as dump_bad_step
     from mpizero.parallel import measured_costs as measured_costs
+    from mpizero.parallel import replay_bad_step as replay_bad_step
 
 _MODULES = (
     "adapters",
@@ -94,7 +96,9 @@ _NAMES = {
         "ZeRO3Model",
         "ZeRO3Optimizer",
         "distribute",
+        "dump_bad_step",
         "measured_costs",
+        "replay_bad_step",
     ),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -90,3 +90,7 @@ class SharedMemoryError(MpizeroError):
 
 class NonFiniteError(MpizeroError, ArithmeticError):
     """Losses or gradients stayed infinite or NaN for too many steps in a row."""
+
+
+class IntegrityError(MpizeroError):
+    """State in memory has changed by itself; names tensor, elements and rank."""

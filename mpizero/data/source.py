@@ -45,6 +45,10 @@ class Source(ABC):
     def describe(self) -> dict[str, Any]:
         """Return what tells this data from other data (names, sizes, types), without reading it. Not collective."""
 
+    def origin(self, indices: Indices) -> Indices:
+        """Return the numbers that samples have in the data as they were given, before any split. Not collective."""
+        return indices
+
     def samples(self, indices: ArrayLike) -> tuple[Array, Array]:
         """Return the samples of ``indices``, in that order: ``(x, y)``, each with samples on its first axis.
 
@@ -122,10 +126,17 @@ class Subset(Source):
 
     def read(self, indices: Indices) -> tuple[Array, Array]:
         """Return the samples of valid indices, in that order. Not collective."""
+        return self.source.read(self._places(indices))
+
+    def origin(self, indices: Indices) -> Indices:
+        """Return the numbers that samples have in the data as they were given. Not collective."""
+        return self.source.origin(self._places(indices))
+
+    def _places(self, indices: Indices) -> Indices:
         places = indices + self.start
         if not self.in_order:
             cpu.random.permutation(places, len(self.source), SPLIT_SEED, 0)
-        return self.source.read(places)
+        return places
 
     def describe(self) -> dict[str, Any]:
         """Return what tells this data from other data. Not collective."""

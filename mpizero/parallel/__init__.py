@@ -1,5 +1,6 @@
 """Sharded models and optimizers: one engine, one placement table, the strategies by name."""
 
+from mpizero.parallel.bad_steps import BadStep, dump_bad_step, read_bad_step
 from mpizero.parallel.base import Gradients, ShardedModelBase
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.hybrid import (
@@ -20,10 +21,12 @@ from mpizero.parallel.optimizers import (
     ZeRO2Optimizer,
     ZeRO3Optimizer,
 )
-from mpizero.parallel.report import StepReport
+from mpizero.parallel.replay import Replay, replay_bad_step
+from mpizero.parallel.report import NonFinite, StepReport
 from mpizero.parallel.timing import BlockTimes, measure_blocks, measured_costs
 
 __all__ = [
+    "BadStep",
     "BlockTimes",
     "DDPModel",
     "DDPOptimizer",
@@ -34,9 +37,11 @@ __all__ = [
     "HybridShardedOptimizer",
     "LocalSGDOptimizer",
     "ModelMetadata",
+    "NonFinite",
     "OptimizationOptions",
     "OptimizationResult",
     "PipelineParallelModel",
+    "Replay",
     "ShardedModelBase",
     "ShardedOptimizer",
     "ShardingConfig",
@@ -49,6 +54,9 @@ __all__ = [
     "ZeRO3Model",
     "ZeRO3Optimizer",
     "distribute",
+    "dump_bad_step",
     "measure_blocks",
     "measured_costs",
+    "read_bad_step",
+    "replay_bad_step",
 ]

@@ -199,6 +199,18 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
             gather_spans(data, [values[s.start : s.stop] for s in share.spans], values, spans)
         return Gradients(values, totals.weight, totals.loss / totals.weight, True)
 
+    def check_integrity(self) -> None:
+        """Compare all copies of parameters and optimizer state, and both with their last hash where one is held.
+
+        ``config.check_every`` does it every so many steps; this is for moments of the caller's choice.
+
+        Raises
+        ------
+        IntegrityError
+            On every rank, if memory has changed by itself: names tensor, elements and rank.
+        """
+        self.engine.integrity.check()
+
     def metadata(self) -> ModelMetadata:
         """Return placement and measured figures. Not collective."""
         sent = self.last_step.bytes_sent if self.last_step is not None else 0

@@ -47,6 +47,8 @@ class ShardingConfig:
     timeout : float or None
         Seconds after which a rank that is still inside one collective ends the job with a report of every rank's
         Python line; None watches nothing.
+    check_every : int
+        Steps between two checks of parameters and optimizer state for memory that has changed by itself; 0 is never.
     """
 
     comm: Any = None
@@ -61,11 +63,13 @@ class ShardingConfig:
     threads: int = 1
     clip: float | None = None
     timeout: float | None = 600.0
+    check_every: int = 0
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing, each with its name."""
         for name in ("minimum_parameter_group_size", "accumulate", "threads"):
             _whole(name, getattr(self, name))
+        _whole("check_every", self.check_every, least=0)
         for name in ("micro_batch", "ranks_per_node"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name))
@@ -169,9 +173,9 @@ class ShardingConfig:
         return type(self)(**{**values, **changes})
 
 
-def _whole(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name}={value!r}: expected a whole number >= 1")
+def _whole(name: str, value: object, least: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name}={value!r}: expected a whole number >= {least}")
 
 
 def _positive(name: str, value: object) -> None:

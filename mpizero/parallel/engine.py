@@ -25,11 +25,12 @@ from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.dealing import GlobalBatch, deal, in_contexts, same_batch
 from mpizero.parallel.evaluation import evaluate
 from mpizero.parallel.gradients import GradientRing, GradientRows, GradientViews, contiguous_owners
+from mpizero.parallel.integrity import Integrity
 from mpizero.parallel.memory import Memory, fits_shared_memory
 from mpizero.parallel.ownership import UpdatePiece
 from mpizero.parallel.pipeline import PipelineRunner
 from mpizero.parallel.placement import Placement
-from mpizero.parallel.report import StepReport
+from mpizero.parallel.report import Outcome, StepReport
 from mpizero.parallel.running import Runner, SequentialRunner, agreeable_errors
 from mpizero.parallel.scalars import GrainScalars, Totals
 from mpizero.parallel.spread import Spread
@@ -63,7 +64,7 @@ class Engine:
         self.store = ParameterStore(self.layout, self.grid, self.memory, placement.shard_parameters, self.dtype)
         self.whole = GlobalView(blocks_of(model), self.store, self.grid)
         self.exchange = ExactExchange(self.grid.peers, config.gradient_compression, self.memory.scratch)
-        self.scalars = GrainScalars(self.grid, self.layout)
+        self.scalars = GrainScalars(self.grid, self.layout, tuple(blocks_of(model)))
         self.across: Across | None = None
         if self.grid.model.size > 1:
             self.across = Across(self.grid, self.layout, trainable_names(model))
@@ -74,6 +75,7 @@ class Engine:
         if placement.waves:
             self._ring = GradientRing(self.layout, self.grid, self.memory, self.dtype, config.accumulate, self._named)
         self.updater: Updater | None = None
+        self.integrity = Integrity(self.grid, self.store, config.check_every)
         self.loss_scale: optim.LossScaleState | None = None
         self.step_number = 0
         self._initialize()
@@ -138,6 +140,7 @@ class Engine:
         self.store.version = 1
         if self.updater is not None:
             self.updater.reset()
+            self.integrity.forget()
 
     def bind(self, optimizer: Any, loss_scale: optim.DynamicLossScale | None = None) -> None:
         """Give the model an optimizer with fresh state, in place of an earlier one.
@@ -164,6 +167,7 @@ class Engine:
         if any(use.stage == self.stage.number for uses in self.stage.uses.values() for use in uses):
             layouts = {use.stage: self._layout_of(use.stage) for uses in self.stage.uses.values() for use in uses}
             self.updater.ties = TieExchange(self.grid, self.stage, layouts, self.updater.trees.own)
+        self.integrity.watch(self.updater)
 
     def exchange_model(self, model: Any) -> None:
         """Evaluate ``model``, which has the same parameters, from now on."""
@@ -191,10 +195,11 @@ class Engine:
         sent = self.grid.bytes_sent
         batch, totals, stack_row = self._forward_backward(x, y, self._ring is not None)
         rate = optim.learning_rate(updater.optimizer, updater.step_count)
-        norm, problem = None, totals.problem
-        if problem is None:
-            norm, problem = self._update(updater, totals, stack_row)
-        return self._report(totals, rate, (norm, problem), sent)
+        norm, problems = None, totals.problems
+        self.integrity.verify()
+        if not problems:
+            norm, problems = self._update(updater, totals, stack_row)
+        return self._report(totals, rate, (norm, problems), sent)
 
     def step(self, totals: Totals, reduced: Array, sent: int) -> StepReport:
         """Update from a gradient that :meth:`gradients` or :meth:`reduce_local` gave, unless it is not finite.
@@ -204,19 +209,21 @@ class Engine:
         updater = self._bound()
         rate = optim.learning_rate(updater.optimizer, updater.step_count)
         self.memory.barrier("step")  # who still reads parameters reads the old ones
-        norm, problem = None, totals.problem
-        if problem is None:
-            norm, problem = self.apply(reduced)
-        return self._report(totals, rate, (norm, problem), sent)
+        norm, problems = None, totals.problems
+        self.integrity.verify()
+        if not problems:
+            norm, problems = self.apply(reduced)
+        return self._report(totals, rate, (norm, problems), sent)
 
-    def _report(self, totals: Totals, rate: float, outcome: tuple[float | None, str | None], sent: int) -> StepReport:
-        """End a step: ``outcome`` is the gradient norm, and why the update was skipped."""
-        norm, problem = outcome
+    def _report(self, totals: Totals, rate: float, outcome: Outcome, sent: int) -> StepReport:
+        """End a step."""
+        (norm, problems), scale = outcome, self._loss_scale()
         if self.loss_scale is not None:
-            self.loss_scale = self.loss_scale.after(finite=problem is None)
-        if problem is not None:
+            self.loss_scale = self.loss_scale.after(finite=not problems)
+        if problems:
             self.memory.barrier("skipped")
         self.step_number += 1
+        self.integrity.after_step(self.step_number)
         updater = self._bound()
         return StepReport(
             updater.step_count,
@@ -224,8 +231,10 @@ class Engine:
             totals.weight,
             rate,
             norm,
-            problem,
+            str(problems[0]) if problems else None,
             self.grid.bytes_sent - sent,
+            problems,
+            scale,
         )
 
     def _bound(self) -> Updater:
@@ -270,14 +279,14 @@ class Engine:
         batch = deal(self.grid.batch, x, y, self.config.grain_size, owners, self.config.accumulate)
         if self.grid.context.size > 1:
             batch = in_contexts(batch, self.grid.context_group, waves=waves)
-        self.scalars.begin(batch)
+        self.scalars.begin(batch, self.step_number + 1)
         return batch
 
     def _run(self, first_sample: int) -> Run:
         return Run(training=True, seed=getattr(self.model, "seed", 0), step=self.step_number, first_sample=first_sample)
 
-    def _update(self, updater: Updater, totals: Totals, stack_row: int) -> tuple[float | None, str | None]:
-        """Update and publish; return the gradient norm where it was needed, and why a step was skipped."""
+    def _update(self, updater: Updater, totals: Totals, stack_row: int) -> Outcome:
+        """Update and publish, unless the sum is not finite."""
         threads = self.config.threads
         divisor = self._divisor(totals)
         single = self.grid.peers.size == 1
@@ -289,7 +298,7 @@ class Engine:
                 plan = self.rows.planned(self.scalars.count)
                 updater.update_fused(self.rows.window, program_array(plan.root), divisor, self.rows.row(0), threads)
             self.store.publish(exchange=self.placement.shard_optimizer)
-            return None, None
+            return None, ()
         return self.apply(self._reduced(updater, divisor, stack_row))
 
     def _divisor(self, totals: Totals) -> Array:
@@ -342,20 +351,20 @@ class Engine:
         self.memory.barrier("reduced")
         return reduced
 
-    def apply(self, reduced: Array) -> tuple[float | None, str | None]:
-        """Clip and update from a reduced gradient, then publish; return its norm, and why the update was skipped."""
+    def apply(self, reduced: Array) -> Outcome:
+        """Clip and update from a reduced gradient, then publish, unless it is not finite."""
         updater, norm = self._bound(), None
         if self._needs_norm:
-            norm, problem = updater.norm(reduced)
-            if problem is not None:
-                return norm, problem
+            norm, tensor = updater.norm(reduced)
+            if tensor is not None:
+                return norm, (self.scalars.in_the_sum(tensor, updater.parts_of(tensor, reduced), norm),)
         if norm is not None and self.config.clip is not None:
             factor = optim.clip_factor(norm, self.config.clip)
             if factor != 1.0:
                 updater.scale(reduced, factor)
         updater.update(reduced, self.config.threads)
         self.store.publish(exchange=self.placement.shard_optimizer)
-        return norm, None
+        return norm, ()
 
     # ------------------------------------------------------------------ questions and copies
 
@@ -382,6 +391,7 @@ class Engine:
             for slot, values in other.updater.state.items():
                 self.updater.state[slot][:] = values
             self.updater.step_count = other.updater.step_count
+            self.integrity.forget()
         self.loss_scale, self.step_number = other.loss_scale, other.step_number
 
     def close(self) -> None:

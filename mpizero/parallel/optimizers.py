@@ -155,6 +155,7 @@ class ShardedOptimizer:
     def reset(self) -> None:
         """Forget the state, as if no step had been made. Not collective; call it on every rank."""
         self._updater.reset()
+        self.model.engine.integrity.forget()
         self.model.engine.loss_scale = None if self.loss_scale is None else self.loss_scale.start()
         self._stalled = False
 
@@ -181,6 +182,7 @@ class ShardedOptimizer:
                 if any(digest != digests[0] for digest in digests):
                     repaired += grid.peers.rank == 0
                     grid.peers.broadcast(values, 0, slot)
+        engine.integrity.forget()
         total = np.array([repaired], np.int64)
         everyone.allreduce(total, "sum", "repaired")
         return int(total[0])
@@ -219,6 +221,7 @@ class ShardedOptimizer:
                 flat = np.asarray(arrays[whole.home(piece.entry.spec).spec.name]).reshape(-1)
                 start = piece.span.start - piece.entry.offset
                 take(piece.entry.spec, flat, start, updater.state[slot][piece.state : piece.state + piece.size])
+        self.model.engine.integrity.forget()
         updater.step_count = int(state["step_count"])
 
     def serialize(self) -> bytes:

@@ -189,6 +189,7 @@ def _check_optimizer(engine: Engine, saved: Mapping[str, Any]) -> None:
 
 def _take_scalars(engine: Engine, saved: Mapping[str, Any]) -> None:
     assert engine.updater is not None
+    engine.integrity.forget()
     engine.updater.step_count = int(saved["optimizer"]["step_count"])
     if saved.get("loss_scale") is not None and engine.loss_scale is not None:
         engine.loss_scale = replace(engine.loss_scale, **saved["loss_scale"])

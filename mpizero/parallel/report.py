@@ -6,6 +6,36 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class NonFinite:
+    """A loss or gradient that is infinite or NaN: where it was found first.
+
+    Attributes
+    ----------
+    step : int
+        Number of the training step, from 1; skipped ones count.
+    rank : int
+        The rank that found it.
+    tensor : str
+        "loss", "weight", or the name of the parameter whose gradient it is.
+    start, stop : int
+        Its grain's samples, as places in the global batch; of a sum that overflows, all samples.
+    message : str
+        What it is, for people.
+    """
+
+    step: int
+    rank: int
+    tensor: str
+    start: int
+    stop: int
+    message: str
+
+    def __str__(self) -> str:
+        """Return what, on which rank, of which samples."""
+        return f"{self.message} on rank {self.rank}, samples {self.start} to {self.stop - 1}"
+
+
+@dataclass(frozen=True)
 class StepReport:
     """What one training step did.
 
@@ -25,6 +55,11 @@ class StepReport:
         Why the update was skipped: which rank, tensor and samples were not finite.
     bytes_sent : int
         Bytes this rank sent to other ranks.
+    non_finite : tuple of NonFinite
+        The grains whose loss or gradient was not finite, the first one first, at most 16; empty unless skipped. The
+        same on every rank.
+    loss_scale : float
+        What the loss was multiplied by.
     """
 
     step: int
@@ -34,3 +69,9 @@ class StepReport:
     gradient_norm: float | None
     skipped: str | None
     bytes_sent: int
+    non_finite: tuple[NonFinite, ...] = ()
+    loss_scale: float = 1.0
+
+
+#: The norm of a gradient, where something asked for it, and what is not finite in a step that is skipped.
+Outcome = tuple[float | None, tuple[NonFinite, ...]]

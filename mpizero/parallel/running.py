@@ -64,7 +64,7 @@ class WatchedJob:
     def done(self, unit: Unit) -> None:
         """Check and pass on a unit's gradients; those of a unit that was never written go on unchecked."""
         if self.job.grain is not None:
-            for block, views in self._written.pop(unit.index, {}).items():
+            for block, views in reversed(self._written.pop(unit.index, {}).items()):  # the last one came first
                 self.scalars.check(self.job.grain.number, block, views)
         self.job.done(unit)
 

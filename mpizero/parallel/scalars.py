@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from mpizero.errors import CollectiveError, DataError, PeerFailure
 from mpizero.layout import FlatLayout
 from mpizero.layout.flat import joined
 from mpizero.parallel.dealing import GlobalBatch
+from mpizero.parallel.report import NonFinite
 from mpizero.parallel.storage import flat_names
 from mpizero.types import Array
 
@@ -22,13 +24,28 @@ from mpizero.types import Array
 _BAD, _FAILED = 1, 2
 _MARK_BITS = 2
 
+#: Grains that are not finite and are told of, at most.
+MAX_TOLD = 16
+
 
 class Totals(NamedTuple):
-    """Sums over the global batch; ``problem`` names the first value that is not finite."""
+    """Sums over the global batch; ``problems`` are its grains that are not finite, the first one first."""
 
     loss: float
     weight: float
-    problem: str | None
+    problems: tuple[NonFinite, ...]
+
+
+class _Bad(NamedTuple):
+    """What is not finite in a grain; smaller is earlier: loss, weight, gradients from the last block to the first."""
+
+    kind: int
+    place: int
+    tensor: str
+    message: str
+
+
+_NOTHING = _Bad(9, 0, "", "")
 
 
 def tree_total(values: Array) -> Array:
@@ -55,26 +72,29 @@ class GrainScalars:
         The ranks; all of the world agree, since each may hold another part of the model.
     layout : FlatLayout
         What this rank holds of it.
+    blocks : sequence of str
+        The blocks of the whole model, in order of use.
     """
 
-    def __init__(self, grid: ProcessGrid, layout: FlatLayout) -> None:
+    def __init__(self, grid: ProcessGrid, layout: FlatLayout, blocks: Sequence[str]) -> None:
         self.grid, self.layout = grid, layout
+        self._order = {name: place for place, name in enumerate(blocks)}
         self.everyone = everyone_of(grid)
         self.count = 0
         self.samples = 0
         self.error: Exception | None = None
         self._frozen = frozenset(e.spec.name for e in layout.entries if e.gradient < 0)
         self._mine: dict[int, list[float]] = {}
-        self._bad: tuple[int, str] | None = None
+        self._bad: dict[int, _Bad] = {}
+        self._step = 0
         self._per_rank = 0
         self._spans: dict[int, Any] = {}
 
-    def begin(self, batch: GlobalBatch) -> None:
-        """Start a new global batch. Not collective."""
-        self.count, self.samples = batch.count, batch.samples
+    def begin(self, batch: GlobalBatch, step: int = 0) -> None:
+        """Start a new global batch, that of step number ``step``. Not collective."""
+        self.count, self.samples, self._step = batch.count, batch.samples, step
         self._per_rank = -(-batch.count // self.grid.data.size)
-        self._mine = {}
-        self._bad = self.error = None
+        self._mine, self._bad, self.error = {}, {}, None
         self._spans = {g: (grain.micro_batches[0][2], grain.micro_batches[-1]) for g, grain in batch.grains.items()}
 
     def add(self, grain: int, loss: float, weight: float) -> None:
@@ -82,10 +102,9 @@ class GrainScalars:
         record = self._mine.setdefault(grain, [0.0, 0.0])
         record[0] += loss
         record[1] += weight
-        if self._bad is None and not np.isfinite(loss):
-            self._bad = (grain, "the loss")
-        if self._bad is None and not np.isfinite(weight):
-            self._bad = (grain, "the weight")
+        for kind, (what, value) in enumerate((("loss", loss), ("weight", weight))):
+            if not np.isfinite(value) and kind < self._bad.get(grain, _NOTHING).kind:
+                self._bad[grain] = _Bad(kind, 0, what, f"the {what} is not finite")
 
     def fail(self, error: Exception) -> None:
         """Remember that this rank cannot compute its grains; :meth:`agree` raises on every rank. Not collective."""
@@ -94,13 +113,13 @@ class GrainScalars:
         self.error = error
 
     def check(self, grain: int, block: str, views: Any) -> None:
-        """Remember the first gradient of a block that is not finite. Not collective."""
-        if self._bad is not None:
+        """Remember the first gradient of a grain that is not finite. Not collective."""
+        if grain in self._bad:
             return
         for name, view in flat_names(views):
-            flat = view.reshape(-1)
-            if joined(block, name) not in self._frozen and not kernels.backend(flat).reduction.all_finite(flat):
-                self._bad = (grain, f"the gradient of {joined(block, name)!r}")
+            flat, tensor = view.reshape(-1), joined(block, name)
+            if tensor not in self._frozen and not kernels.backend(flat).reduction.all_finite(flat):
+                self._bad[grain] = _Bad(2, -self._order[block], tensor, f"the gradient of {tensor!r} is not finite")
                 return
 
     def losses(self) -> dict[int, float]:
@@ -122,7 +141,7 @@ class GrainScalars:
         local = np.full((max(1, self._per_rank), 4), -1.0)
         for place, (grain, (loss, weight)) in enumerate(self._mine.items()):
             local[place, :3] = grain, loss, weight
-        mark = _FAILED if self.error is not None else _BAD if self._bad is not None else 0
+        mark = _FAILED if self.error is not None else _BAD if self._bad else 0
         local.view(np.int64)[0, 3] = number << _MARK_BITS | mark
         table = np.empty((size * len(local), 4))
         self.everyone.allgather(local.reshape(-1), table.reshape(-1), "losses")
@@ -134,7 +153,7 @@ class GrainScalars:
             with all_ranks(self.everyone, "failed grains"):
                 if self.error is not None:
                     raise self.error
-        problem = self._named() if (marks == _BAD).any() else None
+        problems = self._named() if (marks == _BAD).any() else ()
         rows = table[table[:, 0] >= 0]
         rows = rows[np.argsort(rows[:, 0], kind="stable")]
         loss, weight = tree_total(rows[:, 1:3])
@@ -142,15 +161,33 @@ class GrainScalars:
             raise DataError(
                 f"the global batch has weight {weight:g}: every target in it is ignored; expected more than 0"
             )
-        return Totals(float(loss), float(weight), problem)
+        return Totals(float(loss), float(weight), problems)
 
-    def _named(self) -> str:
-        """Return a description of the first problem. Collective over all ranks."""
-        mine = None
-        if self._bad is not None:
-            grain, what = self._bad
-            first, (x, _, last) = self._spans[grain]
-            stop = last + (len(x) if hasattr(x, "__len__") else 1)
-            mine = (grain, f"{what} is not finite on rank {self.everyone.rank}, samples {first} to {stop - 1}")
-        found = [item for item in self.everyone.allgather_object(mine, "not finite") if item is not None]
-        return str(min(found)[1])
+    def _named(self) -> tuple[NonFinite, ...]:
+        """Return the grains that are not finite, each with what was so first. Collective over all ranks."""
+        mine = sorted((self._spans[g][0], bad, self._told(g, bad)) for g, bad in self._bad.items())[:MAX_TOLD]
+        everyone = self.everyone.allgather_object(mine, "not finite")
+        found: dict[int, NonFinite] = {}
+        for first, _, told in sorted((item for items in everyone for item in items), key=lambda item: item[:2]):
+            found.setdefault(first, told)
+        return tuple(found.values())[:MAX_TOLD]
+
+    def _told(self, grain: int, bad: _Bad) -> NonFinite:
+        first, (x, _, last) = self._spans[grain]
+        stop = last + (len(x) if hasattr(x, "__len__") else 1)
+        return NonFinite(self._step, self.everyone.rank, bad.tensor, first, stop, bad.message)
+
+    def in_the_sum(self, tensor: str, parts: Sequence[Array], norm: float) -> NonFinite:
+        """Tell of finite gradients whose sum, or the squares of whose sum, are not; ``parts`` are this rank's own.
+
+        Collective over all ranks.
+        """
+        finite = all(np.isfinite(part).all() for part in parts)
+        largest = max((float(np.abs(part).max()) for part in parts if part.size), default=-1.0) if finite else np.inf
+        told = np.empty(self.everyone.size)
+        self.everyone.allgather(np.array([largest]), told, "sum not finite")
+        rank, first = int(told.argmax()), f"the averaged gradient of {tensor!r} is not finite"
+        message = (
+            first if np.isinf(told[rank]) else f"the squares of the averaged gradient of {tensor!r} add up to {norm}"
+        )
+        return NonFinite(self._step, rank, tensor, 0, self.samples, message)

@@ -232,7 +232,7 @@ class Updater:
                 own += reduced[use : use + piece.size]
 
     def norm(self, reduced: Array) -> tuple[float, str | None]:
-        """Return the norm of the reduced gradient over all parameters, and which of them makes it infinite or NaN.
+        """Return the norm of the reduced gradient over all parameters, and the one that makes it infinite or NaN.
 
         Collective over all ranks.
         """
@@ -240,8 +240,14 @@ class Updater:
         total = float(sum(sums.values()))
         if np.isfinite(total):
             return total**0.5, None
-        name = next((name for name, value in sums.items() if not np.isfinite(value)), "all parameters together")
-        return total, f"the squares of the averaged gradient of {name!r} add up to {total}"
+        return total, next(
+            (name for name, value in sums.items() if not np.isfinite(value)), max(sums, key=sums.__getitem__)
+        )
+
+    def parts_of(self, name: str, reduced: Array) -> list[Array]:
+        """Return this rank's own elements of the reduced gradient of one parameter. Not collective."""
+        pieces = [p for p in self.trees.own if home_of(p.entry.spec) == name]
+        return [reduced[p.gradient : p.gradient + p.size] for p in pieces]
 
     def _square_sums(self, values: Sequence[Array]) -> dict[str, float]:
         """Return the sum of squares of every trainable parameter of the model. Collective over all ranks."""

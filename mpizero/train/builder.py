@@ -167,6 +167,20 @@ def build_model(config: Config, *sources: Any) -> Any:
 
     Not collective.
     """
+    section = config.model
+    return make_model(config, _widths(section, sources) if isinstance(section, MlpSection) else None)
+
+
+def make_model(config: Config, widths: Sequence[int] | None) -> Any:
+    """Return the model; ``widths`` are the features and outputs of one that takes them from its data.
+
+    Not collective.
+
+    Raises
+    ------
+    DataError
+        If it needs widths, and gets none that can be used.
+    """
     section, seed = config.model, config.train.seed
     if isinstance(section, GptSection):
         return nn.GPT(
@@ -181,16 +195,25 @@ def build_model(config: Config, *sources: Any) -> Any:
             seed=seed,
         )
     assert isinstance(section, MlpSection)
-    features, outputs = _widths(section, sources)
+    if not isinstance(widths, list | tuple) or len(widths) != 2:
+        raise DataError(f"an mlp takes features and outputs from its data, got {widths!r}")
     return nn.MLP(
-        features,
+        widths[0],
         section.hidden,
-        outputs,
+        widths[1],
         activation=section.activation,
         task=section.task,
         dtype=section.dtype,
         seed=seed,
     )
+
+
+def widths_of(model: Any) -> tuple[int, int] | None:
+    """Return the ``widths`` that :func:`make_model` needs to make the like of a model.
+
+    Not collective.
+    """
+    return (model.features, model.outputs) if isinstance(model, nn.MLP) else None
 
 
 def _widths(section: MlpSection, sources: Sequence[Any]) -> tuple[int, int]:
@@ -270,6 +293,7 @@ def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
         clip=train.clip or None,
         share_node_memory=parallel.share_node_memory,
         ranks_per_node=parallel.ranks_per_node,
+        check_every=train.check_every,
     )
 
 

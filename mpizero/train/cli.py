@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
-from mpizero.train import checkpoint_cli
+from mpizero.train import checkpoint_cli, replay_cli
 from mpizero.train.options import add_layout_options, add_overrides, layout_of, named_as_options
 from mpizero.train.signals import StopSignals
 from mpizero.train.verify.options import add_verify
@@ -120,6 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     add_verify(commands, _verify)
     _add_doctor(commands)
+    replay_cli.add_command(commands, _replay)
     _add_bench(commands)
     checkpoint_cli.add_command(commands, _checkpoint)
     return parser
@@ -345,6 +346,10 @@ def _bench_memory(options: argparse.Namespace) -> int:
     if comm.rank == 0:
         print(text, flush=True)
     return int(ExitStatus.OK)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    return _on_first_rank(replay_cli.run, options)
 
 
 def _checkpoint(options: argparse.Namespace) -> int:

@@ -147,7 +147,7 @@ def parse_config(document: Document, defaults: Mapping[str, str] | None = None) 
             section, _, setting = key.partition(".")
             if isinstance(tables.get(section, {}), dict) and setting not in tables.get(section, {}):
                 _apply(tables, f"{key}={value}")
-        return _build(tables)
+        return config_of(tables)
 
 
 def _apply(tables: Tables, override: str) -> None:
@@ -175,7 +175,16 @@ def _value(override: str, raw: str) -> Any:
     return parsed["value"]
 
 
-def _build(tables: Tables) -> Config:
+def config_of(tables: Tables) -> Config:
+    """Check the tables of a configuration, such as :meth:`Config.to_dict` gives.
+
+    Not collective.
+
+    Raises
+    ------
+    ConfigError
+        Naming the key, its value and what is allowed.
+    """
     for section, content in tables.items():
         if section not in SECTIONS:
             known = ", ".join(f"[{name}]" for name in SECTIONS)

@@ -100,12 +100,18 @@ class RunFolder:
         found = [path for path in self.checkpoints.glob("step_*") if path.name[5:].isdecimal() and path.is_dir()]
         return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
+    @property
+    def bad_steps(self) -> Path:
+        """The samples of steps that were skipped."""
+        return self.root / "bad_steps"
+
     def set_aside(self) -> Path | None:
         """Move what an earlier run left into a folder of its own, and return that.
 
         Not collective. None when there is nothing.
         """
-        old = [path for path in (self.metrics, self.superseded, self.marker) if path.exists()] + self.steps()
+        steps = self.steps()
+        old = [path for path in (self.metrics, self.superseded, self.marker, self.bad_steps) if path.exists()] + steps
         if not old:
             return None
         try:
@@ -114,7 +120,7 @@ class RunFolder:
                 number += 1
             (home / "checkpoints").mkdir(parents=True)
             for path in old:
-                path.rename(home / "checkpoints" / path.name if path.is_dir() else home / path.name)
+                path.rename(home / "checkpoints" / path.name if path in steps else home / path.name)
         except OSError as error:
             raise self._failed("the earlier run in it cannot be moved aside", error) from None
         return home

@@ -12,7 +12,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup import agree_to_start
 from mpizero.data import batches
-from mpizero.errors import ExitStatus, MpizeroError, NonFiniteError
+from mpizero.errors import ExitStatus, MpizeroError
 from mpizero.faults import strike
 from mpizero.layout import Grains
 from mpizero.parallel import StepReport
@@ -21,6 +21,7 @@ from mpizero.train.checks import rejected
 from mpizero.train.config import Config
 from mpizero.train.memory import peak_resident
 from mpizero.train.metrics import Speed, Validation, finite, shortened
+from mpizero.train.numbers import NumberWatch
 from mpizero.train.preemption import StopRequests, Verdict
 from mpizero.train.progress import Progress
 from mpizero.train.resume import load_newest
@@ -29,9 +30,6 @@ from mpizero.train.saver import Saver
 from mpizero.train.signals import StopSignals
 from mpizero.train.stopfile import StopFile
 from mpizero.train.walltime import JobContext, WallTime
-
-#: So many steps in a row without a finite gradient end the run.
-MAX_SKIPPED = 5
 
 
 class Preempted(MpizeroError):  # noqa: N818 - it is the outcome of a request, not a mistake
@@ -122,8 +120,8 @@ class Trainer:
         self.speed = Speed("tokens" if job.task == "language" else "samples")
         self.step = 0
         self.loss: float | None = None
-        self._skipped = 0
         self.saver = Saver(job, folder, self.control, clock)
+        self.numbers = NumberWatch(job, folder, progress)
         self._failure: MpizeroError | None = None
 
     def run(self, *, resume: bool) -> dict[str, Any] | None:
@@ -142,7 +140,9 @@ class Trainer:
             self.job.model.train(x, y)
             verdict = self.stop.answer()
             self.step += 1
-            self._finish_step(self.job.model.last_step, time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            more = self.numbers.see(self.step, self.job.model.last_step, (x, y))
+            self._finish_step(self.job.model.last_step, seconds, more)
             self.clock.worked(time.perf_counter() - started)
             if self.stop.all_finished:
                 self.saver.finish()
@@ -187,9 +187,8 @@ class Trainer:
             group=self.job.model.batch_group,
         )
 
-    def _finish_step(self, report: StepReport, seconds: float) -> None:
+    def _finish_step(self, report: StepReport, seconds: float, more: Mapping[str, Any]) -> None:
         self.loss = report.loss
-        self._count_skipped(report)
         samples = self.config.train.global_batch
         rate = self.speed.step(samples * self.job.units_per_sample, seconds)
         line: dict[str, Any] = {
@@ -200,9 +199,8 @@ class Trainer:
             f"{self.speed.unit}_per_second": rate,
             "bytes_sent": report.bytes_sent,
             "memory": peak_resident(),
+            **more,
         }
-        if report.skipped:
-            line["skipped"] = report.skipped
         if self._validation_due():
             line |= self._validate().figures()
             self.speed.disturb()
@@ -219,21 +217,6 @@ class Trainer:
         shown = [("loss", line["loss"]), (f"{self.speed.unit}/s", line[f"{self.speed.unit}_per_second"])]
         shown += [(key, line[key]) for key in ("validation_loss", "perplexity", "accuracy") if key in line]
         self.progress.step(self.step, shortened(shown))
-
-    def _count_skipped(self, report: StepReport) -> None:
-        if not report.skipped:
-            self._skipped = 0
-            return
-        self._skipped += 1
-        self.progress.say(
-            f"step {self.step} skipped, parameters unchanged: {report.skipped} "
-            f"({self._skipped} in a row, {MAX_SKIPPED} end the run)"
-        )
-        if self._skipped >= MAX_SKIPPED:
-            raise NonFiniteError(
-                f"step {self.step}: skipped {MAX_SKIPPED} steps in a row: {report.skipped}; lower optimizer.lr, set "
-                f"train.clip, or look at the data; the checkpoints in {self.folder.checkpoints} are from before"
-            )
 
     def _validation_due(self) -> bool:
         train = self.config.train
@@ -265,6 +248,7 @@ class Trainer:
         return last or verdict is Verdict.STOP or bool(every and self.step % every == 0)
 
     def _save(self, *, wait: bool) -> None:
+        self.numbers.before_save()
         self.saver.save(self.step, self.loss, wait=wait)
         self.speed.disturb()
 

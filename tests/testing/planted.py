@@ -11,9 +11,7 @@ import mpizero as mz
 from mpizero.comm.group import CommunicatorGroup
 from mpizero.parallel.engine import Engine
 from mpizero.parallel.gradients import GradientRows
-from mpizero.parallel.stage import Use
 from mpizero.parallel.storage import ParameterStore
-from mpizero.parallel.ties import TieExchange
 from mpizero.parallel.update import Updater
 from mpizero.testing import Finding, compare_layouts
 from mpizero.types import Run
@@ -68,28 +66,6 @@ def tie_counted_twice(monkeypatch: Any) -> None:
             right(self, reduced)
 
     monkeypatch.setattr(Updater, "add_uses", add_uses)
-
-
-def cut_tie_counted_twice(monkeypatch: Any) -> None:
-    """What another pipeline stage tells of a tied gradient is added once more."""
-    right = TieExchange._sum
-
-    def add(self: TieExchange, tie: Any, arrived: Any, reduced: Any) -> None:
-        right(self, tie, arrived, reduced)
-        for span, values in (part for parts in arrived.values() for part in parts):
-            self._gradient(tie, Use(self.number, 0), span, reduced)[:] += values
-
-    monkeypatch.setattr(TieExchange, "_sum", add)
-
-
-def skipped_tensor_reduction(monkeypatch: Any) -> None:
-    """Gradients are not added over a tensor group."""
-    right = CommunicatorGroup.all_reduce
-    monkeypatch.setattr(
-        CommunicatorGroup,
-        "all_reduce",
-        lambda self, x, tag="": x.copy() if "grad" in tag else right(self, x, tag),
-    )
 
 
 def stale_halo(monkeypatch: Any) -> None:

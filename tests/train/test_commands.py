@@ -13,7 +13,7 @@ def test_help_names_every_command_and_the_exit_statuses(mpizero):
     outcome = mpizero(0, "--help")
     assert outcome.status == 0
     assert all(
-        word in outcome.out for word in ("train", "generate", "doctor", "bench", "checkpoint", "75 stopped early")
+        word in outcome.out for word in ("train", "generate", "replay", "bench", "checkpoint", "75 stopped early")
     )
     assert mpizero(0, "--version").out.startswith("mpizero ")
 
@@ -24,6 +24,7 @@ def test_help_names_every_command_and_the_exit_statuses(mpizero):
         ["train"],
         ["generate"],
         ["doctor"],
+        ["replay"],
         ["bench"],
         ["bench", "memory"],
         ["checkpoint"],

@@ -123,7 +123,7 @@ def of_gradient(seen: Gradients, sizes: Mapping[str, int]) -> str | None:
         return told
     names = [name for name in found if not _close(seen.own[name], expected[name])]
     if names and all(_factor([found[name]], [seen.own[name]]) is not None for name in names):
-        return "a skipped reduction: each owner has what it computed itself, of its samples or its part of the layers"
+        return "a skipped reduction: each owner has the gradient of its own samples alone, not the sum over the ranks"
     if factor is not None:
         which = "the gradient of this tensor" if len(found) == 1 else "the gradients of these tensors"
         return _wrong_count(which, factor, sizes)

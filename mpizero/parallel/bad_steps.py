@@ -1,0 +1,227 @@
+"""Keep the samples of a step whose loss or gradient was not finite, in plain files, for a replay in one process.
+
+[Note: the files of a bad step] ``step.json`` is what is known of the step, one JSON object: ``format`` ("mpizero bad
+step"), ``version`` (1), ``step``, ``run_step`` and ``seed`` (what dropout is keyed by), ``loss_scale``, ``micro_batch``
+(samples evaluated at a time), ``global_batch``, ``found`` (a list of ``rank``, ``tensor``, ``start``, ``stop``,
+``message``), ``grains`` (names of the files below), ``libraries`` (versions) and ``about`` (what the caller adds;
+`mpizero train`: its configuration). ``grain_00003.npz``, NumPy's own format without pickle,
+uncompressed, has ``x`` and ``y`` as they were trained on, ``samples`` (places in the global batch) and, where the
+caller knows them, ``indices`` (in the data).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.startup import versions
+from mpizero.errors import DataError
+from mpizero.parallel.base import ShardedModelBase
+from mpizero.parallel.report import NonFinite, StepReport
+from mpizero.types import Array
+
+FORMAT, VERSION = "mpizero bad step", 1
+#: Bytes of a ``step.json`` that is read at all.
+_LIMIT = 16 << 20
+
+
+@dataclass(frozen=True)
+class BadGrain:
+    """The samples of one grain: ``indices`` tell where in the data they are, None where nobody knows."""
+
+    x: Array
+    y: Array
+    samples: Array
+    indices: Array | None = None
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """What :func:`dump_bad_step` wrote; the fields are explained in ``docs/bad_numbers.md``."""
+
+    step: int
+    run_step: int
+    seed: int
+    loss_scale: float
+    micro_batch: int
+    global_batch: int
+    found: tuple[dict[str, Any], ...]
+    libraries: dict[str, str]
+    about: dict[str, Any]
+    grains: tuple[BadGrain, ...]
+
+
+def dump_bad_step(
+    model: ShardedModelBase,
+    batch: tuple[Any, Any],
+    folder: str | os.PathLike[str],
+    *,
+    indices: Any = None,
+    about: Mapping[str, Any] | None = None,
+) -> Path | None:
+    """Write the grains of the last step that were not finite to a folder below ``folder``.
+
+    Collective over the model's ranks; rank 0 writes.
+
+    Parameters
+    ----------
+    model : sharded model
+        Its ``last_step`` was skipped.
+    batch : (array, array)
+        What this rank gave to ``train``.
+    folder : path
+        Gets ``step_<number>``; one that exists already is left as it is.
+    indices : 1-D array of int or None
+        Where in the data this rank's samples are.
+    about : mapping or None
+        Plain JSON values to be kept beside.
+
+    Returns
+    -------
+    Path or None
+        The folder of the step; None if the last step was not skipped.
+
+    Raises
+    ------
+    DataError
+        If the batch is not of arrays of numbers, which can be kept without pickle; on every rank.
+    OSError
+        If the files cannot be written; RemoteError on the other ranks.
+    """
+    report, comm = model.last_step, model.config.communicator
+    if report is None or not report.non_finite:
+        return None
+    with all_ranks(comm):
+        for name, value in zip("xy", batch, strict=True):
+            if not isinstance(value, np.ndarray) or value.dtype.hasobject:
+                kind = getattr(value, "dtype", type(value).__name__)
+                raise DataError(f"{name} is {kind}: only arrays of numbers can be kept for a replay")
+    grains, total = _gather(model, batch, indices, report.non_finite)
+    path = Path(folder) / f"step_{report.non_finite[0].step:08d}"
+    with all_ranks(comm):
+        if comm.rank == 0 and not path.exists():
+            _write(path, _described(model, report, total) | {"about": dict(about or {})}, grains)
+    return path
+
+
+def _gather(
+    model: ShardedModelBase, batch: tuple[Array, Array], indices: Any, found: tuple[NonFinite, ...]
+) -> tuple[dict[int, BadGrain], int]:
+    """Return the grains that were found, by number, and the samples of the global batch. Collective."""
+    group = model.batch_group
+    counts = np.empty(group.size, np.int64)
+    group.allgather(np.array([len(batch[0])], np.int64), counts, "bad step")
+    total, first = int(counts.sum()), int(counts[: group.rank].sum())
+    size = model.config.grain_size(total)
+    numbers = sorted({n for bad in found for n in range(bad.start // size, -(-bad.stop // size))})[: len(found) + 16]
+    arrays = [*map(np.asarray, batch), np.arange(first, first + len(batch[0]))]
+    if indices is not None:
+        arrays.append(np.asarray(indices, np.int64))
+    grains = {}
+    for number in numbers:
+        start, stop = (min(max(place - first, 0), len(batch[0])) for place in (number * size, (number + 1) * size))
+        parts = group.allgather_object([array[start:stop] for array in arrays], "bad step")
+        grains[number] = BadGrain(*(np.concatenate(held) for held in zip(*parts, strict=True)))
+    return grains, total
+
+
+def _described(model: ShardedModelBase, report: StepReport, total: int) -> dict[str, Any]:
+    config, found = model.config, report.non_finite
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": found[0].step,
+        "run_step": found[0].step - 1,
+        "seed": int(getattr(model.wrapped_model, "seed", 0)),
+        "loss_scale": report.loss_scale,
+        "micro_batch": -(-config.grain_size(total) // config.accumulate),
+        "global_batch": total,
+        "found": [asdict(bad) for bad in found],
+        "libraries": versions(),
+    }
+
+
+def _write(path: Path, described: Mapping[str, Any], grains: Mapping[int, BadGrain]) -> None:
+    """Write a folder beside its place, and give it its name when it is whole."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        names = [f"grain_{number:05d}.npz" for number in grains]
+        for name, grain in zip(names, grains.values(), strict=True):
+            known: dict[str, Any] = {} if grain.indices is None else {"indices": grain.indices}
+            np.savez(temporary / name, x=grain.x, y=grain.y, samples=grain.samples, **known)
+        text = json.dumps({**described, "grains": names}, indent=1, allow_nan=False)
+        (temporary / "step.json").write_text(text + "\n", encoding="utf-8")
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def read_bad_step(path: str | os.PathLike[str]) -> BadStep:
+    """Read what :func:`dump_bad_step` wrote. Not collective.
+
+    Raises
+    ------
+    DataError
+        If there is no such step, or its files are damaged or of another version: names the file.
+    """
+    folder = Path(path)
+    file = folder / "step.json"
+    try:
+        if file.stat().st_size > _LIMIT:
+            raise DataError(f"{file}: more than {_LIMIT} bytes: not a bad step")
+        told = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(
+            f"{folder}: no bad step: {file.name}: {error.strerror}; expected a folder as run/bad_steps/step_00000123"
+        ) from None
+    except ValueError:
+        raise DataError(f"{file}: not JSON: damaged, or no bad step") from None
+    if not isinstance(told, dict) or told.get("format") != FORMAT or told.get("version") != VERSION:
+        raise DataError(f"{file}: not a bad step of version {VERSION}")
+    try:
+        names = [str(name) for name in told["grains"]]
+        step = BadStep(
+            step=int(told["step"]),
+            run_step=int(told["run_step"]),
+            seed=int(told["seed"]),
+            loss_scale=float(told["loss_scale"]),
+            micro_batch=int(told["micro_batch"]),
+            global_batch=int(told["global_batch"]),
+            found=tuple(dict(found) for found in told["found"]),
+            libraries=dict(told["libraries"]),
+            about=dict(told["about"]),
+            grains=(),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{file}: incomplete or wrong: {error}") from None
+    if step.micro_batch < 1 or any(Path(name).name != name for name in names):
+        raise DataError(f"{file}: wrong: micro_batch must be > 0, and grains names of files beside it")
+    return replace(step, grains=tuple(_read_grain(folder / name) for name in names))
+
+
+def _read_grain(file: Path) -> BadGrain:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            declared = sum(info.file_size for info in archive.infolist())
+        if declared > file.stat().st_size:
+            raise ValueError(f"declares {declared} bytes, more than the file has")
+        with np.load(file, allow_pickle=False) as held:
+            x, y, samples = held["x"], held["y"], held["samples"]
+            indices = held.get("indices")
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
+        raise DataError(f"{file}: not the samples of a grain: {error}") from None
+    if samples.ndim != 1 or not len(samples) or not x.ndim or not y.ndim or not len(x) == len(y) == len(samples):
+        raise DataError(f"{file}: x, y and samples have shapes {x.shape}, {y.shape} and {samples.shape}")
+    return BadGrain(x, y, samples, indices)

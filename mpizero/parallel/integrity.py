@@ -1,0 +1,230 @@
+"""Find memory that has changed by itself: state against its own last hash, and copies against each other.
+
+[Note: what a check sees] A rank takes the CRC32 of what it has written right after an update, and again when the next
+update is about to begin, with a forward and a backward pass between: bits that turned over in that time are found and
+named, in shards and copies alike. Then all ranks exchange the numbers: copies of one range (of nodes with memory of
+their own, of tensor ranks that hold a parameter whole, of stages that share a tied one) must have equal ones, which
+finds what turned over in a copy at any time before. A CRC32 sees every change of up to 32 neighbouring bits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from socket import gethostname
+from typing import NamedTuple
+
+import numpy as np
+
+from mpizero.comm import ProcessGrid
+from mpizero.crc import crc32
+from mpizero.errors import IntegrityError
+from mpizero.parallel.scalars import everyone_of
+from mpizero.parallel.storage import ParameterStore
+from mpizero.parallel.ties import home_of
+from mpizero.parallel.update import Updater
+from mpizero.types import Array, ParameterSpec, Part
+
+#: Damaged ranges that an error names, at most.
+MAX_NAMED = 4
+
+
+class _Tensor(NamedTuple):
+    """An array that ranks hold ranges of: which, and which slice of the whole one."""
+
+    kind: str
+    name: str
+    part: Part | None
+
+    def __str__(self) -> str:
+        kind = "parameter" if self.kind == "parameters" else self.kind
+        return f"{kind} {self.name!r}"
+
+
+class _Range(NamedTuple):
+    """Elements ``start:stop`` of an array, as one rank holds them."""
+
+    tensor: _Tensor
+    start: int
+    stop: int
+
+
+class _Plan(NamedTuple):
+    """The ranges of all ranks, cut so that copies have the same; the same on every rank but for ``views``."""
+
+    ranges: list[list[_Range]]
+    views: list[Array]
+    copies: list[list[tuple[int, int]]]  # (rank, place in its ranges) of everybody who holds one and the same range
+
+    @property
+    def counts(self) -> list[int]:
+        return [2 * len(ranges) for ranges in self.ranges]
+
+
+class Integrity:
+    """Take and compare the hashes of one model's parameters and optimizer state.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+        The ranks.
+    store : ParameterStore
+        What this rank holds of the parameters.
+    every : int
+        Steps between two checks of :meth:`after_step`; 0 is never.
+    """
+
+    def __init__(self, grid: ProcessGrid, store: ParameterStore, every: int) -> None:
+        self.grid, self.store, self.every = grid, store, every
+        self.everyone = everyone_of(grid)
+        self._updater: Updater | None = None
+        self._plan: _Plan | None = None
+        self._taken: tuple[int, Array] | None = None
+
+    def watch(self, updater: Updater) -> None:
+        """Look after this optimizer's state from now on. Not collective."""
+        self._updater, self._plan = updater, None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the last hash: state has been changed on purpose. Not collective, but the same on every rank."""
+        self._taken = None
+
+    def after_step(self, step: int) -> None:
+        """Take the hash of this rank's state if it is time. Collective over all ranks the first time, then not."""
+        if self.every and step % self.every == 0:
+            self._taken = (self.store.version, self._hashes())
+
+    def verify(self) -> None:
+        """Check the state if a hash was taken and nothing has changed it on purpose since. Collective then.
+
+        Raises
+        ------
+        IntegrityError
+            As :meth:`check`.
+        """
+        if self._taken is not None:
+            self.check()
+            self.forget()
+
+    def check(self) -> None:
+        """Compare copies, and the state with its last hash where there is one. Collective over all ranks.
+
+        Raises
+        ------
+        IntegrityError
+            On every rank, if something has changed by itself: names tensor, elements and rank.
+        """
+        now, taken = self._hashes(), self._taken
+        known = taken is not None and taken[0] == self.store.version
+        changed = now != taken[1] if known and taken is not None else np.zeros(now.size, bool)
+        plan = self._planned()
+        told = np.empty(sum(plan.counts), np.uint32)
+        self.everyone.allgatherv(np.concatenate([now, changed.astype(np.uint32)]), told, plan.counts, "integrity")
+        hashes, marks = self._unpacked(told, plan)
+        damaged = [(rank, place) for rank, mark in enumerate(marks) for place in np.flatnonzero(mark).tolist()]
+        differing = [copies for copies in plan.copies if len({int(hashes[r][p]) for r, p in copies}) > 1]
+        if damaged or differing:
+            raise IntegrityError(self._report(plan, hashes, damaged, differing))
+
+    # ------------------------------------------------------------------ what ranks hold
+
+    def _hashes(self) -> Array:
+        return np.fromiter((crc32(view.view(np.uint8)) for view in self._planned().views), np.uint32)
+
+    def _planned(self) -> _Plan:
+        """Return who holds what. The first call after :meth:`watch` is collective over all ranks."""
+        if self._plan is None:
+            held = list(self._held())
+            everyone = self.everyone.allgather_object([rng for rng, _ in held], "what ranks hold")
+            cuts: dict[_Tensor, set[int]] = defaultdict(set)
+            for rng in (rng for ranges in everyone for rng in ranges):
+                cuts[rng.tensor] |= {rng.start, rng.stop}
+            places = {tensor: sorted(found) for tensor, found in cuts.items()}
+            ranges = [[part for rng in told for part in _cut(rng, places[rng.tensor])] for told in everyone]
+            holders: dict[_Range, list[tuple[int, int]]] = defaultdict(list)
+            for rank, own in enumerate(ranges):
+                for place, rng in enumerate(own):
+                    holders[rng].append((rank, place))
+            views = [
+                view[part.start - rng.start : part.stop - rng.start]
+                for rng, view in held
+                for part in _cut(rng, places[rng.tensor])
+            ]
+            self._plan = _Plan(ranges, views, [found for found in holders.values() if len(found) > 1])
+        return self._plan
+
+    def _held(self) -> Iterator[tuple[_Range, Array]]:
+        """Yield every range that this rank writes, of its own copy or its node's, with its values."""
+        store, updater = self.store, self._updater
+        for share in (store.share,) if store.sharded else store.peer_shares:
+            for unit, span in zip(store.layout.units, share.spans, strict=True):
+                shift = store.base + share.offsets[unit.index] - span.start if store.sharded else 0
+                for entry, part in store.layout.pieces(span):
+                    values = store.values[part.start + shift : part.stop + shift]
+                    yield from _named("parameters", entry.spec, part.start - entry.offset, values)
+        for slot in sorted(updater.state) if updater is not None else ():
+            assert updater is not None
+            for piece in updater.pieces:
+                values = updater.state[slot][piece.state : piece.state + piece.size]
+                yield from _named(f"optimizer/{slot}", piece.entry.spec, piece.span.start - piece.entry.offset, values)
+
+    # ------------------------------------------------------------------ what is told
+
+    def _unpacked(self, told: Array, plan: _Plan) -> tuple[list[Array], list[Array]]:
+        """Return the hashes of every rank, and where its state differs from its last one."""
+        parts = np.split(told, np.cumsum(plan.counts)[:-1])
+        halves = [(part[: part.size // 2], part[part.size // 2 :]) for part in parts]
+        return [first for first, _ in halves], [second for _, second in halves]
+
+    def _report(
+        self,
+        plan: _Plan,
+        hashes: Sequence[Array],
+        damaged: Sequence[tuple[int, int]],
+        differing: Sequence[Sequence[tuple[int, int]]],
+    ) -> str:
+        """Say what is damaged, on all ranks the same. Collective over all ranks."""
+        hosts = self.everyone.allgather_object(gethostname(), "integrity")
+        lines = []
+        for rank, place in damaged:
+            lines.append(
+                f"{_place(plan.ranges[rank][place])} changed on rank {rank} ({hosts[rank]}) between two updates"
+            )
+        for copies in differing:
+            if set(copies) & set(damaged):
+                continue  # the cause is known
+            values = {rank: int(hashes[rank][place]) for rank, place in copies}
+            rng = _place(plan.ranges[copies[0][0]][copies[0][1]])
+            lines.append(f"{rng} {_minority(values, hosts)}")
+        more = f"; and {len(lines) - MAX_NAMED} ranges more" if len(lines) > MAX_NAMED else ""
+        return (
+            f"state in memory is damaged: {'; '.join(lines[:MAX_NAMED])}{more}; nothing was saved since it was found. "
+            "Resume from the last checkpoint; if it happens on the same host again, take that one out of service"
+        )
+
+
+def _named(kind: str, spec: ParameterSpec, start: int, values: Array) -> Iterator[tuple[_Range, Array]]:
+    if values.size:
+        yield _Range(_Tensor(kind, home_of(spec), spec.part), start, start + values.size), values
+
+
+def _cut(rng: _Range, places: Sequence[int]) -> list[_Range]:
+    inside = [place for place in places if rng.start <= place <= rng.stop]
+    return [rng._replace(start=start, stop=stop) for start, stop in pairwise(inside)]
+
+
+def _place(rng: _Range) -> str:
+    return f"{rng.tensor}, elements {rng.start} to {rng.stop - 1},"
+
+
+def _minority(values: dict[int, int], hosts: Sequence[str]) -> str:
+    """Say which ranks differ from the most; of two equally many nobody can tell."""
+    counted = Counter(values.values()).most_common()
+    if len(counted) > 1 and counted[0][1] == counted[1][1]:
+        who = ", ".join(f"{rank} ({hosts[rank]})" for rank in values)
+        return f"differs between ranks {who}, and with so few copies none can be said to be right"
+    wrong = [rank for rank, value in values.items() if value != counted[0][0]]
+    who = ", ".join(f"{rank} ({hosts[rank]})" for rank in wrong)
+    return f"on rank {who} differs from its {counted[0][1]} equal copies"

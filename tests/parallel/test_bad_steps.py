@@ -1,0 +1,231 @@
+"""A step that is not finite: named alike everywhere, kept in plain files, and evaluated again in one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.errors import ConfigError, DataError
+from mpizero.parallel import read_bad_step
+from mpizero.testing import run_in_threads
+from tests.parallel.models import gpt, layouts, mlp, part, points, sharded, tokens
+from tests.parallel.spreads import Case, Way, placed, with_traps
+
+
+@pytest.fixture
+def folder(world: Any, tmp_path: Path) -> Path:
+    """One folder for all ranks."""
+    return Path(world.broadcast_object(str(tmp_path)))
+
+
+def bad_points(samples: int, first: int) -> tuple[Any, Any]:
+    x, y = points(samples)
+    x[first:] = np.inf
+    return x, y
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("extra", [{}, {"clip": 1.0}, {"accumulate": 2}], ids=str)
+def test_the_loss_of_the_first_grain_is_named_on_every_layout(world: Any, extra: dict[str, Any], folder: Path) -> None:
+    count, micro = 4 * world.size, 2 // extra.get("accumulate", 1)
+    x, y = bad_points(count, 2 * world.size + 1)
+    bad = (2 * world.size + 1) // 2 * 2
+    for number, (strategy, memory) in enumerate(layouts(world.size)):
+        model, _ = sharded(strategy, world, mlp(), micro_batch=micro, **extra, **memory)
+        with model:
+            model.train(*part(world, *points(count)))
+            before = model.parameters_sha256()
+            model.train(*part(world, x, y))
+            found = model.last_step.non_finite
+            assert (found[0].step, found[0].tensor, found[0].start, found[0].stop) == (2, "loss", bad, bad + 2)
+            assert [f.start for f in found] == list(range(bad, count, 2))[:16]
+            assert set(world.allgather_object(found)) == {found}
+            assert model.parameters_sha256() == before
+            path = mz.dump_bad_step(model, part(world, x, y), folder / str(number))
+            step = read_bad_step(path)
+            assert [list(grain.samples) for grain in step.grains] == [[f.start, f.start + 1] for f in found]
+            np.testing.assert_array_equal(np.concatenate([grain.x for grain in step.grains]), x[bad : bad + 32])
+            assert (step.step, step.run_step, step.micro_batch, step.global_batch) == (2, 1, micro, count)
+            assert step.found[0]["rank"] == found[0].rank
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_gradient_of_a_split_model_is_named_by_its_block_whoever_holds_it(world: Any, folder: Path) -> None:
+    """The block that the backward pass comes to first is named, on whatever stage or tensor rank."""
+    if world.size % 2:
+        pytest.skip("an even number of ranks")
+    x, y = tokens(8)
+    for number, way in enumerate((Way(2, 1), Way(2, 1, zero=3, schedule="zero_bubble"), Way(1, 2))):
+        armed = {"what": "infinite", "first": 4}
+        case = Case(lambda: with_traps(gpt(dropout=0.0), {"blocks.0": armed, "blocks.1": armed}))  # noqa: B023
+        if way.tensor > 1:
+            case = Case(lambda: gpt(dropout=0.0))
+        model, _ = placed(case, world, way)
+        with model:
+            if way.tensor > 1:
+                poison = model.get_parameters()
+                entry = next(e for e in model.layout.parameters if "blocks.1" in e.spec.name)
+                poison[entry.offset] = np.inf
+                model.set_parameters(poison)
+            mine = part(model.batch_group, x, y)
+            model.train(*mine)
+            first = model.last_step.non_finite[0]
+            if way.tensor > 1:
+                assert first.tensor == "loss"
+            else:
+                assert first.tensor.startswith("blocks.1.")
+                assert (first.start, first.stop) == (4, 6)
+            step = read_bad_step(mz.dump_bad_step(model, mine, folder / str(number)))
+            np.testing.assert_array_equal(step.grains[0].x, x[first.start : first.stop])
+
+
+def test_gradients_that_overflow_in_their_sum_are_named_with_their_owner() -> None:
+    """Each grain's gradient is finite in float32, their sum is not: all samples together are to blame."""
+    x = np.full((2, 6), 1.0, np.float32)
+
+    def run(comm: Any) -> Any:
+        model, optimizer = sharded("zero1", comm, mlp(hidden=(), task="regression", outputs=1), micro_batch=1)
+        with model:
+            model.set_parameters(np.zeros(7, np.float32))
+            model.engine.bind(optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=1.0))
+            model.train(*part(comm, x, np.full((2, 1), 1.0e38, np.float32)))
+            return model.last_step
+
+    with np.errstate(over="ignore"):
+        first, second = (report.non_finite for report in run_in_threads(2, run))
+    assert first == second
+    assert first[0].tensor.startswith("output.")
+    assert (first[0].start, first[0].stop) == (0, 2)
+
+
+# ---------------------------------------------------------------------- replay
+
+
+def dumped(folder: Path, model: Any, x: Any, y: Any) -> Any:
+    model.train(x, y)
+    return mz.dump_bad_step(model, (x, y), folder)
+
+
+def test_a_replay_finds_the_first_value_that_is_not_finite(tmp_path: Path) -> None:
+    x, y = tokens(4)
+    model, _ = sharded("zero2", None, gpt(dtype="float32"), micro_batch=2)
+    with model:
+        values = model.get_parameters()
+        entry = model.layout.by_name["blocks.1.feed_forward.expand.weight"]
+        values[entry.span.start : entry.span.stop] = 3e38
+        model.set_parameters(values)
+        path = dumped(tmp_path, model, x, y)
+        replays = mz.replay_bad_step(path, model)
+        assert [(r.start, r.stop) for r in replays] == [(0, 2), (2, 4)]
+        for replay in replays:
+            assert (replay.first.what, replay.first.name) == ("output", "blocks.1")
+            names = [(f.what, f.name) for f in replay.figures]
+            assert names.index(("output", "blocks.1")) < names.index(("loss", "loss"))
+            assert names.index(("loss", "loss")) < names.index(("gradient of output", "head"))
+            assert names.index(("gradient", entry.spec.name)) < names.index(("gradient of output", "blocks.0"))
+        np.testing.assert_array_equal(model.get_parameters(), values)
+
+
+def test_a_replay_sees_what_the_training_saw(tmp_path: Path) -> None:
+    """Same samples, dropout and cut into micro-batches: the same loss, to the bit."""
+    x, y = tokens(4)
+    armed: dict[str, Any] = {}
+    model, _ = sharded("ddp", None, with_traps(gpt(), {"blocks.1": armed}), micro_batch=2, accumulate=2)
+    with model:
+        model.train(x, y)
+        armed.update(what="infinite", first=0)
+        start = model.get_parameters()
+        path = dumped(tmp_path, model, x, y)
+        armed.clear()
+        assert model.last_step.skipped
+        np.testing.assert_array_equal(model.get_parameters(), start)
+        replays = mz.replay_bad_step(path, model)
+        assert all(replay.first is None for replay in replays)
+        assert sum(replay.loss for replay in replays) / sum(r.weight for r in replays) == model.last_step.loss
+
+
+def test_a_black_box_is_replayed_with_its_loss_and_gradients(tmp_path: Path) -> None:
+    def loss_and_grad(p: Mapping[str, Any], batch: tuple[Any, Any]) -> tuple[float, dict[str, Any], float]:
+        x, _ = batch
+        return float(x.sum()), {"w": np.log(x.sum(0)), "frozen": np.full(3, np.nan)}, float(len(x))
+
+    start = {"w": np.ones(3), "frozen": np.ones(3)}
+    model, _ = sharded("zero1", None, mz.FunctionModel(start, loss_and_grad, frozen=["frozen"]), micro_batch=1)
+    with model:
+        x = np.ones((3, 3))
+        x[2, 1] = 0.0
+        path = dumped(tmp_path, model, x, x)
+        (replay,) = mz.replay_bad_step(path, model)
+        assert (replay.start, replay.stop, replay.first.what, replay.first.name) == (2, 3, "gradient", "w")
+        assert (replay.first.not_finite, replay.first.size) == (1, 3)
+
+
+def test_a_replay_wants_one_process(tmp_path: Path) -> None:
+    def run(comm: Any) -> None:
+        model, _ = sharded("ddp", comm, micro_batch=1)
+        with model, pytest.raises(ConfigError, match="one process, the model is on 2"):
+            mz.replay_bad_step(tmp_path, model)
+
+    run_in_threads(2, run)
+
+
+# ---------------------------------------------------------------------- files
+
+
+@pytest.fixture
+def dump(tmp_path: Path) -> Path:
+    model, _ = sharded("ddp", None, micro_batch=2)
+    with model:
+        return Path(dumped(tmp_path, model, *bad_points(4, 2)))
+
+
+def test_a_good_step_leaves_nothing_and_a_batch_of_objects_is_refused(tmp_path: Path) -> None:
+    model, _ = sharded("ddp", None, micro_batch=2)
+    with model:
+        model.train(*points(4))
+        assert mz.dump_bad_step(model, points(4), tmp_path) is None
+        model.train(*bad_points(4, 2))
+        with pytest.raises(DataError, match="x is object: only arrays of numbers"):
+            mz.dump_bad_step(model, (np.array([None] * 4), points(4)[1]), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_files_are_plain(dump: Path) -> None:
+    told = json.loads((dump / "step.json").read_text())
+    assert (told["format"], told["version"], told["step"], told["grains"]) == (
+        "mpizero bad step",
+        1,
+        1,
+        ["grain_00001.npz"],
+    )
+    with np.load(dump / "grain_00001.npz", allow_pickle=False) as grain:
+        assert sorted(grain) == ["samples", "x", "y"]
+        assert list(grain["samples"]) == [2, 3]
+    assert [path.name for path in dump.parent.iterdir()] == ["step_00000001"]
+
+
+def test_damaged_files_are_named(dump: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no bad step: step.json: No such file"):
+        read_bad_step(tmp_path / "nowhere")
+    grain, step = dump / "grain_00001.npz", dump / "step.json"
+    whole, text = grain.read_bytes(), step.read_text()
+    for damage in (whole[: len(whole) // 2], b"", whole.replace(b"x.npy", b"z.npy")):
+        grain.write_bytes(damage)
+        with pytest.raises(DataError, match="grain_00001.npz: not the samples of a grain"):
+            read_bad_step(dump)
+    grain.write_bytes(whole)
+    for wrong, message in (
+        ("{", "not JSON"),
+        ("[]", "not a bad step of version 1"),
+        (text.replace('"seed"', '"need"'), "incomplete or wrong: 'seed'"),
+        (text.replace("grain_00001.npz", "../../x.npz"), "names of files beside it"),
+    ):
+        step.write_text(wrong)
+        with pytest.raises(DataError, match=message):
+            read_bad_step(dump)

@@ -1,0 +1,165 @@
+"""Numbers that go wrong in a run: skipped steps and their replay, leaps of the loss, damaged memory."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpizero.comm import InMemoryCommunicator
+from mpizero.errors import IntegrityError, NonFiniteError
+from mpizero.parallel import read_bad_step
+from mpizero.train.cli import main
+from mpizero.train.config import Config
+from mpizero.train.configfile import config_of
+from mpizero.train.numbers import MAX_DUMPS, SPIKE_LEAST, SPIKE_STEPS, LossSpikes
+from mpizero.train.trainer import train
+
+
+@pytest.fixture
+def alone():
+    with InMemoryCommunicator.group(1)[0] as comm:
+        yield comm
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Forty samples, of which number 7 is infinite."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(40, 3)).astype(np.float32)
+    x[7] = np.inf
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "y.npy", rng.integers(0, 2, 40))
+    return tmp_path
+
+
+def configuration(folder: Path, **train_settings) -> Config:
+    return config_of(
+        {
+            "model": {"name": "mlp", "hidden": [4]},
+            "data": {"arrays": {"x": str(folder / "x.npy"), "y": str(folder / "y.npy")}, "validation": 0.0},
+            "train": {
+                "steps": 10,
+                "global_batch": 8,
+                "micro_batch": 2,
+                "seed": 3,
+                "validate_every": 0,
+                **train_settings,
+            },
+            "checkpoint": {"folder": str(folder / "run" / "checkpoints"), "every": 1, "keep": 20},
+        }
+    )
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_skipped_step_leaves_its_samples_and_the_run_goes_on(data, alone, capsys):
+    train(configuration(data), alone)
+    skipped = [line["step"] for line in lines(data) if "skipped" in line]
+    assert len(skipped) == 2  # sample 7 comes once an epoch of five steps
+    kept = sorted((data / "run" / "bad_steps").iterdir())
+    assert [path.name for path in kept] == [f"step_{step:08d}" for step in skipped]
+    for path in kept:
+        (grain,) = read_bad_step(path).grains
+        assert 7 in grain.indices
+        np.testing.assert_array_equal(grain.x, np.load(data / "x.npy")[grain.indices])
+    assert f"mpizero replay {kept[0]}" in capsys.readouterr().err
+
+
+def test_replay_tells_the_first_value_that_is_not_finite(data, alone, capsys):
+    train(configuration(data), alone)
+    dump = sorted((data / "run" / "bad_steps").iterdir())[-1]
+    step = read_bad_step(dump).step
+    capsys.readouterr()
+    assert main(["replay", str(dump)]) == 0
+    out = capsys.readouterr().out
+    assert f"parameters here: step {step - 1}, from " in out
+    assert "first not finite: input x, 3 of 6 values" in out
+    assert "gradient hidden.0.linear.weight" in out
+    assert (
+        main(["replay", str(dump), "--json", "--checkpoint", str(data / "run" / "checkpoints" / "step_00000010")]) == 0
+    )
+    told = json.loads(capsys.readouterr().out)
+    assert told["parameters"].startswith("step 10, from ")
+    assert told["replays"][0]["first"] == "input x"
+
+
+def test_replay_without_a_checkpoint_takes_the_start_values(data, alone, capsys):
+    train(configuration(data), alone)
+    dump = sorted((data / "run" / "bad_steps").iterdir())[0]
+    moved = data / "elsewhere" / "bad_steps" / dump.name
+    moved.parent.mkdir(parents=True)
+    dump.rename(moved)
+    assert main(["replay", str(moved)]) == 0
+    assert "the start values" in capsys.readouterr().out
+
+
+def test_a_run_keeps_few_bad_steps_and_ends_after_five_in_a_row(data, alone, capsys):
+    train(configuration(data, steps=MAX_DUMPS * 5 + 5), alone)  # one step an epoch of five
+    assert len(list((data / "run" / "bad_steps").iterdir())) == MAX_DUMPS
+    assert "this one is not kept" in capsys.readouterr().err
+    np.save(data / "x.npy", np.full((40, 3), np.nan, np.float32))
+    with pytest.raises(
+        NonFiniteError, match=r"skipped 5 steps in a row: the loss is not finite on rank 0, samples 0 to 1"
+    ):
+        train(configuration(data), alone)
+    assert len(list((data / "run" / "earlier" / "0001" / "bad_steps").iterdir())) == MAX_DUMPS
+
+
+def test_samples_that_cannot_be_kept_end_no_run(data, alone, capsys, monkeypatch):
+    def full(*arguments, **arrays):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    assert train(configuration(data), alone)["steps"] == 10
+    assert "its samples cannot be kept: [Errno 28] No space left" in capsys.readouterr().err
+    assert not list((data / "run" / "bad_steps").iterdir())
+
+
+def test_damaged_memory_is_never_saved(data, alone, monkeypatch):
+    """A bit turns over after an update: the run ends with an error, and the last checkpoint is from before."""
+    from mpizero.train import numbers
+
+    real = numbers.NumberWatch.see
+
+    def see(self, step, report, batch):
+        if step == 4:
+            self.job.model.engine.store.values.view(np.uint8)[5] ^= 8
+        return real(self, step, report, batch)
+
+    monkeypatch.setattr(numbers.NumberWatch, "see", see)
+    with pytest.raises(
+        IntegrityError, match=r"parameter 'hidden.0.linear.weight', elements 0 to 11, changed on rank 0"
+    ):
+        train(configuration(data, check_every=2), alone)
+    assert max(path.name for path in (data / "run" / "checkpoints").glob("step_*")) == "step_00000003"
+
+
+def test_the_default_checks_and_zero_does_not(data):
+    assert configuration(data).train.check_every > 0
+    assert configuration(data, check_every=0).train.check_every == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "loss", "told"),
+    [
+        ([1.0] * SPIKE_LEAST, 10.1, "loss 10.1 is 10.1 times the largest of the last 10 steps"),
+        ([1.0] * SPIKE_LEAST, 10.0, None),
+        ([1.0] * (SPIKE_LEAST - 1), 100.0, None),
+        ([50.0] + [1.0] * SPIKE_STEPS, 11.0, "loss 11 is 11 times the largest of the last 100 steps"),
+        ([50.0] + [1.0] * (SPIKE_STEPS - 1), 11.0, None),
+        ([1.0, math.nan] * SPIKE_LEAST, 11.0, "loss 11 is 11 times the largest of the last 10 steps"),
+        ([0.0] * SPIKE_STEPS, 1.0, None),
+        ([-1.0] * SPIKE_STEPS, 1.0, None),
+        ([1.0] * SPIKE_STEPS, math.inf, None),
+    ],
+)
+def test_a_leap_of_the_loss_is_told(before, loss, told):
+    spikes = LossSpikes()
+    assert [spikes.see(value) for value in before] == [None] * len(before)
+    assert spikes.see(loss) == told
