@@ -32,6 +32,7 @@ import numpy as np
 
 from mpizero.comm.board import Board, Slot, open_board
 from mpizero.comm.contract import Lookout
+from mpizero.comm.elsewhere import Elsewhere
 from mpizero.comm.heartbeat import Heartbeat
 from mpizero.comm.lastwords import await_delivery, describe, format_error, write
 from mpizero.comm.register import Register
@@ -79,6 +80,7 @@ class Guard:
         self.rank, self.size, self.host = 0, 1, ""
         self.launched = any(name in os.environ for name in _LAUNCHED)
         self.board: Board | None = None
+        self.elsewhere: Elsewhere | None = None
         self.heartbeat: Heartbeat | None = None
         self.lookout: Lookout | None = None
         self.debug = os.environ.get(DEBUG, "")
@@ -131,6 +133,7 @@ class Guard:
             self._control = comm.Split(0, self.rank)
             if self.size > 1:
                 self.board = open_board(self.rank, self.host, self._control.allgather)
+                self.elsewhere = Elsewhere(self.board, self.host, self._control.allgather)
                 self.heartbeat = Heartbeat(self.board, self.register, self._state, world)
                 self.lookout = Lookout(self.heartbeat, self._end_mismatch)
                 self.heartbeat.listeners.append(self.lookout.look)
@@ -263,12 +266,15 @@ class Guard:
                 self._end_mismatch(error)
         if self.heartbeat is not None and self.process == os.getpid():
             self.heartbeat.stop()
+        if self.elsewhere is not None:
+            self.elsewhere.close()
 
     def _left_early(self, waited: float) -> bool:
         """End the job if this rank has ended while others still need it; False to go on waiting."""
         if self.board is None or waited < _BLOCKED:
             return False
-        reasons = [self._needs_me(other, slot) for other, slot in self.board.read().items() if other != self.rank]
+        slots = self.board.read() | (self.elsewhere.read_now_and_then() if self.elsewhere else {})
+        reasons = [self._needs_me(other, slot) for other, slot in slots.items() if other != self.rank]
         reason = next(filter(None, reasons), "")
         status, counts = self._asked  # if collectives came after it, somebody has caught it
         if not reason and waited > _ALONE and status not in (None, 0) and counts == self.register.counts():

@@ -54,8 +54,8 @@ class Watchdog:
     grace : float
         Stage 2 comes ``timeout + grace`` seconds after the last sign of life of this process.
     folder : path or None
-        Folder that all nodes see, for the lines of ranks on other nodes and the stacks of stage 2
-        (``hang-rank00003.txt``). None: other nodes' ranks are named without their lines, stacks go to standard error.
+        Folder that all nodes see, for the lines of ranks on nodes that cannot be asked (see :mod:`.elsewhere`) and the
+        stacks of stage 2 (``hang-rank00003.txt``). None: stacks go to standard error.
 
     Raises
     ------
@@ -185,6 +185,8 @@ class Watchdog:
             if rank not in slots:
                 with contextlib.suppress(OSError, ValueError):
                     slots[rank] = json.loads(self._path(rank).read_text())
+        if self._guard.elsewhere is not None and any(rank not in slots for rank in members):
+            slots = self._guard.elsewhere.read() | slots
         now, wall = time.monotonic(), time.time()
         return {rank: s | {"age": wall - s["wall"] if "wall" in s else now - s["beat"]} for rank, s in slots.items()}
 

@@ -23,7 +23,9 @@ from tests.parallel.two_hosts_program import STRATEGIES, gpt, train
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "two_hosts.sh"
 PROGRAM = Path(__file__).with_name("two_hosts_program.py")
-LIMIT = 60.0
+FAULTS = ROOT / "tests" / "faults" / "program.py"
+#: Seconds for all to be gone after a fault, and for a whole case.
+SOON, LIMIT = 5.0, 60.0
 
 
 def why_not():
@@ -96,6 +98,27 @@ def test_two_hosts_have_the_bits_of_one_process_and_send_what_is_counted(tmp_pat
         assert row["sha256"] == expected, row
         assert row["counted"] <= row["by_interface"] < 1.1 * row["counted"] + 10_000, row  # headers, acknowledgements
     assert len(re.findall(r"^host[12] sent \d+ bytes$", err, re.MULTILINE)) == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("raise", r"\[rank 1/2 host2\] ValueError: planted"),
+        (
+            "exit_0",
+            r"\[rank 1/2 host2\] left early: .* rank 0 waits in barrier #6 'gradients' .* program.py:\d+ in train",
+        ),
+        ("sleep", r"stuck: barrier #6 .*: rank 1 not in it\n(.*\n)+.*rank 1: at work at program.py:\d+ in <lambda>"),
+    ],
+)
+def test_a_rank_that_fails_on_the_other_host_ends_the_job_and_is_named(tmp_path, fault, said):
+    command = (sys.executable, str(FAULTS), fault, str(tmp_path), "1")
+    status, _, err = ended(start("--unshaped", "--ranks-per-host", "1", "--", *command))
+    now = time.time()
+    (struck,) = (float(path.name.removeprefix("fault-")) for path in tmp_path.glob("fault-*"))
+    assert status != 0
+    assert now - struck < SOON, err
+    assert re.search(said, err), err
 
 
 def test_nothing_is_left_behind():
