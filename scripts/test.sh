@@ -4,7 +4,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 . scripts/environment.sh
 
-PARTS=(lint types package serial mpich cuda openmpi exactness hybrid slurm)
+PARTS=(lint types package serial mpich cuda openmpi exactness hybrid torture slurm)
 
 usage() {
     cat <<'HELP'
@@ -19,6 +19,7 @@ usage: scripts/test.sh [--quick] [--only PART]... [--help]
   openmpi    tests with MPI on 4 ranks of the system's Open MPI with parallel HDF5
   exactness  one training on every number of ranks, strategy and kind of memory: the same bits
   hybrid     one training on every pipeline x data, schedule and ZeRO stage: the same bits; split layers within rounding
+  torture    saves killed, refused, damaged, on full disks: a sample of scripts/torture.py
   slurm      the batch scripts under a real Slurm on this machine: signal, requeue, time limit
 
   --quick      lint, types, serial, and MPI tests on 2 ranks only
@@ -228,6 +229,10 @@ part_exactness() {
 
 part_hybrid() {
     timeout -k 10 600 "$PY" scripts/exactness_hybrid.py --quick --steps 10 --mpiexec "$VENV/bin/mpiexec"
+}
+
+part_torture() {
+    timeout -k 10 600 "$PY" scripts/torture.py --short --mpiexec "$VENV/bin/mpiexec"
 }
 
 part_slurm() {

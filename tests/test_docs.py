@@ -131,7 +131,11 @@ def test_the_version_stands_once():
         assert f'"{version[1]}"' not in path.read_text(encoding="utf-8"), path
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "scripts").rglob("*.py")), ids=lambda p: p.name)
+#: A folder with ``__init__.py`` holds the parts of a script, not scripts.
+SCRIPTS = [p for p in sorted((ROOT / "scripts").rglob("*.py")) if not p.with_name("__init__.py").exists()]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
 def test_scripts_say_what_they_do(script):
     if re.search(r"^import torch$", script.read_text(encoding="utf-8"), re.MULTILINE):
         pytest.importorskip("torch", reason="a comparison with PyTorch, which the tests do not install")
@@ -142,5 +146,5 @@ def test_test_script_lists_its_parts():
     shown = subprocess.run(
         ["bash", ROOT / "scripts" / "test.sh", "--help"], capture_output=True, text=True, check=True, timeout=60
     ).stdout
-    for part in ("lint", "types", "package", "serial", "mpich", "cuda", "openmpi", "exactness", "hybrid"):
+    for part in ("lint", "types", "package", "serial", "mpich", "cuda", "openmpi", "exactness", "hybrid", "torture"):
         assert part in shown

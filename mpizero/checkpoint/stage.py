@@ -201,8 +201,10 @@ def remove_folder(path: str) -> None:
     parent, name = os.path.split(path)
     hidden = os.path.join(parent, f"{DELETED}{name}.{socket.gethostname()}.{os.getpid()}")
     os.rename(path, hidden)
-    sync_folder(parent)
-    shutil.rmtree(hidden)
+    try:
+        sync_folder(parent)
+    finally:
+        shutil.rmtree(hidden)
 
 
 def make_folders(path: str) -> None:

@@ -123,8 +123,9 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
     CheckpointError
         If it is damaged, or belongs to another model, optimizer, or (with ``strict_layout``) layout.
     """
-    saved = reader.attributes.get("mpizero", {})
-    with_state = engine.updater is not None and saved.get("optimizer") is not None
+    with all_ranks(engine.grid.world, "restore"):
+        saved = _saved(reader)
+    with_state = engine.updater is not None and saved["optimizer"] is not None
     with all_ranks(engine.grid.world, "restore"):
         _check_model(engine, reader)
         if strict_layout:
@@ -137,8 +138,34 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
     fill(engine, reader, arrays)
     if with_state:
         _take_scalars(engine, saved)
-    engine.step_number = int(saved.get("step_number", 0))
+    engine.step_number = saved["step_number"]
     engine.store.publish()
+
+
+def _saved(reader: ArrayReader) -> dict[str, Any]:
+    """Return what :func:`attributes` wrote, after a look at every type: a file may hold any JSON there."""
+    saved = reader.attributes.get("mpizero", {})
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"the checkpoint's attribute 'mpizero' is {saved!r:.80}, not an object")
+    found: dict[str, Any] = {"optimizer": None, "loss_scale": None, "layout": None, "step_number": 0} | saved
+    optimizer, scale = found["optimizer"], found["loss_scale"]
+    sound = (
+        _is_count(found["step_number"])
+        and isinstance(found["layout"], (dict, type(None)))
+        and (optimizer is None or (isinstance(optimizer, dict) and _is_count(optimizer.get("step_count"))))
+        and (scale is None or (isinstance(scale, dict) and _is_scale(**scale)))
+    )
+    if not sound:
+        raise CheckpointError(f"the checkpoint's attribute 'mpizero' cannot be what mpizero wrote: {saved!r:.200}")
+    return found
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_scale(scale: object = None, good_steps: object = None, **others: object) -> bool:
+    return isinstance(scale, (int, float)) and scale > 0 and _is_count(good_steps) and not others
 
 
 def _check_layout(layout: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
@@ -167,8 +194,8 @@ def restore_state(engine: Engine, reader: ArrayReader) -> None:
     CheckpointError
         If it is damaged, holds no optimizer state, or that of another optimizer.
     """
-    saved = reader.attributes.get("mpizero", {})
     with all_ranks(engine.grid.world, "restore"):
+        saved = _saved(reader)
         _check_optimizer(engine, saved)
     fill(engine, reader, _kept_state(engine))
     _take_scalars(engine, saved)
@@ -190,7 +217,7 @@ def _check_optimizer(engine: Engine, saved: Mapping[str, Any]) -> None:
 def _take_scalars(engine: Engine, saved: Mapping[str, Any]) -> None:
     assert engine.updater is not None
     engine.integrity.forget()
-    engine.updater.step_count = int(saved["optimizer"]["step_count"])
+    engine.updater.step_count = saved["optimizer"]["step_count"]
     if saved.get("loss_scale") is not None and engine.loss_scale is not None:
         engine.loss_scale = replace(engine.loss_scale, **saved["loss_scale"])
 

@@ -218,11 +218,16 @@ def open_language_model(
         with checkpoint.open_checkpoint(home, comm) as reader:
             with all_ranks(comm):
                 settings = _settings_of(reader, home)
+                if settings.layers > len(reader.arrays):
+                    raise CheckpointError(f"{home}: holds {len(reader.arrays)} arrays, too few for its configuration")
                 check_split(layout, settings)
             model = _model_of(settings)
+            with all_ranks(comm):  # before memory is taken for what a file asks for
+                specs = [spec for spec in nn.model_specs(model) if spec.tied is None]
+                wanted = {f"parameters/{spec.name}": (spec.shape, settings.dtype) for spec in specs}
+                reader.check(wanted, complete=False)
             if comm.size == 1:
-                names = [spec.name for spec in nn.model_specs(model) if spec.tied is None]
-                named = {name: reader.read_whole(f"parameters/{name}") for name in names}
+                named = {spec.name: reader.read_whole(f"parameters/{spec.name}") for spec in specs}
                 loaded = WholeModel(model, nn.bind(model, named))
             else:
                 sharding = stack.enter_context(ShardingConfig(comm=comm, threads=threads))

@@ -55,12 +55,18 @@ class Saved:
         """
         try:
             found = attributes[ATTRIBUTE]
-            saved = cls(int(found["step"]), found["loss"], dict(found["config"]), str(found["data"]))
+            saved = cls(_whole(found["step"]), found["loss"], dict(found["config"]), str(found["data"]))
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(f"{path}: not written by `mpizero train`: it holds no training run's state") from None
         if not isinstance(saved.config.get("model"), dict):
             raise CheckpointError(f"{path}: its configuration has no model")
         return saved
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(value)
+    return value
 
 
 def saved_attributes(job: Job, step: int, loss: float | None, versions: Mapping[str, str]) -> dict[str, Any]:
@@ -112,6 +118,8 @@ def load_newest(job: Job, folder: RunFolder, comm: Communicator, progress: Progr
 def _load(job: Job, path: str, comm: Communicator) -> Saved:
     with checkpoint.open_checkpoint(path, comm) as reader:
         saved = Saved.of(reader.attributes, path)
+        if checkpoint.step_of(path) != saved.step:
+            raise CheckpointError(f"{path}: holds step {saved.step}: give it back the name of its own step")
         if changed := difference(saved.config, job.config.to_dict()):
             raise ConfigError(
                 f"cannot resume from {path}: {changed}; give the saved value, or start in another checkpoint.folder"

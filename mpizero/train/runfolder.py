@@ -38,6 +38,7 @@ class RunFolder:
         self.root = self.checkpoints.parent if self.checkpoints.name == "checkpoints" else self.checkpoints
         self._lock: TextIO | None = None
         self._metrics: TextIO | None = None
+        self._taken: dict[Path, tuple[int, int]] = {}
 
     @property
     def metrics(self) -> Path:
@@ -88,9 +89,24 @@ class RunFolder:
             self._lock = (self.root / ".lock").open("a+", encoding="utf-8")
             self._take_lock(self._lock)
             self.stopped.unlink(missing_ok=True)
+            self._taken = {folder: _identity(folder) for folder in (self.root, self.checkpoints)}
         except OSError as error:
             self.close()
             raise self._failed("cannot be used", error) from None
+
+    def check(self) -> None:
+        """Raise :class:`RunFolderError` unless the folders that :meth:`open` took are still there.
+
+        Not collective. Whoever saved on into a folder made anew would go on without lock, metrics and checkpoints, or
+        on the wrong disk.
+        """
+        for folder, identity in self._taken.items():
+            try:
+                same = _identity(folder) == identity
+            except OSError as error:
+                raise self._failed("has been removed since the run began", error) from None
+            if not same:
+                raise RunFolderError(f"run folder {self.root}: {folder} is another folder than when the run began")
 
     def steps(self) -> list[Path]:
         """Return the checkpoints, the newest first.
@@ -210,6 +226,11 @@ class RunFolder:
     def _failed(self, what: str, error: OSError) -> RunFolderError:
         where = f" ({error.filename})" if error.filename and str(error.filename) != str(self.root) else ""
         return RunFolderError(f"run folder {self.root}: {what}: {error.strerror or error}{where}")
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    found = folder.stat()
+    return found.st_dev, found.st_ino
 
 
 def _step_of(line: str) -> float:

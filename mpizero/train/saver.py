@@ -62,6 +62,9 @@ class Saver:
         Collective over the job's ranks.
         """
         self.finish()
+        with all_ranks(self._comm):
+            if self._comm.rank == 0:
+                self._folder.check()
         job, section = self._job, self._section
         attributes = saved_attributes(job, step, loss, self._versions)
         path = checkpoint.step_folder(self._folder.checkpoints, step)

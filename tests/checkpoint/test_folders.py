@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -75,6 +76,16 @@ def test_damaged_ones_never_push_out_a_sound_one(run):
     assert checkpoint.prune(run, 2) == []
     assert [name(path) for path in checkpoint.prune(run, 1)] == ["step_00000090"]
     assert name(checkpoint.newest(run, report=lambda line: None)) == "step_00000100"
+
+
+def test_a_disk_that_refuses_to_sync_leaves_no_half_removed_one(run, monkeypatch):
+    def refuse(file):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoint.prune(run, 2)
+    assert not [name for name in os.listdir(run) if name.startswith(".")]
 
 
 @pytest.mark.parametrize("keep", [0, -1])

@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import json
 import os
+import random
 import resource
 import shutil
 import struct
@@ -560,3 +561,39 @@ def test_links_without_end_are_counted_before_they_are_listed(small, folder, out
             file[f"parameters/{number}"] = file["optimizer"]
     seal_structure(folder)
     refused(small, folder, [check], "members")
+
+
+# ---------------------------------------------------------------------------------------------- changed at random
+
+JUNK = (None, True, -1, 0, 2**31, 2**62, 2**64, 10**40, 0.5, 1e308, "", "../../x", "\x00", "\ud800", [], {}, [[]], "|O")
+TEXTS = (b"", b"0", b'"', b"[", b"}", b",", b"e9", b"\xff")
+
+
+def with_other_text(line, draw):
+    start = draw.randrange(len(line))
+    return line[:start] + draw.choice(TEXTS) + line[start + draw.randrange(3) :]
+
+
+def with_other_value(line, draw):
+    body = value = json.loads(line)
+    while isinstance(value, (dict, list)) and value and (value is body or draw.random() < 0.8):
+        holder, key = value, draw.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        value = holder[key]
+    holder[key] = draw.choice(JUNK)
+    return json.dumps(body).encode()
+
+
+@pytest.mark.parametrize("change", [with_other_text, with_other_value])
+def test_a_manifest_changed_at_random_under_a_good_seal_loads_or_is_refused(small, folder, change):
+    draw, path = random.Random(5), folder / "manifest.json"
+    line = path.read_bytes().splitlines()[0]
+    refusals = []
+    for _ in range(400):
+        seal(folder, lambda _: change(line, draw).replace(b"\n", b" "))
+        try:
+            load(small, folder)  # where only attributes differ: what is loaded was verified
+        except CheckpointError as error:
+            refusals.append(str(error))
+        path.write_bytes(line + b"\n")
+    assert len(refusals) > 200
+    assert all(told.isprintable() and len(told) < 700 for told in refusals)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
+from mpizero import checkpoint
 from mpizero.errors import CheckpointError, LayoutError
 from mpizero.testing import run_in_threads
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, gpt, part, points, sharded, tokens
@@ -193,3 +194,30 @@ def test_replicas_that_differ_are_found_and_repaired() -> None:
     found = run_in_threads(3, repair)
     assert len(set(found)) == 1
     assert found[0][:2] == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda told: [],
+        lambda told: told | {"step_number": "7"},
+        lambda told: told | {"step_number": -1},
+        lambda told: told | {"layout": "ddp"},
+        lambda told: told | {"optimizer": ["AdamW"]},
+        lambda told: told | {"optimizer": {"name": "adamw"}},
+        lambda told: told | {"optimizer": told["optimizer"] | {"step_count": 0.5}},
+        lambda told: told | {"loss_scale": {"scale": -1.0, "good_steps": 0}},
+        lambda told: told | {"loss_scale": {"scale": 1.0, "good_steps": 0, "policy": None}},
+    ],
+)
+def test_attributes_that_mpizero_cannot_have_written_are_refused_and_change_nothing(change) -> None:
+    model, _ = sharded("ddp", None, gpt(layers=1), mz.AdamW(lr=1e-2))
+    with model:
+        before = model.parameters_sha256()
+        told = change(model.checkpoint_attributes()["mpizero"])
+        data = checkpoint.to_bytes(model.checkpoint_arrays(), {"mpizero": told})
+        model.train(*part(None, *tokens(4)))
+        after = model.parameters_sha256()
+        with pytest.raises(CheckpointError, match="attribute 'mpizero'"):
+            model.deserialize(data)
+        assert before != after == model.parameters_sha256()

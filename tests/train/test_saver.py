@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from math import prod
@@ -14,6 +15,7 @@ import pytest
 
 from mpizero import checkpoint
 from mpizero.errors import ExitStatus
+from mpizero.train.runfolder import RunFolder, RunFolderError
 
 BESIDE = "checkpoint.asynchronous=true"
 
@@ -44,6 +46,42 @@ def test_a_resumed_run_that_saves_beside_training_equals_an_uninterrupted_one(tr
     second = mpizero.train(1, BESIDE, flags=["--resume"])
     assert second.status == 0, second.err
     assert second.result["parameters_sha256"] == trained[1].result["parameters_sha256"]
+
+
+def test_a_run_whose_folder_is_removed_or_replaced_says_so_and_saves_nothing(tmp_path):
+    folder = RunFolder(tmp_path / "run" / "checkpoints")
+    folder.open()
+    folder.check()
+    folder.checkpoints.rename(tmp_path / "elsewhere")
+    with pytest.raises(RunFolderError, match=r"has been removed .*No such file.*checkpoints"):
+        folder.check()
+    folder.checkpoints.mkdir()
+    with pytest.raises(RunFolderError, match="is another folder than when the run began"):
+        folder.check()
+    folder.close()
+
+
+def test_a_run_whose_folder_is_removed_ends_with_one_error_on_all_ranks(mpizero):
+    process = mpizero.start(2, "train", "tiny.toml", "--set", "train.steps=100000", "--set", "checkpoint.every=1")
+    run, deadline = mpizero.folder / "run", time.monotonic() + 120
+    while not list(run.glob("checkpoints/step_*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    run.rename(mpizero.folder / "away")
+    outcome = mpizero.finish(process)
+    assert outcome.status not in (0, ExitStatus.PREEMPTED)
+    assert len(outcome.told) == 1, outcome.err
+    assert "run folder" in outcome.err or "was not written" in outcome.err
+    assert not (run / "checkpoints").exists()
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(trained, mpizero):
+    source = trained[0].folder / "run" / "checkpoints"
+    for name, new in (("step_00000004", "step_00000004"), ("step_00000006", "step_00000005")):
+        shutil.copytree(source / name, mpizero.folder / "run" / "checkpoints" / new)
+    outcome = mpizero.train(0, flags=["--resume"])
+    assert outcome.status == 0, outcome.err
+    assert "step_00000005: holds step 6" in outcome.err
+    assert outcome.result["parameters_sha256"] == trained[1].result["parameters_sha256"]
 
 
 def test_a_stop_request_waits_for_the_save_beside_training_and_saves_its_own_step(mpizero):

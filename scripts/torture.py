@@ -1,0 +1,138 @@
+"""Torture saves: kill, refuse, truncate, flip, fill the disk; count what becomes of it, and print a table.
+
+Ranks are killed at every system call by which a save changes files, and at random moments; the disk is full, read-only
+or gone; bytes of the files are flipped, cut off or made up. After each case the newest committed checkpoint must load,
+bit for bit what was saved, no older than the last one acknowledged; no process and no file may be left behind; and
+training must go on to the result of an uninterrupted run. The exit status is 1 if one case is bad.
+
+Parts: syscalls (by strace, left out where there is none), kills, damage, disk (some of it needs root and Linux's mount
+namespaces). Each saves directly, in the background of training, and, with a second MPI that has parallel HDF5, by mpio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # fewer system calls that have nothing to do with saves
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from torturing import damage, disk, syscalls, training
+from torturing.cases import Torture, note
+from torturing.jobs import Mpi
+
+PARTS = ("syscalls", "kills", "damage", "disk")
+
+
+def arguments() -> argparse.Namespace:
+    """Return what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="a sample of each part, in about a minute")
+    parser.add_argument("--only", action="append", choices=PARTS, help="this part; may be repeated")
+    parser.add_argument("--seed", type=int, default=0, help="of all random choices")
+    parser.add_argument("--ranks", type=int, default=2, help="of each job (default: %(default)s)")
+    parser.add_argument("--kills", type=int, help="at random moments, in all (default: 200; 8 with --short)")
+    parser.add_argument("--flips", type=int, help="single flipped bytes (default: 200; 40 with --short)")
+    parser.add_argument("--cuts", type=int, help="truncations, and tails of zeros (default: 100; 20 with --short)")
+    parser.add_argument("--mutations", type=int, help="of manifests (default: 10000; 500 with --short)")
+    parser.add_argument("--window", type=float, default=0.12, help="seconds after a save in which a kill comes")
+    parser.add_argument("--mpiexec", default=str(Path(sys.executable).with_name("mpiexec")))
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--second-mpiexec", help="of an MPI with parallel HDF5, for the mpio back end")
+    parser.add_argument("--second-python", help="interpreter for it")
+    parser.add_argument("--limit", type=float, default=120, help="seconds a launch may take (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="where it happens (default: a temporary folder)")
+    parser.add_argument("--keep", action="store_true", help="keep the files of every case")
+    options = parser.parse_args()
+    for name, full, short in (("kills", 200, 8), ("flips", 200, 40), ("cuts", 100, 20), ("mutations", 10_000, 500)):
+        if getattr(options, name) is None:
+            setattr(options, name, short if options.short else full)
+    return options
+
+
+def main() -> None:
+    """Run what was asked for."""
+    options = arguments()
+    mpis = {"first": Mpi("first", options.mpiexec, options.python)}
+    if options.second_mpiexec:
+        mpis["second"] = Mpi("second", options.second_mpiexec, options.second_python or options.python)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="torture-", dir=options.folder) as folder:
+        torture = Torture(options, Path(folder), mpis)
+        parts = options.only or PARTS
+        if "syscalls" in parts:
+            at_system_calls(torture)
+        if set(parts) - {"syscalls"}:
+            note("an undisturbed training, to compare with")
+            reference = training.Reference(torture)
+        if "kills" in parts:
+            at_random_moments(torture, reference)
+        if "damage" in parts:
+            at_rest(torture, reference)
+        if "disk" in parts:
+            on_bad_disks(torture, reference)
+        good = torture.table.show()
+    print(f"seed {options.seed}, {options.ranks} ranks, {time.monotonic() - started:.0f} s")
+    sys.exit(not good)
+
+
+def ways(torture: Torture) -> list[str]:
+    """Return how checkpoints can be saved here."""
+    return ["direct", "background", *(["mpio"] if "second" in torture.mpis else [])]
+
+
+def at_system_calls(torture: Torture) -> None:
+    """Kill, refuse and delay at exact system calls, and look at their order."""
+    if reason := syscalls.have_strace():
+        torture.table.leave_out("faults at system calls", reason)
+        return
+    short = torture.options.short
+    for how in ways(torture):
+        note(f"system calls of saves, {how}")
+        syscalls.check_order(torture, how)
+        syscalls.kill_everywhere(torture, how, 4 if short else 0)
+        syscalls.refuse_everywhere(torture, how, 2 if short else 0)
+        if not short:
+            syscalls.slow_rank(torture, how)
+
+
+def at_random_moments(torture: Torture, reference: training.Reference) -> None:
+    """Kill at random moments."""
+    hows, left = ways(torture), torture.options.kills
+    for number, how in enumerate(hows):
+        share = left // (len(hows) - number)
+        left -= share
+        note(f"{share} kills at random moments, {how}")
+        training.kill_at_random(torture, reference, how, share)
+
+
+def at_rest(torture: Torture, reference: training.Reference) -> None:
+    """Damage files at rest."""
+    note("damaged and made-up files")
+    damage.damage_files(torture, reference, torture.options.flips, torture.options.cuts)
+    damage.fuzz_manifests(torture, reference, torture.options.mutations)
+    damage.resume_past_damage(torture, reference, 2 if torture.options.short else 6)
+
+
+def on_bad_disks(torture: Torture, reference: training.Reference) -> None:
+    """Let the disk fail."""
+    short = torture.options.short
+    for how in ways(torture)[: 1 if short else None]:
+        note(f"bad disks, {how}")
+        disk.small_files(torture, reference, how)
+        if reason := disk.have_namespaces():
+            torture.table.leave_out(f"a full or read-only disk, {how}", reason)
+        else:
+            disk.full_disks(torture, reference, how, 2 if short else 6)
+            disk.read_only(torture, reference, how)
+        disk.deleted(torture, reference, how)
+    if not short:
+        disk.two_jobs(torture, reference)
+
+
+if __name__ == "__main__":
+    main()

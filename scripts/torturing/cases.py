@@ -1,0 +1,129 @@
+"""What every case needs: a prepared folder, a launch, and the judgement of what is left."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import random
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpizero import checkpoint
+from torturing import saver
+from torturing.jobs import Ended, Mpi
+from torturing.outcomes import Table
+
+SAVER = str(Path(saver.__file__))
+
+
+@dataclass
+class Torture:
+    """What was asked for, where it happens, and what has come of it so far."""
+
+    options: argparse.Namespace
+    folder: Path
+    mpis: dict[str, Mpi]
+    table: Table = field(default_factory=Table)
+    made: int = 0
+
+    @property
+    def random(self) -> random.Random:
+        """Return a source of randomness that depends on the seed and on the number of rows begun."""
+        return random.Random(f"{self.options.seed} {len(self.table.rows)}")
+
+    @property
+    def limit(self) -> float:
+        """Seconds that one launch may take."""
+        return float(self.options.limit)
+
+    @contextmanager
+    def case(self) -> Iterator[Path]:
+        """Give a case an empty folder, and remove it; with ``--keep`` it stays."""
+        self.made += 1
+        folder = self.folder / f"case-{self.made:05d}"
+        folder.mkdir(parents=True)
+        try:
+            yield folder
+        finally:
+            if not self.options.keep:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def mpi_of(self, how: str) -> Mpi:
+        """Return the MPI that saves in a given way: parallel HDF5 comes with the second one."""
+        return self.mpis["second" if how == "mpio" else "first"]
+
+
+def prepare(folder: Path, steps: int = 1) -> Path:
+    """Make a checkpoint folder in which the program has saved so many steps; return it."""
+    run = folder / "run"
+    run.mkdir()
+    for step in range(1, steps + 1):
+        checkpoint.write(checkpoint.step_folder(run, step), saver.pieces(step, 0, 1), {"step": step})
+    return run
+
+
+def acknowledged(run: Path) -> int:
+    """Return the last step whose save has returned."""
+    with contextlib.suppress(FileNotFoundError, IndexError, ValueError):
+        return int((run.parent / "acknowledged").read_text().splitlines()[-1])
+    return 0
+
+
+def hidden(run: Path) -> list[str]:
+    """Return what a user should never see for long."""
+    return sorted(name for name in os.listdir(run) if name.startswith("."))
+
+
+def problem_of_folder(run: Path, at_least: int) -> str:
+    """Say what is wrong with the newest checkpoint of a folder, "" if it is whole and no older than ``at_least``."""
+    passed: list[str] = []
+    newest = checkpoint.newest(run, report=passed.append)
+    step = checkpoint.step_of(newest) if newest else 0
+    if passed:
+        return f"a damaged checkpoint was committed: {passed}"
+    if newest is None or step is None or step < at_least:
+        return f"step {at_least} was acknowledged, the newest on disk is {newest}"
+    try:
+        checkpoint.verify(newest)
+        return saver.problem_of(newest)
+    except Exception as error:
+        return f"{newest} does not load: {error}"
+
+
+def problem_of_next_save(run: Path) -> str:
+    """Save once more, and say what has stayed that should not have."""
+    newest = checkpoint.newest(run)
+    step = (checkpoint.step_of(newest) or 0 if newest else 0) + 1
+    target = checkpoint.step_folder(run, step)
+    try:
+        checkpoint.write(target, saver.pieces(step, 0, 1), {"step": step})
+        checkpoint.prune(run, 1)
+    except Exception as error:
+        return f"the next save failed: {error}"
+    left = sorted(os.listdir(run))
+    return "" if left == [os.path.basename(target)] else f"after the next save there is {left}"
+
+
+def problem_of_ending(ended: Ended) -> str:
+    """Say what is wrong with the end of a job that should have failed."""
+    if ended.late:
+        return f"still running after {ended.seconds:.0f} s"
+    if ended.strays:
+        return f"{ended.strays} processes were left behind"
+    return "" if ended.status else f"exit status 0; {ended.err[-300:]}"
+
+
+def quiet() -> contextlib.redirect_stderr[io.StringIO]:
+    """Keep what libraries print out of the table."""
+    return contextlib.redirect_stderr(io.StringIO())
+
+
+def note(text: str) -> None:
+    """Tell what happens next."""
+    print(text, flush=True, file=sys.stdout)

@@ -1,0 +1,173 @@
+"""Disks that are full, read-only or gone, and two jobs in one folder."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpizero import checkpoint
+from torturing.cases import SAVER, Torture, acknowledged, hidden, prepare, problem_of_ending, problem_of_folder
+from torturing.jobs import Ended, Job, run
+from torturing.outcomes import Row
+from torturing.training import SETTINGS, Reference, after_step, newest_seen
+
+
+def have_namespaces() -> str:
+    """Return why no disk can be made here, "" if one can."""
+    if os.geteuid() or shutil.which("unshare") is None:
+        return "needs root and unshare"
+    works = subprocess.run(
+        ["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"], stderr=subprocess.DEVNULL, check=False
+    )
+    return "" if works.returncode == 0 else "no file system may be mounted here"
+
+
+def _judge(row: Row, reference: Reference, ended: Ended, checkpoints: Path, text: Sequence[str], at_least: int) -> None:
+    """Count a training that should have failed: one clear error, the last good checkpoint, no litter."""
+    problem = problem_of_ending(ended)
+    if not problem and (not any(part in ended.err for part in text) or "Traceback" in ended.err):
+        problem = f"not a clear error: {ended.err[-600:]}"
+    if not problem and checkpoints.exists() and hidden(checkpoints):
+        problem = f"{hidden(checkpoints)} stayed"
+    if not problem and checkpoints.exists():
+        problem = reference.problem_of(checkpoints, at_least)
+    row.add(problem, f"clear error, {newest_seen(checkpoints) and 'last good one kept' or 'nothing there'}", text[0])
+
+
+def full_disks(torture: Torture, reference: Reference, how: str, count: int) -> None:
+    """F03: a file system with room for less than the checkpoints that are kept."""
+    row = torture.table.row(f"a full disk, {how}")
+    one = sum(file.stat().st_size for file in Path(checkpoint.step_folder(reference.checkpoints, 1)).iterdir())
+    for number in range(count):
+        with torture.case() as folder:
+            disk, copy = folder / "disk", folder / "copy"
+            disk.mkdir()
+            size = int(one * (0.5 + 2.4 * number / max(1, count - 1)))
+            mount = f"mount -t tmpfs -o size={size} none {disk}"
+            script = f'{mount} && {{ "$@"; status=$?; cp -a {disk} {copy}; exit $status; }}'
+            program = reference.program(disk / "checkpoints", SETTINGS[how])
+            command = torture.mpi_of(how).command(torture.options.ranks, program)
+            ended = run(["unshare", "-m", "bash", "-c", script, "full", *command], folder / "job", torture.limit)
+            _judge(row, reference, ended, copy / "checkpoints", ["No space left on device"], 0)
+
+
+def small_files(torture: Torture, reference: Reference, how: str) -> None:
+    """F03 without root: from some step on the files of one rank, or of all, may not grow beyond a limit."""
+    row = torture.table.row(f"files that may not grow, {how}")
+    size = Path(checkpoint.step_folder(reference.checkpoints, 1), "state.h5").stat().st_size // 2
+    for victim in (None, *range(torture.options.ranks)):
+        with torture.case() as folder:
+            checkpoints = folder / "run" / "checkpoints"
+            command = torture.mpi_of(how).command(torture.options.ranks, reference.program(checkpoints, SETTINGS[how]))
+
+            def limit(job: Job, victim: int | None = victim) -> None:
+                for pid, rank in job.processes().items():
+                    if rank >= 0 and victim in (None, rank):
+                        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, size))
+
+            ended = run(command, folder / "job", torture.limit, after_step(checkpoints, 2, limit))
+            _judge(row, reference, ended, checkpoints, ["File too large"], 2)
+
+
+def read_only(torture: Torture, reference: Reference, how: str) -> None:
+    """Make the folder read-only in mid-run: by its file system, by its attributes."""
+    row = torture.table.row(f"a folder that becomes read-only, {how}")
+    ranks = torture.options.ranks
+    with torture.case() as folder:
+        checkpoints = folder / "run" / "checkpoints"
+        checkpoints.mkdir(parents=True)
+
+        def remount(job: Job) -> None:
+            enter = ["nsenter", "-t", str(job.process.pid), "-m"]
+            subprocess.run([*enter, "mount", "-o", "remount,bind,ro", str(checkpoints)], check=True)
+
+        command = torture.mpi_of(how).command(ranks, reference.program(checkpoints, SETTINGS[how]))
+        script = f'mount --bind {checkpoints} {checkpoints} && exec "$@"'
+        ended = run(
+            ["unshare", "-m", "bash", "-c", script, "bind", *command],
+            folder / "job",
+            torture.limit,
+            after_step(checkpoints, 3, remount),
+        )
+        # What is half written when the disk turns read-only cannot be removed: the next save does it.
+        _sweep(checkpoints)
+        _judge(row, reference, ended, checkpoints, ["Read-only file system"], 3)
+    with torture.case() as folder:
+        checkpoints = folder / "run" / "checkpoints"
+        freeze = ["chattr", "+i", str(checkpoints)]
+        command = torture.mpi_of(how).command(ranks, reference.program(checkpoints, SETTINGS[how]))
+        works: list[int] = []
+        try:
+            ended = run(
+                command,
+                folder / "job",
+                torture.limit,
+                after_step(checkpoints, 3, lambda job: works.append(subprocess.run(freeze, check=False).returncode)),
+            )
+        finally:
+            subprocess.run(["chattr", "-i", str(checkpoints)], stderr=subprocess.DEVNULL, check=False)
+        if works == [0]:
+            _sweep(checkpoints)
+            _judge(row, reference, ended, checkpoints, ["Operation not permitted"], 3)
+
+
+def _sweep(checkpoints: Path) -> None:
+    """Remove what a save could not remove because nothing could be changed any more, as the next save does."""
+    for name in hidden(checkpoints):
+        if name.startswith(".tmp-"):
+            shutil.rmtree(checkpoints / name)
+
+
+def deleted(torture: Torture, reference: Reference, how: str) -> None:
+    """Remove a folder in mid-run: the checkpoints, or all of the run."""
+    row = torture.table.row(f"a folder that is deleted, {how}")
+    for name in ("checkpoints", ""):
+        with torture.case() as folder:
+            checkpoints = folder / "run" / "checkpoints"
+            command = torture.mpi_of(how).command(torture.options.ranks, reference.program(checkpoints, SETTINGS[how]))
+
+            def away(job: Job, victim: Path = folder / "run" / name, trash: Path = folder / "trash") -> None:
+                victim.rename(trash)
+                shutil.rmtree(trash)
+
+            ended = run(command, folder / "job", torture.limit, after_step(checkpoints, 3, away))
+            _judge(row, reference, ended, checkpoints, ["has been removed", "No such file or directory"], 0)
+
+
+def two_jobs(torture: Torture, reference: Reference) -> None:
+    """F09: two jobs in one folder: one is turned away, or the two take turns; what is there is whole."""
+    row = torture.table.row("two jobs in one folder")
+    command = torture.mpis["first"].command(torture.options.ranks, [SAVER, "FOLDER", "12", "direct", "2", "0.02"])
+    with torture.case() as folder:
+        run_folder = prepare(folder)
+        command = [str(run_folder) if word == "FOLDER" else word for word in command]
+        ends = _both([command, command], folder, torture.limit)
+        refusals = [ended for ended in ends if ended.status]
+        problem = next((e.err[-500:] for e in refusals if "another run" not in e.err and "exists" not in e.err), "")
+        problem = problem or problem_of_folder(run_folder, acknowledged(run_folder))
+        row.add(problem, f"{len(refusals)} of 2 turned away", "two that only save")
+    with torture.case() as folder:
+        checkpoints = folder / "run" / "checkpoints"
+        train = torture.mpis["first"].command(torture.options.ranks, reference.program(checkpoints))
+        ends = _both([train, train], folder, torture.limit)
+        refusals = [ended for ended in ends if ended.status]
+        problem = next((e.err[-500:] for e in refusals if "in use by" not in e.err), "")
+        row.add(problem or reference.problem_of(checkpoints, 1), f"{len(refusals)} of 2 turned away", "two that train")
+
+
+def _both(commands: Sequence[Sequence[str]], folder: Path, limit: float) -> list[Ended]:
+    ends: list[Ended] = []
+    threads = [
+        threading.Thread(target=lambda c=command, n=number: ends.append(run(c, folder / f"job-{n}", limit)))
+        for number, command in enumerate(commands)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ends

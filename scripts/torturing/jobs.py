@@ -1,0 +1,144 @@
+"""Jobs under mpiexec that meet a fault: each with a hard limit, and nobody left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Every process of a job has it in its environment, with a value of the job's own.
+MARK = "MPIZERO_TORTURE"
+RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
+#: Seconds that the processes of a job have to end after its launcher.
+LAST = 15.0
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """A launcher, and the interpreter that goes with it."""
+
+    name: str
+    mpiexec: str
+    python: str
+
+    def command(self, ranks: int, program: Sequence[str], victim: int = -1, wrapper: str = "") -> list[str]:
+        """Return the launch of ``ranks`` ranks; that of ``victim`` goes through ``wrapper``, a line of bash.
+
+        In ``wrapper``, ``"$@"`` is the program and ``$$`` the number that its process will have.
+        """
+        plain = [self.python, *program]
+        if victim < 0:
+            return [self.mpiexec, "-n", str(ranks), *plain]
+        parts = []
+        for count, words in (
+            (victim, plain),
+            (1, ["bash", "-c", wrapper, "victim", *plain]),
+            (ranks - victim - 1, plain),
+        ):
+            if count:
+                parts += [":", "-n", str(count), *words]
+        return [self.mpiexec, *parts[1:]]
+
+
+@dataclass
+class Ended:
+    """What is left of a job."""
+
+    status: int
+    out: str
+    err: str
+    seconds: float
+    strays: int
+    late: bool
+
+
+class Job:
+    """A running launch; ``processes`` and ``kill`` find its ranks by the mark in their environment."""
+
+    def __init__(self, process: subprocess.Popen[bytes], mark: str) -> None:
+        self.process, self._mark = process, f"{MARK}={mark}".encode()
+
+    def processes(self) -> dict[int, int]:
+        """Return rank by process number (-1 for launchers and tracers) of what lives of the job."""
+        found = {}
+        for entry in os.scandir("/proc"):
+            if not entry.name.isdecimal():
+                continue
+            with contextlib.suppress(OSError):
+                environment = Path(entry.path, "environ").read_bytes().split(b"\0")
+                if self._mark in environment and _alive(entry.path):
+                    ranks = [v.partition(b"=")[2] for v in environment if v.split(b"=")[0].decode() in RANKS]
+                    found[int(entry.name)] = int(ranks[0]) if ranks else -1
+        return found
+
+    def kill(self, whom: str) -> None:
+        """Kill by SIGKILL: ``launcher``, ``all`` ranks, or one ``rank N``."""
+        if whom == "launcher":
+            self.process.send_signal(signal.SIGKILL)
+            return
+        for pid, rank in self.processes().items():
+            if rank >= 0 and whom in ("all", f"rank {rank}"):
+                _kill(pid)
+
+
+def _alive(folder: str) -> bool:
+    return Path(folder, "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def run(
+    command: Sequence[str],
+    folder: Path,
+    limit: float,
+    meanwhile: Callable[[Job], bool] = lambda job: True,
+    variables: dict[str, str] | None = None,
+) -> Ended:
+    """Run a launch to its end, at most ``limit`` seconds; ``meanwhile`` is called until it returns true.
+
+    Whatever of it lives on is counted and killed.
+    """
+    mark = uuid.uuid4().hex
+    folder.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    environment |= {"OMPI_MCA_rmaps_base_oversubscribe": "1", MARK: mark} | (variables or {})
+    with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
+        )
+        job, late = Job(process, mark), False
+        try:
+            done = False
+            while process.poll() is None and not late:
+                done = done or meanwhile(job)
+                time.sleep(0.002 if not done else 0.01)
+                late = time.monotonic() - started > limit
+            if late:
+                process.kill()
+            status, seconds = process.wait(), time.monotonic() - started
+            left = _wait_for_the_rest(job)
+        finally:
+            for pid in job.processes():
+                _kill(pid)
+            process.wait()
+    texts = [(folder / name).read_text(errors="replace") for name in ("out", "err")]
+    return Ended(status, *texts, seconds, left, late)
+
+
+def _wait_for_the_rest(job: Job) -> int:
+    limit = time.monotonic() + LAST
+    while (left := len(job.processes())) and time.monotonic() < limit:
+        time.sleep(0.02)
+    return left

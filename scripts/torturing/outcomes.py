@@ -1,0 +1,72 @@
+"""Counting: every case has an outcome, and one bad one makes the whole fail."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Row:
+    """One line of the table: a kind of case, how many there were, what became of them."""
+
+    title: str
+    good: Counter[str] = field(default_factory=Counter)
+    bad: list[str] = field(default_factory=list)
+    left_out: str = ""
+    started: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+
+    @property
+    def cases(self) -> int:
+        """How many cases there were."""
+        return sum(self.good.values()) + len(self.bad)
+
+    def add(self, problem: str, outcome: str, case: str) -> None:
+        """Count a case: a problem, or none and what was seen."""
+        self.seconds = time.monotonic() - self.started
+        if problem:
+            self.bad.append(f"{case}: {problem}")
+            print(f"  BAD  {self.title}: {case}: {problem}", flush=True)
+        else:
+            self.good[outcome] += 1
+        if sys.stderr.isatty():
+            print(f"\r  {self.title}: {self.cases}, {len(self.bad)} bad\033[K", end="", file=sys.stderr, flush=True)
+
+    def line(self) -> str:
+        """Return the line."""
+        if self.left_out:
+            return f"{self.title:58s}     -     -         left out: {self.left_out}"
+        seen = ", ".join(f"{count} {outcome}" for outcome, count in self.good.most_common())
+        return f"{self.title:58s} {self.cases:5d} {len(self.bad):5d} {self.seconds:6.0f} s  {seen}"
+
+
+class Table:
+    """All rows, printed as they end."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def row(self, title: str) -> Row:
+        """Begin a row."""
+        self.rows.append(Row(title))
+        return self.rows[-1]
+
+    def leave_out(self, title: str, reason: str) -> None:
+        """Note that cases were left out, and why."""
+        self.rows.append(Row(title, left_out=reason))
+
+    def show(self) -> bool:
+        """Print the table; whether nothing was bad."""
+        print(f"\n{'what was done to saves':58s} cases   bad            outcomes")
+        for row in self.rows:
+            print(row.line())
+        bad = sum(len(row.bad) for row in self.rows)
+        cases = sum(row.cases for row in self.rows)
+        print(f"{'all':58s} {cases:5d} {bad:5d}")
+        for row in self.rows:
+            for problem in row.bad:
+                print(f"BAD  {row.title}: {problem}")
+        return bad == 0 and cases > 0

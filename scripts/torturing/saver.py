@@ -1,0 +1,109 @@
+"""One rank of a job that does nothing but save: ``saver.py FOLDER STEPS HOW KEEP [PAUSE]``, under mpiexec.
+
+It goes on behind the newest checkpoint of ``FOLDER``. ``HOW`` is ``direct``, ``mpio`` or ``background``. Each committed
+step is acknowledged by a line in ``FOLDER/../acknowledged``, after the save has returned.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpizero import checkpoint
+from mpizero.checkpoint import LocalArray
+
+#: Looked at when a save begins and ends, so that a log of system calls shows which belong to it.
+MARKS = ("/mpizero-torture-begin", "/mpizero-torture-end")
+SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
+    "parameters/blocks.0.weight": ((301, 67), "<f4"),
+    "parameters/blocks.0.scale": ((), "<f8"),
+    "parameters/none": ((0, 3), "<f4"),
+    "optimizer/exp_avg/blocks.0.weight": ((301, 67), "<f4"),
+    "optimizer/exp_avg_sq/blocks.0.weight": ((301, 67), "<f4"),
+    "optimizer/steps": ((17,), "<i8"),
+}
+
+
+def values_of(step: int) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the whole arrays of a step."""
+    found = {}
+    for number, (path, (shape, dtype)) in enumerate(SHAPES.items()):
+        flat = (np.arange(int(np.prod(shape))) * (number + 2) + step * 1000003) % 8191
+        found[path] = flat.astype(dtype).reshape(shape)
+    return found
+
+
+def pieces(step: int, rank: int, size: int) -> list[LocalArray]:
+    """Return what a rank has of a step: two ranges of every array, of which some are empty."""
+    listed = []
+    for number, (path, whole) in enumerate(values_of(step).items()):
+        flat = whole.reshape(-1)
+        cuts = [flat.size * part // (2 * size) for part in range(2 * size + 1)]
+        own = ((rank + number) % size, 2 * size - 1 - (rank + number) % size)
+        held = tuple((cuts[part], flat[cuts[part] : cuts[part + 1]].copy()) for part in own)
+        listed.append(LocalArray(path, whole.shape, whole.dtype, held))
+    return listed
+
+
+def problem_of(path: str) -> str:
+    """Say what is wrong with a checkpoint of this program, "" if nothing is."""
+    with checkpoint.open_checkpoint(path) as reader:
+        step = reader.attributes["step"]
+        if step != checkpoint.step_of(path):
+            return f"{path} holds step {step}"
+        expected = values_of(step)
+        if set(reader.arrays) != set(expected):
+            return f"{path} has other arrays"
+        for name, whole in expected.items():
+            if reader.read_whole(name).tobytes() != whole.tobytes():
+                return f"{path}: {name} differs"
+    return ""
+
+
+def save(comm: Any, folder: Path, step: int, how: str) -> None:
+    """Save a step; beside training the values change as soon as they were taken."""
+    target, arrays = checkpoint.step_folder(folder, step), pieces(step, comm.rank, comm.size)
+    if how != "background":
+        checkpoint.write(target, arrays, {"step": step}, comm, backend=how)
+        return
+    pending = checkpoint.begin(target, arrays, {"step": step}, comm)
+    for array in arrays:
+        for _, held in array.pieces:
+            held += 1
+    while not pending.finished:
+        time.sleep(0.0005)
+    pending.commit()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Be one rank."""
+    from mpi4py import MPI
+
+    from mpizero.comm import guard
+
+    guard.install_in_job()
+    folder, steps, how, keep = Path(arguments[0]), int(arguments[1]), arguments[2], int(arguments[3])
+    pause = float(arguments[4]) if len(arguments) > 4 else 0.0
+    comm = MPI.COMM_WORLD
+    newest = checkpoint.newest(folder, comm)
+    first = 1 if newest is None else (checkpoint.step_of(newest) or 0) + 1
+    comm.Barrier()
+    for step in range(first, first + steps):
+        os.access(MARKS[0], os.F_OK)
+        save(comm, folder, step, how)
+        if comm.rank == 0:
+            with open(folder.parent / "acknowledged", "a", encoding="utf-8") as file:
+                file.write(f"{step}\n")
+        checkpoint.prune(folder, keep, comm)
+        os.access(MARKS[1], os.F_OK)
+        time.sleep(pause)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,276 @@
+"""Faults at exact system calls, by strace: killed, refused, delayed, and in the right order."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torturing.cases import (
+    SAVER,
+    Torture,
+    acknowledged,
+    hidden,
+    prepare,
+    problem_of_ending,
+    problem_of_folder,
+    problem_of_next_save,
+)
+from torturing.jobs import Ended, run
+from torturing.outcomes import Row
+from torturing.saver import MARKS
+
+#: System calls that change files.
+WRITES = (
+    "write,writev,pwrite64,pwritev,pwritev2,fallocate,ftruncate,fsync,fdatasync,sync_file_range,rename,renameat,renameat2,"
+    "mkdir,mkdirat,unlink,unlinkat,rmdir,link,linkat,symlink,symlinkat"
+)
+_LINE = re.compile(r"(?P<thread>\d+) +(?P<time>[\d.]+) (?P<name>\w+)\((?P<rest>.*)")
+_PATH = re.compile(r'<(/[^>]*)>|"(/[^"]*)"')
+#: What a system call that cannot do its work says.
+ERRORS = {
+    "pwrite64": "ENOSPC",
+    "write": "ENOSPC",
+    "writev": "ENOSPC",
+    "pwritev": "ENOSPC",
+    "fallocate": "ENOSPC",
+    "ftruncate": "EIO",
+    "mkdir": "ENOSPC",
+    "fsync": "EIO",
+    "fdatasync": "EIO",
+    "rename": "EIO",
+    "renameat2": "EIO",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One system call of a save, as a log shows it: ``number`` counts those of this name in its thread."""
+
+    thread: int
+    main: bool
+    time: float
+    name: str
+    number: int
+    path: str
+    window: int
+    first: bool  # no other thread has made so many calls of this name before
+    among: int  # number among those of its thread on the same path
+
+
+def traced(log: Path, more: str = "") -> str:
+    """Return the line of bash that runs a program under strace."""
+    return f'exec strace -D -f -qq -y -ttt -o {log} -e trace={WRITES},access,faccessat,faccessat2 {more} "$@"'
+
+
+def read_log(log: Path, run_folder: Path) -> list[Call]:
+    """Return the calls on files in ``run_folder``, in order; their ``window`` is the number of the save, 0 outside."""
+    calls: list[Call] = []
+    counts: Counter[tuple[int, str]] = Counter()
+    most: Counter[str] = Counter()
+    places: Counter[tuple[int, str, str]] = Counter()
+    main, window, saves = -1, 0, 0
+    for line in log.read_text(errors="replace").splitlines():
+        if not (match := _LINE.match(line)):
+            continue
+        thread, name, rest = int(match["thread"]), match["name"], match["rest"]
+        main = thread if main < 0 else main
+        if MARKS[0] in rest:
+            saves += 1
+            window = saves
+        elif MARKS[1] in rest:
+            window = 0
+        if name.endswith(("access", "accessat", "accessat2")):
+            continue
+        counts[thread, name] += 1
+        number = counts[thread, name]
+        first = number > most[name]
+        most[name] = max(most[name], number)
+        found = _PATH.search(rest)
+        path = (found[1] or found[2]) if found else ""
+        if path == str(run_folder) or path.startswith(f"{run_folder}/"):
+            places[thread, name, path] += 1
+            calls.append(
+                Call(thread, thread == main, float(match["time"]), name, number, path, window, first,
+                     places[thread, name, path])
+            )  # fmt: skip
+    return calls
+
+
+def saving(folder: Path, how: str, steps: int = 1, keep: int = 1) -> list[str]:
+    """Return the program that saves."""
+    return [SAVER, str(folder), str(steps), how, str(keep)]
+
+
+def points_of(torture: Torture, how: str, victim: int) -> tuple[list[Call], str]:
+    """Return the system calls of one rank in a save and the removal of the one before, and what went wrong."""
+    ranks = torture.options.ranks
+    with torture.case() as folder:
+        log = folder / "log"
+        command = torture.mpi_of(how).command(ranks, saving(prepare(folder), how), victim, traced(log))
+        ended = run(command, folder, torture.limit)
+        if ended.status:
+            return [], f"a save that nothing happens to fails: {ended.err[-500:]}"
+        # Folders of other cases have other names: keep what follows.
+        prefix = len(str(folder))
+        calls = [call for call in read_log(log, folder / "run") if call.window == 1]
+        return [Call(**{**vars(call), "path": call.path[prefix:]}) for call in calls], ""
+
+
+def wrapper_for(call: Call, victim: int, folder: Path, effect: str) -> str:
+    """Return a line of bash that lets ``effect`` happen to exactly this call of a rank's process; "" if it cannot.
+
+    strace counts calls by thread. Where another thread makes as many of the name before, only those on the path are
+    counted; it holds rank 0's process number, which only rank 0 knows beforehand.
+    """
+    inject = f"-e inject={call.name}:{effect}:when="
+    if call.first:
+        return traced(folder / "log", f"{inject}{call.number}")
+    if call.main and victim == 0:
+        path = re.sub(r"(\.tmp-[^/]*\.)\d+(?=/|$)", r"\1$$", str(folder) + call.path)
+        return traced(folder / "log", f'{inject}{call.among} -P "{path}"')
+    return ""
+
+
+def planted_for(call: Call, calls: Sequence[Call], victim: int) -> str:
+    """Return the fault that kills the same rank before the same write of its writing thread."""
+    before = [c for c in calls if c.thread == call.thread and c.name == call.name]
+    return f"save.write:{victim}:{before.index(call) + 1}:kill"
+
+
+def kill_everywhere(torture: Torture, how: str, sample: int) -> None:
+    """F01: one rank killed at every system call by which a save changes files; ``sample`` points, 0 is all."""
+    row = torture.table.row(f"killed at every system call, {how}")
+    for victim in (0, torture.options.ranks - 1):
+        calls, problem = points_of(torture, how, victim)
+        if problem or not calls:
+            row.add(problem or "no system calls found", "", f"rank {victim}")
+            continue
+        chosen = calls if not sample else [calls[k * len(calls) // sample] for k in range(min(sample, len(calls)))]
+        for call in chosen:
+            _kill_at(torture, row, how, victim, call, calls)
+
+
+def _kill_at(torture: Torture, row: Row, how: str, victim: int, call: Call, calls: Sequence[Call]) -> None:
+    case = f"rank {victim}, {call.name} {call.number} of {Path(call.path).name}"
+    with torture.case() as folder:
+        run_folder, variables = prepare(folder), {}
+        wrapper = wrapper_for(call, victim, folder, "signal=KILL")
+        if not wrapper:
+            variables, wrapper = {"MPIZERO_FAULT": planted_for(call, calls, victim)}, 'exec "$@"'
+        command = torture.mpi_of(how).command(torture.options.ranks, saving(run_folder, how), victim, wrapper)
+        ended = run(command, folder, torture.limit, variables=variables)
+        done = acknowledged(run_folder)
+        problem = problem_of_ending(ended) or problem_of_folder(run_folder, max(1, done))
+        new = (run_folder / "step_00000002").exists()
+        outcome = "new one kept" if new else "old one kept"
+        row.add(problem or problem_of_next_save(run_folder), outcome, case)
+
+
+def refuse_everywhere(torture: Torture, how: str, sample: int) -> None:
+    """F03, F04: every system call of a save refused once, as by a full or broken disk."""
+    row = torture.table.row(f"refused by the disk at every system call, {how}")
+    for victim in (0, torture.options.ranks - 1):
+        calls, problem = points_of(torture, how, victim)
+        calls = [call for call in calls if call.name in ERRORS and ".tmp-del-" not in call.path]
+        if problem or not calls:
+            row.add(problem or "no system calls found", "", f"rank {victim}")
+            continue
+        chosen = calls if not sample else [calls[k * len(calls) // sample] for k in range(min(sample, len(calls)))]
+        for call in chosen:
+            _refuse_at(torture, row, how, victim, call)
+
+
+def _refuse_at(torture: Torture, row: Row, how: str, victim: int, call: Call) -> None:
+    error = ERRORS[call.name]
+    case = f"rank {victim}, {error} for {call.name} {call.number} of {Path(call.path).name}"
+    with torture.case() as folder:
+        run_folder = prepare(folder)
+        wrapper = wrapper_for(call, victim, folder, f"error={error}")
+        if not wrapper:
+            return  # the same call of the same thread under another number
+        command = torture.mpi_of(how).command(torture.options.ranks, saving(run_folder, how), victim, wrapper)
+        ended = run(command, folder, torture.limit)
+        problem = problem_of_refusal(ended, run_folder, error)
+        outcome = "new one kept" if (run_folder / "step_00000002").exists() else "old one kept"
+        row.add(problem or problem_of_next_save(run_folder), outcome, case)
+
+
+def problem_of_refusal(ended: Ended, run_folder: Path, error: str) -> str:
+    """Say what is wrong after a save that the system refused: one error, nothing left, the last good one whole."""
+    text = {"ENOSPC": "No space left on device", "EIO": "Input/output error"}[error]
+    told = "was not written" in ended.err or "cannot remove old checkpoints" in ended.err
+    if problem := problem_of_ending(ended):
+        return problem
+    if text not in ended.err or not told or "Traceback" in ended.err:
+        return f"not a clear error: {ended.err[-600:]}"
+    if hidden(run_folder):
+        return f"{hidden(run_folder)} stayed"
+    return problem_of_folder(run_folder, max(1, acknowledged(run_folder)))
+
+
+def check_order(torture: Torture, how: str) -> None:
+    """F07: what is written is durable before it is named: write, fsync of the file, of its folder, rename, fsync."""
+    row = torture.table.row(f"written, made durable, then renamed: {how}")
+    ranks = torture.options.ranks
+    with torture.case() as folder:
+        run_folder = prepare(folder)
+        program = saving(run_folder, how, steps=3)
+        wrapper = traced(folder / "log.$PMI_RANK$OMPI_COMM_WORLD_RANK")
+        command = torture.mpi_of(how).command(ranks, program)
+        split = command.index("-n") + 2
+        command = [*command[:split], "bash", "-c", wrapper, "all", *command[split:]]
+        ended = run(command, folder, torture.limit)
+        calls = [c for rank in range(ranks) for c in read_log(folder / f"log.{rank}", run_folder) if c.window]
+        for window in range(1, 4):
+            mine = sorted((c for c in calls if c.window == window), key=lambda c: c.time)
+            row.add(ended.err[-300:] if ended.status else _disorder(mine, run_folder), "in order", f"save {window}")
+
+
+def _disorder(calls: Sequence[Call], run_folder: Path) -> str:
+    """Say which of the calls of one save came too late."""
+    rename = next((c for c in calls if c.name.startswith("rename") and ".tmp-step" in c.path), None)
+    if rename is None:
+        return "no rename was seen"
+    last: dict[str, float] = {}
+    synced: dict[str, float] = {}
+    for call in calls:
+        if call.time < rename.time:
+            kind = synced if call.name in ("fsync", "fdatasync") else last
+            kind[call.path] = call.time
+    files = [path for path in last if path.endswith((".h5", ".json"))]
+    late = [path for path in files if synced.get(path, 0) < last[path]]
+    stage = rename.path
+    if len(files) != 2 or late:
+        return f"not durable before the rename: {late or files}"
+    if synced.get(stage, 0) < max(synced[path] for path in files):
+        return "the folder's names are not durable before the rename"
+    after = [c for c in calls if c.name == "fsync" and c.path == str(run_folder) and c.time > rename.time]
+    return "" if after else "the rename was not made durable"
+
+
+def slow_rank(torture: Torture, how: str) -> None:
+    """F14: a rank whose disk is slow is waited for."""
+    row = torture.table.row(f"a slow disk on one rank: {how}")
+    for victim in (0, torture.options.ranks - 1):
+        with torture.case() as folder:
+            run_folder = prepare(folder)
+            delay = "-e inject=pwrite64,fsync:delay_enter=150000:when=1..10"
+            command = torture.mpi_of(how).command(
+                torture.options.ranks, saving(run_folder, how, 2), victim, traced(folder / "log", delay)
+            )
+            ended = run(command, folder, torture.limit)
+            problem = ended.err[-300:] if ended.status or ended.late else problem_of_folder(run_folder, 3)
+            row.add(problem, "saved", f"rank {victim}")
+
+
+def have_strace() -> str:
+    """Return why system calls cannot be touched here, "" if they can."""
+    if shutil.which("strace") is None:
+        return "needs strace"
+    ended = run(["strace", "-D", "-qq", "-o", "/dev/null", "true"], Path("/tmp/mpizero-strace"), 10)
+    shutil.rmtree("/tmp/mpizero-strace", ignore_errors=True)
+    return "" if ended.status == 0 else "strace may not trace here"

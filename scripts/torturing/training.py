@@ -1,0 +1,190 @@
+"""Training runs that are killed at random moments and go on, until they end as an uninterrupted one does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpizero import checkpoint
+from torturing.cases import Torture, hidden, problem_of_ending
+from torturing.jobs import Ended, Job, run
+
+#: Steps of a run, each with a checkpoint; kills of one run before it may end.
+STEPS, KILLS = 45, 10
+SETTINGS = {
+    "direct": [],
+    "background": ["checkpoint.asynchronous=true"],
+    "mpio": ["checkpoint.backend=mpio"],
+}
+CONFIG = """
+[model]
+name = "mlp"
+hidden = [96, 96]
+
+[data]
+arrays = {{x = "{0}/x.npy", y = "{0}/y.npy"}}
+validation = 0.0
+
+[parallel]
+strategy = "zero1"
+
+[train]
+steps = {1}
+global_batch = 8
+micro_batch = 1
+validate_every = 0
+
+[optimizer]
+name = "adamw"
+lr = 1e-3
+
+[checkpoint]
+every = 1
+keep = 2
+"""
+
+
+class Reference:
+    """An uninterrupted run: its result, and what the checkpoint of each step holds."""
+
+    def __init__(self, torture: Torture) -> None:
+        self.home = torture.folder / "reference"
+        self.home.mkdir()
+        draw = np.random.default_rng(torture.options.seed)
+        np.save(self.home / "x.npy", draw.normal(size=(64, 24)).astype(np.float32))
+        np.save(self.home / "y.npy", draw.integers(0, 4, 64))
+        self.config = self.home / "config.toml"
+        self.config.write_text(CONFIG.format(self.home, STEPS), encoding="utf-8")
+        self.checkpoints = self.home / "run" / "checkpoints"
+        command = torture.mpis["first"].command(
+            torture.options.ranks, self.program(self.checkpoints, ["checkpoint.keep=1000"])
+        )
+        ended = run(command, self.home / "job", 3 * torture.limit)
+        if ended.status:
+            raise SystemExit(f"an undisturbed training fails:\n{ended.err}")
+        self.result = result_of(ended)
+        self.hashes = {checkpoint.step_of(path): contents(path) for path in self.checkpoints.iterdir()}
+
+    def program(self, checkpoints: Path, settings: Sequence[str] = ()) -> list[str]:
+        """Return a training program in a folder."""
+        given = [f"checkpoint.folder={checkpoints}", *settings]
+        return ["-m", "mpizero", "train", str(self.config), *(word for s in given for word in ("--set", s)), "--resume"]
+
+    def problem_of(self, checkpoints: Path, at_least: int) -> str:
+        """Say what is wrong with the newest checkpoint of a run that does the same, "" if nothing is."""
+        passed: list[str] = []
+        newest = checkpoint.newest(checkpoints, report=passed.append)
+        step = checkpoint.step_of(newest) if newest else 0
+        if passed:
+            return f"a damaged checkpoint was committed: {passed}"
+        if step is None or step < at_least:
+            return f"step {at_least} was there before, the newest is now {step}"
+        try:
+            return "" if newest is None or contents(newest) == self.hashes[step] else f"{newest} holds something else"
+        except Exception as error:
+            return f"{newest} does not load: {error}"
+
+
+def contents(path: str | os.PathLike[str]) -> str:
+    """Return a hash over all arrays of a checkpoint and its step."""
+    with checkpoint.open_checkpoint(path) as reader:
+        found = hashlib.sha256(str(reader.attributes["training"]["step"]).encode())
+        for name in sorted(reader.arrays):
+            found.update(name.encode() + reader.read_whole(name).tobytes())
+    return found.hexdigest()
+
+
+def result_of(ended: Ended) -> str:
+    """Return the hash that a training prints in the end, "" if it prints none."""
+    try:
+        return str(json.loads(ended.out.splitlines()[-1])["parameters_sha256"])
+    except (IndexError, ValueError, KeyError):
+        return ""
+
+
+def newest_seen(checkpoints: Path) -> int:
+    """Return the highest step that has a folder."""
+    try:
+        return max((checkpoint.step_of(name) or 0 for name in os.listdir(checkpoints)), default=0)
+    except FileNotFoundError:
+        return 0
+
+
+def kill_at_random(torture: Torture, reference: Reference, how: str, count: int) -> None:
+    """F02: kill one rank, all ranks or the launcher at random moments, go on with ``--resume``, and be killed again.
+
+    Every tenth time a run is left to come to its end, which must be that of the uninterrupted one.
+    """
+    killed = torture.table.row(f"killed at a random moment of training, {how}")
+    ends = torture.table.row(f"runs that went on to their end, {how}")
+    random = torture.random
+    while killed.cases < count and ends.cases < count:
+        with torture.case() as folder:
+            checkpoints = folder / "run" / "checkpoints"
+            command = torture.mpi_of(how).command(torture.options.ranks, reference.program(checkpoints, SETTINGS[how]))
+            kills = min(KILLS, count - killed.cases)
+            for number in range(kills):
+                plan = _Kill(
+                    checkpoints,
+                    1 + (STEPS - 6) * number // KILLS,
+                    random.uniform(0, torture.options.window),
+                    random.choice(["launcher", "all", *(f"rank {r}" for r in range(torture.options.ranks))]),
+                )
+                ended = run(command, folder / "job", torture.limit, plan)
+                problem = problem_of_ending(ended) if plan.struck else f"was not killed: {ended.err[-300:]}"
+                middle = any(name.startswith(".tmp-step") for name in hidden(checkpoints))
+                problem = problem or reference.problem_of(checkpoints, plan.seen)
+                killed.add(problem, "in a save" if middle else "between saves", f"{plan.victim}, step {plan.seen}")
+            ended = run(command, folder / "job", torture.limit)
+            ends.add(_problem_of_end(ended, reference, checkpoints), "with the same hash", f"after {kills} kills")
+
+
+def _problem_of_end(ended: Ended, reference: Reference, checkpoints: Path) -> str:
+    if ended.status or ended.late or ended.strays:
+        return f"exit status {ended.status}, {ended.strays} processes left: {ended.err[-300:]}"
+    if result_of(ended) != reference.result:
+        return f"another result: {ended.out[-300:]}"
+    if hidden(checkpoints):
+        return f"{hidden(checkpoints)} stayed"
+    return reference.problem_of(checkpoints, STEPS)
+
+
+class _Kill:
+    """Kill a job some time after it has reached a step; to be called often."""
+
+    def __init__(self, checkpoints: Path, step: int, delay: float, victim: str) -> None:
+        self.victim, self.struck, self.seen = victim, False, 0
+        self._checkpoints, self._step, self._delay = checkpoints, step, delay
+        self._moment = 0.0
+        self._start = newest_seen(checkpoints)
+
+    def __call__(self, job: Job) -> bool:
+        """Look, and kill if it is time; whether it was done."""
+        now, newest = time.monotonic(), newest_seen(self._checkpoints)
+        if not self._moment and newest >= self._step and newest > self._start:
+            self._moment = now + self._delay
+        if not self._moment or now < self._moment:
+            return False
+        self.seen = newest
+        self.struck = job.process.poll() is None
+        job.kill(self.victim)
+        return True
+
+
+def after_step(checkpoints: Path, step: int, action: Callable[[Job], Any]) -> Callable[[Job], bool]:
+    """Return what does ``action`` once a step is saved."""
+
+    def look(job: Job) -> bool:
+        if newest_seen(checkpoints) < step:
+            return False
+        action(job)
+        return True
+
+    return look
