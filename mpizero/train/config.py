@@ -171,7 +171,7 @@ class TrainSection(Section):
     threads: int = setting(1, whole(1, 1024))
     validate_every: int = setting(50, whole(0))
     validate_samples: int = setting(512, whole(0))
-    check_every: int = setting(20, whole(0))
+    check_every: int = setting(50, whole(0))
     time_limit: float | None = setting(None, optional(duration))
     time_reserve: float | None = setting(None, optional(duration))
 

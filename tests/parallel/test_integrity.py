@@ -128,12 +128,13 @@ def test_a_hybrid_of_two_by_two_finds_a_bit_in_whatever_a_rank_holds(world: Any,
                 for batch in case.batches:
                     model.train(*part(model.batch_group, *batch))
                 model.check_integrity()
-                piece = first_state(model)[2]
+                slot, values, piece = first_state(model)
                 name = world.allgather_object(piece.entry.spec.guest or piece.entry.spec.name)[3]
+                what = f"optimizer/{slot}" if memory else "parameter"
                 if world.rank == 3:
-                    flip(model.engine.store.values, piece.store)
+                    flip(values if memory else model.engine.store.values, piece.state if memory else piece.store)
                 for message in told(world, lambda: model.train(*part(model.batch_group, *case.batches[0]))):  # noqa: B023
-                    assert re.search(f"parameter '{re.escape(name)}', elements .* changed on rank 3 ", message)
+                    assert re.search(f"{what} '{re.escape(name)}', elements .* changed on rank 3 ", message)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -173,7 +174,7 @@ def test_nothing_is_found_where_nothing_happened_and_the_bits_are_the_same(world
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_thousands_of_steps_without_a_false_alarm(strategy: str) -> None:
+def test_many_steps_without_a_false_alarm(strategy: str) -> None:
     x, y = points(4)
 
     def run(comm: Any) -> None:
