@@ -12,6 +12,9 @@ from mpizero.types import Array
 #: Bytes of one checksummed block of an array; a multiple of every element size.
 BLOCK = 4 * 1024 * 1024
 
+#: Bytes that a core's cache holds beside other things.
+_CACHED = 256 * 1024
+
 _POLYNOMIAL = 0xEDB88320  # CRC-32 of IEEE 802.3, bit-reversed: bit 31 is x**0
 _ONE = 1 << 31
 
@@ -103,6 +106,12 @@ def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
         end = min(stop, (start // BLOCK + 1) * BLOCK)
         yield start, end
         start = end
+
+
+def in_cache(part: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Yield the place and bytes of pieces of a block that stay in a core's cache between two uses, in order."""
+    for start in range(0, len(part), _CACHED):
+        yield start, part[start : start + _CACHED]
 
 
 def block_count(nbytes: int) -> int:

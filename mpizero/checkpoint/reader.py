@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from mpizero.checkpoint.checksum import BLOCK, crc32, cut, judge
+from mpizero.checkpoint.checksum import BLOCK, crc32, cut, in_cache, judge
 from mpizero.checkpoint.direct import as_bytes
 from mpizero.checkpoint.failures import CheckpointMissingError, agreed, on_root
 from mpizero.checkpoint.manifest import MANIFEST_LIMIT, MANIFEST_NAME, STATE_NAME, Manifest, StoredArray, decode
@@ -127,7 +127,7 @@ def read_manifest(folder: str) -> tuple[bytes, Manifest]:
         if not os.path.lexists(os.path.join(folder, name)):
             raise CheckpointMissingError(f"{folder}: not a complete mpizero checkpoint: {name} is missing")
     with os.fdopen(open_regular(path), "rb") as file:
-        data = file.read(MANIFEST_LIMIT + 1)
+        data = file.read(min(MANIFEST_LIMIT, os.fstat(file.fileno()).st_size) + 1)
     try:
         manifest = decode(data)
     except CheckpointError as error:
@@ -262,13 +262,20 @@ class Reader:
             for start, stop in cut(begin, begin + len(data)):
                 view = data[start - begin : stop - begin]
                 strike("load.read")
-                self._source.read_into(stored.offset + start, view)
-                part = _Part(request.path, start, stop, crc32(view))
+                part = _Part(request.path, start, stop, self._read_block(stored.offset + start, view))
                 if stop - start < _block_length(stored, start):
                     parts.append(part)
                 elif part.crc != stored.checksums[start // BLOCK]:
                     raise self._mismatch(part)
         return parts
+
+    def _read_block(self, offset: int, block: memoryview) -> int:
+        """Fill ``block`` from ``offset`` on, and return its checksum, taken while it is in the cache."""
+        crc = 0
+        for place, piece in in_cache(block):
+            self._source.read_into(offset + place, piece)
+            crc = crc32(piece, crc)
+        return crc
 
     def _unproven(self, gathered: Sequence[Sequence[_Part]]) -> list[_Part]:
         """Join the parts of all ranks; return this rank's that no tiling of their block can prove."""

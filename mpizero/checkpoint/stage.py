@@ -87,9 +87,10 @@ def _check_target(target: str, replace: bool) -> None:
 
 
 def fill_file(path: str, skeleton: Skeleton, mode: int = 0o600) -> None:
-    """Make a file with HDF5's structure and room for the arrays, so that a full disk shows before the work.
+    """Make a file of the final size with HDF5's structure in it; a full disk shows before the work.
 
-    Not collective: rank 0 only.
+    Not collective: rank 0 only. Room is not reserved: that would hold up all ranks on file systems in memory, and a
+    disk that fills up meanwhile shows in the writes.
     """
     space = os.statvfs(os.path.dirname(path))
     if space.f_bavail * space.f_frsize < skeleton.nbytes:
@@ -98,11 +99,9 @@ def fill_file(path: str, skeleton: Skeleton, mode: int = 0o600) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
         try:
-            os.posix_fallocate(file, 0, skeleton.nbytes)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise OSError(error.errno, error.strerror, path) from None
             os.ftruncate(file, skeleton.nbytes)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, path) from None
         for offset, data in skeleton.structure:
             write_at(file, memoryview(data), offset, path)
     finally:

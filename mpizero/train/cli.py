@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
-from mpizero.train import checkpoint_cli, replay_cli
+from mpizero.train import bench_cli, checkpoint_cli, replay_cli
 from mpizero.train.options import add_layout_options, add_overrides, layout_of, named_as_options
 from mpizero.train.signals import StopSignals
 from mpizero.train.verify.options import add_verify
@@ -121,7 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_verify(commands, _verify)
     _add_doctor(commands)
     replay_cli.add_command(commands, _replay)
-    _add_bench(commands)
+    bench_cli.add_command(commands, _bench)
     checkpoint_cli.add_command(commands, _checkpoint)
     return parser
 
@@ -198,31 +198,6 @@ def _add_doctor(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one line for programs")
     parser.set_defaults(run=_doctor)
-
-
-def _add_bench(commands: Any) -> None:
-    parser = commands.add_parser("bench", help="measure", description="Measure.")
-    kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    memory = kinds.add_parser(
-        "memory",
-        help="memory and bytes sent of every strategy, from real training steps",
-        description="Train a few steps with every strategy, with memory shared on the node and private; print the "
-        "formula, the library's own count, what the system has measured, and the bytes sent, beside each other. With "
-        "--pipeline, --tensor or --context: of every rank of that layout, activations and messages too.",
-        epilog="Example: mpiexec -n 8 python -m mpizero bench memory --pipeline 2 --tensor 2 --strategy zero1",
-    )
-    memory.add_argument("--parameters", metavar="P", type=float, default=64e6, help="at least (default: 64e6)")
-    memory.add_argument(
-        "--strategies", "--strategy", metavar="A,B", help="(default: ddp,zero1,zero2,zero3; zero1 for a layout)"
-    )
-    memory.add_argument("--memory", choices=("shared", "private", "both"), default="both", help="(default: both)")
-    memory.add_argument("--steps", metavar="N", type=int, default=2, help="training steps each (default: %(default)s)")
-    memory.add_argument("--json", action="store_true", help="one line for programs")
-    add_layout_options(memory, schedule=True)
-    memory.add_argument(
-        "--micro-batches", metavar="M", type=int, help="of a replica and step, for a layout (default: 2 a stage)"
-    )
-    memory.set_defaults(run=_bench_memory)
 
 
 # ------------------------------------------------------------------ commands
@@ -326,26 +301,8 @@ def _doctor(options: argparse.Namespace) -> int:
     return doctor.exit_status(findings)
 
 
-def _bench_memory(options: argparse.Namespace) -> int:
-    from mpizero.train import bench, bench_layout
-
-    layout = layout_of(options)
-    strategies = options.strategies or ("zero1" if layout.splits_model else ",".join(bench.STRATEGIES))
-    request = bench.MemoryRequest.parse(options.parameters, strategies, options.memory, options.steps)
-    comm = _world()
-    with named_as_options():
-        layout.check_ranks(comm.size)
-    if layout.splits_model:
-        count = 2 * layout.pipeline if options.micro_batches is None else options.micro_batches
-        with named_as_options():
-            tables = bench_layout.measure_layout(bench_layout.LayoutRequest(request, layout, count), comm, _tell)
-        text = bench_layout.as_json(tables) if options.json else bench_layout.report(tables)
-    else:
-        rows = bench.measure_memory(request, comm, _tell)
-        text = bench.as_json(rows) if options.json else bench.table(rows)
-    if comm.rank == 0:
-        print(text, flush=True)
-    return int(ExitStatus.OK)
+def _bench(options: argparse.Namespace) -> int:
+    return bench_cli.run(options, _world)
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -354,10 +311,6 @@ def _replay(options: argparse.Namespace) -> int:
 
 def _checkpoint(options: argparse.Namespace) -> int:
     return _on_first_rank(options.tool, options)
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------ surroundings

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -30,6 +32,24 @@ def proportional() -> int:
     (``/proc/self/smaps_rollup``), the resident size is returned.
     """
     return _kilobytes(Path("/proc/self/smaps_rollup"), "Pss") or resident()
+
+
+@contextmanager
+def peak_growth() -> Iterator[list[int]]:
+    """Yield a list that holds, after the block, by how many bytes the resident size was larger at most than before.
+
+    Not collective. Where the kernel does not let a process forget its former peak (``/proc/self/clear_refs``), a block
+    that stays below it counts 0.
+    """
+    grown = [0]
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = resident()
+    try:
+        yield grown
+    finally:
+        peak = _kilobytes(Path("/proc/self/status"), "VmHWM") or peak_resident()
+        grown[0] = max(0, peak - before)
 
 
 def settle() -> None:

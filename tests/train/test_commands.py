@@ -27,6 +27,7 @@ def test_help_names_every_command_and_the_exit_statuses(mpizero):
         ["replay"],
         ["bench"],
         ["bench", "memory"],
+        ["bench", "checkpoint"],
         ["checkpoint"],
         *(["checkpoint", name] for name in ("inspect", "verify", "diff", "export", "import")),
     ],

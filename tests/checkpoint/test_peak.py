@@ -1,0 +1,71 @@
+"""No rank holds more than its shard and a buffer while it saves or loads, as Python's allocators count it."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from mpizero import checkpoint
+from mpizero.checkpoint import LocalArray
+from mpizero.checkpoint.checksum import BLOCK
+
+pytestmark = pytest.mark.mpi
+
+BACKENDS = ["direct", "mpio"] if h5py.get_config().mpi else ["direct"]
+ROWS, COLUMNS, ARRAYS = 64, 2048, 24
+
+
+def counted(work: Callable[[], object]) -> int:
+    """The most bytes that ``work`` held at once."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.fixture
+def folder(world, tmp_path) -> Path:
+    return Path(world.broadcast_object(str(tmp_path)))
+
+
+@pytest.fixture
+def shard(world) -> list[LocalArray]:
+    """Equal parts of arrays that make up 12 MB a rank."""
+    rows = ROWS * world.size
+    return [
+        LocalArray(f"w{k}", (rows, COLUMNS), np.dtype("f4"), ((world.rank * ROWS * COLUMNS, values),))
+        for k in range(ARRAYS)
+        for values in [np.full(ROWS * COLUMNS, k + world.rank, np.float32)]
+    ]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_save_and_a_load_take_a_buffer_beside_the_shard(world, folder, shard, backend):
+    checkpoint.write(folder / "warm", shard, {}, world, backend)
+    buffer = 2 * BLOCK if backend == "mpio" else BLOCK // 2
+    assert counted(lambda: checkpoint.write(folder / "c", shard, {}, world, backend)) < buffer
+
+    def load() -> None:
+        with checkpoint.open_checkpoint(folder / "c", world) as reader:
+            reader.read(shard)
+
+    load()
+    assert counted(load) < BLOCK // 2
+    world.barrier()
+
+
+def test_a_save_beside_training_takes_one_copy_of_the_shard_and_a_buffer(world, folder, shard):
+    nbytes = sum(values.nbytes for array in shard for _, values in array.pieces)
+    checkpoint.begin(folder / "warm", shard, {}, world).commit()
+    peak = counted(lambda: checkpoint.begin(folder / "c", shard, {}, world).commit())
+    assert nbytes <= peak < nbytes + BLOCK // 2
+    world.barrier()
