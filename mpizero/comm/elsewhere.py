@@ -40,7 +40,7 @@ class Elsewhere:
         self._server: socket.socket | None = None
         self._doors: dict[str, list[tuple[str, int]]] = {}
         self._last: dict[int, Slot] = {}
-        self._next, self._pause = 0.0, 1.0
+        self._next, self._pause = 0.0, 0.5
         hosts = allgather(host)
         if len(set(hosts)) == 1:
             return
@@ -73,7 +73,7 @@ class Elsewhere:
         """Ask after ever longer pauses; between return what was known last. Not collective."""
         if self._doors and monotonic() > self._next:
             self._last = self.read()
-            self._next, self._pause = monotonic() + self._pause, min(2 * self._pause, 30.0)
+            self._next, self._pause = monotonic() + self._pause, min(1.5 * self._pause, 30.0)
         return self._last
 
     def close(self) -> None:
