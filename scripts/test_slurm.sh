@@ -131,8 +131,8 @@ no_jobs() {
 stop_cluster() {
     local process
     if [ ${#STARTED[@]} -gt 2 ]; then
-        squeue --noheader --format=%A 2>/dev/null | xargs -r scancel --signal=KILL --full
-        squeue --noheader --format=%A 2>/dev/null | xargs -r scancel
+        squeue --noheader --format=%A 2>/dev/null | xargs -r scancel --signal=KILL --full 2>/dev/null
+        squeue --noheader --format=%A 2>/dev/null | xargs -r scancel 2>/dev/null
         wait_for 20 no_jobs
     fi
     for process in "${STARTED[@]}"; do
@@ -294,6 +294,25 @@ failing() {
     [ -z "$REASON" ]
 }
 
+# doctor_says KIND PYTHON PATTERN: what doctor finds on two tasks under srun --mpi=KIND.
+doctor_says() {
+    srun --ntasks=2 --mpi="$1" "$2" -m mpizero doctor >"doctor-$1.log" 2>&1
+    expect_text "doctor-$1.log" "$3"
+}
+
+# MPICH's ranks that think they are alone are told so, once; Open MPI's cannot start then.
+examined() {
+    doctor_says pmix "$PYTHON" 'ok +launch +srun --mpi=pmix: 2 ranks on 1 node'
+    expect_text doctor-pmix.log 'time limit +Slurm does not say'
+    NOTE='all is well with --mpi=pmix'
+    if [ -x "$MPICH_PYTHON" ]; then
+        doctor_says none "$MPICH_PYTHON" 'FAIL +launch +srun has started 2 processes, but each sees 1'
+        expect findings "$(grep -c 'FAIL' doctor-none.log)" 1
+        NOTE+='; --mpi=none is named'
+    fi
+    [ -z "$REASON" ]
+}
+
 write_inputs() {
     mkdir "$BASE/work" && cd "$BASE/work" || exit 1
     "$PYTHON" -c 'open("text.txt", "wb").write(bytes(32 + (i * i) % 90 for i in range(30000)))'
@@ -326,6 +345,7 @@ if start_cluster; then
     check "signal, requeue, 8 -> 4 tasks" signalled
     check "Slurm's time limit, 4 -> 3 tasks" timed
     check "the same failure twice" failing
+    check "doctor" examined
 else
     tail -n 5 "$BASE"/*.out "$BASE"/*.log
     STATUS=1 TABLE="the cluster does not start"
