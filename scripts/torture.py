@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # fewer system calls that have nothing to do with saves
@@ -62,22 +63,28 @@ def main() -> None:
         mpis["second"] = Mpi("second", options.second_mpiexec, options.second_python or options.python)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="torture-", dir=options.folder) as folder:
-        torture = Torture(options, Path(folder), mpis)
-        parts = options.only or PARTS
-        if "syscalls" in parts:
-            at_system_calls(torture)
-        if set(parts) - {"syscalls"}:
-            note("an undisturbed training, to compare with")
-            reference = training.Reference(torture)
-        if "kills" in parts:
-            at_random_moments(torture, reference)
-        if "damage" in parts:
-            at_rest(torture, reference)
-        if "disk" in parts:
-            on_bad_disks(torture, reference)
-        good = torture.table.show()
+        torture, good = Torture(options, Path(folder), mpis), False
+        try:
+            run_parts(torture, options.only or PARTS)
+        finally:  # also when it is interrupted
+            good = torture.table.show()
     print(f"seed {options.seed}, {options.ranks} ranks, {time.monotonic() - started:.0f} s")
     sys.exit(not good)
+
+
+def run_parts(torture: Torture, parts: Sequence[str]) -> None:
+    """Run some parts, after a training that all but one compare with."""
+    if "syscalls" in parts:
+        at_system_calls(torture)
+    if set(parts) - {"syscalls"}:
+        note("an undisturbed training, to compare with")
+        reference = training.Reference(torture)
+    if "kills" in parts:
+        at_random_moments(torture, reference)
+    if "damage" in parts:
+        at_rest(torture, reference)
+    if "disk" in parts:
+        on_bad_disks(torture, reference)
 
 
 def ways(torture: Torture) -> list[str]:
