@@ -120,6 +120,14 @@ class Lookout:
             self._told.add(entry.key)
         return error
 
+    def search(self, seconds: float) -> CollectiveMismatch | None:
+        """Look for a difference for some seconds, in which others may still show what they call. Not collective."""
+        self._heartbeat.beat()
+        limit = time.monotonic() + seconds
+        while not (key := self._differing(None)) and time.monotonic() < limit:
+            time.sleep(0.01)
+        return self._explain(key) if key else None
+
     def farewell(self) -> CollectiveMismatch | None:
         """Compare all that was ever called with the other ranks, which are leaving too. Not collective."""
         key = self._differing(None)

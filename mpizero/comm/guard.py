@@ -35,6 +35,8 @@ from mpizero.comm.contract import Lookout
 from mpizero.comm.elsewhere import Elsewhere
 from mpizero.comm.heartbeat import Heartbeat
 from mpizero.comm.lastwords import await_delivery, describe, format_error, write
+from mpizero.comm.leaving import BLOCKED, PATIENCE, needs_me
+from mpizero.comm.libraryexit import LibraryExit
 from mpizero.comm.register import Register
 from mpizero.comm.trace import CallTrace
 from mpizero.errors import (
@@ -55,13 +57,8 @@ _AGREEMENT, _AGREEMENT_AT_START = 0.7, 2.0
 #: Seconds for which ranks that fail because of another rank, or second, wait to be ended.
 _CONSEQUENCE = 2.0
 _OTHER_NODE = 0.3
-#: Seconds that others must have waited for this rank before it counts as gone early.
-_BLOCKED = 1.0
 #: Seconds for the others to leave too, after this rank has asked for an exit status that is not 0.
 _ALONE = 2.0
-#: Seconds without any sign of progress on the others before a rank that has ended stops waiting for them.
-PATIENCE = 120.0
-
 #: Set for every rank by the launchers of MPICH, Open MPI, and srun with PMI or PMIx.
 _LAUNCHED = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
@@ -92,6 +89,7 @@ class Guard:
         self._agreed = False
         self._asked: tuple[Any, dict[str, int]] = (0, {})
         self._dying = threading.Lock()
+        self._library_exit: LibraryExit | None = None
         self._excepthook: Callable[..., Any] = sys.__excepthook__
         self._unraisablehook: Callable[..., Any] = sys.__unraisablehook__
         self._sys_exit: Callable[..., NoReturn] = sys.exit
@@ -138,6 +136,7 @@ class Guard:
                 self.lookout = Lookout(self.heartbeat, self._end_mismatch)
                 self.heartbeat.listeners.append(self.lookout.look)
                 self.heartbeat.start()
+                self._library_exit = LibraryExit(self._on_library_exit)
         return tuple(members)
 
     def _end_mismatch(self, error: CollectiveMismatch) -> None:
@@ -211,6 +210,24 @@ class Guard:
         else:
             self._unraisablehook(args)
 
+    def _on_library_exit(self) -> None:
+        """Say what MPI has ended this process for, as far as the calls of the others tell; does not return then."""
+        if self.process != os.getpid() or self.lookout is None or not self._dying.acquire(blocking=False):
+            return
+        call = next((entry.trace for entry in self.register.live if entry.trace.entered), None)
+        error: CollectiveError | None = self.lookout.search(_OTHER_NODE if call is None else BLOCKED)
+        if error is None and call is not None:
+            error = CollectiveError(
+                f"the MPI library ended this process in {call.operation} {call.tag!r} of {call.name!r}"
+            )
+        if error is not None:
+            if self.speaks():
+                write(self.lines(describe(error)))
+                await_delivery()
+            else:
+                time.sleep(_AGREEMENT)
+            os._exit(ExitStatus.HANG)
+
     @staticmethod
     def _is_consequence(error: BaseException, mpi: Any) -> float:
         """Seconds to give the rank that failed first; MPI itself reports dead peers to those that live."""
@@ -268,13 +285,15 @@ class Guard:
             self.heartbeat.stop()
         if self.elsewhere is not None:
             self.elsewhere.close()
+        if self._library_exit is not None:
+            self._library_exit.close()
 
     def _left_early(self, waited: float) -> bool:
         """End the job if this rank has ended while others still need it; False to go on waiting."""
-        if self.board is None or waited < _BLOCKED:
+        if self.board is None or waited < BLOCKED:
             return False
         slots = self.board.read() | (self.elsewhere.read_now_and_then() if self.elsewhere else {})
-        reasons = [self._needs_me(other, slot) for other, slot in slots.items() if other != self.rank]
+        reasons = [needs_me(self.register, other, slot) for other, slot in slots.items() if other != self.rank]
         reason = next(filter(None, reasons), "")
         status, counts = self._asked  # if collectives came after it, somebody has caught it
         if not reason and waited > _ALONE and status not in (None, 0) and counts == self.register.counts():
@@ -284,21 +303,6 @@ class Guard:
         if reason and (mpi := self._mpi()):
             self.end(mpi, self.lines(f"left early: the program has ended here, but {reason}"), ExitStatus.RANK_FAILED)
         return False
-
-    def _needs_me(self, other: int, slot: Slot) -> str | None:
-        """Say what ``other`` waits for; "" if it does not; None if it does not and was seen at work lately."""
-        known = self.register.counts()
-        for key, name, sequence, operation, tag, since in slot["calls"]:
-            if since >= _BLOCKED and sequence > known.get(key, sequence):
-                label = f" {tag!r}" if tag else ""
-                return f"rank {other} waits in {operation} #{sequence}{label} of {name!r} at {slot['place']}"
-        for key, ended, what, since in slot["duties"]:
-            entry = self.register.find(key)
-            if since >= _BLOCKED and entry is not None and entry.trace.duties <= ended:
-                return f"rank {other} is in {what} {ended + 1} of {entry.trace.name!r} at {slot['place']}"
-        if slot.get("library") and slot["still"] >= 2 * _BLOCKED:
-            return f"rank {other} waits in {slot['library']} at {slot['place']}"
-        return None if slot["still"] < PATIENCE and slot["state"] == "working" else ""
 
     # ------------------------------------------------------------------ last words
 

@@ -1,0 +1,39 @@
+"""Learn that a C library is about to end the process, past all of Python's hooks.
+
+MPICH ends a process by ``exit()`` when a message of a blocking collective is too long for its buffer, whatever error
+handler is set. Handlers that are registered with the C library still run then, while the heartbeat's thread lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable
+
+
+class LibraryExit:
+    """Calls ``function`` when something calls C's ``exit()``, until :meth:`close`; nothing where C has no such list.
+
+    The interpreter must be alive when it is called, so close it before that ends.
+    """
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function: Callable[[], None] | None = function
+        self._callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._called)
+        self._owner = ctypes.create_string_buffer(1)  # its address marks the entry as ours, to be removed again
+        self._remove: Callable[..., object] | None = None
+        with contextlib.suppress(AttributeError, OSError, TypeError):
+            library = ctypes.CDLL(None)
+            self._remove = library["__cxa_finalize"]
+            library["__cxa_atexit"](self._callback, None, ctypes.byref(self._owner))
+
+    def _called(self, _: object) -> None:
+        if self._function is not None:
+            self._function()
+
+    def close(self) -> None:
+        """Take the function off the list; a second call does nothing. Not collective."""
+        self._function = None
+        remove, self._remove = self._remove, None
+        if remove is not None:
+            remove(ctypes.byref(self._owner))

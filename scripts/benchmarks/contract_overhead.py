@@ -1,0 +1,95 @@
+"""Measure what the collective contract costs a training step: the same steps with and without it, in turn.
+
+    mpiexec -n 2 python scripts/benchmarks/contract_overhead.py [--rounds 30] [--steps 100] [--hidden 64 64]
+
+Both sides train a small model by the engine itself, whose step of about 1 ms makes the collectives of a real one.
+Without the contract, `CallTrace.begin` only counts and `contract_number` is 0: what was there before it. The rounds
+alternate; the figure is the median over rounds of the ratio of neighbours, with its quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import mpizero as mz
+from mpizero.comm.mpi import MpiCommunicator
+from mpizero.comm.trace import CallTrace
+
+
+def count_only(self: CallTrace, call: tuple[Any, ...]) -> int:
+    """Do what a communicator did before it kept records."""
+    sequence = self.started = self.started + 1
+    return sequence
+
+
+class Switch:
+    """Turns the contract on and off, on all ranks alike."""
+
+    def __init__(self) -> None:
+        self.begin, self.number = CallTrace.begin, MpiCommunicator.contract_number
+
+    def set(self, on: bool) -> None:
+        """Put the real methods, or what was there before, in place."""
+        CallTrace.begin = self.begin if on else count_only
+        MpiCommunicator.contract_number = self.number if on else lambda self: 0
+
+
+def seconds(model: Any, x: Any, y: Any, steps: int) -> float:
+    """Return the seconds of a step."""
+    started = time.perf_counter()
+    for _ in range(steps):
+        model.train(x, y)
+    return (time.perf_counter() - started) / steps
+
+
+def main() -> None:
+    """Print one line on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[64, 64])
+    parser.add_argument("--model", default="ZeRO2Model", help="a data-parallel class of mpizero")
+    options = parser.parse_args()
+    comm, switch = MpiCommunicator(MPI.COMM_WORLD), Switch()
+    config = mz.ShardingConfig(comm=comm, micro_batch=options.batch // comm.size)
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((options.batch, 64)).astype(np.float32), rng.integers(0, 10, options.batch)
+    with getattr(mz, options.model)(mz.MLP([64, *options.hidden, 10], seed=0), config) as model:
+        seconds(model, x, y, 50)
+        before = sum(e.trace.started for e in _followed())
+        seconds(model, x, y, 10)
+        calls = (sum(e.trace.started for e in _followed()) - before) / 10
+        ratios, bare = [], []
+        for turn in range(options.rounds):
+            pair = {}
+            for on in (True, False) if turn % 2 else (False, True):
+                switch.set(on)
+                pair[on] = seconds(model, x, y, options.steps)
+            ratios.append(pair[True] / pair[False])
+            bare.append(pair[False])
+        switch.set(True)
+        if comm.rank == 0:
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            print(
+                f"{MPI.get_vendor()[0]}, {comm.size} ranks, {options.model}: {1e6 * statistics.median(bare):.0f} µs a "
+                f"step without, {calls:.0f} collectives a step; with the contract {100 * (middle - 1):+.2f} % "
+                f"(quartiles {100 * (low - 1):+.2f} to {100 * (high - 1):+.2f} %, {options.rounds} rounds of "
+                f"{options.steps} steps)"
+            )
+
+
+def _followed() -> list[Any]:
+    from mpizero.comm import guard
+
+    return guard.current().register.live
+
+
+if __name__ == "__main__":
+    main()
