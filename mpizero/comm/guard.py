@@ -244,11 +244,9 @@ class Guard:
         mine = (second << 56) | (self.rank << 8) | int(error.status)
         limit = _CONSEQUENCE if second else _AGREEMENT if self._control else _AGREEMENT_AT_START
         first = self._minimum(mpi, mine, lambda waited: waited > limit)
-        if first is None:
-            return None
         if first == mine:
             write(f"{describe(error)}\n")
-        return first & 0xFF
+        return None if first is None else first & 0xFF
 
     def _minimum(self, mpi: Any, value: int, give_up: Callable[[float], bool]) -> int | None:
         """Minimum over all ranks, or None if ``give_up`` (told the seconds waited) says so first."""
@@ -283,10 +281,9 @@ class Guard:
                 self._end_mismatch(error)
         if self.heartbeat is not None and self.process == os.getpid():
             self.heartbeat.stop()
-        if self.elsewhere is not None:
-            self.elsewhere.close()
-        if self._library_exit is not None:
-            self._library_exit.close()
+        for closing in (self.elsewhere, self._library_exit):
+            if closing is not None:
+                closing.close()
 
     def _left_early(self, waited: float) -> bool:
         """End the job if this rank has ended while others still need it; False to go on waiting."""

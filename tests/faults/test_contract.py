@@ -104,6 +104,10 @@ def test_a_rank_that_ends_well_amid_a_step_is_missed_while_the_others_compute_it
     )
 
 
+def test_below_thread_level_multiple_a_mismatch_ends_the_job_all_the_same(job):
+    check_named(job("operation", MPI4PY_RC_THREAD_LEVEL="serialized"), r"allreduce .* sum", r"broadcast .* root 0")
+
+
 def test_an_unknown_debug_mode_is_refused(job):
     ended = job("order", MPIZERO_DEBUG="colectives")
     assert ended.status == 78
