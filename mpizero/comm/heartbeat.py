@@ -9,46 +9,28 @@ import re
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from time import monotonic
 from types import FrameType
 from typing import Any
 
 from mpizero.comm.board import Board, Slot
 from mpizero.comm.register import Register
+from mpizero.comm.stacks import place, stacks
 from mpizero.comm.trace import Record
 
 #: Seconds between two entries on the board, unless a watchdog asks for more.
 TICK = 0.25
 #: Seconds in which a main thread at the same instruction is taken to stand still.
 _STILL = 0.5
+#: Seconds between two looks at the stack of a main thread that goes on: each costs it most of a millisecond.
+_LOOK = 1.0
 #: Name of the thread.
 HEARTBEAT = "mpizero-heartbeat"
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
-_LIBRARY = str(Path(os.__file__).parent) + os.sep
-_INSTALLED = f"{os.sep}site-packages{os.sep}"
-_COMM = str(Path(__file__).resolve().parent) + os.sep
 _LIBRARY_CALL = re.compile(
     r"([A-Za-z_][\w.]*)\.((?:Neighbor_|neighbor_)?(?:[Aa]ll)?"
     r"(?:[Bb]arrier|[Bb]cast|[Rr]educe|[Gg]atherv?|[Ss]catterv?|[Tt]oallv?|[Rr]educe_scatter(?:_block)?|[Ee]?[Ss]can))\("
 )
-
-
-def place(frame: FrameType | None) -> str:
-    """Describe the line of the user's own code that ``frame`` is in, and the line of a library beneath it."""
-    inner = outer = None
-    while frame is not None and outer is None:
-        name = frame.f_code.co_filename
-        if inner is None and not name.startswith(_COMM):
-            inner = frame
-        if not name.startswith((_PACKAGE, _LIBRARY, "<frozen")) and _INSTALLED not in name:
-            outer = frame
-        frame = frame.f_back
-    lines = [outer] if inner is outer else [outer, inner]
-    return " > ".join(
-        f"{Path(f.f_code.co_filename).name}:{f.f_lineno} in {f.f_code.co_name}" for f in lines if f is not None
-    )
 
 
 def library_call(frame: FrameType, world: Any) -> str:
@@ -99,6 +81,7 @@ class Heartbeat:
         self._asked: list[str] = []
         self._spot: tuple[int, int] = (0, 0)
         self._since = monotonic()
+        self._place, self._looked = "", float("-inf")
         self._writing = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=HEARTBEAT, daemon=True)
@@ -126,9 +109,12 @@ class Heartbeat:
         now = monotonic()
         frame = sys._current_frames().get(self._watched)
         spot = (id(frame), frame.f_lasti) if frame else (0, 0)
-        if spot != self._spot:
+        moved = spot != self._spot
+        if moved:
             self._spot, self._since = spot, now
-        slot: Slot = {"beat": now, "place": place(frame), "still": now - self._since, "pid": os.getpid()}
+        if not moved or now - self._looked >= _LOOK:
+            self._place, self._looked = place(stacks().get(self._watched, ())), now
+        slot: Slot = {"beat": now, "place": self._place, "still": now - self._since, "pid": os.getpid()}
         # A caught exception's frame may be gone at any moment; the board is a courtesy and never a fault of its own.
         with contextlib.suppress(Exception):
             slot["library"] = library_call(frame, self._world) if frame and slot["still"] >= _STILL else ""

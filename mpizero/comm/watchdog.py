@@ -25,9 +25,10 @@ from typing import Any, Self, TextIO
 from mpizero.comm import guard
 from mpizero.comm.board import Board, Slot
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.heartbeat import HEARTBEAT, TICK, Heartbeat, place
+from mpizero.comm.heartbeat import HEARTBEAT, TICK, Heartbeat
 from mpizero.comm.lastwords import ranks_text, write
 from mpizero.comm.register import Register
+from mpizero.comm.stacks import place, stacks
 from mpizero.errors import CollectiveError, ConfigError, ExitStatus
 
 #: Heartbeats of silence after which a rank counts as stopped.
@@ -157,9 +158,9 @@ class Watchdog:
                 write(text)
                 self._ask_silent()
             self._guard.end_job("", ExitStatus.HANG)
-        frames = sys._current_frames()
+        found = stacks()
         where = "; ".join(
-            f"{t.name} at {place(frames.get(t.ident or 0))}"
+            f"{t.name} at {place(found.get(t.ident or 0, ()))}"
             for t in threading.enumerate()
             if t is not threading.current_thread() and t.name != HEARTBEAT
         )

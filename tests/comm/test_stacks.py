@@ -1,0 +1,68 @@
+"""Where threads stand is told while they run on, and never from frames that may be gone."""
+
+import sys
+import threading
+from collections.abc import Iterator
+
+from mpizero.comm.stacks import Line, place, stacks
+
+
+def waits(entered: threading.Event, gate: threading.Event) -> None:
+    entered.set()
+    gate.wait(20)
+
+
+def test_the_lines_of_a_waiting_thread_are_those_of_its_functions():
+    entered, gate = threading.Event(), threading.Event()
+    thread = threading.Thread(target=waits, args=(entered, gate))
+    thread.start()
+    try:
+        assert entered.wait(20)
+        found = stacks()
+    finally:
+        gate.set()
+        thread.join()
+    assert thread.ident is not None
+    stack = found[thread.ident]
+    own = waits.__code__.co_firstlineno
+    assert Line(__file__, own + 2, "waits") in stack
+    assert place(stack).endswith(f"test_stacks.py:{own + 2} in waits > threading.py:{stack[0].number} in wait")
+    assert threading.get_ident() in found
+
+
+def test_the_users_line_comes_first_and_lines_of_communicators_never():
+    comm = f"{sys.modules['mpizero.comm.stacks'].__file__}".replace("stacks", "mpi")
+    model = comm.replace("/comm/mpi", "/parallel/engine")
+    stack = [Line(comm, 7, "allreduce"), Line(model, 8, "step"), Line("/home/me/train.py", 9, "main")]
+    assert place(stack) == "train.py:9 in main > engine.py:8 in step"
+    assert place([stack[0], stack[2]]) == "train.py:9 in main"
+    assert place([]) == ""
+
+
+def test_threads_that_run_on_are_looked_at_without_harm():
+    def nested(depth: int) -> Iterator[int]:
+        if depth:
+            yield from nested(depth - 1)
+        yield depth
+
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            assert sum(nested(20)) == 210
+
+    interval = sys.getswitchinterval()
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        seen = [stacks() for _ in range(200)]
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join()
+    lines = [line for found in seen for thread in threads for line in found.get(thread.ident or 0, ())]
+    assert any(line.function == "nested" for line in lines)
+    assert all(line.number > 0 for line in lines)
