@@ -36,7 +36,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=PARTS, help="this part; may be repeated")
     parser.add_argument("--seed", type=int, default=0, help="of all random choices")
     parser.add_argument("--ranks", type=int, default=2, help="of each job (default: %(default)s)")
-    parser.add_argument("--kills", type=int, help="at random moments, in all (default: 200; 8 with --short)")
+    parser.add_argument("--kills", type=int, help="at random moments, in all (default: 200; 4 with --short)")
     parser.add_argument("--flips", type=int, help="single flipped bytes (default: 200; 40 with --short)")
     parser.add_argument("--cuts", type=int, help="truncations, and tails of zeros (default: 100; 20 with --short)")
     parser.add_argument("--mutations", type=int, help="of manifests (default: 10000; 500 with --short)")
@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="where it happens (default: a temporary folder)")
     parser.add_argument("--keep", action="store_true", help="keep the files of every case")
     options = parser.parse_args()
-    for name, full, short in (("kills", 200, 8), ("flips", 200, 40), ("cuts", 100, 20), ("mutations", 10_000, 500)):
+    for name, full, short in (("kills", 200, 4), ("flips", 200, 40), ("cuts", 100, 20), ("mutations", 10_000, 500)):
         if getattr(options, name) is None:
             setattr(options, name, short if options.short else full)
     return options
@@ -101,8 +101,8 @@ def at_system_calls(torture: Torture) -> None:
     for how in ways(torture):
         note(f"system calls of saves, {how}")
         syscalls.check_order(torture, how)
-        syscalls.kill_everywhere(torture, how, 4 if short else 0)
-        syscalls.refuse_everywhere(torture, how, 2 if short else 0)
+        syscalls.kill_everywhere(torture, how, 3 if short else 0)
+        syscalls.refuse_everywhere(torture, how, 1 if short else 0)
         if not short:
             syscalls.slow_rank(torture, how)
 
@@ -134,7 +134,8 @@ def on_bad_disks(torture: Torture, reference: training.Reference) -> None:
         if reason := disk.have_namespaces():
             torture.table.leave_out(f"a full or read-only disk, {how}", reason)
         else:
-            disk.full_disks(torture, reference, how, 2 if short else 6)
+            disk.full_disks(torture, reference, how, 1 if short else 6)
+        if not short and not reason:
             disk.read_only(torture, reference, how)
         disk.deleted(torture, reference, how)
     if not short:
