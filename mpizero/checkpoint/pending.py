@@ -162,10 +162,10 @@ def begin(
     """
     with ExitStack() as lent, ExitStack() as local:
         world = lent.enter_context(borrowed(comm))
-        plan = make_plan(world, folder, arrays, attributes, alignment)
+        buffer = SnapshotBuffer() if buffer is None else buffer
+        plan = make_plan(world, folder, arrays, attributes, alignment, buffer.layout)
         place = local.enter_context(staged(world, plan, replace))
         with agreed(world, plan.prefix):
-            buffer = SnapshotBuffer() if buffer is None else buffer
             writing = Writing(place, buffer.copy(plan.local), f"rank {world.rank} writes {plan.target}")
             buffer.lend(writing)
             local.callback(writing.halt)

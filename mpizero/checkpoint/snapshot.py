@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpizero.checkpoint.plan import KnownLayout
 from mpizero.checkpoint.table import LocalArray
 from mpizero.types import Array
 
@@ -36,6 +37,8 @@ class SnapshotBuffer:
         self._allocate, self._release = allocate or _untouched, release or _forget
         self._room: Array = np.empty(0, np.uint8)
         self._user: Writing | None = None
+        #: What the last save through this buffer has agreed on.
+        self.layout = KnownLayout()
 
     @property
     def nbytes(self) -> int:

@@ -85,7 +85,7 @@ class Timing:
     against : str
         Name of the operation it is compared with, done in the same repetitions; "" for none.
     ratio : float
-        The median over the repetitions of these seconds by those; 1 without comparison.
+        The median of these seconds by that of those; 1 without comparison.
     """
 
     name: str
@@ -225,21 +225,39 @@ class _Bench:
         self.comm.allreduce(took, "max", "bench checkpoint")
         return float(took[0])
 
-    def round(self) -> dict[str, float]:
-        """Do everything once, in turn, and leave nothing."""
-        found = {"plain copy": self.seconds(self.plain_copy)}
-        if "direct" in self.request.backends:
-            found["asynchronous stall"] = self.seconds(self.begin)
-            self.finish()
-        # One file at a time: the system's memory that a second one gets may be slower.
-        found["raw write"] = self.seconds(self.raw_write)
-        found["raw read"] = self.seconds(self.raw_read)
+    def round(self, number: int) -> dict[str, float]:
+        """Do everything once and leave nothing; what is compared comes first in every other round.
+
+        One file at a time: the system's memory that a second one gets may be slower. And a disk may be fast only until
+        its buffer is full.
+        """
+        turn = -1 if number % 2 else 1
+        found: dict[str, float] = {}
+        for part in (self._copies, self._raw, self._checkpoints)[::turn]:
+            found |= part(turn)
+        return found
+
+    def _copies(self, turn: int) -> dict[str, float]:
+        if "direct" not in self.request.backends:
+            return {}
+        works = {"plain copy": self.plain_copy, "asynchronous stall": self.begin}
+        found = {name: self.seconds(works[name]) for name in list(works)[::turn]}
+        self.finish()
+        return found
+
+    def _raw(self, turn: int) -> dict[str, float]:
+        found = {"raw write": self.seconds(self.raw_write), "raw read": self.seconds(self.raw_read)}
         self.remove("raw")
+        return found
+
+    def _checkpoints(self, turn: int) -> dict[str, float]:
+        found = {}
         for backend in self.request.backends:
             found[f"save {backend}"] = self.seconds(lambda name=backend: self.save(name))  # type: ignore[misc]
             if backend == self.request.backends[0]:
-                found["load"] = self.seconds(self.load)
-                found["load unverified"] = self.seconds(self.load_unverified)
+                self.load_unverified()  # whoever reads new pages first is slower
+                works = {"load": self.load, "load unverified": self.load_unverified}
+                found |= {name: self.seconds(works[name]) for name in list(works)[::turn]}
                 found["verification"] = found["load"] - found["load unverified"]
             self.remove(backend)
         return found
@@ -284,7 +302,7 @@ def measure_checkpoint(
         for number in range(request.repeat):
             if comm.rank == 0:
                 tell(f"repetition {number + 1} of {request.repeat}")
-            rounds.append(bench.round())
+            rounds.append(bench.round(number))
     finally:
         if comm.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -295,8 +313,9 @@ def measure_checkpoint(
 def _timing(name: str, rounds: list[dict[str, float]]) -> Timing:
     against = COMPARED.get(name, "")
     seconds = [found[name] for found in rounds]
-    ratio = statistics.median(found[name] / found[against] for found in rounds) if against else 1.0
-    return Timing(name, statistics.median(seconds), min(seconds), max(seconds), against, ratio)
+    typical = statistics.median(seconds)
+    ratio = typical / statistics.median(found[against] for found in rounds) if against else 1.0
+    return Timing(name, typical, min(seconds), max(seconds), against, ratio)
 
 
 def report(figures: CheckpointFigures) -> str:

@@ -59,7 +59,7 @@ def _add_checkpoint(kinds: Any) -> None:
     saved.add_argument(
         "--backend", choices=("direct", "mpio", "all"), default="all", help="(default: all that are installed)"
     )
-    saved.add_argument("--repeat", metavar="N", type=int, default=5, help="repetitions (default: %(default)s)")
+    saved.add_argument("--repeat", metavar="N", type=int, default=6, help="repetitions (default: %(default)s)")
     saved.add_argument("--folder", metavar="DIR", default=".", help="on the file system to measure (default: here)")
     saved.add_argument("--json", action="store_true", help="one line for programs")
     saved.set_defaults(measure=_checkpoint)

@@ -52,6 +52,27 @@ def test_the_files_are_those_of_a_save_that_waits(state, tmp_path, ranks):
     assert sorted(os.listdir(tmp_path)) == ["begun", "waited"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_the_next_save_through_a_buffer_agrees_anew_where_one_rank_has_other_arrays(state, small, tmp_path, ranks):
+    def save(comm):
+        buffer = SnapshotBuffer()
+        for number, which in enumerate((state, state, small, state)):
+            begin(which, tmp_path / str(number), comm, buffer=buffer).commit()
+        if comm.size > 1:
+            arrays = state.pieces(comm.rank, comm.size) if comm.rank else []
+            with pytest.raises(CheckpointError, match="are written by no rank"):
+                checkpoint.begin(tmp_path / "holes", arrays, state.attributes, comm, buffer=buffer)
+        begin(state, tmp_path / "wide", comm, buffer=buffer, alignment=4096).commit()
+
+    run_in_threads(ranks, save)
+    state.save(tmp_path / "waited")
+    small.save(tmp_path / "waited small")
+    for number in "013":
+        assert digest(tmp_path / number) == digest(tmp_path / "waited")
+    assert digest(tmp_path / "2") == digest(tmp_path / "waited small")
+    assert state.loads(tmp_path / "wide")
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_values_are_those_at_the_call_whatever_happens_to_them_afterwards(small, tmp_path, gate, ranks):
     def save(comm):
