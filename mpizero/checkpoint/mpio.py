@@ -48,14 +48,15 @@ def store(
         os.close(os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))  # opening below fails on all ranks or none
     with comm.split(0, name=f"{comm.name}/checkpoint") as own:
         failure: Exception | None = None
-        handle = h5py.File(file, "r+", driver="mpio", comm=getattr(own, "mpi", None))
+        mpi = getattr(own, "mpi", None)
+        handle = own.run("hdf5 open", lambda: h5py.File(file, "r+", driver="mpio", comm=mpi), tag=file)
         try:
             for array in arrays:
                 _write(handle, array)
         except Exception as error:  # the others wait in close()
             failure = error
         try:
-            handle.close()
+            own.run("hdf5 close", handle.close, tag=file)  # a write that fails in it leaves the ranks waiting
         except Exception as error:
             failure = failure or error
     with agreed(comm, prefix):

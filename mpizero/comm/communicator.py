@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pickle
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from mpizero.comm import checks
 from mpizero.comm.trace import Call, CallTrace
 from mpizero.comm.transport import POINT_TO_POINT, Counters, Request, SharedMemory, Transport
 from mpizero.errors import SharedMemoryError
 from mpizero.types import Array
+
+T = TypeVar("T")
 
 __all__ = ["CallTrace", "Communicator", "Counters", "Request", "SharedMemory"]
 
@@ -168,6 +170,14 @@ class Communicator(Transport):
         if payload is not None:
             self.counters.add(len(payload) * (self.size - 1), tag)
         return pickle.loads(self._call(("broadcast_object", tag, root), self._broadcast_bytes, payload, root))
+
+    def run(self, operation: str, function: Callable[[], T], tag: str = "") -> T:
+        """Call a function of another library in which these ranks wait for one another, such as parallel HDF5's.
+
+        Collective over the communicator. ``operation`` is what the watchdog calls it, when it does not return.
+        """
+        result: T = self._call((operation, tag), function)
+        return result
 
     # ------------------------------------------------------------------ point to point
 

@@ -13,6 +13,7 @@ import pytest
 
 from mpizero import checkpoint
 from mpizero.checkpoint import CheckpointIOError, LocalArray
+from mpizero.comm import guard
 from mpizero.errors import CheckpointError
 
 pytestmark = pytest.mark.mpi
@@ -179,3 +180,17 @@ def test_old_steps_are_pruned_together(world, folder, small):
     removed = checkpoint.prune(folder, 2, world)
     assert [os.path.basename(path) for path in removed] == ["step_00000001"]
     assert checkpoint.newest(folder, world) == str(folder / "step_00000003")
+
+
+@pytest.mark.skipif("mpio" not in BACKENDS, reason="needs an h5py with MPI")
+def test_the_watchdog_sees_ranks_that_wait_for_one_another_inside_of_hdf5(world, folder, small, monkeypatch):
+    """Where the disk refuses the last bytes of a file, its close does not return on any rank."""
+    seen, close = [], h5py.File.close
+
+    def look(file):
+        seen.extend(entry.trace.operation for entry in guard.current().register.live if entry.trace.entered)
+        close(file)
+
+    monkeypatch.setattr(h5py.File, "close", look)
+    small.save(folder / "c", world, "mpio")
+    assert "hdf5 close" in seen
