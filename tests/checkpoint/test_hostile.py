@@ -29,7 +29,7 @@ from mpizero.checkpoint.manifest import Manifest, StoredArray
 from mpizero.checkpoint.table import ARRAY_LIMIT
 from mpizero.errors import CheckpointError
 
-SECONDS, MEGABYTES = 1.0, 100
+SECONDS, MEGABYTES = 5.0, 100  # a second where nothing else runs
 
 
 # ---------------------------------------------------------------------------------------------- what is watched
