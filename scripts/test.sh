@@ -199,7 +199,7 @@ CHECK
 
 # Two at a time: many of these tests wait for jobs that they start.
 part_serial() {
-    run_pytest serial 1800 -n 2 --dist worksteal -m 'not mpi' tests
+    run_pytest serial 1800 -n 2 --dist worksteal --durations=40 -m 'not mpi' tests
 }
 
 part_mpich() {

