@@ -82,7 +82,7 @@ class Heartbeat:
         self._spot: tuple[int, int] = (0, 0)
         self._since = monotonic()
         self._place, self._looked = "", float("-inf")
-        self._writing = threading.Lock()
+        self._writing = threading.RLock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=HEARTBEAT, daemon=True)
 
