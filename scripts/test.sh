@@ -165,7 +165,7 @@ run_mpi() {
     temporary=$(mktemp -d)
     rm -f "$log" "$log".rank*
     # -m mpi4py ends all ranks when one fails; faulthandler ends them when one hangs; timeout when even that hangs.
-    LOG=$log TEMPORARY=$temporary timeout -k 10 600 "$mpiexec" -n "$n" bash -c "$RANK_COMMAND" rank \
+    LOG=$log TEMPORARY=$temporary timeout -k 10 1200 "$mpiexec" -n "$n" bash -c "$RANK_COMMAND" rank \
         "$python" -m mpi4py -m pytest --with-mpi -m mpi --no-header --color=no -p no:cacheprovider \
         -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true tests 2>&1 | tee "$log" &&
         passed "$log" || status=1
@@ -225,11 +225,11 @@ part_exactness() {
     wait_openmpi
     local second=()
     [ "$OPENMPI" != yes ] || second=(--second-mpiexec mpiexec.openmpi --second-python "$OPENMPI_VENV/bin/python" --second-ranks 4)
-    timeout -k 10 600 "$PY" scripts/exactness.py --steps 10 --mpiexec "$VENV/bin/mpiexec" "${second[@]}"
+    timeout -k 10 1200 "$PY" scripts/exactness.py --steps 10 --mpiexec "$VENV/bin/mpiexec" "${second[@]}"
 }
 
 part_hybrid() {
-    timeout -k 10 600 "$PY" scripts/exactness_hybrid.py --quick --steps 10 --mpiexec "$VENV/bin/mpiexec"
+    timeout -k 10 1200 "$PY" scripts/exactness_hybrid.py --quick --steps 10 --mpiexec "$VENV/bin/mpiexec"
 }
 
 part_torture() {
