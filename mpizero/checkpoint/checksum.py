@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mpizero.crc import crc32 as crc32
 from mpizero.types import Array
 
 #: Bytes of one checksummed block of an array; a multiple of every element size.

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpizero.checkpoint.checksum import BLOCK, block_count, crc32, crc32_shifted, cut
+from mpizero.checkpoint.checksum import BLOCK, block_count, crc32_shifted, cut
 from mpizero.checkpoint.failures import agreed
 from mpizero.checkpoint.stage import write_at
 from mpizero.checkpoint.table import LocalArray, Table
 from mpizero.comm.communicator import Communicator
+from mpizero.crc import crc32
 from mpizero.faults import strike
 from mpizero.types import Array
 

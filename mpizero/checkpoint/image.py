@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.checkpoint.checksum import crc32
 from mpizero.checkpoint.direct import as_bytes, checksums
 from mpizero.checkpoint.failures import agreed, borrowed, on_root
 from mpizero.checkpoint.manifest import MANIFEST_LIMIT, decode, encode
@@ -18,6 +17,7 @@ from mpizero.checkpoint.skeleton import build
 from mpizero.checkpoint.table import LocalArray
 from mpizero.comm import as_communicator
 from mpizero.comm.communicator import Communicator
+from mpizero.crc import crc32
 from mpizero.errors import CheckpointError
 
 #: Last bytes of an image, after eight bytes with the manifest's length (little-endian).

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from mpizero.checkpoint.checksum import crc32, cut
+from mpizero.checkpoint.checksum import cut
 from mpizero.checkpoint.direct import PieceSums, checksums
 from mpizero.checkpoint.failures import agreed
 from mpizero.checkpoint.table import LocalArray
 from mpizero.comm.communicator import Communicator
+from mpizero.crc import crc32
 from mpizero.errors import CheckpointError, ConfigError
 from mpizero.faults import strike
 from mpizero.layout.hyperslab import hyperslabs

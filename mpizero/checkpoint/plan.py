@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpizero.checkpoint.checksum import crc32
 from mpizero.checkpoint.failures import agreed
 from mpizero.checkpoint.manifest import canonical_json
 from mpizero.checkpoint.skeleton import ALIGNMENT, Skeleton, build, check_alignment
 from mpizero.checkpoint.table import Claim, LocalArray, Table, check_array, merge
 from mpizero.comm.communicator import Communicator
+from mpizero.crc import crc32
 from mpizero.errors import CheckpointError
 
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from mpizero.checkpoint import direct
-from mpizero.checkpoint.checksum import crc32
 from mpizero.checkpoint.direct import PieceSums
 from mpizero.checkpoint.failures import on_root
 from mpizero.checkpoint.manifest import Manifest, StoredArray, encode
@@ -18,6 +17,7 @@ from mpizero.checkpoint.stage import Stage, commit, discard, fill_file, open_sta
 from mpizero.checkpoint.table import Table
 from mpizero.checkpoint.verify import verify_checksums
 from mpizero.comm.communicator import Communicator
+from mpizero.crc import crc32
 from mpizero.errors import CheckpointError
 
 

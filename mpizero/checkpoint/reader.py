@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from mpizero.checkpoint.checksum import BLOCK, crc32, cut, in_cache, judge
+from mpizero.checkpoint.checksum import BLOCK, cut, in_cache, judge
 from mpizero.checkpoint.direct import as_bytes
 from mpizero.checkpoint.failures import CheckpointMissingError, agreed, on_root
 from mpizero.checkpoint.manifest import MANIFEST_LIMIT, MANIFEST_NAME, STATE_NAME, Manifest, StoredArray, decode
@@ -21,6 +21,7 @@ from mpizero.checkpoint.stage import standing
 from mpizero.checkpoint.table import LocalArray, Table, check_array
 from mpizero.comm import as_communicator
 from mpizero.comm.communicator import Communicator
+from mpizero.crc import crc32
 from mpizero.errors import CheckpointError, ConfigError, RemoteError
 from mpizero.faults import strike
 from mpizero.types import Array

@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpizero.checkpoint.checksum import BLOCK, crc32, cut
+from mpizero.checkpoint.checksum import BLOCK, cut
 from mpizero.checkpoint.manifest import STATE_NAME, Manifest, StoredArray
 from mpizero.checkpoint.reader import FileBytes, read_manifest
 from mpizero.checkpoint.skeleton import Positioned
+from mpizero.crc import crc32
 from mpizero.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ import numpy as np
 import pytest
 
 from mpizero import checkpoint
-from mpizero.checkpoint.checksum import crc32
 from mpizero.checkpoint.manifest import Manifest, StoredArray
 from mpizero.checkpoint.table import ARRAY_LIMIT
+from mpizero.crc import crc32
 from mpizero.errors import CheckpointError
 
 SECONDS, MEGABYTES = 5.0, 100  # a second where nothing else runs
