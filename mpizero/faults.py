@@ -27,6 +27,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from mpizero.launched import launched_rank
+
 #: Where a fault may be planted, and what is about to happen there.
 SITES: Mapping[str, str] = {
     "save.write": "a rank writes a block of an array into the state file (the file)",
@@ -38,8 +40,6 @@ SITES: Mapping[str, str] = {
     "train.step": "a rank begins a training step",
 }
 ACTIONS = ("raise", "kill", "stop", "sleep", "exit", "nan", "truncate")
-
-_RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
 class PlantedError(RuntimeError):
@@ -77,8 +77,8 @@ class Fault:
                 f"MPIZERO_FAULT={text!r}: expected site:rank:k:action with a site of {', '.join(SITES)}, "
                 f"a rank or *, k >= 1, and an action of {', '.join(ACTIONS)}; unset it to plant nothing"
             )
-        own = next((environment[name] for name in _RANKS if name in environment), "0")
-        return cls(site, int(occurrence), kind, value) if rank in ("*", own) else None
+        meant = rank == "*" or int(rank) == launched_rank(environment)
+        return cls(site, int(occurrence), kind, value) if meant else None
 
     def strike(self, target: Any) -> None:
         """Act, if this is the call that was meant."""

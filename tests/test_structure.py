@@ -18,8 +18,9 @@ PACKAGE = ROOT / "mpizero"
 FLOORS = {
     "errors": 0,
     "types": 0,
-    "faults": 0,
     "crc": 0,
+    "launched": 0,
+    "faults": 1,
     "layout": 1,
     "kernels": 1,
     "comm": 2,  # its exact sums execute layout's tree programs with kernels

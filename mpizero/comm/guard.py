@@ -48,6 +48,7 @@ from mpizero.errors import (
     PeerFailure,
     RemoteError,
 )
+from mpizero.launched import BY_MPI
 
 #: Seconds between the failure of a rank and the hard end of its process, whatever MPI does.
 HARD_STOP = 4.0
@@ -59,9 +60,6 @@ _CONSEQUENCE = 2.0
 _OTHER_NODE = 0.3
 #: Seconds for the others to leave too, after this rank has asked for an exit status that is not 0.
 _ALONE = 2.0
-#: Set for every rank by the launchers of MPICH, Open MPI, and srun with PMI or PMIx.
-_LAUNCHED = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
-
 #: "collectives": each is compared before it starts.
 DEBUG = "MPIZERO_DEBUG"
 
@@ -75,7 +73,7 @@ class Guard:
     def __init__(self) -> None:
         self.process = 0
         self.rank, self.size, self.host = 0, 1, ""
-        self.launched = any(name in os.environ for name in _LAUNCHED)
+        self.launched = any(name in os.environ for name in BY_MPI)
         self.board: Board | None = None
         self.elsewhere: Elsewhere | None = None
         self.heartbeat: Heartbeat | None = None

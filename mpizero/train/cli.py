@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
+from mpizero.launched import BY_ANY, launched_rank
 from mpizero.train import bench_cli, checkpoint_cli, replay_cli
 from mpizero.train.options import add_layout_options, add_overrides, layout_of, named_as_options
 from mpizero.train.signals import StopSignals
@@ -19,9 +20,6 @@ from mpizero.train.verify.options import add_verify
 
 if TYPE_CHECKING:
     from mpizero.comm import Communicator
-
-#: Where launchers tell a process its rank.
-_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
 class InputOutputError(MpizeroError):
@@ -40,13 +38,13 @@ class _Parser(argparse.ArgumentParser):
     """Usage errors once per job, with the exit status for bad usage."""
 
     def error(self, message: str) -> NoReturn:
-        if _launched_rank() == 0:
+        if launched_rank(os.environ) == 0:
             self.print_usage(sys.stderr)
             print(f"{self.prog}: error: {message}", file=sys.stderr)
         raise SystemExit(int(ExitStatus.CONFIG))
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        if message and _launched_rank() == 0:
+        if message and launched_rank(os.environ) == 0:
             super()._print_message(message, file)
 
 
@@ -90,9 +88,9 @@ def _on_first_rank(work: Callable[[argparse.Namespace], int], options: argparse.
 
     So an error ends here: the guard would look for the other ranks.
     """
-    if _launched_rank() > 0:
+    if launched_rank(os.environ) > 0:
         return int(ExitStatus.OK)
-    if not any(os.environ.get(name) for name in _RANKS):
+    if not any(os.environ.get(name) for name in BY_ANY):
         return work(options)
     try:
         with _one_line_errors():
@@ -293,7 +291,7 @@ def _doctor(options: argparse.Namespace) -> int:
     try:
         comm = _launched_world()
     except ConfigError as error:  # ranks that think they are alone: the first one speaks
-        findings, rank, size = [doctor.alone(error)], _launched_rank(), 1
+        findings, rank, size = [doctor.alone(error)], launched_rank(os.environ), 1
     else:
         findings, rank, size = doctor.examine(comm, _threads(), os.environ), comm.rank, comm.size
     if rank == 0:
@@ -320,7 +318,7 @@ def _world() -> Communicator:
     try:
         return _launched_world()
     except ConfigError as error:
-        if _launched_rank() == 0:  # MPI cannot tell who is first: it is the launcher that is wrong
+        if launched_rank(os.environ) == 0:  # MPI cannot tell who is first: it is the launcher that is wrong
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(int(error.status)) from None
 
@@ -340,11 +338,6 @@ def _version() -> str:
         return version("mpizero")
     except PackageNotFoundError:  # run from a source tree that is not installed
         return "0+unknown"
-
-
-def _launched_rank() -> int:
-    """Return the rank that the launcher has given this process, 0 without a launcher; MPI need not run."""
-    return next((int(os.environ[name]) for name in _RANKS if os.environ.get(name, "").isdecimal()), 0)
 
 
 def _threads() -> int:

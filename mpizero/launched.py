@@ -1,0 +1,15 @@
+"""Where launchers tell a process its rank; MPI need not run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+#: Set by the launchers of MPICH and Open MPI, and by srun with PMI or PMIx, so that MPI can find the other ranks.
+BY_MPI = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+#: Set by srun whatever it starts; what an mpiexec inside of a Slurm job says comes first.
+BY_ANY = (*BY_MPI, "SLURM_PROCID")
+
+
+def launched_rank(environment: Mapping[str, str]) -> int:
+    """Return the rank that the launcher has given this process, 0 without a launcher. Not collective."""
+    return next((int(environment[name]) for name in BY_ANY if environment.get(name, "").isdecimal()), 0)
