@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from mpizero.checkpoint.folders import step_folders
 from mpizero.errors import ExitStatus, MpizeroError
 
 
@@ -108,14 +109,6 @@ class RunFolder:
             if not same:
                 raise RunFolderError(f"run folder {self.root}: {folder} is another folder than when the run began")
 
-    def steps(self) -> list[Path]:
-        """Return the checkpoints, the newest first.
-
-        Not collective.
-        """
-        found = [path for path in self.checkpoints.glob("step_*") if path.name[5:].isdecimal() and path.is_dir()]
-        return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
-
     @property
     def bad_steps(self) -> Path:
         """The samples of steps that were skipped."""
@@ -126,7 +119,7 @@ class RunFolder:
 
         Not collective. None when there is nothing.
         """
-        steps = self.steps()
+        steps = [Path(path) for path in step_folders(str(self.checkpoints))]
         old = [path for path in (self.metrics, self.superseded, self.marker, self.bad_steps) if path.exists()] + steps
         if not old:
             return None

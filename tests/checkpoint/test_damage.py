@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 from pathlib import Path
 
@@ -12,23 +10,13 @@ from mpizero import checkpoint
 from mpizero.checkpoint import CheckpointMissingError
 from mpizero.errors import CheckpointError
 from mpizero.testing import run_in_threads
+from tests.checkpoint.sealed import seal
 
 
 @pytest.fixture
 def folder(small, tmp_path):
     small.save(tmp_path / "c")
     return tmp_path / "c"
-
-
-def reseal(folder: Path, change) -> None:
-    """Change the manifest as an attacker would: with a matching checksum."""
-    path = folder / "manifest.json"
-    body = json.loads(path.read_bytes().splitlines()[0])
-    line = change(body)
-    if not isinstance(line, bytes):
-        line = json.dumps(body).encode()
-    line += b"\n"
-    path.write_bytes(line + f'{{"sha256":"{hashlib.sha256(line).hexdigest()}"}}\n'.encode())
 
 
 def flip(path: Path, position: int, bit: int = 0) -> None:
@@ -130,7 +118,7 @@ def test_the_full_check_finds_a_manifest_that_names_arrays_wrongly(folder):
         arrays = body["arrays"]
         arrays["parameters/a"]["shape"] = [8, 5]
 
-    reseal(folder, swap)
+    seal(folder, swap)
     with pytest.raises(CheckpointError, match=r"\(5, 8\) <f4 in the file, \(8, 5\)"):
         checkpoint.verify(folder)
 

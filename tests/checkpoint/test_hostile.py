@@ -28,6 +28,7 @@ from mpizero.checkpoint.manifest import Manifest, StoredArray
 from mpizero.checkpoint.table import ARRAY_LIMIT
 from mpizero.crc import crc32
 from mpizero.errors import CheckpointError
+from tests.checkpoint.sealed import seal
 
 SECONDS, MEGABYTES = 5.0, 100  # a second where nothing else runs
 
@@ -164,17 +165,6 @@ READERS = (load, search, check)
 
 
 # ---------------------------------------------------------------------------------------------- crafting
-
-
-def seal(folder: Path, change) -> None:
-    """Change the manifest as an attacker would: with a matching checksum."""
-    path = folder / "manifest.json"
-    body = json.loads(path.read_bytes().splitlines()[0])
-    line = change(body)
-    if not isinstance(line, bytes):
-        line = json.dumps(body).encode()
-    line += b"\n"
-    path.write_bytes(line + f'{{"sha256":"{hashlib.sha256(line).hexdigest()}"}}\n'.encode())
 
 
 def seal_structure(folder: Path) -> None:

@@ -52,6 +52,19 @@ def mlp(**changes: Any) -> mz.nn.MLP:
     return mz.nn.MLP(**{**settings, **changes})
 
 
+def step_whose_sum_overflows(comm: Any) -> tuple[Any, Array]:
+    """Take a step whose grains' gradients are finite in float32 (3e38 * 0.6) and whose sum is not.
+
+    Returns what the step told, and the parameters after it, which were zeros.
+    """
+    model, optimizer = sharded("zero1", comm, mlp(hidden=(), task="regression", outputs=1), micro_batch=1)
+    with model:
+        model.set_parameters(np.zeros(7, np.float32))
+        model.engine.bind(optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=1.0))
+        model.train(*part(comm, np.ones((2, 6), np.float32), np.full((2, 1), 1.0e38, np.float32)))
+        return model.last_step, model.get_parameters()
+
+
 def points(samples: int, seed: int = 0) -> tuple[Array, Array]:
     rng = np.random.default_rng(seed)
     return rng.normal(size=(samples, 6)).astype(np.float32), rng.integers(0, 3, samples)

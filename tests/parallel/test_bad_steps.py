@@ -14,7 +14,7 @@ import mpizero as mz
 from mpizero.errors import ConfigError, DataError
 from mpizero.parallel import read_bad_step
 from mpizero.testing import run_in_threads
-from tests.parallel.models import gpt, layouts, mlp, part, points, sharded, tokens
+from tests.parallel.models import gpt, layouts, mlp, part, points, sharded, step_whose_sum_overflows, tokens
 from tests.parallel.spreads import Case, Way, placed, with_traps
 
 
@@ -87,18 +87,8 @@ def test_a_gradient_of_a_split_model_is_named_by_its_block_whoever_holds_it(worl
 
 def test_gradients_that_overflow_in_their_sum_are_named_with_their_owner() -> None:
     """Each grain's gradient is finite in float32, their sum is not: all samples together are to blame."""
-    x = np.full((2, 6), 1.0, np.float32)
-
-    def run(comm: Any) -> Any:
-        model, optimizer = sharded("zero1", comm, mlp(hidden=(), task="regression", outputs=1), micro_batch=1)
-        with model:
-            model.set_parameters(np.zeros(7, np.float32))
-            model.engine.bind(optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=1.0))
-            model.train(*part(comm, x, np.full((2, 1), 1.0e38, np.float32)))
-            return model.last_step
-
     with np.errstate(over="ignore"):
-        first, second = (report.non_finite for report in run_in_threads(2, run))
+        first, second = (step.non_finite for step, _ in run_in_threads(2, step_whose_sum_overflows))
     assert first == second
     assert first[0].tensor.startswith("output.")
     assert (first[0].start, first[0].stop) == (0, 2)

@@ -10,7 +10,7 @@ import pytest
 import mpizero as mz
 from mpizero.errors import DataError
 from mpizero.testing import run_in_threads
-from tests.parallel.models import gpt, layouts, mlp, part, points, sharded, ten, tokens
+from tests.parallel.models import gpt, layouts, mlp, part, points, sharded, step_whose_sum_overflows, ten, tokens
 
 
 def state_of(model: Any) -> tuple[Any, ...]:
@@ -121,21 +121,10 @@ def test_an_overflow_halves_the_loss_scale_and_changes_nothing_else(world: Any) 
 
 
 def test_parts_that_are_finite_but_overflow_in_their_sum_are_skipped_with_a_loss_scale() -> None:
-    """Each grain's gradient is 3e38 * 0.6: finite in float32, twice that is not."""
-    x = np.full((2, 6), 1.0, np.float32)
-
-    def run(comm: Any) -> Any:
-        model, optimizer = sharded("zero1", comm, mlp(hidden=(), task="regression", outputs=1), micro_batch=1)
-        with model:
-            model.set_parameters(np.zeros(7, np.float32))
-            model.engine.bind(optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=1.0))
-            model.train(*part(comm, x, np.full((2, 1), 1.0e38, np.float32)))
-            return model.last_step.skipped, model.get_parameters().any()
-
     with np.errstate(over="ignore"):
-        for told, changed in run_in_threads(2, run):
-            assert told is not None
-            assert not changed
+        for step, parameters in run_in_threads(2, step_whose_sum_overflows):
+            assert step.skipped is not None
+            assert not parameters.any()
 
 
 @pytest.mark.mpi

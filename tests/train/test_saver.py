@@ -71,7 +71,8 @@ def test_a_run_whose_folder_is_removed_ends_with_one_error_on_all_ranks(mpizero)
     assert outcome.status not in (0, ExitStatus.PREEMPTED)
     assert len(outcome.told) == 1, outcome.err
     assert "run folder" in outcome.err or "was not written" in outcome.err
-    assert not (run / "checkpoints").exists()
+    # A save that had looked already when the folder went may make it anew; no later one goes on in there.
+    assert len(list(run.glob("checkpoints/step_*"))) <= 1
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(trained, mpizero):
