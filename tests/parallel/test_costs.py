@@ -346,19 +346,23 @@ def test_one_grain_a_rank_sends_2p_and_stage_3_sends_3p() -> None:
 def test_what_grows_evenly_is_found_from_a_few_samples() -> None:
     for each in (Job(), Job(**MODELS["MLP"]), Job(**MODELS["user's layer"]), Job(**MODELS["checkpointing"])):
         for way in ({}, {"tensor": 2}, {"context": 2}) if each.data is texts else ({},):
-            # What other threads of the process hold for a moment is in a peak too: one of a few must be clean.
-            assert any(grows_evenly(each._replace(spread=way)) for _ in range(5)), (way, each)
+            # What other threads of the process hold for a moment is in a peak too: each must be right in one of a few.
+            wrong = peaks_that_grow_otherwise(each._replace(spread=way))
+            for _ in range(4):
+                wrong = wrong and wrong & peaks_that_grow_otherwise(each._replace(spread=way))
+            assert not wrong, (way, each)
 
 
-def grows_evenly(each: Job) -> bool:
+def peaks_that_grow_otherwise(each: Job) -> set[tuple[str, int]]:
+    """The blocks and passes whose peak is not what fewer samples let expect."""
     part = planned(each, 2).traffic(1).part
     grown, direct = part.trials.of(5), part.trials._run(5)
-    found = []
+    found = set()
     for name, trial in direct.items():
         assert grown[name]._replace(peaks=trial.peaks) == trial
         near = zip(grown[name].peaks, trial.peaks, strict=True)  # small objects and buffers come and go
-        found += [abs(a - b) <= 4096 + 0.05 * max(trial.peaks) for a, b in near]
-    return all(found)
+        found |= {(name, i) for i, (a, b) in enumerate(near) if abs(a - b) > 4096 + 0.05 * max(trial.peaks)}
+    return found
 
 
 def test_a_users_cache_is_found_wherever_it_hides() -> None:
