@@ -203,8 +203,8 @@ def settled_size(comm: Communicator) -> int:
     return size
 
 
-def require_room(parameters: int, needed: int, ranks: int) -> None:
-    """Refuse a measurement that may need more than the memory that is free on this node.
+def require_room(size: int, needed: int, ranks: int, option: str = "--parameters") -> None:
+    """Refuse a measurement, whose size ``option`` gives, that may need more than the memory that is free on this node.
 
     Not collective.
     """
@@ -215,8 +215,8 @@ def require_room(parameters: int, needed: int, ranks: int) -> None:
     free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), needed)
     if needed > free:
         raise ConfigError(
-            f"--parameters {parameters}: {ranks} ranks may need {needed / 2**30:.1f} GiB, and "
-            f"{free / 2**30:.1f} GiB are free; give fewer parameters or ranks, or --memory shared"
+            f"{option} {size}: {ranks} ranks may need {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; "
+            f"give fewer {option.removeprefix('--')} or ranks{', or --memory shared' * (option == '--parameters')}"
         )
 
 

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mpizero.errors import ExitStatus
-from mpizero.train.options import add_layout_options, layout_of, named_as_options
+from mpizero.errors import ConfigError, ExitStatus
+from mpizero.train.options import add_layout_options, add_overrides, layout_of, named_as_options
 
 if TYPE_CHECKING:
     from mpizero.comm import Communicator
@@ -20,6 +20,7 @@ def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
     kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     _add_memory(kinds)
     _add_checkpoint(kinds)
+    _add_machine(kinds)
     for kind in kinds.choices.values():
         kind.set_defaults(run=run)
 
@@ -65,11 +66,47 @@ def _add_checkpoint(kinds: Any) -> None:
     saved.set_defaults(measure=_checkpoint)
 
 
-def run(options: argparse.Namespace, world: Callable[[], Communicator]) -> int:
+def _add_machine(kinds: Any) -> None:
+    machine = kinds.add_parser(
+        "machine",
+        help="speed of memory, matrix products, messages and files; stored in a machine file",
+        description="Measure what this machine can do: passes over memory with the reads and writes of training's own, "
+        "matrix products of the shapes of a transformer, each on one rank alone and on all at once; collectives by "
+        "size; a file. Stores the figures in a machine file, which plan and bench step read.",
+        epilog="Example: mpiexec -n 8 python -m mpizero bench machine config.toml --output machine.json",
+    )
+    machine.add_argument("config", metavar="CONFIG.toml", nargs="?", help="take the shapes of its gpt and its grains")
+    add_overrides(machine)
+    shapes = {"dim": 256, "batch": 8, "sequence": 128}
+    for name, default in shapes.items():
+        machine.add_argument(f"--{name}", metavar="N", type=int, help=f"instead of CONFIG.toml (default: {default})")
+    machine.add_argument("--heads", metavar="N", type=int, help="instead of CONFIG.toml (default: dim / 64)")
+    machine.add_argument(
+        "--elements", metavar="N", type=float, default=1 << 24, help="of an array in memory (default: 2^24)"
+    )
+    machine.add_argument(
+        "--largest", metavar="B", type=float, default=1 << 23, help="bytes of the largest message (default: 2^23)"
+    )
+    machine.add_argument(
+        "--file-bytes", metavar="B", type=float, default=128e6, help="of the file; 0: no file (default: 128e6)"
+    )
+    machine.add_argument("--folder", metavar="DIR", default=".", help="on the file system to measure (default: here)")
+    machine.add_argument("--repeat", metavar="N", type=int, default=7, help="repetitions (default: %(default)s)")
+    machine.add_argument(
+        "--output", metavar="FILE", default="machine.json", help="the machine file (default: %(default)s)"
+    )
+    machine.add_argument("--json", action="store_true", help="one line for programs")
+    machine.set_defaults(measure=_machine)
+
+
+def run(options: argparse.Namespace, world: Callable[[], Communicator], threads: int) -> int:
     """Measure what the options say on all ranks of ``world()``, print it, and return the exit status.
+
+    ``threads`` are those of a rank, where the options do not say.
 
     Collective over all processes.
     """
+    options.threads = threads
     status: int = options.measure(options, world)
     return status
 
@@ -105,6 +142,56 @@ def _checkpoint(options: argparse.Namespace, world: Callable[[], Communicator]) 
     if comm.rank == 0:
         print(bench.as_json(figures) if options.json else bench.report(figures), flush=True)
     return int(ExitStatus.OK)
+
+
+def _machine(options: argparse.Namespace, world: Callable[[], Communicator]) -> int:
+    from mpizero.train.performance import machine_report
+    from mpizero.train.performance.machine import MachineRequest, measure_machine
+
+    comm = world()
+    shapes = _shapes(options, comm)
+    counts = {name: _count(options, name) for name in ("elements", "largest", "file_bytes")}
+    request = MachineRequest(
+        shapes=shapes,
+        **counts,
+        folder=options.folder,
+        output=options.output,
+        repeat=options.repeat,
+        threads=options.threads,
+    )
+    found = measure_machine(request, comm, _tell)
+    if comm.rank == 0:
+        print(machine_report.as_json(found) if options.json else machine_report.report(found), flush=True)
+    return int(ExitStatus.OK)
+
+
+def _shapes(options: argparse.Namespace, comm: Communicator) -> Any:
+    """Return the shapes of the products: those of a configuration, or those of the options."""
+    from mpizero.train.configfile import read_together
+    from mpizero.train.performance.products import Shapes
+
+    given = {name: getattr(options, name) for name in ("dim", "batch", "sequence", "heads")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if options.config is None:
+        if options.overrides:
+            raise ConfigError(f"--set {options.overrides[0]}: needs a CONFIG.toml")
+        dim = given.get("dim", Shapes.dim)
+        return Shapes(**{"heads": max(1, dim // 64) if dim % 64 == 0 else 1, **given})
+    if given:
+        name, value = next(iter(given.items()))
+        raise ConfigError(f"--{name} {value}: {options.config} gives the shapes; use --set, or leave one of them out")
+    document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(options.threads)})
+    options.threads = config.train.threads
+    with document.located():
+        return Shapes.of(config)
+
+
+def _count(options: argparse.Namespace, name: str) -> int:
+    """Return an option like 64e6 as a whole number."""
+    value = getattr(options, name)
+    if not 0 <= value <= 1e15:
+        raise ConfigError(f"--{name.replace('_', '-')} {value}: must be a number from 0 to 1e15")
+    return int(value)
 
 
 def _tell(line: str) -> None:

@@ -300,7 +300,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    return bench_cli.run(options, _world)
+    return bench_cli.run(options, _world, _threads())
 
 
 def _replay(options: argparse.Namespace) -> int:

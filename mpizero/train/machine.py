@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import platform
 import re
 import socket
 import time
@@ -25,6 +26,7 @@ __all__ = [
     "host",
     "leftovers",
     "mpi_facts",
+    "processor",
     "shared_space",
     "try_kernel",
     "try_reduction",
@@ -53,6 +55,19 @@ def cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+def processor() -> str:
+    """Return what the processor calls itself.
+
+    Not collective.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name"))
+    return next(filter(None, names), "") or platform.processor() or platform.machine()
 
 
 def blas() -> str:
