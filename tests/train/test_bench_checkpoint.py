@@ -16,10 +16,14 @@ TIMED = [
     "asynchronous stall",
     "raw write",
     "raw read",
+    "cold raw read",
     "save direct",
     "load",
     "load unverified",
     "verification",
+    "cold load",
+    "cold load unverified",
+    "cold verification",
 ]
 
 
@@ -36,6 +40,9 @@ def test_every_operation_is_timed_in_every_repetition_and_nothing_stays(tmp_path
         "load": "raw read",
         "load unverified": "raw read",
         "verification": "load",
+        "cold load": "cold raw read",
+        "cold load unverified": "cold raw read",
+        "cold verification": "cold load",
     }
     assert 0.8 * 2e6 < figures.nbytes <= 2e6
     assert set(figures.peaks) == {"save direct", "load"}
