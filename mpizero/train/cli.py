@@ -181,7 +181,11 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--ranks-per-node", metavar="K", type=int, help="of one node (default: all on one)")
     add_overrides(parser)
     parser.add_argument("--memory-per-node", metavar="BYTES", help="what a node has: 64e9, 64GB, 60GiB")
-    parser.add_argument("--gflops", metavar="G", type=float, default=50.0, help="of a rank (default: %(default)s)")
+    speed = parser.add_mutually_exclusive_group()
+    speed.add_argument("--gflops", metavar="G", type=float, help="of a rank (default: 50)")
+    speed.add_argument(
+        "--machine", metavar="FILE", help="also expect seconds, on what `mpizero bench machine` has measured"
+    )
     parser.add_argument("--timetable", action="store_true", help="print what every stage of a pipeline does when")
     parser.add_argument("--json", action="store_true", help="one line for programs")
     parser.set_defaults(run=_plan)
@@ -255,10 +259,13 @@ def _plan(options: argparse.Namespace) -> int:
 def _print_plan(options: argparse.Namespace) -> int:
     from mpizero.train import plan_report
     from mpizero.train.configfile import Document, parse_config, read_config
-    from mpizero.train.plan import PlanRequest, parse_bytes, plan
+    from mpizero.train.performance.machinefile import read_machine
+    from mpizero.train.plan import DEFAULT_RATE, PlanRequest, parse_bytes, plan
 
     limit = None if options.memory_per_node is None else parse_bytes(options.memory_per_node)
-    request = PlanRequest(options.ranks, options.ranks_per_node, limit, options.gflops * 1e9)
+    machine = None if options.machine is None else read_machine(options.machine)
+    rate = DEFAULT_RATE if options.gflops is None else options.gflops * 1e9
+    request = PlanRequest(options.ranks, options.ranks_per_node, limit, rate, machine)
     document = Document(options.config, read_config(options.config), options.overrides)
     with document.located():
         found = plan(parse_config(document, {"train.threads": str(_threads())}), request)

@@ -18,6 +18,8 @@ from mpizero.parallel.spread import Spread
 from mpizero.train.builder import build_model, build_optimizer, build_sharding, build_source
 from mpizero.train.checks import rejected
 from mpizero.train.config import Config, GptSection
+from mpizero.train.performance.floors import Floors
+from mpizero.train.performance.machinefile import Machine
 
 if TYPE_CHECKING:
     from mpizero.comm import Communicator
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 #: A stage with so many times the mean work of all stages is worth a warning.
 _UNEVEN_WORK = 1.25
+#: Floating-point operations a second of a rank, where nobody says better.
+DEFAULT_RATE = 5e10
 
 
 def parse_bytes(text: str) -> int:
@@ -60,13 +64,21 @@ class PlanRequest:
     memory_per_node : int or None
         Bytes that a node has.
     rate : float
-        Floating-point operations a second of one rank.
+        Floating-point operations a second of one rank; that of the machine where there is one.
+    machine : Machine or None
+        What was measured of a machine: seconds are expected on it.
     """
 
     ranks: int
     ranks_per_node: int | None = None
     memory_per_node: int | None = None
-    rate: float = 5e10
+    rate: float = DEFAULT_RATE
+    machine: Machine | None = None
+
+    @property
+    def together(self) -> int:
+        """Ranks of a node."""
+        return min(self.ranks_per_node or self.ranks, self.ranks)
 
     def __post_init__(self) -> None:
         """Reject numbers that mean nothing."""
@@ -75,6 +87,10 @@ class PlanRequest:
                 raise ConfigError(f"{option} {value}: must be a whole number >= 1")
         if not 0 < self.rate < float("inf"):
             raise ConfigError(f"--gflops {self.rate / 1e9:g}: must be a number > 0")
+
+    def message(self, nbytes: int) -> float:
+        """Return the seconds that a message between stages takes; 0 without a machine. Not collective."""
+        return 0.0 if self.machine is None else self.machine.seconds("one to one", nbytes, "inside a node")
 
 
 def plan(config: Config, request: PlanRequest) -> Plan:
@@ -111,7 +127,8 @@ def plan(config: Config, request: PlanRequest) -> Plan:
         global_batch=config.train.global_batch,
         x=x,
         y=y,
-        rate=request.rate,
+        rate=request.rate if request.machine is None else request.machine.rate(request.together),
+        message=request.message,
     )
     return Plan(config, request, training)
 
@@ -156,6 +173,13 @@ class Plan:
     def simulation(self) -> Simulation | None:
         """The pipeline; None without one."""
         return self.training.simulation
+
+    @cached_property
+    def floors(self) -> Floors | None:
+        """The expected seconds of every rank; None without a machine, and where layers do not count their work."""
+        machine = self.request.machine
+        counted = all(rank.operations is not None for rank in self.training.by_rank)
+        return None if machine is None or not counted else Floors(self.training, machine, self.request.together)
 
     @cached_property
     def missing(self) -> int:
@@ -214,6 +238,29 @@ class Plan:
                 "tensor groups reach over nodes, and every layer waits for their messages; "
                 'parallel.order = "pipeline,data,tensor" puts them on neighbouring ranks'
             )
+
+        if (machine := self.request.machine) is not None:
+            yield from self._machine_warnings(machine)
+
+    def _machine_warnings(self, machine: Machine) -> Iterator[str]:
+        train, model, nodes = self.config.train, self.config.model, len(self.training.node_bytes)
+        if self.training.ranks > 1 and not machine.messages:
+            yield "the machine file was measured on one rank: messages are expected to take no time"
+        elif nodes > machine.nodes == 1:
+            yield "the machine file was measured on one node: messages between nodes are expected to take as inside"
+        if (machine.threads, machine.dtype) != (train.threads, model.dtype):
+            yield (
+                f"the machine file was measured with {machine.threads} threads a rank in {machine.dtype}, this "
+                f"training has {train.threads} and {model.dtype}"
+            )
+        if isinstance(model, GptSection):
+            mine = (self.training.training.step.largest * model.sequence, model.dim)
+            found = next(((p.rows, p.inner) for p in machine.products if p.linear), mine)
+            if found != mine:
+                yield (
+                    f"the machine file's products have {found[0]} rows and {found[1]} features, this training's "
+                    f"{mine[0]} and {mine[1]}: mpizero bench machine CONFIG.toml measures its own"
+                )
 
     def _pipeline_warnings(self) -> Iterator[str]:
         training = self.training

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 from mpizero.layout.timetable import timetable
 from mpizero.parallel.costs import PARTS, PURPOSES, RankPlan
-from mpizero.train.figures import PREFIXES, amount
+from mpizero.train.figures import PREFIXES, amount, columns
+from mpizero.train.findings import counted
+from mpizero.train.performance.floors import Floors
 from mpizero.train.plan import Plan
 
 #: Columns of a printed timetable, at most.
@@ -18,6 +20,8 @@ _COLUMNS = 150
 def report(plan: Plan, *, with_timetable: bool = False) -> str:
     """Return the plan for people. Not collective."""
     parts = [_head(plan), _memory(plan), _messages(plan), _work(plan)]
+    if plan.floors is not None:
+        parts.append(_seconds(plan, plan.floors))
     if with_timetable and plan.simulation is not None:
         unit = plan.simulation.makespan / _COLUMNS
         parts.append(timetable(plan.simulation, None if _short(plan) else unit))
@@ -121,11 +125,26 @@ def _operations(plan: Plan) -> str:
     if any(work is None for work in every):
         return "work: not known, a layer does not count its operations"
     counts = [work or 0 for work in every]
-    most, simulation, rate = max(counts), plan.simulation, plan.request.rate
+    most, simulation, rate = max(counts), plan.simulation, plan.training.rate
     seconds = most / rate if simulation is None else simulation.makespan
+    source = "--gflops" if plan.request.machine is None else "--machine"
     return (
-        f"work a step: {amount(sum(counts))}FLOP, the busiest rank {amount(most)}FLOP; at {rate / 1e9:g} GFLOP/s a "
-        f"rank (--gflops) products alone take {seconds:.3g} s"
+        f"work a step: {amount(sum(counts))}FLOP, the busiest rank {amount(most)}FLOP; at {rate / 1e9:.4g} GFLOP/s a "
+        f"rank ({source}) products alone take {seconds:.3g} s"
+    )
+
+
+def _seconds(plan: Plan, floors: Floors) -> str:
+    """Return the expected time of a step and its parts."""
+    machine, rank = floors.machine, floors.slowest
+    parts = floors.by_rank[rank]
+    whole = sum(parts.values())
+    rows = [[phase, f"{1e3 * taken:.3f}", f"{100 * taken / whole:.1f} %"] for phase, taken in parts.items() if taken]
+    return (
+        f"expected step on {machine.host} as measured {machine.date} by {counted(machine.ranks, 'rank')}: "
+        f"{1e3 * whole:.4g} ms, {plan.training.global_batch / whole:.4g} samples/s; the slowest rank ({rank}), ms\n"
+        f"{columns([*rows, ['all', f'{1e3 * whole:.3f}', '']])}\n"
+        "not counted: what layers do besides products (norms, activations, softmax), and Python between them"
     )
 
 
@@ -173,10 +192,19 @@ def _figures(plan: Plan) -> Iterator[tuple[str, Any]]:
     nodes, windows = training.node_bytes, training.node_windows
     yield "nodes", [{"node": n, "bytes": nodes[n], "window_bytes": windows[n]} for n in sorted(nodes)]
     yield "pipeline", _pipeline(plan)
+    yield "expected", _expected(plan)
     yield "idle_ranks", list(training.idle)
     yield "warnings", list(plan.warnings)
     yield "memory_per_node", plan.request.memory_per_node
     yield "fits", not plan.missing
+
+
+def _expected(plan: Plan) -> dict[str, Any] | None:
+    if (floors := plan.floors) is None:
+        return None
+    whole = sum(floors.by_rank[floors.slowest].values())
+    rates = {"seconds": whole, "samples_per_second": plan.training.global_batch / whole, "rank": floors.slowest}
+    return {**rates, "ranks": list(floors.by_rank)}
 
 
 def _rank(rank: RankPlan) -> dict[str, Any]:

@@ -155,3 +155,42 @@ def trained(tmp_path_factory):
     outcome = commands.train(0)
     assert outcome.status == 0, outcome.err
     return commands, outcome
+
+
+@pytest.fixture
+def round_machine():
+    """A machine of round figures, for two ranks: a billion operations and bytes a second, a message takes a second."""
+    from mpizero.train.performance.machinefile import Machine, Message, Product, Spread, Stream
+
+    def fixed(seconds: float) -> Spread:
+        return Spread(seconds, seconds, seconds)
+
+    def stream(name: str, reads: int, writes: int) -> Stream:
+        taken = fixed((reads + writes) * 4e-9 * 1000)
+        ratios = {"ratio_one": fixed(1.0), "ratio_every": fixed(1.0)}
+        return Stream(name, reads, writes, 1000, 4, taken, taken, taken, taken, **ratios)
+
+    mixes = {"read": (1, 0), "copy": (1, 1), "sum of 2": (2, 1), "sum of 4": (4, 1), "AdamW": (4, 3)}
+    mixes["sum + AdamW"] = (5, 3)
+    operations = ("exchange", "gather", "allreduce", "barrier")
+    return Machine(
+        host="round",
+        date="2000-01-01T00:00:00+00:00",
+        cpu="slow",
+        blas="slow",
+        libraries={},
+        ranks=2,
+        nodes=1,
+        ranks_per_node=2,
+        threads=1,
+        dtype="float32",
+        repeat=1,
+        streams=tuple(stream(name, *mix) for name, mix in mixes.items()),
+        products=(Product("qkv", "forward", 1, 16, 16, 48, True, *[fixed(2 * 16 * 16 * 48 * 1e-9)] * 2),),
+        messages=(
+            *(Message(operation, "all ranks", 0, 0, fixed(1.0)) for operation in operations),
+            *(Message(operation, "all ranks", 10**9, 10**9, fixed(1.0)) for operation in operations),
+            Message("one to one", "inside a node", 10**9, 10**9, fixed(1.0)),
+        ),
+        files=(),
+    )

@@ -142,14 +142,24 @@ def test_ranks_share_what_all_had_and_none_is_faster_than_one_alone(measured):
     assert machine.rate(3) <= machine.rate(1)
 
 
+def test_a_pass_takes_the_time_of_the_measured_one_with_the_nearest_share_of_writes(measured):
+    machine = measured[0]
+    times = {s.name: s.every.median / s.nbytes for s in machine.streams}
+    for read, written, name in ((8, 0, "read"), (8, 8, "copy"), (9, 5, "sum + AdamW"), (9, 2, "sum of 4")):
+        expected = max(times[name], 1 / machine.bandwidth(name, 1)) * (read + written)
+        assert machine.pass_seconds(read, written, 3) == pytest.approx(expected)
+    assert machine.pass_seconds(0, 0, 3) == 0.0
+
+
 def test_messages_between_measured_sizes_take_times_between(measured):
     machine = measured[0]
-    known = {m.nbytes: m.seconds.median for m in machine.messages if m.operation == "exchange"}
-    assert machine.seconds("exchange", 128) == pytest.approx(known[128])
-    middle = machine.seconds("exchange", 64)
-    assert min(known[8], known[128]) <= middle <= max(known[8], known[128])
-    assert machine.seconds("exchange", 1) == pytest.approx(known[8])
-    assert machine.seconds("exchange", 600) == pytest.approx(3 * known[200])
+    known = {m.sent: m.seconds.median for m in machine.messages if m.operation == "exchange"}
+    assert list(known) == [5, 85, 133]  # of 8, 128 and 200 bytes in three parts
+    assert machine.seconds("exchange", 85) == pytest.approx(known[85])
+    middle = machine.seconds("exchange", 45)
+    assert middle == pytest.approx((known[5] + known[85]) / 2)
+    assert machine.seconds("exchange", 1) == pytest.approx(known[5])
+    assert machine.seconds("exchange", 399) == pytest.approx(3 * known[133])
     assert machine.seconds("one to one", 8, "between nodes") == 0.0
 
 

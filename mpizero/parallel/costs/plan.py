@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,6 +22,11 @@ from mpizero.parallel.costs.trial import Sample
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.spread import Spread
 from mpizero.types import Array, Run
+
+
+def _at_once(nbytes: int) -> float:
+    """Take no time for a message."""
+    return 0.0
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,8 @@ class TrainingPlan:
         Whether the loss is scaled.
     rate : float
         Floating-point operations that a rank makes in a second of the simulated pipeline.
+    message : callable
+        Gives the seconds that so many bytes take from one stage to the next.
 
     Raises
     ------
@@ -120,6 +128,7 @@ class TrainingPlan:
     y: Array
     loss_scale: bool = False
     rate: float = 1.0
+    message: Callable[[int], float] = _at_once
 
     @cached_property
     def axes(self) -> Axes:
@@ -199,7 +208,7 @@ class TrainingPlan:
 
     @cached_property
     def simulation(self) -> Simulation | None:
-        """The first replica's pipeline, with no time for messages; None without a pipeline.
+        """The first replica's pipeline; None without a pipeline.
 
         Where layers do not count their work, a parameter counts as one operation of a sample in each pass and half.
         """
@@ -221,10 +230,12 @@ class TrainingPlan:
             sizes = tuple(samples * sum(s.size for name in names for s in specs[name]) for names in part.stage.cuts)
             return Costs(sizes, sizes, sizes)
         work = [part.work(chunk) for chunk in range(len(part.stage.cuts))]
+        borders = range(len(part.stage.cuts) - 1)
         return Costs(
             tuple(samples * chunk.forward for chunk in work),
             tuple(samples * chunk.backward_input for chunk in work),
             tuple(samples * chunk.backward_weights for chunk in work),
+            latency=max(self.message(part.output(chunk, self.training.step.largest)) for chunk in borders),
         )
 
     @cached_property

@@ -210,25 +210,41 @@ class Machine:
         one, every = stream.nbytes / stream.one.median, stream.nbytes / stream.every.median
         return _shared(one, every, self.ranks_per_node, ranks_per_node)
 
-    def seconds(self, operation: str, nbytes: float, where: str = "all ranks") -> float:
-        """Return how long a collective of so many bytes takes, between the sizes measured. Not collective.
+    def pass_seconds(self, read: int, written: int, ranks_per_node: int) -> float:
+        """Return how long a pass takes one of so many ranks of a node, which reads and writes so many bytes.
 
-        Linear from size to size; beyond the largest by its bandwidth. 0 where it was not measured: on one rank.
+        Not collective. The bandwidth is that of the pass measured whose share of writes is nearest.
+        """
+        if not read + written:
+            return 0.0
+        share = written / (read + written)
+        name = min(NEEDED, key=lambda name: abs(self._share(name) - share))
+        return (read + written) / self.bandwidth(name, ranks_per_node)
+
+    def _share(self, name: str) -> float:
+        stream = next(stream for stream in self.streams if stream.name == name)
+        return stream.writes / (stream.reads + stream.writes)
+
+    def seconds(self, operation: str, sent: float, where: str = "all ranks") -> float:
+        """Return how long a collective takes in which a rank sends so many bytes, between those measured.
+
+        Not collective. Linear from size to size; beyond the largest by its bandwidth. 0 where nothing was measured: on
+        one rank.
         """
         known = sorted(
-            (m.nbytes, m.seconds.median) for m in self.messages if (m.operation, m.where) == (operation, where)
+            (m.sent, m.seconds.median) for m in self.messages if (m.operation, m.where) == (operation, where)
         )
         if not known:
             return 0.0
-        (last, slowest), before = known[-1], known[0]
-        if nbytes >= last:
-            return slowest * nbytes / last if last else slowest
+        before, (last, longest) = known[0], known[-1]
+        if sent >= last:
+            return longest * sent / last if last else longest
         for size, taken in known:
-            if nbytes <= size:
-                share = (nbytes - before[0]) / (size - before[0]) if size > before[0] else 1.0
+            if sent <= size:
+                share = (sent - before[0]) / (size - before[0]) if size > before[0] else 1.0
                 return before[1] + max(0.0, share) * (taken - before[1])
             before = size, taken
-        return slowest
+        return longest
 
 
 def _shared(one: float, every: float, measured: int, wanted: int) -> float:
