@@ -10,14 +10,11 @@ import numpy as np
 
 from mpizero.checkpoint.plan import KnownLayout
 from mpizero.checkpoint.table import LocalArray
+from mpizero.kernels.pastcache import LINE, PAGE, copy_past_cache
 from mpizero.types import Array
 
 if TYPE_CHECKING:
     from mpizero.checkpoint.pending import Writing
-
-#: Copied pieces start at a multiple of so many bytes, whatever their element type.
-_ALIGNMENT = 64
-_PAGE = 4096
 
 
 class SnapshotBuffer:
@@ -51,10 +48,10 @@ class SnapshotBuffer:
         Not collective.
         """
         needed = sum(_padded(values.nbytes) for array in arrays for _, values in array.pieces)
-        if needed > self._room.size:
+        if needed and needed + LINE > self._room.size:
             self.close()  # given back before more is asked for
-            self._room = self._allocate(needed)
-            self._room[::_PAGE] = 0  # the system hands out pages when they are touched
+            self._room = self._allocate(needed + LINE)
+            self._room[::PAGE] = 0  # the system hands out pages when they are touched
 
     def copy(self, arrays: Sequence[LocalArray]) -> list[LocalArray]:
         """Return ``arrays`` with pieces of the same values in this buffer; waits for the save that still uses it.
@@ -63,13 +60,13 @@ class SnapshotBuffer:
         """
         self.wait()
         self.reserve(arrays)
-        copied, place = [], 0
+        copied, place = [], -self._room.ctypes.data % LINE
         for array in arrays:
             pieces = []
             for start, values in array.pieces:
-                room = self._room[place : place + values.nbytes].view(values.dtype)
-                room[:] = values
-                pieces.append((start, room))
+                room = self._room[place : place + values.nbytes]
+                copy_past_cache(values.view(np.uint8), room)  # a thread will read it, once, when it comes to it
+                pieces.append((start, room.view(values.dtype)))
                 place += _padded(values.nbytes)
             copied.append(replace(array, pieces=tuple(pieces)))
         return copied
@@ -93,7 +90,7 @@ class SnapshotBuffer:
 
 
 def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-nbytes // LINE) * LINE
 
 
 def _forget(room: Array) -> None:

@@ -29,6 +29,7 @@ import functools
 import inspect
 import threading
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,18 @@ _DTYPES = {"f": "f4", "d": "f8"}
 #: What machine code returns when an argument does not fit its signature (an object that every process has).
 REFUSED: Any = np.ndarray
 _COMPILER = threading.RLock()  # neither numba's pipeline nor llvmlite may be entered by two threads
+
+
+class Instruction(ABC):
+    """An operation of the processor that Python has no word for; kernels call instances by name."""
+
+    @abstractmethod
+    def compiled(self) -> Any:
+        """Return what numba compiles in its place: an ``intrinsic``. Not collective."""
+
+    @abstractmethod
+    def __call__(self, *args: Any) -> Any:
+        """Do the same in Python. Not collective."""
 
 
 class Kernel:
@@ -213,6 +226,8 @@ def with_compiled_helpers(python: Callable[..., Any], wrap: Callable[[Callable[.
             scope[name] = wrap(helper.python)
         elif isinstance(helper, types.FunctionType) and helper.__module__.startswith(_PACKAGE):
             scope[name] = wrap(helper)
+        elif isinstance(helper, Instruction):
+            scope[name] = helper.compiled()
     copy = types.FunctionType(source.__code__, scope, source.__name__, source.__defaults__)
     return functools.update_wrapper(copy, python, updated=())
 
