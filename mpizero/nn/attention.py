@@ -1,12 +1,17 @@
-"""Causal self-attention (Vaswani et al., 2017) by batched products that skip most of the masked half."""
+"""Causal self-attention (Vaswani et al., 2017) by batched products that skip most of the masked half.
+
+Samples and heads are taken some at a time, so that their scores and all that is made of them stay in the cache.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from mpizero import kernels
 from mpizero.errors import ConfigError
@@ -16,19 +21,23 @@ from mpizero.nn.layer import Layer, known, namespace, require_positive, splits, 
 from mpizero.nn.linear import Linear
 from mpizero.nn.operations import Operations
 from mpizero.nn.split.attention import SplitAttention
+from mpizero.nn.workspace import Workspace
 from mpizero.types import EVALUATE, Array, Group, Init, Params, Run
 
 #: Queries per product. 64 was fastest for 128 and 256 tokens: smaller blocks skip more of the masked half, but
 #: their products are too small for the BLAS.
 BLOCK = 64
+#: Bytes of scores computed at once, on CPUs and elsewhere.
+CACHE, DEVICE = 1 << 18, 1 << 28
+#: Samples and heads that are taken at once.
+Part = tuple[slice, slice]
 
 
 @dataclass(frozen=True)
 class CausalSelfAttention(Layer):
     """Let each place of a sequence attend to itself and the places before it.
 
-    One product gives queries, keys and values side by side, (samples, length, 3, heads, dim / heads); the heads are
-    strided views of it, so nothing is transposed or copied.
+    One product gives queries, keys and values side by side, (samples, length, 3, heads, dim / heads).
 
     Parameters
     ----------
@@ -102,58 +111,53 @@ class CausalSelfAttention(Layer):
         Where these are some of a wider layer's heads, ``first_head`` is the first one's number there: dropout masks
         depend on it.
         """
-        dropout = self._layers[2]
-        q, k, v = self._heads(qkv)
-        probabilities = self._probabilities(q, k)
-        kept, mask = probabilities, None
-        if dropout.drops(probabilities, run):
-            per_head = probabilities.shape[2] * probabilities.shape[3]
-            mask = run, Window(first_head * per_head, self.heads * per_head)
-            kept = dropout.mask(probabilities, *mask)
-        mixed = namespace(qkv).empty((*qkv.shape[:2], self.dim), qkv.dtype)
+        xp, heads = namespace(qkv), _Heads(self, qkv, run, first_head)
+        samples, length, _ = qkv.shape
+        mixed: Array = xp.empty_like(heads.qkv, shape=(samples, length, self.dim))
         out = self._split(mixed)
-        for start, stop in _blocks(qkv.shape[1]):
-            namespace(qkv).matmul(kept[:, :, start:stop, :stop], v[:, :, :stop], out=out[:, :, start:stop])
-        return mixed, (qkv, probabilities, kept, mask)
+        stored = None
+        if self._keeps_probabilities(length):
+            stored = xp.empty_like(mixed, shape=(samples, self.heads, length, length))
+        for part in heads.parts():
+            scores = heads.work.room("scores", heads.score_shape(part)) if stored is None else stored[part]
+            probabilities = heads.probabilities(part, heads.copy("q", 0, part), scores)
+            kept, v = heads.dropped(probabilities, part), heads.copy("kv", 2, part)
+            for start, stop in _blocks(length):
+                xp.matmul(kept[:, :, start:stop, :stop], v[:, :, :stop], out=out[part][:, :, start:stop])
+        return mixed, (heads.qkv, stored, run, first_head)
 
     def attend_backward(self, seen: Any, dmixed: Array) -> Array:
         """Compute the gradient of ``qkv`` from what :meth:`attend` cached. Not collective."""
-        qkv, probabilities, kept, mask = seen
-        xp = namespace(qkv)
-        q, k, v = self._heads(qkv)
+        qkv, stored, run, first_head = seen
+        xp, heads = namespace(qkv), _Heads(self, qkv, run, first_head)
         dqkv: Array = xp.empty_like(qkv)
-        dq, dk, dv = self._heads(dqkv)
-        dout = self._split(dmixed)
-        dprobabilities = xp.empty_like(probabilities)
-        for start, stop in _blocks(qkv.shape[1]):
-            queries = slice(start, stop)
-            part = dprobabilities[:, :, queries, :stop]  # what lies beyond stays undefined: the kernel does not read it
-            xp.matmul(dout[:, :, queries], v[:, :, :stop].swapaxes(-1, -2), out=part)
-            xp.matmul(kept[:, :, start:, queries].swapaxes(-1, -2), dout[:, :, start:], out=dv[:, :, queries])
-        dscores = dprobabilities if mask is None else self._layers[2].mask(dprobabilities, *mask)
-        self._softmax_backward(probabilities, dscores)
-        for start, stop in _blocks(qkv.shape[1]):
-            queries = slice(start, stop)
-            xp.matmul(dscores[:, :, queries, :stop], k[:, :, :stop], out=dq[:, :, queries])
-            xp.matmul(dscores[:, :, start:, queries].swapaxes(-1, -2), q[:, :, start:], out=dk[:, :, queries])
+        gradients, dout = self._heads(dqkv), self._split(dmixed)
+        for part in heads.parts():
+            q, do = heads.copy("q", 0, part), heads.work.copy("dout", dout[part])
+            if stored is None:
+                probabilities = heads.probabilities(part, q, heads.work.room("scores", heads.score_shape(part)))
+            else:
+                probabilities = stored[part]
+            kept, v_transposed = heads.dropped(probabilities, part), heads.transposed(2, part)
+            dq, dk, dv = (gradient[part] for gradient in gradients)
+            dprobabilities = heads.work.room("gradients", heads.score_shape(part))
+            for start, stop in _blocks(qkv.shape[1]):
+                block = dprobabilities[:, :, start:stop, :stop]  # the kernel does not read what lies beyond
+                xp.matmul(do[:, :, start:stop], v_transposed[..., :stop], out=block)
+                xp.matmul(kept[:, :, start:, start:stop].swapaxes(-1, -2), do[:, :, start:], out=dv[:, :, start:stop])
+            dscores, k = heads.dropped(dprobabilities, part), heads.copy("kv", 1, part)
+            heads.softmax_backward(probabilities, dscores)
+            for start, stop in _blocks(qkv.shape[1]):
+                xp.matmul(dscores[:, :, start:stop, :stop], k[:, :, :stop], out=dq[:, :, start:stop])
+                xp.matmul(dscores[:, :, start:, start:stop].swapaxes(-1, -2), q[:, :, start:], out=dk[:, :, start:stop])
         return dqkv
 
-    def _probabilities(self, q: Array, k: Array) -> Array:
-        samples, heads, length, _ = q.shape
-        xp = namespace(q)
-        scores: Array = xp.empty((samples, heads, length, length), q.dtype)
-        for start, stop in _blocks(length):
-            xp.matmul(q[:, :, start:stop], k[:, :, :stop].swapaxes(-1, -2), out=scores[:, :, start:stop, :stop])
-        flat = scores.reshape(samples * heads, length, length)
-        kernels.backend(scores).attention.causal_softmax(flat, vector(scores, self._scale))
-        return scores
+    def _keeps_probabilities(self, length: int) -> bool:
+        """Tell whether probabilities, which take no more room than four arrays of ``dim`` features, are kept.
 
-    def _softmax_backward(self, probabilities: Array, dscores: Array) -> None:
-        samples, heads, length, _ = probabilities.shape
-        shape = (samples * heads, length, length)
-        kernels.backend(dscores).attention.causal_softmax_backward(
-            probabilities.reshape(shape), dscores.reshape(shape), vector(dscores, self._scale)
-        )
+        Those of longer sequences are computed again in the backward pass, with the same bits.
+        """
+        return length <= 4 * (self.dim // self.heads)
 
     @property
     def _scale(self) -> float:
@@ -183,7 +187,8 @@ class CausalSelfAttention(Layer):
         sizes = [(stop - start, stop, length - start) for start, stop in _blocks(length)]
         seen = sum(2 * self.dim * queries * before for queries, before, _ in sizes)
         seeing = sum(2 * self.dim * queries * after for queries, _, after in sizes)
-        return Operations(2 * seen, 2 * seen + 2 * seeing)
+        again = 0 if self._keeps_probabilities(length) else seen
+        return Operations(2 * seen, again + 2 * seen + 2 * seeing)
 
     def trace(self, graph: Graph, name: str, source: Place) -> Place:
         """Add the two products and the attention between them. Not collective."""
@@ -196,3 +201,74 @@ class CausalSelfAttention(Layer):
 
 def _blocks(length: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + BLOCK, length)) for start in range(0, length, BLOCK))
+
+
+class _Heads:
+    """What both passes do with some heads after the others, in memory used again.
+
+    Strided views of the heads would do, without a copy, but the BLAS takes twice as long for their products.
+    """
+
+    def __init__(self, layer: CausalSelfAttention, qkv: Array, run: Run, first_head: int) -> None:
+        self.qkv = qkv if qkv.flags.c_contiguous else namespace(qkv).ascontiguousarray(qkv)
+        self.work = Workspace(self.qkv)
+        self._layer, self._run, self._first_head = layer, run, first_head
+        self._scale = vector(qkv, layer._scale)
+        self._kernels = kernels.backend(qkv).attention
+        self._views = layer._heads(self.qkv)
+        samples, length, _ = qkv.shape
+        self._rows = self.qkv.reshape(samples, length, 3 * layer.heads, layer.dim // layer.heads)
+
+    def parts(self) -> Iterator[Part]:
+        """Cut samples and heads into parts: some samples, or some heads of one sample."""
+        samples, heads, length, _ = self._views[0].shape
+        limit = CACHE if isinstance(self.qkv, np.ndarray) else DEVICE
+        fitting = max(1, limit // max(1, length * length * self.qkv.itemsize))
+        some, several = max(1, fitting // heads), min(fitting, heads)
+        for first in range(0, samples, some):
+            for head in range(0, heads, several):
+                yield slice(first, min(first + some, samples)), slice(head, min(head + several, heads))
+
+    def score_shape(self, part: Part) -> tuple[int, ...]:
+        """Give the shape of a part's scores: (samples, heads, queries, keys)."""
+        some, heads = part
+        length = self.qkv.shape[1]
+        return some.stop - some.start, heads.stop - heads.start, length, length
+
+    def copy(self, name: str, kind: int, part: Part) -> Array:
+        """Copy a part's queries (kind 0), keys (1) or values (2): (samples, heads, length, size)."""
+        return self.work.copy(name, self._views[kind][part])
+
+    def transposed(self, kind: int, part: Part) -> Array:
+        """Copy as :meth:`copy`, but transposed: (samples, heads, size, length)."""
+        some, heads = part
+        samples, several, length, _ = self.score_shape(part)
+        out = self.work.room("transposed", (samples, several, self._rows.shape[3], length))
+        self._kernels.transposed_heads(self._rows[some], kind * self._layer.heads + heads.start, out)
+        return out
+
+    def probabilities(self, part: Part, q: Array, scores: Array) -> Array:
+        """Compute a part's probabilities in the memory of ``scores``."""
+        k_transposed = self.transposed(1, part)
+        for start, stop in _blocks(q.shape[2]):
+            namespace(q).matmul(q[:, :, start:stop], k_transposed[..., :stop], out=scores[:, :, start:stop, :stop])
+        self._kernels.causal_softmax(_matrices(scores), self._scale)
+        return scores
+
+    def softmax_backward(self, probabilities: Array, dscores: Array) -> None:
+        """Replace the gradient of a part's probabilities by that of its scores."""
+        self._kernels.causal_softmax_backward(_matrices(probabilities), _matrices(dscores), self._scale)
+
+    def dropped(self, x: Array, part: Part) -> Array:
+        """Return what dropout leaves of a part's probabilities or their gradient: a new array, or ``x`` itself."""
+        dropout = self._layer._layers[2]
+        if not dropout.drops(x, self._run):
+            return x
+        some, heads = part
+        per_head = x.shape[2] * x.shape[3]
+        run = replace(self._run, first_sample=self._run.first_sample + some.start)
+        return dropout.mask(x, run, Window((self._first_head + heads.start) * per_head, x.shape[1] * per_head))
+
+
+def _matrices(x: Array) -> Array:
+    return x.reshape(-1, *x.shape[2:])

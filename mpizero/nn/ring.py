@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -186,21 +186,3 @@ def progress(*requests: ShiftRequest | None) -> Callable[[], None]:
             request.test()
 
     return poll
-
-
-class Workspace:
-    """Memory by name, used again for one product after the other."""
-
-    def __init__(self, xp: Any, dtype: np.dtype[Any]) -> None:
-        self._xp, self._dtype = xp, dtype
-        self._flat: dict[str, Array] = {}
-
-    def room(self, name: str, shape: tuple[int, ...]) -> Array:
-        """Return a contiguous array of undefined contents that ends the life of the last one of this name.
-
-        Not collective.
-        """
-        size = int(np.prod(shape))
-        if name not in self._flat or self._flat[name].size < size:
-            self._flat[name] = self._xp.empty(size, self._dtype)
-        return self._flat[name][:size].reshape(shape)

@@ -18,7 +18,8 @@ from mpizero.nn.attention import CausalSelfAttention
 from mpizero.nn.dropout import Window
 from mpizero.nn.layer import namespace, vector
 from mpizero.nn.operations import Operations
-from mpizero.nn.ring import KEYS, QUERIES, Tile, Workspace, Zigzag, placed, progress, travel
+from mpizero.nn.ring import KEYS, QUERIES, Tile, Zigzag, placed, progress, travel
+from mpizero.nn.workspace import Workspace
 from mpizero.types import Array, Group, Run, ShiftRequest
 
 #: Scores computed at once, over as many samples as fit: 2 MiB of float32 stay in a core's cache.
@@ -133,7 +134,7 @@ class _Tiles:
         self.scale = vector(qkv, layer._scale)
         self._run, self._dropout, self._first_head = run, layer._layers[2], first_head
         self._heads, self._rank, self._samples = layer.heads, layer.group.rank, qkv.shape[0]
-        self._xp, self._work = namespace(qkv), Workspace(namespace(qkv), qkv.dtype)
+        self._xp, self._work = namespace(qkv), Workspace(qkv)
 
     def of(self, source: int, poll: Callable[[], None]) -> _Parts:
         """Yield all tiles with the keys of one rank, for some samples after the other; poll after each."""

@@ -146,3 +146,11 @@ def test_dropout_of_a_window_agrees_with_the_oracle(window, rng):
 @pytest.mark.parametrize("length", [1, 2, 3, 11])
 def test_permutation_agrees_with_the_oracle(length):
     both("random", "permutation", np.arange(-1, length + 1), scalars=(length, 2**40, 6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_transposed_heads_are_those_of_the_oracle(dtype, rng):
+    x, out = rng.normal(size=(2, 5, 4, 3)).astype(dtype), np.zeros((2, 2, 3, 5), dtype)
+    for package in ("cuda", "reference"):
+        import_module(f"mpizero.kernels.{package}.attention").transposed_heads(x, 1, out)
+        np.testing.assert_array_equal(out, x[:, :, 1:3].transpose(0, 2, 3, 1))

@@ -75,3 +75,13 @@ def test_a_nan_is_seen_by_the_queries_that_see_its_key():
     scores[0, :, 3] = np.nan
     attention.causal_softmax(scores, np.ones(1, np.float32))
     assert np.isnan(scores[0]).any(axis=1).tolist() == [False, False, False, True, True, True]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("length", "heads", "size"), [(0, 2, 3), (1, 1, 1), (16, 2, 4), (37, 3, 5)])
+def test_transposed_heads_are_those_of_the_oracle(length, heads, size, dtype):
+    x = np.random.default_rng(3).normal(size=(2, length, heads + 2, size)).astype(dtype)
+    out, wanted = np.full((2, 2, heads, size, length), np.nan, dtype)
+    attention.transposed_heads(x, 2, out)
+    reference.transposed_heads(x, 2, wanted)
+    np.testing.assert_array_equal(out, wanted)

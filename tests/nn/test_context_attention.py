@@ -256,11 +256,9 @@ def test_a_sequence_four_times_longer_on_four_ranks_keeps_the_same_cache_on_each
     one = cached(model.blocks, ids[:, :256])
     four = on_ranks(4, lambda group: cached(context_model(model, group).blocks, cut_batch(ids, ids, group)[0]))
     assert len(set(four)) == 1
-    assert four[0] < one, "no probabilities are kept"
-    scores = 2 * 2 * 2 * 256 * 256 * 4  # of both layers, for both samples and heads, float32
     rows = 2 * 2 * 256 * 2 * 2 * 4  # a maximum and a share for each layer, sample, place and head
-    mixed = 0  # attention's output is cached by the projection, in either form
-    assert four[0] == pytest.approx(one - scores + rows + mixed, rel=0.02)
+    # Neither keeps probabilities of so long a sequence; attention's output is cached by the projection, in either form.
+    assert four[0] == pytest.approx(one + rows, rel=0.02)
 
 
 def peak(work):

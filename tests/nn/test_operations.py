@@ -129,8 +129,10 @@ def test_known_formulas():
     assert Checkpointed(Linear(3, 5)).operations((3,)) == Operations(30, 60, 30)
     assert Sequential([Linear(3, 5), Linear(5, 2)]).operations((3,)) == Operations(50, 50, 50)
     # 64 queries see 64 keys and 64 see 128, instead of 128 each: 3/4 of the square.
-    attend = CausalSelfAttention(8, 2).attend_operations(128)
-    assert attend == Operations(2 * 2 * 128 * 128 * 8 * 3 // 4, 4 * 2 * 128 * 128 * 8 * 3 // 4)
+    product = 2 * 128 * 128 * 64 * 3 // 4
+    assert CausalSelfAttention(64, 2).attend_operations(128) == Operations(2 * product, 4 * product)
+    # Heads of 16 features: the scores are computed again.
+    assert CausalSelfAttention(64, 4).attend_operations(128) == Operations(2 * product, 5 * product)
 
 
 def test_layers_that_cannot_be_counted_say_so():

@@ -1,4 +1,4 @@
-"""Causal softmax on the CPU: only keys that a query sees are read."""
+"""Causal softmax on the CPU, where only keys that a query sees are read, and the transposes of heads."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from mpizero.types import Array
 # Exponentials are taken of whole vectors, as the few elements of a remainder would cost as much as the rest of a row;
 # what lies beyond the keys seen is cleared after.
 _WIDTH = 16
+#: Places of a sequence whose values of one feature are gathered at once: their rows stay in the first-level cache.
+_PLACES = 16
 
 
 @kernel("void(T[:,:,::1], const T[::1], T[::1])", scratch=SCRATCH)
@@ -19,7 +21,7 @@ def causal_softmax(scores: Array, scale1: Array, scratch: Array) -> None:
 
     The last query sees every key, each one before it one key fewer (with as many queries as keys: keys <= query;
     with fewer, the queries are the last ones, as in a block of rows or in generation). The other entries become 0,
-    whatever they held.
+    whatever they held. The scale is above 0.
     """
     T = scores.dtype.type  # noqa: N806
     batch, queries, keys = scores.shape
@@ -31,16 +33,14 @@ def causal_softmax(scores: Array, scale1: Array, scratch: Array) -> None:
                 scores[b, query] = T(0)
                 continue
             row = scores[b, query, :seen]
-            for j in range(seen):
-                row[j] *= scale
-            largest = row_max(row, scratch)
+            largest = row_max(row, scratch) * scale
             whole = scores[b, query, : min(keys, (seen + _WIDTH - 1) // _WIDTH * _WIDTH)]
             for j in range(whole.size):
-                whole[j] = exponential(whole[j] - largest, T)
-            scores[b, query, seen:] = T(0)
+                whole[j] = exponential(whole[j] * scale - largest, T)
             share = T(1) / row_sum(row, scratch)
-            for j in range(seen):
-                row[j] *= share
+            for j in range(whole.size):
+                whole[j] *= share
+            scores[b, query, seen:] = T(0)
 
 
 @kernel("void(const T[:,:,::1], T[:,:,::1], const T[::1], T[::1])", scratch=SCRATCH)
@@ -57,3 +57,20 @@ def causal_softmax_backward(probs: Array, dprobs: Array, scale1: Array, scratch:
             dot = row_dot(p, dp, scratch)
             for j in range(seen):
                 dp[j] = softmax_gradient(p[j], dp[j], dot, scale)
+
+
+@kernel("void(const T[:,:,:,::1], i8, T[:,:,:,::1])")
+def transposed_heads(x: Array, first: int, out: Array) -> None:
+    """Write heads ``first`` and those after it of x (samples, length, all heads, size) transposed.
+
+    ``out`` is (samples, heads, size, length): a product with it reads contiguous rows.
+    """
+    samples, heads, size, length = out.shape
+    for s in range(samples):
+        for start in range(0, length, _PLACES):
+            part = x[s, start : start + _PLACES]
+            for h in range(heads):
+                for d in range(size):
+                    row = out[s, h, d, start : start + _PLACES]
+                    for t in range(row.size):
+                        row[t] = part[t, first + h, d]

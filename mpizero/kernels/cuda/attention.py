@@ -1,4 +1,4 @@
-"""Causal softmax on the GPU: a block per query; only keys that a query sees are read."""
+"""Causal softmax on the GPU, a block per query, where only keys that a query sees are read; transposes of heads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def causal_softmax(scores: Array, scale1: Array) -> None:
 
     The last query sees every key, each one before it one key fewer (with as many queries as keys: keys <= query;
     with fewer, the queries are the last ones, as in a block of rows or in generation). The other entries become 0,
-    whatever they held.
+    whatever they held. The scale is above 0.
     """
     T = scores.dtype.type  # noqa: N806
     shared = cuda.shared.array(MOST_THREADS, scores.dtype)
@@ -59,3 +59,17 @@ def causal_softmax_backward(probs: Array, dprobs: Array, scale1: Array) -> None:
         for j in range(first, keys, step):
             gradient = softmax_gradient(probs[b, query, j], dprobs[b, query, j], dot, scale1[0])
             dprobs[b, query, j] = gradient if j < seen else T(0)
+
+
+@kernel("void(const T[:,:,:,::1], i8, T[:,:,:,::1])")
+def transposed_heads(x: Array, first: int, out: Array) -> None:
+    """Write heads ``first`` and those after it of x (samples, length, all heads, size) transposed.
+
+    ``out`` is (samples, heads, size, length): a product with it reads contiguous rows.
+    """
+    samples, heads, size, length = out.shape
+    for place in range(cuda.grid(1), samples * heads * size * length, cuda.gridsize(1)):
+        t, rest = place % length, place // length
+        d, rest = rest % size, rest // size
+        s, h = rest // heads, rest % heads
+        out[s, h, d, t] = x[s, t, first + h, d]

@@ -1,4 +1,4 @@
-"""Causal softmax in NumPy."""
+"""Causal softmax and transposes of heads in NumPy."""
 
 from __future__ import annotations
 
@@ -29,3 +29,8 @@ def causal_softmax_backward(probs: Array, dprobs: Array, scale1: Array) -> None:
     dprobs[:, ~seen] = 0
     dots = (probs * dprobs).sum(axis=2, keepdims=True)
     dprobs[:] = np.where(seen, scale1[0] * probs * (dprobs - dots), 0)
+
+
+def transposed_heads(x: Array, first: int, out: Array) -> None:
+    """Write heads ``first`` and those after it of x (samples, length, all heads, size) transposed."""
+    out[:] = x[:, :, first : first + out.shape[1]].transpose(0, 2, 3, 1)

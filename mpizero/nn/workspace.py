@@ -1,0 +1,38 @@
+"""Memory that one computation after the other uses again."""
+
+from __future__ import annotations
+
+from math import prod
+
+from mpizero.nn.layer import namespace
+from mpizero.types import Array
+
+
+class Workspace:
+    """Memory by name, used again for one product after the other.
+
+    Parameters
+    ----------
+    like : Array
+        An array of the library and dtype that the memory shall have.
+    """
+
+    def __init__(self, like: Array) -> None:
+        self._like = like
+        self._flat: dict[str, Array] = {}
+
+    def room(self, name: str, shape: tuple[int, ...]) -> Array:
+        """Return a contiguous array of undefined contents that ends the life of the last one of this name.
+
+        Not collective.
+        """
+        size = prod(shape)
+        if name not in self._flat or self._flat[name].size < size:
+            self._flat[name] = namespace(self._like).empty_like(self._like, shape=(size,))
+        return self._flat[name][:size].reshape(shape)
+
+    def copy(self, name: str, x: Array) -> Array:
+        """Return a contiguous copy of ``x`` in the memory of this name. Not collective."""
+        room = self.room(name, x.shape)
+        namespace(self._like).copyto(room, x)
+        return room
