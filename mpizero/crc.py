@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from isal.isal_zlib import crc32
+from isal.isal_zlib import crc32, crc32_combine
 
-__all__ = ["crc32"]
+__all__ = ["crc32", "crc32_combine"]

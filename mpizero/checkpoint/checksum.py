@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from mpizero.crc import crc32_combine
 from mpizero.types import Array
 
 #: Bytes of one checksummed block of an array; a multiple of every element size.
@@ -42,33 +43,12 @@ def _squares() -> tuple[int, ...]:
 _X_TO_POWER_OF_TWO = _squares()
 
 
-def crc32_combine(first: int, second: int, length: int) -> int:
-    """Return the CRC32 of two byte strings joined, from the CRC32 of each.
-
-    Not collective. The CRC of ``a + b`` is ``crc(a) * x**(8 * len(b)) + crc(b)`` modulo the CRC polynomial; the power
-    is built from repeated squares (the method of zlib's ``crc32_combine``, Mark Adler).
-
-    Parameters
-    ----------
-    first, second : int
-        ``crc32`` of the two strings; 0 for an empty one.
-    length : int
-        Bytes of the second string.
-    """
-    shift, k = _ONE, 3
-    while length:
-        if length & 1:
-            shift = _multiply(_X_TO_POWER_OF_TWO[k & 31], shift)
-        length >>= 1
-        k += 1
-    return _multiply(shift, first) ^ second
-
-
 def crc32_shifted(crcs: Array, lengths: Array) -> Array:
     """Return what many CRC32 become where ``lengths`` bytes follow; the CRC of a whole is the XOR of its parts' so.
 
-    Not collective. The same polynomials as :func:`crc32_combine`, for all parts at once: a slice of columns comes in
-    hundreds of thousands of short parts.
+    Not collective. The CRC of ``a + b`` is ``crc(a) * x**(8 * len(b)) + crc(b)`` modulo the CRC polynomial; the power
+    is built from repeated squares (the method of zlib's ``crc32_combine``, Mark Adler), here for all parts at once: a
+    slice of columns comes in hundreds of thousands of short parts.
 
     Parameters
     ----------

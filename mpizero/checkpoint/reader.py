@@ -279,11 +279,16 @@ class Reader:
         return crc
 
     def _unproven(self, gathered: Sequence[Sequence[_Part]]) -> list[_Part]:
-        """Join the parts of all ranks; return this rank's that no tiling of their block can prove."""
-        blocks: dict[tuple[str, int], list[tuple[int, _Part]]] = {}
+        """Join the parts of all ranks; return this rank's that no tiling of their block can prove.
+
+        Each rank looks at the blocks of which it has a part.
+        """
+        own = {(part.path, part.start // BLOCK) for part in gathered[self._comm.rank]}
+        blocks: dict[tuple[str, int], list[tuple[int, _Part]]] = {key: [] for key in own}
         for rank, parts in enumerate(gathered):
             for part in parts:
-                blocks.setdefault((part.path, part.start // BLOCK), []).append((rank, part))
+                if (key := (part.path, part.start // BLOCK)) in own:
+                    blocks[key].append((rank, part))
         alone = []
         for (path, index), listed in sorted(blocks.items()):
             stored, origin = self._manifest.arrays[path], index * BLOCK
