@@ -1,0 +1,320 @@
+"""Train one GPT with mpizero, PyTorch and DeepSpeed in turns: tokens a second, memory, ratios.
+
+All contenders train the same architecture on CPU, with AdamW, as many ranks, one thread each, the same number of
+samples a rank, and no clipping: mpizero's four strategies, started by mpiexec; PyTorch's DDP, DDP with
+ZeroRedundancyOptimizer and FSDP2, and DeepSpeed's ZeRO-1, 2 and 3, all over gloo, started with the environment of
+torchrun. "products alone" makes only the matrix products of the same step by NumPy: a limit for all. Every contender is
+started once alone, for its memory; then all of them are started and take turns of a few steps, so that a slow moment of
+the machine meets neighbours alike. Ratios are taken inside a round; shown are medians over rounds, and in parentheses
+least and most.
+
+``--bits`` asks another question: does the same training, with the same global batch, end with the same bits on 1, 2 and
+4 ranks?
+
+The peers want an environment of their own, named by ``--peers-python``:
+``python3 -m venv peers && DS_BUILD_OPS=0 peers/bin/pip install torch==2.13.0 deepspeed`` (the CPU build of PyTorch).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from comparing.ours import LIMIT, STRATEGIES, Ours, Products
+from comparing.spread import Spread
+from comparing.turns import Team, TeamError, beside, in_turns, one_thread, pss, serve
+
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = {
+    "torch-ddp": "DDP",
+    "torch-zero1": "ZeroRedundancyOptimizer",
+    "torch-fsdp2": "FSDP2",
+    "deepspeed-zero1": "DeepSpeed ZeRO-1",
+    "deepspeed-zero2": "DeepSpeed ZeRO-2",
+    "deepspeed-zero3": "DeepSpeed ZeRO-3",
+}
+SHAPE = ("ranks", "dim", "layers", "heads", "batch", "sequence", "vocabulary")
+PRESETS = {
+    "base": {"ranks": 2, "dim": 256, "layers": 4, "heads": 4, "batch": 8, "sequence": 128, "steps": 8},
+    "strong": {"ranks": 2, "dim": 256, "layers": 4, "heads": 4, "batch": 1, "sequence": 64, "steps": 40},
+}
+#: Seconds between two looks at the memory of the processes.
+GLANCE = 0.02
+#: Builds what DeepSpeed compiles at run time, once, before its ranks ask for it together.
+BUILD = "from deepspeed.accelerator import get_accelerator as get; get().create_op_builder('FusedAdamBuilder').load()"
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=PRESETS, default="base", help="shapes that the options below change")
+    for name in ("ranks", "dim", "layers", "heads"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--batch", type=int, help="sequences a rank")
+    parser.add_argument("--sequence", type=int, help="tokens a sequence")
+    parser.add_argument("--vocabulary", type=int, default=256)
+    parser.add_argument("--steps", type=int, help="timed steps of one turn")
+    parser.add_argument("--warmup", type=int, default=3, help="steps of a turn before the clock starts")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--contenders", default=",".join((LIMIT, *STRATEGIES, *PEERS)), help="(default: %(default)s)")
+    parser.add_argument("--grain", type=int, help="mpizero's micro_batch (default: the sequences of a rank)")
+    parser.add_argument("--mpiexec", default=beside(sys.executable, "mpiexec"))
+    parser.add_argument("--peers-python", default=sys.executable, help="interpreter that has PyTorch and DeepSpeed")
+    parser.add_argument("--bits", action="store_true", help="compare results over numbers of ranks instead of speed")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the tables")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw speed.png and memory.png (needs matplotlib)")
+    parser.add_argument("--be", help=argparse.SUPPRESS)
+    parser.add_argument("--socket", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    for name, value in PRESETS[args.preset].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.contenders = args.contenders.split(",")
+    if unknown := set(args.contenders) - {LIMIT, *STRATEGIES, *PEERS}:
+        sys.exit(f"--contenders: unknown {', '.join(sorted(unknown))}")
+    return args
+
+
+def worker(args: argparse.Namespace) -> None:
+    """Be one rank of one contender."""
+    shape = {name: getattr(args, name) for name in SHAPE}
+    one: Any
+    if args.be in PEERS:
+        from comparing.peers import CLASSES
+
+        one, rank = CLASSES[args.be](shape), int(os.environ["RANK"])
+    else:
+        one = (Products if args.be == LIMIT else Ours)(args.be, shape, args.grain)
+        rank = one.world.rank
+    actions = {name: getattr(one, name) for name in ("prepare", "turn", "digest") if hasattr(one, name)}
+    serve(args.socket, rank, actions)
+    if args.be in STRATEGIES:
+        one.model.close()
+    with contextlib.suppress(ImportError):
+        if args.be in PEERS:
+            from torch import distributed
+
+            distributed.destroy_process_group()
+
+
+def team(args: argparse.Namespace, name: str, own_adam: bool) -> Team:
+    """Start one contender's ranks by its customary launcher."""
+    values = {key: getattr(args, key) for key in SHAPE}
+    words = [__file__, *(word for key, value in values.items() for word in (f"--{key}", str(value)))]
+    if args.grain:
+        words += ["--grain", str(args.grain)]
+    environment = one_thread(ROOT)
+    if name not in PEERS:
+        launch = [args.mpiexec, "-n", str(args.ranks), sys.executable]
+        return Team(name, args.ranks, lambda path: [[*launch, *words, "--be", name, "--socket", path]], environment)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(args.ranks),
+        "LOCAL_WORLD_SIZE": str(args.ranks),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "DS_ACCELERATOR": "cpu",
+        "COMPARE_DEEPSPEED_ADAM": "own" if own_adam else "torch",
+        "PATH": f"{Path(args.peers_python).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # ninja, for DeepSpeed
+    }
+
+    def commands(path: str) -> Sequence[Sequence[str]]:
+        ranks = [f"RANK={rank}" for rank in range(args.ranks)]
+        return [
+            ["env", rank, f"LOCAL_{rank}", args.peers_python, *words, "--be", name, "--socket", path] for rank in ranks
+        ]
+
+    return Team(name, args.ranks, commands, environment)
+
+
+def require(args: argparse.Namespace) -> bool:
+    """Leave with the way out where something is missing; tell whether DeepSpeed's own fused Adam can be built."""
+    wanted = {name.partition("-")[0] for name in args.contenders if name in PEERS}
+    environment = one_thread(ROOT) | {
+        "DS_ACCELERATOR": "cpu",
+        "PATH": f"{Path(args.peers_python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
+    for module in sorted(wanted, reverse=True):
+        command = [args.peers_python, "-c", f"import {module}"]
+        if subprocess.run(command, env=environment, capture_output=True, check=False).returncode:
+            others = ",".join(name for name in args.contenders if module not in name)
+            sys.exit(
+                f"{args.peers_python} has no {module}, which this comparison needs: `DS_BUILD_OPS=0 pip install "
+                "torch==2.13.0 deepspeed` (the CPU build of PyTorch) there, name another interpreter with "
+                f"--peers-python, or leave it out with --contenders '{others}'"
+            )
+    if "deepspeed" not in wanted:
+        return False
+    done = subprocess.run(
+        [args.peers_python, "-c", BUILD], env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:]
+        print(f"DeepSpeed's fused Adam cannot be built, PyTorch's takes its place: {last}", file=sys.stderr)
+    return not done.returncode
+
+
+@contextlib.contextmanager
+def watched(pids: Sequence[int]) -> Iterator[dict[str, int]]:
+    """Yield the most memory that one process, and all of them together, are seen with inside the block."""
+    most = {"rank": 0, "node": 0}
+    stop = threading.Event()
+
+    def look() -> None:
+        while True:
+            sizes = [pss(pid) for pid in pids]
+            most["rank"], most["node"] = max(most["rank"], *sizes), max(most["node"], sum(sizes))
+            if stop.wait(GLANCE):
+                return
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield most
+    finally:
+        stop.set()
+        thread.join()
+
+
+def memory(args: argparse.Namespace, name: str, own_adam: bool) -> dict[str, Any]:
+    """Run one contender alone; return what it is and its memory."""
+    with team(args, name, own_adam) as alone:
+        pids = list(alone.pids.values())
+        with watched(pids) as before:
+            time.sleep(3 * GLANCE)
+        with watched(pids) as most:
+            told = alone.ask("prepare")[0]
+            alone.ask("turn", warmup=1, steps=4)
+    return told | {"pss_rank": most["rank"], "pss_node": most["node"], "pss_node_start": before["node"]}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Run everything; return the figures."""
+    own_adam = require(args)
+    names = args.contenders
+    results = {}
+    for name in names:
+        print(f"{name} alone", file=sys.stderr, flush=True)
+        results[name] = memory(args, name, own_adam)
+    with contextlib.ExitStack() as stack:
+        teams = {name: stack.enter_context(team(args, name, own_adam)) for name in names}
+        for each in teams.values():
+            each.ask("prepare")
+        seconds = in_turns(
+            args.rounds, names, lambda name: max(teams[name].ask("turn", warmup=args.warmup, steps=args.steps))
+        )
+    tokens = args.ranks * args.batch * args.sequence * args.steps
+    for name in names:
+        speeds = [tokens / s for s in seconds[name]]
+        results[name] |= {"tokens_per_second": Spread.of(speeds).rounded(0), "rounds": [round(s) for s in speeds]}
+        if name in STRATEGIES:
+            results[name]["over"] = {
+                peer: Spread.of_ratios(seconds[peer], seconds[name]).rounded(3)
+                for peer in names
+                if peer in PEERS or peer == LIMIT
+            }
+    return {
+        "configuration": {key: getattr(args, key) for key in (*SHAPE, "steps", "warmup", "grain")} | {"threads": 1},
+        "rounds": args.rounds,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "results": results,
+    }
+
+
+def report(found: dict[str, Any]) -> str:
+    """Return the figures for people."""
+    shape, results = found["configuration"], found["results"]
+    versions = sorted({row["version"] for row in results.values()} - {"mpizero"})
+    lines = [
+        f"{found['machine']}; {', '.join(versions)}",
+        f"GPT of dim {shape['dim']}, {shape['layers']} layers, {shape['batch']} x {shape['sequence']} tokens a rank, "
+        f"{shape['ranks']} ranks of one thread; {found['rounds']} rounds of {shape['steps']} steps",
+        f"{'':17s}{'tokens/s':>11s}{'least':>11s}{'most':>11s}{'MB a rank':>11s}{'MB node':>9s}"
+        f"{'MB since import':>17s}  optimizer",
+    ]
+    for name, row in results.items():
+        speed, grown = row["tokens_per_second"], row["pss_node"] - row["pss_node_start"]
+        lines.append(
+            f"{name:17s}{speed['median']:11,.0f}{speed['least']:11,.0f}{speed['most']:11,.0f}"
+            f"{row['pss_rank'] / 1e6:11.0f}{row['pss_node'] / 1e6:9.0f}{grown / 1e6:17.0f}  {row['note']}"
+        )
+    ours = [name for name in results if name in STRATEGIES]
+    if ours:
+        lines += ["", f"{'tokens/s over':17s}" + "".join(f"{name:>22s}" for name in ours)]
+    for peer in results[ours[0]]["over"] if ours else ():
+        ratios = (str(Spread(**results[name]["over"][peer])) for name in ours)
+        lines.append(f"{peer:17s}" + "".join(f"{ratio:>22s}" for ratio in ratios))
+    return "\n".join(lines)
+
+
+def compare_bits(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Train with one global batch on 1, 2 and 4 ranks; return the hashes of the results."""
+    own_adam = require(args)
+    total = args.ranks * args.batch
+    if total % 4:
+        sys.exit(f"--bits: {args.ranks} ranks x {args.batch} sequences must divide by 4")
+    found: dict[str, list[str]] = {}
+    for name in args.contenders:
+        if name == LIMIT:
+            continue
+        found[name] = []
+        for ranks in (1, 2, 4):
+            shape = vars(args) | {"ranks": ranks, "batch": total // ranks, "grain": total // 4}
+            with team(argparse.Namespace(**shape), name, own_adam) as each:
+                each.ask("prepare")
+                each.ask("turn", warmup=0, steps=10)
+                found[name].append(each.ask("digest")[0])
+    return found
+
+
+def report_bits(args: argparse.Namespace, found: dict[str, list[str]]) -> str:
+    """Return the hashes for people."""
+    lines = [f"after 10 steps with {args.ranks * args.batch} sequences each, on 1, 2 and 4 ranks:"]
+    for name, hashes in found.items():
+        different = len(set(hashes))
+        verdict = "the same bits" if different == 1 else f"{different} different results"
+        lines.append(f"{name:17s}{verdict}: {', '.join(digest[:8] for digest in hashes)}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run all contenders in turns and compare."""
+    args = arguments()
+    if args.be:
+        worker(args)
+        return
+    if args.plot:
+        try:
+            from comparing import pictures
+        except ImportError:
+            sys.exit("--plot needs matplotlib: pip install 'mpizero[plot]'")
+    try:
+        if args.bits:
+            hashes = compare_bits(args)
+            print(json.dumps(hashes, indent=1) if args.json else report_bits(args, hashes))
+            return
+        found = measure(args)
+    except TeamError as error:
+        sys.exit(str(error))
+    print(json.dumps(found, indent=1) if args.json else report(found))
+    if args.plot:
+        for path in pictures.draw(found, args.plot, STRATEGIES, LIMIT):
+            print(path, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

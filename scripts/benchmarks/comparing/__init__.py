@@ -1,0 +1,1 @@
+"""Parts of the benchmarks that let several programs take turns on one machine."""

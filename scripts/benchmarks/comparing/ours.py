@@ -1,0 +1,113 @@
+"""One rank of mpizero, and one that only makes the matrix products of the same step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+#: What can be reached: the products of the step by NumPy's BLAS, into memory that is there.
+LIMIT = "products alone"
+
+
+class Ours:
+    """A GPT under one strategy; ``shape`` has ranks, dim, layers, heads, batch, sequence and vocabulary."""
+
+    def __init__(self, strategy: str, shape: dict[str, int], grain: int | None) -> None:
+        from mpi4py import MPI
+
+        import mpizero as mz
+
+        self.mz, self.world, self.strategy, self.shape, self.grain = mz, MPI.COMM_WORLD, strategy, shape, grain
+
+    def prepare(self) -> dict[str, Any]:
+        """Build the model, on all ranks; return what it is."""
+        mz, shape = self.mz, self.shape
+        names = ("dim", "layers", "heads", "sequence", "vocabulary")
+        gpt = mz.nn.GPT(**{name: shape[name] for name in names})
+        config = mz.ShardingConfig(comm=self.world, micro_batch=self.grain or shape["batch"])
+        self.model, _ = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=self.strategy, config=config)
+        self.x, self.y = data(shape, self.world.rank)
+        return {"parameters": self.model.parameter_count, "version": "mpizero", "note": ""}
+
+    def turn(self, warmup: int, steps: int) -> float:
+        """Return the seconds of ``steps`` steps, between two barriers."""
+        return timed(lambda: self.model.train(self.x, self.y), self.world.Barrier, warmup, steps)
+
+    def digest(self) -> str:
+        """Return the hash of all parameters."""
+        found: str = self.model.parameters_sha256()
+        return found
+
+
+class Products:
+    """The matrix products of one rank's step, nothing else: each layer's three, and the attention's by their count."""
+
+    def __init__(self, strategy: str, shape: dict[str, int], grain: int | None) -> None:
+        from mpi4py import MPI
+
+        self.world, self.shape = MPI.COMM_WORLD, shape
+
+    def prepare(self) -> dict[str, Any]:
+        """Make operands and results."""
+        from mpizero.nn import GPT, model_operations
+
+        shape = self.shape
+        rows, dim, vocabulary = shape["batch"] * shape["sequence"], shape["dim"], shape["vocabulary"]
+        random = np.random.default_rng(0)
+        self.products: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        made = 0
+        for count, inputs, outputs in (
+            (shape["layers"], dim, 3 * dim),
+            (shape["layers"], dim, dim),
+            (shape["layers"], dim, 4 * dim),
+            (shape["layers"], 4 * dim, dim),
+            (1, dim, vocabulary),
+        ):
+            for _ in range(count):
+                x, w, y = (
+                    random.standard_normal(size, np.float32)
+                    for size in ((rows, inputs), (inputs, outputs), (rows, outputs))
+                )
+                self.products += [
+                    (x, w, np.empty_like(y)),
+                    (y, w.T, np.empty_like(x)),
+                    (x.T, y, np.empty_like(w)),
+                ]
+                made += 6 * rows * inputs * outputs
+        gpt = GPT(dim, shape["layers"], shape["heads"], shape["sequence"], vocabulary=vocabulary)
+        counted = model_operations(gpt, (shape["sequence"],)).values()
+        # Attention's own products are small and batched; they are taken to run as fast as the others.
+        self.stretch = shape["batch"] * sum(operations.total for operations in counted) / made
+        return {"parameters": None, "version": f"NumPy {np.__version__}", "note": ""}
+
+    def turn(self, warmup: int, steps: int) -> float:
+        """Return the seconds that the products of ``steps`` steps take, between two barriers."""
+        return self.stretch * timed(self._step, self.world.Barrier, warmup, steps)
+
+    def _step(self) -> None:
+        for left, right, out in self.products:
+            np.matmul(left, right, out=out)
+
+
+def data(shape: dict[str, int], rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return one rank's part of the global batch; speed does not depend on the text."""
+    total = shape["ranks"] * shape["batch"]
+    text = np.random.default_rng(0).integers(0, shape["vocabulary"], (total, shape["sequence"] + 1))
+    mine = text[rank * shape["batch"] : (rank + 1) * shape["batch"]]
+    return np.ascontiguousarray(mine[:, :-1]), np.ascontiguousarray(mine[:, 1:])
+
+
+def timed(step: Callable[[], Any], barrier: Callable[[], Any], warmup: int, steps: int) -> float:
+    """Return the seconds of ``steps`` steps after ``warmup`` others."""
+    for _ in range(warmup):
+        step()
+    barrier()
+    started = time.perf_counter()
+    for _ in range(steps):
+        step()
+    barrier()
+    return time.perf_counter() - started

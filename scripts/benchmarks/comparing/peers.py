@@ -1,0 +1,236 @@
+"""One rank of PyTorch or DeepSpeed training the same GPT, started the way their launchers start it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn import functional
+
+from comparing.ours import data, timed
+
+RATE = 1e-3
+
+
+class Block(nn.Module):
+    """Pre-norm, fused causal attention, GELU by tanh."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.projection = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attend, then feed forward."""
+        samples, length, dim = x.shape
+        qkv = self.qkv(self.norm1(x)).view(samples, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(*qkv, is_causal=True)
+        x = x + self.projection(mixed.transpose(1, 2).reshape(samples, length, dim))
+        return x + self.down(functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """The model of ``mpizero.nn.GPT``: learned positions, the token embedding tied to the head."""
+
+    def __init__(self, shape: dict[str, int]) -> None:
+        super().__init__()
+        dim = shape["dim"]
+        self.token, self.position = nn.Embedding(shape["vocabulary"], dim), nn.Embedding(shape["sequence"], dim)
+        self.blocks = nn.ModuleList(Block(dim, shape["heads"]) for _ in range(shape["layers"]))
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss."""
+        h = self.token(x) + self.position(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            h = block(h)
+        logits = functional.linear(self.norm(h), self.token.weight)
+        return functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+class Peer:
+    """What all of them share: the group, the model, the samples. Subclasses wrap the model and make the step."""
+
+    def __init__(self, shape: dict[str, int]) -> None:
+        self.shape, self.rank = shape, int(os.environ["RANK"])
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+
+    def prepare(self) -> dict[str, Any]:
+        """Build the model, on all ranks; return what it is."""
+        self.join()
+        plain = GPT(self.shape)
+        count = sum(p.numel() for p in plain.parameters())
+        version, note = self.wrap(plain)
+        x, y = data(self.shape, self.rank)
+        self.x, self.y = torch.from_numpy(x), torch.from_numpy(y)
+        return {"parameters": count, "version": version, "note": note}
+
+    def join(self) -> None:
+        """Meet the other ranks, as torchrun's environment says."""
+        distributed.init_process_group("gloo")
+
+    def wrap(self, plain: nn.Module) -> tuple[str, str]:
+        """Make ``self.model`` and ``self.optimizer``; return the version, and what a reader should know."""
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """Train once."""
+        loss = self.model(self.x, self.y)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def turn(self, warmup: int, steps: int) -> float:
+        """Return the seconds of ``steps`` steps, between two barriers."""
+        return timed(self.step, distributed.barrier, warmup, steps)
+
+    def values(self) -> list[torch.Tensor]:
+        """Return all parameters, whole."""
+        return list(self.model.state_dict().values())
+
+    def digest(self) -> str:
+        """Return the hash of all parameters."""
+        found = hashlib.sha256()
+        for value in self.values():
+            found.update(value.detach().numpy().tobytes())
+        return found.hexdigest()
+
+
+class TorchDDP(Peer):
+    """DistributedDataParallel with the fused AdamW."""
+
+    def wrap(self, plain: nn.Module) -> tuple[str, str]:
+        """Replicate everything."""
+        self.model = nn.parallel.DistributedDataParallel(plain)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True)
+        return f"PyTorch {torch.__version__}", ""
+
+
+class TorchZero1(Peer):
+    """DistributedDataParallel with ZeroRedundancyOptimizer around the fused AdamW."""
+
+    def wrap(self, plain: nn.Module) -> tuple[str, str]:
+        """Shard the optimizer's state."""
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        self.model = nn.parallel.DistributedDataParallel(plain)
+        self.optimizer = ZeroRedundancyOptimizer(
+            self.model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=RATE, fused=True
+        )
+        return f"PyTorch {torch.__version__}", ""
+
+
+class TorchFSDP2(Peer):
+    """``fully_shard`` on every block and on the whole, with the fused AdamW."""
+
+    def wrap(self, plain: Any) -> tuple[str, str]:
+        """Shard parameters, gradients and state."""
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = distributed.init_device_mesh("cpu", (self.shape["ranks"],))
+        for block in plain.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(plain, mesh=mesh)
+        self.model = plain
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True)
+        return f"PyTorch {torch.__version__}", ""
+
+    def values(self) -> list[torch.Tensor]:
+        """Gather the shards."""
+        return [value.full_tensor() for value in self.model.state_dict().values()]
+
+
+class DeepSpeed(Peer):
+    """One of DeepSpeed's ZeRO stages on CPU over gloo."""
+
+    stage = 0
+
+    def join(self) -> None:
+        """Meet the other ranks by DeepSpeed's own call."""
+        import deepspeed
+
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+
+    def wrap(self, plain: nn.Module) -> tuple[str, str]:
+        """Shard by stages; its own fused Adam where the benchmark has found that it can be built."""
+        import deepspeed
+
+        own = os.environ.get("COMPARE_DEEPSPEED_ADAM") == "own"
+        parameters: dict[str, Any] = {"lr": RATE, "weight_decay": 0.01}
+        if not own:
+            parameters |= {"torch_adam": True, "fused": True}
+        config = {
+            "train_micro_batch_size_per_gpu": self.shape["batch"],
+            "gradient_accumulation_steps": 1,
+            "optimizer": {"type": "AdamW", "params": parameters},
+            "zero_optimization": {"stage": self.stage},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 1 << 30,
+        }
+        self.model, self.optimizer, _, _ = deepspeed.initialize(
+            model=plain, model_parameters=plain.parameters(), config=config, dist_init_required=False
+        )
+        return f"DeepSpeed {deepspeed.__version__}", f"{'DeepSpeed' if own else 'PyTorch'}'s fused AdamW"
+
+    def step(self) -> None:
+        """Train once, by the engine's own calls."""
+        loss = self.model(self.x, self.y)
+        self.model.backward(loss)
+        self.model.step()
+
+    def values(self) -> list[torch.Tensor]:
+        """Return all parameters; stage 3 lends them gathered."""
+        import deepspeed
+
+        parameters = list(self.model.module.parameters())
+        with deepspeed.zero.GatheredParameters(parameters, enabled=self.stage == 3):
+            return [p.detach().clone() for p in parameters]
+
+
+class DeepSpeed1(DeepSpeed):
+    """Optimizer state sharded."""
+
+    stage = 1
+
+
+class DeepSpeed2(DeepSpeed):
+    """Gradients too."""
+
+    stage = 2
+
+
+class DeepSpeed3(DeepSpeed):
+    """Parameters too."""
+
+    stage = 3
+
+
+CLASSES: dict[str, type[Peer]] = {
+    "torch-ddp": TorchDDP,
+    "torch-zero1": TorchZero1,
+    "torch-fsdp2": TorchFSDP2,
+    "deepspeed-zero1": DeepSpeed1,
+    "deepspeed-zero2": DeepSpeed2,
+    "deepspeed-zero3": DeepSpeed3,
+}
+
+
+class FusedAdamW:
+    """PyTorch's fused AdamW on one flat tensor, alone."""
+
+    def __init__(self, size: int) -> None:
+        torch.set_num_threads(1)
+        self.weights = torch.nn.Parameter(torch.ones(size))
+        self.weights.grad = torch.full((size,), 1e-3)
+        self.optimizer = torch.optim.AdamW([self.weights], lr=RATE, fused=True)
+
+    def turn(self, warmup: int, steps: int) -> float:
+        """Return the seconds of one update."""
+        return timed(self.optimizer.step, lambda: None, warmup, steps) / steps

@@ -1,0 +1,329 @@
+"""Sum gradients, update by AdamW, have the parameters ready: beside MPI's collectives, streams, PyTorch, plain sums.
+
+Three comparisons, each of contenders that take turns; ratios are taken inside a round, shown are medians over rounds,
+and in parentheses least and most.
+
+1. Two ranks, one gradient each in place; timed until every rank can read the new parameters. ``mpizero`` is the
+   library's fused pass over its window; the others go through ``Reduce_scatter`` and ``Allgather`` or ``Allreduce``,
+   with the library's AdamW kernel or with NumPy. ``stream`` is a plain Numba loop with the same reads and writes (5 and
+   3 an element) over the same memory, ``stream, private`` over arrays of each rank's own.
+2. One process: the AdamW kernel, a plain Numba loop with its reads and writes (4 and 3), and PyTorch's fused AdamW.
+3. Two ranks train a GPT with several micro-batches a rank: gradients added by the canonical tree (``exact``), or in
+   order into one buffer (``plain``, ``accumulate``). ``one micro-batch`` is another shape of products, for orientation.
+
+PyTorch comes from ``--peers-python`` (see ``scripts/benchmarks/compare.py``); without it the second part has no peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from comparing.ours import data, timed
+from comparing.spread import Spread
+from comparing.turns import Team, TeamError, beside, in_turns, one_thread, serve
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS = 2
+OURS = "mpizero"
+COLLECTIVES = ("reduce-scatter", "allreduce", "reduce-scatter, NumPy", "allreduce, NumPy")
+STREAMS = ("stream", "stream, private")
+KERNEL, KERNEL_STREAM, TORCH = "AdamW kernel", "stream", "PyTorch fused"
+EXACT, PLAIN, WHOLE = "exact", "plain", "one micro-batch"
+#: Arrays read and written by an element of each case that is bound by memory.
+TOUCHED = {OURS: 8, "stream": 8, "stream, private": 8}
+TOUCHED_ALONE = {KERNEL: 7, KERNEL_STREAM: 7, TORCH: 7}
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=float, default=20e6, help="(default: %(default).0f)")
+    parser.add_argument("--strategy", choices=("ddp", "zero1"), default="ddp")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--repeat", type=int, default=10, help="updates of one turn (default: %(default)s)")
+    parser.add_argument("--micro-batch", type=int, default=2, help="of 8 sequences a rank, third part")
+    parser.add_argument("--parts", default="sum,kernel,exact", help="(default: %(default)s)")
+    parser.add_argument("--mpiexec", default=beside(sys.executable, "mpiexec"))
+    parser.add_argument("--peers-python", default=sys.executable, help="interpreter that has PyTorch")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the tables")
+    parser.add_argument("--be", help=argparse.SUPPRESS)
+    parser.add_argument("--socket", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.parameters = int(args.parameters)
+    args.parts = args.parts.split(",")
+    if unknown := set(args.parts) - {"sum", "kernel", "exact"}:
+        sys.exit(f"--parts: unknown {', '.join(sorted(unknown))}; expected sum, kernel, exact")
+    return args
+
+
+def streams() -> tuple[Any, Any]:
+    """Return plain Numba loops with the reads and writes of sum and update, and of the update alone."""
+    import numba
+
+    @numba.njit(error_model="numpy")
+    def five_and_three(w: Any, m: Any, v: Any, a: Any, b: Any) -> None:
+        for i in range(w.size):
+            g = a[i] + b[i]
+            w[i] += g
+            m[i] += g
+            v[i] += g
+
+    @numba.njit(error_model="numpy")
+    def four_and_three(w: Any, m: Any, v: Any, g: Any) -> None:
+        for i in range(w.size):
+            w[i] += g[i]
+            m[i] += g[i]
+            v[i] += g[i]
+
+    return five_and_three, four_and_three
+
+
+class Exchanges:
+    """One rank of the first part: every way from one gradient a rank to new parameters on all."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from mpi4py import MPI
+
+        import mpizero as mz
+
+        self.mpi, self.world, size = MPI, MPI.COMM_WORLD, args.parameters
+        self.rank = self.world.rank
+        ones = np.ones(size, np.float32)
+        plain = mz.FunctionModel({"w": np.ones(size, np.float32)}, lambda parameters, batch: (0.0, {"w": ones}, 1.0))
+        config = mz.ShardingConfig(comm=self.world, micro_batch=1)
+        self.optimizer = mz.AdamW(lr=1e-4)
+        self.model, _ = mz.distribute(plain, self.optimizer, strategy=args.strategy, config=config)
+        self.model.train(np.zeros((1, 1)), np.zeros(1))  # makes windows and state, and leaves gradients in the rows
+        half = size // RANKS
+        self.counts = [half, size - half]
+        self.mine = slice(0, half) if self.rank == 0 else slice(half, size)
+        self.gradient, self.weights = ones, np.ones(size, np.float32)
+        self.part = np.empty(self.counts[self.rank], np.float32)
+        self.moments = {slot: np.zeros(size, np.float32) for slot in self.optimizer.slots}
+        self.work = np.empty(size, np.float32), np.empty(size, np.float32)
+        self.hyper = self.optimizer.hyper(1, 1, np.dtype(np.float32))
+        self.stream, _ = streams()
+        self.cases: dict[str, Callable[[], None]] = {
+            OURS: self.fused(),
+            "reduce-scatter": lambda: self.reduce_scatter(self.kernel),
+            "allreduce": lambda: self.allreduce(self.kernel),
+            "reduce-scatter, NumPy": lambda: self.reduce_scatter(self.numpy),
+            "allreduce, NumPy": lambda: self.allreduce(self.numpy),
+            "stream": self.same_memory(),
+            "stream, private": self.own_memory(),
+        }
+
+    def fused(self) -> Callable[[], None]:
+        """Return what the engine does once the backward pass has left its gradients in the rows."""
+        from mpizero.comm.exact import program_array
+
+        engine = self.model.engine
+        rows, updater = engine.rows, engine.updater
+        program = program_array(rows.planned(RANKS).root)
+        divisor = np.array([RANKS], np.float32)
+
+        def run() -> None:
+            engine.memory.barrier("rows")
+            updater.update_fused(rows.window, program, divisor, rows.row(0), 1)
+            engine.store.publish(exchange=engine.placement.shard_optimizer)
+
+        return run
+
+    def reduce_scatter(self, update: Callable[[slice, np.ndarray], None]) -> None:
+        """Sum one part of the gradient, update that part of the parameters, gather them."""
+        self.world.Reduce_scatter(self.gradient, self.part, self.counts)
+        update(self.mine, self.part)
+        self.world.Allgatherv(self.mpi.IN_PLACE, [self.weights, self.counts])
+
+    def allreduce(self, update: Callable[[slice, np.ndarray], None]) -> None:
+        """Sum the whole gradient on every rank, and let every rank update everything."""
+        self.world.Allreduce(self.gradient, self.work[0])
+        update(slice(0, self.weights.size), self.work[0])
+
+    def kernel(self, part: slice, gradient: np.ndarray) -> None:
+        """Update by the library's kernel."""
+        state = {slot: values[part] for slot, values in self.moments.items()}
+        self.optimizer.apply(self.weights[part], gradient, state, self.hyper)
+
+    def numpy(self, part: slice, gradient: np.ndarray) -> None:
+        """Update by NumPy, without temporaries; two of the parameters' size are there."""
+        shrink, beta1, rest1, beta2, rest2, rate, correction, eps = self.hyper
+        w, (m, v) = self.weights[part], (values[part] for values in self.moments.values())
+        step = self.work[1][: gradient.size]
+        np.multiply(m, beta1, out=m)
+        np.multiply(gradient, rest1, out=step)
+        np.add(m, step, out=m)
+        np.multiply(gradient, gradient, out=gradient)
+        np.multiply(gradient, rest2, out=gradient)
+        np.multiply(v, beta2, out=v)
+        np.add(v, gradient, out=v)
+        np.sqrt(v, out=step)
+        np.multiply(step, correction, out=step)
+        np.add(step, eps, out=step)
+        np.divide(m, step, out=step)
+        np.multiply(step, rate, out=step)
+        np.multiply(w, shrink, out=w)
+        np.subtract(w, step, out=w)
+
+    def same_memory(self) -> Callable[[], None]:
+        """Return the stream over the very memory of the fused pass."""
+        engine = self.model.engine
+        (run,) = engine.updater.plain_runs
+        w, state = engine.updater._run_arrays(run.store, run.state, run.size)
+        m, v = state.values()
+        a, b = (row[run.gradient : run.gradient + run.size] for row in engine.rows.window)
+        return lambda: self.stream(w, m, v, a, b)
+
+    def own_memory(self) -> Callable[[], None]:
+        """Return the stream over arrays of this rank alone."""
+        w, m, v, a, b = (np.zeros(self.part.size, np.float32) for _ in range(5))
+        return lambda: self.stream(w, m, v, a, b)
+
+    def turn(self, case: str, warmup: int, steps: int) -> float:
+        """Return the seconds of one update, between two barriers."""
+        return timed(self.cases[case], self.world.Barrier, warmup, steps) / steps
+
+
+class Alone:
+    """The second part: the kernel and its stream in one process."""
+
+    rank = 0
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        import mpizero as mz
+
+        optimizer, (_, stream) = mz.AdamW(lr=1e-4), streams()
+        w, m, v = (np.ones(args.parameters, np.float32) for _ in range(3))
+        g = np.full(args.parameters, 1e-3, np.float32)
+        state, hyper = dict(zip(optimizer.slots, (m, v), strict=True)), optimizer.hyper(1, 1, w.dtype)
+        x, y, z, h = (np.zeros(args.parameters, np.float32) for _ in range(4))
+        self.cases: dict[str, Callable[[], None]] = {
+            KERNEL: lambda: optimizer.apply(w, g, state, hyper),
+            KERNEL_STREAM: lambda: stream(x, y, z, h),
+        }
+
+    def turn(self, case: str, warmup: int, steps: int) -> float:
+        """Return the seconds of one update."""
+        return timed(self.cases[case], lambda: None, warmup, steps) / steps
+
+
+class Sums:
+    """One rank of the third part: the same GPT with its gradients summed in two ways."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from mpi4py import MPI
+
+        import mpizero as mz
+
+        self.world = MPI.COMM_WORLD
+        self.rank = self.world.rank
+        shape = {"ranks": RANKS, "batch": 8, "sequence": 128, "vocabulary": 256}
+        self.x, self.y = data(shape, self.rank)
+        count = shape["batch"] // args.micro_batch
+        self.models = {}
+        for name, grain, accumulate in (
+            (EXACT, args.micro_batch, 1),
+            (PLAIN, args.micro_batch, count),
+            (WHOLE, shape["batch"], 1),
+        ):
+            gpt = mz.nn.GPT(dim=256, layers=4, heads=4, sequence=shape["sequence"], vocabulary=shape["vocabulary"])
+            config = mz.ShardingConfig(comm=self.world, micro_batch=grain, accumulate=accumulate)
+            self.models[name], _ = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=args.strategy, config=config)
+
+    def turn(self, case: str, warmup: int, steps: int) -> float:
+        """Return the seconds of one step, between two barriers."""
+        model = self.models[case]
+        return timed(lambda: model.train(self.x, self.y), self.world.Barrier, warmup, steps) / steps
+
+
+def worker(args: argparse.Namespace) -> None:
+    """Be one process of a team."""
+    one: Any
+    if args.be == "torch":
+        from comparing.peers import FusedAdamW
+
+        one = FusedAdamW(args.parameters)
+        serve(args.socket, 0, {"turn": lambda case, warmup, steps: one.turn(warmup, steps)})
+        return
+    one = {"sum": Exchanges, "kernel": Alone, "exact": Sums}[args.be](args)
+    serve(args.socket, one.rank, {"turn": one.turn})
+
+
+def team(args: argparse.Namespace, name: str) -> Team:
+    """Start the processes of one part."""
+    words = ["--parameters", str(args.parameters), "--strategy", args.strategy, "--micro-batch", str(args.micro_batch)]
+    ranks = 1 if name in ("kernel", "torch") else RANKS
+    launch = [args.peers_python if name == "torch" else sys.executable]
+    if ranks > 1:
+        launch = [args.mpiexec, "-n", str(ranks), *launch]
+    return Team(
+        name, ranks, lambda path: [[*launch, __file__, *words, "--be", name, "--socket", path]], one_thread(ROOT)
+    )
+
+
+def measure(args: argparse.Namespace, part: str) -> dict[str, list[float]]:
+    """Return the seconds of every case of one part, by round."""
+    names = {"sum": (OURS, *COLLECTIVES, *STREAMS), "kernel": (KERNEL, KERNEL_STREAM, TORCH)}.get(
+        part, (EXACT, PLAIN, WHOLE)
+    )
+    with contextlib.ExitStack() as stack:
+        own = stack.enter_context(team(args, part))
+        teams = dict.fromkeys(names, own)
+        if part == "kernel":
+            probe = [args.peers_python, "-c", "import torch"]
+            if subprocess.run(probe, capture_output=True, check=False).returncode:
+                print(f"{args.peers_python} has no PyTorch: name another with --peers-python", file=sys.stderr)
+                del teams[TORCH]
+            else:
+                teams[TORCH] = stack.enter_context(team(args, "torch"))
+        return in_turns(
+            args.rounds,
+            list(teams),
+            lambda name: max(teams[name].ask("turn", case=name, warmup=2, steps=args.repeat)),
+        )
+
+
+def report(part: str, seconds: dict[str, list[float]], parameters: int) -> str:
+    """Return one part's figures for people."""
+    base = {"sum": OURS, "kernel": KERNEL, "exact": EXACT}[part]
+    per_rank = parameters / (RANKS if part == "sum" else 1)
+    touched = {"sum": TOUCHED, "kernel": TOUCHED_ALONE}.get(part, {})
+    title = {
+        "sum": f"gradient sum, AdamW, parameters ready: {parameters:,} float32 parameters, {RANKS} ranks",
+        "kernel": f"AdamW alone: {parameters:,} float32 parameters, one process",
+        "exact": f"a training step of the GPT of dim 256 with 4 layers, 8 x 128 tokens a rank, {RANKS} ranks",
+    }[part]
+    lines = ["", title, f"{'':22s}{'ms':>9s}{'GB/s a rank':>13s}{f'time over {base}':>34s}"]
+    for name, values in seconds.items():
+        middle = Spread.of(values).median
+        rate = f"{4e-9 * touched[name] * per_rank / middle:.1f}" if name in touched else ""
+        lines.append(f"{name:22s}{1e3 * middle:9.2f}{rate:>13s}{Spread.of_ratios(values, seconds[base])!s:>34s}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure all parts."""
+    args = arguments()
+    if args.be:
+        worker(args)
+        return
+    try:
+        found = {part: measure(args, part) for part in args.parts}
+    except TeamError as error:
+        sys.exit(str(error))
+    if args.json:
+        print(json.dumps({"parameters": args.parameters, "seconds": found}))
+    else:
+        print("\n".join(report(part, seconds, args.parameters) for part, seconds in found.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Seconds until a script trains: ``import mpizero``, and from ``mpiexec`` to the first step; memory of parameters.
+
+Kernels are compiled by one run that is not counted. Then the import, the interpreter alone, and jobs of 2 and 8 ranks
+take turns; the figure of a job is from before ``mpiexec`` to the end of the first step on the last rank, and its parts
+are those of the slowest rank: until Python runs the script, imports with ``MPI_Init``, building the model, the step.
+``--memory`` instead builds a model of 64 million parameters on 8 ranks of one node and compares what the kernel says
+its processes have more than before (proportional set size, summed) with one copy of the parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from comparing.spread import Spread
+from comparing.turns import beside, in_turns, one_thread
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("python", "imports", "model", "step")
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="2,8", help="of the jobs (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--strategy", default="ddp", choices=("ddp", "zero1", "zero2", "zero3"))
+    parser.add_argument("--memory", action="store_true", help="measure memory instead")
+    parser.add_argument("--parameters", type=float, default=64e6, help="of the model of --memory")
+    parser.add_argument("--mpiexec", default=beside(sys.executable, "mpiexec"))
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the tables")
+    parser.add_argument("--be", choices=("job", "memory"), help=argparse.SUPPRESS)
+    parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def job(started: float, strategy: str) -> None:
+    """Be one rank: build a small GPT, train one step, and let rank 0 print when what was done."""
+    marks = [started, time.monotonic()]
+    import numpy as np
+    from mpi4py import MPI
+
+    import mpizero as mz
+
+    world = MPI.COMM_WORLD
+    marks.append(time.monotonic())
+    config = mz.ShardingConfig(comm=world, micro_batch=1)
+    gpt = mz.nn.GPT(dim=64, layers=2, heads=4, sequence=64, vocabulary=256)
+    model, _ = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=strategy, config=config)
+    marks.append(time.monotonic())
+    ids = np.random.default_rng(world.rank).integers(0, 256, (1, 65))
+    model.train(ids[:, :-1], ids[:, 1:])
+    marks.append(time.monotonic())
+    everyone = world.gather(marks, 0)
+    model.close()
+    if everyone is not None:
+        slowest = max(everyone, key=lambda rank: rank[-1])
+        parts = [after - before for before, after in zip(slowest, slowest[1:], strict=False)]
+        print(json.dumps({"seconds": slowest[-1] - started, "parts": parts}))
+
+
+def memory(parameters: int, strategy: str) -> None:
+    """Be one rank: build a model, read all of it, and let rank 0 print how much more memory the ranks have."""
+    from mpi4py import MPI
+
+    import mpizero as mz
+    from mpizero.comm import as_communicator
+    from mpizero.train.bench import settled_size, wide_mlp
+
+    comm = as_communicator(MPI.COMM_WORLD)
+    config = mz.ShardingConfig(comm=comm, micro_batch=1)
+    mz.distribute(wide_mlp(1), mz.SGD(lr=1e-3), strategy=strategy, config=config)[0].close()  # libraries and kernels
+    plain = wide_mlp(parameters)
+    before = settled_size(comm)
+    model, _ = mz.distribute(plain, mz.SGD(lr=1e-3), strategy=strategy, config=config)
+    seen = 0.0
+    for unit in model.engine.layout.units:
+        with model.engine.store.unit(unit) as named:
+            seen += sum(float(leaf.sum()) for leaf in leaves(named))  # every page is mapped by every rank
+    grown = comm.allgather_object(settled_size(comm) - before)
+    facts = model.metadata()
+    if comm.rank == 0:
+        copy = 4 * facts.parameter_count
+        rows = model.engine.memory.shared_bytes
+        print(json.dumps({"copy": copy, "grown": grown, "windows": dict(rows), "seen": seen}))
+    model.close()
+
+
+def leaves(tree: Any) -> Any:
+    """Yield the arrays of nested dictionaries."""
+    for value in tree.values():
+        if isinstance(value, dict):
+            yield from leaves(value)
+        else:
+            yield value
+
+
+def launched(args: argparse.Namespace, ranks: int, *words: str) -> dict[str, Any]:
+    """Run one job and return what its rank 0 printed."""
+    command = [args.mpiexec, "-n", str(ranks), sys.executable, __file__, "--strategy", args.strategy, *words]
+    done = subprocess.run(command, env=one_thread(ROOT), capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def python(code: str) -> float:
+    """Return the seconds of an interpreter that runs ``code``, or what it prints."""
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=one_thread(ROOT), capture_output=True, text=True, check=True
+    )
+    return float(done.stdout) if done.stdout else time.monotonic() - started
+
+
+def seconds(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure imports and jobs in turns."""
+    sizes = [int(size) for size in args.ranks.split(",")]
+    runs: dict[str, list[dict[str, Any]]] = {f"{n} ranks": [] for n in sizes}
+    for n in sizes:
+        launched(args, n, "--be", "job", "--started", str(time.monotonic()))
+
+    def measure(name: str) -> float:
+        if name == "python -c pass":
+            return python("pass")
+        if name == "import mpizero":
+            return python("import time; t = time.monotonic(); import mpizero; print(time.monotonic() - t)")
+        told = launched(args, int(name.split()[0]), "--be", "job", "--started", str(time.monotonic()))
+        runs[name].append(told)
+        return float(told["seconds"])
+
+    found: dict[str, Any] = {"seconds": in_turns(args.rounds, ["python -c pass", "import mpizero", *runs], measure)}
+    found["parts"] = {
+        name: {part: Spread.of([run["parts"][k] for run in told]).median for k, part in enumerate(PARTS)}
+        for name, told in runs.items()
+    }
+    return found
+
+
+def report(found: dict[str, Any]) -> str:
+    """Return the figures for people."""
+    lines = [f"{'seconds':18s}{'median':>8s}{'least':>8s}{'most':>8s}" + "".join(f"{part:>9s}" for part in PARTS)]
+    for name, values in found["seconds"].items():
+        spread, parts = Spread.of(values), found["parts"].get(name, {})
+        lines.append(
+            f"{name:18s}{spread.median:8.3f}{spread.least:8.3f}{spread.most:8.3f}"
+            + "".join(f"{parts[part]:9.3f}" for part in PARTS if parts)
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure what was asked for."""
+    args = arguments()
+    if args.be == "job":
+        job(args.started, args.strategy)
+    elif args.be == "memory":
+        memory(int(args.parameters), args.strategy)
+    elif args.memory:
+        ranks = int(args.ranks.split(",")[-1])
+        told = launched(args, ranks, "--be", "memory", "--parameters", str(args.parameters))
+        ratio = sum(told["grown"]) / told["copy"]
+        if args.json:
+            print(json.dumps(told | {"ratio": ratio, "ranks": ranks}))
+        else:
+            grown, copy = sum(told["grown"]) / 1e6, told["copy"] / 1e6
+            print(
+                f"{told['copy'] / 4:,.0f} float32 parameters on {ranks} ranks of one node, {args.strategy}: the "
+                f"processes grew by {grown:.1f} MB together, one copy is {copy:.1f} MB: {ratio:.3f} copies"
+            )
+    else:
+        found = seconds(args)
+        print(json.dumps(found) if args.json else report(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""What the benchmarks under scripts/benchmarks/ are built of: turns, their processes, ratios inside rounds."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[1] / "scripts" / "benchmarks"
+sys.path.insert(0, str(FOLDER))  # where Python finds `comparing` when it runs one of the scripts
+
+from comparing.spread import Spread  # noqa: E402
+from comparing.turns import Team, TeamError, in_turns, one_thread, pss  # noqa: E402
+
+sys.path.remove(str(FOLDER))
+
+MEMBER = f"""
+import sys
+sys.path.insert(0, {str(FOLDER)!r})
+from comparing.turns import serve
+path, rank = sys.argv[1], int(sys.argv[2])
+def fail(why):
+    raise SystemExit(f"because {{why}}")
+serve(path, rank, {{"double": lambda number: 2 * number + rank, "fail": fail}})
+"""
+
+
+def team(program: str = MEMBER) -> Team:
+    def commands(path: str) -> list[list[str]]:
+        return [[sys.executable, "-c", program, path, str(rank)] for rank in (1, 0)]
+
+    return Team("pair", 2, commands, one_thread(FOLDER))
+
+
+def test_every_round_measures_everyone_once_and_begins_with_the_next():
+    order = []
+
+    def measure(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    found = in_turns(3, ["a", "b", "c"], measure)
+    assert order == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+    assert found == {"a": [1.0, 6.0, 8.0], "b": [2.0, 4.0, 9.0], "c": [3.0, 5.0, 7.0]}
+
+
+def test_ratios_are_taken_inside_a_round():
+    spread = Spread.of_ratios([2.0, 40.0, 9.0], [1.0, 10.0, 3.0])
+    assert spread == Spread(3.0, 2.0, 4.0)
+    assert str(spread) == "3.00 (2.00 to 4.00)"
+
+
+def test_a_team_answers_by_rank_and_is_gone_afterwards():
+    with team() as pair:
+        assert pair.ask("double", number=4) == [8, 9]
+        assert pair.ask("double", number=0) == [0, 1]
+        pids = list(pair.pids.values())
+        assert all(pss(pid) > 0 for pid in pids)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_a_member_that_ends_is_reported_with_what_it_wrote():
+    with team() as pair, pytest.raises(TeamError, match=r"(?s)pair .*because of this"):
+        pair.ask("fail", why="of this")
+    with pytest.raises(TeamError, match=r"(?s)pair ended before it began.*no such thing"):
+        team("raise SystemExit('no such thing')")
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "expected"),
+    [
+        ("compare.py", ["--contenders", "zero2,zero4"], "--contenders: unknown zero4"),
+        ("compare.py", ["--peers-python", "/bin/false"], "/bin/false has no torch.*--contenders '.*zero3'"),
+        ("optimizer.py", ["--parts", "sums"], "--parts: unknown sums"),
+    ],
+)
+def test_what_is_missing_or_unknown_is_named_before_anything_runs(script, options, expected):
+    done = subprocess.run(
+        [sys.executable, FOLDER / script, *options], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode != 0
+    assert re.search(expected, done.stderr), done.stderr
