@@ -8,6 +8,7 @@ Trains small GPTs on every combination of
 
 in several cases: clipping, dropout, tied embeddings, LAMB, numbers of grains that the ranks do not divide. All runs of
 a case must end with the same sha256 over all parameters. Each number of ranks is one launch; the rest happens inside.
+With ``--in-turn`` every case meets every strategy with one kind of memory, another one on the next number of ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import collections
 import contextlib
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -104,14 +106,20 @@ def train(case: Case, comm: Any, strategy: str, memory: str, steps: int) -> str:
             return str(model.parameters_sha256())
 
 
-def everything(comm: Any, steps: int, where: str) -> list[dict[str, str]]:
-    """Train all cases in all ways; one row each."""
+def ways(size: int, in_turn: bool) -> Iterator[tuple[Case, str, str]]:
+    """Yield what so many ranks train: case, strategy and kind of memory."""
+    for number, (case, strategy) in enumerate(itertools.product(CASES, STRATEGIES)):
+        for turn, memory in enumerate(MEMORIES):
+            if not in_turn or (number + size) % len(MEMORIES) == turn:
+                yield case, strategy, memory
+
+
+def everything(comm: Any, args: argparse.Namespace, where: str) -> list[dict[str, str]]:
+    """Train all cases in all ways, or in some of them; one row each."""
     return [
         {"case": case.name, "where": where, "strategy": strategy, "memory": memory}
-        | {"sha256": train(case, comm, strategy, memory, steps)}
-        for case in CASES
-        for strategy in STRATEGIES
-        for memory in MEMORIES
+        | {"sha256": train(case, comm, strategy, memory, args.steps)}
+        for case, strategy, memory in ways(comm.size, args.in_turn)
     ]
 
 
@@ -120,7 +128,7 @@ def worker(args: argparse.Namespace) -> None:
     from mpi4py import MPI
 
     vendor = MPI.get_vendor()[0]
-    rows = everything(MPI.COMM_WORLD, args.steps, f"{vendor}, {MPI.COMM_WORLD.size} ranks")
+    rows = everything(MPI.COMM_WORLD, args, f"{vendor}, {MPI.COMM_WORLD.size} ranks")
     if MPI.COMM_WORLD.rank == 0:
         Path(args.worker).write_text(json.dumps(rows), encoding="utf-8")
 
@@ -143,12 +151,12 @@ def launch(mpiexec: str, python: str, ranks: int, args: argparse.Namespace, scri
     return rows
 
 
-def in_threads(ranks: int, steps: int) -> list[dict[str, str]]:
+def in_threads(ranks: int, args: argparse.Namespace) -> list[dict[str, str]]:
     """Train everything on threads of this process; no MPI is started."""
     from mpizero.testing import run_in_threads
 
     with contextlib.redirect_stderr(io.StringIO()):  # "nodes have 2, 1 ranks", once for each of them
-        results = run_in_threads(ranks, lambda comm: everything(comm, steps, f"{ranks} threads"))
+        results = run_in_threads(ranks, lambda comm: everything(comm, args, f"{ranks} threads"))
     return list(results[0])
 
 
@@ -197,7 +205,9 @@ def launches(args: argparse.Namespace) -> list[tuple[str, str, int]]:
 
 def main() -> None:
     """Launch everything and compare."""
-    args = arguments(__doc__, "1,2,3,4,8", "1,3,4").parse_args()
+    parser = arguments(__doc__, "1,2,3,4,8", "1,3,4")
+    parser.add_argument("--in-turn", action="store_true", help="one kind of memory for each case and strategy, in turn")
+    args = parser.parse_args()
     if args.worker:
         worker(args)
         return
@@ -205,11 +215,11 @@ def main() -> None:
     rows = []
     for mpiexec, python, ranks in launches(args):
         started = time.monotonic()
-        rows += launch(mpiexec, python, ranks, args, __file__)
+        rows += launch(mpiexec, python, ranks, args, __file__, *(["--in-turn"] if args.in_turn else []))
         print(f"{rows[-1]['where']}: {time.monotonic() - started:.1f} s", flush=True)
     for n in (int(n) for n in args.threads.split(",") if n):
         started = time.monotonic()
-        rows += in_threads(n, args.steps)
+        rows += in_threads(n, args)
         print(f"{n} threads: {time.monotonic() - started:.1f} s", flush=True)
     if not report(rows):
         sys.exit("the hashes differ")

@@ -17,7 +17,7 @@ usage: scripts/test.sh [--quick] [--only PART]... [--help]
   mpich      tests with MPI on 1, 2, 3, 4 and 8 ranks (MPICH from PyPI, no system package needed)
   cuda       the GPU kernels in Numba's CUDA simulator
   openmpi    tests with MPI on 4 ranks of the system's Open MPI with parallel HDF5
-  exactness  one training on every number of ranks, strategy and kind of memory: the same bits
+  exactness  one training on every number of ranks and strategy, kinds of memory in turn: the same bits
   hybrid     one training on every pipeline x data, schedule and ZeRO stage: the same bits; split layers within rounding
   torture    saves killed, refused, damaged, on full disks: a sample of scripts/torture.py
   slurm      the batch scripts under a real Slurm on this machine: signal, requeue, time limit
@@ -167,7 +167,7 @@ run_mpi() {
     # -m mpi4py ends all ranks when one fails; faulthandler ends them when one hangs; timeout when even that hangs.
     LOG=$log TEMPORARY=$temporary timeout -k 10 1200 "$mpiexec" -n "$n" bash -c "$RANK_COMMAND" rank \
         "$python" -m mpi4py -m pytest --with-mpi -m mpi --no-header --color=no -p no:cacheprovider \
-        -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true tests 2>&1 | tee "$log" &&
+        --durations=12 -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true tests 2>&1 | tee "$log" &&
         passed "$log" || status=1
     rm -rf "$temporary"
     [ $status = 1 ] || return 0
@@ -225,7 +225,7 @@ part_exactness() {
     wait_openmpi
     local second=()
     [ "$OPENMPI" != yes ] || second=(--second-mpiexec mpiexec.openmpi --second-python "$OPENMPI_VENV/bin/python" --second-ranks 4)
-    timeout -k 10 1200 "$PY" scripts/exactness.py --steps 10 --mpiexec "$VENV/bin/mpiexec" "${second[@]}"
+    timeout -k 10 1200 "$PY" scripts/exactness.py --in-turn --steps 10 --mpiexec "$VENV/bin/mpiexec" "${second[@]}"
 }
 
 part_hybrid() {
