@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 
 import numpy as np
@@ -124,7 +125,8 @@ class CommunicatorGroup:
         self.counts["all_gather"] += 1
         if self.size == 1:
             return np.array(x, order="C")
-        whole = self._path.gather(_cube(x, axis), sizes, tag)
+        with self._timed("all_gather", tag):
+            whole = self._path.gather(_cube(x, axis), sizes, tag)
         return whole.reshape(*x.shape[:axis], sum(sizes), *x.shape[axis + 1 :])
 
     def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
@@ -139,7 +141,8 @@ class CommunicatorGroup:
         self.counts["reduce_scatter"] += 1
         if self.size == 1:
             return np.array(x, order="C")
-        block = self._path.scatter(_cube(x, axis), sizes, tag)
+        with self._timed("reduce_scatter", tag):
+            block = self._path.scatter(_cube(x, axis), sizes, tag)
         return block.reshape(*x.shape[:axis], sizes[self.rank], *x.shape[axis + 1 :])
 
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> Shift:
@@ -171,7 +174,13 @@ class CommunicatorGroup:
         self.counts[kind] += 1
         if self.size == 1:
             return np.array(x, order="C")
-        return self._path.reduce(np.ascontiguousarray(x).reshape(-1), operation, tag).reshape(x.shape)
+        with self._timed(kind, tag):
+            return self._path.reduce(np.ascontiguousarray(x).reshape(-1), operation, tag).reshape(x.shape)
+
+    def _timed(self, kind: str, tag: str) -> AbstractContextManager[object]:
+        """Note the time of a call, where somebody watches: a window's ranks wait without calling a communicator."""
+        timeline = self.comm.timeline
+        return nullcontext() if timeline is None else timeline.span("layers' messages", f"{kind} {tag!r}")
 
     def _check(self, kind: str, x: Array, tag: str) -> None:
         if not isinstance(x, np.ndarray):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
+from mpizero.comm.timeline import MESSAGE, Called, Timeline
 from mpizero.comm.trace import Call, CallTrace
 from mpizero.errors import CollectiveError
 from mpizero.types import Array
@@ -101,6 +102,8 @@ class Transport(ABC):
         self.shares_memory = shares_memory or size == 1
         self.counters = Counters()
         self.trace = CallTrace(name)
+        #: Takes down when this rank was inside of calls, while there is one.
+        self.timeline: Timeline | None = None
 
     def __repr__(self) -> str:
         """Show name, rank and size. Not collective."""
@@ -122,13 +125,15 @@ class Transport(ABC):
         trace.sequence = sequence
         trace.operation = operation
         trace.tag = tag
-        trace.entered = monotonic()
+        trace.entered = entered = monotonic()
         try:
             return primitive(*arguments)
         except self._native_errors as error:
             raise self._failure(operation, tag, error, arguments[0] if arguments else None) from error
         finally:
             trace.entered = 0.0
+            if self.timeline is not None:
+                self.timeline.add(MESSAGE, Called(self.name, operation, tag, sequence), entered)
 
     def _failure(self, operation: str, tag: str, reason: object, array: object = None) -> CollectiveError:
         """Return the error for a call that the transport has refused; says more where it knows more."""

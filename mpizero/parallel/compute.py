@@ -24,6 +24,8 @@ UnitDone = Callable[[Unit], None]
 class Evaluator(Protocol):
     """Runs a model's forward and backward pass over the units of a store."""
 
+    store: ParameterStore
+
     def gradients(self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone) -> tuple[float, float]:
         """Write the gradient of the loss sum; return the loss sum and the weight."""
 
@@ -95,20 +97,28 @@ class BlockEvaluator:
         """
         caches: dict[str, Any] = {}
         d: Any
-        passed = _Passage(self.store, self.units, done)
+        passed, clock = _Passage(self.store, self.units, done), self.store.timeline
         try:
             run = self.run_on(x, run)
             for unit in self.units:
                 with passed.unit(unit) as params:
                     for block in unit.blocks:
+                        begun = clock.begin()
                         x, caches[block] = self.blocks[block].forward(params[block], x, run)
+                        clock.end("forward", block, begun)
+            begun = clock.begin()
             loss, weight, cache = self.criterion.forward(x, y)
+            clock.end("forward", "loss", begun)
+            begun = clock.begin()
             d = self.criterion.backward(cache, self.loss_scale())
+            clock.end("backward", "loss", begun)
             for unit in reversed(self.units):
                 with passed.unit(unit) as params:
                     grads = target(unit)
                     for block in reversed(unit.blocks):
+                        begun = clock.begin()
                         d = self.blocks[block].backward(params[block], caches.pop(block), d, grads[block])
+                        clock.end("backward", block, begun)
                 passed.done(unit)
         except (CollectiveError, PeerFailure):
             raise
@@ -170,7 +180,9 @@ class BlackBoxEvaluator:
         left = deque(reversed(self.units))
         params = self._parameters()
         try:
+            begun = self.store.timeline.begin()
             loss, grads, weight = self._loss_and_grad(params, x, y)
+            self.store.timeline.end("backward", "loss and gradient", begun)
             del params
             while left:
                 for block, views in target(left[0]).items():

@@ -15,6 +15,7 @@ import numpy as np
 from mpizero import optim
 from mpizero.comm.exact import ExactExchange, program_array
 from mpizero.comm.guard import set_context
+from mpizero.comm.timeline import Timeline
 from mpizero.errors import ConfigError
 from mpizero.layout import FlatLayout
 from mpizero.nn.memory import keep_freed_memory
@@ -61,7 +62,8 @@ class Engine:
         if not fits_shared_memory(self.grid, self.layout, self.dtype, waves=placement.waves):
             self._settle(spread, private=True)
         self.memory = Memory(self.grid.node)
-        self.store = ParameterStore(self.layout, self.grid, self.memory, placement.shard_parameters, self.dtype)
+        self.timeline, sharded = Timeline(), placement.shard_parameters
+        self.store = ParameterStore(self.layout, self.grid, self.memory, sharded, self.dtype, timeline=self.timeline)
         self.whole = GlobalView(blocks_of(model), self.store, self.grid)
         self.exchange = ExactExchange(self.grid.peers, config.gradient_compression, self.memory.scratch)
         self.scalars = GrainScalars(self.grid, self.layout, tuple(blocks_of(model)))
@@ -74,11 +76,12 @@ class Engine:
         self._ring: GradientRing | None = None
         if placement.waves:
             self._ring = GradientRing(self.layout, self.grid, self.memory, self.dtype, config.accumulate, self._named)
+            self._ring.timeline = self.timeline
         self.updater: Updater | None = None
         self.integrity = Integrity(self.grid, self.store, config.check_every)
         self.loss_scale: optim.LossScaleState | None = None
         self.step_number = 0
-        self._initialize()
+        self.store.begin(model)
 
     # ------------------------------------------------------------------ construction
 
@@ -112,21 +115,6 @@ class Engine:
             evaluator = BlackBoxEvaluator(stage.model, self.store)
         return SequentialRunner(evaluator, self.scalars, stage, counts=counts, agreeable=agreeable)
 
-    def _initialize(self) -> None:
-        """Give every owned range its start values; nobody ever holds more than one tensor besides."""
-        for unit, span in zip(self.layout.units, self.store.share.spans, strict=True):
-            out = self.store.owned(unit.index)
-            for entry, part in self.layout.pieces(span):
-                target = out[part.start - span.start : part.stop - span.start]
-                first, last = part.start - entry.offset, part.stop - entry.offset
-                if self.block_model:
-                    from mpizero.nn.initialize import initial_values
-
-                    initial_values(entry.spec, self.model.seed, first, last, target)
-                else:
-                    target[:] = np.asarray(self.model.parameters[entry.spec.name]).reshape(-1)[first:last]
-        self.store.publish()
-
     @property
     def pristine(self) -> bool:
         """Whether parameters and optimizer state are still those of the start. Not collective."""
@@ -136,7 +124,7 @@ class Engine:
 
     def start_over(self) -> None:
         """Take the start values and forget the optimizer's state."""
-        self._initialize()
+        self.store.begin(self.model)
         self.store.version = 1
         if self.updater is not None:
             self.updater.reset()
@@ -250,7 +238,8 @@ class Engine:
             return self._computed(x, y, ring)
 
     def _computed(self, x: Any, y: Any, ring: bool) -> tuple[GlobalBatch, Totals, int]:
-        batch = self._deal(x, y, waves=ring)
+        with self.timeline.span("agreement", "samples"):
+            batch = self._deal(x, y, waves=ring)
         stack_row = 0
         if ring and self._ring is not None:
             jobs = self._ring.jobs(batch, self.exchange)
@@ -260,9 +249,11 @@ class Engine:
         # Every value is looked at afterwards, with its rank, tensor and samples: NumPy's warnings would say less.
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             self.runner.run(jobs, self._run)
-        totals = self.scalars.agree()
+        with self.timeline.span("agreement", "losses"):
+            totals = self.scalars.agree()
         if not ring:
-            self.memory.barrier("rows")
+            with self.timeline.span("reduction", "rows"):
+                self.memory.barrier("rows")
         return batch, totals, stack_row
 
     def _rounds(self, batch: GlobalBatch) -> int:
@@ -291,15 +282,18 @@ class Engine:
         divisor = self._divisor(totals)
         single = self.grid.peers.size == 1
         if self._can_fuse(updater) and (single or self._ring is not None):
-            if self._ring is not None:
-                stack = self._ring.stack
-                updater.update_fused(stack, program_array((stack_row,)), divisor, stack[stack_row], threads)
-            else:
-                plan = self.rows.planned(self.scalars.count)
-                updater.update_fused(self.rows.window, program_array(plan.root), divisor, self.rows.row(0), threads)
+            with self.timeline.span("optimizer"):
+                if self._ring is not None:
+                    stack = self._ring.stack
+                    updater.update_fused(stack, program_array((stack_row,)), divisor, stack[stack_row], threads)
+                else:
+                    root, out = program_array(self.rows.planned(self.scalars.count).root), self.rows.row(0)
+                    updater.update_fused(self.rows.window, root, divisor, out, threads)
             self.store.publish(exchange=self.placement.shard_optimizer)
             return None, ()
-        return self.apply(self._reduced(updater, divisor, stack_row))
+        with self.timeline.span("reduction"):
+            reduced = self._reduced(updater, divisor, stack_row)
+        return self.apply(reduced)
 
     def _divisor(self, totals: Totals) -> Array:
         return np.array([totals.weight * self._loss_scale()], self.dtype)
@@ -354,15 +348,16 @@ class Engine:
     def apply(self, reduced: Array) -> Outcome:
         """Clip and update from a reduced gradient, then publish, unless it is not finite."""
         updater, norm = self._bound(), None
-        if self._needs_norm:
-            norm, tensor = updater.norm(reduced)
-            if tensor is not None:
-                return norm, (self.scalars.in_the_sum(tensor, updater.parts_of(tensor, reduced), norm),)
-        if norm is not None and self.config.clip is not None:
-            factor = optim.clip_factor(norm, self.config.clip)
-            if factor != 1.0:
-                updater.scale(reduced, factor)
-        updater.update(reduced, self.config.threads)
+        with self.timeline.span("optimizer"):
+            if self._needs_norm:
+                norm, tensor = updater.norm(reduced)
+                if tensor is not None:
+                    return norm, (self.scalars.in_the_sum(tensor, updater.parts_of(tensor, reduced), norm),)
+            if norm is not None and self.config.clip is not None:
+                factor = optim.clip_factor(norm, self.config.clip)
+                if factor != 1.0:
+                    updater.scale(reduced, factor)
+            updater.update(reduced, self.config.threads)
         self.store.publish(exchange=self.placement.shard_optimizer)
         return norm, ()
 

@@ -16,6 +16,7 @@ import numpy as np
 from mpizero import kernels
 from mpizero.comm import ProcessGrid
 from mpizero.comm.exact import ExactExchange, Piece, gather_spans, program_array, tree_sum
+from mpizero.comm.timeline import Timeline
 from mpizero.layout import FlatLayout, Grains, RowsPlan, Unit, Wave, WavePlan, rows_plan, wave_plan
 from mpizero.layout.flat import views
 from mpizero.parallel.dealing import GlobalBatch, Grain
@@ -269,6 +270,8 @@ class GradientRing:
         self._views: dict[tuple[int, int], Any] = {}
         self._next = 0
         self.one = np.ones(1, dtype)
+        #: Is told when units are summed.
+        self.timeline = Timeline()
 
     def owners(self, count: int) -> list[int]:
         """Return the rank of ``grid.batch`` that computes each of ``count`` grains: one after the other, in waves."""
@@ -308,7 +311,9 @@ class GradientRing:
         if number == self.accumulate - 1:
             if grain is not None:
                 self.micro.finish(target, base)
+            begun = self.timeline.begin()
             self._reduce(unit, wave, exchange)
+            self.timeline.end("reduction", unit, begun)
 
     def _target(self, unit: Unit) -> Any:
         key = (self._next, unit.index)

@@ -101,7 +101,7 @@ class PipelineRunner:
     def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
         """Do all jobs, forward and backward. Collective over the pipeline, and the data group if sharded."""
         self._flights = {}
-        watched = [WatchedJob(job, self.scalars) for job in jobs]
+        watched = [WatchedJob(job, self.scalars, self.store.timeline) for job in jobs]
         if not jobs:
             return
         # What a schedule pads is absent on every stage and every replica: nothing of it needs to be done.
@@ -109,7 +109,9 @@ class PipelineRunner:
         for position, instruction in enumerate(program):
             for ahead in program[position : position + AHEAD]:
                 self._post(ahead, jobs)
+            begun = self.store.timeline.begin()
             self._execute(instruction, watched[instruction.micro], run_of)
+            self.store.timeline.end("schedule", instruction, begun)
             self.courier.progress()
         self.courier.finish()
 
@@ -143,7 +145,9 @@ class PipelineRunner:
         if chunk == len(self.stage_of) - 1:
             with self._computing(flight) as working:
                 if working:
+                    begun = self.store.timeline.begin()
                     loss, weight, flight.loss = self.criterion.forward(value, y)
+                    self.store.timeline.end("forward", "loss", begun)
                     self._count(watched, loss, weight)
 
     def _count(self, watched: WatchedJob, loss: float, weight: float) -> None:
@@ -159,7 +163,9 @@ class PipelineRunner:
         for unit in self.units[chunk]:
             with self.store.unit(unit) as params, self._computing(flight) as working:
                 for block in unit.blocks if working else ():
+                    begun = self.store.timeline.begin()
                     value, cache = self.stage.model.blocks[block].forward(params[block], value, run)
+                    self.store.timeline.end("forward", block, begun)
                     if run.training:
                         flight.caches[block] = cache
         if chunk < len(self.stage_of) - 1:
@@ -181,7 +187,9 @@ class PipelineRunner:
                 grads = watched.target(unit) if working else {}
                 for block in reversed(unit.blocks) if working else ():
                     layer = self.stage.model.blocks[block]
+                    begun = self.store.timeline.begin()
                     d = layer.backward(params[block], flight.caches.pop(block), d, grads[block])
+                    self.store.timeline.end("backward", block, begun)
             watched.done(unit)
         self._send_back(chunk, micro, watched, d)
         del self._flights[chunk, micro]
@@ -192,7 +200,9 @@ class PipelineRunner:
             with self.store.unit(unit) as params, self._computing(flight) as working:
                 for block in reversed(unit.blocks) if working else ():
                     layer = self.stage.model.blocks[block]
+                    begun = self.store.timeline.begin()
                     d, flight.pending[block] = layer.backward_input(params[block], flight.caches[block], d)
+                    self.store.timeline.end("backward", block, begun)
         self._send_back(chunk, micro, watched, d)
 
     def _backward_weights(self, chunk: int, micro: int, watched: WatchedJob) -> None:
@@ -202,7 +212,9 @@ class PipelineRunner:
                 grads = watched.target(unit) if working else {}
                 for block in reversed(unit.blocks) if working else ():
                     cache, pending = flight.caches.pop(block), flight.pending.pop(block)
+                    begun = self.store.timeline.begin()
                     self.stage.model.blocks[block].backward_weights(params[block], cache, pending, grads[block])
+                    self.store.timeline.end("backward", block, begun)
             watched.done(unit)
 
     def _begin_backward(self, chunk: int, micro: int, watched: WatchedJob) -> tuple[_Flight, Any]:
@@ -214,7 +226,9 @@ class PipelineRunner:
             return flight, d
         with self._computing(flight) as working:
             if working:
+                begun = self.store.timeline.begin()
                 d = self.criterion.backward(flight.loss, self.loss_scale())
+                self.store.timeline.end("backward", "loss", begun)
         flight.loss = None
         return flight, d
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from mpizero.comm import ProcessGrid
+from mpizero.comm.timeline import Timeline
 from mpizero.errors import DataError
 from mpizero.layout import Unit
 from mpizero.parallel.compute import Evaluator
@@ -52,8 +53,8 @@ class Runner(Protocol):
 class WatchedJob:
     """A job whose gradients are checked as they are completed: the first that is not finite is remembered."""
 
-    def __init__(self, job: Job, scalars: GrainScalars) -> None:
-        self.job, self.scalars = job, scalars
+    def __init__(self, job: Job, scalars: GrainScalars, timeline: Timeline) -> None:
+        self.job, self.scalars, self.timeline = job, scalars, timeline
         self._written: dict[int, Any] = {}
 
     def target(self, unit: Unit) -> Any:
@@ -63,10 +64,12 @@ class WatchedJob:
 
     def done(self, unit: Unit) -> None:
         """Check and pass on a unit's gradients; those of a unit that was never written go on unchecked."""
+        begun = self.timeline.begin()
         if self.job.grain is not None:
             for block, views in reversed(self._written.pop(unit.index, {}).items()):  # the last one came first
                 self.scalars.check(self.job.grain.number, block, views)
         self.job.done(unit)
+        self.timeline.end("local sums", unit, begun)
 
 
 class SequentialRunner:
@@ -104,7 +107,7 @@ class SequentialRunner:
             if job.grain is None or self.scalars.error is not None:
                 self.evaluator.absent(job.done)
             else:
-                self._compute(WatchedJob(job, self.scalars), run_of)
+                self._compute(WatchedJob(job, self.scalars, self.evaluator.store.timeline), run_of)
 
     def _compute(self, watched: WatchedJob, run_of: RunOf) -> None:
         grain, number = watched.job.grain, watched.job.number

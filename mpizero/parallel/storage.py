@@ -10,11 +10,12 @@ import numpy as np
 
 from mpizero.comm import ProcessGrid
 from mpizero.comm.exact import gather_spans
+from mpizero.comm.timeline import Timeline
 from mpizero.layout import FlatLayout, Span, Unit
 from mpizero.layout.flat import views
 from mpizero.parallel.memory import Memory
 from mpizero.parallel.ownership import Share
-from mpizero.types import Array
+from mpizero.types import Array, BlockModel
 
 
 class ParameterStore:
@@ -34,6 +35,8 @@ class ParameterStore:
         Whether each group keeps its ranks' shards only; units are then gathered when they are needed.
     dtype : numpy dtype
         Of all parameters.
+    timeline : Timeline, optional
+        Is told when units are gathered and values published.
 
     Attributes
     ----------
@@ -41,8 +44,18 @@ class ParameterStore:
         How often values were published: 1 while they are the start values.
     """
 
-    def __init__(self, layout: FlatLayout, grid: ProcessGrid, memory: Memory, sharded: bool, dtype: Any) -> None:
+    def __init__(
+        self,
+        layout: FlatLayout,
+        grid: ProcessGrid,
+        memory: Memory,
+        sharded: bool,
+        dtype: Any,
+        *,
+        timeline: Timeline | None = None,
+    ) -> None:
         self.layout, self.grid, self.memory = layout, grid, memory
+        self.timeline = timeline or Timeline()
         self.sharded = sharded and grid.peers.size > 1
         self.share = Share(layout, grid.data.rank, grid.data.size)
         members = [Share(layout, rank, grid.data.size) for rank in grid.node_ranks]
@@ -84,7 +97,8 @@ class ParameterStore:
         if self.sharded:
             slot = self._next
             self._next = (slot + 1) % len(self._slots)
-            self._gather(unit, self._slots[slot])
+            with self.timeline.span("publication", unit):
+                self._gather(unit, self._slots[slot])
         key = (unit.index, slot)
         if key not in self._views:
             self._views[key] = self._unit_views(unit, self._slots[slot] if self.sharded else self.values)
@@ -96,12 +110,31 @@ class ParameterStore:
         ``exchange`` brings every rank's owned range to the copies of all groups; without it each group has written
         its whole copy itself.
         """
-        if exchange and self.grid.peers.size > 1 and not self.sharded:
-            for unit in self.layout.units:
-                spans = [(share.spans[unit.index],) for share in self.peer_shares]
-                gather_spans(self.grid.peers, [self.owned(unit.index)], self.values, spans, self.memory.scratch)
-        self.memory.barrier("publish")
+        with self.timeline.span("publication"):
+            if exchange and self.grid.peers.size > 1 and not self.sharded:
+                for unit in self.layout.units:
+                    spans = [(share.spans[unit.index],) for share in self.peer_shares]
+                    gather_spans(self.grid.peers, [self.owned(unit.index)], self.values, spans, self.memory.scratch)
+            self.memory.barrier("publish")
         self.version += 1
+
+    def begin(self, model: Any) -> None:
+        """Give every owned range the start values of ``model``; nobody ever holds more than one tensor besides.
+
+        Collective over the data group.
+        """
+        from mpizero.nn.initialize import initial_values
+
+        for unit, span in zip(self.layout.units, self.share.spans, strict=True):
+            out = self.owned(unit.index)
+            for entry, part in self.layout.pieces(span):
+                target = out[part.start - span.start : part.stop - span.start]
+                first, last = part.start - entry.offset, part.stop - entry.offset
+                if isinstance(model, BlockModel):
+                    initial_values(entry.spec, model.seed, first, last, target)
+                else:
+                    target[:] = np.asarray(model.parameters[entry.spec.name]).reshape(-1)[first:last]
+        self.publish()
 
     def gathered(self, unit: Unit) -> Array:
         """Return a new 1-D array of a unit's own parameters. Collective over the data group."""

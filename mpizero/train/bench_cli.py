@@ -21,6 +21,7 @@ def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
     _add_memory(kinds)
     _add_checkpoint(kinds)
     _add_machine(kinds)
+    _add_step(kinds)
     for kind in kinds.choices.values():
         kind.set_defaults(run=run)
 
@@ -99,6 +100,27 @@ def _add_machine(kinds: Any) -> None:
     machine.set_defaults(measure=_machine)
 
 
+def _add_step(kinds: Any) -> None:
+    step = kinds.add_parser(
+        "step",
+        help="where the time of a training step goes, phase by phase",
+        description="Train some steps as CONFIG.toml says and tell what each took: forward, backward, sums of "
+        "gradients, optimizer, publication of parameters, and waiting for other ranks; with --machine beside what the "
+        "machine allows. Every other step is not watched: what watching takes is seen, too. Nothing is saved.",
+        epilog="Example: mpiexec -n 8 python -m mpizero bench step config.toml --machine machine.json --trace t.json",
+    )
+    step.add_argument("config", metavar="CONFIG.toml", help="what to train")
+    add_overrides(step)
+    step.add_argument("--steps", metavar="N", type=int, default=10, help="watched ones (default: %(default)s)")
+    step.add_argument("--warm-up", metavar="N", type=int, default=3, help="steps before (default: %(default)s)")
+    step.add_argument("--machine", metavar="FILE", help="what `mpizero bench machine` has measured, for floors")
+    step.add_argument(
+        "--trace", metavar="FILE", help="also draw the watched steps, one row a rank, for Perfetto or chrome://tracing"
+    )
+    step.add_argument("--json", action="store_true", help="one line for programs")
+    step.set_defaults(measure=_step)
+
+
 def run(options: argparse.Namespace, world: Callable[[], Communicator], threads: int) -> int:
     """Measure what the options say on all ranks of ``world()``, print it, and return the exit status.
 
@@ -162,6 +184,27 @@ def _machine(options: argparse.Namespace, world: Callable[[], Communicator]) -> 
     found = measure_machine(request, comm, _tell)
     if comm.rank == 0:
         print(machine_report.as_json(found) if options.json else machine_report.report(found), flush=True)
+    return int(ExitStatus.OK)
+
+
+def _step(options: argparse.Namespace, world: Callable[[], Communicator]) -> int:
+    from mpizero.comm.agreement import all_ranks
+    from mpizero.train.configfile import read_together
+    from mpizero.train.performance import step
+    from mpizero.train.performance.machinefile import read_machine
+
+    comm = world()
+    document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(options.threads)})
+    machine = None
+    if options.machine is not None:
+        with all_ranks(comm):
+            machine = read_machine(options.machine) if comm.rank == 0 else None
+        machine = comm.broadcast_object(machine, tag="bench step")
+    with document.located():
+        request = step.StepRequest(options.steps, options.warm_up, machine, options.trace)
+        figures = step.measure_step(request, config, comm, _tell)
+    if comm.rank == 0:
+        print(step.as_json(figures) if options.json else step.report(figures), flush=True)
     return int(ExitStatus.OK)
 
 
