@@ -97,6 +97,7 @@ class Placed:
             self.config.close()
 
 
+@cache
 def contents(image: bytes) -> dict[str, bytes]:
     """All arrays of a checkpoint, whole, and what it says besides them and its layout."""
     with checkpoint.from_bytes(image) as reader:
@@ -125,19 +126,14 @@ def uninterrupted() -> list[str]:
         return placed.train(STEPS)
 
 
-@cache
-def saved_contents(name: str) -> dict[str, bytes]:
-    return contents(saved(name))
-
-
-def loads(comm: Any, name: str, writers: list[str]) -> None:
-    """Load what each of the writers saves; the arrays are those that were saved, and exact layouts go on alike."""
+def loads(comm: Any, name: str, images: dict[str, bytes]) -> None:
+    """Load each of the images; the arrays are those that were saved, and exact layouts go on alike."""
     with Placed(comm, LAYOUTS[name]) as placed:
-        for number, writer in enumerate(writers):
-            placed.model.deserialize(saved(writer))
+        for number, (writer, image) in enumerate(images.items()):
+            placed.model.deserialize(image)
             again = placed.model.serialize()
             assert len(set(comm.allgather_object(again))) == 1, "the same bytes on every rank"
-            same = comm.rank != number % comm.size or contents(again) == saved_contents(writer)
+            same = comm.rank != number % comm.size or contents(again) == contents(image)
             parallel_assert(comm, same, f"{writer} -> {name}: arrays")
             if name in EXACT and writer in EXACT:
                 parallel_assert(comm, placed.train(STEPS) == uninterrupted(), f"{writer} -> {name}: steps")
@@ -154,20 +150,20 @@ def test_layouts_that_split_no_layer_save_the_same_arrays() -> None:
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in EXACT])
 def test_layouts_that_split_layers_save_the_same_arrays_within_rounding(name: str) -> None:
     expected, found = contents(saved("1")), contents(saved(name))
-    assert found.pop("told") == expected.pop("told")
     assert list(found) == list(expected)
     for path, values in found.items():
+        if path == "told":
+            assert values == expected[path]
+            continue
         arrays = [np.frombuffer(data, np.float32) for data in (values, expected[path])]
         np.testing.assert_allclose(*arrays, rtol=1e-3, atol=1e-4, err_msg=path)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_loads_every_other_and_goes_on_with_the_same_bits(name: str) -> None:
-    writers = [writer for writer in LAYOUTS if writer != name]
-    for writer in writers:
-        saved_contents(writer)
+    images = {writer: saved(writer) for writer in LAYOUTS if writer != name}
     uninterrupted()
-    run_in_threads(LAYOUTS[name].size, lambda comm: loads(comm, name, writers))
+    run_in_threads(LAYOUTS[name].size, lambda comm: loads(comm, name, images))
 
 
 @pytest.mark.mpi
@@ -182,7 +178,7 @@ def test_ranks_of_mpi_load_what_other_layouts_have_saved(world: Any) -> None:
     mine = [name for name in fitting if LAYOUTS[name].size == world.size]
     for number, name in enumerate(mine):
         writers = [writer for writer in fitting if writer != name]
-        chosen = {writer: images[writer] for writer in (writers[number::3] if len(writers) > 3 else writers)}
+        chosen = {writer: images[writer] for writer in (writers[number::6] if len(writers) > 6 else writers)}
         loads(world, name, chosen)
 
 
