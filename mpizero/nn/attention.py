@@ -15,6 +15,7 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.errors import ConfigError
+from mpizero.nn.affine import Affine
 from mpizero.nn.dropout import Dropout, Window
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.layer import Layer, known, namespace, require_positive, splits, vector
@@ -34,7 +35,7 @@ Part = tuple[slice, slice]
 
 
 @dataclass(frozen=True)
-class CausalSelfAttention(Layer):
+class CausalSelfAttention(Affine):
     """Let each place of a sequence attend to itself and the places before it.
 
     One product gives queries, keys and values side by side, (samples, length, 3, heads, dim / heads).
@@ -82,13 +83,17 @@ class CausalSelfAttention(Layer):
         qkv, projection, _ = self._layers
         return {"qkv": qkv, "projection": projection}
 
-    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+    def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Attend within each sample of ``x`` (samples, length, dim). Not collective."""
         into_qkv, projection, _ = self._layers
         qkv, qkv_cache = into_qkv.forward(params["qkv"], x, run)
         mixed, seen = self.attend(qkv, run)
-        y, projection_cache = projection.forward(params["projection"], mixed, run)
+        y, projection_cache = projection.product(params["projection"], mixed, run)
         return y, (qkv_cache, seen, projection_cache)
+
+    def last_bias(self, params: Params) -> Array | None:
+        """Give the projection's. Not collective."""
+        return self._layers[1].last_bias(params["projection"])
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Compute the gradient of ``x``. Not collective."""

@@ -5,32 +5,38 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
+from mpizero import kernels
 from mpizero.nn.activation import Activation
+from mpizero.nn.affine import Affine
 from mpizero.nn.dropout import Dropout
 from mpizero.nn.layer import Layer, known, namespace
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Params, Run
 
 
-class FeedForwardForm(Layer):
+class FeedForwardForm(Affine):
     """Two linear layers with an activation between them, place by place."""
 
     @property
     @abstractmethod
-    def _layers(self) -> tuple[Layer, Activation, Layer]: ...
+    def _layers(self) -> tuple[Affine, Activation, Affine]: ...
 
     def children(self) -> dict[str, Layer]:
         """Give ``expand`` and ``projection``. Not collective."""
         expand, _, projection = self._layers
         return {"expand": expand, "projection": projection}
 
-    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+    def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Map ``x`` (..., dim) to the same shape. Collective where the layers are split."""
         expand, act, projection = self._layers
-        hidden, expand_cache = expand.forward(params["expand"], x, run)
-        active, act_cache = act.forward({}, hidden, run)
-        y, projection_cache = projection.forward(params["projection"], active, run)
+        hidden, expand_cache = expand.product(params["expand"], x, run)
+        active, act_cache = act.forward_biased(hidden, expand.last_bias(params["expand"]))
+        y, projection_cache = projection.product(params["projection"], active, run)
         return y, (expand_cache, act_cache, projection_cache)
+
+    def last_bias(self, params: Params) -> Array | None:
+        """Give the projection's. Not collective."""
+        return self._layers[2].last_bias(params["projection"])
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Compute the gradient of ``x``. Collective where the layers are split."""
@@ -57,7 +63,7 @@ class BlockForm(Layer):
 
     @property
     @abstractmethod
-    def _layers(self) -> tuple[Layer, Layer, Layer, Layer]: ...
+    def _layers(self) -> tuple[Layer, Affine, Layer, Affine]: ...
 
     @property
     @abstractmethod
@@ -66,6 +72,20 @@ class BlockForm(Layer):
     def _dropped(self, dropout: Dropout, x: Array, run: Run) -> Array:
         """Mask what this rank holds of ``x``; the gradient is the same function of ``dy``. Not collective."""
         return dropout.mask(x, run) if dropout.drops(x, run) else x
+
+    def _joined(self, branch: Array, bias: Array | None, dropout: Dropout, stream: Array, run: Run) -> Array:
+        """Add bias and residual stream to what a branch computed, in its memory; dropout comes in between."""
+        xp = namespace(branch)
+        if bias is None or dropout.drops(branch, run):
+            if bias is not None:
+                branch += bias
+            branch = self._dropped(dropout, branch, run)
+            branch += stream
+            return branch
+        rows = xp.ascontiguousarray(branch).reshape(-1, branch.shape[-1])
+        residual = xp.ascontiguousarray(stream).reshape(rows.shape)
+        kernels.backend(rows).activation.add_bias_residual(rows, bias, residual, rows)
+        return rows.reshape(branch.shape)
 
     def children(self) -> dict[str, Layer]:
         """Give ``norm1``, ``attention``, ``norm2`` and ``feed_forward``. Not collective."""
@@ -76,15 +96,12 @@ class BlockForm(Layer):
         """Map ``x`` (samples, length, dim) to the same shape. Collective where the layers are."""
         norm1, attention, norm2, feed_forward = self._layers
         drop1, drop2 = self._dropouts
-        xp = namespace(x)
         a, norm1_cache = norm1.forward(params["norm1"], x, run)
-        a, attention_cache = attention.forward(params["attention"], a, run)
-        a = self._dropped(drop1, a, run)
-        h = xp.add(a, x, out=a)
+        a, attention_cache = attention.product(params["attention"], a, run)
+        h = self._joined(a, attention.last_bias(params["attention"]), drop1, x, run)
         b, norm2_cache = norm2.forward(params["norm2"], h, run)
-        b, feed_cache = feed_forward.forward(params["feed_forward"], b, run)
-        b = self._dropped(drop2, b, run)
-        y = xp.add(b, h, out=b)
+        b, feed_cache = feed_forward.product(params["feed_forward"], b, run)
+        y = self._joined(b, feed_forward.last_bias(params["feed_forward"]), drop2, h, run)
         return y, (norm1_cache, attention_cache, norm2_cache, feed_cache, run)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:

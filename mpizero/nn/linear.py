@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from mpizero.nn.affine import Affine
 from mpizero.nn.layer import Layer, as_rows, namespace, require_positive, splits
 from mpizero.nn.operations import Operations, linear_operations
 from mpizero.nn.split.linear import SplitLinear, SplitProjection
@@ -13,7 +14,7 @@ from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, R
 
 
 @dataclass(frozen=True)
-class Linear(Layer):
+class Linear(Affine):
     """Compute ``y = x @ weight + bias`` on the last axis.
 
     ``weight`` is stored as (inputs, outputs), the transpose of PyTorch's: the three products of a training step
@@ -47,14 +48,15 @@ class Linear(Layer):
         weight = ParameterSpec("weight", (self.inputs, self.outputs), init)
         return (weight, ParameterSpec("bias", (self.outputs,), decay=False)) if self.bias else (weight,)
 
-    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+    def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Map ``x`` (..., inputs) to (..., outputs) in the weight's dtype. Not collective."""
         weight = params["weight"]
         rows = as_rows(x, self.inputs, weight.dtype, "Linear")
-        y = rows @ weight
-        if self.bias:
-            y += params["bias"]
-        return y.reshape(*x.shape[:-1], self.outputs), rows
+        return (rows @ weight).reshape(*x.shape[:-1], self.outputs), rows
+
+    def last_bias(self, params: Params) -> Array | None:
+        """Give ``bias``, where there is one. Not collective."""
+        return params["bias"] if self.bias else None
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Compute ``dy @ weight.T``. Not collective."""

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mpizero.errors import ConfigError
+from mpizero.nn.affine import Affine
 from mpizero.nn.layer import Layer, known
 from mpizero.nn.operations import Operations
 from mpizero.nn.split.linear import ColumnLinear, RowLinear
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SplitAttention(Layer):
+class SplitAttention(Affine):
     """Attend with the own heads: their queries, keys and values are columns, their outputs rows of the two matrices.
 
     Parameters
@@ -70,13 +71,17 @@ class SplitAttention(Layer):
         into_qkv, projection = self._layers
         return {"qkv": into_qkv, "projection": projection}
 
-    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+    def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Attend within each sample of ``x`` (samples, length or own places, dim). Collective over the group."""
         into_qkv, projection = self._layers
         qkv, qkv_cache = into_qkv.forward(params["qkv"], x, run)
         mixed, seen = self._own.attend(qkv, run, self.group.rank * self._own.heads)
-        y, projection_cache = projection.forward(params["projection"], mixed, run)
+        y, projection_cache = projection.product(params["projection"], mixed, run)
         return y, (qkv_cache, seen, projection_cache)
+
+    def last_bias(self, params: Params) -> Array | None:
+        """Give the projection's. Not collective."""
+        return self._layers[1].last_bias(params["projection"])
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Compute the gradient of ``x``. Collective over the group."""

@@ -7,6 +7,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from mpizero.nn.affine import Affine
 from mpizero.nn.layer import Layer, as_rows, namespace
 from mpizero.nn.operations import Operations, linear_operations
 from mpizero.nn.regions import Copy, Expand, Gather, Reduce, Region, Scatter
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ColumnLinear(Layer):
+class ColumnLinear(Affine):
     """The own columns of a linear map: from whole inputs to own outputs.
 
     Parameters
@@ -53,16 +54,18 @@ class ColumnLinear(Layer):
         """Describe the own columns of ``weight`` and, where there is one, the own part of ``bias``. Not collective."""
         return tuple(part_of(spec, len(spec.shape) - 1, self.ranges) for spec in self.whole.own_specs())
 
-    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+    def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Map ``x`` (..., inputs) to (..., own outputs). Collective over the group if sequences are split."""
         weight = params["weight"]
         x = as_rows(x, self.whole.inputs, weight.dtype, "Linear").reshape(x.shape)
         entry: Region = Expand(self.group, 1, run.length) if self.sequence else Copy(self.group)
         inputs = entry.forward(x)
         y = inputs.reshape(prod(inputs.shape[:-1]), self.whole.inputs) @ weight
-        if self.whole.bias:
-            y += params["bias"]
         return y.reshape(*inputs.shape[:-1], self.held), (x, entry)
+
+    def last_bias(self, params: Params) -> Array | None:
+        """Give the own part of ``bias``, where there is one. Not collective."""
+        return params["bias"] if self.whole.bias else None
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Compute the sum over the ranks of ``dy @ weight.T``. Collective over the group."""
@@ -91,7 +94,7 @@ class ColumnLinear(Layer):
 
 
 @dataclass(frozen=True)
-class RowLinear(Layer):
+class RowLinear(Affine):
     """The own rows of a linear map: from own inputs, by the shard rule, to the whole output, summed over the ranks.
 
     The bias is whole on every rank and added to the sum. Between the halves of the backward pass a rank holds the whole
@@ -127,15 +130,17 @@ class RowLinear(Layer):
         weight, *bias = self.whole.own_specs()
         return part_of(weight, 0, self.ranges), *bias
 
-    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+    def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Map ``x`` (..., own inputs) to (..., outputs), or to its own places of that. Collective over the group."""
         weight = params["weight"]
         rows = as_rows(x, self.held, weight.dtype, "Linear")
         leave: Region = Scatter(self.group, 1, x.shape[1]) if self.sequence else Reduce(self.group)
         y = leave.forward((rows @ weight).reshape(*x.shape[:-1], self.whole.outputs))
-        if self.whole.bias:
-            y += params["bias"]
         return y, (rows, leave)
+
+    def last_bias(self, params: Params) -> Array | None:
+        """Give the whole ``bias``, where there is one. Not collective."""
+        return params["bias"] if self.whole.bias else None
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Compute ``dy @ weight.T``, (..., own inputs). Collective over the group if sequences are split."""
