@@ -10,6 +10,7 @@ from mpizero.nn.activation import Activation
 from mpizero.nn.affine import Affine
 from mpizero.nn.dropout import Dropout
 from mpizero.nn.layer import Layer, known, namespace
+from mpizero.nn.norm import LayerNorm
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Params, Run
 
@@ -63,7 +64,7 @@ class BlockForm(Layer):
 
     @property
     @abstractmethod
-    def _layers(self) -> tuple[Layer, Affine, Layer, Affine]: ...
+    def _layers(self) -> tuple[LayerNorm, Affine, LayerNorm, Affine]: ...
 
     @property
     @abstractmethod
@@ -85,7 +86,8 @@ class BlockForm(Layer):
         rows = xp.ascontiguousarray(branch).reshape(-1, branch.shape[-1])
         residual = xp.ascontiguousarray(stream).reshape(rows.shape)
         kernels.backend(rows).activation.add_bias_residual(rows, bias, residual, rows)
-        return rows.reshape(branch.shape)
+        joined: Array = rows.reshape(branch.shape)
+        return joined
 
     def children(self) -> dict[str, Layer]:
         """Give ``norm1``, ``attention``, ``norm2`` and ``feed_forward``. Not collective."""
@@ -111,14 +113,10 @@ class BlockForm(Layer):
         norm1_cache, attention_cache, norm2_cache, feed_cache, run = cache
         db = self._dropped(drop2, dy, run)
         dfeed, feed_pending = feed_forward.backward_input(params["feed_forward"], feed_cache, db)
-        dnorm, norm2_pending = norm2.backward_input(params["norm2"], norm2_cache, known(dfeed))
-        dh = known(dnorm)
-        dh += dy
+        dh, norm2_pending = norm2.backward_joined(params["norm2"], norm2_cache, known(dfeed), dy)
         da = self._dropped(drop1, dh, run)
         dattention, attention_pending = attention.backward_input(params["attention"], attention_cache, da)
-        dnorm, norm1_pending = norm1.backward_input(params["norm1"], norm1_cache, known(dattention))
-        dx = known(dnorm)
-        dx += dh
+        dx, norm1_pending = norm1.backward_joined(params["norm1"], norm1_cache, known(dattention), dh)
         return dx, (norm1_pending, attention_pending, norm2_pending, feed_pending)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:

@@ -46,18 +46,25 @@ class LayerNorm(Layer):
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Compute the gradient of ``x``. Not collective."""
+        return self.backward_joined(params, cache, dy, None)
+
+    def backward_joined(self, params: Params, cache: Any, dy: Array, residual: Array | None) -> tuple[Array, Any]:
+        """Compute ``residual`` plus the gradient of ``x``; a new array. Not collective.
+
+        One pass over memory also gives the gradients of the parameters, which wait in what is pending.
+        """
         rows, mean, rstd = cache
+        weight = params["weight"]
         xp = namespace(rows)
         dy_rows = xp.ascontiguousarray(dy.reshape(rows.shape))
-        dx = xp.empty_like(rows)
-        kernels.backend(rows).norm.layernorm_backward_input(dy_rows, rows, params["weight"], mean, rstd, dx)
-        return dx.reshape(dy.shape), dy_rows
+        past = rows[:0] if residual is None else xp.ascontiguousarray(residual.reshape(rows.shape))
+        dx, sums = xp.empty_like(rows), xp.empty((2, self.features), rows.dtype)
+        kernels.backend(rows).norm.layernorm_backward(dy_rows, rows, weight, mean, rstd, past, dx, sums[0], sums[1])
+        return dx.reshape(dy.shape), sums
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the gradients of ``weight`` and ``bias``. Not collective."""
-        rows, mean, rstd = cache
-        norm = kernels.backend(rows).norm
-        norm.layernorm_backward_weights(pending, rows, mean, rstd, grads["weight"], grads["bias"])
+        grads["weight"][...], grads["bias"][...] = pending
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,8 @@ def test_norms_agree_with_the_oracle(shape, dtype, rng):
     mean, rstd, eps = np.empty(shape[0], dtype), np.empty(shape[0], dtype), np.array([1e-2], dtype)
     mean[:], rstd[:] = 0, 0
     *_, mean, rstd = both("norm", "layernorm", x, gamma, beta, eps, y, mean, rstd)
-    both("norm", "layernorm_backward_input", dy, x, gamma, mean, rstd, y)
-    both("norm", "layernorm_backward_weights", dy, x, mean, rstd, dgamma, dbeta)
+    for residual in (x[:0], dy):
+        both("norm", "layernorm_backward", dy, x, gamma, mean, rstd, residual, y, dgamma, dbeta)
     *_, rstd = both("norm", "rmsnorm", x, gamma, eps, y, rstd)
     both("norm", "rmsnorm_backward_input", dy, x, gamma, rstd, y)
     both("norm", "rmsnorm_backward_weights", dy, x, rstd, dgamma)

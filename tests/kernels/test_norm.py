@@ -36,8 +36,10 @@ def test_layernorm_agrees_with_the_oracle(shape, dtype):
         if shape[1] == 1:  # without variance rstd is 1 / sqrt(eps), and dx a difference of huge terms
             results.append((y, mean, rstd))
             continue
-        kernels.layernorm_backward_input(dy, x, gamma, mean, rstd, dx)
-        kernels.layernorm_backward_weights(dy, x, mean, rstd, dgamma, dbeta)
+        kernels.layernorm_backward(dy, x, gamma, mean, rstd, x[:0], dx, dgamma, dbeta)
+        alone = dx.copy()
+        kernels.layernorm_backward(dy, x, gamma, mean, rstd, y, dx, dgamma, dbeta)
+        assert dx.tobytes() == (alone + y).tobytes()
         results.append((y, mean, rstd, dx, dgamma, dbeta))
     for got, want in zip(*results, strict=True):
         np.testing.assert_allclose(got, want, **tolerance(dtype))
@@ -85,8 +87,7 @@ def test_gradients_are_the_limits_of_differences(name):
     dgamma, dbeta = np.empty(6), np.empty(6)
     if name == "layernorm":
         norm.layernorm(x, gamma, beta, eps, y, mean, rstd)
-        norm.layernorm_backward_input(dy, x, gamma, mean, rstd, dx)
-        norm.layernorm_backward_weights(dy, x, mean, rstd, dgamma, dbeta)
+        norm.layernorm_backward(dy, x, gamma, mean, rstd, x[:0], dx, dgamma, dbeta)
         expected = differences(lambda b: loss_of(name, x, gamma, b, eps, dy), beta)
         np.testing.assert_allclose(dbeta, expected, atol=1e-7)
     else:
@@ -110,13 +111,14 @@ def test_a_row_has_the_same_bits_alone_and_among_others(dtype):
     x, dy, gamma, beta, eps = arrays((6, 131), dtype)
     y, dx, mean, rstd = np.empty_like(x), np.empty_like(x), np.empty(6, dtype), np.empty(6, dtype)
     norm.layernorm(x, gamma, beta, eps, y, mean, rstd)
-    norm.layernorm_backward_input(dy, x, gamma, mean, rstd, dx)
+    sums = np.empty((2, 131), dtype)
+    norm.layernorm_backward(dy, x, gamma, mean, rstd, x[:0], dx, *sums)
     for row in range(6):
         part = slice(row, row + 1)
         alone, dalone = np.empty((2, 1, 131), dtype)
         m, r = np.empty((2, 1), dtype)
         norm.layernorm(x[part], gamma, beta, eps, alone, m, r)
-        norm.layernorm_backward_input(dy[part], x[part], gamma, m, r, dalone)
+        norm.layernorm_backward(dy[part], x[part], gamma, m, r, x[:0], dalone, *sums)
         assert alone.tobytes() == y[part].tobytes()
         assert dalone.tobytes() == dx[part].tobytes()
 
@@ -126,8 +128,9 @@ def test_weight_gradients_add_rows_in_ascending_order(dtype):
     x, dy, _, _, _ = arrays((37, 50), dtype)
     mean, rstd = x.mean(axis=1), 1 / x.std(axis=1)
     got, want = np.empty((2, 50), dtype), np.empty((2, 50), dtype)
-    norm.layernorm_backward_weights(dy, x, mean, rstd, got[0], got[1])
-    reference.layernorm_backward_weights(dy, x, mean, rstd, want[0], want[1])
+    gamma, dx = np.ones(50, dtype), np.empty_like(x)
+    norm.layernorm_backward(dy, x, gamma, mean, rstd, x[:0], dx, *got)
+    reference.layernorm_backward(dy, x, gamma, mean, rstd, x[:0], dx, *want)
     assert got.tobytes() == want.tobytes()
 
 

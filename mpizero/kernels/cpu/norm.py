@@ -37,45 +37,46 @@ def layernorm(
 
 
 @kernel(
-    "void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], const T[::1], T[:,::1], T[::1])", scratch=SCRATCH
+    "void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], const T[::1], const T[:,::1], "
+    "T[:,::1], T[::1], T[::1], T[::1])",
+    scratch=SCRATCH,
 )
-def layernorm_backward_input(
-    dy: Array, x: Array, gamma: Array, mean: Array, rstd: Array, dx: Array, scratch: Array
+def layernorm_backward(
+    dy: Array,
+    x: Array,
+    gamma: Array,
+    mean: Array,
+    rstd: Array,
+    residual: Array,
+    dx: Array,
+    dgamma: Array,
+    dbeta: Array,
+    scratch: Array,
 ) -> None:
-    """Write the gradient of the input into ``dx``, which is none of the inputs."""
+    """Write the gradients of input, gamma and beta; the latter are sums over the rows in ascending order.
+
+    ``residual``, which has no rows or as many as ``x``, is added to ``dx``; ``dx`` is none of the inputs.
+    """
     T = x.dtype.type  # noqa: N806
     rows, features = x.shape
     count = T(features)
+    dgamma[:] = T(0)
+    dbeta[:] = T(0)
     for row in range(rows):
         above, part, result, m, r = dy[row], x[row], dx[row], mean[row], rstd[row]
         for j in range(features):
             result[j] = standardized(part[j], m, r)
+        for j in range(features):
+            dgamma[j] += above[j] * result[j]
+            dbeta[j] += above[j]
         mean_g = row_dot(above, gamma, scratch) / count
         mean_gs = row_dot3(above, gamma, result, scratch) / count
         for j in range(features):
             result[j] = layernorm_gradient(above[j] * gamma[j], result[j], mean_g, mean_gs, r)
-
-
-@kernel("void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], T[::1], T[::1])")
-def layernorm_backward_weights(dy: Array, x: Array, mean: Array, rstd: Array, dgamma: Array, dbeta: Array) -> None:
-    """Write the gradients of gamma and beta: sums over the rows in ascending order."""
-    T = x.dtype.type  # noqa: N806
-    rows, features = x.shape
-    dgamma[:] = T(0)
-    dbeta[:] = T(0)
-    pairs = rows // 2
-    for k in range(pairs):
-        r = 2 * k
-        a, b, s, t = dy[r], dy[r + 1], x[r], x[r + 1]
-        m, n, u, v = mean[r], mean[r + 1], rstd[r], rstd[r + 1]
-        for j in range(features):
-            dgamma[j] = (dgamma[j] + a[j] * standardized(s[j], m, u)) + b[j] * standardized(t[j], n, v)
-            dbeta[j] = (dbeta[j] + a[j]) + b[j]
-    for row in range(2 * pairs, rows):
-        a, s, m, u = dy[row], x[row], mean[row], rstd[row]
-        for j in range(features):
-            dgamma[j] += a[j] * standardized(s[j], m, u)
-            dbeta[j] += a[j]
+        if residual.shape[0]:
+            past = residual[row]
+            for j in range(features):
+                result[j] += past[j]
 
 
 @kernel("void(const T[:,::1], const T[::1], const T[::1], T[:,::1], T[::1], T[::1])", scratch=SCRATCH)

@@ -39,9 +39,29 @@ def layernorm(x: Array, gamma: Array, beta: Array, eps1: Array, y: Array, mean: 
             y[row, j] = scaled(standardized(x[row, j], m, r), gamma[j], beta[j])
 
 
-@kernel("void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], const T[::1], T[:,::1])")
-def layernorm_backward_input(dy: Array, x: Array, gamma: Array, mean: Array, rstd: Array, dx: Array) -> None:
-    """Write the gradient of the input into ``dx``, which is none of the inputs."""
+def layernorm_backward(
+    dy: Array,
+    x: Array,
+    gamma: Array,
+    mean: Array,
+    rstd: Array,
+    residual: Array,
+    dx: Array,
+    dgamma: Array,
+    dbeta: Array,
+) -> None:
+    """Write the gradients of input, gamma and beta; the latter are sums over the rows in ascending order.
+
+    ``residual``, which has no rows or as many as ``x``, is added to ``dx``; ``dx`` is none of the inputs.
+    """
+    _layernorm_backward_input(dy, x, gamma, mean, rstd, residual, dx)
+    _layernorm_backward_weights(dy, x, mean, rstd, dgamma, dbeta)
+
+
+@kernel("void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], const T[::1], const T[:,::1], T[:,::1])")
+def _layernorm_backward_input(
+    dy: Array, x: Array, gamma: Array, mean: Array, rstd: Array, residual: Array, dx: Array
+) -> None:
     T = x.dtype.type  # noqa: N806
     shared = cuda.shared.array(MOST_THREADS, x.dtype)
     rows, features = x.shape
@@ -57,12 +77,12 @@ def layernorm_backward_input(dy: Array, x: Array, gamma: Array, mean: Array, rst
         mean_gs = block_sum(weighted, shared) / T(features)
         for j in range(first, features, step):
             g = dy[row, j] * gamma[j]
-            dx[row, j] = layernorm_gradient(g, standardized(x[row, j], m, r), mean_g, mean_gs, r)
+            gradient = layernorm_gradient(g, standardized(x[row, j], m, r), mean_g, mean_gs, r)
+            dx[row, j] = gradient + residual[row, j] if residual.shape[0] else gradient
 
 
 @kernel("void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], T[::1], T[::1])")
-def layernorm_backward_weights(dy: Array, x: Array, mean: Array, rstd: Array, dgamma: Array, dbeta: Array) -> None:
-    """Write the gradients of gamma and beta: sums over the rows in ascending order."""
+def _layernorm_backward_weights(dy: Array, x: Array, mean: Array, rstd: Array, dgamma: Array, dbeta: Array) -> None:
     T = x.dtype.type  # noqa: N806
     rows, features = x.shape
     for j in range(cuda.grid(1), features, cuda.gridsize(1)):

@@ -14,16 +14,24 @@ def layernorm(x: Array, gamma: Array, beta: Array, eps1: Array, y: Array, mean: 
     y[:] = (x - mean[:, None]) * rstd[:, None] * gamma + beta
 
 
-def layernorm_backward_input(dy: Array, x: Array, gamma: Array, mean: Array, rstd: Array, dx: Array) -> None:
-    """Write the gradient of the input into ``dx``."""
+def layernorm_backward(
+    dy: Array,
+    x: Array,
+    gamma: Array,
+    mean: Array,
+    rstd: Array,
+    residual: Array,
+    dx: Array,
+    dgamma: Array,
+    dbeta: Array,
+) -> None:
+    """Write the gradients of input (``residual``, where it has rows, is added), gamma and beta, summed row by row."""
     standard = (x - mean[:, None]) * rstd[:, None]
     g = dy * gamma
     mean_g, mean_gs = g.mean(axis=1, keepdims=True), (g * standard).mean(axis=1, keepdims=True)
     dx[:] = rstd[:, None] * (g - mean_g - standard * mean_gs)
-
-
-def layernorm_backward_weights(dy: Array, x: Array, mean: Array, rstd: Array, dgamma: Array, dbeta: Array) -> None:
-    """Write the gradients of gamma and beta: sums over the rows in ascending order."""
+    if len(residual):
+        dx += residual
     dgamma[:] = 0
     dbeta[:] = 0
     for row in range(x.shape[0]):

@@ -10,6 +10,7 @@ from mpizero.nn.activation import Activation, named_activation
 from mpizero.nn.dropout import Dropout, Window
 from mpizero.nn.forms import BlockForm, FeedForwardForm
 from mpizero.nn.layer import Layer, known
+from mpizero.nn.norm import LayerNorm
 from mpizero.nn.operations import Operations
 from mpizero.nn.regions import Gather, Split
 from mpizero.nn.split.attention import SplitAttention
@@ -74,13 +75,13 @@ class SplitBlock(BlockForm):
         self.children()
 
     @cached_property
-    def _layers(self) -> tuple[Layer, SplitAttention, Layer, SplitFeedForward]:
-        norm1, attention, norm2, feed_forward = self.whole.children().values()
+    def _layers(self) -> tuple[LayerNorm, SplitAttention, LayerNorm, SplitFeedForward]:
+        norm1, attention, norm2, feed_forward = self.whole._layers
         return (
             norm1,
-            SplitAttention(attention, self.group, sequence=True),  # type: ignore[arg-type]
+            SplitAttention(attention, self.group, sequence=True),
             norm2,
-            SplitFeedForward(feed_forward, self.group, sequence=True),  # type: ignore[arg-type]
+            SplitFeedForward(feed_forward, self.group, sequence=True),
         )
 
     @cached_property
