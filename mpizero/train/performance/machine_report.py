@@ -65,8 +65,8 @@ def _products(machine: Machine) -> str:
         rows.append([p.name, p.form, *sizes, *cells])
     one, every = machine.rate(1) / 1e9, machine.rate(machine.ranks_per_node) / 1e9
     return (
-        f"{machine.dtype} products, GFLOP/s of a rank\n{columns(rows, (0, 1))}\nthe four linear maps of a block with "
-        f"their gradients together: {one:.1f} for one rank, {every:.1f} for each of all"
+        f"{machine.dtype} products, GFLOP/s of a rank\n{columns(rows, (0, 1))}\nGEMM rate, the four linear maps of a "
+        f"block with their gradients at their fastest: {one:.1f} for one rank, {every:.1f} for each of all"
     )
 
 

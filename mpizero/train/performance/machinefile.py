@@ -191,23 +191,24 @@ class Machine:
     def rate(self, ranks_per_node: int) -> float:
         """Return the floating-point operations a second of one of so many ranks of a node. Not collective.
 
-        It is that of the linear products of a block together, each form of each product once. [Note: other numbers of
+        It is that of the linear products of a block together, each form of each product once. [Note: limits] Limits are
+        taken from the fastest repetition: others had to share the machine with something else. [Note: other numbers of
         ranks] Measured are one rank alone and all of them. Of fewer ranks than were measured none is faster than one
         alone nor gets less than its share of what all had; more ranks share what all had.
         """
         chosen = [product for product in self.products if product.linear]
         work = sum(product.operations for product in chosen)
-        one = work / sum(product.one.median for product in chosen)
-        every = work / sum(product.every.median for product in chosen)
+        one = work / sum(product.one.least for product in chosen)
+        every = work / sum(product.every.least for product in chosen)
         return _shared(one, every, self.ranks_per_node, ranks_per_node)
 
     def bandwidth(self, name: str, ranks_per_node: int) -> float:
         """Return the bytes a second that the plain pass ``name`` moves for one of so many ranks of a node.
 
-        Not collective. See [Note: other numbers of ranks].
+        Not collective. See [Note: limits] and [Note: other numbers of ranks].
         """
         stream = next(stream for stream in self.streams if stream.name == name)
-        one, every = stream.nbytes / stream.one.median, stream.nbytes / stream.every.median
+        one, every = stream.nbytes / stream.one.least, stream.nbytes / stream.every.least
         return _shared(one, every, self.ranks_per_node, ranks_per_node)
 
     def pass_seconds(self, read: int, written: int, ranks_per_node: int) -> float:
@@ -229,11 +230,9 @@ class Machine:
         """Return how long a collective takes in which a rank sends so many bytes, between those measured.
 
         Not collective. Linear from size to size; beyond the largest by its bandwidth. 0 where nothing was measured: on
-        one rank.
+        one rank. See [Note: limits].
         """
-        known = sorted(
-            (m.sent, m.seconds.median) for m in self.messages if (m.operation, m.where) == (operation, where)
-        )
+        known = sorted((m.sent, m.seconds.least) for m in self.messages if (m.operation, m.where) == (operation, where))
         if not known:
             return 0.0
         before, (last, longest) = known[0], known[-1]
