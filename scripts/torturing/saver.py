@@ -17,9 +17,13 @@ import numpy as np
 
 from mpizero import checkpoint
 from mpizero.checkpoint import LocalArray
+from mpizero.comm import as_communicator
+from mpizero.comm.watchdog import Watchdog
 
 #: Looked at when a save begins and ends, so that a log of system calls shows which belong to it.
 MARKS = ("/mpizero-torture-begin", "/mpizero-torture-end")
+#: Seconds that one call may last.
+STUCK = 20.0
 SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
     "parameters/blocks.0.weight": ((301, 67), "<f4"),
     "parameters/blocks.0.scale": ((), "<f8"),
@@ -94,15 +98,17 @@ def main(arguments: Sequence[str]) -> None:
     newest = checkpoint.newest(folder, comm)
     first = 1 if newest is None else (checkpoint.step_of(newest) or 0) + 1
     comm.Barrier()
-    for step in range(first, first + steps):
-        os.access(MARKS[0], os.F_OK)
-        save(comm, folder, step, how)
-        if comm.rank == 0:
-            with open(folder.parent / "acknowledged", "a", encoding="utf-8") as file:
-                file.write(f"{step}\n")
-        checkpoint.prune(folder, keep, comm)
-        os.access(MARKS[1], os.F_OK)
-        time.sleep(pause)
+    # As in training: ranks that wait inside of HDF5 for one whose last write was refused are ended.
+    with as_communicator(comm) as world, Watchdog(world, STUCK):
+        for step in range(first, first + steps):
+            os.access(MARKS[0], os.F_OK)
+            save(world, folder, step, how)
+            if comm.rank == 0:
+                with open(folder.parent / "acknowledged", "a", encoding="utf-8") as file:
+                    file.write(f"{step}\n")
+            checkpoint.prune(folder, keep, world)
+            os.access(MARKS[1], os.F_OK)
+            time.sleep(pause)
 
 
 if __name__ == "__main__":

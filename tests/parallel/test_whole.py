@@ -345,9 +345,9 @@ def test_every_layout_reads_what_every_layout_writes(number: int) -> None:
 @pytest.mark.mpi
 def test_on_mpi_ranks_too_every_layout_reads_what_every_layout_writes(world: Any) -> None:
     mine = [spread for spread in SPREADS if spread.size == world.size]
-    for writer in mine:
+    for number, writer in enumerate(mine):
         image = saved(world, writer)
-        for reader in mine:
+        for reader in mine[number % 3 :: 3]:  # threads read all of them
             loads(world, reader, image, pristine=False)
 
 
