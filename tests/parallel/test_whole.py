@@ -347,7 +347,7 @@ def test_on_mpi_ranks_too_every_layout_reads_what_every_layout_writes(world: Any
     mine = [spread for spread in SPREADS if spread.size == world.size]
     for number, writer in enumerate(mine):
         image = saved(world, writer)
-        for reader in mine[number % 3 :: 3]:  # threads read all of them
+        for reader in mine[number % 3 :: 3]:  # all files hold the same arrays
             loads(world, reader, image, pristine=False)
 
 
