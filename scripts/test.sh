@@ -145,7 +145,9 @@ run_pytest() {
     local name=$1 seconds=$2
     shift 2
     timeout -k 10 "$seconds" "$PY" -m pytest --no-header --color=no -p no:cacheprovider "$@" 2>&1 | tee "$LOGS/$name.log" &&
-        passed "$LOGS/$name.log"
+        passed "$LOGS/$name.log" && return
+    grep -A 60 'Fatal Python error' "$LOGS/$name.log" # a process that crashed says so long before the summary
+    return 1
 }
 
 # One rank of run_mpi. Rank 0 speaks; the others write to files that are shown when something fails. Each has temporary
