@@ -165,7 +165,7 @@ class Machine:
     ranks, nodes, ranks_per_node, threads : int
         Who measured together; the most ranks of a node; BLAS threads of a rank.
     dtype : str
-        Of streams and products.
+        Of the products.
     repeat : int
         Repetitions, interleaved.
     streams, products, messages, files : tuple
