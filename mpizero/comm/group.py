@@ -178,7 +178,7 @@ class CommunicatorGroup:
             return self._path.reduce(np.ascontiguousarray(x).reshape(-1), operation, tag).reshape(x.shape)
 
     def _timed(self, kind: str, tag: str) -> AbstractContextManager[object]:
-        """Note the time of a call, where somebody watches: a window's ranks wait without calling a communicator."""
+        """Note the time of a call, its copies and sums included, where somebody watches."""
         timeline = self.comm.timeline
         return nullcontext() if timeline is None else timeline.span("layers' messages", f"{kind} {tag!r}")
 

@@ -2,7 +2,7 @@
 
 [Note: waiting] A rank waits in a collective until the last rank has entered it; what is left of the call is the
 collective itself and belongs to the phase around it. A receive from one rank is all waiting: its message was posted
-ahead. Inside of windows, through which the ranks of a tensor group exchange on one node, waiting cannot be told apart.
+ahead. Windows have barriers of a communicator in them, so waiting in those is seen as well.
 """
 
 from __future__ import annotations
