@@ -1,0 +1,197 @@
+"""The share of the GEMM rate that one process reaches over a whole training step of a GPT.
+
+In turns, in one process and one thread: a whole step (forward, backward, AdamW), forward and backward alone, and the
+matrix products of the linear layers at the step's own shapes, made by NumPy into arrays that exist. The rate of these
+is the GEMM rate. A step's rate is the operations of all its products, as the layers count them (of attention, those
+that are not skipped as masked), over its seconds; its share is that over the GEMM rate of the same round. Shown are
+medians over rounds and, in parentheses, least and most. ``--clock cpu`` counts processor time, for machines that are
+not quiet.
+
+``--kinds`` then tells how long each kind of layer takes within forward and backward, and its products' rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+
+import mpizero as mz
+from mpizero.nn.activation import Activation
+from mpizero.nn.affine import Affine
+from mpizero.nn.attention import CausalSelfAttention
+from mpizero.nn.forms import BlockForm
+from mpizero.nn.model import gradient_slots
+from mpizero.types import Run
+
+VOCABULARY = 256
+CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dim", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
+    parser.add_argument("--sequence", type=int, default=128, help="tokens a sequence")
+    parser.add_argument("--strategy", default="zero1", help="ddp, zero1, zero2 or zero3 (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--kinds", action="store_true", help="tell the time of each kind of layer")
+    return parser.parse_args()
+
+
+class Products:
+    """The three products of each linear map of a model, on arrays of its shapes."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        rng, dim, self.rows = np.random.default_rng(0), args.dim, args.batch * args.sequence
+        self.maps = [(args.layers, *self._map(rng, dim, out)) for out in (3 * dim, dim, 4 * dim)]
+        self.maps += [(args.layers, *self._map(rng, 4 * dim, dim)), (1, *self._map(rng, dim, VOCABULARY))]
+        self.operations = sum(6 * n * x.shape[0] * w.size for n, x, w, *_ in self.maps)
+
+    def _map(self, rng: np.random.Generator, inputs: int, outputs: int) -> tuple[np.ndarray, ...]:
+        shapes = [(self.rows, inputs), (inputs, outputs), (self.rows, outputs)]
+        given = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+        return (*given, *(np.empty_like(array) for array in given))
+
+    def __call__(self) -> None:
+        """Make all products of a step's linear layers."""
+        for times, x, weight, dy, dx, dweight, y in self.maps:
+            for _ in range(times):
+                np.matmul(x, weight, out=y)
+                np.matmul(dy, weight.T, out=dx)
+                np.matmul(x.T, dy, out=dweight)
+
+
+def seconds(args: argparse.Namespace, work: Callable[[], Any]) -> float:
+    """Time one call."""
+    clock = CLOCKS[args.clock]
+    started = clock()
+    work()
+    return clock() - started
+
+
+def spread(values: list[float], digits: int = 1, unit: str = "") -> str:
+    """Write the median, and the range in parentheses."""
+    numbers = (statistics.median(values), min(values), max(values))
+    middle, least, most = (f"{value:.{digits}f}{unit}" for value in numbers)
+    return f"{middle} ({least} to {most})"
+
+
+def compare(args: argparse.Namespace, works: dict[str, Callable[[], Any]], counted: float, products: Products) -> None:
+    """Print seconds, rates and shares of all works."""
+    for work in works.values():
+        work()
+    rounds = [{name: seconds(args, work) for name, work in works.items()} for _ in range(args.rounds)]
+    print(f"{'':24s} {'ms':>28s} {'GFLOP/s':>24s} {'share of the GEMM rate':>32s}")
+    for name in works:
+        operations = products.operations if name == "products" else counted
+        times = [row[name] for row in rounds]
+        rates = [operations / t / 1e9 for t in times]
+        gemm = [products.operations / row["products"] / 1e9 for row in rounds]
+        shares = [100 * rate / limit for rate, limit in zip(rates, gemm, strict=True)]
+        print(f"{name:24s} {spread([1e3 * t for t in times]):>28s} {spread(rates):>24s} {spread(shares, 1, ' %'):>32s}")
+
+
+@contextmanager
+def timed_methods(args: argparse.Namespace, spent: Counter[str], operations: Counter[str]) -> Iterator[None]:
+    """Let the layers' methods add their seconds, those of their children taken out, to ``spent``."""
+    clock, inside = CLOCKS[args.clock], [0.0]
+    rows = args.batch * args.sequence
+
+    def timed(kind: type, name: str) -> Any:
+        method = getattr(kind, name)
+
+        @functools.wraps(method)
+        def call(self: Any, *rest: Any, **named: Any) -> Any:
+            inside.append(0.0)
+            started = clock()
+            try:
+                return method(self, *rest, **named)
+            finally:
+                took = clock() - started
+                label = f"{type(self).__name__}.{name}"
+                if isinstance(self, mz.nn.Linear):
+                    label = f"Linear {self.inputs} -> {self.outputs}, {name}"
+                    operations[label] += 2 * rows * self.inputs * self.outputs if name != "forward" else 0
+                spent[label] += took - inside.pop()
+                inside[-1] += took
+
+        return mock.patch.object(kind, name, call)
+
+    passes = ("forward", "backward_input", "backward_weights")
+    places: list[tuple[type, str]] = [
+        (Activation, "backward_over"),
+        (mz.nn.GELU, "forward_biased"),
+        (Affine, "forward"),
+    ]
+    places += [(mz.nn.Linear, name) for name in ("product", *passes[1:])]
+    places += [(mz.nn.LayerNorm, name) for name in ("forward", "backward_joined", "backward_weights")]
+    places += [(kind, name) for kind in (BlockForm, mz.nn.Projection, mz.nn.TokenEmbedding) for name in passes]
+    places += [(CausalSelfAttention, name) for name in ("attend", "attend_backward")]
+    places += [(mz.nn.CrossEntropy, name) for name in ("forward", "backward")]
+    patches = [timed(kind, name) for kind, name in places]
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in reversed(patches):
+            patch.stop()
+
+
+def tell_kinds(args: argparse.Namespace, work: Callable[[], Any]) -> None:
+    """Print the median seconds of each kind of layer over the rounds."""
+    rounds: list[Counter[str]] = []
+    operations: Counter[str] = Counter()
+    for _ in range(args.rounds):
+        rounds.append(Counter())
+        operations.clear()
+        with timed_methods(args, rounds[-1], operations):
+            work()
+    middle = {name: statistics.median(row[name] for row in rounds) for name in rounds[0]}
+    print(f"\n{'within forward and backward':52s} {'ms':>8s} {'GFLOP/s':>8s}")
+    for name, took in sorted(middle.items(), key=lambda item: -item[1]):
+        rate = f"{operations[name] / took / 1e9:8.1f}" if operations[name] else ""
+        print(f"{name:52s} {1e3 * took:8.2f} {rate:>8s}")
+
+
+def main() -> None:
+    """Measure and print."""
+    args = arguments()
+    gpt = mz.nn.GPT(dim=args.dim, layers=args.layers, heads=args.heads, sequence=args.sequence, vocabulary=VOCABULARY)
+    text = np.random.default_rng(0).integers(0, VOCABULARY, (args.batch, args.sequence + 1))
+    x, y = text[:, :-1], text[:, 1:]
+    values, slots, products = mz.nn.initial_parameters(gpt), gradient_slots(gpt), Products(args)
+    counted = args.batch * sum(o.total for o in mz.nn.model_operations(gpt, (args.sequence,)).values())
+    config = mz.ShardingConfig(comm=None, micro_batch=args.batch)
+    model, _ = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=args.strategy, config=config)
+
+    def passes() -> None:
+        mz.nn.loss_and_gradients(gpt, values, (x, y), Run(training=True), slots=slots)
+
+    with model:
+        works = {"whole step": lambda: model.train(x, y), "forward and backward": passes, "products": products}
+        shape = f"dim {args.dim}, {args.layers} layers, {args.batch} x {args.sequence} tokens, {args.strategy}"
+        print(f"GPT of {shape}, {model.parameter_count:,} parameters, float32, one process; {args.rounds} rounds")
+        compare(args, works, counted, products)
+        if args.kinds:
+            tell_kinds(args, passes)
+
+
+if __name__ == "__main__":
+    main()
