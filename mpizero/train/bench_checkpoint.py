@@ -23,7 +23,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError
 from mpizero.layout import Partition, Span
-from mpizero.train.memory import peak_growth, settle
+from mpizero.train.memory import peak_growth, proportional_growth, settle
 from mpizero.types import Array
 
 #: Arrays of the checkpoint: a parameter and two moments for each of so many layers.
@@ -100,7 +100,8 @@ class Timing:
 class CheckpointFigures:
     """What was measured, and the memory of one rank: bytes of its shard, and the most that it needed beside it.
 
-    ``peaks`` has by operation what Python's allocators have counted, and the growth of the largest resident size.
+    ``peaks`` has by operation what Python's allocators have counted, and the growth of the largest resident size and of
+    the largest proportional set size that was seen.
     """
 
     ranks: int
@@ -108,7 +109,7 @@ class CheckpointFigures:
     repeat: int
     shard: int
     timings: list[Timing]
-    peaks: dict[str, tuple[int, int]]
+    peaks: dict[str, tuple[int, int, int]]
 
 
 #: Name of an operation -> what it is compared with.
@@ -288,7 +289,7 @@ class _Bench:
             found[cold + name] = self.seconds(works[name])
         return found | {f"{cold}verification": found[f"{cold}load"] - found[f"{cold}load unverified"]}
 
-    def peaks(self) -> dict[str, tuple[int, int]]:
+    def peaks(self) -> dict[str, tuple[int, int, int]]:
         """Return what a save and a load need besides the values, largest over the ranks."""
         found = {}
         backend = self.request.backends[0]
@@ -298,12 +299,13 @@ class _Bench:
         for name, work in ((f"save {backend}", lambda: self.save(backend)), ("load", self.load)):
             settle()
             tracemalloc.start()
-            with peak_growth() as resident:
+            with peak_growth() as resident, proportional_growth() as proportional:
                 self.seconds(work)
             counted = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
-            every = self.comm.allgather_object((counted, resident[0]), "bench checkpoint")
-            found[name] = (max(entry[0] for entry in every), max(entry[1] for entry in every))
+            every = self.comm.allgather_object((counted, resident[0], proportional[0]), "bench checkpoint")
+            first, second, third = map(max, zip(*every, strict=True))
+            found[name] = (first, second, third)
         self.remove(backend)
         return found
 
@@ -362,10 +364,10 @@ def report(figures: CheckpointFigures) -> str:
         compared = f"  {timing.ratio:.2f} x the time of: {timing.against}" if timing.against else ""
         spans = "".join(f"{value * 1e3:9.1f}" for value in (timing.seconds, timing.least, timing.most))
         lines.append(f"{timing.name:21}{spans}{speed}{compared}")
-    for name, (counted, resident) in figures.peaks.items():
+    for name, (counted, resident, proportional) in figures.peaks.items():
         lines.append(
             f"memory of {name} beside the shard of {figures.shard / 1e6:.1f} MB: {counted / 1e6:.1f} MB counted, "
-            f"{resident / 1e6:.1f} MB resident"
+            f"{resident / 1e6:.1f} MB resident, {proportional / 1e6:.1f} MB PSS"
         )
     return "\n".join(lines)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -50,6 +51,28 @@ def peak_growth() -> Iterator[list[int]]:
     finally:
         peak = _kilobytes(Path("/proc/self/status"), "VmHWM") or peak_resident()
         grown[0] = max(0, peak - before)
+
+
+@contextmanager
+def proportional_growth(every: float = 0.002) -> Iterator[list[int]]:
+    """Yield a list that holds, after the block, by how many bytes :func:`proportional` was larger at most than before.
+
+    Not collective. The kernel keeps no peak of it, so a thread looks ``every`` so many seconds.
+    """
+    grown, done = [0], threading.Event()
+    before = proportional()
+
+    def look() -> None:
+        while not done.wait(every):
+            grown[0] = max(grown[0], proportional() - before)
+
+    watcher = threading.Thread(target=look, name="proportional set size", daemon=True)
+    watcher.start()
+    try:
+        yield grown
+    finally:
+        done.set()
+        watcher.join()
 
 
 def settle() -> None:

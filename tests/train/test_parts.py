@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import time
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from mpizero.errors import ConfigError
 from mpizero.train.bench import MemoryRequest, sent_formula, wide_mlp
 from mpizero.train.generate import Sampling, characters
-from mpizero.train.memory import peak_resident, proportional, resident
+from mpizero.train.memory import peak_growth, peak_resident, proportional, proportional_growth, resident
 from mpizero.train.metrics import Speed, Validation, perplexity
 from mpizero.train.progress import ByteProgress, Progress
 from mpizero.train.runfolder import RunFolder, RunFolderError
@@ -73,6 +74,15 @@ def test_validation_figures_fit_the_task():
 def test_memory_is_told_in_bytes():
     assert 1e6 < proportional() < 1.1 * resident()  # the kernel counts resident pages by batches
     assert resident() < 1.1 * peak_resident()
+
+
+def test_memory_held_for_a_while_is_seen_by_whoever_looks_for_peaks():
+    with proportional_growth() as proportional_bytes, peak_growth() as resident_bytes:
+        held = np.ones(5_000_000)
+        time.sleep(0.05)
+        del held
+    assert 3e7 < proportional_bytes[0] < 6e7
+    assert 3e7 < resident_bytes[0] < 6e7
 
 
 def test_the_run_folder_is_the_parent_of_checkpoints_and_else_the_folder_itself(tmp_path):
