@@ -71,6 +71,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--grain", type=int, help="mpizero's micro_batch (default: the sequences of a rank)")
     parser.add_argument("--mpiexec", default=beside(sys.executable, "mpiexec"))
     parser.add_argument("--peers-python", default=sys.executable, help="interpreter that has PyTorch and DeepSpeed")
+    parser.add_argument("--no-memory", action="store_true", help="leave out the runs alone, which measure memory")
     parser.add_argument("--bits", action="store_true", help="compare results over numbers of ranks instead of speed")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the tables")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw speed.png and memory.png (needs matplotlib)")
@@ -164,7 +165,7 @@ def require(args: argparse.Namespace) -> bool:
     )
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]
-        print(f"DeepSpeed's fused Adam cannot be built, PyTorch's takes its place: {last}", file=sys.stderr)
+        tell(f"DeepSpeed's fused Adam cannot be built, PyTorch's takes its place: {last}")
     return not done.returncode
 
 
@@ -202,18 +203,25 @@ def memory(args: argparse.Namespace, name: str, own_adam: bool) -> dict[str, Any
     return told | {"pss_rank": most["rank"], "pss_node": most["node"], "pss_node_start": before["node"]}
 
 
+def tell(line: str) -> None:
+    """Show on the screen how far it is."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run everything; return the figures."""
     own_adam = require(args)
     names = args.contenders
-    results = {}
-    for name in names:
-        print(f"{name} alone", file=sys.stderr, flush=True)
+    results: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for name in () if args.no_memory else names:
+        tell(f"{name} alone")
         results[name] = memory(args, name, own_adam)
     with contextlib.ExitStack() as stack:
-        teams = {name: stack.enter_context(team(args, name, own_adam)) for name in names}
-        for each in teams.values():
-            each.ask("prepare")
+        teams = {}
+        for name in names:
+            tell(f"{name} starts")
+            teams[name] = stack.enter_context(team(args, name, own_adam))
+            results[name] |= teams[name].ask("prepare")[0]
         seconds = in_turns(
             args.rounds, names, lambda name: max(teams[name].ask("turn", warmup=args.warmup, steps=args.steps))
         )
@@ -247,10 +255,12 @@ def report(found: dict[str, Any]) -> str:
         f"{'MB since import':>17s}  optimizer",
     ]
     for name, row in results.items():
-        speed, grown = row["tokens_per_second"], row["pss_node"] - row["pss_node_start"]
+        speed = row["tokens_per_second"]
+        held = [row["pss_rank"], row["pss_node"], row["pss_node"] - row["pss_node_start"]] if "pss_node" in row else []
+        mega = [f"{size / 1e6:.0f}" for size in held] or ["-"] * 3
         lines.append(
             f"{name:17s}{speed['median']:11,.0f}{speed['least']:11,.0f}{speed['most']:11,.0f}"
-            f"{row['pss_rank'] / 1e6:11.0f}{row['pss_node'] / 1e6:9.0f}{grown / 1e6:17.0f}  {row['note']}"
+            f"{mega[0]:>11s}{mega[1]:>9s}{mega[2]:>17s}  {row['note']}"
         )
     ours = [name for name in results if name in STRATEGIES]
     if ours:
@@ -313,7 +323,7 @@ def main() -> None:
     print(json.dumps(found, indent=1) if args.json else report(found))
     if args.plot:
         for path in pictures.draw(found, args.plot, STRATEGIES, LIMIT):
-            print(path, file=sys.stderr)
+            tell(str(path))
 
 
 if __name__ == "__main__":

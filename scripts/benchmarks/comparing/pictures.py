@@ -12,7 +12,7 @@ OURS, THEIRS, BOUND = "tab:blue", "tab:gray", "tab:red"
 
 
 def draw(found: dict[str, Any], folder: Path, ours: Sequence[str], limit: str) -> list[Path]:
-    """Write ``speed.png`` and ``memory.png`` into ``folder``, which is made; return their paths."""
+    """Write ``speed.png``, and ``memory.png`` where that was measured, into ``folder``, which is made; return them."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = {name: row for name, row in found["results"].items() if name != limit}
     colors = [OURS if name in ours else THEIRS for name in rows]
@@ -34,6 +34,10 @@ def draw(found: dict[str, Any], folder: Path, ours: Sequence[str], limit: str) -
         bound = found["results"][limit]["tokens_per_second"]["median"]
         axes.axvline(bound, color=BOUND, linestyle="--", label=limit)
         axes.legend(loc="lower right")
+    paths = [folder / "speed.png"]
+    fast.savefig(paths[0], dpi=150)
+    if not all("pss_node" in row for row in rows.values()):
+        return paths
     small, axes = _empty(title)
     base = [row["pss_node_start"] / 1e6 for row in rows.values()]
     grown = [(row["pss_node"] - row["pss_node_start"]) / 1e6 for row in rows.values()]
@@ -41,8 +45,7 @@ def draw(found: dict[str, Any], folder: Path, ours: Sequence[str], limit: str) -
     axes.barh(list(rows), grown, left=base, color=colors, label="since then, at the peak")
     axes.set_xlabel("PSS of all ranks of the node, MB")
     axes.legend(loc="lower right")
-    paths = [folder / "speed.png", folder / "memory.png"]
-    fast.savefig(paths[0], dpi=150)
+    paths.append(folder / "memory.png")
     small.savefig(paths[1], dpi=150)
     return paths
 

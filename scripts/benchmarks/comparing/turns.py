@@ -168,8 +168,7 @@ def in_turns(rounds: int, names: Sequence[str], measure: Callable[[str], float])
         for place in range(len(names)):
             name = names[(turn + place) % len(names)]
             found[name].append(measure(name))
-        if sys.stderr.isatty():
-            print(f"round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
+        print(f"round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
     return found
 
 
