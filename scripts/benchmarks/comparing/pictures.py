@@ -33,7 +33,7 @@ def draw(found: dict[str, Any], folder: Path, ours: Sequence[str], limit: str) -
     if limit in found["results"]:
         bound = found["results"][limit]["tokens_per_second"]["median"]
         axes.axvline(bound, color=BOUND, linestyle="--", label=limit)
-        axes.legend(loc="lower right")
+        fast.legend(loc="outside lower center")
     paths = [folder / "speed.png"]
     fast.savefig(paths[0], dpi=150)
     if not all("pss_node" in row for row in rows.values()):
@@ -44,7 +44,7 @@ def draw(found: dict[str, Any], folder: Path, ours: Sequence[str], limit: str) -
     axes.barh(list(rows), base, color=colors, alpha=0.4, label="interpreter and libraries, after import")
     axes.barh(list(rows), grown, left=base, color=colors, label="since then, at the peak")
     axes.set_xlabel("PSS of all ranks of the node, MB")
-    axes.legend(loc="lower right")
+    small.legend(loc="outside lower center", ncols=2)
     paths.append(folder / "memory.png")
     small.savefig(paths[1], dpi=150)
     return paths
