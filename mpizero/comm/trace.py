@@ -4,17 +4,15 @@
 type, count, operation and tag. MPI reports some breaches, hangs on others, and gives wrong numbers in silence for equal
 counts in another order. So each rank folds what it calls into one number for each communicator: ranks that have called
 alike have the same number after as many calls. Counts that may differ by rank (an alltoallv's) are not in it; neither
-are the lines that call, which are kept for the report only. Recording costs well below a microsecond: the line is kept
-as a code object with the place of an instruction in it, and becomes text when somebody asks.
+are the lines that call, which are kept for the report only. Recording costs one to two microseconds amid other work:
+the line is kept as a code object with the place of an instruction in it, and becomes text when somebody asks.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from time import monotonic
@@ -25,10 +23,11 @@ import numpy as np
 
 #: Collectives of a communicator that are remembered.
 REMEMBERED = 64
-#: Numbers are below this prime, so that those of 65,536 ranks add up in 64 bits.
+#: Sums of numbers are taken modulo this prime, so that those of 65,536 ranks add up in 64 bits.
 MODULUS = 2**47 - 115
-_FACTOR = 94_906_265_624_251
 _SHOWN = 160
+#: Calls whose numbers are at hand.
+_LEARNT = 4096
 #: What the last part of these calls is.
 _MEANING = {"broadcast": "root ", "ibroadcast": "root ", "broadcast_object": "root "}
 
@@ -37,7 +36,8 @@ Call = tuple[Any, ...]
 #: Number of the collective, the number that stands for all up to it, the call, and where it stands in the source.
 _Entry = tuple[int, int, Call, CodeType | None, int]
 
-_COMM = str(Path(__file__).resolve().parent) + os.sep
+#: As the code objects of this package have them.
+_OWN_FILES = frozenset(map(str, Path(__file__).parent.glob("*.py")))
 
 
 class Record(NamedTuple):
@@ -84,7 +84,9 @@ class CallTrace:
         How many such things it has ended.
     """
 
-    __slots__ = ("_entries", "duties", "duty", "entered", "name", "number", "operation", "sequence", "started", "tag")
+    __slots__ = (
+        "_entries", "_numbers", "duties", "duty", "entered", "name", "number", "operation", "sequence", "started", "tag"
+    )  # fmt: skip
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -96,18 +98,29 @@ class CallTrace:
         self.number = 0
         self.duty = ("", 0.0)
         self.duties = 0
+        self._numbers: dict[Call, int] = {}
         self._entries: list[_Entry] = [(0, 0, (), None, 0)] * REMEMBERED
 
     def begin(self, call: Call) -> int:
         """Record a collective, called three frames up or further out, and return its number. Not collective."""
         sequence = self.started + 1
-        number = self.number = (self.number * _FACTOR + number_of(call)) % MODULUS
+        own = self._numbers.get(call)
+        if own is None:
+            own = self._learn(call)
+        number = self.number = hash((self.number, own))  # of integers: the same in every process
         frame = sys._getframe(3)
-        while frame.f_code.co_filename.startswith(_COMM) and frame.f_back is not None:
-            frame = frame.f_back
-        self._entries[sequence % REMEMBERED] = (sequence, number, call, frame.f_code, frame.f_lasti)
+        code = frame.f_code
+        while code.co_filename in _OWN_FILES and (outer := frame.f_back) is not None:
+            frame, code = outer, outer.f_code
+        self._entries[sequence % REMEMBERED] = (sequence, number, call, code, frame.f_lasti)
         self.started = sequence
         return sequence
+
+    def _learn(self, call: Call) -> int:
+        """Remember the number of a call; those of calls that never come again are forgotten now and then."""
+        if len(self._numbers) >= _LEARNT:
+            self._numbers.clear()
+        return self._numbers.setdefault(call, number_of(call))
 
     @contextmanager
     def common_duty(self, what: str) -> Iterator[None]:
@@ -137,7 +150,6 @@ class CallTrace:
         return [Record(e[0], e[1], describe(e[2]), _line(e[3], e[4])) for e in entries]
 
 
-@lru_cache(maxsize=4096)
 def number_of(call: Call) -> int:
     """Return a number below the modulus that is the same for the same call in every process. Not collective."""
     return int.from_bytes(blake2b(describe(call, shown=None).encode(), digest_size=8).digest(), "little") % MODULUS
