@@ -6,7 +6,6 @@ import contextlib
 import linecache
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable
 from time import monotonic
@@ -15,7 +14,7 @@ from typing import Any
 
 from mpizero.comm.board import Board, Slot
 from mpizero.comm.register import Register
-from mpizero.comm.stacks import place, stacks
+from mpizero.comm.stacks import frame_of, place, stacks
 from mpizero.comm.trace import Record
 
 #: Seconds between two entries on the board, unless a watchdog asks for more.
@@ -107,7 +106,7 @@ class Heartbeat:
     def slot(self) -> Slot:
         """Describe where the main thread stands now."""
         now = monotonic()
-        frame = sys._current_frames().get(self._watched)
+        frame = frame_of(self._watched)
         spot = (id(frame), frame.f_lasti) if frame else (0, 0)
         moved = spot != self._spot
         if moved:

@@ -3,16 +3,26 @@
 [Note: no frames] The frames of another thread must not be followed from one to the next: between two steps that thread
 goes on, and CPython 3.11 has been seen to hand out memory of a frame that was gone. ``faulthandler`` looks at all
 stacks in one call during which no other thread runs, and says what it saw as text.
+
+[Note: no collection] ``sys._current_frames`` makes objects while it holds a lock of the interpreter, so a garbage
+collection may begin in it (CPython issue 106883, mended in later releases). If a finalizer then lets other threads
+run, and one of them starts or ends a thread or calls the same function, it waits for that lock and keeps the
+interpreter's: the process stands still for ever. And what is being told of may be gone when it goes on. Hence no
+collection while it runs.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import re
+import sys
 import sysconfig
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+) .*:")
@@ -22,6 +32,10 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
 _COMM = str(Path(__file__).resolve().parent) + os.sep
+
+
+#: Held where collections are turned off and on again, by several threads of one process.
+_LOOKING = threading.Lock()
 
 
 class Line(NamedTuple):
@@ -34,6 +48,21 @@ class Line(NamedTuple):
     def __str__(self) -> str:
         """Give "file:line in function"."""
         return f"{Path(self.file).name}:{self.number} in {self.function}"
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """Return the innermost frame of the thread with this ``threading.get_ident``, None if there is none.
+
+    Not collective. See [Note: no collection], and [Note: no frames] for what must not be done with it.
+    """
+    with _LOOKING:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames().get(thread)
+        finally:
+            if enabled:
+                gc.enable()
 
 
 def stacks() -> dict[int, list[Line]]:

@@ -1,10 +1,12 @@
 """Where threads stand is told while they run on, and never from frames that may be gone."""
 
+import gc
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 
-from mpizero.comm.stacks import Line, place, stacks
+from mpizero.comm.stacks import Line, frame_of, place, stacks
 
 
 def waits(entered: threading.Event, gate: threading.Event) -> None:
@@ -66,3 +68,41 @@ def test_threads_that_run_on_are_looked_at_without_harm():
     lines = [line for found in seen for thread in threads for line in found.get(thread.ident or 0, ())]
     assert any(line.function == "nested" for line in lines)
     assert all(line.number > 0 for line in lines)
+
+
+LOOKERS = """
+import gc, mmap, threading
+from mpizero.comm.stacks import frame_of, frame_of
+
+class Held:
+    pass
+
+def work():
+    for _ in range(1000):
+        held = Held()
+        held.itself, held.map = held, mmap.mmap(-1, 4096)  # only a collection frees it, and lets others run meanwhile
+        del held
+        assert frame_of(main) is not None
+
+gc.set_threshold(1)
+main = threading.get_ident()
+threads = [threading.Thread(target=work) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert gc.isenabled()
+"""
+
+
+def test_threads_that_look_while_garbage_is_collected_do_not_wait_for_each_other():
+    subprocess.run([sys.executable, "-c", LOOKERS], check=True, timeout=60)
+
+
+def test_collections_stay_off_where_they_were_off():
+    gc.disable()
+    try:
+        assert frame_of(threading.get_ident()).f_code.co_name == "frame_of"
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
