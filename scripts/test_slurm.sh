@@ -263,10 +263,10 @@ signalled() {
 # Slurm's own time limit, of which 3 minutes all but 2 seconds are kept for saving; then submitted again.
 timed() {
     local job
-    job=$(submit train timed --ntasks=4 --time=3 --signal=B:USR1@1 -- train.time_reserve=178) || return 1
+    job=$(submit train timed --ntasks=4 --time=3 --signal=B:USR1@1 -- train.time_reserve=179) || return 1
     wait_for 240 state_is "$job" 'COMPLETED|FAILED|CANCELLED|TIMEOUT'
     expect status "$(field "$job" ExitCode)" 75:0
-    expect_text timed.log 'stopped by the time limit \(Slurm.s: 1[0-9]* s left, 178 s kept for saving\) after step'
+    expect_text timed.log 'stopped by the time limit \(Slurm.s: 1[0-9]* s left, 179 s kept for saving\) after step'
     NOTE="exit status 75 after step $(steps timed)"
     if [ -x "$MPICH_PYTHON" ]; then
         job=$(PYTHON=$MPICH_PYTHON LAUNCH="srun --mpi=pmi2" submit train timed --ntasks=3 --time=20 --) || return 1
@@ -326,7 +326,7 @@ sequence = 16
 [data]
 text = "text.txt"
 [train]
-steps = 40
+steps = 400
 global_batch = 8
 micro_batch = 1
 validate_every = 0
