@@ -196,18 +196,28 @@ def _refuse_at(torture: Torture, row: Row, how: str, victim: int, call: Call) ->
         ended = run(command, folder, torture.limit)
         problem = problem_of_refusal(ended, run_folder, error)
         outcome = "new one kept" if (run_folder / "step_00000002").exists() else "old one kept"
+        outcome += ", ended by the watchdog" if stuck_in_hdf5(ended) else ""
         row.add(problem or problem_of_next_save(run_folder), outcome, case)
 
 
+def stuck_in_hdf5(ended: Ended) -> bool:
+    """Tell whether the watchdog has ended ranks that parallel HDF5 kept, after its own last write was refused."""
+    return "stuck: hdf5 close" in ended.err and "state.h5" in ended.err
+
+
 def problem_of_refusal(ended: Ended, run_folder: Path, error: str) -> str:
-    """Say what is wrong after a save that the system refused: one error, nothing left, the last good one whole."""
+    """Say what is wrong after a save that the system refused: one error, nothing left, the last good one whole.
+
+    What ranks leave that the watchdog has ended, the next save removes.
+    """
     text = {"ENOSPC": "No space left on device", "EIO": "Input/output error"}[error]
     told = "was not written" in ended.err or "cannot remove old checkpoints" in ended.err
     if problem := problem_of_ending(ended):
         return problem
-    if text not in ended.err or not told or "Traceback" in ended.err:
+    stuck = stuck_in_hdf5(ended)
+    if text not in ended.err or not (told or stuck) or "Traceback" in ended.err:
         return f"not a clear error: {ended.err[-600:]}"
-    if hidden(run_folder):
+    if hidden(run_folder) and not stuck:
         return f"{hidden(run_folder)} stayed"
     return problem_of_folder(run_folder, max(1, acknowledged(run_folder)))
 
