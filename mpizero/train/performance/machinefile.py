@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -32,10 +33,7 @@ class Spread:
     @classmethod
     def of(cls, values: list[float]) -> Spread:
         """Return median and range of at least one value. Not collective."""
-        ordered = sorted(values)
-        middle = len(ordered) // 2
-        median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-        return cls(median, ordered[0], ordered[-1])
+        return cls(statistics.median(values), min(values), max(values))
 
 
 @dataclass(frozen=True)
