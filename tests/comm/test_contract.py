@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -29,14 +31,15 @@ CALLS = [
 ]
 
 
+def begin(trace, call):
+    """Record a call from as far away as a communicator's caller."""
+    return (lambda: (lambda: trace.begin(call))())()
+
+
 def called(*calls, name="world"):
     trace = CallTrace(name)
-
-    def call(what):  # as far from the trace as a communicator's caller
-        return (lambda: (lambda: trace.begin(what))())()
-
-    for what in calls:
-        call(what)
+    for call in calls:
+        begin(trace, call)
     return trace
 
 
@@ -200,3 +203,41 @@ def test_the_start_takes_one_message_of_32_bytes():
 
 def test_the_versions_of_all_that_decides_bits_are_known():
     assert {"python", "mpizero", "numpy", "numba", "mpi4py", "h5py"} <= versions().keys()
+
+
+def many_calls(count):
+    return [("allreduce", f"bucket {i % 5}", "f", 1 + i % 7, "sum") for i in range(count)]
+
+
+def test_whoever_watches_sees_what_the_rank_has_not_folded_yet():
+    watched, asked = CallTrace("watched"), CallTrace("asked")
+    for call in many_calls(3 * REMEMBERED + 5):
+        begin(watched, call)
+        begin(asked, call)
+        assert watched.last() == (asked.started, asked.number)
+        assert watched.number_at(watched.started - 7) == asked.number_at(asked.started - 7)
+    assert [r.number for r in watched.records()] == [r.number for r in asked.records()]
+
+
+def test_a_thread_that_watches_never_sees_a_number_that_was_not_there():
+    calls = many_calls(20_000)
+    reference, numbers = CallTrace("reference"), [0]
+    for call in calls:
+        begin(reference, call)
+        numbers.append(reference.number)
+    trace, seen, done = CallTrace("watched"), [], threading.Event()
+
+    def watch():
+        while not done.is_set():
+            seen.append(trace.last())
+            seen.extend((record.sequence, record.number) for record in trace.records()[-3:])
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for call in calls:
+        begin(trace, call)
+    done.set()
+    watcher.join()
+    assert seen
+    assert all(numbers[sequence] == number for sequence, number in seen)
+    assert trace.number == numbers[-1]

@@ -78,10 +78,13 @@ def test_memory_is_told_in_bytes():
 
 
 def test_memory_held_for_a_while_is_seen_by_whoever_looks_for_peaks():
-    with proportional_growth() as proportional_bytes, peak_growth() as resident_bytes:
-        with mmap.mmap(-1, 40_000_000) as held:  # an array may lie where freed memory was kept
-            np.frombuffer(held, np.uint8)[:] = 1
-            time.sleep(0.3)
+    with (
+        proportional_growth() as proportional_bytes,
+        peak_growth() as resident_bytes,
+        mmap.mmap(-1, 40_000_000) as held,  # an array may lie where freed memory was kept
+    ):
+        np.frombuffer(held, np.uint8)[:] = 1
+        time.sleep(0.3)
     assert 3e7 < proportional_bytes[0] < 6e7
     assert 3e7 < resident_bytes[0] < 6e7
 
