@@ -53,6 +53,7 @@ ENVIRONMENT = {
     "mpizero.train.cli",
     "mpizero.comm.guard",
     "mpizero.kernels.cache",
+    "mpizero.kernels.blas",
 }
 MAX_FUNCTION, MAX_FILE, MAX_PARAMETERS = 60, 400, 6
 #: "module" or "module.function": why it is over the budget.

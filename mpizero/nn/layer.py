@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.errors import ConfigError, DataError
+from mpizero.kernels import blas
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
@@ -107,6 +108,17 @@ def namespace(array: Any) -> Any:
     if isinstance(array, np.ndarray):
         return np
     return sys.modules[type(array).__module__.partition(".")[0]]
+
+
+def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
+    """Compute the product of two matrices by the library that multiplies, see :mod:`mpizero.kernels.blas`.
+
+    Not collective.
+    """
+    if isinstance(a, np.ndarray):
+        return blas.matmul(a, b, out)
+    result: Array = namespace(a).matmul(a, b, out=out)
+    return result
 
 
 def vector(like: Array, value: float) -> Array:

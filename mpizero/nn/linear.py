@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from mpizero.nn.affine import Affine
-from mpizero.nn.layer import Layer, as_rows, namespace, require_positive, splits
+from mpizero.nn.layer import Layer, as_rows, matmul, namespace, require_positive, splits
 from mpizero.nn.operations import Operations, linear_operations
 from mpizero.nn.split.linear import SplitLinear, SplitProjection
 from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, Run
@@ -52,7 +52,7 @@ class Linear(Affine):
         """Map ``x`` (..., inputs) to (..., outputs) in the weight's dtype. Not collective."""
         weight = params["weight"]
         rows = as_rows(x, self.inputs, weight.dtype, "Linear")
-        return (rows @ weight).reshape(*x.shape[:-1], self.outputs), rows
+        return matmul(rows, weight).reshape(*x.shape[:-1], self.outputs), rows
 
     def last_bias(self, params: Params) -> Array | None:
         """Give ``bias``, where there is one. Not collective."""
@@ -63,14 +63,13 @@ class Linear(Affine):
         rows = dy.reshape(cache.shape[0], self.outputs)
         if not self.input_gradient:
             return None, rows
-        return (rows @ params["weight"].T).reshape(*dy.shape[:-1], self.inputs), rows
+        return matmul(rows, params["weight"].T).reshape(*dy.shape[:-1], self.inputs), rows
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite ``grads`` with ``x.T @ dy`` and the column sums of ``dy``. Not collective."""
-        xp = namespace(pending)
-        xp.matmul(cache.T, pending, out=grads["weight"])
+        matmul(cache.T, pending, out=grads["weight"])
         if self.bias:
-            xp.sum(pending, axis=0, out=grads["bias"])
+            namespace(pending).sum(pending, axis=0, out=grads["bias"])
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Replace the last axis by ``outputs``. Not collective."""
@@ -111,16 +110,16 @@ class Projection(Layer):
         """Map ``x`` (..., features) to logits (..., classes). Not collective."""
         weight = params["weight"]
         rows = as_rows(x, self.features, weight.dtype, "Projection")
-        return (rows @ weight.T).reshape(*x.shape[:-1], self.classes), rows
+        return matmul(rows, weight.T).reshape(*x.shape[:-1], self.classes), rows
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Compute ``dy @ weight``. Not collective."""
         rows = dy.reshape(cache.shape[0], self.classes)
-        return (rows @ params["weight"]).reshape(*dy.shape[:-1], self.features), rows
+        return matmul(rows, params["weight"]).reshape(*dy.shape[:-1], self.features), rows
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite ``grads["weight"]`` with ``dy.T @ x``. Not collective."""
-        namespace(pending).matmul(pending.T, cache, out=grads["weight"])
+        matmul(pending.T, cache, out=grads["weight"])
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Replace the last axis by ``classes``. Not collective."""

@@ -11,6 +11,8 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.kernels.blas import library
 
 
 def settle_blas(comm: Communicator, threads: int) -> Any:
@@ -23,9 +25,17 @@ def settle_blas(comm: Communicator, threads: int) -> Any:
     -------
     object
         With ``restore_original_limits()``.
+
+    Raises
+    ------
+    ConfigError
+        ``MPIZERO_BLAS`` names a library that a rank cannot use; RemoteError on the others.
     """
+    with all_ranks(comm, "BLAS"):
+        beside = library()
     controller = ThreadpoolController()
-    message = different_builds(comm.allgather_object(numpy_builds(controller.info()), "BLAS builds"))
+    builds = numpy_builds(controller.info()) + ([] if beside is None else [beside.name])
+    message = different_builds(comm.allgather_object(builds, "BLAS builds"))
     if message is not None and comm.rank == 0:
         print(f"mpizero: {message}", file=sys.stderr)
     return controller.limit(limits=threads, user_api="blas")

@@ -17,6 +17,7 @@ import numpy as np
 from mpizero.comm import Communicator
 from mpizero.comm.launch import mpi_facts
 from mpizero.errors import ConfigError, MpizeroError
+from mpizero.kernels.blas import library
 
 __all__ = [
     "blas",
@@ -71,19 +72,26 @@ def processor() -> str:
 
 
 def blas() -> str:
-    """Return the BLAS that NumPy has loaded, with the kind of core that it is built for.
+    """Return the BLAS that NumPy has loaded, with the kind of core that it is built for, and one beside it.
 
     Not collective.
+
+    Raises
+    ------
+    ConfigError
+        ``MPIZERO_BLAS`` names a library that cannot be used.
     """
     from threadpoolctl import threadpool_info
 
     np.dot(np.ones((2, 2)), np.ones((2, 2)))
+    beside = library()
     found = [
         f"{entry['internal_api']} {entry.get('version')} for {entry.get('architecture', 'any core')}"
         for entry in threadpool_info()
-        if entry.get("user_api") == "blas"
+        if entry.get("user_api") == "blas" and entry.get("filepath") != getattr(beside, "path", None)
     ]
-    return ", ".join(sorted(set(found))) or "unknown to threadpoolctl"
+    large = f"; large products by {beside.name}" if beside is not None else ""
+    return (", ".join(sorted(set(found))) or "unknown to threadpoolctl") + large
 
 
 def hdf5(comm: Communicator) -> str | None:

@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from mpizero.nn.affine import Affine
-from mpizero.nn.layer import Layer, as_rows, namespace
+from mpizero.nn.layer import Layer, as_rows, matmul, namespace
 from mpizero.nn.operations import Operations, linear_operations
 from mpizero.nn.regions import Copy, Expand, Gather, Reduce, Region, Scatter
 from mpizero.nn.split.parts import Ranges, own_range, part_of, size_of
@@ -60,7 +60,7 @@ class ColumnLinear(Affine):
         x = as_rows(x, self.whole.inputs, weight.dtype, "Linear").reshape(x.shape)
         entry: Region = Expand(self.group, 1, run.length) if self.sequence else Copy(self.group)
         inputs = entry.forward(x)
-        y = inputs.reshape(prod(inputs.shape[:-1]), self.whole.inputs) @ weight
+        y = matmul(inputs.reshape(prod(inputs.shape[:-1]), self.whole.inputs), weight)
         return y.reshape(*inputs.shape[:-1], self.held), (x, entry)
 
     def last_bias(self, params: Params) -> Array | None:
@@ -72,7 +72,7 @@ class ColumnLinear(Affine):
         rows = dy.reshape(prod(dy.shape[:-1]), self.held)
         if not self.whole.input_gradient:
             return None, rows
-        dx = (rows @ params["weight"].T).reshape(*dy.shape[:-1], self.whole.inputs)
+        dx = matmul(rows, params["weight"].T).reshape(*dy.shape[:-1], self.whole.inputs)
         return cache[1].backward(dx), rows
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
@@ -80,7 +80,7 @@ class ColumnLinear(Affine):
         x, entry = cache
         xp = namespace(pending)
         inputs = entry.forward(x).reshape(pending.shape[0], self.whole.inputs)
-        xp.matmul(inputs.T, pending, out=grads["weight"])
+        matmul(inputs.T, pending, out=grads["weight"])
         if self.whole.bias:
             xp.sum(pending, axis=0, out=grads["bias"])
 
@@ -135,7 +135,7 @@ class RowLinear(Affine):
         weight = params["weight"]
         rows = as_rows(x, self.held, weight.dtype, "Linear")
         leave: Region = Scatter(self.group, 1, x.shape[1]) if self.sequence else Reduce(self.group)
-        y = leave.forward((rows @ weight).reshape(*x.shape[:-1], self.whole.outputs))
+        y = leave.forward(matmul(rows, weight).reshape(*x.shape[:-1], self.whole.outputs))
         return y, (rows, leave)
 
     def last_bias(self, params: Params) -> Array | None:
@@ -147,15 +147,14 @@ class RowLinear(Affine):
         rows, leave = cache
         terms = leave.backward(dy)
         above = terms.reshape(rows.shape[0], self.whole.outputs)
-        return (above @ params["weight"].T).reshape(*terms.shape[:-1], self.held), (above, dy)
+        return matmul(above, params["weight"].T).reshape(*terms.shape[:-1], self.held), (above, dy)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the own rows' gradient, and the bias's or the own part's term of it. Not collective."""
         above, dy = pending
-        xp = namespace(above)
-        xp.matmul(cache[0].T, above, out=grads["weight"])
+        matmul(cache[0].T, above, out=grads["weight"])
         if self.whole.bias:
-            xp.sum(dy.reshape(prod(dy.shape[:-1]), self.whole.outputs), axis=0, out=grads["bias"])
+            namespace(dy).sum(dy.reshape(prod(dy.shape[:-1]), self.whole.outputs), axis=0, out=grads["bias"])
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Give the unsplit layer's. Not collective."""
@@ -243,7 +242,7 @@ class SplitProjection(Layer):
         x = as_rows(x, self.whole.features, weight.dtype, "Projection").reshape(x.shape)
         entry: Region = Expand(self.group, 1, run.length) if self.sequence else Copy(self.group)
         inputs = entry.forward(x)
-        logits = inputs.reshape(prod(inputs.shape[:-1]), self.whole.features) @ weight.T
+        logits = matmul(inputs.reshape(prod(inputs.shape[:-1]), self.whole.features), weight.T)
         logits = logits.reshape(*inputs.shape[:-1], size_of(self.ranges))
         join = Gather(self.group, logits.ndim - 1, self.whole.classes)
         return (join.forward(logits) if self.joined else logits), (x, entry, join)
@@ -253,14 +252,14 @@ class SplitProjection(Layer):
         _, entry, join = cache
         dy = join.backward(dy) if self.joined else dy
         rows = dy.reshape(prod(dy.shape[:-1]), size_of(self.ranges))
-        dx = (rows @ params["weight"]).reshape(*dy.shape[:-1], self.whole.features)
+        dx = matmul(rows, params["weight"]).reshape(*dy.shape[:-1], self.whole.features)
         return entry.backward(dx), rows
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the own classes' gradients. Collective over the group if sequences are split."""
         x, entry, _ = cache
         inputs = entry.forward(x).reshape(pending.shape[0], self.whole.features)
-        namespace(pending).matmul(pending.T, inputs, out=grads["weight"])
+        matmul(pending.T, inputs, out=grads["weight"])
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Give the unsplit layer's. Not collective."""

@@ -15,6 +15,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.launch import mpi_facts
 from mpizero.comm.startup import versions
 from mpizero.errors import ConfigError
+from mpizero.kernels.blas import library
 from mpizero.nn.memory import keep_freed_memory
 from mpizero.train import machine as facts
 from mpizero.train.bench import require_room
@@ -78,6 +79,7 @@ def measure_machine(
     """
     with all_ranks(comm):
         require_room(request.elements, 4 * ARRAYS * request.elements * comm.size, comm.size, "--elements")
+        library()  # its threads are limited too once it is there
     keep_freed_memory()
     files = Files(comm, request.file_bytes, request.folder) if request.file_bytes else None
     try:

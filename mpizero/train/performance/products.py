@@ -11,6 +11,7 @@ import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.errors import ConfigError
+from mpizero.kernels.blas import matmul
 from mpizero.train.config import Config, GptSection
 from mpizero.train.performance.machinefile import Product, Spread
 from mpizero.train.performance.rounds import alone, together
@@ -142,7 +143,7 @@ class Products:
     def _one(facts: dict[str, Any], a: Array, b: Array, out: Array) -> _Timed:
         rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
         sizes = {"rows": rows, "inner": inner, "columns": columns}
-        return _Timed(facts | sizes, 2 * facts["batch"] * rows * inner * columns, lambda: np.matmul(a, b, out=out))
+        return _Timed(facts | sizes, 2 * facts["batch"] * rows * inner * columns, lambda: matmul(a, b, out))
 
     def measure(self, turn: int, *, keep: bool) -> None:
         """Make every product, alone and together; ``turn`` is 1 or -1, the order.
