@@ -1,8 +1,8 @@
 """Numerical kernels: formulas written once, compiled for CPU and GPU, checked against plain NumPy.
 
 ``backend(array)`` gives the namespace whose modules (``optimizer``, ``fused``, ``reduction``, ``copy``,
-``activation``, ``norm``, ``loss``, ``embedding``, ``attention``, ``random``) work on arrays of that kind. Modules are
-imported, and kernels compiled or loaded, on first use.
+``activation``, ``norm``, ``loss``, ``embedding``, ``attention``, ``compression``, ``random``) work on arrays of that
+kind. Modules are imported, and kernels compiled or loaded, on first use.
 """
 
 from __future__ import annotations

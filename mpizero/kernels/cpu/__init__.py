@@ -7,6 +7,7 @@ from types import ModuleType
 TOPICS = (
     "activation",
     "attention",
+    "compression",
     "copy",
     "embedding",
     "fused",

@@ -10,6 +10,7 @@ from types import ModuleType
 TOPICS = (
     "activation",
     "attention",
+    "compression",
     "copy",
     "embedding",
     "fused",

@@ -1,0 +1,53 @@
+"""Scalars of compressed messages: eight bits with a scale a block, and which of two values is larger.
+
+Every constant is a NumPy scalar of the width it is used with: literals would widen the arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Scalar = Any
+
+#: Values that share a scale; a power of two, so that blocks begin where vectors do.
+BLOCK = 256
+#: The value of one code for a largest magnitude of 1: codes go from -127 to 127. A little less than 1 / 127, so that
+#: 127 codes of the largest float32 are no more than that.
+UNIT = np.float32((1 - 2.0**-22) / 127)
+
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_INFINITY = np.uint32(0x7F800000)
+_SMALLEST_NORMAL = np.float32(2.0**-126)
+_ROUNDS = np.float32(1.5 * 2.0**23)  # its last place is 1: adding it rounds to a whole number, to nearest even
+_ZERO, _ONE = np.float32(0), np.float32(1)
+_NAN = np.float32(np.nan)
+
+
+def magnitude(x: Scalar) -> Scalar:
+    """Return the bits of a float32's magnitude: ordered as magnitudes are, NaN above infinity."""
+    return np.float32(x).view(np.uint32) & _MAGNITUDE
+
+
+def scale_of(largest: Scalar) -> Scalar:
+    """Return the value of one code, from the bits of a block's largest magnitude.
+
+    0 where codes would be too small for float32: nothing is sent then. NaN where the block has values that are not
+    finite.
+    """
+    if largest >= _INFINITY:
+        return _NAN
+    scale = np.uint32(largest).view(np.float32) * UNIT
+    return scale if scale >= _SMALLEST_NORMAL else _ZERO
+
+
+def inverse_of(scale: Scalar) -> Scalar:
+    """Return what values are multiplied by to become codes; 0, and codes of 0, where there is no scale."""
+    return _ONE / scale if scale > _ZERO else _ZERO
+
+
+def code_of(x: Scalar, inverse: Scalar) -> Scalar:
+    """Return the code of a value: ``x * inverse`` rounded to a whole number, to nearest even; 0 for NaN."""
+    scaled = x * inverse
+    return (scaled + _ROUNDS) - _ROUNDS if scaled == scaled else _ZERO
