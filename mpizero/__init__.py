@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mpizero.parallel import DDPOptimizer as DDPOptimizer
     from mpizero.parallel import FSDPModel as FSDPModel
     from mpizero.parallel import FSDPOptimizer as FSDPOptimizer
+    from mpizero.parallel import GradientCompressionOptimizer as GradientCompressionOptimizer
     from mpizero.parallel import Gradients as Gradients
     from mpizero.parallel import HybridShardedModel as HybridShardedModel
     from mpizero.parallel import HybridShardedOptimizer as HybridShardedOptimizer
@@ -76,6 +77,7 @@ _NAMES = {
         "DDPOptimizer",
         "FSDPModel",
         "FSDPOptimizer",
+        "GradientCompressionOptimizer",
         "Gradients",
         "HybridShardedModel",
         "HybridShardedOptimizer",

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero import kernels
+from mpizero.comm.codecs import Codec
 from mpizero.comm.communicator import Communicator
 from mpizero.errors import LayoutError
 from mpizero.layout import Program, Span
@@ -32,6 +33,7 @@ def fresh(name: str, size: int, dtype: Any) -> Array:
     return np.empty(size, dtype)
 
 
+_NO_RESIDUAL = np.empty(0, np.float32)
 #: Rows that the kernels' stack machine holds at once (``kernels.cpu.fused.DEPTH``).
 MAX_DEPTH = 16
 
@@ -82,6 +84,29 @@ def tree_sum(rows: Array, first: int, program: Array, divisor: Array, out: Array
         kernels.backend(out).fused.tree_sum(rows, first, rows[:0], 0, program, divisor, out, 0, out.size)
 
 
+class _Turn:
+    """What moves at once: parts of every peer's ranges, and this rank's partial sums over them."""
+
+    def __init__(
+        self,
+        rows: Array,
+        windows: Sequence[Sequence[tuple[int, Span]]],
+        counts: Sequence[int],
+        sums: Sequence[Array],
+        tag: str,
+    ) -> None:
+        self.rows, self.windows, self.counts, self.sums, self.tag = rows, windows, counts, sums, tag
+        self.widths = [sum(span.size for _, span in window) for window in windows]
+        self.one = np.ones(1, rows.dtype)
+
+    def add(self, peer: int, number: int, out: Array) -> None:
+        """Write partial sum ``number`` over the parts of a peer's ranges to ``out``."""
+        place = 0
+        for _, span in self.windows[peer]:
+            tree_sum(self.rows, span.start, self.sums[number], self.one, out[place : place + span.size])
+            place += span.size
+
+
 class ExactExchange:
     """Deliver to every rank the rows it needs to sum its own ranges.
 
@@ -89,16 +114,16 @@ class ExactExchange:
     ----------
     peers : Communicator
         The ranks with this rank's place in their groups, in the order of their groups.
-    compression : str or None
-        "bf16" or "fp16" sends float32 partial sums in 16 bits; the sum of what arrives is still float32.
-        Gives up the equality of bits between layouts.
+    codec : Codec or None
+        How float32 partial sums are packed for other ranks; what arrives is still added in float32, together with this
+        rank's own sums as they are. Gives up the equality of bits between layouts.
     scratch : Scratch
-        Where the buffers come from: at most ``2 * EXCHANGE_ELEMENTS`` elements and, compressed, as many of 16 bits.
+        Where the buffers come from: at most ``2 * EXCHANGE_ELEMENTS`` elements and, with a codec, as many packed ones.
     """
 
-    def __init__(self, peers: Communicator, compression: str | None = None, scratch: Scratch = fresh) -> None:
+    def __init__(self, peers: Communicator, codec: Codec | None = None, scratch: Scratch = fresh) -> None:
         self.peers = peers
-        self.compression = compression
+        self.codec = codec
         self.scratch = scratch
 
     @property
@@ -112,6 +137,7 @@ class ExactExchange:
         ranges: Sequence[Sequence[Span]],
         programs: Sequence[Sequence[Program]],
         tag: str = "",
+        residuals: Sequence[Array] = (),
     ) -> Iterator[Piece]:
         """Yield what this rank has to sum.
 
@@ -125,6 +151,10 @@ class ExactExchange:
             The ranges of the row space that each peer owns.
         programs : sequence over groups of sequences of program
             The partial sums that each group sends, over its own rows.
+        tag : str
+            What the messages are for.
+        residuals : sequence over peers of 1-D float32 arrays
+            What earlier messages to each peer have left out, as long as its ranges; for a codec with feedback.
         """
         own = ranges[self.peers.rank]
         if self.peers.size == 1:
@@ -134,54 +164,66 @@ class ExactExchange:
                     yield Piece(rows, span.start, span.start, position, span.size)
                 position += span.size
             return
-        yield from self._exchanged(rows, ranges, programs, tag)
-
-    def _exchanged(
-        self, rows: Array, ranges: Sequence[Sequence[Span]], programs: Sequence[Sequence[Program]], tag: str
-    ) -> Iterator[Piece]:
         counts = [len(p) for p in programs]
-        arrivals, mine = sum(counts), counts[self.peers.rank]
         # The same on every rank, although ranks send different numbers of partial sums: all make equally many turns.
-        step = max(1, EXCHANGE_ELEMENTS // max(1, arrivals, max(counts) * self.peers.size))
+        step = max(1, EXCHANGE_ELEMENTS // max(1, sum(counts), max(counts) * self.peers.size))
         totals = [sum(span.size for span in spans) for spans in ranges]
-        one = np.ones(1, rows.dtype)
         sums = [program_array(program) for program in programs[self.peers.rank]]
+        packed = self.codec is not None and rows.dtype == np.float32
         for low in range(0, max(totals), step):
-            high = low + step
-            windows = [_window(spans, low, high) for spans in ranges]
-            widths = [sum(span.size for _, span in window) for window in windows]
-            send = self.scratch("send", mine * sum(widths), rows.dtype)
-            position = 0
-            for window in windows:
-                for program in sums:
-                    for _, span in window:
-                        tree_sum(rows, span.start, program, one, send[position : position + span.size])
-                        position += span.size
-            width = widths[self.peers.rank]
-            recv = self.scratch("receive", arrivals * width, rows.dtype)
-            self._alltoall(send, [mine * w for w in widths], recv, [c * width for c in counts], tag)
-            matrix, column = recv.reshape(arrivals, width), 0
+            windows = [_window(spans, low, low + step) for spans in ranges]
+            turn = _Turn(rows, windows, counts, sums, tag)
+            if packed:
+                left = [residual[low : low + step] for residual in residuals]
+                matrix = self._packed(turn, left or [_NO_RESIDUAL] * self.peers.size)
+            else:
+                matrix = self._plain(turn)
+            column = 0
             for offset, span in windows[self.peers.rank]:
                 yield Piece(matrix, column, span.start, offset, span.size)
                 column += span.size
 
-    def _alltoall(
-        self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], tag: str
-    ) -> None:
-        if self.compression is None or send.dtype != np.float32:
-            self.peers.alltoallv(send, send_counts, recv, recv_counts, tag)
-            return
-        copy = kernels.backend(send).copy
-        encode, decode = (
-            (copy.to_bfloat16, copy.from_bfloat16)
-            if self.compression == "bf16"
-            else (copy.to_float16, copy.from_float16)
-        )
-        packed = self.scratch("packed send", send.size, np.uint16)
-        arrived = self.scratch("packed receive", recv.size, np.uint16)
-        encode(send, packed)
-        self.peers.alltoallv(packed, send_counts, arrived, recv_counts, tag)
-        decode(arrived, recv)
+    def _plain(self, turn: _Turn) -> Array:
+        """Exchange one turn's partial sums; return the rows that have arrived. Collective over the peers."""
+        widths, counts, me = turn.widths, turn.counts, self.peers.rank
+        send = self.scratch("send", counts[me] * sum(widths), turn.rows.dtype)
+        position = 0
+        for peer, width in enumerate(widths):
+            for number in range(counts[me]):
+                turn.add(peer, number, send[position : position + width])
+                position += width
+        recv = self.scratch("receive", sum(counts) * widths[me], turn.rows.dtype)
+        send_counts, recv_counts = [counts[me] * w for w in widths], [c * widths[me] for c in counts]
+        self.peers.alltoallv(send, send_counts, recv, recv_counts, turn.tag)
+        return recv.reshape(sum(counts), widths[me])
+
+    def _packed(self, turn: _Turn, residuals: Sequence[Array]) -> Array:
+        """As :meth:`_plain`, by the codec; a rank's own sums go straight to their rows. Collective over the peers."""
+        codec, widths, counts, me = self.codec, turn.widths, turn.counts, self.peers.rank
+        assert codec is not None
+        sizes = [0 if peer == me else codec.packed(width) for peer, width in enumerate(widths)]
+        send = self.scratch("packed send", counts[me] * sum(sizes), np.uint8)
+        others = max(width for peer, width in enumerate(widths) if peer != me)
+        values = self.scratch("send", others if counts[me] else 0, turn.rows.dtype)
+        position = 0
+        for peer, size in enumerate(sizes):
+            for number in range(counts[me] if size else 0):
+                turn.add(peer, number, values[: widths[peer]])
+                codec.encode(values[: widths[peer]], residuals[peer], send[position : position + size])
+                position += size
+        arriving = codec.packed(widths[me])
+        recv_counts = [0 if peer == me else count * arriving for peer, count in enumerate(counts)]
+        recv = self.scratch("packed receive", sum(recv_counts), np.uint8)
+        self.peers.alltoallv(send, [counts[me] * size for size in sizes], recv, recv_counts, turn.tag)
+        matrix = self.scratch("receive", sum(counts) * widths[me], turn.rows.dtype).reshape(sum(counts), widths[me])
+        first, position = sum(counts[:me]), 0
+        for row in range(sum(counts)):
+            if first <= row < first + counts[me]:
+                turn.add(me, row - first, matrix[row])
+            else:
+                codec.decode(recv[position : position + arriving], matrix[row])
+                position += arriving
+        return matrix
 
 
 def _window(spans: Sequence[Span], low: int, high: int) -> list[tuple[int, Span]]:
@@ -241,3 +283,52 @@ def gather_spans(
                 if peer != peers.rank:
                     target[span.start : span.stop] = recv[position : position + span.size]
                 position += span.size
+
+
+def gather_packed(
+    peers: Communicator,
+    codec: Codec,
+    target: Array,
+    spans: Sequence[Sequence[Span]],
+    residual: Array,
+    scratch: Scratch = fresh,
+) -> None:
+    """As :func:`gather_spans` of views of ``target``, by a codec: the owner takes what arrives at its peers, too.
+
+    Collective over ``peers``; all of them end with the same bits.
+
+    Parameters
+    ----------
+    peers : Communicator
+        The ranks that exchange.
+    codec : Codec
+        Packs the values.
+    target : 1-D float32 array
+        Has this rank's values at its own spans; receives those of all peers.
+    spans : sequence over peers of sequences of Span
+        Where in ``target`` each peer's values belong; the same on every rank.
+    residual : 1-D float32 array
+        What earlier messages have left out of this rank's values; empty for a codec without feedback.
+    scratch : Scratch
+        Where the buffers come from.
+    """
+    step = max(1, EXCHANGE_ELEMENTS // peers.size)
+    longest = max(sum(span.size for span in group) for group in spans)
+    for low in range(0, longest, step):
+        windows = [_window(group, low, low + step) for group in spans]
+        widths = [sum(span.size for _, span in window) for window in windows]
+        sizes = [codec.packed(width) for width in widths]
+        values = scratch("send", widths[peers.rank], np.float32)
+        np.concatenate([target[:0], *(target[s.start : s.stop] for _, s in windows[peers.rank])], out=values)
+        send = scratch("packed send", sizes[peers.rank], np.uint8)
+        codec.encode(values, residual[low : low + step], send)
+        recv = scratch("packed receive", sum(sizes), np.uint8)
+        peers.allgatherv(send, recv, sizes, "gather")
+        position = 0
+        for window, width, size in zip(windows, widths, sizes, strict=True):
+            values, place = scratch("receive", width, np.float32), 0
+            codec.decode(recv[position : position + size], values)
+            for _, span in window:
+                target[span.start : span.stop] = values[place : place + span.size]
+                place += span.size
+            position += size

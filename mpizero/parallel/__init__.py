@@ -3,6 +3,7 @@
 from mpizero.parallel.bad_steps import BadStep, dump_bad_step, read_bad_step
 from mpizero.parallel.base import Gradients, ShardedModelBase
 from mpizero.parallel.config import ShardingConfig
+from mpizero.parallel.gradient_compression import GradientCompressionOptimizer
 from mpizero.parallel.hybrid import (
     HybridShardedModel,
     HybridShardedOptimizer,
@@ -32,6 +33,7 @@ __all__ = [
     "DDPOptimizer",
     "FSDPModel",
     "FSDPOptimizer",
+    "GradientCompressionOptimizer",
     "Gradients",
     "HybridShardedModel",
     "HybridShardedOptimizer",

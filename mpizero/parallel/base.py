@@ -143,6 +143,7 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
         for unit, span, offset in zip(layout.units, share.spans, share.offsets, strict=True):
             start = offset if self.engine.placement.shard_gradients else span.start
             self.engine.store.owned(unit.index)[:] -= rate * gradients.values[start : start + span.size]
+        self.engine.exchange.finish(1.0, updated=True)
         self.engine.store.publish()
         self._pending = None
         self.invalidate_cache()

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from mpizero.comm import Communicator, ProcessGrid, as_communicator
+from mpizero.comm.codecs import codec_of
 from mpizero.comm.watchdog import Watchdog
 from mpizero.errors import ConfigError
 from mpizero.layout import Axes, Grains
@@ -27,9 +28,10 @@ class ShardingConfig:
         gradient pending until ``synchronize_gradients`` and ``optimizer.step()``.
     minimum_parameter_group_size : int
         Blocks with fewer elements than this travel together with a neighbour (ZeRO-2 and 3).
-    gradient_compression : {None, "bf16", "fp16"}
-        Sends float32 partial sums between nodes (between ranks with private memory) in 16 bits; they are still added
-        in float32. Gives up the equality of bits between layouts.
+    gradient_compression : {None, "bf16", "fp16", "int8", "topk:SHARE"}
+        Sends float32 gradients between nodes (between ranks with private memory) in 16 bits, in 8 bits, or only the
+        share of them with the largest magnitudes ("topk:0.01": one in a hundred); they are still added in float32.
+        What int8 and top-k leave out is kept and sent later. Gives up the equality of bits between layouts.
     learning_rate : float
         Of the plain SGD that updates a model without a bound optimizer; > 0.
     share_node_memory : bool
@@ -77,8 +79,7 @@ class ShardingConfig:
         for name in ("clip", "timeout"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
-        if self.gradient_compression not in (None, "bf16", "fp16"):
-            raise ConfigError(f"gradient_compression={self.gradient_compression!r}: expected None, 'bf16' or 'fp16'")
+        codec_of(self.gradient_compression)
 
     @classmethod
     def default(cls, comm: Any = None) -> Self:

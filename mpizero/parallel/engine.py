@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpizero import optim
-from mpizero.comm.exact import ExactExchange, program_array
+from mpizero.comm.exact import program_array
 from mpizero.comm.guard import set_context
 from mpizero.comm.timeline import Timeline
 from mpizero.errors import ConfigError
@@ -25,6 +25,7 @@ from mpizero.parallel.compute import BlackBoxEvaluator, BlockEvaluator, Evaluato
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.dealing import GlobalBatch, deal, in_contexts, same_batch
 from mpizero.parallel.evaluation import evaluate
+from mpizero.parallel.feedback import GradientExchange
 from mpizero.parallel.gradients import GradientRing, GradientRows, GradientViews, contiguous_owners
 from mpizero.parallel.integrity import Integrity
 from mpizero.parallel.memory import Memory, fits_shared_memory
@@ -65,7 +66,7 @@ class Engine:
         self.timeline, sharded = Timeline(), placement.shard_parameters
         self.store = ParameterStore(self.layout, self.grid, self.memory, sharded, self.dtype, timeline=self.timeline)
         self.whole = GlobalView(blocks_of(model), self.store, self.grid)
-        self.exchange = ExactExchange(self.grid.peers, config.gradient_compression, self.memory.scratch)
+        self.exchange = GradientExchange(self.store, self.memory, placement, config.gradient_compression)
         self.scalars = GrainScalars(self.grid, self.layout, tuple(blocks_of(model)))
         self.across: Across | None = None
         if self.grid.model.size > 1:
@@ -126,6 +127,7 @@ class Engine:
         """Take the start values and forget the optimizer's state."""
         self.store.begin(self.model)
         self.store.version = 1
+        self.exchange.forget()
         if self.updater is not None:
             self.updater.reset()
             self.integrity.forget()
@@ -141,6 +143,7 @@ class Engine:
         if loss_scale is not None and not self.block_model:
             raise ConfigError("a loss scale needs a model of blocks: a black box computes its own gradient")
         self.loss_scale = None if loss_scale is None else loss_scale.start()
+        self.exchange.compress(self.config.gradient_compression)
         if self.updater is not None:
             for array in self.updater.state.values():
                 self.memory.release("optimizer state", array)
@@ -148,7 +151,7 @@ class Engine:
             optimizer,
             self.store,
             self.memory,
-            replicated=not self.placement.shard_optimizer,
+            replicated=self.exchange.replicated,
             in_rows=self._ring is None,
         )
         self.updater.across = self.across
@@ -208,6 +211,7 @@ class Engine:
         (norm, problems), scale = outcome, self._loss_scale()
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(finite=not problems)
+        self.exchange.finish(self._loss_scale() / scale, updated=not problems)
         if problems:
             self.memory.barrier("skipped")
         self.step_number += 1
@@ -238,6 +242,7 @@ class Engine:
             return self._computed(x, y, ring)
 
     def _computed(self, x: Any, y: Any, ring: bool) -> tuple[GlobalBatch, Totals, int]:
+        self.exchange.begin()
         with self.timeline.span("agreement", "samples"):
             batch = self._deal(x, y, waves=ring)
         stack_row = 0
@@ -304,8 +309,7 @@ class Engine:
     @property
     def _needs_norm(self) -> bool:
         """Whether the sum must be seen before the update: to clip it, or since finite parts may overflow in it."""
-        config = self.config
-        return config.clip is not None or self.loss_scale is not None or config.gradient_compression == "fp16"
+        return self.config.clip is not None or self.loss_scale is not None or self.exchange.overflows
 
     def _reduced(self, updater: Updater, divisor: Array, stack_row: int) -> Array:
         """Return the averaged gradient, tied uses added, where the updater's pieces look for it."""
@@ -388,6 +392,7 @@ class Engine:
             self.updater.step_count = other.updater.step_count
             self.integrity.forget()
         self.loss_scale, self.step_number = other.loss_scale, other.step_number
+        self.exchange.copy_from(other.exchange)
 
     def close(self) -> None:
         """Free the windows, and give BLAS its own number of threads back."""

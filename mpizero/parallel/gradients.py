@@ -15,11 +15,12 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.comm import ProcessGrid
-from mpizero.comm.exact import ExactExchange, Piece, gather_spans, program_array, tree_sum
+from mpizero.comm.exact import Piece, program_array, tree_sum
 from mpizero.comm.timeline import Timeline
 from mpizero.layout import FlatLayout, Grains, RowsPlan, Unit, Wave, WavePlan, rows_plan, wave_plan
 from mpizero.layout.flat import views
 from mpizero.parallel.dealing import GlobalBatch, Grain
+from mpizero.parallel.feedback import GradientExchange
 from mpizero.parallel.memory import PAGE, Memory
 from mpizero.parallel.ownership import Share
 from mpizero.types import Array
@@ -201,13 +202,14 @@ class GradientRows:
             total = self.row(row).copy() if number == 0 else total + self.row(row)
         return total
 
-    def pieces(self, exchange: ExactExchange, shares: Sequence[Share]) -> tuple[Any, Array]:
+    def pieces(self, exchange: GradientExchange, shares: Sequence[Share]) -> tuple[Any, Array]:
         """Return an iterator over what this rank has to sum, and the program that sums it. Collective."""
         plan = self._current()
         ranges = [[s for unit in self.layout.units for s in share.row_spans(unit.index)] for share in shares]
-        return exchange.pieces(self.window, ranges, plan.group_programs, "gradients"), program_array(plan.root)
+        pieces = exchange.pieces(self.window, ranges, plan.group_programs, "gradients", exchange.residuals())
+        return pieces, program_array(plan.root)
 
-    def reduce(self, exchange: ExactExchange, shares: Sequence[Share], divisor: Array, out: Array | None) -> Array:
+    def reduce(self, exchange: GradientExchange, shares: Sequence[Share], divisor: Array, out: Array | None) -> Array:
         """Sum this rank's ranges and divide by ``divisor``.
 
         Collective. Without ``out`` the result stands in this rank's first row, at its place in the row space; else in
@@ -220,12 +222,11 @@ class GradientRows:
             tree_sum(piece.rows, piece.first, program, divisor, result[start : start + piece.size])
         return result
 
-    def replicate(self, shares: Sequence[Share]) -> None:
+    def replicate(self, exchange: GradientExchange, shares: Sequence[Share]) -> None:
         """Give the reduced ranges in the first row to all peers. Collective."""
-        spans = [[s for unit in self.layout.units for s in share.row_spans(unit.index)] for share in shares]
-        row = self.row(0)
-        own = [row[s.start : s.stop] for s in spans[self.grid.peers.rank]]
-        gather_spans(self.grid.peers, own, row, spans, self.memory.scratch)
+        exchange.replicate(
+            self.row(0), [[s for unit in self.layout.units for s in share.row_spans(unit.index)] for share in shares]
+        )
 
     def _current(self) -> RowsPlan:
         if self.plan is None:
@@ -284,7 +285,7 @@ class GradientRing:
             self._plans[count] = wave_plan(count, self.grid.group_sizes)
         return self._plans[count]
 
-    def jobs(self, batch: GlobalBatch, exchange: ExactExchange) -> list[Job]:
+    def jobs(self, batch: GlobalBatch, exchange: GradientExchange) -> list[Job]:
         """Return the micro-batches of all waves. Not collective, but the jobs are.
 
         When they are done, row ``planned(count).root`` of the stack is the sum over this rank's ranges.
@@ -303,7 +304,7 @@ class GradientRing:
                 jobs.append(Job(grain if number < count else None, number, self._target, done))
         return jobs
 
-    def _done(self, grain: Grain | None, number: int, wave: Wave, exchange: ExactExchange, unit: Unit) -> None:
+    def _done(self, grain: Grain | None, number: int, wave: Wave, exchange: GradientExchange, unit: Unit) -> None:
         base = self.layout.gradient_bases[unit.index]
         target = self.slots[self._next][self.grid.node.rank][: unit.gradients]
         if grain is not None and number < len(grain.micro_batches):
@@ -322,14 +323,15 @@ class GradientRing:
             self._views[key] = self.named.unit(unit, buffer)
         return self._views[key]
 
-    def _reduce(self, unit: Unit, wave: Wave, exchange: ExactExchange) -> None:
+    def _reduce(self, unit: Unit, wave: Wave, exchange: GradientExchange) -> None:
         """Sum one unit's gradients of this wave into the stacks of its owners. Collective."""
         self.memory.barrier("unit gradients")
         rows = self.slots[self._next]
         ranges = [share.gradient_spans[unit.index] for share in self.shares]
         base = self.share.gradient_offsets[unit.index]
         programs = [(row, program_array(program)) for row, program in wave.merges]
-        for piece in exchange.pieces(rows, ranges, wave.group_programs, "unit gradients"):
+        residuals = exchange.residuals(unit.index)
+        for piece in exchange.pieces(rows, ranges, wave.group_programs, "unit gradients", residuals):
             self._merge(piece, base + piece.position, programs, wave.arrivals)
         self._next = (self._next + 1) % len(self.slots)
 

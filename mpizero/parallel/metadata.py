@@ -123,13 +123,18 @@ def _formula(engine: Engine) -> dict[str, float]:
     [Note: memory formulas] With P parameters of b bytes on this stage and tensor part, s state arrays, n ranks of the
     data group, L of them on a node (private memory: L = 1): replicated parameters take P*b/L, sharded ones P*b/n (on a
     single node both are the node's one copy); whole rows of gradients P*b, owned sums P*b/n; replicated state s*P*b/L,
-    sharded s*P*b/n.
+    sharded s*P*b/n. Compression with error feedback keeps residuals for the ranges of the other peers, with replicated
+    state for its own too, twice: 2*P*b/L without or with the own part of the d peers.
     """
     row, grid = engine.placement, engine.grid
     item, n, local = engine.dtype.itemsize, grid.data.size, grid.node.size
     slots = len(engine.updater.state) if engine.updater is not None else 0
     trainable = _trainable(engine.layout)
-    return {
+    feedback = {}
+    if engine.exchange.feedback:
+        peers = grid.peers.size
+        feedback["residuals"] = 2 * trainable * item / local * (1 if engine.exchange.replicated else 1 - 1 / peers)
+    return feedback | {
         "parameters": engine.layout.size * item / (n if row.shard_parameters else local),
         "gradients": trainable * item / (n if row.shard_gradients else 1),
         "optimizer state": slots * trainable * item / (n if row.shard_optimizer else local),

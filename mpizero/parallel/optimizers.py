@@ -96,7 +96,13 @@ class ShardedOptimizer:
             groups = {optimizer.group_of(spec) for spec in specs}
             scalars = {group: optimizer.hyper(1, group, np.float64) for group in sorted(groups)}
         settings = {"name": persistence.optimizer_name(optimizer), "slots": optimizer.slots, "scalars": scalars}
-        agree_equal(self.config.communicator, "the optimizer", {**settings, "loss scale": self.loss_scale})
+        settings |= {"loss scale": self.loss_scale, **self._agreed}
+        agree_equal(self.config.communicator, "the optimizer", settings)
+
+    @property
+    def _agreed(self) -> dict[str, Any]:
+        """What else must be the same on all ranks."""
+        return {}
 
     @property
     def model(self) -> ShardedModelBase:
@@ -155,6 +161,7 @@ class ShardedOptimizer:
     def reset(self) -> None:
         """Forget the state, as if no step had been made. Not collective; call it on every rank."""
         self._updater.reset()
+        self.model.engine.exchange.forget()
         self.model.engine.integrity.forget()
         self.model.engine.loss_scale = None if self.loss_scale is None else self.loss_scale.start()
         self._stalled = False

@@ -6,6 +6,7 @@ translated to ranges of them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -136,6 +137,7 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
     if with_state:
         arrays += _kept_state(engine)
     fill(engine, reader, arrays)
+    _forget_residuals(engine)
     if with_state:
         _take_scalars(engine, saved)
     engine.step_number = saved["step_number"]
@@ -198,7 +200,19 @@ def restore_state(engine: Engine, reader: ArrayReader) -> None:
         saved = _saved(reader)
         _check_optimizer(engine, saved)
     fill(engine, reader, _kept_state(engine))
+    _forget_residuals(engine)
     _take_scalars(engine, saved)
+
+
+def _forget_residuals(engine: Engine) -> None:
+    """Begin without residuals: they belong to one layout, so that no checkpoint holds them; rank 0 says so."""
+    if engine.exchange.feedback and engine.grid.world.rank == 0:
+        print(
+            f"mpizero: checkpoints do not hold what gradient_compression={engine.exchange.compression!r} has not sent "
+            "yet: training goes on without it, and not with the bits of a run that was never interrupted",
+            file=sys.stderr,
+        )
+    engine.exchange.forget()
 
 
 def _check_optimizer(engine: Engine, saved: Mapping[str, Any]) -> None:

@@ -10,9 +10,9 @@ import numpy as np
 
 from mpizero import kernels, optim
 from mpizero.comm import ProcessGrid
-from mpizero.comm.exact import ExactExchange
 from mpizero.layout import FlatLayout, Span, cover, merge
 from mpizero.parallel.across import Across
+from mpizero.parallel.feedback import GradientExchange
 from mpizero.parallel.gradients import GradientRows
 from mpizero.parallel.memory import Memory
 from mpizero.parallel.ownership import Share, UpdatePiece, runs_of, update_pieces
@@ -300,7 +300,7 @@ class Updater:
 
 
 def reduce_rows(
-    rows: GradientRows, exchange: ExactExchange, updater: Updater, divisor: Array, out: Array | None
+    rows: GradientRows, exchange: GradientExchange, updater: Updater, divisor: Array, out: Array | None
 ) -> Array:
     """Sum the rows of all ranks into this rank's ranges, tied uses added. Collective over the data group.
 
@@ -310,6 +310,6 @@ def reduce_rows(
     reduced = rows.reduce(exchange, shares, divisor, out)
     updater.exchange_ties(reduced)
     if len(updater.shares) > 1:
-        rows.replicate(shares)
+        rows.replicate(exchange, shares)
     updater.add_uses(reduced)
     return reduced

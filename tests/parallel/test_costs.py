@@ -308,6 +308,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "checkpointing": {"model": lambda: gpt(activation_checkpointing=True)},
     "bf16": {"config": {"gradient_compression": "bf16"}},
     "fp16": {"config": {"gradient_compression": "fp16"}},
+    "int8": {"config": {"gradient_compression": "int8"}},
+    "topk": {"config": {"gradient_compression": "topk:0.05"}},
     "large units": {"config": {"minimum_parameter_group_size": 3000}},
 }
 
@@ -326,6 +328,8 @@ def test_messages_of_many_pieces_are_counted_one_by_one(monkeypatch: pytest.Monk
     for zero in range(4):
         check_on_threads(job(zero=zero, batch=10, config=MEMORIES[1]), 3)
         check_on_threads(job(zero=zero, batch=10, config=MEMORIES[2]), 4)
+    for zero in (0, 2):
+        check_on_threads(job(zero=zero, batch=10, config={"gradient_compression": "int8", **MEMORIES[1]}), 3)
 
 
 def test_one_grain_a_rank_sends_2p_and_stage_3_sends_3p() -> None:

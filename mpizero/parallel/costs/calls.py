@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpizero.comm import exact, window
+from mpizero.comm.codecs import Codec
 from mpizero.layout import Partition
 from mpizero.types import Array
 
@@ -53,9 +54,13 @@ class Exchange(NamedTuple):
     sent: Sent
     send_buffer: int
     receive_buffer: int
+    packed_send: int = 0
+    packed_receive: int = 0
 
 
-def exchange(totals: Sequence[int], peer: int, counts: Sequence[int], itemsize: int, wire: int) -> Exchange:
+def exchange(
+    totals: Sequence[int], peer: int, counts: Sequence[int], itemsize: int, codec: Codec | None = None
+) -> Exchange:
     """Count :class:`mpizero.comm.exact.ExactExchange`: everybody's partial sums over everybody's ranges.
 
     Not collective.
@@ -68,8 +73,10 @@ def exchange(totals: Sequence[int], peer: int, counts: Sequence[int], itemsize: 
         Which of them sends.
     counts : sequence of int
         Partial sums of each group.
-    itemsize, wire : int
-        Bytes of an element in memory and on the wire.
+    itemsize : int
+        Bytes of an element.
+    codec : Codec or None
+        What packs the messages.
     """
     if len(totals) == 1:
         return Exchange(Sent(), 0, 0)
@@ -78,20 +85,38 @@ def exchange(totals: Sequence[int], peer: int, counts: Sequence[int], itemsize: 
     others = [elements for place, elements in enumerate(totals) if place != peer]
     turns = -(-max(others) // step) if mine else 0
     widths = [min(step, elements) for elements in totals]
-    sent = Sent(mine * sum(others) * wire, turns)
     if not max(totals):
         return Exchange(Sent(), 0, 0)
-    return Exchange(sent, mine * sum(widths) * itemsize, arrivals * widths[peer] * itemsize)
+    received = arrivals * widths[peer] * itemsize
+    if codec is None:
+        return Exchange(Sent(mine * sum(others) * itemsize, turns), mine * sum(widths) * itemsize, received)
+    sent = Sent(mine * sum(_packed(elements, step, codec) for elements in others), turns)
+    largest = max(min(step, elements) for elements in others) if mine else 0
+    packed = mine * sum(codec.packed(min(step, elements)) for elements in others)
+    return Exchange(sent, largest * itemsize, received, packed, (arrivals - mine) * codec.packed(widths[peer]))
 
 
-def gather(totals: Sequence[int], peer: int, itemsize: int) -> Exchange:
-    """Count :func:`mpizero.comm.exact.gather_spans` of so many elements of each peer. Not collective."""
+def _packed(elements: int, step: int, codec: Codec) -> int:
+    """Return the bytes of so many elements that travel in steps."""
+    full, rest = divmod(elements, step)
+    return full * codec.packed(step) + codec.packed(rest)
+
+
+def gather(totals: Sequence[int], peer: int, itemsize: int, codec: Codec | None = None) -> Exchange:
+    """Count :func:`mpizero.comm.exact.gather_spans` of so many elements of each peer, or ``gather_packed``.
+
+    Not collective.
+    """
     if len(totals) == 1 or not max(totals):
         return Exchange(Sent(), 0, 0)
     step = max(1, exact.EXCHANGE_ELEMENTS // len(totals))
     widths = [min(step, elements) for elements in totals]
-    sent = Sent(totals[peer] * itemsize * (len(totals) - 1), -(-totals[peer] // step))
-    return Exchange(sent, widths[peer] * itemsize, sum(widths) * itemsize)
+    turns, others = -(-totals[peer] // step), len(totals) - 1
+    if codec is None:
+        return Exchange(Sent(totals[peer] * itemsize * others, turns), widths[peer] * itemsize, sum(widths) * itemsize)
+    sizes = [codec.packed(width) for width in widths]
+    sent = Sent(_packed(totals[peer], step, codec) * others, turns)
+    return Exchange(sent, widths[peer] * itemsize, max(widths) * itemsize, sizes[peer], sum(sizes))
 
 
 class Call(NamedTuple):

@@ -10,7 +10,6 @@ sends and waits for besides, at most.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from typing import NamedTuple
 from mpizero.parallel.costs.calls import Exchange, window_bytes
 from mpizero.parallel.costs.flow import Flow
 from mpizero.parallel.costs.traffic import Traffic
+from mpizero.parallel.feedback import residual_sizes
 from mpizero.parallel.memory import PAGE
 
 #: The parts of a rank's memory, in the order in which they are shown.
@@ -25,6 +25,7 @@ PARTS = (
     "parameters",
     "gradients",
     "optimizer state",
+    "residuals",
     "buffers",
     "exchange buffers",
     "group buffers",
@@ -76,6 +77,7 @@ class Holdings:
             "parameters": self._parameters(),
             "gradients": self._gradients(),
             "optimizer state": Bytes(self._state() * self._item),
+            "residuals": self._residuals(),
             "buffers": self._buffers(),
             "exchange buffers": Bytes(self._exchange_buffers()),
             "group buffers": self._group_buffers(),
@@ -124,6 +126,14 @@ class Holdings:
         ranks = (traffic.grid.data.rank,) if traffic.training.row.shard_optimizer else traffic.grid.peer_ranks
         return len(traffic.training.optimizer.slots) * sum(traffic.part.shards.trained[rank] for rank in ranks)
 
+    def _residuals(self) -> Bytes:
+        """Return what compression leaves out, before and after a step."""
+        traffic = self.traffic
+        totals = [sum(traffic.part.shards.gradients[rank]) for rank in traffic.grid.peer_ranks]
+        replicated = not traffic.training.row.shard_optimizer
+        sizes = residual_sizes(totals, traffic.grid.peers.rank, traffic.training.codec, replicated=replicated)
+        return Bytes(2 * sum(sizes) * self._item)
+
     def _buffers(self) -> Bytes:
         """Return the gathered units, and the place where gradients of frozen parameters are left."""
         shards, grid = self.traffic.part.shards, self.traffic.grid
@@ -136,21 +146,17 @@ class Holdings:
     def _exchange_buffers(self) -> int:
         """Return the largest buffers that messages of gradients and parameters pass through."""
         traffic = self.traffic
-        sums = traffic.reductions()
         # The start values are brought to all copies by every strategy.
         every: list[Exchange] = [
-            *sums,
+            *traffic.reductions(),
             *traffic.replications(),
             *traffic.publications(),
             *traffic.unit_gathers().values(),
         ]
         found = max((e.send_buffer for e in every), default=0) + max((e.receive_buffer for e in every), default=0)
-        if traffic.training.wire != self._item:
-            packed = [
-                max((part // self._item * traffic.training.wire for part in sizes), default=0) for sizes in _sides(sums)
-            ]
-            found += sum(packed)
-        return found
+        return (
+            found + max((e.packed_send for e in every), default=0) + max((e.packed_receive for e in every), default=0)
+        )
 
     def _group_buffers(self) -> Bytes:
         """Return what a tensor or context group keeps for its calls."""
@@ -173,11 +179,6 @@ class Holdings:
     def flow(self) -> Flow:
         """What the rank's micro-batches keep."""
         return Flow(self.traffic.part, self.traffic.jobs, self.traffic.program)
-
-
-def _sides(exchanges: list[Exchange]) -> Iterator[list[int]]:
-    yield [e.send_buffer for e in exchanges]
-    yield [e.receive_buffer for e in exchanges]
 
 
 def _paged(nbytes: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
+from mpizero.comm.codecs import Codec, codec_of
 from mpizero.layout import Instruction, build_schedule
 from mpizero.parallel.costs.batch import Step
 from mpizero.parallel.costs.calls import Exchange, Sent, exchange, gather, one, total
@@ -55,14 +56,14 @@ class Training:
     loss_scale: bool = False
 
     @property
-    def wire(self) -> int:
-        """Bytes of a gradient's element between nodes."""
-        return 2 if self.config.gradient_compression is not None and self.itemsize == 4 else self.itemsize
+    def codec(self) -> Codec | None:
+        """What packs gradients between nodes."""
+        return codec_of(self.config.gradient_compression) if self.itemsize == 4 else None
 
     @property
     def needs_norm(self) -> bool:
         """Whether the sum must be seen before the update."""
-        return self.config.clip is not None or self.loss_scale or self.config.gradient_compression == "fp16"
+        return self.config.clip is not None or self.loss_scale or bool(self.codec and self.codec.overflows)
 
 
 @dataclass(frozen=True)
@@ -124,14 +125,14 @@ class Traffic:
 
     def _exchange(self, totals: Sequence[int], peer: int, programs: Sequence[Sequence[Any]]) -> Exchange:
         counts = [len(sums) for sums in programs]
-        return exchange(totals, peer, counts, self.training.itemsize, self.training.wire)
+        return exchange(totals, peer, counts, self.training.itemsize, self.training.codec)
 
     def replications(self) -> list[Exchange]:
         """Return the gathers of reduced gradients, where every group keeps all optimizer state. Not collective."""
         if self.training.row.shard_optimizer:
             return []
         totals = [sum(self.part.shards.gradients[rank]) for rank in self.grid.peer_ranks]
-        return [gather(totals, self.grid.peers.rank, self.training.itemsize)]
+        return [gather(totals, self.grid.peers.rank, self.training.itemsize, self.training.codec)]
 
     def publications(self) -> list[Exchange]:
         """Return the gathers by which updated parameters reach the copies of all groups. Not collective."""
