@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpizero.comm.transport import Transport
+from mpizero.layout import Span
 from mpizero.types import Array
 
 #: Element types that travel; float16 travels as bits and is not reduced, bfloat16 is sent viewed as uint16.
@@ -50,6 +51,13 @@ def blocks(comm: Transport, operation: str, tag: str, value: Array, counts: Sequ
         raise comm.error(
             operation, tag, f"counts {list(counts)} are not {comm.size} blocks of {value.size} elements", value
         )
+
+
+def places(comm: Transport, operation: str, tag: str, value: Array, spans: Sequence[Span]) -> None:
+    """Refuse ``spans`` that are not one a rank, or reach beyond the array. Not collective."""
+    wrong = [tuple(span) for span in spans if span.size and not 0 <= span.start < span.stop <= value.size]
+    if len(spans) != comm.size or wrong:
+        raise comm.error(operation, tag, f"{len(spans)} places of {comm.size} ranks, outside of it: {wrong}", value)
 
 
 def own_block(comm: Transport, operation: str, tag: str, value: Array, counts: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ from mpizero.comm import checks
 from mpizero.comm.trace import Call, CallTrace
 from mpizero.comm.transport import POINT_TO_POINT, Counters, Request, SharedMemory, Transport
 from mpizero.errors import SharedMemoryError
+from mpizero.layout import Span
 from mpizero.types import Array
 
 T = TypeVar("T")
@@ -108,6 +109,20 @@ class Communicator(Transport):
         """Start :meth:`allgatherv`. Collective over the communicator."""
         call = self._count_allgatherv("iallgatherv", tag, send, recv, counts)
         request: Request = self._call(call, self._iallgatherv, send, recv, counts)
+        return request
+
+    def igather_spans(self, send: Array, recv: Array, spans: Sequence[Span], tag: str = "") -> Request:
+        """Start to bring the block of every rank to its own place in ``recv``: rank i's to ``spans[i]``.
+
+        Collective over the communicator; ``spans`` is the same on every rank, and no two of them overlap. ``send`` may
+        be this rank's place in ``recv``; a block that stands elsewhere is copied there. Until the request has ended
+        nothing may write to either, nor read what arrives.
+        """
+        call = self._count_gather_spans("igather_spans", tag, send, recv, spans)
+        place = recv.reshape(-1)[spans[self.rank].start : spans[self.rank].stop]
+        if send.size and send.ctypes.data != place.ctypes.data:
+            place[:] = send.reshape(-1)
+        request: Request = self._call(call, self._igather_spans, send, recv, spans)
         return request
 
     def alltoallv(
@@ -293,6 +308,14 @@ class Communicator(Transport):
         checks.own_block(self, operation, tag, send, counts)
         self.counters.add(send.nbytes * (self.size - 1), tag)
         return operation, tag, send.dtype.char, tuple(counts)
+
+    def _count_gather_spans(self, operation: str, tag: str, send: Array, recv: Array, spans: Sequence[Span]) -> Call:
+        checks.pair(self, operation, tag, send, recv)
+        checks.places(self, operation, tag, recv, spans)
+        counts = tuple(span.size for span in spans)
+        checks.own_block(self, operation, tag, send, counts)
+        self.counters.add(send.nbytes * (self.size - 1), tag)
+        return operation, tag, send.dtype.char, counts
 
     def _count_alltoallv(
         self, operation: str, tag: str, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]

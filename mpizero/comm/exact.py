@@ -16,7 +16,7 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.comm.codecs import Codec
-from mpizero.comm.communicator import Communicator
+from mpizero.comm.communicator import Communicator, Request
 from mpizero.errors import LayoutError
 from mpizero.layout import Program, Span
 from mpizero.types import Array
@@ -235,6 +235,48 @@ def _window(spans: Sequence[Span], low: int, high: int) -> list[tuple[int, Span]
             parts.append((start, Span(start, stop).shift(span.start - position)))
         position += span.size
     return parts
+
+
+class Gathering:
+    """Values of several ranks on their way to their places; see :func:`begin_gather`."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = list(requests)
+
+    def test(self) -> bool:
+        """Let messages move on and tell whether all have arrived. Not collective."""
+        while self._requests and self._requests[0].test():
+            self._requests.pop(0)
+        return not self._requests
+
+    def wait(self) -> None:
+        """Return when all have arrived and this rank's own have left. Not collective; a second call does nothing."""
+        while self._requests:
+            self._requests.pop(0).wait()
+
+
+def begin_gather(
+    peers: Communicator, send: Sequence[Array], target: Array, spans: Sequence[Sequence[Span]], tag: str = "gather"
+) -> Gathering:
+    """Start to fill ``target`` over the spans of all peers with what each of them holds; takes no other memory.
+
+    Collective over ``peers``. Until it has ended nothing may write to what is sent, nor use those spans of ``target``.
+
+    Parameters
+    ----------
+    peers, send, target, spans
+        As for :func:`gather_spans`; every peer has as many spans, of which some may be empty.
+    tag : str
+        What the messages are called.
+    """
+    columns = [(values, [group[place] for group in spans]) for place, values in enumerate(send)]
+    return Gathering(
+        [
+            peers.igather_spans(values, target, column, tag)
+            for values, column in columns
+            if any(span.size for span in column)
+        ]
+    )
 
 
 def gather_spans(

@@ -20,6 +20,7 @@ from mpizero.comm.contract import mismatch
 from mpizero.comm.trace import CallTrace
 from mpizero.comm.transport import Request, SharedMemory
 from mpizero.errors import CollectiveError, PeerFailure, SharedMemoryError
+from mpizero.layout import Span
 from mpizero.types import Array
 
 ALIGNMENT = 64
@@ -278,6 +279,14 @@ class InMemoryCommunicator(Communicator):
     def _iallgatherv(self, send: Array, recv: Array, counts: Sequence[int]) -> Request:
         def finish(payloads: list[Any]) -> None:
             np.concatenate(payloads, out=recv.reshape(-1))
+
+        return self._post(send.reshape(-1).copy(), finish, send)
+
+    def _igather_spans(self, send: Array, recv: Array, spans: Sequence[Span]) -> Request:
+        def finish(payloads: list[Any]) -> None:
+            for rank, (span, payload) in enumerate(zip(spans, payloads, strict=True)):
+                if rank != self.rank:
+                    recv.reshape(-1)[span.start : span.stop] = payload
 
         return self._post(send.reshape(-1).copy(), finish, send)
 

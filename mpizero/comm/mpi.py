@@ -21,6 +21,7 @@ from mpizero.comm.shared import MpiSharedMemory
 from mpizero.comm.trace import Call
 from mpizero.comm.transport import Request, SharedMemory
 from mpizero.errors import CollectiveError, CollectiveMismatch, ExitStatus, MpizeroError
+from mpizero.layout import Span
 from mpizero.types import Array
 
 #: Largest number of elements handed to MPI in one message; larger buffers are cut.
@@ -186,6 +187,17 @@ class MpiCommunicator(Communicator):
             return MpiRequest(self, [request], (send, recv))
         request = self._comm.Iallgatherv(_spec(send), [recv, counts, None, _TYPES[recv.dtype.char]])
         return MpiRequest(self, [request], (send, recv))
+
+    def _igather_spans(self, send: Array, recv: Array, spans: Sequence[Span]) -> Request:
+        counts = [0 if rank == self.rank else span.size for rank, span in enumerate(spans)]
+        # MPI refuses buffers that begin at one address, though nothing is received where something is sent.
+        base = min((span.start for span, count in zip(spans, counts, strict=True) if count), default=0)
+        arrives = recv.reshape(-1)[base:] if any(counts) else np.empty(0, recv.dtype)
+        leaves = send if send.size else np.empty(0, send.dtype)
+        starts = [span.start - base if count else 0 for span, count in zip(spans, counts, strict=True)]
+        sizes = [0 if rank == self.rank else send.size for rank in range(self.size)]
+        request = self._blocks(self._comm.Ialltoallw, (leaves, sizes, [0] * self.size), (arrives, counts, starts))
+        return MpiRequest(self, [request], (send, leaves, arrives))
 
     def _alltoallv(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> None:
         starts, others = _starts(send_counts), _starts(recv_counts)

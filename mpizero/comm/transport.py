@@ -11,6 +11,7 @@ from typing import Any
 from mpizero.comm.timeline import MESSAGE, Called, Timeline
 from mpizero.comm.trace import Call, CallTrace
 from mpizero.errors import CollectiveError
+from mpizero.layout import Span
 from mpizero.types import Array
 
 #: What counters call messages from one rank to one other: their tags are numbers that only keep them apart.
@@ -21,8 +22,8 @@ class Counters:
     """What one rank has sent to *other* ranks through one communicator.
 
     [Note: bytes on the wire] The count is the amount of data, whatever algorithm the MPI library chooses:
-    ``allgather(v)``: own block x (size - 1); ``alltoallv``: the blocks for others; ``broadcast``: the root counts
-    buffer x (size - 1), the others nothing; ``reduce_scatter``: the blocks for others; ``allreduce``:
+    ``allgather(v)`` and ``igather_spans``: own block x (size - 1); ``alltoallv``: the blocks for others; ``broadcast``:
+    the root counts buffer x (size - 1), the others nothing; ``reduce_scatter``: the blocks for others; ``allreduce``:
     2 x buffer x (size - 1) / size, rounded down; ``send``: the buffer, unless sent to itself; objects: their pickled
     length as in ``allgatherv`` and ``broadcast``. Barriers, splits and shared memory count nothing.
     ``messages`` counts the calls that sent data. ``bytes_by_tag`` and ``messages_by_tag`` say what for: by the tag of a
@@ -170,6 +171,9 @@ class Transport(ABC):
 
     @abstractmethod
     def _iallgatherv(self, send: Array, recv: Array, counts: Sequence[int]) -> Request: ...
+
+    @abstractmethod
+    def _igather_spans(self, send: Array, recv: Array, spans: Sequence[Span]) -> Request: ...
 
     @abstractmethod
     def _ialltoallv(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -55,9 +55,9 @@ class _Passage:
         self.ends = deque(backward)
 
     def unit(self, unit: Unit) -> AbstractContextManager[dict[str, Any]]:
-        """Lend the next unit. Collective if sharded."""
+        """Lend the next unit, while the one after it comes. Collective if sharded."""
         self.gathers.popleft()
-        return self.store.unit(unit)
+        return self.store.unit(unit, self.gathers[0] if self.gathers else None)
 
     def done(self, unit: Unit) -> None:
         """Report the end of a unit's backward."""
@@ -239,8 +239,8 @@ class BlackBoxEvaluator:
                 lent = [(unit, stack.enter_context(self.store.unit(unit))) for unit in self.units]
                 return {n: a for unit, params in lent for n, a in _named(params)}
             found: dict[str, Any] = {}
-            for unit in self.units:
-                with self.store.unit(unit) as params:
+            for unit, following in with_next(self.units):
+                with self.store.unit(unit, following) as params:
                     found.update((n, a.copy()) for n, a in _named(params))
                 self.store.memory.barrier("black box")
             return found
@@ -262,6 +262,12 @@ class BlackBoxEvaluator:
         if value.shape != view.shape:
             raise LayoutError(f"the gradient of {name!r} has shape {value.shape}, its parameter has {view.shape}")
         view[...] = value
+
+
+def with_next(units: Iterable[Unit]) -> Iterator[tuple[Unit, Unit | None]]:
+    """Yield each unit with the one after it, the last one with None. Not collective."""
+    listed = list(units)
+    return zip(listed, [*listed[1:], None], strict=True) if listed else iter(())
 
 
 def _named(params: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -18,6 +18,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CollectiveError, LayoutError, PeerFailure
 from mpizero.layout import Instruction, Schedule, Unit, build_schedule
+from mpizero.parallel.compute import with_next
 from mpizero.parallel.courier import Courier, Route, key_of
 from mpizero.parallel.gradients import Job
 from mpizero.parallel.running import RunOf, WatchedJob
@@ -131,8 +132,9 @@ class PipelineRunner:
     def _absent(self, instruction: Instruction, watched: WatchedJob) -> None:
         """Take part in the gathers and sums of a micro-batch that this replica does not have."""
         forward = instruction.kind == "forward"
-        for unit in self.units[instruction.chunk] if forward else reversed(self.units[instruction.chunk]):
-            with self.store.unit(unit):
+        units = self.units[instruction.chunk]
+        for unit, following in with_next(units if forward else reversed(units)):
+            with self.store.unit(unit, following):
                 pass
             if instruction.kind in ("backward", "backward_weights"):
                 watched.done(unit)
@@ -160,8 +162,8 @@ class PipelineRunner:
         if chunk > 0:
             value = self.courier.receive(Route("forward", chunk), micro, key_of(x), self.stage_of[chunk - 1])
             flight.failed = value is None
-        for unit in self.units[chunk]:
-            with self.store.unit(unit) as params, self._computing(flight) as working:
+        for unit, following in with_next(self.units[chunk]):
+            with self.store.unit(unit, following) as params, self._computing(flight) as working:
                 for block in unit.blocks if working else ():
                     begun = self.store.timeline.begin()
                     value, cache = self.stage.model.blocks[block].forward(params[block], value, run)
@@ -182,8 +184,8 @@ class PipelineRunner:
     def _backward(self, chunk: int, micro: int, watched: WatchedJob) -> None:
         """Run both halves of a chunk's backward pass, unit by unit."""
         flight, d = self._begin_backward(chunk, micro, watched)
-        for unit in reversed(self.units[chunk]):
-            with self.store.unit(unit) as params, self._computing(flight) as working:
+        for unit, following in with_next(reversed(self.units[chunk])):
+            with self.store.unit(unit, following) as params, self._computing(flight) as working:
                 grads = watched.target(unit) if working else {}
                 for block in reversed(unit.blocks) if working else ():
                     layer = self.stage.model.blocks[block]
@@ -196,8 +198,8 @@ class PipelineRunner:
 
     def _backward_input(self, chunk: int, micro: int, watched: WatchedJob) -> None:
         flight, d = self._begin_backward(chunk, micro, watched)
-        for unit in reversed(self.units[chunk]):
-            with self.store.unit(unit) as params, self._computing(flight) as working:
+        for unit, following in with_next(reversed(self.units[chunk])):
+            with self.store.unit(unit, following) as params, self._computing(flight) as working:
                 for block in reversed(unit.blocks) if working else ():
                     layer = self.stage.model.blocks[block]
                     begun = self.store.timeline.begin()
@@ -207,8 +209,8 @@ class PipelineRunner:
 
     def _backward_weights(self, chunk: int, micro: int, watched: WatchedJob) -> None:
         flight = self._flights.pop((chunk, micro))
-        for unit in reversed(self.units[chunk]):
-            with self.store.unit(unit) as params, self._computing(flight) as working:
+        for unit, following in with_next(reversed(self.units[chunk])):
+            with self.store.unit(unit, following) as params, self._computing(flight) as working:
                 grads = watched.target(unit) if working else {}
                 for block in reversed(unit.blocks) if working else ():
                     cache, pending = flight.caches.pop(block), flight.pending.pop(block)
@@ -298,9 +300,10 @@ class PipelineRunner:
 
     def _forward_only(self, x: Any, fail: Callable[[Exception], None]) -> Any:
         if x is None:
-            for unit in self.store.layout.units:
-                with self.store.unit(unit):
-                    pass
+            for chunk in self.stage.chunks:
+                for unit, following in with_next(self.units[chunk]):
+                    with self.store.unit(unit, following):
+                        pass
             return None
         self._predicted += 1  # messages of one route come in order; the number only keeps receives apart
         value, run = None, self.stage.run_on(x, EVALUATE)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from mpizero.comm import ProcessGrid
-from mpizero.comm.exact import gather_spans
+from mpizero.comm.exact import Gathering, begin_gather
 from mpizero.comm.timeline import Timeline
 from mpizero.layout import FlatLayout, Span, Unit
 from mpizero.layout.flat import views
@@ -17,11 +17,32 @@ from mpizero.parallel.memory import Memory
 from mpizero.parallel.ownership import Share
 from mpizero.types import Array, BlockModel
 
+#: Units that a sharded store has room for.
+SLOTS = 2
+
+
+class _Lent(dict[str, Any]):
+    """Parameters by name; whoever takes one lets messages move on meanwhile: no other hook lies inside of layers."""
+
+    __slots__ = ("_poll",)
+
+    def __init__(self, views: Mapping[str, Any], poll: Callable[[], None]) -> None:
+        super().__init__({k: _Lent(v, poll) if isinstance(v, Mapping) else v for k, v in views.items()})
+        self._poll = poll
+
+    def __getitem__(self, name: str) -> Any:
+        self._poll()
+        return super().__getitem__(name)
+
 
 class ParameterStore:
     """The values of all parameters, whole or sharded over groups.
 
     With a single group the window of the group is the shard of every rank and nothing is ever gathered.
+
+    [Note: the next unit] A sharded store has room for two units. While the one is used, the one that its user will ask
+    for next is on its way to the other: it is begun when the first is complete on all ranks of the group, so nobody
+    reads any more what stood in that place before. Every rank begins and takes the same units in the same order.
 
     Parameters
     ----------
@@ -67,7 +88,8 @@ class ParameterStore:
         self._next = 0
         if self.sharded:
             largest = max((self.needed(unit) for unit in layout.units), default=0)
-            self._slots = memory.shared("buffers", [(largest,)] * (2 if grid.node.size > 1 else 1), dtype)
+            self._slots = memory.shared("buffers", [(largest,)] * SLOTS, dtype)
+        self._coming: tuple[Unit, Gathering] | None = None
         self._views: dict[tuple[int, int], dict[str, Any]] = {}
         self.version = 0
 
@@ -88,17 +110,24 @@ class ParameterStore:
         return self.values[start : start + span.size]
 
     @contextmanager
-    def unit(self, unit: Unit) -> Iterator[dict[str, Any]]:
+    def unit(self, unit: Unit, following: Unit | None = None) -> Iterator[dict[str, Any]]:
         """Lend read-only nested views of a unit's parameters, by block.
 
         Collective over the data group when the store is sharded: the unit is gathered for the time of the context.
+
+        Parameters
+        ----------
+        unit : Unit
+            What is wanted now.
+        following : Unit or None
+            What every rank asks for next, if that is known; begun at once. See [Note: the next unit].
         """
         slot = 0
         if self.sharded:
-            slot = self._next
-            self._next = (slot + 1) % len(self._slots)
             with self.timeline.span("publication", unit):
-                self._gather(unit, self._slots[slot])
+                slot = self._bring(unit)
+                if following is not None:
+                    self._begin(following)
         key = (unit.index, slot)
         if key not in self._views:
             self._views[key] = self._unit_views(unit, self._slots[slot] if self.sharded else self.values)
@@ -114,7 +143,7 @@ class ParameterStore:
             if exchange and self.grid.peers.size > 1 and not self.sharded:
                 for unit in self.layout.units:
                     spans = [(share.spans[unit.index],) for share in self.peer_shares]
-                    gather_spans(self.grid.peers, [self.owned(unit.index)], self.values, spans, self.memory.scratch)
+                    begin_gather(self.grid.peers, [self.owned(unit.index)], self.values, spans).wait()
             self.memory.barrier("publish")
         self.version += 1
 
@@ -160,10 +189,33 @@ class ParameterStore:
             self.owned(unit.index)[:] = other.owned(unit.index)
         self.publish()
 
-    def _gather(self, unit: Unit, slot: Array) -> None:
+    def poll(self) -> None:
+        """Let a unit that is on its way move on. Not collective."""
+        if self._coming is not None:
+            self._coming[1].test()
+
+    def _begin(self, unit: Unit) -> None:
+        """Start to gather a unit into the place that is not in use. Collective over the data group."""
         spans = [self._slot_spans(unit, share) for share in self.peer_shares]
-        gather_spans(self.grid.peers, self._sent(unit), slot, spans, self.memory.scratch)
+        self._coming = unit, begin_gather(self.grid.peers, self._sent(unit), self._slots[self._next], spans)
+
+    def _bring(self, unit: Unit) -> int:
+        """Return the slot where a unit stands now. Collective over the data group."""
+        if self._coming is not None and self._coming[0] is not unit:
+            self._finish()  # something else came between, and takes its place: first it must be there on all ranks
+            self.memory.barrier("gather")
+        if self._coming is None:
+            self._begin(unit)
+        self._finish()
         self.memory.barrier("gather")
+        slot = self._next
+        self._next = (slot + 1) % len(self._slots)
+        return slot
+
+    def _finish(self) -> None:
+        if self._coming is not None:
+            self._coming[1].wait()
+            self._coming = None
 
     def _slot_spans(self, unit: Unit, share: Share) -> tuple[Span, ...]:
         """Return where the values of ``share`` stand in a gathered unit: its own range, then the tied uses'."""
@@ -198,7 +250,8 @@ class ParameterStore:
                 if entry.spec.tied is not None:
                     start, alias = alias, alias + entry.spec.size
             placed[entry.block].append((entry.local_name, start, entry.spec.shape))
-        return {block: views(buffer, triples) for block, triples in placed.items()}
+        nested = {block: views(buffer, triples) for block, triples in placed.items()}
+        return _Lent(nested, self.poll) if self.sharded else nested
 
 
 def flat_names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:

@@ -9,6 +9,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from mpizero.errors import CollectiveError, MpizeroError
+from mpizero.layout import Span
 from mpizero.testing import adjoint_test, parallel_assert
 
 DTYPES = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16"]
@@ -87,6 +88,50 @@ def test_long_blocks_are_gathered_like_short_ones(ranks, length):
         request = comm.iallgatherv(mine, out := np.empty_like(whole), counts)
         request.wait()
         assert_array_equal(out, whole)
+
+    ranks(specification)
+
+
+@pytest.mark.parametrize("length", [5, 1 << 16])
+def test_blocks_gathered_to_their_places_leave_the_rest_alone(ranks, length):
+    """Places in any order with room between; in place or not; the middle rank has nothing."""
+
+    def specification(comm):
+        sizes = [0 if rank == comm.size // 2 and comm.size > 1 else length + rank for rank in range(comm.size)]
+        starts = [sum(sizes[rank + 1 :]) + 3 * (comm.size - rank) for rank in range(comm.size)]
+        spans = [Span(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        expected = np.full(starts[0] + sizes[0] + 2, -1, np.float32)
+        for rank, span in enumerate(spans):
+            expected[span.start : span.stop] = np.arange(span.size) + 100 * rank
+        own = spans[comm.rank]
+        mine = expected[own.start : own.stop].copy()
+        for in_place in (False, True):
+            out = np.full_like(expected, -1)
+            if in_place:
+                out[own.start : own.stop] = mine
+            request = comm.igather_spans(out[own.start : own.stop] if in_place else mine, out, spans)
+            while not request.test():
+                pass
+            request.wait()
+            assert_array_equal(out, expected)
+
+    ranks(specification)
+
+
+def test_gathering_to_places_is_adjoint_to_taking_them_apart(ranks):
+    def specification(comm):
+        counts = uneven(comm.size)
+        spans = [Span(start, start + n) for start, n in zip(accumulate(counts, initial=1), counts, strict=False)]
+
+        def gather(x):
+            comm.igather_spans(x, out := np.zeros(sum(counts) + 2), spans).wait()
+            return out
+
+        def reduce(y):
+            comm.reduce_scatter(y[1:-1].copy(), out := np.empty(counts[comm.rank]), counts)
+            return out
+
+        adjoint_test(gather, reduce, parts(comm, counts[comm.rank]), parts(comm, sum(counts) + 2), comm)
 
     ranks(specification)
 

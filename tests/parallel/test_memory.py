@@ -40,7 +40,8 @@ def measured(comm: Any, strategy: str, **settings: Any) -> tuple[dict[str, int],
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_private_memory_follows_the_papers_formulas(strategy: str, ranks: int) -> None:
-    n, units = ranks, {"zero2": 1, "zero3": 2}.get(strategy, 0)
+    # One unit of gradients is in flight; with ZeRO-3 also one of parameters in use, and the next one coming.
+    n, units = ranks, {"zero2": 1, "zero3": 3}.get(strategy, 0)
     parameters = 4 * PARAMETERS / (n if strategy == "zero3" else 1)
     gradients = 4 * PARAMETERS / (n if strategy in ("zero2", "zero3") else 1)
     state = 8 * PARAMETERS / (1 if strategy == "ddp" else n)
@@ -111,7 +112,7 @@ def test_a_new_model_holds_its_shard_and_no_more_than_a_unit_besides(monkeypatch
     finally:
         tracemalloc.stop()
     shards = sum(model.engine.memory.rank_bytes for model in models)
-    assert shards <= 4 * (2 * PARAMETERS + 4 * UNIT) + 4 * PAGE
+    assert shards <= 4 * (2 * PARAMETERS + 2 * 3 * UNIT) + 4 * PAGE
     # Both ranks' Python objects are in the figure too: half a megabyte of layouts, plans and views.
     assert peak <= shards + 2 * 4 * UNIT + (1 << 19)
 

@@ -64,6 +64,14 @@ def test_a_rank_waits_in_a_collective_until_the_last_one_enters():
     assert [waited(mark, latest) for mark in early.marks] == [0.0, 3.0]
 
 
+def test_nobody_waits_for_a_message_that_all_have_begun():
+    """Of a collective that does not block, the beginning counts; the wait for it is the collective's own time."""
+    early = StepMarks(0.0, 9.0, marks((MESSAGE, GATHER, 1.0, 1.5), (MESSAGE, GATHER, 4.0, 6.0)))
+    late = StepMarks(0.0, 9.0, marks((MESSAGE, GATHER, 5.0, 5.5), (MESSAGE, GATHER, 7.0, 8.0)))
+    latest = waits([[early], [late]])
+    assert [waited(mark, latest) for mark in (*early.marks, *late.marks)] == [0.5, 1.0, 0.0, 0.0]
+
+
 def test_calls_of_other_groups_and_numbers_are_not_waited_for():
     one = StepMarks(0.0, 9.0, marks((MESSAGE, GATHER, 2.0, 3.0)))
     other = StepMarks(0.0, 9.0, marks((MESSAGE, GATHER, 5.0, 6.0), first={"data": 4}))

@@ -119,6 +119,15 @@ def gather(totals: Sequence[int], peer: int, itemsize: int, codec: Codec | None 
     return Exchange(sent, widths[peer] * itemsize, max(widths) * itemsize, sizes[peer], sum(sizes))
 
 
+def placed(columns: Iterable[Sequence[int]], peer: int, itemsize: int) -> Exchange:
+    """Count :func:`mpizero.comm.exact.begin_gather`, which takes no buffers. Not collective.
+
+    ``columns`` has, for every span of a peer, the elements of all peers.
+    """
+    own = [(sizes[peer], len(sizes) - 1) for sizes in columns]
+    return Exchange(total(one(size * itemsize * others) for size, others in own), 0, 0)
+
+
 class Call(NamedTuple):
     """One call of a method of :class:`mpizero.types.Group`, the same on all ranks up to the own block.
 

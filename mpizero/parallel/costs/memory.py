@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from mpizero.parallel.costs.calls import Exchange, window_bytes
+from mpizero.parallel.costs.calls import window_bytes
 from mpizero.parallel.costs.flow import Flow
 from mpizero.parallel.costs.traffic import Traffic
 from mpizero.parallel.feedback import residual_sizes
 from mpizero.parallel.memory import PAGE
+from mpizero.parallel.storage import SLOTS
 
 #: The parts of a rank's memory, in the order in which they are shown.
 PARTS = (
@@ -136,23 +137,17 @@ class Holdings:
 
     def _buffers(self) -> Bytes:
         """Return the gathered units, and the place where gradients of frozen parameters are left."""
-        shards, grid = self.traffic.part.shards, self.traffic.grid
+        shards = self.traffic.part.shards
         frozen = max((e.spec.size for e in shards.layout.entries if e.gradient < 0), default=0) * self._item
         units = Bytes()
         if self.traffic.sharded:
-            units = self._shared(*[shards.largest * self._item] * (2 if grid.node.size > 1 else 1))
+            units = self._shared(*[shards.largest * self._item] * SLOTS)
         return units._replace(private=units.private + frozen)
 
     def _exchange_buffers(self) -> int:
-        """Return the largest buffers that messages of gradients and parameters pass through."""
+        """Return the largest buffers that messages of gradients pass through."""
         traffic = self.traffic
-        # The start values are brought to all copies by every strategy.
-        every: list[Exchange] = [
-            *traffic.reductions(),
-            *traffic.replications(),
-            *traffic.publications(),
-            *traffic.unit_gathers().values(),
-        ]
+        every = [*traffic.reductions(), *traffic.replications()]  # parameters go straight to their places
         found = max((e.send_buffer for e in every), default=0) + max((e.receive_buffer for e in every), default=0)
         return (
             found + max((e.packed_send for e in every), default=0) + max((e.packed_receive for e in every), default=0)

@@ -44,14 +44,14 @@ class Shards:
         """Return the elements of a unit that a data rank owns. Not collective."""
         return self.shares[rank].spans[unit].size
 
-    def gathered(self, rank: int, unit: Unit) -> int:
-        """Return the elements that a data rank brings when a unit is gathered: tied uses included. Not collective."""
+    def gathered(self, rank: int, unit: Unit) -> tuple[int, ...]:
+        """Return the elements that a data rank brings when a unit is gathered. Not collective.
+
+        First those of its own range, then those of each tied use.
+        """
         spans = self.shares[rank].spans
-        found = spans[unit.index].size
-        for entry in unit.aliases:
-            home = self.layout.by_name[str(entry.spec.tied)].unit
-            found += entry.span.intersect(spans[home]).size
-        return found
+        homes = [(entry, self.layout.by_name[str(entry.spec.tied)].unit) for entry in unit.aliases]
+        return (spans[unit.index].size, *(entry.span.intersect(spans[home]).size for entry, home in homes))
 
     @cached_property
     def largest(self) -> int:

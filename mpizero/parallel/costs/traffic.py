@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from mpizero.comm.codecs import Codec, codec_of
 from mpizero.layout import Instruction, build_schedule
 from mpizero.parallel.costs.batch import Step
-from mpizero.parallel.costs.calls import Exchange, Sent, exchange, gather, one, total
+from mpizero.parallel.costs.calls import Exchange, Sent, exchange, gather, one, placed, total
 from mpizero.parallel.costs.grid import PlannedGrid
 from mpizero.parallel.costs.part import Part
 from mpizero.parallel.placement import Placement
@@ -139,8 +139,8 @@ class Traffic:
         if self.sharded:
             return []
         return [
-            gather(
-                [self.part.shards.parameters(rank, unit.index) for rank in self.grid.peer_ranks],
+            placed(
+                [[self.part.shards.parameters(rank, unit.index) for rank in self.grid.peer_ranks]],
                 self.grid.peers.rank,
                 self.training.itemsize,
             )
@@ -153,8 +153,10 @@ class Traffic:
             return {}
         shards, peers = self.part.shards, self.grid.peer_ranks
         return {
-            unit.index: gather(
-                [shards.gathered(rank, unit) for rank in peers], self.grid.peers.rank, self.training.itemsize
+            unit.index: placed(
+                zip(*(shards.gathered(rank, unit) for rank in peers), strict=True),
+                self.grid.peers.rank,
+                self.training.itemsize,
             )
             for unit in self.part.layout.units
         }

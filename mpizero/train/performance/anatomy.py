@@ -1,8 +1,9 @@
 """Where the time of steps goes: from the spans of all ranks to seconds by phase, and how long each waited for others.
 
 [Note: waiting] A rank waits in a collective until the last rank has entered it; what is left of the call is the
-collective itself and belongs to the phase around it. A receive from one rank is all waiting: its message was posted
-ahead. Windows have barriers of a communicator in them, so waiting in those is seen as well.
+collective itself and belongs to the phase around it. One that does not block is entered where it begins: of the time
+that it is on its way, only what a rank stands still for is in its steps. A receive from one rank is all waiting: its
+message was posted ahead. Windows have barriers of a communicator in them, so waiting in those is seen as well.
 """
 
 from __future__ import annotations
@@ -121,12 +122,15 @@ def _name(detail: Any) -> str:
 
 
 def waits(ranks: Sequence[Sequence[StepMarks]]) -> dict[Call, float]:
-    """Return when the last rank has entered each collective. Not collective."""
+    """Return when the last rank has entered each collective, or begun it. Not collective."""
     latest: dict[Call, float] = {}
     for steps in ranks:
+        entered: dict[Call, float] = {}
         for mark in (mark for step in steps for mark in step.marks):
             if mark.call is not None:
-                latest[mark.call] = max(mark.start, latest.get(mark.call, mark.start))
+                entered.setdefault(mark.call, mark.start)  # later ones are waits for the same
+        for call, start in entered.items():
+            latest[call] = max(start, latest.get(call, start))
     return latest
 
 
