@@ -2,11 +2,13 @@
 
 ``backend(array)`` gives the namespace whose modules (``optimizer``, ``fused``, ``reduction``, ``copy``,
 ``activation``, ``norm``, ``loss``, ``embedding``, ``attention``, ``compression``, ``random``) work on arrays of that
-kind. Modules are imported, and kernels compiled or loaded, on first use.
+kind. Modules are imported, and kernels compiled or loaded, on first use. ``namespace(array)`` gives its array
+library.
 """
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 
 from mpizero.kernels import cpu, cuda
 
-__all__ = ["backend", "cpu", "cuda"]
+__all__ = ["backend", "cpu", "cuda", "namespace", "to_host"]
 
 
 def backend(array: Any) -> ModuleType:
@@ -32,3 +34,16 @@ def backend(array: Any) -> ModuleType:
     if hasattr(array, "__cuda_array_interface__"):
         return cuda
     raise TypeError(f"kernels work on NumPy or CUDA arrays, got {type(array).__name__}")
+
+
+def namespace(array: Any) -> Any:
+    """Return the array library of ``array``: NumPy, or the package its type comes from (CuPy). Not collective."""
+    if isinstance(array, np.ndarray):
+        return np
+    package = type(array).__module__.partition(".")[0]
+    return array.__array_namespace__() if package == __package__.partition(".")[0] else sys.modules[package]
+
+
+def to_host(array: Any) -> Any:
+    """Return a copy of a card's array on the host; anything else is returned itself. Not collective."""
+    return array.get() if hasattr(array, "__cuda_array_interface__") else array

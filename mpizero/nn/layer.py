@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mpizero import kernels
 from mpizero.errors import ConfigError, DataError
 from mpizero.kernels import blas
 from mpizero.nn.graph import Graph, Place
@@ -105,9 +105,7 @@ class Layer(ABC):
 
 def namespace(array: Any) -> Any:
     """Return the array library of ``array``: NumPy, or the package its type comes from (CuPy). Not collective."""
-    if isinstance(array, np.ndarray):
-        return np
-    return sys.modules[type(array).__module__.partition(".")[0]]
+    return np if isinstance(array, np.ndarray) else kernels.namespace(array)
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:

@@ -12,7 +12,7 @@ import numpy as np
 from mpizero.errors import CollectiveError, LayoutError, PeerFailure
 from mpizero.layout import Unit
 from mpizero.layout.flat import joined
-from mpizero.parallel.storage import ParameterStore, flat_names
+from mpizero.parallel.storage import Lender, ParameterStore, flat_names
 from mpizero.types import EVALUATE, BlackBoxModel, BlockModel, Init, ParameterSpec, Run
 
 #: Lends the views that a unit's gradients are written to.
@@ -24,7 +24,9 @@ UnitDone = Callable[[Unit], None]
 class Evaluator(Protocol):
     """Runs a model's forward and backward pass over the units of a store."""
 
-    store: ParameterStore
+    @property
+    def store(self) -> Lender:
+        """Lends the parameters."""
 
     def gradients(self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone) -> tuple[float, float]:
         """Write the gradient of the loss sum; return the loss sum and the weight."""
@@ -48,7 +50,7 @@ class _Passage:
     A rank whose own computation fails, or that has none, goes through the rest all the same: nobody waits for it.
     """
 
-    def __init__(self, store: ParameterStore, units: Sequence[Unit], done: UnitDone | None) -> None:
+    def __init__(self, store: Lender, units: Sequence[Unit], done: UnitDone | None) -> None:
         self.store, self.report = store, done
         backward = list(reversed(units)) if done is not None else []
         self.gathers = deque([*units, *backward])
@@ -81,7 +83,7 @@ class BlockEvaluator:
     def __init__(
         self,
         model: BlockModel,
-        store: ParameterStore,
+        store: Lender,
         loss_scale: Callable[[], float],
         run_on: Callable[[Any, Run], Run] = lambda x, run: run,
     ) -> None:

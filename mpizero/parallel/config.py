@@ -51,6 +51,9 @@ class ShardingConfig:
         Python line; None watches nothing.
     check_every : int
         Steps between two checks of parameters and optimizer state for memory that has changed by itself; 0 is never.
+    device : {"cpu", "cuda"}
+        Where the layers of a model of blocks compute: "cuda" is a graphics card, of which the ranks of a node take
+        one each in turn. Parameters and optimizer state stay on the host (docs/gpu.md).
     """
 
     comm: Any = None
@@ -66,6 +69,7 @@ class ShardingConfig:
     clip: float | None = None
     timeout: float | None = 600.0
     check_every: int = 0
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing, each with its name."""
@@ -80,6 +84,8 @@ class ShardingConfig:
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         codec_of(self.gradient_compression)
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(f"device={self.device!r}: expected 'cpu' or 'cuda'")
 
     @classmethod
     def default(cls, comm: Any = None) -> Self:

@@ -21,7 +21,7 @@ from mpizero.layout import FlatLayout
 from mpizero.nn.memory import keep_freed_memory
 from mpizero.parallel.across import Across
 from mpizero.parallel.blas import settle_blas
-from mpizero.parallel.compute import BlackBoxEvaluator, BlockEvaluator, Evaluator, blocks_of
+from mpizero.parallel.compute import blocks_of
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.dealing import GlobalBatch, deal, in_contexts, same_batch
 from mpizero.parallel.evaluation import evaluate
@@ -30,10 +30,9 @@ from mpizero.parallel.gradients import GradientRing, GradientRows, GradientViews
 from mpizero.parallel.integrity import Integrity
 from mpizero.parallel.memory import Memory, fits_shared_memory
 from mpizero.parallel.ownership import UpdatePiece
-from mpizero.parallel.pipeline import PipelineRunner
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.report import Outcome, StepReport
-from mpizero.parallel.running import Runner, SequentialRunner, agreeable_errors
+from mpizero.parallel.runners import make_runner
 from mpizero.parallel.scalars import GrainScalars, Totals
 from mpizero.parallel.spread import Spread
 from mpizero.parallel.stage import build_stage, trainable_names
@@ -41,6 +40,7 @@ from mpizero.parallel.storage import ParameterStore
 from mpizero.parallel.ties import TieExchange
 from mpizero.parallel.update import Updater, reduce_rows
 from mpizero.parallel.whole import GlobalView
+from mpizero.parallel.workplace import open_workplace
 from mpizero.types import Array, BlockModel, Run
 
 
@@ -54,6 +54,7 @@ class Engine:
         self.model, self.config, self.placement = model, config, placement
         self._blas_threads = settle_blas(config.communicator, config.threads)
         self.block_model = isinstance(model, BlockModel)
+        self.workplace = open_workplace(config, self.block_model)
         if self.block_model:
             keep_freed_memory()
         self.dtype = np.dtype(model.dtype)
@@ -71,7 +72,7 @@ class Engine:
         self.across: Across | None = None
         if self.grid.model.size > 1:
             self.across = Across(self.grid, self.layout, trainable_names(model))
-        self.runner = self._make_runner()
+        self.runner = make_runner(self)
         self._named = GradientViews(self.layout, self.memory, self.dtype)
         self._rows: GradientRows | None = None
         self._ring: GradientRing | None = None
@@ -92,29 +93,13 @@ class Engine:
         self.grid = self.config.grid_of(axes, private=private)
         if self.grid.context.size > 1 and self.grid.order != tuple(range(self.grid.data.size)):
             self.grid = self.config.grid_of(axes, private=True)  # the parts of a grain must be neighbours in a wave
-        self.stage = build_stage(self.model, self.grid, spread or Spread())
+        self.stage = build_stage(self.model, self.grid, spread or Spread(), self.workplace.group)
         self.layout = self._layout_of(self.stage.number)
 
     def _layout_of(self, stage: int) -> FlatLayout:
         return self.stage.layout(
             stage, one_unit=self.placement.one_unit, minimum_unit=self.config.minimum_parameter_group_size
         )
-
-    def _make_runner(self) -> Runner:
-        """Return what runs this rank's blocks: those of a pipeline stage, or the whole model."""
-        grid, stage = self.grid, self.stage
-        counts = grid.here.tensor == 0  # tensor ranks find the same losses
-        agreeable = agreeable_errors(grid)
-        if grid.pipeline.size > 1:
-            return PipelineRunner(
-                stage, self.store, grid.pipeline, self.scalars, self._loss_scale, counts=counts, agreeable=agreeable
-            )
-        evaluator: Evaluator
-        if self.block_model:
-            evaluator = BlockEvaluator(stage.model, self.store, self._loss_scale, stage.run_on)
-        else:
-            evaluator = BlackBoxEvaluator(stage.model, self.store)
-        return SequentialRunner(evaluator, self.scalars, stage, counts=counts, agreeable=agreeable)
 
     @property
     def pristine(self) -> bool:
@@ -163,8 +148,8 @@ class Engine:
     def exchange_model(self, model: Any) -> None:
         """Evaluate ``model``, which has the same parameters, from now on."""
         self.model = model
-        self.stage = build_stage(model, self.grid, self.stage.spread)
-        self.runner = self._make_runner()
+        self.stage = build_stage(model, self.grid, self.stage.spread, self.workplace.group)
+        self.runner = make_runner(self)
 
     @property
     def rows(self) -> GradientRows:
@@ -175,7 +160,8 @@ class Engine:
             )
         return self._rows
 
-    def _loss_scale(self) -> float:
+    def current_loss_scale(self) -> float:
+        """Return what losses are multiplied by before their backward pass. Not collective."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     # ------------------------------------------------------------------ one step
@@ -208,10 +194,10 @@ class Engine:
 
     def _report(self, totals: Totals, rate: float, outcome: Outcome, sent: int) -> StepReport:
         """End a step."""
-        (norm, problems), scale = outcome, self._loss_scale()
+        (norm, problems), scale = outcome, self.current_loss_scale()
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(finite=not problems)
-        self.exchange.finish(self._loss_scale() / scale, updated=not problems)
+        self.exchange.finish(self.current_loss_scale() / scale, updated=not problems)
         if problems:
             self.memory.barrier("skipped")
         self.step_number += 1
@@ -273,6 +259,7 @@ class Engine:
         same_batch(self.grid, x, y)
         owners = self._ring.owners if waves and self._ring is not None else partial(contiguous_owners, self.grid)
         batch = deal(self.grid.batch, x, y, self.config.grain_size, owners, self.config.accumulate)
+        self.workplace.check_batch(x, y)
         if self.grid.context.size > 1:
             batch = in_contexts(batch, self.grid.context_group, waves=waves)
         self.scalars.begin(batch, self.step_number + 1)
@@ -301,7 +288,7 @@ class Engine:
         return self.apply(reduced)
 
     def _divisor(self, totals: Totals) -> Array:
-        return np.array([totals.weight * self._loss_scale()], self.dtype)
+        return np.array([totals.weight * self.current_loss_scale()], self.dtype)
 
     def _can_fuse(self, updater: Updater) -> bool:
         return not self._needs_norm and updater.fusible and updater.ties is None

@@ -17,14 +17,16 @@ import numpy as np
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CollectiveError, LayoutError, PeerFailure
+from mpizero.kernels import to_host
 from mpizero.layout import Instruction, Schedule, Unit, build_schedule
 from mpizero.parallel.compute import with_next
-from mpizero.parallel.courier import Courier, Route, key_of
+from mpizero.parallel.courier import Route, key_of
 from mpizero.parallel.gradients import Job
 from mpizero.parallel.running import RunOf, WatchedJob
 from mpizero.parallel.scalars import GrainScalars
 from mpizero.parallel.stage import Stage
-from mpizero.parallel.storage import ParameterStore
+from mpizero.parallel.storage import Lender
+from mpizero.parallel.workplace import Workplace
 from mpizero.types import EVALUATE, Run
 
 #: Instructions whose receives are posted ahead.
@@ -53,8 +55,8 @@ class PipelineRunner:
     ----------
     stage : Stage
         This rank's chunks.
-    store : ParameterStore
-        Their parameters.
+    store : Lender
+        Their parameters, where the layers compute.
     comm : Communicator
         The stages, by number.
     scalars : GrainScalars
@@ -65,23 +67,27 @@ class PipelineRunner:
         Whether the losses of the last chunk, if it is here, are those that count.
     agreeable : tuple of type
         The errors of layers that can wait until all ranks agree; see :func:`agreeable_errors`.
+    workplace : Workplace, optional
+        Where the layers compute; the host unless given.
     """
 
     def __init__(
         self,
         stage: Stage,
-        store: ParameterStore,
+        store: Lender,
         comm: Communicator,
         scalars: GrainScalars,
         loss_scale: Callable[[], float],
         *,
         counts: bool = True,
         agreeable: tuple[type[Exception], ...] = (Exception,),
+        workplace: Workplace | None = None,
     ) -> None:
         self.stage, self.store, self.comm, self.scalars = stage, store, comm, scalars
         self.loss_scale, self.counts, self.agreeable = loss_scale, counts, agreeable
         self.criterion = stage.model.loss
-        self.courier = Courier(comm)
+        self.workplace = workplace or Workplace()
+        self.courier = self.workplace.courier(comm)
         self.stage_of = stage.spread.chunks
         self.units = {chunk: self._units_of(chunk) for chunk in stage.chunks}
         self.most_caches = 0
@@ -102,7 +108,7 @@ class PipelineRunner:
     def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
         """Do all jobs, forward and backward. Collective over the pipeline, and the data group if sharded."""
         self._flights = {}
-        watched = [WatchedJob(job, self.scalars, self.store.timeline) for job in jobs]
+        watched = [WatchedJob(job, self.scalars, self.store.timeline, self.workplace) for job in jobs]
         if not jobs:
             return
         # What a schedule pads is absent on every stage and every replica: nothing of it needs to be done.
@@ -270,14 +276,15 @@ class PipelineRunner:
     def predict(self, x: Any) -> Any:
         """Return the prediction for this rank's ``x``, the same for all stages. Collective over the pipeline."""
         errors: list[Exception] = []
-        value = self._forward_only(None if x is None else self.stage.own_places(x), errors.append)
+        own = None if x is None else self.workplace.put(self.stage.own_places(x))
+        value = self._forward_only(own, errors.append)
         with all_ranks(self.comm, "predict"):  # so everything that was sent has arrived
             self.courier.finish()
             if errors:
                 raise errors[0]
         if x is None:
             return None
-        whole = self.stage.whole_prediction(value) if self.stage.is_last else None
+        whole = to_host(self.stage.whole_prediction(value)) if self.stage.is_last else None
         root = self.stage_of[-1]
         told = None if whole is None else (whole.shape, whole.dtype.str)
         shape, dtype = self.comm.broadcast_object(told, root, "prediction")
@@ -290,12 +297,13 @@ class PipelineRunner:
 
         Collective over the pipeline. What a layer raises goes to the scalars.
         """
+        x, y = self.workplace.put(x), self.workplace.put(y)
         value = self._forward_only(x, self.scalars.fail)
         if x is None or value is None or not self.stage.is_last:
             return 0.0, 0.0, None
         with self._computing(_Flight(self.scalars.fail)):
             loss, weight, _ = self.criterion.forward(value, y)
-            return loss, weight, self.stage.whole_scores(value)
+            return loss, weight, to_host(self.stage.whole_scores(value))
         return 0.0, 0.0, None  # and go on: the other micro-batches still come
 
     def _forward_only(self, x: Any, fail: Callable[[Exception], None]) -> Any:

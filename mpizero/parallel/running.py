@@ -9,11 +9,13 @@ from typing import Any, Protocol
 from mpizero.comm import ProcessGrid
 from mpizero.comm.timeline import Timeline
 from mpizero.errors import DataError
+from mpizero.kernels import to_host
 from mpizero.layout import Unit
 from mpizero.parallel.compute import Evaluator
 from mpizero.parallel.gradients import Job
 from mpizero.parallel.scalars import GrainScalars
 from mpizero.parallel.stage import Stage
+from mpizero.parallel.workplace import Workplace
 from mpizero.types import Run
 
 #: What a forward pass knows, from the index of its first sample.
@@ -51,22 +53,29 @@ class Runner(Protocol):
 
 
 class WatchedJob:
-    """A job whose gradients are checked as they are completed: the first that is not finite is remembered."""
+    """A job whose gradients are checked as they are completed: the first that is not finite is remembered.
 
-    def __init__(self, job: Job, scalars: GrainScalars, timeline: Timeline) -> None:
-        self.job, self.scalars, self.timeline = job, scalars, timeline
+    Its samples are where the layers compute, and so are the views that gradients are written to.
+    """
+
+    def __init__(self, job: Job, scalars: GrainScalars, timeline: Timeline, workplace: Workplace) -> None:
+        self.job, self.scalars, self.timeline = workplace.put_job(job), scalars, timeline
+        self.workplace = workplace
         self._written: dict[int, Any] = {}
 
     def target(self, unit: Unit) -> Any:
         """Lend the views that a unit's gradients are written to."""
         self._written[unit.index] = self.job.target(unit)
-        return self._written[unit.index]
+        return self.workplace.target(unit, self._written[unit.index])
 
     def done(self, unit: Unit) -> None:
         """Check and pass on a unit's gradients; those of a unit that was never written go on unchecked."""
         begun = self.timeline.begin()
+        written = self._written.pop(unit.index, {})
+        if written:
+            self.workplace.done(unit, written)
         if self.job.grain is not None:
-            for block, views in reversed(self._written.pop(unit.index, {}).items()):  # the last one came first
+            for block, views in reversed(written.items()):  # the last one came first
                 self.scalars.check(self.job.grain.number, block, views)
         self.job.done(unit)
         self.timeline.end("local sums", unit, begun)
@@ -87,6 +96,8 @@ class SequentialRunner:
         Whether the losses found here are those that count; of ranks that all find the same, one does.
     agreeable : tuple of type
         The errors of layers that can wait until all ranks agree; see :func:`agreeable_errors`.
+    workplace : Workplace, optional
+        Where the evaluator computes; the host unless given.
     """
 
     def __init__(
@@ -97,9 +108,10 @@ class SequentialRunner:
         *,
         counts: bool = True,
         agreeable: tuple[type[Exception], ...] = (Exception,),
+        workplace: Workplace | None = None,
     ) -> None:
         self.evaluator, self.scalars, self.stage = evaluator, scalars, stage
-        self.counts, self.agreeable = counts, agreeable
+        self.counts, self.agreeable, self.workplace = counts, agreeable, workplace or Workplace()
 
     def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
         """Do all jobs in order. Collective if gradients or parameters are sharded."""
@@ -107,7 +119,7 @@ class SequentialRunner:
             if job.grain is None or self.scalars.error is not None:
                 self.evaluator.absent(job.done)
             else:
-                self._compute(WatchedJob(job, self.scalars, self.evaluator.store.timeline), run_of)
+                self._compute(WatchedJob(job, self.scalars, self.evaluator.store.timeline, self.workplace), run_of)
 
     def _compute(self, watched: WatchedJob, run_of: RunOf) -> None:
         grain, number = watched.job.grain, watched.job.number
@@ -124,13 +136,13 @@ class SequentialRunner:
 
     def predict(self, x: Any) -> Any:
         """Return the prediction for this rank's ``x``. Collective if sharded."""
-        prediction = self.evaluator.predict(None if x is None else self.stage.own_places(x))
-        return None if x is None else self.stage.whole_prediction(prediction)
+        prediction = self.evaluator.predict(None if x is None else self.workplace.put(self.stage.own_places(x)))
+        return None if x is None else to_host(self.stage.whole_prediction(prediction))
 
     def loss(self, x: Any, y: Any) -> tuple[float, float, Any]:
         """Return loss sum, weight and prediction. Collective if sharded."""
-        loss, weight, prediction = self.evaluator.loss(x, y)
-        return loss, weight, None if prediction is None else self.stage.whole_scores(prediction)
+        loss, weight, prediction = self.evaluator.loss(self.workplace.put(x), self.workplace.put(y))
+        return loss, weight, None if prediction is None else to_host(self.stage.whole_scores(prediction))
 
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:
         """Put ``loss`` in the place of the model's own for a while. Not collective."""

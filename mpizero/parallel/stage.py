@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from mpizero.layout import FlatLayout
 from mpizero.layout.flat import joined
 from mpizero.parallel.compute import blocks_of
 from mpizero.parallel.spread import Spread
-from mpizero.types import Array, BlockModel, Layer, Loss, ParameterSpec, Run
+from mpizero.types import Array, BlockModel, Group, Layer, Loss, ParameterSpec, Run
 
 Specs = Mapping[str, tuple[ParameterSpec, ...]]
 
@@ -158,10 +158,12 @@ class Stage:
         return whole
 
 
-def build_stage(model: Any, grid: ProcessGrid, spread: Spread) -> Stage:
+def build_stage(
+    model: Any, grid: ProcessGrid, spread: Spread, group_for: Callable[[Group], Group] = lambda group: group
+) -> Stage:
     """Split a model over a rank's tensor and context group, and take the blocks of its stage.
 
-    Collective over the tensor and context group.
+    Collective over the tensor and context group. ``group_for`` gives layers the form of a group that they work with.
 
     Raises
     ------
@@ -181,9 +183,9 @@ def build_stage(model: Any, grid: ProcessGrid, spread: Spread) -> Stage:
     _refuse_frozen_copies(blocks_of(model), spread.chunks, cuts)
     split: Any = model
     if spread.tensor > 1:
-        split = nn.split_model(split, grid.tensor_group)
+        split = nn.split_model(split, group_for(grid.tensor_group))
     if spread.context > 1:
-        split = nn.context_model(split, grid.context_group)
+        split = nn.context_model(split, group_for(grid.context_group))
     number = grid.here.pipeline
     here = [block for c, s in enumerate(spread.chunks) if s == number for block in cuts[c]]
     local = LocalModel({name: split.blocks[name] for name in here}, split.loss, model.dtype, model.seed)

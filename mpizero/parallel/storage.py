@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,6 +33,16 @@ class _Lent(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         self._poll()
         return super().__getitem__(name)
+
+
+class Lender(Protocol):
+    """Lends the parameters of units: a :class:`ParameterStore`, or its mirror on a card."""
+
+    layout: FlatLayout
+    timeline: Timeline
+
+    def unit(self, unit: Unit, following: Unit | None = None) -> AbstractContextManager[dict[str, Any]]:
+        """Lend nested views of a unit's parameters, by block. Collective over the data group if sharded."""
 
 
 class ParameterStore:
@@ -130,8 +140,14 @@ class ParameterStore:
                     self._begin(following)
         key = (unit.index, slot)
         if key not in self._views:
-            self._views[key] = self._unit_views(unit, self._slots[slot] if self.sharded else self.values)
+            buffer = (self._slots[slot] if self.sharded else self.values).view()
+            buffer.flags.writeable = False
+            self._views[key] = self.unit_views(unit, buffer)
         yield self._views[key]
+
+    def lent(self, unit: Unit) -> Array:
+        """Return the gathered values of the unit that a sharded store has lent last. Not collective."""
+        return self._slots[(self._next - 1) % len(self._slots)][: self.needed(unit)]
 
     def publish(self, *, exchange: bool = True) -> None:
         """Make what owners wrote readable by all. Collective over the data group.
@@ -170,8 +186,7 @@ class ParameterStore:
         if not self.sharded:
             return self.values[unit.span.start : unit.span.stop].copy()
         with self.unit(unit):
-            slot = (self._next - 1) % len(self._slots)
-            values = self._slots[slot][: unit.span.size].copy()
+            values = self.lent(unit)[: unit.span.size].copy()
         self.memory.barrier("gathered")
         return values
 
@@ -238,9 +253,11 @@ class ParameterStore:
     def _home(self, name: str | None) -> int:
         return self.layout.by_name[str(name)].unit
 
-    def _unit_views(self, unit: Unit, buffer: Array) -> dict[str, Any]:
-        buffer = buffer.view()
-        buffer.flags.writeable = False
+    def unit_views(self, unit: Unit, buffer: Array) -> dict[str, Any]:
+        """Return nested views, by block, of a buffer that holds what the unit's is read from: all, or it alone.
+
+        Not collective.
+        """
         placed: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {block: [] for block in unit.blocks}
         alias = unit.span.size
         for entry in unit.entries:

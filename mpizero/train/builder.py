@@ -72,7 +72,7 @@ class Job:
             f"{self.config.model.name} with {self.model.parameter_count:,} parameters, "
             f"{parallel.describe(self.comm.size)}; "
             f"{len(self.source):,} training and {len(self.validation):,} validation samples; "
-            f"{train.global_batch} a step in {grains} grains of {size}{idle}"
+            f"{train.global_batch} a step in {grains} grains of {size}{idle}{self.model.engine.workplace.describe()}"
         )
 
 
@@ -294,6 +294,7 @@ def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
         share_node_memory=parallel.share_node_memory,
         ranks_per_node=parallel.ranks_per_node,
         check_every=train.check_every,
+        device=train.device,
     )
 
 

@@ -27,11 +27,13 @@ from mpizero.train.checks import (
 from mpizero.train.layout import ParallelSection
 
 #: Settings that may differ between a saved run and the one that resumes it: none changes the mathematics (tensor and
-#: context groups round sums differently). Training data are compared by their content, not by where they lie.
+#: context groups, and cards, round sums differently). Training data are compared by their content, not by where they
+#: lie.
 FREE_SECTIONS = ("parallel", "checkpoint")
 FREE_KEYS = (
     "train.steps",
     "train.threads",
+    "train.device",
     "train.validate_every",
     "train.validate_samples",
     "train.check_every",
@@ -169,6 +171,7 @@ class TrainSection(Section):
     seed: int = setting(0, whole(0, 2**63 - 1))
     clip: float = setting(0.0, not_negative())
     threads: int = setting(1, whole(1, 1024))
+    device: str = setting("cpu", choice("cpu", "cuda"))
     validate_every: int = setting(50, whole(0))
     validate_samples: int = setting(512, whole(0))
     check_every: int = setting(50, whole(0))

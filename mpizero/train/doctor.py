@@ -137,15 +137,21 @@ def check_kernels(comm: Communicator, threads: int) -> Finding:
 
 
 def check_gpu(comm: Communicator, threads: int) -> Finding:
-    """Look for GPUs, and for what drives them. Collective over ``comm``."""
+    """Look for GPUs, and whether ``device = "cuda"`` would find them. Collective over ``comm``."""
     count, packages = machine.gpus()
-    everywhere = comm.allgather_object(count)
-    if not any(everywhere):
+    usable, reason = machine.cards() if count else (0, "")
+    with comm.split_node(name="doctor") as node:
+        ranks = node.size
+    everywhere = comm.allgather_object((count, usable, reason, ranks))
+    if not any(count for count, *_ in everywhere):
         return Finding("gpu", "ok", "none seen; training runs on CPUs")
-    text = f"{max(everywhere)} on a node; {', '.join(packages) or 'no Python package for it'}"
-    if not packages:
-        return Finding("gpu", "warn", text, "pip install 'mpizero[cuda12]' for kernels on device arrays")
-    return Finding("gpu", "ok", text)
+    text = f"{max(count for count, *_ in everywhere)} on a node; {', '.join(packages) or 'no Python package for it'}"
+    for rank, (_, cards, why, _) in enumerate(everywhere):
+        if not cards:
+            why = why or "no card on its node"
+            return Finding("gpu", "warn", text, f'train.device = "cuda" cannot be used: rank {rank} has {why}')
+    most = max(-(-sharing // cards) for _, cards, _, sharing in everywhere)
+    return Finding("gpu", "ok", f'{text}; with train.device = "cuda" {counted(most, "rank")} a card, in turn')
 
 
 CHECKS: Sequence[Check] = (

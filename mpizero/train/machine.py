@@ -21,6 +21,7 @@ from mpizero.kernels.blas import library
 
 __all__ = [
     "blas",
+    "cards",
     "cores",
     "gpus",
     "hdf5",
@@ -212,6 +213,16 @@ def try_kernel() -> tuple[str, str, float]:
         return f"{type(error).__name__}: {error}", "", 0.0
     wrong = "" if y.tolist() == [0, 0, 0, 1, 2] else f"a kernel computes {y.tolist()} instead of [0, 0, 0, 1, 2]"
     return wrong, str(folder), time.perf_counter() - started
+
+
+def cards() -> tuple[int, str]:
+    """Return the number of cards that ``device = "cuda"`` would take in turn, and if there are none, why.
+
+    Not collective.
+    """
+    from mpizero.kernels.card import found
+
+    return found()
 
 
 def gpus() -> tuple[int, list[str]]:

@@ -158,6 +158,7 @@ BAD = [
     ("train.clip", "inf"),
     ("train.clip", "-1.0"),
     ("train.threads", "0"),
+    ("train.device", "gpu"),
     ("train.validate_every", "-1"),
     ("optimizer.name", "adamv"),
     ("optimizer.lr", "nan"),
@@ -342,6 +343,7 @@ def test_a_configuration_survives_its_dictionary():
     [
         "train.steps=7",
         "train.threads=2",
+        "train.device=cuda",
         "parallel.strategy=ddp",
         "parallel.pipeline=2",
         "parallel.tensor=2",

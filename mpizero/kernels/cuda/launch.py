@@ -15,8 +15,8 @@ Every loop over elements or rows strides over the grid, so any number of threads
 a twin with a result is a plain function that launches kernels and reads their output.
 
 Arrays are CuPy's or numba-cuda's device arrays. Small host arrays (scalars of a step, tree programs, sums) may be
-passed too: they are copied to the device, and back unless ``const``. Under ``NUMBA_ENABLE_CUDASIM=1`` all arrays are
-NumPy's, and threads are simulated one by one: keep them small.
+passed too: they are copied to the device, and back unless ``const``. Under ``NUMBA_ENABLE_CUDASIM=1`` arrays are
+NumPy's or those of :mod:`mpizero.kernels.simulated`, and threads are simulated one by one: keep them small.
 
 The simulator is part of numba (0.68 has it) and of the package numba-cuda, which GPUs need; where both are installed
 numba-cuda provides ``numba.cuda``.
@@ -26,14 +26,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 from numba import cuda as _cuda
 
+from mpizero.kernels.card import simulated
 from mpizero.kernels.compile import with_compiled_helpers
 from mpizero.kernels.signature import Signature
+from mpizero.kernels.simulated import SimulatedArray
 from mpizero.types import Array
 
 cuda: Any = _cuda  # numba publishes types without the names that kernels use
@@ -41,13 +46,7 @@ cuda: Any = _cuda  # numba publishes types without the names that kernels use
 THREADS = 128
 BLOCKS = 1024
 SIMULATED_THREADS = 3  # not a power of two: strides over the grid leave a remainder
-
-
-def simulated() -> bool:
-    """Tell whether kernels run in numba's simulator, on NumPy arrays."""
-    from numba.core import config
-
-    return bool(config.ENABLE_CUDASIM)
+_SIMULATOR = threading.Lock()  # it runs one kernel at a time; ranks that are threads wait for each other
 
 
 class CudaKernel:
@@ -74,20 +73,26 @@ class CudaKernel:
         names = list(self.__signature__.parameters)
         if len(args) != len(names):
             raise TypeError(f"kernel {self.name} takes {len(names)} arguments ({', '.join(names)})")
-        if self._compiled is None:
-            self._compiled = _jit(self.python)
         passed, returned = [], []
         for name, value, parameter in zip(names, args, self.signature.parameters, strict=True):
             if parameter.ndim and getattr(value, "ndim", None) != parameter.ndim:
                 raise TypeError(f"kernel {self.name}: {name} must have {parameter.ndim} dimension(s)")
-            if isinstance(value, np.ndarray) and not simulated():
+            if simulated():
+                passed.append(value.values if isinstance(value, SimulatedArray) else value)
+            elif isinstance(value, np.ndarray):
                 device = cuda.to_device(value)
                 passed.append(device)
                 if not parameter.readonly:
                     returned.append((device, value))
+            elif parameter.ndim:
+                # CuPy's work and the kernels' are on one stream: nothing to wait for, which the interface would do.
+                passed.append(cuda.as_cuda_array(value, sync=False))
             else:
                 passed.append(value)
-        self._compiled[self._grid(args)](*passed)
+        with _simulating() if simulated() else nullcontext():
+            if self._compiled is None:  # not while the simulator runs another: it lends names to the module meanwhile
+                self._compiled = _jit(self.python)
+            self._compiled[self._grid(args)](*passed)
         for device, host in returned:
             device.copy_to_host(host)
 
@@ -111,8 +116,62 @@ def kernel(signature: str) -> Callable[[Callable[..., None]], CudaKernel]:
     return lambda python: CudaKernel(python, parsed)
 
 
+@contextmanager
+def _simulating() -> Iterator[None]:
+    """Let the simulator run one kernel at a time, with threads that take turns quickly.
+
+    It polls its threads, so each of their barriers lasts as long as Python lets a thread run: 5 ms by default.
+    """
+    with _SIMULATOR:
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(interval)
+
+
 def _jit(python: Callable[..., Any]) -> Any:
+    if simulated():
+        return cuda.jit(_for_simulator(python))
     return cuda.jit(with_compiled_helpers(python, _device_function))
+
+
+def _for_simulator(python: Callable[..., Any]) -> Any:
+    """Copy a kernel or a helper of one with :class:`_Running` in the place of ``cuda``."""
+    copy = with_compiled_helpers(python, _for_simulator)
+    copy.__globals__.update({name: _Running() for name, value in copy.__globals__.items() if value is cuda})
+    return copy
+
+
+class _Running:
+    """What simulated kernels and their helpers find as ``cuda``: what belongs to the kernel that runs.
+
+    The simulator lends this to functions under one name for all their threads, and takes it back when the first of them
+    returns; and threads that ask for a shared array at once get one each. Both end in wrong sums, seldom while threads
+    take long turns, often while they take short ones.
+    """
+
+    @property
+    def shared(self) -> _Running:
+        """What makes shared arrays: this."""
+        return self
+
+    def array(self, shape: int, dtype: Any) -> Array:
+        """Return the block's array of the line that calls this, the same for all its threads. Not collective."""
+        asking = sys._getframe(1)
+        made = vars(self._kernel()).setdefault("arrays of mpizero", {})
+        array: Array = made.setdefault((asking.f_code, asking.f_lineno), np.empty(shape, dtype))
+        return array
+
+    @staticmethod
+    def _kernel() -> Any:
+        from numba.cuda.simulator.kernel import _get_kernel_context
+
+        return _get_kernel_context()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel(), name)
 
 
 def _device_function(helper: Callable[..., Any]) -> Any:

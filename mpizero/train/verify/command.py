@@ -60,6 +60,7 @@ def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> i
             micro_batch=config.train.micro_batch,
             threads=config.train.threads,
             clip=config.train.clip or None,
+            device=config.train.device,
         )
     finally:
         progress.close()

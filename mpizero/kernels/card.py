@@ -1,0 +1,201 @@
+"""The graphics cards that a rank can compute on: what there is, and copies between host and card.
+
+CuPy holds the arrays; under ``NUMBA_ENABLE_CUDASIM=1`` simulated ones take their place. Copies of model state go
+through one pinned buffer, a piece after the other, at the full rate of the bus.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from mpizero.errors import ConfigError, DataError
+from mpizero.types import Array
+
+#: Bytes of the pinned buffer: far above what a transfer needs to be fast, far below what a node has.
+STAGING = 1 << 24
+#: Cards that the simulator shows, so that several ranks do not all have the same.
+SIMULATED_CARDS = 2
+INSTALL = "install them by pip install 'mpizero[cuda12]' (or cuda13)"
+
+
+class Card(ABC):
+    """One card, for one rank.
+
+    Not thread-safe; a rank opens and uses its card in one thread.
+
+    Attributes
+    ----------
+    number : int
+        Of this card among the node's.
+    name : str
+        What the card calls itself.
+    """
+
+    number: int
+    name: str
+
+    def __init__(self) -> None:
+        self._staging = self._pinned(STAGING)
+
+    @abstractmethod
+    def _pinned(self, nbytes: int) -> Array:
+        """Return host memory that the card can copy from and to by itself, as bytes."""
+
+    @abstractmethod
+    def empty(self, size: int, dtype: Any) -> Array:
+        """Return a 1-D array of the card, of undefined contents. Not collective."""
+
+    @abstractmethod
+    def _array(self, values: Array) -> Array:
+        """Return a copy of a host array on the card."""
+
+    @staticmethod
+    def check(values: Any) -> None:
+        """Raise :class:`DataError` unless ``values`` can be put on a card. Not collective."""
+        if not isinstance(values, np.ndarray) or values.dtype.kind not in "biuf":
+            kind = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__
+            raise DataError(
+                f"a card takes samples and targets that are NumPy arrays of numbers, not {kind}; convert them, or use "
+                'device = "cpu"'
+            )
+
+    def put(self, values: Any) -> Array:
+        """Return a copy of an array on the card; one that is there already is returned itself. Not collective.
+
+        Raises
+        ------
+        DataError
+            If ``values`` are no array of numbers.
+        """
+        if hasattr(values, "__cuda_array_interface__"):
+            array: Array = values
+            return array
+        self.check(values)
+        return self._array(np.ascontiguousarray(values))
+
+    def write(self, target: Any, values: Array) -> None:
+        """Copy a 1-D host array to one of the card, of the same dtype and length. Not collective."""
+        step = STAGING // values.itemsize
+        for start in range(0, values.size, step):
+            piece = values[start : start + step]
+            staged = self._staging[: piece.nbytes].view(values.dtype)
+            staged[:] = piece
+            target[start : start + piece.size].set(staged)
+
+    def read(self, source: Any, targets: Sequence[tuple[int, Array]]) -> None:
+        """Copy parts of a 1-D array of the card to host arrays. Not collective.
+
+        Parameters
+        ----------
+        source : Array
+            On the card.
+        targets : sequence of (int, Array)
+            Where a part starts, and the C-contiguous host array that takes it; ascending, of the source's dtype.
+        """
+        step = STAGING // source.itemsize
+        left = [(start, host.reshape(-1)) for start, host in targets]
+        for first in range(0, source.size, step):
+            last = min(first + step, source.size)
+            staged = self._staging[: (last - first) * source.itemsize].view(source.dtype)
+            source[first:last].get(out=staged)
+            for start, host in left:
+                low, high = max(start, first), min(start + host.size, last)
+                if low < high:
+                    host[low - start : high - start] = staged[low - first : high - first]
+
+
+class CupyCard(Card):
+    """A card of NVIDIA's, through CuPy.
+
+    The thread that opens it has it as its current one from then on, for CuPy and for Numba's kernels, both on the
+    default stream: what is started later runs later.
+    """
+
+    def __init__(self, number: int) -> None:
+        import cupy
+
+        self._cupy = cupy
+        cupy.cuda.Device(number).use()
+        from numba import cuda
+
+        cuda.select_device(number)
+        self.number = number
+        self.name = cupy.cuda.runtime.getDeviceProperties(number)["name"].decode()
+        super().__init__()
+
+    def _pinned(self, nbytes: int) -> Array:
+        return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+
+    def empty(self, size: int, dtype: Any) -> Array:
+        """Return a 1-D array of the card, of undefined contents. Not collective."""
+        array: Array = self._cupy.empty(size, dtype)
+        return array
+
+    def _array(self, values: Array) -> Array:
+        array: Array = self._cupy.asarray(values)
+        return array
+
+
+class SimulatedCard(Card):
+    """A card of Numba's simulator: for tests, and slow."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.name = number, "simulated"
+        super().__init__()
+
+    def _pinned(self, nbytes: int) -> Array:
+        return np.empty(nbytes, np.uint8)
+
+    def empty(self, size: int, dtype: Any) -> Array:
+        """Return a 1-D array of the card; undefined contents are NaN here. Not collective."""
+        from mpizero.kernels.simulated import NAMESPACE
+
+        array: Array = NAMESPACE.full(size, np.nan, dtype)
+        return array
+
+    def _array(self, values: Array) -> Array:
+        from mpizero.kernels.simulated import SimulatedArray
+
+        return cast("Array", SimulatedArray(values.copy()))
+
+
+def simulated() -> bool:
+    """Tell whether Numba simulates its cards. Not collective."""
+    from numba.core import config
+
+    return bool(config.ENABLE_CUDASIM)
+
+
+def found() -> tuple[int, str]:
+    """Return the number of cards that this process can train on, and if there are none, why. Not collective."""
+    if simulated():
+        return SIMULATED_CARDS, ""
+    missing = [name for name in ("cupy", "numba_cuda") if importlib.util.find_spec(name) is None]
+    if missing:
+        return 0, f"no package {' and no '.join(missing)}; {INSTALL}"
+    try:
+        import cupy
+
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except Exception as error:  # a package for another CUDA, a driver that is none: whatever it is, it is the reason
+        return 0, f"CuPy finds none: {' '.join(str(error).split())}; see nvidia-smi"
+    return count, "" if count else "the driver shows none; see nvidia-smi and CUDA_VISIBLE_DEVICES"
+
+
+def open_card(place: int) -> Card:
+    """Open the card of the ``place``-th rank of a node: ranks take cards in turn. Not collective.
+
+    Raises
+    ------
+    ConfigError
+        If there is none.
+    """
+    count, reason = found()
+    if not count:
+        raise ConfigError(f'device = "cuda": {reason}, or train with device = "cpu"')
+    return SimulatedCard(place % count) if simulated() else CupyCard(place % count)
