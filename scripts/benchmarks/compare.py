@@ -32,8 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from comparing.ours import LIMIT, STRATEGIES, Ours, Products
-from comparing.spread import Spread
 from comparing.turns import Team, TeamError, beside, in_turns, one_thread, pss, serve
+
+from mpizero.train.performance.spread import Spread
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = {

@@ -1,11 +1,11 @@
 """The share of the GEMM rate that one process reaches over a whole training step of a GPT.
 
 In turns, in one process and one thread: a whole step (forward, backward, AdamW), forward and backward alone, and the
-matrix products of the linear layers at the step's own shapes, made by NumPy into arrays that exist. The rate of these
-is the GEMM rate. A step's rate is the operations of all its products, as the layers count them (of attention, those
-that are not skipped as masked), over its seconds; its share is that over the GEMM rate of the same round. Shown are
-medians over rounds and, in parentheses, least and most. ``--clock cpu`` counts processor time, for machines that are
-not quiet.
+matrix products of the linear layers at the step's own shapes, by the same BLAS, into arrays that exist. The rate of
+these is the GEMM rate. A step's rate is the operations of all its products, as the layers count them (of attention,
+those that are not skipped as masked), over its seconds; its share is that over the GEMM rate of the same round. Shown
+are medians over rounds and, in parentheses, least and most. ``--clock cpu`` counts processor time, for machines that
+are not quiet.
 
 ``--kinds`` then tells how long each kind of layer takes within forward and backward, and its products' rate.
 """
@@ -28,11 +28,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 import mpizero as mz
+from mpizero.kernels.blas import matmul
 from mpizero.nn.activation import Activation
 from mpizero.nn.affine import Affine
 from mpizero.nn.attention import CausalSelfAttention
 from mpizero.nn.forms import BlockForm
 from mpizero.nn.model import gradient_slots
+from mpizero.train.performance.spread import Spread
 from mpizero.types import Run
 
 VOCABULARY = 256
@@ -72,9 +74,9 @@ class Products:
         """Make all products of a step's linear layers."""
         for times, x, weight, dy, dx, dweight, y in self.maps:
             for _ in range(times):
-                np.matmul(x, weight, out=y)
-                np.matmul(dy, weight.T, out=dx)
-                np.matmul(x.T, dy, out=dweight)
+                matmul(x, weight, y)
+                matmul(dy, weight.T, dx)
+                matmul(x.T, dy, dweight)
 
 
 def seconds(args: argparse.Namespace, work: Callable[[], Any]) -> float:
@@ -83,13 +85,6 @@ def seconds(args: argparse.Namespace, work: Callable[[], Any]) -> float:
     started = clock()
     work()
     return clock() - started
-
-
-def spread(values: list[float], digits: int = 1, unit: str = "") -> str:
-    """Write the median, and the range in parentheses."""
-    numbers = (statistics.median(values), min(values), max(values))
-    middle, least, most = (f"{value:.{digits}f}{unit}" for value in numbers)
-    return f"{middle} ({least} to {most})"
 
 
 def compare(args: argparse.Namespace, works: dict[str, Callable[[], Any]], counted: float, products: Products) -> None:
@@ -103,8 +98,8 @@ def compare(args: argparse.Namespace, works: dict[str, Callable[[], Any]], count
         times = [row[name] for row in rounds]
         rates = [operations / t / 1e9 for t in times]
         gemm = [products.operations / row["products"] / 1e9 for row in rounds]
-        shares = [100 * rate / limit for rate, limit in zip(rates, gemm, strict=True)]
-        print(f"{name:24s} {spread([1e3 * t for t in times]):>28s} {spread(rates):>24s} {spread(shares, 1, ' %'):>32s}")
+        shares = Spread.of_ratios(rates, gemm).text(1, 100, " %")
+        print(f"{name:24s} {Spread.of(times).text(1, 1e3):>28s} {Spread.of(rates).text(1):>24s} {shares:>32s}")
 
 
 @contextmanager
@@ -188,6 +183,7 @@ def main() -> None:
         works = {"whole step": lambda: model.train(x, y), "forward and backward": passes, "products": products}
         shape = f"dim {args.dim}, {args.layers} layers, {args.batch} x {args.sequence} tokens, {args.strategy}"
         print(f"GPT of {shape}, {model.parameter_count:,} parameters, float32, one process; {args.rounds} rounds")
+        print(blas())
         compare(args, works, counted, products)
         if args.kinds:
             tell_kinds(args, passes)

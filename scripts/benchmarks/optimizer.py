@@ -27,8 +27,9 @@ from typing import Any
 
 import numpy as np
 from comparing.ours import data, timed
-from comparing.spread import Spread
 from comparing.turns import Team, TeamError, beside, in_turns, one_thread, serve
+
+from mpizero.train.performance.spread import Spread
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2

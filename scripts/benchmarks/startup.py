@@ -17,8 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from comparing.spread import Spread
 from comparing.turns import beside, in_turns, one_thread
+
+from mpizero.train.performance.spread import Spread
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("python", "imports", "model", "step")

@@ -16,9 +16,10 @@ from mpizero.kernels import stream
 from mpizero.testing import run_in_threads
 from mpizero.train.performance import machine_report
 from mpizero.train.performance.machine import MachineRequest, measure_machine
-from mpizero.train.performance.machinefile import NEEDED, Machine, Spread, read_machine, write_machine
+from mpizero.train.performance.machinefile import NEEDED, Machine, read_machine, write_machine
 from mpizero.train.performance.messages import sizes
 from mpizero.train.performance.products import Shapes
+from mpizero.train.performance.spread import Spread
 
 SMALL = Shapes(dim=8, heads=2, sequence=4, batch=2)
 FORMS = {"forward", "input", "weights"}

@@ -14,8 +14,9 @@ import numpy as np
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.layout import Partition
-from mpizero.train.performance.machinefile import FileSpeed, Spread
+from mpizero.train.performance.machinefile import FileSpeed
 from mpizero.train.performance.rounds import together
+from mpizero.train.performance.spread import Spread
 
 #: Bytes of one write or read.
 _PIECE = 64 * 1024 * 1024

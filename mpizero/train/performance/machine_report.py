@@ -8,7 +8,8 @@ from dataclasses import asdict
 
 from mpizero.train.figures import amount, columns
 from mpizero.train.findings import counted
-from mpizero.train.performance.machinefile import Machine, Message, Spread
+from mpizero.train.performance.machinefile import Machine, Message
+from mpizero.train.performance.spread import Spread
 
 
 def report(machine: Machine) -> str:

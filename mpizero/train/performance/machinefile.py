@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from mpizero.errors import DataError
+from mpizero.train.performance.spread import Spread
 
 #: What the file calls itself, and the only version of its form so far.
 FORMAT, VERSION = "mpizero-machine", 1
@@ -20,20 +20,6 @@ _LIMIT = 1 << 20
 _REMEDY = "measure it again: mpiexec -n N python -m mpizero bench machine"
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Seconds over repetitions: the median and the range."""
-
-    median: float
-    least: float
-    most: float
-
-    @classmethod
-    def of(cls, values: list[float]) -> Spread:
-        """Return median and range of at least one value. Not collective."""
-        return cls(statistics.median(values), min(values), max(values))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.layout import Partition
-from mpizero.train.performance.machinefile import Message, Spread
+from mpizero.train.performance.machinefile import Message
+from mpizero.train.performance.spread import Spread
 
 #: The smallest message, and the factor from one size to the next.
 _SMALLEST, _FACTOR = 8, 16

@@ -13,8 +13,9 @@ from mpizero.comm import Communicator
 from mpizero.errors import ConfigError
 from mpizero.kernels.blas import matmul
 from mpizero.train.config import Config, GptSection
-from mpizero.train.performance.machinefile import Product, Spread
+from mpizero.train.performance.machinefile import Product
 from mpizero.train.performance.rounds import alone, together
+from mpizero.train.performance.spread import Spread
 from mpizero.types import Array
 
 #: Queries of one product of attention, as :mod:`mpizero.nn.attention` cuts them.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpizero.comm import Communicator
-from mpizero.train.performance.machinefile import Spread
+from mpizero.train.performance.spread import Spread
 
 #: Seconds between two looks of a rank that waits while another is measured: waiting must not take its core.
 _NAP = 2e-4

@@ -30,7 +30,8 @@ from mpizero.train.performance.anatomy import (
     phases_of,
     waits,
 )
-from mpizero.train.performance.machinefile import Machine, Spread
+from mpizero.train.performance.machinefile import Machine
+from mpizero.train.performance.spread import Spread
 from mpizero.train.performance.trace import write_trace
 from mpizero.train.plan import PlanRequest, plan
 

@@ -11,8 +11,9 @@ from mpizero import optim
 from mpizero.comm import Communicator
 from mpizero.comm.exact import program_array
 from mpizero.kernels import cpu, stream
-from mpizero.train.performance.machinefile import Spread, Stream
+from mpizero.train.performance.machinefile import Stream
 from mpizero.train.performance.rounds import alone, ratios, together
+from mpizero.train.performance.spread import Spread
 from mpizero.types import Array
 
 #: Arrays that the passes need at once.

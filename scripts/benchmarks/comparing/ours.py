@@ -13,6 +13,14 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 LIMIT = "products alone"
 
 
+def multiplier() -> str:
+    """Say which BLAS makes large products."""
+    from mpizero.kernels.blas import library
+
+    beside = library()
+    return "products by NumPy's BLAS" if beside is None else f"products by {beside.name.partition(' for ')[0]}"
+
+
 class Ours:
     """A GPT under one strategy; ``shape`` has ranks, dim, layers, heads, batch, sequence and vocabulary."""
 
@@ -31,7 +39,7 @@ class Ours:
         config = mz.ShardingConfig(comm=self.world, micro_batch=self.grain or shape["batch"])
         self.model, _ = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=self.strategy, config=config)
         self.x, self.y = data(shape, self.world.rank)
-        return {"parameters": self.model.parameter_count, "version": "mpizero", "note": ""}
+        return {"parameters": self.model.parameter_count, "version": "mpizero", "note": multiplier()}
 
     def turn(self, warmup: int, steps: int) -> float:
         """Return the seconds of ``steps`` steps, between two barriers."""
@@ -53,9 +61,10 @@ class Products:
 
     def prepare(self) -> dict[str, Any]:
         """Make operands and results."""
+        from mpizero.kernels.blas import matmul
         from mpizero.nn import GPT, model_operations
 
-        shape = self.shape
+        self.matmul, shape = matmul, self.shape
         rows, dim, vocabulary = shape["batch"] * shape["sequence"], shape["dim"], shape["vocabulary"]
         random = np.random.default_rng(0)
         self.products: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -82,7 +91,7 @@ class Products:
         counted = model_operations(gpt, (shape["sequence"],)).values()
         # Attention's own products are small and batched; they are taken to run as fast as the others.
         self.stretch = shape["batch"] * sum(operations.total for operations in counted) / made
-        return {"parameters": None, "version": f"NumPy {np.__version__}", "note": ""}
+        return {"parameters": None, "version": f"NumPy {np.__version__}", "note": multiplier()}
 
     def turn(self, warmup: int, steps: int) -> float:
         """Return the seconds that the products of ``steps`` steps take, between two barriers."""
@@ -90,7 +99,7 @@ class Products:
 
     def _step(self) -> None:
         for left, right, out in self.products:
-            np.matmul(left, right, out=out)
+            self.matmul(left, right, out)
 
 
 def data(shape: dict[str, int], rank: int) -> tuple[np.ndarray, np.ndarray]:
