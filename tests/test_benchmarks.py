@@ -13,8 +13,9 @@ import pytest
 FOLDER = Path(__file__).resolve().parents[1] / "scripts" / "benchmarks"
 sys.path.insert(0, str(FOLDER))  # where Python finds `comparing` when it runs one of the scripts
 
-from comparing.spread import Spread  # noqa: E402
 from comparing.turns import Team, TeamError, in_turns, one_thread, pss  # noqa: E402
+
+from mpizero.train.performance.spread import Spread  # noqa: E402
 
 sys.path.remove(str(FOLDER))
 

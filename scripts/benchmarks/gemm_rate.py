@@ -34,6 +34,7 @@ from mpizero.nn.affine import Affine
 from mpizero.nn.attention import CausalSelfAttention
 from mpizero.nn.forms import BlockForm
 from mpizero.nn.model import gradient_slots
+from mpizero.train.machine import blas
 from mpizero.train.performance.spread import Spread
 from mpizero.types import Run
 
