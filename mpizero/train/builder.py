@@ -291,6 +291,7 @@ def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
         micro_batch=train.micro_batch,
         threads=train.threads,
         clip=train.clip or None,
+        gradient_compression=train.gradient_compression,
         share_node_memory=parallel.share_node_memory,
         ranks_per_node=parallel.ranks_per_node,
         check_every=train.check_every,

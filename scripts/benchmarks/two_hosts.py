@@ -6,6 +6,8 @@ contender sums one float32 gradient of each rank over all of them and leaves the
 * ``hierarchical``: ranks of a node sum in shared memory, and ranks with the same place on their nodes exchange slices,
 * ``flat``: the same library with private memory, so that all ranks exchange slices with all others,
 * ``hierarchical-half``, ``flat-half``: the first half of these, after which the owner of a slice has its sum (ZeRO),
+* ``bf16``, ``int8``, ``topk``: the hierarchical one with messages of 16 bits, of 8 bits, or of the largest hundredth of
+  the values (``gradient_compression``),
 * ``allreduce``: ``MPI_Allreduce`` of the MPI library at hand, in place,
 * ``link``: no sum at all; every rank sends to its peer, and gets from it, the bytes that the hierarchical one has to.
 
@@ -31,7 +33,8 @@ import mpizero as mz
 
 WORLD = MPI.COMM_WORLD
 INTERFACES = Path("/sys/class/net")
-CONTENDERS = ("link", "hierarchical", "flat", "allreduce", "hierarchical-half", "flat-half")
+COMPRESSIONS = {"bf16": "bf16", "int8": "int8", "topk": "topk:0.01"}
+CONTENDERS = ("link", "hierarchical", "flat", "allreduce", "hierarchical-half", "flat-half", *COMPRESSIONS)
 
 
 def arguments() -> argparse.Namespace:
@@ -47,15 +50,18 @@ def arguments() -> argparse.Namespace:
 class Exchange:
     """The library's exchange of the gradient of a black box, without computing anything."""
 
-    def __init__(self, size: int, *, shared: bool, half: bool) -> None:
-        self.config = mz.ShardingConfig(comm=WORLD, micro_batch=1, share_node_memory=shared)
-        ones = np.ones(size, np.float32)
-        model = mz.FunctionModel({"w": np.zeros(size, np.float32)}, lambda parameters, batch: (0.0, {"w": ones}, 1.0))
+    def __init__(self, gradient: Any, name: str) -> None:
+        kind, _, half = name.partition("-")
+        compression = COMPRESSIONS.get(kind)
+        self.config = mz.ShardingConfig(
+            comm=WORLD, micro_batch=1, share_node_memory=kind != "flat", gradient_compression=compression
+        )
+        model = mz.FunctionModel({"w": np.zeros_like(gradient)}, lambda parameters, batch: (0.0, {"w": gradient}, 1.0))
         self.model = (mz.ZeRO1Model if half else mz.DDPModel)(model, self.config)
         self.totals = self.model.engine.local_gradients(np.zeros((1, 1)), np.zeros(1))
 
     def __call__(self) -> None:
-        """Sum what the ranks hold; the mean of ones is one, so it can be repeated."""
+        """Sum what the ranks hold; the mean of means is the mean, so it can be repeated."""
         self.model.engine.reduce_local(self.totals)
 
     @property
@@ -122,10 +128,11 @@ def timed(run: Callable[[], None], node: MPI.Comm) -> tuple[float, int]:
 def measure(size: int, names: list[str], rounds: int, node: MPI.Comm) -> dict[str, Any]:
     """Run all contenders, first once unseen, then ``rounds`` times in turns."""
     nodes = int(WORLD.allreduce(int(node.rank == 0)))
+    gradient = np.random.default_rng(WORLD.rank).standard_normal(size, np.float32)
     exchanges = {
-        f"{name}{'-half' * half}": Exchange(size, shared=name == "hierarchical", half=half)
-        for name in ("hierarchical", "flat")
-        for half in (False, True)
+        name: Exchange(gradient, name)
+        for name in dict.fromkeys(["hierarchical", *names])
+        if name not in ("link", "allreduce")
     }
     ours = exchanges["hierarchical"]
     runs = {"link": link(size, node.size, ours.peers), "allreduce": allreduce(size), **exchanges}

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS = [
     (1, ()),
     (2, ("parallel.strategy=ddp",)),
+    (2, ("parallel.strategy=ddp", "parallel.ranks_per_node=1", "train.gradient_compression=topk:0.05")),
     (3, ("parallel.strategy=zero3", "parallel.ranks_per_node=1", "train.clip=0.5")),
     (4, ("parallel.strategy=zero2", "parallel.ranks_per_node=2", "train.micro_batch=2")),
     (2, ("parallel.pipeline=2", "parallel.strategy=zero1")),
