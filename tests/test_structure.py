@@ -45,6 +45,7 @@ DOORS = {
     "safetensors": {"checkpoint"},
     "isal": {"crc"},
     "cupy": {"kernels", "comm"},
+    "cupy_backends": {"kernels"},
     "sklearn": {"data"},
 }
 #: Modules that may read the process's environment.

@@ -1,15 +1,21 @@
-"""The graphics cards that a rank can compute on: what there is, and copies between host and card.
+"""The graphics cards that a rank can compute on: what there is, copies between host and card, products in 16 bits.
 
 CuPy holds the arrays; under ``NUMBA_ENABLE_CUDASIM=1`` simulated ones take their place. Copies of model state go
 through one pinned buffer, a piece after the other, at the full rate of the bus.
+
+[Note: products in 16 bits] Operands are rounded to bfloat16 or float16, to nearest even, by the library's own kernels;
+the card multiplies those and adds in float32, into float32. So what is stored stays in float32, and what a product
+gives is the same wherever its operands came from.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -21,6 +27,16 @@ STAGING = 1 << 24
 #: Cards that the simulator shows, so that several ranks do not all have the same.
 SIMULATED_CARDS = 2
 INSTALL = "install them by pip install 'mpizero[cuda12]' (or cuda13)"
+#: Kernels that round to a dtype of 16 bits and widen from it, and CUDA's number for the dtype.
+SIXTEEN_BITS = {"float16": ("to_float16", "from_float16", 2), "bfloat16": ("to_bfloat16", "from_bfloat16", 14)}
+_FLOAT32, _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM = 0, 68, -1
+
+
+class _Half(NamedTuple):
+    """A matrix in 16 bits: as its rows lie in memory, or transposed."""
+
+    bits: Array
+    transposed: bool
 
 
 class Card(ABC):
@@ -38,6 +54,19 @@ class Card(ABC):
 
     number: int
     name: str
+
+    @contextmanager
+    def multiplying_in(self, dtype: str | None) -> Iterator[None]:
+        """Let :func:`matmul` in this thread round operands to ``dtype``; None leaves them. Not collective."""
+        token = _PRODUCTS.set(None if dtype is None else (self, dtype))
+        try:
+            yield
+        finally:
+            _PRODUCTS.reset(token)
+
+    @abstractmethod
+    def _multiply(self, a: _Half, b: _Half, dtype: str, out: Array) -> None:
+        """Write the product of two matrices in 16 bits to a contiguous one in float32."""
 
     def __init__(self) -> None:
         self._staging = self._pinned(STAGING)
@@ -118,8 +147,9 @@ class CupyCard(Card):
 
     def __init__(self, number: int) -> None:
         import cupy
+        from cupy_backends.cuda.libs import cublas
 
-        self._cupy = cupy
+        self._cupy, self._cublas = cupy, cublas
         cupy.cuda.Device(number).use()
         from numba import cuda
 
@@ -139,6 +169,18 @@ class CupyCard(Card):
     def _array(self, values: Array) -> Array:
         array: Array = self._cupy.asarray(values)
         return array
+
+    def _multiply(self, a: _Half, b: _Half, dtype: str, out: Array) -> None:
+        # cuBLAS counts by columns: what lies in memory by rows is the transpose to it, so it is asked for out.T.
+        (rows, columns), inner = out.shape, a.bits.size // out.shape[0]
+        one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+        left, right, kind = cast("Any", a.bits), cast("Any", b.bits), SIXTEEN_BITS[dtype][2]
+        self._cublas.gemmEx(
+            self._cupy.cuda.device.get_cublas_handle(), int(b.transposed), int(a.transposed), columns, rows, inner,
+            one.ctypes.data, right.data.ptr, kind, inner if b.transposed else columns,
+            left.data.ptr, kind, rows if a.transposed else inner,
+            zero.ctypes.data, cast("Any", out).data.ptr, _FLOAT32, columns, _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM,
+        )  # fmt: skip
 
 
 class SimulatedCard(Card):
@@ -162,6 +204,49 @@ class SimulatedCard(Card):
         from mpizero.kernels.simulated import SimulatedArray
 
         return cast("Array", SimulatedArray(values.copy()))
+
+    def _multiply(self, a: _Half, b: _Half, dtype: str, out: Array) -> None:
+        from mpizero.kernels import cuda, namespace
+
+        (rows, columns), inner, wide = out.shape, a.bits.size // out.shape[0], []
+        for half, shape in ((a, (rows, inner)), (b, (inner, columns))):
+            flat = namespace(out).empty(half.bits.size, np.float32)
+            getattr(cuda.copy, SIXTEEN_BITS[dtype][1])(half.bits, flat)
+            wide.append(flat.reshape(shape[::-1]).T if half.transposed else flat.reshape(shape))
+        namespace(out).matmul(*wide, out=out)
+
+
+#: The card and the dtype that products of this thread round their operands to; None leaves them.
+_PRODUCTS: ContextVar[tuple[Card, str] | None] = ContextVar("products", default=None)
+
+
+def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
+    """Compute the product of two float32 matrices on a card: [Note: products in 16 bits]. Not collective."""
+    from mpizero.kernels import namespace
+
+    xp, asked = namespace(a), _PRODUCTS.get()
+    if asked is None or not (a.size and b.size):
+        result: Array = xp.matmul(a, b, out=out)
+        return result
+    card, dtype = asked
+    shape = (a.shape[0], b.shape[1])
+    target = out if out is not None and out.flags.c_contiguous else xp.empty(shape, np.float32)
+    card._multiply(_halved(a, dtype), _halved(b, dtype), dtype, target)
+    if out is None or target is out:
+        return target
+    xp.copyto(out, target)
+    return out
+
+
+def _halved(x: Array, dtype: str) -> _Half:
+    """Round a matrix, in the order in which it lies in memory."""
+    from mpizero.kernels import cuda, namespace
+
+    xp, transposed = namespace(x), not x.flags.c_contiguous and x.T.flags.c_contiguous
+    flat = xp.ascontiguousarray(x.T if transposed else x).reshape(-1)
+    bits = xp.empty(flat.size, np.uint16)
+    getattr(cuda.copy, SIXTEEN_BITS[dtype][0])(flat, bits)
+    return _Half(bits, transposed)
 
 
 def simulated() -> bool:

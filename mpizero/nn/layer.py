@@ -12,7 +12,7 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.errors import ConfigError, DataError
-from mpizero.kernels import blas
+from mpizero.kernels import blas, card
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
@@ -109,14 +109,13 @@ def namespace(array: Any) -> Any:
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
-    """Compute the product of two matrices by the library that multiplies, see :mod:`mpizero.kernels.blas`.
+    """Compute the product of two matrices by the library that multiplies.
 
-    Not collective.
+    Not collective. See :mod:`mpizero.kernels.blas`, and :mod:`mpizero.kernels.card` for arrays of a card.
     """
     if isinstance(a, np.ndarray):
         return blas.matmul(a, b, out)
-    result: Array = namespace(a).matmul(a, b, out=out)
-    return result
+    return card.matmul(a, b, out)
 
 
 def vector(like: Array, value: float) -> Array:

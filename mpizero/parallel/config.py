@@ -12,7 +12,9 @@ from mpizero.comm import Communicator, ProcessGrid, as_communicator
 from mpizero.comm.codecs import codec_of
 from mpizero.comm.watchdog import Watchdog
 from mpizero.errors import ConfigError
+from mpizero.kernels.card import SIXTEEN_BITS
 from mpizero.layout import Axes, Grains
+from mpizero.optim import DynamicLossScale
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,6 +56,9 @@ class ShardingConfig:
     device : {"cpu", "cuda"}
         Where the layers of a model of blocks compute: "cuda" is a graphics card, of which the ranks of a node take
         one each in turn. Parameters and optimizer state stay on the host (docs/gpu.md).
+    mixed_precision : {None, "bfloat16", "float16"}
+        Rounds the operands of linear layers' products on cards to 16 bits; they are added in float32, and everything
+        else is in float32. "float16" brings a dynamic loss scale with it, unless the optimizer is given one.
     """
 
     comm: Any = None
@@ -70,6 +75,7 @@ class ShardingConfig:
     timeout: float | None = 600.0
     check_every: int = 0
     device: str = "cpu"
+    mixed_precision: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing, each with its name."""
@@ -86,6 +92,12 @@ class ShardingConfig:
         codec_of(self.gradient_compression)
         if self.device not in ("cpu", "cuda"):
             raise ConfigError(f"device={self.device!r}: expected 'cpu' or 'cuda'")
+        if self.mixed_precision not in (None, *SIXTEEN_BITS):
+            raise ConfigError(f"mixed_precision={self.mixed_precision!r}: expected None, 'bfloat16' or 'float16'")
+        if self.mixed_precision is not None and self.device == "cpu":
+            raise ConfigError(
+                f"mixed_precision={self.mixed_precision!r} is for cards: give device='cuda' with it, or leave it out"
+            )
 
     @classmethod
     def default(cls, comm: Any = None) -> Self:
@@ -164,6 +176,10 @@ class ShardingConfig:
         """Close the configuration, unless an error leaves it on this rank only."""
         if error is None:
             self.close()
+
+    def loss_scale(self, given: DynamicLossScale | None) -> DynamicLossScale | None:
+        """Return the loss scale to train with: what is given, or else what ``mixed_precision`` needs."""
+        return DynamicLossScale() if given is None and self.mixed_precision == "float16" else given
 
     def grain_size(self, global_batch: int) -> int:
         """Return the samples of a grain of a global batch: a function of the batch alone, never of the ranks."""

@@ -217,7 +217,7 @@ class Engine:
 
     def _bound(self) -> Updater:
         if self.updater is None:
-            self.bind(optim.SGD(lr=self.config.learning_rate))
+            self.bind(optim.SGD(lr=self.config.learning_rate), self.config.loss_scale(None))
         assert self.updater is not None
         return self.updater
 

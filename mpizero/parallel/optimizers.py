@@ -62,7 +62,7 @@ class ShardedOptimizer:
         self.wrapped_optimizer = optim.adapt(wrapped_optimizer)
         self.config = config
         self.options = options if options is not None else OptimizationOptions()
-        self.loss_scale = loss_scale
+        self.loss_scale = config.loss_scale(loss_scale)
         self._model: ShardedModelBase | None = None
         self._stalled = False
 

@@ -78,15 +78,17 @@ class CardWorkplace(Workplace):
     ----------
     card : Card
         The card, open.
+    sixteen : str or None
+        What the operands of products are rounded to.
     """
 
-    def __init__(self, card: Card) -> None:
-        self.card = card
+    def __init__(self, card: Card, sixteen: str | None = None) -> None:
+        self.card, self.sixteen = card, sixteen
         self._mirror: _Mirror | None = None
 
     def lender(self, store: ParameterStore) -> Lender:
         """Return the mirror of ``store`` on the card; gradients of its units then have room there. Not collective."""
-        self._mirror = _Mirror(store, self.card)
+        self._mirror = _Mirror(store, self.card, self.sixteen)
         return self._mirror
 
     def group(self, group: Group) -> Group:
@@ -99,7 +101,8 @@ class CardWorkplace(Workplace):
 
     def describe(self) -> str:
         """Name this rank's card. Not collective."""
-        return f"; layers compute on cards, here number {self.card.number} ({self.card.name})"
+        products = "" if self.sixteen is None else f", products in {self.sixteen}"
+        return f"; layers compute on cards, here number {self.card.number} ({self.card.name}){products}"
 
     def check_batch(self, x: Any, y: Any) -> None:
         """Raise :class:`DataError` unless ``x`` and ``y`` are arrays of numbers. Not collective."""
@@ -156,14 +159,19 @@ def open_workplace(config: ShardingConfig, block_model: bool) -> Workplace:
             f'device = "cuda": rank {without[0]} of {comm.size} has no card to train on: {reasons[without[0]]}, or '
             'train with device = "cpu"'
         )
-    return CardWorkplace(open_card(place))
+    return CardWorkplace(open_card(place), config.mixed_precision)
 
 
 class _Mirror:
     """The parameters of a store on a card: all of them, or a unit's at a time where the store is sharded."""
 
-    def __init__(self, store: ParameterStore, card: Card) -> None:
-        self.store, self.card = store, card
+    def __init__(self, store: ParameterStore, card: Card, sixteen: str | None) -> None:
+        self.store, self.card, self.sixteen = store, card, sixteen
+        if sixteen is not None and store.values.dtype != np.float32:
+            raise ConfigError(
+                f"mixed_precision={sixteen!r} needs a model in float32, this one is in {store.values.dtype}: its "
+                'master weights are float32 (dtype = "float32"), or leave mixed_precision out'
+            )
         self.layout, self.timeline = store.layout, store.timeline
         self.gradients = _Gradients(store.layout, store.values.dtype, card)
         size = max(map(store.needed, self.layout.units), default=0) if store.sharded else store.layout.size
@@ -185,7 +193,8 @@ class _Mirror:
             self.timeline.end("publication", "card", begun)
             if unit.index not in self._views:
                 self._views[unit.index] = self.store.unit_views(unit, self._values)
-            yield self._views[unit.index]
+            with self.card.multiplying_in(self.sixteen):
+                yield self._views[unit.index]
 
 
 class _Gradients:

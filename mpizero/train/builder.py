@@ -296,6 +296,7 @@ def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
         ranks_per_node=parallel.ranks_per_node,
         check_every=train.check_every,
         device=train.device,
+        mixed_precision=train.mixed_precision,
     )
 
 

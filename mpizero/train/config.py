@@ -188,6 +188,7 @@ class TrainSection(Section):
     gradient_compression: str | None = setting(None, optional(_compression))
     threads: int = setting(1, whole(1, 1024))
     device: str = setting("cpu", choice("cpu", "cuda"))
+    mixed_precision: str | None = setting(None, optional(choice("bfloat16", "float16")))
     validate_every: int = setting(50, whole(0))
     validate_samples: int = setting(512, whole(0))
     check_every: int = setting(50, whole(0))
@@ -200,6 +201,8 @@ class TrainSection(Section):
             raise self.reject(
                 "micro_batch", f"must be at most train.global_batch = {self.global_batch}, of which it is a part"
             )
+        if self.mixed_precision is not None and self.device == "cpu":
+            raise self.reject("mixed_precision", 'is for cards: set train.device = "cuda" with it')
         if self.time_limit is not None and self.time_reserve is not None and self.time_reserve >= self.time_limit:
             raise self.reject("time_reserve", f"must be less than train.time_limit = {self.time_limit}")
 
@@ -337,6 +340,8 @@ class Config:
         """Reject sections that are fine alone and not together."""
         if self.optimizer.warmup > self.train.steps:
             raise self.optimizer.reject("warmup", f"must be at most train.steps = {self.train.steps}")
+        if self.train.mixed_precision is not None and self.model.dtype != "float32":
+            raise self.train.reject("mixed_precision", f"needs model.dtype = float32, it is {self.model.dtype}")
         if self.model.name == "gpt" and self.data.kind != "text":
             raise rejected("data", f"data.{self.data.kind}", 'model.name = "gpt" learns from data.text')
         if self.model.name == "mlp" and self.data.kind == "text":

@@ -5,7 +5,10 @@ Arrays of a simulated card do not mix with the host's, so a forgotten copy is an
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
 import mpizero as mz
 from mpizero.errors import ConfigError, DataError
 from mpizero.kernels import card as cards
+from mpizero.kernels.reference import copy as reference
 from mpizero.testing import run_in_threads
 
 VOCABULARY = 5
@@ -34,7 +38,14 @@ def ids(samples=2):
 
 def trained(device, comm=None, *, place=mz.DDPModel, optimizer=None, batch=None, model=None, steps=2, **settings):
     """Train on this rank's part of a batch; return losses, the parameters, and a prediction."""
-    config_keys = {"clip", "micro_batch", "accumulate", "minimum_parameter_group_size", "share_node_memory"}
+    config_keys = {
+        "clip",
+        "micro_batch",
+        "accumulate",
+        "minimum_parameter_group_size",
+        "share_node_memory",
+        "mixed_precision",
+    }
     config = {key: settings.pop(key) for key in config_keys & set(settings)}
     x, y = ids() if batch is None else batch
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
@@ -174,3 +185,111 @@ def test_arrays_of_a_card_do_not_mix_with_the_hosts():
         with pytest.raises(TypeError):
             mixed()
     assert float((there + there).sum()) == 6.0
+
+
+def rounded(x, dtype):
+    """Round to 16 bits and back by the oracle's kernels."""
+    bits, wide = np.empty(x.size, np.uint16), np.empty(x.size, np.float32)
+    getattr(reference, f"to_{dtype}")(np.ascontiguousarray(x).reshape(-1), bits)
+    getattr(reference, f"from_{dtype}")(bits, wide)
+    return wide.reshape(x.shape)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_product_in_16_bits_is_one_of_rounded_operands_added_in_float32(dtype):
+    rng, card = np.random.default_rng(2), cards.open_card(0)
+    a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((3, 5), (5, 4)))
+    wanted = rounded(a, dtype) @ rounded(b, dtype)
+    left = [card.put(a), card.put(a.T.copy()).T, card.put(np.repeat(a, 2, axis=1))[:, ::2]]
+    right = [card.put(b), card.put(b.T.copy()).T]
+    with card.multiplying_in(dtype):
+        for x, y in itertools.product(left, right):
+            np.testing.assert_allclose(cards.matmul(x, y).get(), wanted, rtol=1e-6)
+            for out in (card.empty(12, np.float32).reshape(3, 4), card.empty(24, np.float32).reshape(3, 8)[:, ::2]):
+                assert cards.matmul(x, y, out) is out
+                np.testing.assert_allclose(out.get(), wanted, rtol=1e-6)
+        assert cards.matmul(card.put(a[:0]), right[0]).shape == (0, 4)
+    np.testing.assert_allclose(cards.matmul(left[0], right[0]).get(), a @ b, rtol=1e-6)  # and no longer than asked
+
+
+class Memory:
+    """What cuBLAS is told of an array."""
+
+    def __init__(self, values):
+        self.values, self.shape, self.size = values, values.shape, values.size
+        self.data = SimpleNamespace(ptr=values.ctypes.data)
+
+
+def gemm_ex(handle, ta, tb, m, n, k, alpha, a, a_kind, lda, b, b_kind, ldb, beta, c, c_kind, ldc, compute, algorithm):
+    """Do what cuBLAS's documentation says, which counts by columns."""
+
+    def at(pointer, dtype, leading, columns):
+        kind = ctypes.c_char * (leading * columns * np.dtype(dtype).itemsize)
+        return np.frombuffer(kind.from_address(pointer), dtype).reshape(columns, leading).T
+
+    assert (a_kind, b_kind, c_kind, compute) == (2, 2, 0, 68)
+    assert at(alpha, np.float32, 1, 1) == 1
+    assert at(beta, np.float32, 1, 1) == 0
+    left = at(a, np.float16, lda, m if ta else k)
+    right = at(b, np.float16, ldb, k if tb else n)
+    left, right = left.T[:m] if ta else left[:m], right.T[:k] if tb else right[:k]
+    assert left.shape == (m, k)
+    assert right.shape == (k, n)
+    at(c, np.float32, ldc, n)[:m] = left.astype(np.float32) @ right.astype(np.float32)
+
+
+def test_cublas_is_asked_for_the_product_whatever_is_transposed():
+    card = cards.CupyCard.__new__(cards.CupyCard)
+    card._cublas = SimpleNamespace(gemmEx=gemm_ex)
+    card._cupy = SimpleNamespace(cuda=SimpleNamespace(device=SimpleNamespace(get_cublas_handle=lambda: 0)))
+    rng = np.random.default_rng(3)
+    a, b = (rng.normal(size=shape).astype(np.float16) for shape in ((3, 5), (5, 4)))
+    for a_transposed, b_transposed in itertools.product((False, True), repeat=2):
+        out = np.zeros((3, 4), np.float32)
+        halves = (
+            cards._Half(Memory(np.ascontiguousarray(x.T if transposed else x)), transposed)
+            for x, transposed in ((a, a_transposed), (b, b_transposed))
+        )
+        card._multiply(*halves, "float16", Memory(out))
+        np.testing.assert_allclose(out, a.astype(np.float32) @ b.astype(np.float32), rtol=1e-6)
+
+
+def test_bfloat16_trains_near_float32_with_the_same_bits_on_two_ranks():
+    found, whole = trained("cuda", mixed_precision="bfloat16"), trained("cuda")
+    close(found[:2] + whole[2:], whole, 2e-2)
+    assert found[0] != whole[0]
+    assert found[1].dtype == np.float32
+    for losses, parameters, *_ in run_in_threads(2, lambda comm: trained("cuda", comm, mixed_precision="bfloat16")):
+        assert losses == found[0]
+        assert parameters.tobytes() == found[1].tobytes()
+
+
+def test_float16_scales_its_loss_and_skips_what_overflows():
+    with mz.ShardingConfig(device="cuda", micro_batch=1, mixed_precision="float16") as config:
+        optimizer = mz.DDPOptimizer(mz.AdamW(lr=1e-2), config)
+        with mz.DDPModel(gpt(dropout=0.0), config) as model:
+            optimizer.set_model(model)
+            start = model.get_parameters()
+            losses = [model.train(*ids()) for _ in range(3)]
+            assert optimizer.loss_scale == mz.DynamicLossScale()
+            assert losses[-1] < losses[0]
+            assert np.isfinite(model.get_parameters()).all()
+            model.engine.loss_scale = mz.DynamicLossScale(initial=2.0**24).start()  # above all that float16 can hold
+            before = model.get_parameters()
+            model.train(*ids())
+            assert model.last_step.skipped
+            assert np.array_equal(model.get_parameters(), before)
+            assert not np.array_equal(start, before)
+            assert model.engine.loss_scale.scale == 2.0**23
+
+
+def test_16_bits_need_a_card_and_master_weights_in_float32():
+    with pytest.raises(ConfigError, match="device='cuda'"):
+        mz.ShardingConfig(mixed_precision="bfloat16")
+    with pytest.raises(ConfigError, match="'bfloat16' or 'float16'"):
+        mz.ShardingConfig(device="cuda", mixed_precision="int8")
+    with (
+        mz.ShardingConfig(device="cuda", mixed_precision="bfloat16") as config,
+        pytest.raises(ConfigError, match="float64"),
+    ):
+        mz.DDPModel(gpt("float64"), config)
