@@ -1,0 +1,233 @@
+"""What a graphics card makes of training: the CPU's losses, the card's copy rate, PyTorch's tokens a second.
+
+Three parts, each on this process's first card; speeds are taken in turns, ratios inside a round, and shown are medians
+over rounds and, in parentheses, least and most.
+
+1. ``losses``: a small GPT in float32 trains some steps on the card and on the CPU; shown is the largest relative
+   difference of their losses, which must stay below 1e-4.
+2. ``kernel``: the fused AdamW kernel (reads 4 and writes 3 floats an element) beside a copy within the card's memory of
+   as many bytes: its share of the card's copy rate.
+3. ``train``: whole steps of a GPT in float32 and with products in bfloat16, beside PyTorch's eager mode (float32 and
+   autocast to bfloat16) with its fused AdamW, where a PyTorch that finds the card can be imported.
+
+Without a card it says why and ends with status 69. In Numba's simulator only the first part runs: it has no speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from comparing.turns import in_turns
+
+import mpizero as mz
+from mpizero.kernels import card as cards
+from mpizero.kernels import cuda
+from mpizero.train.performance.spread import Spread
+
+PARTS = ("losses", "kernel", "train")
+LIMIT = 1e-4
+#: Floats that AdamW reads and writes an element.
+TOUCHED = 7
+RATE = 1e-3
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS), help="(default: %(default)s)")
+    parser.add_argument("--parameters", type=float, default=100e6, help="of the kernel (default: %(default).0f)")
+    parser.add_argument("--dim", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=16, help="sequences of a step, one grain")
+    parser.add_argument("--vocabulary", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=5, help="of a turn, and of the losses")
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    args.parts = args.parts.split(",")
+    if unknown := set(args.parts) - set(PARTS):
+        sys.exit(f"--parts: unknown {', '.join(sorted(unknown))}; expected {', '.join(PARTS)}")
+    return args
+
+
+def shape_of(args: argparse.Namespace) -> dict[str, int]:
+    """Return the sizes of the model, as its constructor names them."""
+    return {name: getattr(args, name) for name in ("dim", "layers", "heads", "sequence", "vocabulary")}
+
+
+def samples(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+    """Return one batch of random ids, and the ids that follow."""
+    ids = np.random.default_rng(0).integers(0, args.vocabulary, (args.batch, args.sequence + 1))
+    return ids[:, :-1].copy(), ids[:, 1:].copy()
+
+
+def losses(args: argparse.Namespace) -> bool:
+    """Compare the losses of card and CPU; tell whether they are near enough."""
+    small = {"dim": 64, "layers": 2, "heads": 4, "sequence": 32, "vocabulary": 64, "batch": 8}
+    args = argparse.Namespace(
+        **{**vars(args), **{name: min(size, getattr(args, name)) for name, size in small.items()}}
+    )
+    found = {}
+    for device in ("cpu", "cuda"):
+        with (
+            mz.ShardingConfig(device=device, micro_batch=max(1, args.batch // 2)) as config,
+            mz.DDPModel(mz.nn.GPT(**shape_of(args)), config) as model,
+        ):
+            model.engine.bind(mz.AdamW(lr=RATE))
+            found[device] = [model.train(*samples(args)) for _ in range(args.steps)]
+    apart = max(abs(a - b) / abs(a) for a, b in zip(found["cpu"], found["cuda"], strict=True))
+    verdict = "ok" if apart < LIMIT else "TOO FAR"
+    print(
+        f"losses  {args.steps} steps, float32: card and CPU differ by {apart:.1e} at most, limit {LIMIT:.0e}: {verdict}"
+    )
+    return apart < LIMIT
+
+
+def kernel(args: argparse.Namespace, card: cards.Card) -> None:
+    """Compare AdamW with the card's copy rate."""
+    import cupy
+
+    size, repeat = int(args.parameters), 10
+    w, g, m, v = (card.put(np.random.default_rng(k).random(size, np.float32)) for k in range(4))
+    one, other = (cupy.empty(size * TOUCHED // 2, cupy.float32) for _ in range(2))
+    hyper = card.put(np.array([0.99, 0.9, 0.1, 0.999, 0.001, RATE, 1.0, 1e-8], np.float32))
+
+    def seconds(work: Callable[[], Any]) -> float:
+        cupy.cuda.Device().synchronize()
+        begun = time.perf_counter()
+        for _ in range(repeat):
+            work()
+        cupy.cuda.Device().synchronize()
+        return (time.perf_counter() - begun) / repeat
+
+    work = {
+        "AdamW": lambda: cuda.optimizer.adamw(w, g, m, v, hyper, 0, size),
+        "copy": lambda: cupy.copyto(other, one),
+    }
+    for name in work:
+        seconds(work[name])  # compiles
+    found = in_turns(args.rounds, list(work), lambda name: seconds(work[name]))
+    for name, taken in found.items():
+        rate = Spread.of([size * TOUCHED * 4 / 1e9 / one for one in taken])
+        print(f"kernel  {name:6} {rate.text(0)} GB/s")
+    print(f"kernel  AdamW reaches {Spread.of_ratios(found['copy'], found['AdamW'])} of the copy rate")
+
+
+class Ours:
+    """Steps of mpizero."""
+
+    def __init__(self, args: argparse.Namespace, precision: str | None) -> None:
+        self.config = mz.ShardingConfig(device="cuda", micro_batch=args.batch, mixed_precision=precision)
+        self.model = mz.DDPModel(mz.nn.GPT(**shape_of(args)), self.config)
+        self.model.engine.bind(mz.AdamW(lr=RATE), self.config.loss_scale(None))
+        self.batch = samples(args)
+
+    def step(self) -> None:
+        """Train once; the host has the new parameters afterwards."""
+        self.model.train(*self.batch)
+
+    def wait(self) -> None:
+        """Wait for the card: a step has."""
+
+    def close(self) -> None:
+        """Free the model."""
+        self.model.close()
+        self.config.close()
+
+
+class Torch:
+    """Steps of PyTorch in eager mode."""
+
+    def __init__(self, args: argparse.Namespace, precision: str | None) -> None:
+        import torch
+        from comparing.peers import GPT
+
+        torch.set_default_device("cuda")
+        self.torch, self.sixteen = torch, precision is not None
+        self.model = GPT(shape_of(args))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True)
+        self.x, self.y = (torch.from_numpy(values).cuda() for values in samples(args))
+
+    def step(self) -> None:
+        """Train once."""
+        with self.torch.autocast("cuda", self.torch.bfloat16, enabled=self.sixteen):
+            loss = self.model(self.x, self.y)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def wait(self) -> None:
+        """Wait for the card."""
+        self.torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """Leave the rest to the garbage collector."""
+
+
+def contenders(args: argparse.Namespace) -> dict[str, Any]:
+    """Build everyone who can run here."""
+    made: dict[str, Any] = {f"mpizero {p or 'float32'}": Ours(args, p) for p in (None, "bfloat16")}
+    try:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ImportError("it finds no card")
+    except ImportError as error:
+        print(f"train   no PyTorch to compare with: {error}")
+        return made
+    return made | {f"PyTorch {p or 'float32'}": Torch(args, p) for p in (None, "bfloat16")}
+
+
+def train(args: argparse.Namespace) -> None:
+    """Compare tokens a second."""
+    made = contenders(args)
+
+    def seconds(name: str) -> float:
+        made[name].wait()
+        begun = time.perf_counter()
+        for _ in range(args.steps):
+            made[name].step()
+        made[name].wait()
+        return (time.perf_counter() - begun) / args.steps
+
+    for name in made:
+        seconds(name)  # compiles
+    found = in_turns(args.rounds, list(made), seconds)
+    for name, taken in found.items():
+        rate = Spread.of([args.batch * args.sequence / one for one in taken]).text(0)
+        peer = f"PyTorch {name.split()[1]}"
+        against = "" if peer not in found or peer == name else f", {Spread.of_ratios(found[peer], taken)} of {peer}"
+        print(f"train   {name:17} {rate} tokens/s{against}")
+    for one in made.values():
+        one.close()
+
+
+def main() -> int:
+    """Run the parts."""
+    args = arguments()
+    count, reason = cards.found()
+    if not count:
+        print(f"no card: {reason}", file=sys.stderr)
+        return os.EX_UNAVAILABLE
+    if cards.simulated():
+        print("simulated card: its losses are compared, speed it has none")
+        return 0 if "losses" not in args.parts or losses(args) else 1
+    card = cards.open_card(0)
+    print(f"card    {card.name}")
+    near = "losses" not in args.parts or losses(args)
+    if "kernel" in args.parts:
+        kernel(args, card)
+    if "train" in args.parts:
+        train(args)
+    return 0 if near else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
