@@ -202,7 +202,7 @@ class _Gradients:
 
     def __init__(self, layout: FlatLayout, dtype: Any, card: Card) -> None:
         self.card = card
-        self._places = {unit.index: _places(unit) for unit in layout.units}
+        self._places = {unit.index: gradient_places(unit) for unit in layout.units}
         self._buffer = card.empty(max((size for _, size in self._places.values()), default=0), dtype)
         self._views: dict[int, dict[str, Any]] = {}
 
@@ -236,8 +236,11 @@ class _Gradients:
         self.card.read(self._buffer[:size], sorted(targets, key=lambda target: target[0]))
 
 
-def _places(unit: Unit) -> tuple[dict[tuple[str, str], int], int]:
-    """Return where the gradient of each of a unit's entries starts on a card, and the size of them all."""
+def gradient_places(unit: Unit) -> tuple[dict[tuple[str, str], int], int]:
+    """Return where the gradient of each of a unit's entries starts on a card, and the size of them all.
+
+    Not collective.
+    """
     places, size = {}, 0
     for entry in unit.entries:
         places[entry.block, entry.local_name] = size

@@ -90,6 +90,12 @@ def _memory(plan: Plan) -> str:
     text = _table(plan, "memory of the fullest rank", rows, PARTS)
     nodes, windows = plan.training.node_bytes, plan.training.node_windows
     node = max(nodes, key=lambda n: nodes[n])
+    if plan.config.train.device != "cpu":
+        text += "\n" + _table(plan, "on the card of the fullest rank", _rows(plan, lambda rank: rank.card), PARTS)
+        text += (
+            "\nranks that share a card add up; not counted there: CUDA itself, memory that CuPy keeps, operands in 16 "
+            "bits, and that attention takes more scores at once than the block that was tried"
+        )
     return (
         f"{text}\nfullest node ({node}): {amount(nodes[node])}B, of it {amount(windows[node])}B in shared windows "
         "(/dev/shm)\nnot counted: Python and its libraries; activations and working arrays were found by trying one "
@@ -214,6 +220,7 @@ def _rank(rank: RankPlan) -> dict[str, Any]:
         **rank.here._asdict(),
         "bytes": rank.bytes,
         "memory": {part: held._asdict() for part, held in rank.memory.items()},
+        "card": rank.card,
         "bytes_sent": rank.bytes_sent,
         "messages": rank.messages,
         "sent": {purpose: sent._asdict() for purpose, sent in rank.sent.items()},

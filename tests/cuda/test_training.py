@@ -21,6 +21,8 @@ import mpizero as mz
 from mpizero.errors import ConfigError, DataError
 from mpizero.kernels import card as cards
 from mpizero.kernels.reference import copy as reference
+from mpizero.parallel.costs import TrainingPlan
+from mpizero.parallel.placement import placement
 from mpizero.testing import run_in_threads
 
 VOCABULARY = 5
@@ -293,3 +295,18 @@ def test_16_bits_need_a_card_and_master_weights_in_float32():
         pytest.raises(ConfigError, match="float64"),
     ):
         mz.DDPModel(gpt("float64"), config)
+
+
+def test_a_plan_tells_what_a_card_holds():
+    x, y = ids()
+    with (
+        mz.ShardingConfig(device="cuda", micro_batch=1, minimum_parameter_group_size=1) as config,
+        mz.ZeRO2Model(gpt(), config) as model,
+    ):
+        row, optimizer = placement("zero2"), mz.AdamW()
+        plan = TrainingPlan(model=gpt(), optimizer=optimizer, config=config, row=row, ranks=1, global_batch=2, x=x, y=y)
+        told, mirror = plan.by_rank[0].card, model.engine.workplace._mirror
+        assert told["parameters"] == mirror._values.nbytes
+        assert told["gradients"] == mirror.gradients._buffer.nbytes
+        assert told["activations"] > 0
+        assert "activations" not in plan.by_rank[0].memory

@@ -4,7 +4,8 @@
 the byte: private arrays, and windows of the node in whole pages. "group buffers" are the messages or the window of a
 tensor or context group. The rest lives while a step runs: "activations" are what blocks keep for their backward pass,
 "working arrays" what else there is at the fullest moment, while a block runs, and "messages" what a pipeline stage then
-sends and waits for besides, at most.
+sends and waits for besides, at most. Where layers compute on cards, the first two are there, beside copies of
+parameters and of a unit's gradients; the host's only working array is then what copies pass through.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from mpizero.kernels.card import STAGING
 from mpizero.parallel.costs.calls import window_bytes
 from mpizero.parallel.costs.flow import Flow
 from mpizero.parallel.costs.traffic import Traffic
 from mpizero.parallel.feedback import residual_sizes
 from mpizero.parallel.memory import PAGE
 from mpizero.parallel.storage import SLOTS
+from mpizero.parallel.workplace import gradient_places
 
 #: The parts of a rank's memory, in the order in which they are shown.
 PARTS = (
@@ -82,11 +85,29 @@ class Holdings:
             "buffers": self._buffers(),
             "exchange buffers": Bytes(self._exchange_buffers()),
             "group buffers": self._group_buffers(),
-            "activations": Bytes(figures.kept),
-            "working arrays": Bytes(figures.most - figures.kept),
+            "activations": Bytes(0 if self._on_card else figures.kept),
+            "working arrays": Bytes(STAGING if self._on_card else figures.most - figures.kept),
             "messages": Bytes(figures.total - figures.most),
         }
         return {part: held for part, held in found.items() if held.private or held.shared}
+
+    def card(self) -> dict[str, int]:
+        """Return the bytes that the rank holds on its card, by part; nothing without one. Not collective."""
+        if not self._on_card:
+            return {}
+        layout, shards = self.traffic.part.layout, self.traffic.part.shards
+        gradients = max((gradient_places(unit)[1] for unit in layout.units), default=0)
+        figures = self.flow.figures
+        return {
+            "parameters": (shards.largest if self.traffic.sharded else layout.size) * self._item,
+            "gradients": gradients * self._item,
+            "activations": figures.kept,
+            "working arrays": figures.most - figures.kept,
+        }
+
+    @property
+    def _on_card(self) -> bool:
+        return self.traffic.training.config.device != "cpu"
 
     # ------------------------------------------------------------------ what the engine allocates
 
