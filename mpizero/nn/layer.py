@@ -118,6 +118,12 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     return card.matmul(a, b, out)
 
 
+def sum_rows(dy: Array, out: Array) -> None:
+    """Write the sum of a matrix's rows, added in ascending order, to ``out``: a bias's gradient. Not collective."""
+    rows = namespace(dy).ascontiguousarray(dy)
+    kernels.backend(rows).activation.column_sums(rows, out)
+
+
 def vector(like: Array, value: float) -> Array:
     """Return a 1-element array of ``like``'s dtype: how kernels take scalars without leaving float32."""
     result: Array = namespace(like).full(1, value, like.dtype)

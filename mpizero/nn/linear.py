@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from mpizero.nn.affine import Affine
-from mpizero.nn.layer import Layer, as_rows, matmul, namespace, require_positive, splits
+from mpizero.nn.layer import Layer, as_rows, matmul, require_positive, splits, sum_rows
 from mpizero.nn.operations import Operations, linear_operations
 from mpizero.nn.split.linear import SplitLinear, SplitProjection
 from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, Run
@@ -69,7 +69,7 @@ class Linear(Affine):
         """Overwrite ``grads`` with ``x.T @ dy`` and the column sums of ``dy``. Not collective."""
         matmul(cache.T, pending, out=grads["weight"])
         if self.bias:
-            namespace(pending).sum(pending, axis=0, out=grads["bias"])
+            sum_rows(pending, grads["bias"])
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Replace the last axis by ``outputs``. Not collective."""

@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from mpizero.nn.affine import Affine
-from mpizero.nn.layer import Layer, as_rows, matmul, namespace
+from mpizero.nn.layer import Layer, as_rows, matmul, sum_rows
 from mpizero.nn.operations import Operations, linear_operations
 from mpizero.nn.regions import Copy, Expand, Gather, Reduce, Region, Scatter
 from mpizero.nn.split.parts import Ranges, own_range, part_of, size_of
@@ -78,11 +78,10 @@ class ColumnLinear(Affine):
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the own columns' gradients. Collective over the group if sequences are split."""
         x, entry = cache
-        xp = namespace(pending)
         inputs = entry.forward(x).reshape(pending.shape[0], self.whole.inputs)
         matmul(inputs.T, pending, out=grads["weight"])
         if self.whole.bias:
-            xp.sum(pending, axis=0, out=grads["bias"])
+            sum_rows(pending, grads["bias"])
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Give the unsplit layer's. Not collective."""
@@ -154,7 +153,7 @@ class RowLinear(Affine):
         above, dy = pending
         matmul(cache[0].T, above, out=grads["weight"])
         if self.whole.bias:
-            namespace(dy).sum(dy.reshape(prod(dy.shape[:-1]), self.whole.outputs), axis=0, out=grads["bias"])
+            sum_rows(dy.reshape(prod(dy.shape[:-1]), self.whole.outputs), grads["bias"])
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Give the unsplit layer's. Not collective."""

