@@ -207,6 +207,23 @@ class FlatLayout:
             spans.append(part.shift(entry.gradient - target.offset) if part.size else Span(0, 0))
         return tuple(spans)
 
+    def regions(self, minimum: int) -> tuple[tuple[int, Span], ...]:
+        """Cut the flat order behind blocks into regions, each inside one unit: its index, and the range.
+
+        A region has at least ``minimum`` elements, unless its unit ends before; the last one of a unit may have less.
+        """
+        found: list[tuple[int, Span]] = []
+        for unit in self.units:
+            start = stop = unit.span.start
+            for block in unit.blocks:
+                stop += sum(e.spec.size for e in unit.entries if e.block == block and e.spec.tied is None)
+                if stop - start >= max(1, minimum):
+                    found.append((unit.index, Span(start, stop)))
+                    start = stop
+            if stop > start:
+                found.append((unit.index, Span(start, stop)))
+        return tuple(found)
+
     def pieces(self, span: Span) -> Iterator[tuple[Entry, Span]]:
         """Yield the stored parameters that a flat range meets, each with the flat range they share."""
         for entry in self.parameters:

@@ -59,7 +59,8 @@ class _Passage:
     def unit(self, unit: Unit) -> AbstractContextManager[dict[str, Any]]:
         """Lend the next unit, while the one after it comes. Collective if sharded."""
         self.gathers.popleft()
-        return self.store.unit(unit, self.gathers[0] if self.gathers else None)
+        following = self.gathers[0] if self.gathers else None
+        return self.store.unit(unit, following, by_block=self.report is not None)
 
     def done(self, unit: Unit) -> None:
         """Report the end of a unit's backward."""

@@ -281,7 +281,7 @@ class Engine:
                 else:
                     root, out = program_array(self.rows.planned(self.scalars.count).root), self.rows.row(0)
                     updater.update_fused(self.rows.window, root, divisor, out, threads)
-            self.store.publish(exchange=self.placement.shard_optimizer)
+            self.store.publish(exchange=self.placement.shard_optimizer, later=True)
             return None, ()
         with self.timeline.span("reduction"):
             reduced = self._reduced(updater, divisor, stack_row)
@@ -349,7 +349,7 @@ class Engine:
                 if factor != 1.0:
                     updater.scale(reduced, factor)
             updater.update(reduced, self.config.threads)
-        self.store.publish(exchange=self.placement.shard_optimizer)
+        self.store.publish(exchange=self.placement.shard_optimizer, later=True)
         return norm, ()
 
     # ------------------------------------------------------------------ questions and copies

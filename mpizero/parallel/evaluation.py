@@ -33,6 +33,7 @@ def evaluate(
         The last is None where a prediction is not one score a class.
     """
     right, scored, done = 0, True, 0
+    runner.ready()
     try:
         for grain in batch.grains.values():
             for gx, gy, _ in grain.micro_batches:

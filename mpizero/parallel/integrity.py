@@ -131,6 +131,7 @@ class Integrity:
     # ------------------------------------------------------------------ what ranks hold
 
     def _hashes(self) -> Array:
+        self.store.settle()
         return np.fromiter((crc32(view.view(np.uint8)) for view in self._planned().views), np.uint32)
 
     def _planned(self) -> _Plan:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from socket import gethostname
 from typing import Any
 
 import numpy as np
 
-from mpizero.comm import Communicator, ProcessGrid, SharedMemory
+from mpizero.comm import Communicator, ProcessGrid, Request, SharedMemory
 from mpizero.layout import FlatLayout
 from mpizero.types import Array
 
@@ -41,6 +41,8 @@ class Memory:
         self.private_bytes: Counter[str] = Counter()
         self.shared_bytes: Counter[str] = Counter()
         self.peak_bytes = 0
+        #: Is called before every collective of the node.
+        self.before: Callable[[], None] = _nothing
         self._windows: list[tuple[SharedMemory, tuple[Array, ...]]] = []
         self._scratch: dict[str, Array] = {}
 
@@ -77,6 +79,7 @@ class Memory:
         """
         if self.node.size == 1:
             return tuple(self.private(kind, shape, dtype) for shape in shapes)
+        self.before()
         dtype = np.dtype(dtype)
         sizes = [prod(shape) * dtype.itemsize for shape in shapes]
         starts = np.concatenate([[0], np.cumsum([-(-size // PAGE) * PAGE for size in sizes])])
@@ -96,6 +99,7 @@ class Memory:
             for array in arrays:
                 self.release(kind, array)
             return
+        self.before()
         place = next(i for i, (_, held) in enumerate(self._windows) if held[0] is arrays[0])
         window, _ = self._windows.pop(place)
         self.shared_bytes[kind] -= window.buffer.nbytes
@@ -104,7 +108,23 @@ class Memory:
     def barrier(self, tag: str = "") -> None:
         """Make what every rank of the node wrote before visible to all of them after. Collective over the node."""
         if self.node.size > 1:
+            self.before()
             self.node.node_barrier(self._windows[0][0], tag)
+
+    def ibarrier(self, tag: str = "") -> Request | None:
+        """Start what :meth:`barrier` does; None where a rank is alone. Collective over the node.
+
+        Once the request has ended, :meth:`synchronize` makes what was written before visible.
+        """
+        if self.node.size == 1:
+            return None
+        self.synchronize()
+        return self.node.ibarrier(tag)
+
+    def synchronize(self) -> None:
+        """Order this rank's loads and stores to the node's windows. Not collective."""
+        if self.node.size > 1:
+            self._windows[0][0].synchronize()
 
     @property
     def rank_bytes(self) -> int:
@@ -118,6 +138,8 @@ class Memory:
 
     def close(self) -> None:
         """Free all windows. Collective over the node."""
+        self.before()
+        self.before = _nothing
         while self._windows:
             self._windows.pop()[0].close()
         self._scratch.clear()
@@ -126,6 +148,10 @@ class Memory:
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.rank_bytes)
+
+
+def _nothing() -> None:
+    """Nothing has to come before."""
 
 
 def fits_shared_memory(grid: ProcessGrid, layout: FlatLayout, dtype: np.dtype[Any], *, waves: bool) -> bool:

@@ -108,6 +108,7 @@ class PipelineRunner:
     def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
         """Do all jobs, forward and backward. Collective over the pipeline, and the data group if sharded."""
         self._flights = {}
+        self.ready()  # stages wait for each other in ways that ranks of a node must not
         watched = [WatchedJob(job, self.scalars, self.store.timeline, self.workplace) for job in jobs]
         if not jobs:
             return
@@ -270,6 +271,10 @@ class PipelineRunner:
             flight.fail(error)
             flight.failed = True
             flight.caches.clear()
+
+    def ready(self) -> None:
+        """Have all parameters here. Collective over the data group."""
+        self.store.settle()
 
     # ------------------------------------------------------------------ forward alone
 

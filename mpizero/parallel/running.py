@@ -42,6 +42,9 @@ class Runner(Protocol):
     def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
         """Do all jobs; loss, weight and failures go to the scalars."""
 
+    def ready(self) -> None:
+        """Have all parameters here. Collective over the data group."""
+
     def predict(self, x: Any) -> Any:
         """Return the prediction for this rank's ``x``."""
 
@@ -120,6 +123,7 @@ class SequentialRunner:
                 self.evaluator.absent(job.done)
             else:
                 self._compute(WatchedJob(job, self.scalars, self.evaluator.store.timeline, self.workplace), run_of)
+        self.ready()  # what nobody here has read: others of the node may wait for it
 
     def _compute(self, watched: WatchedJob, run_of: RunOf) -> None:
         grain, number = watched.job.grain, watched.job.number
@@ -133,6 +137,10 @@ class SequentialRunner:
             if not isinstance(error, self.agreeable):
                 raise
             self.scalars.fail(error)
+
+    def ready(self) -> None:
+        """Have all parameters here. Collective over the data group."""
+        self.evaluator.store.settle()
 
     def predict(self, x: Any) -> Any:
         """Return the prediction for this rank's ``x``. Collective if sharded."""

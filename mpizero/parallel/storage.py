@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -13,8 +14,10 @@ from mpizero.comm.exact import Gathering, begin_gather
 from mpizero.comm.timeline import Timeline
 from mpizero.layout import FlatLayout, Span, Unit
 from mpizero.layout.flat import views
+from mpizero.parallel import publication
 from mpizero.parallel.memory import Memory
 from mpizero.parallel.ownership import Share
+from mpizero.parallel.publication import Publication, let_arrive
 from mpizero.types import Array, BlockModel
 
 #: Units that a sharded store has room for.
@@ -22,16 +25,19 @@ SLOTS = 2
 
 
 class _Lent(dict[str, Any]):
-    """Parameters by name; whoever takes one lets messages move on meanwhile: no other hook lies inside of layers."""
+    """Parameters by name; ``before`` is called with the name of each that is taken: no other hook is inside of layers.
 
-    __slots__ = ("_poll",)
+    Not called for what is taken by ``items`` or ``values``.
+    """
 
-    def __init__(self, views: Mapping[str, Any], poll: Callable[[], None]) -> None:
-        super().__init__({k: _Lent(v, poll) if isinstance(v, Mapping) else v for k, v in views.items()})
-        self._poll = poll
+    __slots__ = ("_before",)
+
+    def __init__(self, views: Mapping[str, Any], before: Callable[[str], None]) -> None:
+        super().__init__({k: _Lent(v, before) if type(v) is dict else v for k, v in views.items()})
+        self._before = before
 
     def __getitem__(self, name: str) -> Any:
-        self._poll()
+        self._before(name)
         return super().__getitem__(name)
 
 
@@ -41,8 +47,13 @@ class Lender(Protocol):
     layout: FlatLayout
     timeline: Timeline
 
-    def unit(self, unit: Unit, following: Unit | None = None) -> AbstractContextManager[dict[str, Any]]:
+    def unit(
+        self, unit: Unit, following: Unit | None = None, *, by_block: bool = False
+    ) -> AbstractContextManager[dict[str, Any]]:
         """Lend nested views of a unit's parameters, by block. Collective over the data group if sharded."""
+
+    def settle(self) -> None:
+        """Return when all published values are here. Collective over the data group."""
 
 
 class ParameterStore:
@@ -92,7 +103,7 @@ class ParameterStore:
         members = [Share(layout, rank, grid.data.size) for rank in grid.node_ranks]
         self.bases = np.concatenate([[0], np.cumsum([share.size for share in members])]).tolist()
         size = int(self.bases[-1]) if self.sharded else layout.size
-        (self.values,) = memory.shared("parameters", [(size,)], dtype)
+        (self._values,) = memory.shared("parameters", [(size,)], dtype)
         self.peer_shares = tuple(Share(layout, rank, grid.data.size) for rank in grid.peer_ranks)
         self._slots: tuple[Array, ...] = ()
         self._next = 0
@@ -100,8 +111,20 @@ class ParameterStore:
             largest = max((self.needed(unit) for unit in layout.units), default=0)
             self._slots = memory.shared("buffers", [(largest,)] * SLOTS, dtype)
         self._coming: tuple[Unit, Gathering] | None = None
+        self._regions = () if self.sharded or grid.peers.size == 1 else layout.regions(publication.REGION)
+        self._needed = {block: self._last_region(block) for unit in layout.units for block in unit.blocks}
+        self._published: list[Publication] = []
+        weakref.finalize(self, let_arrive, self._published)
+        memory.before = self.settle
         self._views: dict[tuple[int, int], dict[str, Any]] = {}
         self.version = 0
+
+    @property
+    def values(self) -> Array:
+        """All values that this group holds. Collective over the data group where some are still on their way."""
+        if self._published:
+            self.settle()
+        return self._values
 
     @property
     def base(self) -> int:
@@ -115,12 +138,14 @@ class ParameterStore:
 
     def owned(self, unit: int) -> Array:
         """Return the writable values of this rank's range of a unit. Not collective."""
+        for published in self._published:
+            published.wait_own()  # what is still being sent must not change
         span = self.share.spans[unit]
         start = self.base + self.share.offsets[unit] if self.sharded else span.start
-        return self.values[start : start + span.size]
+        return self._values[start : start + span.size]
 
     @contextmanager
-    def unit(self, unit: Unit, following: Unit | None = None) -> Iterator[dict[str, Any]]:
+    def unit(self, unit: Unit, following: Unit | None = None, *, by_block: bool = False) -> Iterator[dict[str, Any]]:
         """Lend read-only nested views of a unit's parameters, by block.
 
         Collective over the data group when the store is sharded: the unit is gathered for the time of the context.
@@ -131,8 +156,12 @@ class ParameterStore:
             What is wanted now.
         following : Unit or None
             What every rank asks for next, if that is known; begun at once. See [Note: the next unit].
+        by_block : bool
+            Wait for published values only when a block's are taken from what is lent, by its name.
         """
         slot = 0
+        if self._published and not by_block:
+            self.settle()
         if self.sharded:
             with self.timeline.span("publication", unit):
                 slot = self._bring(unit)
@@ -140,7 +169,7 @@ class ParameterStore:
                     self._begin(following)
         key = (unit.index, slot)
         if key not in self._views:
-            buffer = (self._slots[slot] if self.sharded else self.values).view()
+            buffer = (self._slots[slot] if self.sharded else self._values).view()
             buffer.flags.writeable = False
             self._views[key] = self.unit_views(unit, buffer)
         yield self._views[key]
@@ -149,19 +178,47 @@ class ParameterStore:
         """Return the gathered values of the unit that a sharded store has lent last. Not collective."""
         return self._slots[(self._next - 1) % len(self._slots)][: self.needed(unit)]
 
-    def publish(self, *, exchange: bool = True) -> None:
+    def publish(self, *, exchange: bool = True, later: bool = False) -> None:
         """Make what owners wrote readable by all. Collective over the data group.
 
-        ``exchange`` brings every rank's owned range to the copies of all groups; without it each group has written
-        its whole copy itself.
+        Parameters
+        ----------
+        exchange : bool
+            Bring every rank's owned range to the copies of all groups; without it each group has written its whole
+            copy itself.
+        later : bool
+            Return while values are on their way: the next passes wait for each block's, everything else for all.
         """
         with self.timeline.span("publication"):
-            if exchange and self.grid.peers.size > 1 and not self.sharded:
-                for unit in self.layout.units:
-                    spans = [(share.spans[unit.index],) for share in self.peer_shares]
-                    begin_gather(self.grid.peers, [self.owned(unit.index)], self.values, spans).wait()
+            self.settle()
+            published = []
+            if exchange and self._regions:
+                published = [Publication(self.grid, self.memory, self._values, self._regions, self.peer_shares)]
             self.memory.barrier("publish")
+            self._published[:] = published
+            if not later:
+                self.settle()
         self.version += 1
+
+    def settle(self) -> None:
+        """Return when all published values are here. Collective over the data group; see [Note: regions]."""
+        if self._published:
+            with self.timeline.span("publication"):
+                self._published[0].wait()
+            self._published.clear()
+
+    def _wait_for(self, block: str) -> None:
+        """Return when what a block uses is here."""
+        if self._published:
+            with self.timeline.span("publication", block):
+                self._published[0].wait(self._needed[block])
+            if self._published[0].ended:
+                self._published.clear()
+
+    def _last_region(self, block: str) -> int:
+        """Return how many regions, from the first on, hold all that a block uses."""
+        ends = [e.span.stop for e in self.layout.entries if e.block == block and e.spec.size]
+        return sum(region.start < max(ends, default=0) for _, region in self._regions)
 
     def begin(self, model: Any) -> None:
         """Give every owned range the start values of ``model``; nobody ever holds more than one tensor besides.
@@ -205,9 +262,14 @@ class ParameterStore:
         self.publish()
 
     def poll(self) -> None:
-        """Let a unit that is on its way move on. Not collective."""
+        """Let what is on its way move on. Not collective."""
         if self._coming is not None:
             self._coming[1].test()
+        elif self._published:
+            self._published[0].poll()
+
+    def _poll_now(self, _: str) -> None:
+        self.poll()
 
     def _begin(self, unit: Unit) -> None:
         """Start to gather a unit into the place that is not in use. Collective over the data group."""
@@ -247,7 +309,7 @@ class ParameterStore:
         for entry in unit.aliases:
             home = self._home(entry.spec.tied)
             part = entry.span.intersect(self.share.spans[home]).shift(-self.share.spans[home].start)
-            sent.append(self.owned(home)[part.start : part.stop] if part.size else self.values[:0])
+            sent.append(self.owned(home)[part.start : part.stop] if part.size else self._values[:0])
         return sent
 
     def _home(self, name: str | None) -> int:
@@ -268,7 +330,9 @@ class ParameterStore:
                     start, alias = alias, alias + entry.spec.size
             placed[entry.block].append((entry.local_name, start, entry.spec.shape))
         nested = {block: views(buffer, triples) for block, triples in placed.items()}
-        return _Lent(nested, self.poll) if self.sharded else nested
+        if not self.sharded and not self._regions:
+            return nested
+        return _Lent({block: _Lent(tree, self._poll_now) for block, tree in nested.items()}, self._wait_for)
 
 
 def flat_names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:

@@ -180,8 +180,11 @@ class _Mirror:
         self._version = 0
 
     @contextmanager
-    def unit(self, unit: Unit, following: Unit | None = None) -> Iterator[dict[str, Any]]:
-        """Lend views of a unit's parameters on the card. Collective over the data group if sharded."""
+    def unit(self, unit: Unit, following: Unit | None = None, *, by_block: bool = False) -> Iterator[dict[str, Any]]:
+        """Lend views of a unit's parameters on the card. Collective over the data group if sharded.
+
+        ``by_block`` changes nothing: what goes to the card must be here.
+        """
         with self.store.unit(unit, following):
             begun = self.timeline.begin()
             if self.store.sharded:
@@ -195,6 +198,10 @@ class _Mirror:
                 self._views[unit.index] = self.store.unit_views(unit, self._values)
             with self.card.multiplying_in(self.sixteen):
                 yield self._views[unit.index]
+
+    def settle(self) -> None:
+        """Return when all published values are on the host. Collective over the data group."""
+        self.store.settle()
 
 
 class _Gradients:

@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 import mpizero as mz
 from mpizero.comm import exact
-from mpizero.parallel import storage
+from mpizero.parallel import publication, storage
 from mpizero.parallel.watching import watching
 
 WORLD = MPI.COMM_WORLD
@@ -57,11 +57,11 @@ def waiting() -> Iterator[None]:
         gathering.wait()
         return gathering
 
-    storage.begin_gather = begun
+    storage.begin_gather = publication.begin_gather = begun
     try:
         yield
     finally:
-        storage.begin_gather = begin
+        storage.begin_gather = publication.begin_gather = begin
 
 
 class Training:

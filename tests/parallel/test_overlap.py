@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import MpizeroError
+from mpizero.parallel import publication
 from mpizero.testing import parallel_assert, run_in_threads
+from tests.faults.jobs import launchers, run_job
 from tests.parallel.models import MEMORIES, PRIVATE, part, sharded
 from tests.parallel.spreads import gpt, texts, with_traps
 
@@ -85,3 +88,177 @@ def test_a_step_that_fails_leaves_nothing_on_its_way_between_processes(world: An
     for strategy, what in (("zero3", "forward"), ("zero3", "weights"), ("zero1", "input")):
         failed, clean = after_a_failure(world, strategy, what, PRIVATE)
         parallel_assert(world, failed == clean, f"{strategy} {what}")
+
+
+# ---------------------------------------------------------------------- published values
+
+
+class Gate:
+    """Messages that arrive when the test says so."""
+
+    def __init__(self) -> None:
+        self.open, self.waited = False, False
+
+    def test(self) -> bool:
+        return self.open
+
+    def wait(self) -> None:
+        self.waited = self.open = True
+
+
+def test_who_takes_a_block_waits_for_what_it_uses_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publication, "REGION", 1)
+    made: tuple[list[Gate], list[Gate]] = ([], [])
+
+    def begin(peers: Any, *_: Any) -> Gate:
+        made[peers.rank].append(Gate())
+        return made[peers.rank][-1]
+
+    def waits(comm: Any) -> list[list[bool]]:
+        model, _ = sharded("zero1", comm, mz.nn.MLP(6, (7, 5, 4), 3), **PRIVATE)
+        gates, found = made[comm.rank], []
+        with model:
+            store = model.engine.store
+            comm.barrier()
+            monkeypatch.setattr(publication, "begin_gather", begin)
+            comm.barrier()
+            (unit,) = store.layout.units
+
+            def note() -> None:
+                found.append([gate.waited for gate in gates])
+
+            store.publish(later=True)
+            with store.unit(unit, by_block=True) as lent:
+                note()
+                for name in unit.blocks[:2]:
+                    values(lent[name])
+                    note()
+                gates[2].open = True
+                values(lent[unit.blocks[0]])
+                values(lent[unit.blocks[2]])
+                note()
+            store.owned(0)
+            note()
+        return found
+
+    for steps in run_in_threads(2, waits):
+        assert steps == [
+            [False] * 4,
+            [True, False, False, False],
+            [True, True, False, False],
+            [True, True, False, False],
+            [True] * 4,
+        ]
+
+
+def look(model: Any, how: str, x: Any, y: Any) -> Any:
+    """Use parameters, or gradients by hand, in one of many ways."""
+    if how == "shard":
+        shard, whole = model.local_parameter_shard, model.get_parameters()
+        return np.array_equal(shard, np.concatenate([whole[span.start : span.stop] for span in model.owned]))
+    ways = {
+        "hash": model.parameters_sha256,
+        "vector": model.get_parameters,
+        "predict": lambda: model.predict(x[:1]),
+        "evaluate": lambda: model.evaluate(x, y)[:2],
+        "integrity": model.check_integrity,
+        "set": lambda: model.set_parameters(model.get_parameters() * np.float32(0.5)),
+        "gradients": lambda: model.compute_gradients(x, y).loss,
+        "apply": lambda: model.apply_gradients(model.compute_gradients(x, y), 0.1),
+        "restore": lambda: model.deserialize(model.serialize()),
+        "clone": lambda: cloned(model),
+    }
+    return ways[how]()
+
+
+def cloned(model: Any) -> str:
+    with model.clone() as copy:
+        return str(copy.parameters_sha256())
+
+
+LOOKS = (
+    "hash", "vector", "predict", "evaluate", "integrity", "shard", "set", "gradients", "apply", "restore",
+    "clone",
+)  # fmt: skip
+#: With fewer grains than ranks some ranks read nothing.
+BATCHES = (9, 2, 5)
+
+
+def looked(comm: Any, strategy: str, memory: dict[str, Any], how: str) -> list[Any]:
+    """What is seen after each of some steps, and the hash at the end."""
+    model, _ = sharded(strategy, comm, gpt(), micro_batch=2, **memory)
+    found = []
+    with model:
+        for number, samples in enumerate(BATCHES):
+            ((x, y),) = texts(1, samples)
+            mine = part(comm, x, y)
+            model.train(*mine)
+            if number != 1:
+                found.append(look(model, how, *(mine if how in ("evaluate", "gradients", "apply") else (x, y))))
+        return [*found, model.parameters_sha256()]
+
+
+@pytest.fixture
+def fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut what is published into as many regions as there are blocks."""
+    monkeypatch.setattr(publication, "REGION", 1)
+
+
+@pytest.mark.usefixtures("fine")
+@pytest.mark.parametrize("how", LOOKS)
+def test_every_use_sees_all_that_was_published(how: str) -> None:
+    place = LOOKS.index(how)
+    strategy, memory = ("zero1", "zero2")[place % 2], MEMORIES[1 + place // 2 % 2]
+    expected = looked(None, strategy, {}, how)
+    for found in run_in_threads(4, lambda comm: looked(comm, strategy, memory, how)):
+        for seen, wanted in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(seen, wanted, err_msg=f"{strategy} {memory}")
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("fine")
+def test_every_use_sees_all_that_was_published_between_processes(world: Any) -> None:
+    for place, how in enumerate(LOOKS):
+        strategy, memory = ("zero1", "zero2")[place % 2], MEMORIES[1 + place // 2 % 2]
+        expected, found = looked(None, strategy, {}, how), looked(world, strategy, memory, how)
+        same = all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True) if a is not None)
+        parallel_assert(world, same, f"{strategy} {memory} {how}")
+
+
+DROPPED = """
+import os
+import numpy as np
+from mpi4py import MPI
+import mpizero as mz
+config = mz.ShardingConfig(comm=MPI.COMM_WORLD, {memory})
+model = mz.ZeRO1Model(mz.nn.MLP(64, (2000, 2000), 3), config)
+x = np.ones((4, 64), np.float32)
+for _ in range(2):
+    model.train(x, np.zeros(4, np.int64))
+{then}
+print("end", flush=True)
+"""
+#: What a program does with values on their way, and whether all is well.
+ENDS = {
+    "nothing": ("share_node_memory=False", "", True),
+    "drops the model": ("ranks_per_node=1", "del model, x", True),
+    "fails on one rank": ("share_node_memory=False", "1 / (1 - MPI.COMM_WORLD.rank)", False),
+    "dies on one rank": (
+        "ranks_per_node=1",
+        "MPI.COMM_WORLD.rank and os.kill(os.getpid(), 9); model.evaluate(x, x)",
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("launcher", launchers() or [None], ids=lambda pair: "" if pair is None else Path(pair[0]).name)
+def test_a_program_may_end_while_values_are_on_their_way(launcher: Any, how: str, tmp_path: Path) -> None:
+    if launcher is None:
+        pytest.skip("no mpiexec")
+    memory, then, well = ENDS[how]
+    program = tmp_path / "program.py"
+    program.write_text(DROPPED.format(memory=memory, then=then))
+    done = run_job(launcher, tmp_path, [program])
+    assert (done.status == 0) == well, done.err
+    assert not well or done.out.count("end") == 2

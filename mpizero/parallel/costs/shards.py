@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from mpizero.layout import FlatLayout, Unit, cover
+from mpizero.layout import FlatLayout, Span, Unit, cover
 from mpizero.parallel.ownership import Share
 from mpizero.parallel.storage import ParameterStore
 
@@ -40,9 +40,9 @@ class Shards:
         """For each data rank, the elements that it keeps optimizer state for: tied uses have none of their own."""
         return tuple(sum(spans[0].size for spans in share.gradient_spans) for share in self.shares)
 
-    def parameters(self, rank: int, unit: int) -> int:
-        """Return the elements of a unit that a data rank owns. Not collective."""
-        return self.shares[rank].spans[unit].size
+    def parameters(self, rank: int, unit: int, region: Span) -> int:
+        """Return the elements of a region of a unit that a data rank owns. Not collective."""
+        return self.shares[rank].spans[unit].intersect(region).size
 
     def gathered(self, rank: int, unit: Unit) -> tuple[int, ...]:
         """Return the elements that a data rank brings when a unit is gathered. Not collective.

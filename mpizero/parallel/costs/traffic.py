@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mpizero.comm.codecs import Codec, codec_of
 from mpizero.layout import Instruction, build_schedule
+from mpizero.parallel import publication
 from mpizero.parallel.costs.batch import Step
 from mpizero.parallel.costs.calls import Exchange, Sent, exchange, gather, one, placed, total
 from mpizero.parallel.costs.grid import PlannedGrid
@@ -138,13 +139,14 @@ class Traffic:
         """Return the gathers by which updated parameters reach the copies of all groups. Not collective."""
         if self.sharded:
             return []
+        shards, peers = self.part.shards, self.grid.peer_ranks
         return [
             placed(
-                [[self.part.shards.parameters(rank, unit.index) for rank in self.grid.peer_ranks]],
+                [[shards.parameters(rank, unit, region) for rank in peers]],
                 self.grid.peers.rank,
                 self.training.itemsize,
             )
-            for unit in self.part.layout.units
+            for unit, region in self.part.layout.regions(publication.REGION)
         ]
 
     def unit_gathers(self) -> dict[int, Exchange]:
