@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import json
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -310,3 +313,22 @@ def test_a_plan_tells_what_a_card_holds():
         assert told["gradients"] == mirror.gradients._buffer.nbytes
         assert told["activations"] > 0
         assert "activations" not in plan.by_rank[0].memory
+
+
+def test_a_run_of_the_command_line_begins_on_a_card_and_resumes_on_the_host(tmp_path):
+    rng = np.random.default_rng(0)
+    np.save(tmp_path / "x.npy", rng.normal(size=(20, 3)).astype(np.float32))
+    np.save(tmp_path / "y.npy", rng.integers(0, 2, 20))
+    (tmp_path / "c.toml").write_text(
+        '[model]\nname = "mlp"\nhidden = [4]\n[data]\narrays = {x = "x.npy", y = "y.npy"}\n[optimizer]\nlr = 0.1\n'
+        '[train]\nsteps = 2\nglobal_batch = 4\nvalidate_every = 0\ndevice = "cuda"\n'
+    )
+    told = []
+    for options in ([], ["--resume", "--set", "train.steps=3", "--set", "train.device=cpu"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "mpizero", "train", "c.toml", *options],
+            cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+        )  # fmt: skip
+        told.append((json.loads(done.stdout.splitlines()[-1])["steps"], "layers compute on cards" in done.stderr))
+    assert told == [(2, True), (3, False)]

@@ -162,6 +162,7 @@ BAD = [
     ("train.gradient_compression", "8"),
     ("train.threads", "0"),
     ("train.device", "gpu"),
+    ("train.mixed_precision", "bfloat16"),  # without a card
     ("train.validate_every", "-1"),
     ("optimizer.name", "adamv"),
     ("optimizer.lr", "nan"),

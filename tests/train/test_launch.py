@@ -1,4 +1,4 @@
-"""Doctor's look at the launch: ranks that do not see each other, other threads or tasks than Slurm gave, the time."""
+"""Doctor's look at launch and cards: ranks that do not see each other, other threads or tasks than Slurm gave, the time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 
 from mpizero.errors import ExitStatus
 from mpizero.testing import run_in_threads
-from mpizero.train import launch
+from mpizero.train import launch, machine
+from mpizero.train.doctor import check_gpu
 from mpizero.train.launch import Launch, check_launch, check_threads, check_time, difference
 from mpizero.train.walltime import Limit
 
@@ -123,3 +124,15 @@ def test_ranks_that_think_they_are_alone_are_told_so(mpizero, monkeypatch, comma
     assert "srun has started 8 processes, but each sees 1" in told["text"]
     assert "srun --mpi=pmix" in told.get("remedy", outcome.err)
     assert not (mpizero.folder / "run").exists()
+
+
+def test_doctor_tells_how_many_ranks_share_a_card_or_why_none_can(monkeypatch):
+    monkeypatch.setattr(machine, "gpus", lambda: (2, ["cupy", "numba_cuda"]))
+    monkeypatch.setattr(machine, "cards", lambda: (2, ""))
+    for finding in run_in_threads(3, lambda comm: check_gpu(comm, 1)):
+        assert finding.status == "ok"
+        assert "2 ranks a card" in finding.text
+    monkeypatch.setattr(machine, "cards", lambda: (0, "no package cupy"))
+    for finding in run_in_threads(3, lambda comm: check_gpu(comm, 1)):
+        assert finding.status == "warn"
+        assert "rank 0 has no package cupy" in finding.remedy
