@@ -119,9 +119,17 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
 
 
 def sum_rows(dy: Array, out: Array) -> None:
-    """Write the sum of a matrix's rows, added in ascending order, to ``out``: a bias's gradient. Not collective."""
-    rows = namespace(dy).ascontiguousarray(dy)
-    kernels.backend(rows).activation.column_sums(rows, out)
+    """Write the sum of a matrix's rows to ``out``: a bias's gradient. Not collective.
+
+    On the host they are added in ascending order. The same on a card, a thread a column, would leave most of it idle:
+    there CuPy adds, in an order of its own that is the same every time.
+    """
+    xp = namespace(dy)
+    if xp is np:
+        rows = np.ascontiguousarray(dy)
+        kernels.backend(rows).activation.column_sums(rows, out)
+    else:
+        xp.sum(dy, axis=0, out=out)
 
 
 def vector(like: Array, value: float) -> Array:

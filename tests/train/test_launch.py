@@ -1,4 +1,4 @@
-"""Doctor's look at launch and cards: ranks that do not see each other, other threads or tasks than Slurm gave, the time."""
+"""Doctor's look at launch and cards: ranks that do not see each other, other threads or tasks than Slurm gave, time."""
 
 from __future__ import annotations
 
