@@ -22,6 +22,7 @@ from mpizero.layout.parts import part_shape
 from mpizero.nn import initial_parameters, initial_values
 from mpizero.parallel import persistence, reading
 from mpizero.parallel.compute import blocks_of
+from mpizero.parallel.feedback import GradientExchange
 from mpizero.parallel.integrity import Integrity
 from mpizero.parallel.memory import Memory
 from mpizero.parallel.placement import placement
@@ -135,6 +136,7 @@ def place(comm: Any, model: Any, spread: Spread) -> Any:
     engine.updater = Updater(mz.AdamW(), store, memory, replicated=not row.shard_optimizer, in_rows=True)
     engine.placement, engine.step_number, engine.loss_scale, engine.pristine = row, 0, None, False
     engine.integrity = Integrity(grid, store, 0)
+    engine.exchange = GradientExchange(store, memory, row)
     start(engine, model)
     return engine
 
