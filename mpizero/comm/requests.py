@@ -32,8 +32,8 @@ class MpiRequest(Request):
             self._release()
 
     def test(self) -> bool:
-        """Make progress and tell whether the operation has ended. Not collective."""
-        if self._requests and self._ended():
+        """Make progress and tell whether the operation has ended; it has where MPI itself has. Not collective."""
+        if self._requests and (MPI.Is_finalized() or self._ended()):
             self._release()
         return not self._requests
 

@@ -242,6 +242,7 @@ print("end", flush=True)
 ENDS = {
     "nothing": ("share_node_memory=False", "", True),
     "drops the model": ("ranks_per_node=1", "del model, x", True),
+    "ends MPI": ("share_node_memory=False", "MPI.Finalize()", True),
     "fails on one rank": ("share_node_memory=False", "1 / (1 - MPI.COMM_WORLD.rank)", False),
     "dies on one rank": (
         "ranks_per_node=1",
