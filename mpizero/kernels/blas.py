@@ -113,7 +113,7 @@ def library() -> Library | None:
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     """Compute ``a @ b`` of NumPy arrays, into ``out`` where it is given. Not collective."""
     chosen = library()
-    if chosen is None or not _large(a, b):
+    if chosen is None or not _large(a, b) or _answers_itself(a) or _answers_itself(b):
         return np.matmul(a, b, out=out)
     result = np.empty((a.shape[0], b.shape[1]), a.dtype) if out is None else out
     return result if chosen.product(a, b, result) else np.matmul(a, b, out=out)
@@ -121,6 +121,11 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
 
 def _large(a: Array, b: Array) -> bool:
     return a.ndim == b.ndim == 2 and prod(a.shape) * b.shape[1] >= LARGE
+
+
+def _answers_itself(x: Array) -> bool:
+    """Tell whether an array is of a kind that says what its products are."""
+    return type(x).__array_ufunc__ is not np.ndarray.__array_ufunc__
 
 
 def _order(x: Array) -> tuple[int, int] | None:

@@ -89,8 +89,14 @@ class PlanRequest:
             raise ConfigError(f"--gflops {self.rate / 1e9:g}: must be a number > 0")
 
     def message(self, nbytes: int) -> float:
-        """Return the seconds that a message between stages takes; 0 without a machine. Not collective."""
-        return 0.0 if self.machine is None else self.machine.seconds("one to one", nbytes, "inside a node")
+        """Return the seconds that a message between stages takes; 0 without a machine. Not collective.
+
+        It goes as far as it may, and as was measured.
+        """
+        if self.machine is None:
+            return 0.0
+        apart = self.machine.nodes > 1 and self.ranks > self.together
+        return self.machine.seconds("one to one", nbytes, "between nodes" if apart else "inside a node")
 
 
 def plan(config: Config, request: PlanRequest) -> Plan:

@@ -72,6 +72,30 @@ def test_stages_wait_as_the_simulated_pipeline_does(expected):
     assert "GFLOP/s a rank (--machine)" in table
 
 
+def test_tensor_groups_copy_and_wait_in_their_window(expected):
+    shared = expected(2, "parallel.tensor=2", flags=["--json"]).result
+    private = expected(2, "parallel.tensor=2", "parallel.share_node_memory=false", flags=["--json"]).result
+    calls = private["ranks"][0]["sent"]["tensor"]["messages"]  # of two ranks, each call sends one message
+    taken = shared["expected"]["ranks"][0]["layers' messages"]
+    assert "tensor" not in shared["ranks"][0]["sent"]
+    assert int(taken) == calls  # a barrier each takes a second, the copies of this model some milliseconds
+    assert 0 < taken - calls < 0.1
+
+
+def test_what_a_call_copies_is_what_the_window_does():
+    from mpizero.parallel.costs.calls import Call
+
+    assert Call("reduce", 10, (), 1, 4).copies(0, 4) == (((40, 40), (160, 40)), 1)  # small: everybody sums everything
+    large = 4 << 18
+    assert Call("reduce", 1 << 18, (), 1, 4).copies(1, 4) == (
+        ((large, large), (large, large // 4), (large, large)),
+        2,
+    )
+    assert Call("gather", 10, (1, 2), 1, 4).copies(1, 2) == (((80, 80), (120, 120)), 1)
+    assert Call("scatter", 10, (1, 2), 1, 4).copies(1, 2) == (((40, 40), (160, 80)), 1)
+    assert Call("shift", 10, (), 1, 4).copies(1, 2) == ((), 0)
+
+
 def test_what_the_machine_file_does_not_fit_is_said(expected):
     plan = expected(4, "model.dtype=float64", "model.dim=32", flags=["--json", "--ranks-per-node", "2"]).result
     said = "\n".join(plan["warnings"])

@@ -35,12 +35,25 @@ class Step:
 
     def rows(self, grid: PlannedGrid) -> RowsPlan:
         """Return how whole gradients are folded and summed. Not collective."""
-        count = self.grains.count * grid.context.size
-        return rows_plan(contiguous_shares(cast("ProcessGrid", grid), count), grid.group_sizes, count)
+        count, key = self.grains.count * grid.context.size, _kind(grid)
+        if key not in self._rows:
+            shares = contiguous_shares(cast("ProcessGrid", grid), count)
+            self._rows[key] = rows_plan(shares, grid.group_sizes, count)
+        return self._rows[key]
 
     def ring(self, grid: PlannedGrid) -> WavePlan:
         """Return how the gradients of units are summed wave by wave. Not collective."""
-        return wave_plan(self.grains.count * grid.context.size, grid.group_sizes)
+        if (key := _kind(grid)) not in self._rings:
+            self._rings[key] = wave_plan(self.grains.count * grid.context.size, grid.group_sizes)
+        return self._rings[key]
+
+    @cached_property
+    def _rows(self) -> dict[tuple[int, ...], RowsPlan]:
+        return {}
+
+    @cached_property
+    def _rings(self) -> dict[tuple[int, ...], WavePlan]:
+        return {}
 
     def jobs(self, grid: PlannedGrid) -> tuple[int, ...]:
         """Return the samples of the micro-batches that a rank takes part in, in order; 0 where it has none to compute.
@@ -94,3 +107,8 @@ class Step:
         return max(
             (size for grain in range(min(1, self.grains.count)) for size in self.micro_batches(grain)), default=0
         )
+
+
+def _kind(grid: PlannedGrid) -> tuple[int, ...]:
+    """Return what all ranks have in common whose data groups deal and sum grains alike."""
+    return grid.data.size, grid.batch.size, grid.context.size, *grid.group_sizes

@@ -6,6 +6,7 @@ The formulas are those of ``comm/``: ``counters`` ([Note: bytes on the wire] in 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import prod
 from typing import NamedTuple
@@ -38,8 +39,8 @@ class Sent(NamedTuple):
 def total(parts: Iterable[Sent]) -> Sent:
     """Add up. Not collective."""
     found = Sent()
-    for part in parts:
-        found += part
+    for part, count in Counter(parts).items():
+        found += part.times(count)
     return found
 
 
@@ -128,6 +129,21 @@ def placed(columns: Iterable[Sequence[int]], peer: int, itemsize: int) -> Exchan
     return Exchange(total(one(size * itemsize * others) for size, others in own), 0, 0)
 
 
+class WindowCopies(NamedTuple):
+    """What one call of a group costs where its ranks share a window.
+
+    Attributes
+    ----------
+    passes : tuple of (int, int)
+        Bytes that each pass over memory reads, and writes.
+    barriers : int
+        How often the ranks wait for each other.
+    """
+
+    passes: tuple[tuple[int, int], ...]
+    barriers: int
+
+
 class Call(NamedTuple):
     """One call of a method of :class:`mpizero.types.Group`, the same on all ranks up to the own block.
 
@@ -166,6 +182,28 @@ class Call(NamedTuple):
         own = Partition(self.unit, size).sizes()[rank]
         return one((self.unit - own) * self.itemsize) + one(own * self.itemsize * (size - 1))
 
+    def copies(self, rank: int, size: int) -> WindowCopies:
+        """Return what the call reads and writes in a window of ``size`` ranks, as ``comm/window.py`` does it.
+
+        Not collective.
+        """
+        if self.kind == "shift":
+            return WindowCopies((), 0)
+        whole = self.unit * (sum(self.sizes) if self.sizes else 1) * self.itemsize
+        own = self.unit * self.sizes[rank] * self.itemsize if self.sizes else whole
+        if self.kind == "gather":
+            return WindowCopies(((own, own), (whole, whole)), 1)
+        if self.kind == "scatter":
+            return WindowCopies(((whole - own, whole - own), (size * own, own)), 1)
+        if self._sums_parts(size):
+            own = Partition(self.unit, size).sizes()[rank] * self.itemsize
+            return WindowCopies(((whole, whole), (size * own, own), (whole, whole)), 2)
+        return WindowCopies(((whole, whole), (size * whole, whole)), 1)
+
+    def _sums_parts(self, size: int) -> bool:
+        """Tell whether every rank sums a part in the window, and all copy the sum."""
+        return size >= window.SHARED_SUM_RANKS and self.unit * self.itemsize >= window.SHARED_SUM_BYTES
+
     def rooms(self, rank: int, size: int) -> dict[str, int]:
         """Return the bytes of the message buffers that a rank keeps, by name. Not collective."""
         if self.kind == "gather":
@@ -186,7 +224,7 @@ class Call(NamedTuple):
             return 0
         nbytes = self.unit * (sum(self.sizes) if self.sizes else 1) * self.itemsize
         rows = {"gather": 1, "scatter": size}.get(self.kind, size)
-        if self.kind == "reduce" and size >= window.SHARED_SUM_RANKS and nbytes >= window.SHARED_SUM_BYTES:
+        if self.kind == "reduce" and self._sums_parts(size):
             rows += 1
         return rows * -(-nbytes // window.LINE) * window.LINE
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from mpizero.kernels.card import STAGING
@@ -70,9 +69,12 @@ class Holdings:
     ----------
     traffic : Traffic
         What the rank does.
+    flow : Flow
+        What its micro-batches keep.
     """
 
     traffic: Traffic
+    flow: Flow
 
     def parts(self) -> dict[str, Bytes]:
         """Return the rank's memory by part, without those that are empty. Not collective."""
@@ -177,7 +179,7 @@ class Holdings:
     def _group_buffers(self) -> Bytes:
         """Return what a tensor or context group keeps for its calls."""
         traffic, part = self.traffic, self.traffic.part
-        group = traffic.grid.tensor if traffic.grid.tensor.size > 1 else traffic.grid.context
+        group = traffic.group
         if group.size == 1:
             return Bytes()
         chunks, sizes = part.stage.chunks, set(traffic.jobs) - {0}
@@ -188,13 +190,6 @@ class Holdings:
         for call in calls:
             rooms |= Counter(call.rooms(group.rank, group.size))
         return Bytes(sum(rooms.values()))
-
-    # ------------------------------------------------------------------ what lives while a step runs
-
-    @cached_property
-    def flow(self) -> Flow:
-        """What the rank's micro-batches keep."""
-        return Flow(self.traffic.part, self.traffic.jobs, self.traffic.program)
 
 
 def _paged(nbytes: int) -> int:

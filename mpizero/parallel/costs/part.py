@@ -132,13 +132,14 @@ class Part:
             total += counted.get(name, Operations())
         return total
 
-    def like(self, other: Part) -> Part:
+    def like(self, other: Part, samples: int) -> Part:
         """Return this part with the tries of another, if they are the same by all that can be seen. Not collective.
 
-        Equal are shapes of inputs and parameters, and of the blocks that calls cut arrays into.
+        Equal are shapes of inputs and parameters, and of the blocks that calls cut arrays into, with few or with
+        ``samples`` samples.
         """
         mine, theirs = (part.trials for part in (self, other))
-        even = all(len(set(call.sizes)) <= 1 for trial in theirs.of(FEW).values() for call in trial.calls)
+        even = all(len(set(call.sizes)) <= 1 for trial in theirs.of(min(FEW, samples)).values() for call in trial.calls)
         return replace(self, trials=theirs) if even and mine.shapes == theirs.shapes else self
 
     def on(self, stage: int) -> Part:

@@ -14,6 +14,7 @@ from mpizero.layout import Axes, Coordinates, Costs, Grains, Simulation, build_s
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.costs.batch import Step
 from mpizero.parallel.costs.calls import Sent
+from mpizero.parallel.costs.flow import Flow
 from mpizero.parallel.costs.grid import PlannedGrid, PlannedRanks
 from mpizero.parallel.costs.memory import Bytes, Holdings
 from mpizero.parallel.costs.part import Part
@@ -168,12 +169,18 @@ class TrainingPlan:
 
     def traffic(self, rank: int) -> Traffic:
         """Return the messages of one rank. Not collective."""
-        grid = self.places.grid(rank)
-        return Traffic(self.training, self.part(grid), grid)
+        if rank not in self._traffic:
+            grid = self.places.grid(rank)
+            self._traffic[rank] = Traffic(self.training, self.part(grid), grid)
+        return self._traffic[rank]
+
+    @cached_property
+    def _traffic(self) -> dict[int, Traffic]:
+        return {}
 
     def _plan(self, rank: int) -> RankPlan:
         traffic = self.traffic(rank)
-        holdings, part = Holdings(traffic), traffic.part
+        holdings, part = Holdings(traffic, self._flow(traffic)), traffic.part
         samples = sum(traffic.jobs)
         work = None if part.operations is None else sum(part.work(chunk).total for chunk in part.stage.chunks) * samples
         return RankPlan(
@@ -192,6 +199,18 @@ class TrainingPlan:
     # ------------------------------------------------------------------ parts
 
     @cached_property
+    def _flows(self) -> dict[tuple[Any, ...], Flow]:
+        return {}
+
+    def _flow(self, traffic: Traffic) -> Flow:
+        """Return what micro-batches keep, once for all ranks of a stage and part whose micro-batches are alike."""
+        _, tensor, _, context = traffic.grid.here
+        key = (traffic.part.stage.number, tensor, context, traffic.jobs)
+        if key not in self._flows:
+            self._flows[key] = Flow(traffic.part, traffic.jobs, traffic.program)
+        return self._flows[key]
+
+    @cached_property
     def _parts(self) -> dict[tuple[int, ...], Part]:
         return {}
 
@@ -203,7 +222,9 @@ class TrainingPlan:
             minimum = self.config.minimum_parameter_group_size
             part = Part.build(self.model, grid, self.spread, sample, self.row, minimum)
             first = next(iter(self._parts.values()), None)
-            self._parts[tensor, context] = part if first is None else part.like(first)
+            self._parts[tensor, context] = (
+                part if first is None else part.like(first, max(1, self.training.step.largest))
+            )
         if (stage, tensor, context) not in self._parts:
             self._parts[stage, tensor, context] = self._parts[tensor, context].on(stage)
         return self._parts[stage, tensor, context]

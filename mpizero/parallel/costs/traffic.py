@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,8 +12,8 @@ from mpizero.comm.codecs import Codec, codec_of
 from mpizero.layout import Instruction, build_schedule
 from mpizero.parallel import publication
 from mpizero.parallel.costs.batch import Step
-from mpizero.parallel.costs.calls import Exchange, Sent, exchange, gather, one, placed, total
-from mpizero.parallel.costs.grid import PlannedGrid
+from mpizero.parallel.costs.calls import Call, Exchange, Sent, exchange, gather, one, placed, total
+from mpizero.parallel.costs.grid import Members, PlannedGrid
 from mpizero.parallel.costs.part import Part
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.ties import TieExchange
@@ -87,6 +88,10 @@ class Traffic:
 
     def sent(self) -> dict[str, Sent]:
         """Return what the rank sends in a step, by purpose, without those that send nothing. Not collective."""
+        return dict(self._sent)
+
+    @cached_property
+    def _sent(self) -> dict[str, Sent]:
         found = {purpose: getattr(self, f"_{purpose}")() for purpose in PURPOSES}
         return {purpose: sent for purpose, sent in found.items() if sent.bytes}
 
@@ -114,18 +119,24 @@ class Traffic:
 
     def reductions(self) -> list[Exchange]:
         """Return the exchanges of partial sums of gradients in a step. Not collective."""
+        return list(self._reductions)
+
+    @cached_property
+    def _reductions(self) -> list[Exchange]:
         if self.grid.peers.size == 1:
             return []
         gradients, peer = self.part.shards.gradients, self.grid.peers.rank
         if not self.training.row.waves:
             totals = [sum(gradients[rank]) for rank in self.grid.peer_ranks]
-            return [self._exchange(totals, peer, self.training.step.rows(self.grid).group_programs)]
+            programs = self.training.step.rows(self.grid).group_programs
+            return [self._exchange(totals, peer, [len(sums) for sums in programs])]
         units = [[gradients[rank][unit.index] for rank in self.grid.peer_ranks] for unit in self.part.layout.units]
         waves = self.training.step.ring(self.grid).waves
-        return [self._exchange(totals, peer, wave.group_programs) for wave in waves for totals in units]
+        counts = [tuple(len(sums) for sums in wave.group_programs) for wave in waves]
+        alike = {count: [self._exchange(totals, peer, count) for totals in units] for count in set(counts)}
+        return [each for count in counts for each in alike[count]]
 
-    def _exchange(self, totals: Sequence[int], peer: int, programs: Sequence[Sequence[Any]]) -> Exchange:
-        counts = [len(sums) for sums in programs]
+    def _exchange(self, totals: Sequence[int], peer: int, counts: Sequence[int]) -> Exchange:
         return exchange(totals, peer, counts, self.training.itemsize, self.training.codec)
 
     def replications(self) -> list[Exchange]:
@@ -196,6 +207,24 @@ class Traffic:
             once = total(call.sent(rank, size, in_window=in_window) for call in calls)
             found += once.times(self.jobs.count(samples))
         return found
+
+    def window_calls(self) -> Counter[Call]:
+        """Return how often the rank makes each call of its tensor or context group through a window, in a step.
+
+        Not collective.
+        """
+        group, found = self.group, Counter[Call]()
+        if group.size == 1 or not group.shares_memory:
+            return found
+        for samples in sorted(set(self.jobs) - {0}):
+            once = Counter(call for chunk in self.part.stage.chunks for call in self.part.calls(chunk, samples))
+            found.update({call: count * self.jobs.count(samples) for call, count in once.items()})
+        return found
+
+    @property
+    def group(self) -> Members:
+        """The tensor or context group; one of them has one rank."""
+        return self.grid.tensor if self.grid.tensor.size > 1 else self.grid.context
 
     def _activations(self) -> Sent:
         stages, here, found = self.part.stage.spread.chunks, self.part.stage.number, Sent()

@@ -2,8 +2,9 @@
 
 [Note: trials] No formula knows what a user's layer keeps, so each kind of block (equal but for the number of its
 dropout) runs forward and backward once, on two and on three samples (an array of one sample may be contiguous where
-one of several is not), alone, with parameters of zero in memory that is freed afterwards. What it keeps and sends is
-taken to grow evenly with the samples; where its calls show that it does not, the block runs on the real micro-batch.
+one of several is not), alone, with parameters of zero in memory that is freed afterwards; their products, zeros too,
+are not computed. What it keeps and sends is taken to grow evenly with the samples; where its calls show that it does
+not, the block runs on the real micro-batch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +23,7 @@ import numpy as np
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import views
 from mpizero.parallel.costs.calls import Call, RecordingGroup
+from mpizero.parallel.costs.unmultiplied import Unmultiplied
 from mpizero.types import Array, Layer, Loss, Run
 
 #: Samples of the smaller of two tries.
@@ -38,7 +41,7 @@ class Form(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the array."""
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+        return prod(self.shape) * np.dtype(self.dtype).itemsize
 
     @classmethod
     def of(cls, array: Array) -> Form:
@@ -247,7 +250,8 @@ class Trials:
         size = sum(count for _, _, count in specs)
         starts = np.concatenate([[0], np.cumsum([count for _, _, count in specs])]).tolist()
         placed = [(name, start, shape) for (name, shape, _), start in zip(specs, starts, strict=False)]
-        return views(np.zeros(size, self.dtype), placed), views(np.empty(size, self.dtype), placed)
+        params, grads = np.zeros(size, self.dtype), np.empty(size, self.dtype)
+        return views(params.view(Unmultiplied), placed), views(grads.view(Unmultiplied), placed)
 
 
 def _kind(layer: Layer) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,7 +61,7 @@ class Floors:
         found = {
             "forward": forward,
             "backward": backward,
-            "layers' messages": sum(self._purpose(name, sent[name]) for name in inside),
+            "layers' messages": sum(self._purpose(name, sent[name]) for name in inside) + self._windows(traffic),
             "local sums": self._passes(passes.local_sums()),
             "reduction": self._passes(passes.reduction()) + self._reduction(traffic, sent),
             "optimizer": self._passes(passes.optimizer()),
@@ -89,7 +90,8 @@ class Floors:
         return forward / rate, sum(chunk.total for chunk in work) * samples / rate - forward / rate
 
     def _passes(self, passes: Iterable[Pass]) -> float:
-        return sum(self.machine.pass_seconds(p.read, p.written, self.ranks_per_node) for p in passes)
+        alike = Counter(passes).items()
+        return sum(n * self.machine.pass_seconds(p.read, p.written, self.ranks_per_node) for p, n in alike)
 
     def _messages(self, operation: str, sent: Sent) -> float:
         if not sent.messages:
@@ -105,11 +107,21 @@ class Floors:
         apart = self.machine.nodes > 1 and self.plan.ranks > self.ranks_per_node
         return "between nodes" if apart else "inside a node"
 
+    def _windows(self, traffic: Traffic) -> float:
+        """Return the seconds of what a tensor or context group copies, sums and waits for in its window."""
+        group, found = traffic.group, 0.0
+        for call, times in traffic.window_calls().items():
+            copies = call.copies(group.rank, group.size)
+            moved = sum(self.machine.pass_seconds(*each, self.ranks_per_node) for each in copies.passes)
+            found += times * (moved + copies.barriers * self.machine.seconds("barrier", 0))
+        return found
+
     def _purpose(self, purpose: str, sent: Sent) -> float:
         return self._messages(_OPERATIONS.get(purpose, "gather"), sent)
 
     def _exchanges(self, operation: str, exchanges: Iterable[Exchange]) -> float:
-        return sum(self._messages(operation, e.sent) for e in exchanges)
+        alike = Counter(e.sent for e in exchanges).items()
+        return sum(count * self._messages(operation, sent) for sent, count in alike)
 
     def _reduction(self, traffic: Traffic, sent: dict[str, Sent]) -> float:
         """Return the seconds of a reduction's messages and of the barriers before owners read others' rows."""

@@ -1,0 +1,49 @@
+"""Arrays whose matrix products nobody needs: what blocks are tried with, so that their shapes alone cost time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpizero.types import Array
+
+
+class Unmultiplied(np.ndarray):
+    """A NumPy array of zeros, or one that nobody reads: its products are zeros and are not computed.
+
+    All other operations are those of a plain array, and their results are plain arrays. A product that has to be stored
+    in such an array leaves it as it is, so that its memory is never touched.
+    """
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = (), **options: Any) -> Any:
+        """Answer for NumPy's elementwise operations and products. Not collective."""
+        given = tuple(_plain(value) for value in inputs)
+        if ufunc is np.matmul and method == "__call__" and not options and (shape := _shape(*given)) is not None:
+            return _stored(shape, np.result_type(*given), *out)
+        if out:
+            options["out"] = tuple(_plain(value) for value in out)
+        found = getattr(ufunc, method)(*given, **options)
+        return out[0] if len(out) == 1 else found
+
+
+def _plain(value: Any) -> Any:
+    return value.view(np.ndarray) if isinstance(value, Unmultiplied) else value
+
+
+def _shape(a: Any, b: Any) -> tuple[int, ...] | None:
+    """Return the shape of a product of matrices; None where NumPy should see to it."""
+    matrices = isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and min(a.ndim, b.ndim) >= 2
+    if not matrices or a.shape[-1] != b.shape[-2]:
+        return None
+    return (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+
+
+def _stored(shape: tuple[int, ...], dtype: Any, out: Array | None = None) -> Array:
+    if out is None:
+        return np.zeros(shape, dtype)
+    if out.shape != shape:
+        raise ValueError(f"a product of shape {shape} cannot be stored in an array of shape {out.shape}")
+    if not isinstance(out, Unmultiplied):
+        out[...] = 0
+    return out
