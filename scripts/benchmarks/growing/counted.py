@@ -1,0 +1,44 @@
+"""What ranks have counted of a training's memory and messages, beside what was planned of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpizero.train.bench import MemoryRequest
+from mpizero.train.bench_layout import LayoutRequest, LayoutTable, measure_layout
+from mpizero.train.config import ParallelSection
+
+#: Numbers of ranks, and the sizes of the axes that are not replicas.
+LAYOUTS: tuple[tuple[int, dict[str, int]], ...] = (
+    (4, {}),
+    (4, {"pipeline": 2}),
+    (4, {"tensor": 2}),
+    (8, {}),
+    (8, {"pipeline": 2, "tensor": 2}),
+)
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+PARAMETERS, MICRO_BATCHES = 400_000, 4
+
+
+def rows(layout: dict[str, int]) -> list[dict[str, Any]]:
+    """Train with every strategy on both kinds of memory; return a row for each on rank 0, none elsewhere.
+
+    Collective over all ranks of the job.
+    """
+    from mpizero.comm.launch import world
+
+    memory = MemoryRequest(PARAMETERS, STRATEGIES, (True, False), 1)
+    request = LayoutRequest(memory, ParallelSection(**layout), MICRO_BATCHES)
+    with world() as comm:
+        return [_row(table) for table in measure_layout(request, comm)]
+
+
+def _row(table: LayoutTable) -> dict[str, Any]:
+    """Count the figures of all ranks that are not as planned: bytes, messages, every part of memory."""
+    wrong = 0
+    for rank in table.rows:
+        wrong += rank.sent != rank.planned_sent
+        wrong += rank.messages != rank.planned_messages
+        wrong += sum(rank.held[part] != rank.planned.get(part, 0) for part in rank.held)
+    sent, messages = sum(rank.sent for rank in table.rows), sum(rank.messages for rank in table.rows)
+    return {"layout": table.layout, "memory": table.memory, "sent": sent, "messages": messages, "wrong": wrong}

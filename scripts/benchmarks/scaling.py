@@ -1,0 +1,222 @@
+#!/usr/bin/env python
+"""Put steps beside the model of their cost, bytes beside the plan, and time beside the number of parameters.
+
+``model``: a GPT under every strategy on one and on two ranks, in turns; the median step beside what ``mpizero plan
+--machine`` expects of it. The factor measured / expected on one rank has what the model leaves out (layers besides
+their products, Python); it is then taken over to two ranks, where "over factor", which is measured / (factor x
+expected), is the model's error. Without ``--machine`` the machine is measured first, on as many ranks.
+
+``bytes``: every strategy on 4 and 8 ranks, whatever the number of cores, on shared and on private memory, and split
+into stages and parts: bytes and messages that were counted, and memory, must be those planned. Exit status 1 if any is
+not. Nothing is timed.
+
+``growth``: GPTs of one width and 4 to 64 million parameters on the same tokens, one process each, in turns; a line
+through the medians, time a parameter, and by how much each model is off the line. ``--dim`` chooses the width.
+
+Shown are medians over rounds, and in parentheses least and most. Nothing else should run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(1, str(ROOT))  # the library of this checkout, wherever the script is started
+
+from comparing.turns import Team, TeamError, beside, in_turns, one_thread, serve  # noqa: E402
+from growing.counted import LAYOUTS, rows  # noqa: E402
+
+from mpizero.train.performance.spread import Spread  # noqa: E402
+
+CONFIG = Path(__file__).resolve().parent / "growing" / "small.toml"
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+#: Sequences of a rank and step, and of a grain, in "model"; tokens of a step in "growth".
+BATCH, GRAIN, TOKENS = 8, 4, (4, 128)
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("model", "bytes", "growth"))
+    parser.add_argument("--machine", type=Path, metavar="FILE", help="of `mpizero bench machine`, for model")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of one turn")
+    parser.add_argument("--ranks", default="1,2", help="for model (default: %(default)s)")
+    parser.add_argument("--dim", type=int, default=256, help="width of growth's models (default: %(default)s)")
+    parser.add_argument("--sizes", default="4,8,16,32,64", help="million parameters, for growth (default: %(default)s)")
+    parser.add_argument("--mpiexec", default=beside(sys.executable, "mpiexec"))
+    parser.add_argument("--be", help=argparse.SUPPRESS)
+    parser.add_argument("--shape", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--socket", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    for name in ("rounds", "steps", "dim"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: must be at least 1")
+    try:
+        args.ranks, args.sizes = ([int(n) for n in text.split(",")] for text in (args.ranks, args.sizes))
+    except ValueError as error:
+        parser.error(f"--ranks and --sizes take whole numbers and commas: {error}")
+    if min(*args.ranks, *args.sizes) < 1 or args.ranks[0] != 1:
+        parser.error("--ranks must begin with 1, where factors are fitted; --ranks and --sizes must be at least 1")
+    return args
+
+
+# ---------------------------------------------------------------------- processes that train
+
+
+def be_one(args: argparse.Namespace) -> None:
+    """Be one rank of one training that takes its turns."""
+    from comparing.ours import Ours
+
+    one = Ours(args.be, args.shape, args.shape["grain"])
+    serve(args.socket, one.world.rank, {"prepare": one.prepare, "turn": one.turn})
+    one.model.close()
+
+
+def team(args: argparse.Namespace, name: str, strategy: str, shape: dict[str, int]) -> Team:
+    """Start the ranks of one training."""
+    launch = [args.mpiexec, "-n", str(shape["ranks"]), sys.executable, __file__, args.part]
+    words = ["--be", strategy, "--shape", json.dumps(shape)]
+    return Team(name, shape["ranks"], lambda path: [[*launch, *words, "--socket", path]], one_thread(ROOT))
+
+
+def measure(
+    args: argparse.Namespace, trainings: dict[str, tuple[str, dict[str, int]]]
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Train everything in turns; return the seconds of a step by round, and the parameters of each."""
+    teams: dict[str, Team] = {}
+    try:
+        for name, (strategy, shape) in trainings.items():
+            print(f"{name} starts", file=sys.stderr, flush=True)
+            teams[name] = team(args, name, strategy, shape)
+        parameters = {name: each.ask("prepare")[0]["parameters"] for name, each in teams.items()}
+
+        def turn(name: str) -> float:
+            return max(teams[name].ask("turn", warmup=2, steps=args.steps)) / args.steps
+
+        return in_turns(args.rounds, list(teams), turn), parameters
+    except TeamError as error:
+        sys.exit(str(error))
+    finally:
+        for each in teams.values():
+            each.close()
+
+
+# ---------------------------------------------------------------------- the model of time
+
+
+def command(*words: str) -> str:
+    """Run a command to its end, and return what it prints."""
+    done = subprocess.run(words, env=one_thread(ROOT), capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr}")
+    return done.stdout
+
+
+def expected(machine: Path, ranks: int, strategy: str) -> float:
+    """Return the seconds that a step of the small GPT should take."""
+    settings = (f"parallel.strategy={strategy}", f"train.global_batch={ranks * BATCH}", f"train.micro_batch={GRAIN}")
+    words = [sys.executable, "-m", "mpizero", "plan", str(CONFIG), "--ranks", str(ranks), "--json"]
+    words += ["--machine", str(machine), *(word for setting in settings for word in ("--set", setting))]
+    seconds: float = json.loads(command(*words))["expected"]["seconds"]
+    return seconds
+
+
+def check_model(args: argparse.Namespace) -> None:
+    """Print the model's steps beside real ones."""
+    with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
+        machine = args.machine or Path(folder) / "machine.json"
+        if not args.machine:
+            print("the machine is measured", file=sys.stderr, flush=True)
+            launch = [args.mpiexec, "-n", str(max(args.ranks)), sys.executable, "-m", "mpizero", "bench", "machine"]
+            command(*launch, str(CONFIG), "--file-bytes", "0", "--output", str(machine))
+        shape = {"dim": 256, "layers": 4, "heads": 4, "sequence": 128, "vocabulary": 256, "batch": BATCH}
+        trainings = {
+            f"{strategy} on {ranks}": (strategy, {**shape, "ranks": ranks, "grain": GRAIN})
+            for ranks in args.ranks
+            for strategy in STRATEGIES
+        }
+        plans = {name: expected(machine, shape["ranks"], strategy) for name, (strategy, shape) in trainings.items()}
+    seconds, _ = measure(args, trainings)
+    print(f"GPT of dim 256, 4 layers, {BATCH} x 128 tokens a rank in grains of {GRAIN}; {args.rounds} rounds")
+    titles = ("measured, ms", "measured / expected", "over factor")
+    print(f"{'':14s} {'expected, ms':>12s} {titles[0]:>24s} {titles[1]:>22s} {titles[2]:>22s}")
+    for name, (strategy, shape) in trainings.items():
+        ratios = Spread.of([s / plans[name] for s in seconds[name]])
+        spread = Spread.of([1e3 * s for s in seconds[name]])
+        error = ""
+        if shape["ranks"] > 1:  # rounds are neighbours in time: the factor is that of the same round
+            alone = [s / plans[f"{strategy} on 1"] for s in seconds[f"{strategy} on 1"]]
+            error = str(Spread.of_ratios([s / plans[name] for s in seconds[name]], alone))
+        print(f"{name:14s} {1e3 * plans[name]:12.1f} {spread!s:>24s} {ratios!s:>22s} {error:>22s}")
+
+
+# ---------------------------------------------------------------------- growth, bytes
+
+
+def check_growth(args: argparse.Namespace) -> None:
+    """Print the time of a step against the number of parameters."""
+    batch, sequence = TOKENS
+    shape = {"dim": args.dim, "heads": max(1, args.dim // 64), "sequence": sequence, "vocabulary": 256, "batch": batch}
+    trainings: dict[str, tuple[str, dict[str, int]]] = {}
+    for size in args.sizes:
+        layers = max(1, round(size * 1e6 / (12 * args.dim**2)))
+        trainings[f"{size} M"] = ("zero1", {**shape, "layers": layers, "ranks": 1, "grain": batch})
+    seconds, parameters = measure(args, trainings)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    names = list(trainings)
+    slope, start = np.polyfit([parameters[n] for n in names], [medians[n] for n in names], 1)
+    print(f"GPTs of dim {args.dim}, {batch} x {sequence} tokens a step, AdamW, one process; {args.rounds} rounds")
+    print(f"{'parameters':>12s} {'layers':>7s} {'ms a step':>26s} {'ns a parameter':>15s} {'off the line':>13s}")
+    off = {n: medians[n] / (start + slope * parameters[n]) - 1 for n in names}
+    for n in names:
+        spread = Spread.of([1e3 * s for s in seconds[n]])
+        each = 1e9 * medians[n] / parameters[n]
+        layers = trainings[n][1]["layers"]
+        print(f"{parameters[n]:12,} {layers:7d} {spread!s:>26s} {each:15.2f} {100 * off[n]:+11.1f} %")
+    worst, per = max(map(abs, off.values())), [medians[n] / parameters[n] for n in names]
+    middle = statistics.fmean((min(per), max(per)))
+    print(f"line: {1e3 * start:.2f} ms + {1e9 * slope:.2f} ns a parameter; largest deviation {100 * worst:.1f} %")
+    print(f"time a parameter stays within {100 * (max(per) / middle - 1):.1f} % of its middle")
+
+
+def check_bytes(args: argparse.Namespace) -> None:
+    """Run every layout and compare what it counted with what was planned."""
+    wrong = 0
+    print(f"{'ranks':>5s} {'layout':44s} {'memory':8s} {'bytes sent':>14s} {'messages':>9s}  as planned, on all ranks")
+    for ranks, layout in LAYOUTS:
+        launch = [args.mpiexec, "-n", str(ranks), sys.executable, __file__, "bytes", "--be", json.dumps(layout)]
+        for row in json.loads(command(*launch).splitlines()[-1]):
+            wrong += row["wrong"]
+            verdict = "yes" if not row["wrong"] else f"NO, {row['wrong']} figures differ"
+            print(
+                f"{ranks:5d} {row['layout']:44s} {row['memory']:8s} {row['sent']:14,} {row['messages']:9,}  {verdict}"
+            )
+    if wrong:
+        sys.exit(1)
+
+
+def main() -> None:
+    """Measure and print."""
+    args = arguments()
+    if args.be and args.part == "bytes":
+        found: list[dict[str, Any]] = rows(json.loads(args.be))
+        if found:
+            print(json.dumps(found), flush=True)
+    elif args.be:
+        be_one(args)
+    else:
+        {"model": check_model, "bytes": check_bytes, "growth": check_growth}[args.part](args)
+
+
+if __name__ == "__main__":
+    main()
