@@ -89,7 +89,7 @@ def stale_parameters(monkeypatch: Any, first: int, rank: int) -> None:
     """From step ``first`` on, one rank keeps its old copies of what others own."""
     right = ParameterStore.publish
 
-    def publish(self: ParameterStore, *, exchange: bool = True) -> None:
+    def publish(self: ParameterStore, *, exchange: bool = True, later: bool = False) -> None:
         old = self.values.copy()
         right(self, exchange=exchange)
         if self.grid.world.size > 1 and self.grid.world.rank == rank and self.version > first:
