@@ -1,0 +1,86 @@
+"""A cluster that nobody has measured: what is assumed of it, and the machine file that says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpizero.train.performance.machinefile import NEEDED, Machine, Message, Product, Spread, Stream
+
+#: Arrays read and written by the passes that a machine file must have.
+MIXES = {"read": (1, 0), "copy": (1, 1), "sum of 2": (2, 1), "sum of 4": (4, 1), "AdamW": (4, 3), "sum + AdamW": (5, 3)}
+#: Elements of the arrays of those passes, and bytes of the larger message of each kind.
+ELEMENTS, LARGE = 10**9, 10**9
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """Eight ranks a node, each a quarter of a socket; all ranks of a node send through one link.
+
+    Attributes
+    ----------
+    ranks_per_node, threads : int
+        Ranks of a node, and cores of a rank.
+    rate : float
+        Float32 operations a second that the products of one rank reach, all ranks at once.
+    memory : float
+        Bytes a second that a pass of one rank moves, all ranks at once.
+    link : float
+        Bytes a second that a node sends to others, and takes from them at the same time.
+    inside : float
+        Bytes a second from one rank to another of its node.
+    latency : float
+        Seconds of the smallest message, from one rank to one other.
+    collective : float
+        Seconds of the smallest collective, and of a barrier.
+    """
+
+    ranks_per_node: int = 8
+    threads: int = 24
+    rate: float = 1.5e12
+    memory: float = 90e9
+    link: float = 25e9
+    inside: float = 10e9
+    latency: float = 2e-6
+    collective: float = 2e-5
+
+    def machine(self, rows: int, dim: int) -> Machine:
+        """Return the machine file's contents, with products of so many rows and features. Not collective."""
+        passes = tuple(self._pass(name, *MIXES[name]) for name in NEEDED)
+        seconds = _exactly(2 * rows * dim * 3 * dim / self.rate)
+        product = Product("query, key, value", "forward", 1, rows, dim, 3 * dim, True, seconds, seconds)
+        share = self.link / self.ranks_per_node
+        messages = [m for name in ("exchange", "gather", "allreduce") for m in self._messages(name, "all ranks", share)]
+        messages += self._messages("one to one", "inside a node", self.inside, self.latency)
+        messages += self._messages("one to one", "between nodes", share, self.latency)
+        messages.append(Message("barrier", "all ranks", 0, 0, _exactly(self.collective)))
+        return Machine(
+            host="a cluster that is assumed, not measured",
+            date="never",
+            cpu=f"{self.threads} cores a rank, assumed",
+            blas="assumed",
+            libraries={},
+            ranks=2 * self.ranks_per_node,
+            nodes=2,
+            ranks_per_node=self.ranks_per_node,
+            threads=self.threads,
+            dtype="float32",
+            repeat=1,
+            streams=passes,
+            products=(product,),
+            messages=tuple(messages),
+            files=(),
+        )
+
+    def _pass(self, name: str, reads: int, writes: int) -> Stream:
+        seconds = _exactly((reads + writes) * 4 * ELEMENTS / self.memory)
+        one = _exactly(1.0)
+        return Stream(name, reads, writes, ELEMENTS, 4, seconds, seconds, seconds, seconds, one, one)
+
+    def _messages(self, operation: str, where: str, speed: float, latency: float | None = None) -> list[Message]:
+        least = self.collective if latency is None else latency
+        sizes = ((8, least), (LARGE, least + LARGE / speed))
+        return [Message(operation, where, size, size, _exactly(seconds)) for size, seconds in sizes]
+
+
+def _exactly(seconds: float) -> Spread:
+    return Spread(seconds, seconds, seconds)

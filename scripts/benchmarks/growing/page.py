@@ -1,0 +1,236 @@
+"""The tables of docs/scaling.md: which plans they need, and how a plan becomes a row."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = Path(__file__).resolve().parent
+CONFIG, MACHINE = FOLDER / "gpt3.toml", FOLDER / "assumed.json"
+RANKS_PER_NODE, MEMORY_PER_NODE = 8, "1536GB"
+#: Replicas of the model at 512 ranks, and how many micro-batches each has in the rows of a table.
+REPLICAS, MICRO_BATCHES = 8, (8, 32, 192)
+STRATEGIES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
+SCHEDULES = {"1f1b": 1, "interleaved": 2, "zero_bubble": 1}
+#: Stages and replicas of the layouts, 8 tensor parts each, by ranks.
+LAYOUTS = {8: (1, 1), 64: (8, 1), 512: (8, 8)}
+#: Models of about 340 million parameters a rank, by ranks: features, layers, heads.
+GROWING = {8: (2560, 32, 32), 64: (6144, 48, 64), 512: (12288, 96, 96)}
+
+Plan = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table.
+
+    Attributes
+    ----------
+    name : str
+        For ``--rows``, unique.
+    ranks : int
+        How many are planned.
+    settings : tuple of str
+        What differs from the configuration file, as for ``--set``.
+    """
+
+    name: str
+    ranks: int
+    settings: tuple[str, ...]
+
+    def plan(self) -> Plan:
+        """Run ``mpizero plan`` and return what it says."""
+        command = [sys.executable, "-m", "mpizero", "plan", str(CONFIG), "--ranks", str(self.ranks), "--json"]
+        command += ["--ranks-per-node", str(RANKS_PER_NODE), "--memory-per-node", MEMORY_PER_NODE]
+        command += ["--machine", str(MACHINE)]
+        command += [word for setting in self.settings for word in ("--set", setting)]
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode not in (0, 1) or not done.stdout:
+            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+        found: Plan = json.loads(done.stdout)
+        return found
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the page.
+
+    Attributes
+    ----------
+    name : str
+        Which place of the page it fills.
+    head : tuple of str
+        Titles of the columns.
+    rows : tuple of Row
+        What is planned.
+    cells : callable
+        Makes a row's cells of the row and its plan.
+    """
+
+    name: str
+    head: tuple[str, ...]
+    rows: tuple[Row, ...]
+    cells: Callable[[Row, Plan], Sequence[str]]
+
+    def line(self, row: Row, plan: Plan) -> str:
+        """Return one row of the table as Markdown."""
+        return line(self.cells(row, plan))
+
+
+def line(cells: Sequence[str]) -> str:
+    """Return cells as a line of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def tables() -> tuple[Table, ...]:
+    """Return all tables of the page."""
+    whole = len(STRATEGIES)
+    parts = ("parameters", "gradients", "optimizer state", "buffers", "activations, work")
+    sent = ("gradients", "parameters", "activations", "rest")
+    return (
+        Table("memory", ("GB", *parts, "a rank", "a node", "/dev/shm"), stage_rows(), _memory),
+        Table("bytes", ("GB a step", *sent, "a rank", "all ranks"), stage_rows(), _sent),
+        Table("seconds", ("seconds a step", *STRATEGIES.values()), stage_rows()[:whole], _phases),
+        Table(
+            "bubble",
+            ("schedule", "micro-batches a replica", "bubble", "activations, GB", "seconds a step", "efficiency"),
+            tuple(_bubble_rows()),
+            _bubble,
+        ),
+        Table("strong", ("ranks", *_GROWTH[1:]), tuple(_strong_rows()), _growth),
+        Table("weak", ("ranks", *_GROWTH[1:]), tuple(_weak_rows()), _growth),
+    )
+
+
+_GROWTH = ("ranks", "stages x parts x replicas", "billion parameters", "a node, GB", "bubble", "seconds a step",
+           "tokens/s", "efficiency")  # fmt: skip
+
+
+def stage_rows() -> tuple[Row, ...]:
+    """Return a row for each strategy on 512 ranks."""
+    return tuple(Row(f"stage-{name}", 512, (f"parallel.strategy={name}",)) for name in STRATEGIES)
+
+
+def _bubble_rows() -> Iterator[Row]:
+    for schedule, virtual in SCHEDULES.items():
+        for micro in MICRO_BATCHES:
+            settings = (f"parallel.schedule={schedule}", f"parallel.virtual_stages={virtual}")
+            yield Row(f"bubble-{schedule}-{micro}", 512, (*settings, f"train.global_batch={REPLICAS * micro}"))
+
+
+def _strong_rows() -> Iterator[Row]:
+    for ranks, (stages, _) in LAYOUTS.items():
+        yield Row(f"strong-{ranks}", ranks, (f"parallel.pipeline={stages}",))
+
+
+def _weak_rows() -> Iterator[Row]:
+    for ranks, (dim, layers, heads) in GROWING.items():
+        shape = (f"model.dim={dim}", f"model.layers={layers}", f"model.heads={heads}")
+        yield Row(f"weak-{ranks}", ranks, (f"parallel.pipeline={LAYOUTS[ranks][0]}", *shape))
+
+
+# ---------------------------------------------------------------------- figures of a plan
+
+
+def seconds(plan: Plan) -> float:
+    """Return the expected seconds of a step."""
+    found: float = plan["expected"]["seconds"]
+    return found
+
+
+def efficiency(plan: Plan) -> float:
+    """Return the share of a step in which ranks make products, in the mean over ranks."""
+    busy = statistics.fmean(rank["forward"] + rank["backward"] for rank in plan["expected"]["ranks"])
+    return busy / seconds(plan)
+
+
+def fullest(plan: Plan) -> Plan:
+    """Return the rank with most memory."""
+    found: Plan = max(plan["ranks"], key=lambda rank: rank["bytes"])
+    return found
+
+
+def mine(rank: Plan, *parts: str) -> float:
+    """Return a rank's bytes in some parts of memory, its equal part of windows included."""
+    held = [rank["memory"][part] for part in parts if part in rank["memory"]]
+    return sum(part["private"] + part["shared"] / part["sharers"] for part in held)
+
+
+def giga(nbytes: float, digits: int = 1) -> str:
+    """Write bytes as gigabytes."""
+    return f"{nbytes / 1e9:,.{digits}f}"
+
+
+def percent(share: float) -> str:
+    """Write a share."""
+    return f"{100 * share:.1f} %"
+
+
+def time(value: float) -> str:
+    """Write seconds with four digits or so."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+_MAIN = ("parameters", "gradients", "optimizer state")
+_RUN = ("activations", "working arrays", "messages")
+
+
+def _memory(row: Row, plan: Plan) -> list[str]:
+    rank = fullest(plan)
+    others = [part for part in rank["memory"] if part not in (*_MAIN, *_RUN)]
+    figures = [*(mine(rank, part) for part in _MAIN), mine(rank, *others), mine(rank, *_RUN), rank["bytes"]]
+    node = max(plan["nodes"], key=lambda node: node["bytes"])
+    name = STRATEGIES[plan["strategy"]]
+    return [name, *map(giga, figures), giga(node["bytes"], 0), giga(node["window_bytes"], 0)]
+
+
+def _sent(row: Row, plan: Plan) -> list[str]:
+    rank = max(plan["ranks"], key=lambda rank: rank["bytes_sent"])
+    purposes = ("gradients", "parameters", "activations")
+    shown = [rank["sent"].get(purpose, {"bytes": 0})["bytes"] for purpose in purposes]
+    total = sum(rank["bytes_sent"] for rank in plan["ranks"])
+    figures = [*shown, rank["bytes_sent"] - sum(shown), rank["bytes_sent"], total]
+    return [STRATEGIES[plan["strategy"]], *map(giga, figures)]
+
+
+def _phases(row: Row, plan: Plan) -> list[str]:
+    """Return the phases of the slowest rank, which become a column."""
+    parts = plan["expected"]["ranks"][plan["expected"]["rank"]]
+    return [*map(time, parts.values()), time(seconds(plan)), percent(efficiency(plan))]
+
+
+def _bubble(row: Row, plan: Plan) -> list[str]:
+    pipeline = plan["pipeline"]
+    held = giga(max(mine(rank, "activations") for rank in plan["ranks"]))
+    figures = [percent(pipeline["bubble_share"]), held, time(seconds(plan)), percent(efficiency(plan))]
+    return [pipeline["schedule"], str(pipeline["micro_batches"]), *figures]
+
+
+def _growth(row: Row, plan: Plan) -> list[str]:
+    axes = plan["axes"]
+    layout = f"{axes['pipeline']} x {axes['tensor']} x {axes['data']}"
+    bubble = percent(plan["pipeline"]["bubble_share"]) if plan["pipeline"] else "none"
+    node = giga(max(node["bytes"] for node in plan["nodes"]), 0) + ("" if plan["fits"] else " (does not fit)")
+    tokens = 2048 * plan["expected"]["samples_per_second"]
+    figures = [f"{plan['parameter_count'] / 1e9:.1f}", node, bubble, time(seconds(plan)), f"{tokens:,.0f}"]
+    return [str(row.ranks), layout, *figures, percent(efficiency(plan))]
+
+
+def markdown(table: Table, plans: Mapping[Row, Plan]) -> str:
+    """Return a whole table as Markdown."""
+    rows = [table.cells(row, plans[row]) for row in table.rows]
+    if table.name == "seconds":
+        phases = list(plans[table.rows[0]]["expected"]["ranks"][0])
+        rows = [list(cells) for cells in zip([*phases, "all", "efficiency"], *rows, strict=True)]
+    head = [line(table.head), line(["---"] * len(table.head))]
+    return "\n".join([*head, *map(line, rows)])

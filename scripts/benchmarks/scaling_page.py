@@ -1,0 +1,74 @@
+#!/usr/bin/env python
+"""Make the tables of docs/scaling.md again: each figure comes from ``mpizero plan --json`` on the assumed cluster.
+
+Without options, every table is made and compared with the page; what differs is shown, and the exit status is 1. With
+``--write`` the page gets the new tables. ``--tables`` chooses some of them. ``--machine`` writes the machine file of
+the assumed cluster again, from what is assumed in ``growing/assumed.py``. Nothing is measured, no rank is started; a
+plan of the largest model takes some ten seconds and half a gigabyte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "scaling.md"
+sys.path.insert(1, str(PAGE.parents[1]))  # the library of this checkout, wherever the script is started
+
+from growing.assumed import Assumed  # noqa: E402
+from growing.page import MACHINE, Plan, Row, Table, markdown, tables  # noqa: E402
+
+from mpizero.train.performance.machinefile import write_machine  # noqa: E402
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ",".join(table.name for table in tables())
+    parser.add_argument("--tables", default=names, help="(default: %(default)s)")
+    parser.add_argument("--write", action="store_true", help="put the tables into the page")
+    parser.add_argument("--machine", action="store_true", help="write the machine file of the assumed cluster, no more")
+    args = parser.parse_args()
+    args.tables = args.tables.split(",")
+    if unknown := set(args.tables) - set(names.split(",")):
+        sys.exit(f"--tables: unknown {', '.join(sorted(unknown))}; there are {names}")
+    return args
+
+
+def replaced(page: str, table: Table, text: str) -> str:
+    """Return the page with a table between its marks."""
+    start, stop = f"<!-- table: {table.name} -->", "<!-- end -->"
+    before, mark, rest = page.partition(start)
+    if not mark or stop not in rest:
+        sys.exit(f"{PAGE}: no place for the table {table.name!r}: expected {start} and then {stop}")
+    return f"{before}{start}\n{text}\n{rest[rest.index(stop) :]}"
+
+
+def main() -> None:
+    """Make tables; compare or write."""
+    args = arguments()
+    if args.machine:
+        write_machine(str(MACHINE), Assumed().machine(rows=2048, dim=12288))
+        return
+    page = old = PAGE.read_text(encoding="utf-8")
+    planned: dict[Row, Plan] = {}
+    for table in tables():
+        if table.name not in args.tables:
+            continue
+        for row in table.rows:
+            if row not in planned:
+                print(f"{table.name}: {row.name}", file=sys.stderr, flush=True)
+                planned[row] = row.plan()
+        text = markdown(table, planned)
+        page = replaced(page, table, text)
+        if args.write:  # what was made stays, whatever happens to the next
+            PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), table, text), encoding="utf-8")
+    if page != old and not args.write:
+        told = difflib.unified_diff(old.splitlines(), page.splitlines(), "docs/scaling.md", "made again", lineterm="")
+        sys.exit("\n".join(told))
+
+
+if __name__ == "__main__":
+    main()

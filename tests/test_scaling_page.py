@@ -1,0 +1,43 @@
+"""The page about scaling says what the planner says, and its cluster is the one that is assumed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts" / "benchmarks"))
+
+from growing import page  # noqa: E402
+from growing.assumed import Assumed  # noqa: E402
+
+sys.path.remove(str(ROOT / "scripts" / "benchmarks"))
+
+TEXT = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+
+
+def test_a_row_of_the_page_is_what_the_planner_says_now():
+    (row,) = (row for table in page.tables() for row in table.rows if row.name == "weak-8")  # 8 ranks: quickly planned
+    (table,) = (table for table in page.tables() if row in table.rows)
+    assert table.line(row, row.plan()) in TEXT.splitlines()
+
+
+@pytest.mark.parametrize("table", page.tables(), ids=lambda table: table.name)
+def test_every_table_has_its_place_and_its_rows(table):
+    _, _, rest = TEXT.partition(f"<!-- table: {table.name} -->\n")
+    lines = rest.partition("\n<!-- end -->")[0].splitlines()
+    assert lines[0] == page.line(table.head)
+    assert len(lines) == 2 + (11 if table.name == "seconds" else len(table.rows))  # it has a row for each phase
+
+
+def test_the_machine_file_says_what_is_assumed():
+    from mpizero.train.performance.machinefile import read_machine
+
+    assert read_machine(str(page.MACHINE)) == Assumed().machine(rows=2048, dim=12288)
+
+
+def test_efficiency_is_products_over_the_step_in_the_mean_over_ranks():
+    ranks = [{"forward": 1.0, "backward": 2.0, "waiting": 1.0}, {"forward": 1.0, "backward": 1.0, "waiting": 0.0}]
+    assert page.efficiency({"expected": {"ranks": ranks, "seconds": 5.0}}) == 0.5
