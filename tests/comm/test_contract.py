@@ -209,7 +209,7 @@ def many_calls(count):
     return [("allreduce", f"bucket {i % 5}", "f", 1 + i % 7, "sum") for i in range(count)]
 
 
-def test_whoever_watches_sees_what_the_rank_has_not_folded_yet():
+def test_whoever_watches_sees_what_the_rank_sees():
     watched, asked = CallTrace("watched"), CallTrace("asked")
     for call in many_calls(3 * REMEMBERED + 5):
         begin(watched, call)
