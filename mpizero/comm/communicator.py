@@ -65,12 +65,16 @@ class Communicator(Transport):
         request: Request = self._call(("ibarrier", tag), self._ibarrier)
         return request
 
-    def node_barrier(self, shared: SharedMemory, tag: str = "") -> None:
+    def node_barrier(self, shared: SharedMemory, tag: str = "", *, counted: bool = False) -> None:
         """Make what every rank wrote to ``shared`` before visible to every rank after.
 
-        Collective over the communicator that allocated ``shared``.
+        Collective over the communicator that allocated ``shared``. ``counted`` leaves the call out of the record of
+        what the ranks have called, but for their number: for callers that make many of them in a short time.
         """
-        self._call(("node_barrier", tag), self._node_barrier, shared)
+        if counted:
+            self._count("node_barrier", tag, self._node_barrier, shared)
+        else:
+            self._call(("node_barrier", tag), self._node_barrier, shared)
 
     def broadcast(self, buffer: Array, root: int = 0, tag: str = "") -> None:
         """Copy ``buffer`` of ``root`` into ``buffer`` of every other rank. Collective over the communicator."""

@@ -132,6 +132,11 @@ class MpiCommunicator(Communicator):
             primitive = partial(self._verified, self._verifier, primitive)
         return self._run(call[0], call[1], sequence, primitive, *arguments)
 
+    def _count(self, operation: str, tag: str, primitive: Callable[..., Any], *arguments: Any) -> Any:
+        if self._verifier is not None:
+            return self._call((operation, tag), primitive, *arguments)
+        return super()._count(operation, tag, primitive, *arguments)
+
     def _verified(self, verifier: Verifier, primitive: Callable[..., Any], *arguments: Any) -> Any:
         """Run a collective after, or where it does not block beside, a comparison of what the ranks call."""
         verification, operation = verifier.start(), self.trace.operation

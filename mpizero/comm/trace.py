@@ -6,6 +6,10 @@ counts in another order. So each rank folds what it calls into one number for ea
 alike have the same number after as many calls. Counts that may differ by rank (an alltoallv's) are not in it; neither
 are the lines that call, which are kept for the report only. Recording costs one to two microseconds amid other work:
 the line is kept as a code object with the place of an instruction in it, and becomes text when somebody asks.
+
+[Note: counted calls] The barriers by which an engine orders its windows are half of the calls of a short step. They are
+counted only: ranks that have made another number of them between two recorded calls differ, ranks that have made them
+for other reasons do not. Under MPIZERO_DEBUG=collectives they are recorded like all others.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ REMEMBERED = 64
 #: Sums of numbers are taken modulo this prime, so that those of 65,536 ranks add up in 64 bits.
 MODULUS = 2**47 - 115
 _SHOWN = 160
+#: Where a counted call stands.
+_COUNTED = "a place that is not recorded"
 #: Calls whose numbers are at hand.
 _LEARNT = 4096
 #: What the last part of these calls is.
@@ -76,8 +82,6 @@ class CallTrace:
         ``time.monotonic()`` at entry; 0.0 while the rank is not inside a call.
     started : int
         Collectives begun so far; above ``sequence`` while an older non-blocking one is waited for.
-    number : int
-        The number that stands for all collectives begun so far.
     duty : tuple of str and float
         What the rank is doing that all ranks must end together, and since when; ("", 0.0) if nothing.
     duties : int
@@ -85,7 +89,7 @@ class CallTrace:
     """
 
     __slots__ = (
-        "_entries", "_numbers", "duties", "duty", "entered", "name", "number", "operation", "sequence", "started", "tag"
+        "_entries", "_last", "_numbers", "duties", "duty", "entered", "name", "operation", "sequence", "started", "tag"
     )  # fmt: skip
 
     def __init__(self, name: str) -> None:
@@ -95,11 +99,11 @@ class CallTrace:
         self.tag = ""
         self.entered = 0.0
         self.started = 0
-        self.number = 0
         self.duty = ("", 0.0)
         self.duties = 0
         self._numbers: dict[Call, int] = {}
-        self._entries: list[_Entry] = [(0, 0, (), None, 0)] * REMEMBERED
+        self._last: _Entry = (0, 0, (), None, 0)
+        self._entries: list[_Entry] = [self._last] * REMEMBERED
 
     def begin(self, call: Call) -> int:
         """Record a collective, called three frames up or further out, and return its number. Not collective."""
@@ -107,14 +111,24 @@ class CallTrace:
         own = self._numbers.get(call)
         if own is None:
             own = self._learn(call)
-        number = self.number = hash((self.number, own))  # of integers: the same in every process
+        number = hash((self._last[1], own, sequence))  # of integers: the same in every process
         frame = sys._getframe(3)
         code = frame.f_code
         while code.co_filename in _OWN_FILES and (outer := frame.f_back) is not None:
             frame, code = outer, outer.f_code
-        self._entries[sequence % REMEMBERED] = (sequence, number, call, code, frame.f_lasti)
+        self._entries[sequence % REMEMBERED] = self._last = (sequence, number, call, code, frame.f_lasti)
         self.started = sequence
         return sequence
+
+    def count(self) -> int:
+        """Count a collective and return its number, without a record; see [Note: counted calls]. Not collective."""
+        sequence = self.started = self.started + 1
+        return sequence
+
+    @property
+    def number(self) -> int:
+        """The number that stands for all collectives begun so far."""
+        return self.last()[1]
 
     def _learn(self, call: Call) -> int:
         """Remember the number of a call; those of calls that never come again are forgotten now and then."""
@@ -137,17 +151,41 @@ class CallTrace:
 
     def last(self) -> tuple[int, int]:
         """Return how many collectives have begun, and their number; both of one moment. Not collective."""
-        return self._entries[self.started % REMEMBERED][:2]
+        started, last = self.started, self._last
+        return max(started, last[0]), _after(last, started)
 
     def number_at(self, sequence: int) -> int | None:
         """Return the number after collective ``sequence``; None if it is not remembered. Not collective."""
-        entry = self._entries[sequence % REMEMBERED]
-        return entry[1] if entry[0] == sequence else None
+        entry = self._before(sequence)
+        return None if entry is None or sequence > self.started else _after(entry, sequence)
 
     def records(self) -> list[Record]:
         """Return the last collectives, the oldest first. Not collective."""
-        entries = sorted((e for e in tuple(self._entries) if e[0]), key=lambda e: e[0])
-        return [Record(e[0], e[1], describe(e[2]), _line(e[3], e[4])) for e in entries]
+        started, found = self.started, []
+        for sequence in range(max(1, started + 1 - REMEMBERED), started + 1):
+            entry = self._before(sequence)
+            if entry is not None and entry[0] == sequence:
+                found.append(Record(*entry[:2], describe(entry[2]), _line(entry[3], entry[4])))
+            elif entry is not None:
+                tag = f" {self.tag!r}" if sequence == self.sequence and self.tag else ""
+                found.append(Record(sequence, _after(entry, sequence), f"node_barrier{tag}", _COUNTED))
+        return found
+
+    def _before(self, sequence: int) -> _Entry | None:
+        """Return the last record up to a collective; None if one was overwritten, or none is remembered."""
+        for place in range(sequence, max(-1, sequence - REMEMBERED), -1):
+            entry = self._entries[place % REMEMBERED]
+            if entry[0] == place:
+                return entry
+            if entry[0] > place:
+                return None
+        return None
+
+
+def _after(entry: _Entry, sequence: int) -> int:
+    """Return the number after collective ``sequence``, if all behind the record were only counted."""
+    counted = sequence - entry[0]
+    return entry[1] if counted <= 0 else hash((entry[1], counted))
 
 
 def number_of(call: Call) -> int:

@@ -120,6 +120,10 @@ class Transport(ABC):
         """Run a collective primitive under the next sequence number; ``call`` is what all ranks must call alike."""
         return self._run(call[0], call[1], self.trace.begin(call), primitive, *arguments)
 
+    def _count(self, operation: str, tag: str, primitive: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a collective primitive under the next sequence number, without a record of it."""
+        return self._run(operation, tag, self.trace.count(), primitive, *arguments)
+
     def _run(self, operation: str, tag: str, sequence: int, primitive: Callable[..., Any], *arguments: Any) -> Any:
         """Run ``primitive`` under the trace; the transport's errors name the call."""
         trace = self.trace

@@ -109,7 +109,7 @@ class Memory:
         """Make what every rank of the node wrote before visible to all of them after. Collective over the node."""
         if self.node.size > 1:
             self.before()
-            self.node.node_barrier(self._windows[0][0], tag)
+            self.node.node_barrier(self._windows[0][0], tag, counted=True)
 
     def ibarrier(self, tag: str = "") -> Request | None:
         """Start what :meth:`barrier` does; None where a rank is alone. Collective over the node.

@@ -26,8 +26,9 @@ from mpizero.comm.trace import CallTrace
 
 
 def count_only(self: CallTrace, call: tuple[Any, ...]) -> int:
-    """Do what a communicator did before it kept records, and leave the records as they are."""
-    return self.sequence + 1
+    """Do what a communicator did before it kept records."""
+    sequence = self.started = self.started + 1
+    return sequence
 
 
 class Switch:
@@ -61,6 +62,17 @@ def processor_seconds(work: Callable[[], object], times: int = 2000, rounds: int
     return min(found)
 
 
+def records(work: Callable[[], object]) -> int:
+    """Return how many collectives are recorded meanwhile."""
+    begin, made = CallTrace.begin, []
+    CallTrace.begin = lambda self, call: made.append(call) or begin(self, call)
+    try:
+        work()
+    finally:
+        CallTrace.begin = begin
+    return len(made)
+
+
 def cost_of_a_step(comm: MpiCommunicator, calls: float) -> float:
     """Return the processor time of the records of a step and of their comparison, less what only counting takes."""
     trace, call = CallTrace("cost"), ("allreduce", "cost", "f", 1000, "sum")
@@ -84,7 +96,7 @@ def main() -> None:
     with getattr(mz, options.model)(mz.nn.MLP(64, options.hidden, 10, seed=0), config) as model:
         seconds(model, x, y, 50)
         before = sum(e.trace.started for e in _followed())
-        seconds(model, x, y, 10)
+        recorded = records(lambda: seconds(model, x, y, 10)) / 10
         calls = (sum(e.trace.started for e in _followed()) - before) / 10
         ratios: list[float] = []
         times: dict[bool, list[float]] = {True: [], False: []}
@@ -94,14 +106,15 @@ def main() -> None:
                 times[on].append(seconds(model, x, y, options.steps))
             ratios.append(times[True][-1] / times[False][-1])
         switch.set(True)
-        cost = cost_of_a_step(comm, calls)
+        cost = cost_of_a_step(comm, recorded)
         if comm.rank == 0:
             low, middle, high = statistics.quantiles(ratios, n=4)
             fastest = {on: sorted(found)[len(found) // 20] for on, found in times.items()}
             middle_bare = 1e6 * statistics.median(times[False])
             print(
                 f"{MPI.get_vendor()[0]}, {comm.size} ranks, {options.model}: {middle_bare:.0f} µs "
-                f"a step without, {calls:.0f} collectives a step; with the contract {100 * (middle - 1):+.2f} % "
+                f"a step without, {calls:.0f} collectives a step, {recorded:.0f} of them recorded; "
+                f"with the contract {100 * (middle - 1):+.2f} % "
                 f"(quartiles {100 * (low - 1):+.2f} to {100 * (high - 1):+.2f} %, {options.rounds} rounds of "
                 f"{options.steps} steps); the fastest twentieth: {1e6 * fastest[False]:.1f} µs without, "
                 f"{1e6 * (fastest[True] - fastest[False]):+.1f} µs with; the calls alone: "

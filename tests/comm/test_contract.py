@@ -241,3 +241,51 @@ def test_a_thread_that_watches_never_sees_a_number_that_was_not_there():
     assert seen
     assert all(numbers[sequence] == number for sequence, number in seen)
     assert trace.number == numbers[-1]
+
+
+def counting(*calls):
+    """Make a trace of calls, None among them for one that is counted only."""
+    trace = CallTrace("counting")
+    for call in calls:
+        trace.count() if call is None else begin(trace, call)
+    return trace
+
+
+A, B = CALLS[3], CALLS[4]
+
+
+@pytest.mark.parametrize("other", [(A, None, B), (A, None, None, None, B), (A, None, B, None), (A, B, None, None)])
+def test_the_number_of_counted_calls_between_two_records_counts(other):
+    assert counting(A, None, None, B).number == counting(A, None, None, B).number
+    assert counting(A, None, None, B).number != counting(*other).number
+
+
+def test_a_counted_call_is_not_another_call():
+    assert counting(A, None).number != counting(A, B).number
+    assert counting(A, None).number != counting(A).number
+    assert counting(None).number != counting().number
+
+
+def test_numbers_of_counted_calls_are_remembered():
+    calls = [call for i in range(2 * REMEMBERED) for call in [(A, B)[i % 2], *[None] * (i % 4)]]
+    trace, numbers = CallTrace("counting"), [0]
+    for call in calls:
+        trace.count() if call is None else begin(trace, call)
+        assert trace.last() == (len(numbers), trace.number)
+        numbers.append(trace.number)
+    for sequence in range(trace.started + 1 - REMEMBERED // 2, trace.started + 1):
+        assert trace.number_at(sequence) == numbers[sequence]
+    assert trace.number_at(trace.started + 1) is None
+    old = trace.started - 2 * REMEMBERED
+    assert trace.number_at(old) in (None, numbers[old])
+    assert trace.number_at(1) is None
+    assert [r.number for r in trace.records()][-9:] == numbers[-9:]
+
+
+def test_the_report_shows_calls_that_were_only_counted():
+    traces = [counting(A, None, None, B), counting(A, None, B, None)]
+    error = mismatch("node", {rank: trace.records() for rank, trace in enumerate(traces)})
+    assert "collective #3 of 'node' differs between ranks: rank 0: node_barrier at a place that is not recorded" in str(
+        error
+    )
+    assert "rank 1: allreduce 'b' float64[3] sum at test_contract.py:" in str(error)
