@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from mpizero.comm.trace import MODULUS, CallTrace
+from mpizero.comm.trace import MODULUS, CallTrace, weighted_sum
 
 #: Closed communicators that are remembered.
 _CLOSED = 32
@@ -35,6 +35,7 @@ class Register:
     closed: dict[str, Registration] = field(default_factory=dict)
     _ordinals: dict[tuple[int, ...], int] = field(default_factory=dict)
     _inside: dict[CallTrace, list[Registration]] = field(default_factory=dict)
+    _terms: dict[CallTrace, list[tuple[int, CallTrace]]] = field(default_factory=dict)
 
     def add(self, trace: CallTrace, members: Sequence[int], place: int = 0) -> None:
         """Start to follow ``trace``, of which this rank is member number ``place``. Not collective."""
@@ -43,6 +44,7 @@ class Register:
         key = f"{blake2b(repr(group).encode(), digest_size=4).hexdigest()}.{ordinal}"
         self.live.append(Registration(trace, group, key, _weight(key, place, len(group))))
         self._inside.clear()
+        self._terms.clear()
 
     def remove(self, trace: CallTrace) -> None:
         """Stop to follow ``trace``. Not collective."""
@@ -52,6 +54,7 @@ class Register:
             if len(self.closed) > _CLOSED:
                 del self.closed[next(iter(self.closed))]
         self._inside.clear()
+        self._terms.clear()
 
     def counts(self) -> dict[str, int]:
         """Return collectives begun by key; open communicators first, those made last before older ones."""
@@ -81,7 +84,10 @@ class Register:
         each communicator's number is multiplied by its member's weight, and the weights add up to 0, so equal numbers
         vanish from the sum over the ranks, and different ones do not (but for one chance in the modulus).
         """
-        return sum([entry.weight * entry.trace.number for entry in self.inside(trace)]) % MODULUS
+        terms = self._terms.get(trace)
+        if terms is None:
+            terms = self._terms[trace] = [(entry.weight, entry.trace) for entry in self.inside(trace)]
+        return weighted_sum(terms) % MODULUS
 
 
 def _weight(key: str, place: int, size: int) -> int:

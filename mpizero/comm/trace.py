@@ -188,6 +188,19 @@ def _after(entry: _Entry, sequence: int) -> int:
     return entry[1] if counted <= 0 else hash((entry[1], counted))
 
 
+def weighted_sum(terms: Sequence[tuple[int, CallTrace]]) -> int:
+    """Return the sum of the traces' numbers, each times its weight. Not collective.
+
+    Asked once a step, amid other work: no call for each of them, since what a call reads is in no cache.
+    """
+    total = 0
+    for weight, trace in terms:
+        last = trace._last
+        counted = trace.started - last[0]
+        total += weight * (hash((last[1], counted)) if counted else last[1])
+    return total
+
+
 def number_of(call: Call) -> int:
     """Return a number below the modulus that is the same for the same call in every process. Not collective."""
     return int.from_bytes(blake2b(describe(call, shown=None).encode(), digest_size=8).digest(), "little") % MODULUS
