@@ -13,14 +13,6 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 LIMIT = "products alone"
 
 
-def multiplier() -> str:
-    """Say which BLAS makes large products."""
-    from mpizero.kernels.blas import library
-
-    beside = library()
-    return "products by NumPy's BLAS" if beside is None else f"products by {beside.name.partition(' for ')[0]}"
-
-
 class Ours:
     """A GPT under one strategy; ``shape`` has ranks, dim, layers, heads, batch, sequence and vocabulary."""
 
@@ -33,13 +25,15 @@ class Ours:
 
     def prepare(self) -> dict[str, Any]:
         """Build the model, on all ranks; return what it is."""
+        from mpizero.train.machine import blas
+
         mz, shape = self.mz, self.shape
         names = ("dim", "layers", "heads", "sequence", "vocabulary")
         gpt = mz.nn.GPT(**{name: shape[name] for name in names})
         config = mz.ShardingConfig(comm=self.world, micro_batch=self.grain or shape["batch"])
         self.model, _ = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=self.strategy, config=config)
         self.x, self.y = data(shape, self.world.rank)
-        return {"parameters": self.model.parameter_count, "version": "mpizero", "note": multiplier()}
+        return {"parameters": self.model.parameter_count, "version": "mpizero", "note": blas()}
 
     def turn(self, warmup: int, steps: int) -> float:
         """Return the seconds of ``steps`` steps, between two barriers."""
@@ -63,6 +57,7 @@ class Products:
         """Make operands and results."""
         from mpizero.kernels.blas import matmul
         from mpizero.nn import GPT, model_operations
+        from mpizero.train.machine import blas
 
         self.matmul, shape = matmul, self.shape
         rows, dim, vocabulary = shape["batch"] * shape["sequence"], shape["dim"], shape["vocabulary"]
@@ -91,7 +86,7 @@ class Products:
         counted = model_operations(gpt, (shape["sequence"],)).values()
         # Attention's own products are small and batched; they are taken to run as fast as the others.
         self.stretch = shape["batch"] * sum(operations.total for operations in counted) / made
-        return {"parameters": None, "version": f"NumPy {np.__version__}", "note": multiplier()}
+        return {"parameters": None, "version": f"NumPy {np.__version__}", "note": blas()}
 
     def turn(self, warmup: int, steps: int) -> float:
         """Return the seconds that the products of ``steps`` steps take, between two barriers."""
