@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, NoReturn, TypeVar
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 from mpizero.comm import as_communicator
 from mpizero.comm.communicator import Communicator
@@ -33,7 +34,7 @@ class CheckpointIOError(CheckpointError, OSError):
     status = ExitStatus.INPUT_OUTPUT
 
 
-class _Outcome(NamedTuple):
+class Outcome(NamedTuple):
     """An exception in a form that travels between ranks."""
 
     kind: str
@@ -41,20 +42,20 @@ class _Outcome(NamedTuple):
     message: str
 
 
-def _outcome(error: Exception) -> _Outcome:
+def _outcome(error: Exception) -> Outcome:
     if isinstance(error, CheckpointError):
         kinds = {CheckpointMissingError: "missing", CheckpointIOError: "io"}
-        return _Outcome(kinds.get(type(error), "damaged"), getattr(error, "errno", 0) or 0, str(error))
+        return Outcome(kinds.get(type(error), "damaged"), getattr(error, "errno", 0) or 0, str(error))
     if isinstance(error, ConfigError):
-        return _Outcome("config", 0, str(error))
+        return Outcome("config", 0, str(error))
     if isinstance(error, OSError):
         reason = os.strerror(error.errno) if error.errno else str(error)
         where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
-        return _Outcome("missing" if error.errno == errno.ENOENT else "io", error.errno or 0, where + reason)
-    return _Outcome("foreign", 0, f"{type(error).__name__}: {error}")
+        return Outcome("missing" if error.errno == errno.ENOENT else "io", error.errno or 0, where + reason)
+    return Outcome("foreign", 0, f"{type(error).__name__}: {error}")
 
 
-def _raise(outcome: _Outcome, text: str) -> NoReturn:
+def _raise(outcome: Outcome, text: str) -> NoReturn:
     kinds: dict[str, type[MpizeroError]] = {
         "missing": CheckpointMissingError,
         "io": CheckpointIOError,
@@ -66,6 +67,43 @@ def _raise(outcome: _Outcome, text: str) -> NoReturn:
     if isinstance(error, OSError):
         error.errno = outcome.code or None
     raise error
+
+
+@dataclass(frozen=True)
+class Attempt(Generic[T]):
+    """What a function came to on this rank: its result, or the error that the others must learn of."""
+
+    result: T | None
+    failure: Exception | None
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """The failure in a form that travels; None if there is none."""
+        return None if self.failure is None else _outcome(self.failure)
+
+
+def attempt(function: Callable[[], T]) -> Attempt[T]:
+    """Call ``function``; whoever does has to tell the others, by :func:`raise_first`. Not collective."""
+    try:
+        return Attempt(function(), None)
+    except (CollectiveError, PeerFailure):
+        raise  # the communicator is broken: nobody would answer
+    except Exception as error:  # every failure must reach the other ranks, or they wait for ever
+        return Attempt(None, error)
+
+
+def raise_first(outcomes: Sequence[Outcome | None], prefix: str, failure: Exception | None = None) -> None:
+    """Raise the error of the lowest rank that has one; ``failure`` is this rank's own.
+
+    Not collective: every rank has the ``outcomes`` of all.
+    """
+    for rank, outcome in enumerate(outcomes):
+        if outcome is None:
+            continue
+        if failure is not None and _outcome(failure).kind == "foreign":
+            raise failure
+        where = f"[rank {rank}] " if len(outcomes) > 1 else ""
+        _raise(outcome, f"{prefix}: {where}{outcome.message}")
 
 
 @contextmanager
@@ -83,14 +121,8 @@ def agreed(comm: Communicator, prefix: str) -> Iterator[None]:
         raise  # the communicator is broken: nobody would answer
     except Exception as error:  # every failure must reach the other ranks, or they wait for ever
         failure = error
-    outcomes = comm.allgather_object(None if failure is None else _outcome(failure), tag="checkpoint outcome")
-    for rank, outcome in enumerate(outcomes):
-        if outcome is None:
-            continue
-        if failure is not None and _outcome(failure).kind == "foreign":
-            raise failure
-        where = f"[rank {rank}] " if comm.size > 1 else ""
-        _raise(outcome, f"{prefix}: {where}{outcome.message}")
+    outcome = None if failure is None else _outcome(failure)
+    raise_first(comm.allgather_object(outcome, tag="checkpoint outcome"), prefix, failure)
 
 
 @contextmanager
@@ -115,14 +147,22 @@ def _close(world: Communicator, comm: object) -> None:
         world.close()
 
 
-def on_root(comm: Communicator, prefix: str, function: Callable[[], T]) -> T:
+def on_root(
+    comm: Communicator, prefix: str, function: Callable[[], T], beside: Callable[[], object] | None = None
+) -> T:
     """Call ``function`` on rank 0 and return its result on every rank, or raise the same error on every rank.
 
-    Collective over ``comm``. The result is pickled.
+    Collective over ``comm``: one exchange. The result is pickled. Every rank calls ``beside`` first; its failures count
+    too.
     """
-    result: T | None = None
-    with agreed(comm, prefix):
-        if comm.rank == 0:
-            result = function()
-    shared: T = comm.broadcast_object(result, tag="checkpoint")
+
+    def work() -> T | None:
+        if beside is not None:
+            beside()
+        return function() if comm.rank == 0 else None
+
+    own = attempt(work)
+    told = comm.allgather_object((own.outcome, own.result), tag="checkpoint")
+    raise_first([outcome for outcome, _ in told], prefix, own.failure)
+    shared: T = told[0][1]
     return shared

@@ -30,16 +30,19 @@ class Writing:
     It is a daemon: a process that ends does not wait for it.
     """
 
-    def __init__(self, place: Place, arrays: Sequence[LocalArray], name: str) -> None:
+    def __init__(self, file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int], name: str) -> None:
         self._sums: list[PieceSums] | None = None
         self._failure: Exception | None = None
         self._halt = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(place, arrays), name=name, daemon=True)
-        self._thread.start()
-
-    def _run(self, place: Place, arrays: Sequence[LocalArray]) -> None:
+        self._thread = threading.Thread(target=self._run, args=(file, arrays, offsets), name=name, daemon=True)
         try:
-            self._sums = write_pieces(place.state, arrays, place.offsets, self._halt.is_set)
+            self._thread.start()
+        except RuntimeError as error:  # no more threads: the other ranks learn of it where they ask for the result
+            self._failure = error
+
+    def _run(self, file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int]) -> None:
+        try:
+            self._sums = write_pieces(file, arrays, offsets, self._halt.is_set)
         except Halted:
             pass
         except Exception as error:  # raised again where all ranks can learn of it
@@ -56,7 +59,8 @@ class Writing:
 
     def join(self) -> None:
         """Wait for the end of the thread. Not collective."""
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def result(self) -> list[PieceSums]:
         """Wait for the end, and return the checksums or raise what the thread has raised. Not collective."""
@@ -164,9 +168,10 @@ def begin(
         world = lent.enter_context(borrowed(comm))
         buffer = SnapshotBuffer() if buffer is None else buffer
         plan = make_plan(world, folder, arrays, attributes, alignment, buffer.layout)
-        place = local.enter_context(staged(world, plan, replace))
-        with agreed(world, plan.prefix):
-            writing = Writing(place, buffer.copy(plan.local), f"rank {world.rank} writes {plan.target}")
-            buffer.lend(writing)
-            local.callback(writing.halt)
+        copied: list[LocalArray] = []
+        # No rank writes before all have copied: it would take the memory and the cores of those that still do.
+        place = local.enter_context(staged(world, plan, replace, lambda: copied.extend(buffer.copy(plan.local))))
+        writing = Writing(place.state, copied, plan.offsets, f"rank {world.rank} writes {plan.target}")
+        buffer.lend(writing)
+        local.callback(writing.halt)
         return PendingSave(world, plan, place, writing, (local.pop_all(), lent.pop_all()))

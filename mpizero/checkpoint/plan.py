@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from mpizero.checkpoint.failures import agreed
+from mpizero.checkpoint.failures import agreed, attempt, on_root, raise_first
 from mpizero.checkpoint.manifest import canonical_json
 from mpizero.checkpoint.skeleton import ALIGNMENT, Skeleton, build, check_alignment
 from mpizero.checkpoint.table import Claim, LocalArray, Table, check_array, merge
@@ -18,7 +18,7 @@ from mpizero.errors import CheckpointError
 
 @dataclass(frozen=True)
 class SavePlan:
-    """One save: where to, this rank's pieces, what all ranks' pieces make up.
+    """One save: where to, this rank's pieces, what all ranks' pieces make up, and where each array begins in the file.
 
     ``skeleton`` is the file without its values; rank 0 alone has it.
     """
@@ -27,6 +27,7 @@ class SavePlan:
     local: list[LocalArray]
     table: Table
     attributes: Mapping[str, Any]
+    offsets: Mapping[str, int]
     skeleton: Skeleton | None
 
     @property
@@ -42,6 +43,7 @@ class KnownLayout:
     claims: list[Claim] | None = None
     alignment: int = ALIGNMENT
     table: Table = field(default_factory=dict)
+    offsets: Mapping[str, int] = field(default_factory=dict)
     skeleton: Skeleton | None = None
 
 
@@ -62,49 +64,69 @@ def make_plan(
     Collective over ``comm``; all ranks raise the same error or none. Where ``known`` is of the same arrays on every
     rank, what it knows is taken; else it is filled.
     """
-    where = os.path.realpath(os.fspath(folder)) if comm.rank == 0 else None
-    target = comm.broadcast_object(where, tag="checkpoint")
-    prefix = _prefix(target)
+    where = os.path.realpath(os.fspath(folder)) if comm.rank == 0 else ""
     known = KnownLayout() if known is None else known
     if known.alignment != alignment:
         known.claims = None
-    local, table = agree_on_arrays(comm, arrays, attributes, prefix, known)
+    target, local, table = agree_on_arrays(comm, arrays, attributes, _prefix, where, known)
     if table is not known.table:
-        with agreed(comm, prefix):
-            check_alignment(alignment)
-            skeleton = build(table, alignment) if comm.rank == 0 else None
-            known.claims, known.alignment = list(map(Claim.of, local)), alignment
-            known.table, known.skeleton = table, skeleton
-    return SavePlan(target, local, table, attributes, known.skeleton)
+        skeleton: Skeleton | None = None
+
+        def lay_out() -> dict[str, int]:
+            nonlocal skeleton
+            skeleton = build(table, alignment)
+            return skeleton.offsets
+
+        known.offsets = on_root(comm, _prefix(target), lay_out, lambda: check_alignment(alignment))
+        known.claims, known.alignment = list(map(Claim.of, local)), alignment
+        known.table, known.skeleton = table, skeleton
+    return SavePlan(target, local, table, attributes, known.offsets, known.skeleton)
+
+
+class _Wish(NamedTuple):
+    """What a rank wants to save: its claims, or None for those of the last save, and the CRC32 of the attributes."""
+
+    claims: list[Claim] | None
+    attributes: int
 
 
 def agree_on_arrays(
     comm: Communicator,
     arrays: Sequence[LocalArray],
     attributes: Mapping[str, Any],
-    prefix: str,
+    prefix: Callable[[str], str],
+    where: str = "",
     known: KnownLayout | None = None,
-) -> tuple[list[LocalArray], Table]:
-    """Check what every rank wants to save, and return this rank's arrays and the table of all.
+) -> tuple[str, list[LocalArray], Table]:
+    """Check what every rank wants to save; return rank 0's ``where``, this rank's arrays, and the table of all.
 
-    Collective over ``comm``; all ranks raise the same error or none. The table is that of ``known`` if every rank has
-    the arrays of which it is.
+    Collective over ``comm``: one exchange, and another where some ranks save what they saved last and others do not.
+    All ranks raise the same error or none, which begins with ``prefix`` of rank 0's ``where``. The table is that of
+    ``known`` if every rank has the arrays of which it is.
     """
-    with agreed(comm, prefix):
-        local = [check_array(array) for array in arrays]
+    local: list[LocalArray] = []
+
+    def check() -> _Wish:
+        local.extend(check_array(array) for array in arrays)
         if not isinstance(attributes, dict):
             raise CheckpointError(f"attributes must be a dict, got {type(attributes).__name__}")
         text = canonical_json(attributes, "attributes")
-    own = [Claim.of(array) for array in local]
-    as_before = known is not None and known.claims == own
-    told = comm.allgather_object((None if as_before else own, crc32(text.encode())), "checkpoint")
-    claims = [listed for listed, _ in told]
-    some_as_before = None in claims and any(listed is not None for listed in claims)
-    if some_as_before:
-        claims = comm.allgather_object(own, "checkpoint")
-    with agreed(comm, prefix):
-        for rank, (_, crc) in enumerate(told):
-            if crc != told[0][1]:
-                raise CheckpointError(f"attributes of rank {rank} differ from those of rank 0")
-        table = known.table if known is not None and None in claims else merge(claims)
-    return local, table
+        claims = [Claim.of(array) for array in local]
+        return _Wish(None if known is not None and known.claims == claims else claims, crc32(text.encode()))
+
+    own = attempt(check)
+    told = comm.allgather_object((where, own.outcome, own.result), tag="checkpoint")
+    target = told[0][0]
+    raise_first([outcome for _, outcome, _ in told], prefix(target), own.failure)
+    wishes = [wish for _, _, wish in told]
+    claims = [wish.claims for wish in wishes]
+    if None in claims and any(listed is not None for listed in claims):
+        claims = comm.allgather_object([Claim.of(array) for array in local], "checkpoint")
+    differing = [rank for rank, wish in enumerate(wishes) if wish.attributes != wishes[0].attributes]
+    if differing:
+        raise CheckpointError(f"{prefix(target)}: attributes of rank {differing[0]} differ from those of rank 0")
+    if known is not None and None in claims:
+        return target, local, known.table
+    with agreed(comm, prefix(target)):
+        table = merge(claims)
+    return target, local, table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,33 +22,34 @@ from mpizero.errors import CheckpointError
 
 
 class Place(NamedTuple):
-    """Where a save works: the state file, and the first byte of every array in it. Rank 0 has the stage too."""
+    """Where a save works: the state file. Rank 0 has the stage too."""
 
     state: str
-    offsets: Mapping[str, int]
     stage: Stage | None = None
 
 
 @contextmanager
-def staged(comm: Communicator, plan: SavePlan, replace: bool) -> Iterator[Place]:
+def staged(
+    comm: Communicator, plan: SavePlan, replace: bool, beside: Callable[[], object] | None = None
+) -> Iterator[Place]:
     """Make the temporary folder on rank 0 and tell all ranks; whatever happens, it does not stay.
 
-    Entering is collective over ``comm``, leaving is not.
+    Entering is collective over ``comm``, leaving is not. Every rank calls ``beside`` before it learns of the folder.
     """
     stage: Stage | None = None
     process = os.getpid()
 
-    def start() -> Place:
+    def start() -> str:
         nonlocal stage
         if plan.skeleton is None:
             raise CheckpointError("rank 0 has no layout")
         stage = open_stage(plan.target, replace or _is_damaged(plan.target))
         fill_file(stage.state, plan.skeleton)
-        return Place(stage.state, plan.skeleton.offsets)
+        return stage.state
 
     try:
-        place = on_root(comm, plan.prefix, start)
-        yield place._replace(stage=stage)
+        state = on_root(comm, plan.prefix, start, beside)
+        yield Place(state, stage)
     finally:
         if stage is not None and os.getpid() == process:  # a forked child leaves it alone
             discard(stage)

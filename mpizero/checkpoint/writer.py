@@ -71,7 +71,7 @@ def write(
         with agreed(world, plan.prefix):
             check_backend(world, backend)
         with staged(world, plan, replace) as place:
-            sums = _BACKENDS[backend](world, place.state, plan.local, place.offsets, plan.prefix)
+            sums = _BACKENDS[backend](world, place.state, plan.local, plan.offsets, plan.prefix)
             publish(world, plan, place, sums)
 
 

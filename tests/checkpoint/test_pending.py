@@ -221,3 +221,55 @@ def test_what_is_wrong_at_the_call_is_said_at_the_call(small, tmp_path, ranks):
 
     assert len(set(run_in_threads(ranks, save))) == 1
     assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_a_save_of_the_arrays_of_the_last_one_takes_two_exchanges(state, tmp_path, ranks):
+    def save(comm):
+        buffer = SnapshotBuffer()
+        begin(state, tmp_path / "first", comm, buffer=buffer).commit()
+        before = comm.trace.started
+        second = begin(state, tmp_path / "second", comm, buffer=buffer)
+        taken = comm.trace.started - before
+        second.commit()
+        return taken
+
+    assert run_in_threads(ranks, save) == [2] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_no_rank_writes_before_all_have_copied(state, tmp_path, monkeypatch, ranks):
+    copied, early = [], []
+    copy, write = SnapshotBuffer.copy, direct.write_pieces
+
+    def copying(buffer, arrays):
+        result = copy(buffer, arrays)
+        copied.append(threading.current_thread().name)
+        return result
+
+    def writing(*arguments):
+        early.append(ranks - len(copied))
+        return write(*arguments)
+
+    monkeypatch.setattr(SnapshotBuffer, "copy", copying)
+    monkeypatch.setattr("mpizero.checkpoint.pending.write_pieces", writing)
+    run_in_threads(ranks, lambda comm: begin(state, tmp_path / "c", comm).commit())
+    assert early == [0] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_thread_that_the_system_refuses_is_told_to_all_ranks_at_the_commit(small, tmp_path, monkeypatch, ranks):
+    start = threading.Thread.start
+
+    def refusing(thread):
+        if thread.name.startswith(f"rank 0{WRITER}"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def save(comm):
+        with pytest.raises((RuntimeError, RemoteError), match="can't start new thread"):
+            begin(small, tmp_path / "c", comm).commit()
+
+    monkeypatch.setattr(threading.Thread, "start", refusing)
+    run_in_threads(ranks, save)
+    assert os.listdir(tmp_path) == []
