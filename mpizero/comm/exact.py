@@ -9,15 +9,13 @@ reduce-scatter), and each owner receives rows that it sums by a program of its o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from mpizero import kernels
 from mpizero.comm.codecs import Codec
 from mpizero.comm.communicator import Communicator, Request
-from mpizero.errors import LayoutError
+from mpizero.comm.turns import Arriving, Piece, Turn, program_array
 from mpizero.layout import Program, Span
 from mpizero.types import Array
 
@@ -31,80 +29,6 @@ Scratch = Callable[[str, int, Any], Array]
 def fresh(name: str, size: int, dtype: Any) -> Array:
     """Return a new array for every message. Not collective."""
     return np.empty(size, dtype)
-
-
-_NO_RESIDUAL = np.empty(0, np.float32)
-#: Rows that the kernels' stack machine holds at once (``kernels.cpu.fused.DEPTH``).
-MAX_DEPTH = 16
-
-
-class Piece(NamedTuple):
-    """Rows to be summed: ``size`` elements from column ``first`` of ``rows``.
-
-    ``target`` is where they start in the row space of the gradient, ``position`` in the concatenation of the owner's
-    ranges.
-    """
-
-    rows: Array
-    first: int
-    target: int
-    position: int
-    size: int
-
-
-@lru_cache(maxsize=4096)
-def program_array(program: Program) -> Array:
-    """Return a tree program as the kernels take it: a read-only int32 array. Not collective.
-
-    Raises
-    ------
-    LayoutError
-        If its sums are nested deeper than the kernels' stack.
-    """
-    depth = deepest = 0
-    for code in program:
-        depth += (code >= 0) - (code == -1)
-        deepest = max(deepest, depth)
-    if deepest > MAX_DEPTH:
-        raise LayoutError(
-            f"a sum over so many grains is nested {deepest} deep, at most {MAX_DEPTH} are supported: use larger grains "
-            "(micro_batch), so that a global batch has at most 32,768 of them"
-        )
-    array = np.array(program, np.int32)
-    array.flags.writeable = False
-    return array
-
-
-def tree_sum(rows: Array, first: int, program: Array, divisor: Array, out: Array) -> None:
-    """Write the tree sum of ``rows[:, first:first + out.size]``, divided by ``divisor``, to ``out``.
-
-    Not collective. ``rows`` is two-dimensional and C-contiguous; ``out`` may be one of its rows' slices.
-    """
-    if program.size:
-        kernels.backend(out).fused.tree_sum(rows, first, rows[:0], 0, program, divisor, out, 0, out.size)
-
-
-class _Turn:
-    """What moves at once: parts of every peer's ranges, and this rank's partial sums over them."""
-
-    def __init__(
-        self,
-        rows: Array,
-        windows: Sequence[Sequence[tuple[int, Span]]],
-        counts: Sequence[int],
-        sums: Sequence[Array],
-        tag: str,
-    ) -> None:
-        self.rows, self.windows, self.counts, self.sums, self.tag = rows, windows, counts, sums, tag
-        self.widths = [sum(span.size for _, span in window) for window in windows]
-        self.one = np.ones(1, rows.dtype)
-
-    def add(self, peer: int, number: int, out: Array) -> None:
-        """Write partial sum ``number`` over the parts of a peer's ranges to ``out``."""
-        place = 0
-        for _, span in self.windows[peer]:
-            tree_sum(self.rows, span.start, self.sums[number], self.one, out[place : place + span.size])
-            place += span.size
 
 
 class ExactExchange:
@@ -156,35 +80,50 @@ class ExactExchange:
         residuals : sequence over peers of 1-D float32 arrays
             What earlier messages to each peer have left out, as long as its ranges; for a codec with feedback.
         """
-        own = ranges[self.peers.rank]
         if self.peers.size == 1:
-            position = 0
-            for span in own:
-                if span.size:
-                    yield Piece(rows, span.start, span.start, position, span.size)
-                position += span.size
+            yield from _in_place(rows, ranges[0])
             return
+        for turn in self.turns(rows, ranges, programs, tag, residuals):
+            yield from self.begin_turn(turn, wait=True).pieces()
+
+    def turns(
+        self,
+        rows: Array,
+        ranges: Sequence[Sequence[Span]],
+        programs: Sequence[Sequence[Program]],
+        tag: str = "",
+        residuals: Sequence[Array] = (),
+    ) -> Iterator[Turn]:
+        """Cut what :meth:`pieces` delivers, of several groups, into turns that fit the buffers. Not collective."""
         counts = [len(p) for p in programs]
         # The same on every rank, although ranks send different numbers of partial sums: all make equally many turns.
         step = max(1, EXCHANGE_ELEMENTS // max(1, sum(counts), max(counts) * self.peers.size))
         totals = [sum(span.size for span in spans) for spans in ranges]
         sums = [program_array(program) for program in programs[self.peers.rank]]
-        packed = self.codec is not None and rows.dtype == np.float32
         for low in range(0, max(totals), step):
             windows = [_window(spans, low, low + step) for spans in ranges]
-            turn = _Turn(rows, windows, counts, sums, tag)
-            if packed:
-                left = [residual[low : low + step] for residual in residuals]
-                matrix = self._packed(turn, left or [_NO_RESIDUAL] * self.peers.size)
-            else:
-                matrix = self._plain(turn)
-            column = 0
-            for offset, span in windows[self.peers.rank]:
-                yield Piece(matrix, column, span.start, offset, span.size)
-                column += span.size
+            left = [residual[low : low + step] for residual in residuals]
+            yield Turn(rows, windows, counts, sums, tag, left)
 
-    def _plain(self, turn: _Turn) -> Array:
-        """Exchange one turn's partial sums; return the rows that have arrived. Collective over the peers."""
+    def begin_turn(self, turn: Turn, *, wait: bool = False) -> Arriving:
+        """Start to exchange a turn's partial sums.
+
+        Collective over the peers. The rows of the turn have been read when this returns. There are buffers for one
+        turn: its pieces must be used before the next begins.
+
+        Parameters
+        ----------
+        turn : Turn
+            What moves; one of :meth:`turns`.
+        wait : bool
+            Return when all has arrived.
+        """
+        if self.codec is not None and turn.rows.dtype == np.float32:
+            return self._packed(turn, wait)
+        return self._plain(turn, wait)
+
+    def _plain(self, turn: Turn, wait: bool) -> Arriving:
+        """Start to exchange a turn's partial sums as they are. Collective over the peers."""
         widths, counts, me = turn.widths, turn.counts, self.peers.rank
         send = self.scratch("send", counts[me] * sum(widths), turn.rows.dtype)
         position = 0
@@ -194,10 +133,10 @@ class ExactExchange:
                 position += width
         recv = self.scratch("receive", sum(counts) * widths[me], turn.rows.dtype)
         send_counts, recv_counts = [counts[me] * w for w in widths], [c * widths[me] for c in counts]
-        self.peers.alltoallv(send, send_counts, recv, recv_counts, turn.tag)
-        return recv.reshape(sum(counts), widths[me])
+        request = self._exchange(send, send_counts, recv, recv_counts, turn.tag, wait)
+        return Arriving(request, lambda: recv.reshape(sum(counts), widths[me]), turn.windows[me])
 
-    def _packed(self, turn: _Turn, residuals: Sequence[Array]) -> Array:
+    def _packed(self, turn: Turn, wait: bool) -> Arriving:
         """As :meth:`_plain`, by the codec; a rank's own sums go straight to their rows. Collective over the peers."""
         codec, widths, counts, me = self.codec, turn.widths, turn.counts, self.peers.rank
         assert codec is not None
@@ -209,21 +148,45 @@ class ExactExchange:
         for peer, size in enumerate(sizes):
             for number in range(counts[me] if size else 0):
                 turn.add(peer, number, values[: widths[peer]])
-                codec.encode(values[: widths[peer]], residuals[peer], send[position : position + size])
+                codec.encode(values[: widths[peer]], turn.residuals[peer], send[position : position + size])
                 position += size
         arriving = codec.packed(widths[me])
         recv_counts = [0 if peer == me else count * arriving for peer, count in enumerate(counts)]
         recv = self.scratch("packed receive", sum(recv_counts), np.uint8)
-        self.peers.alltoallv(send, [counts[me] * size for size in sizes], recv, recv_counts, turn.tag)
         matrix = self.scratch("receive", sum(counts) * widths[me], turn.rows.dtype).reshape(sum(counts), widths[me])
-        first, position = sum(counts[:me]), 0
-        for row in range(sum(counts)):
-            if first <= row < first + counts[me]:
-                turn.add(me, row - first, matrix[row])
-            else:
-                codec.decode(recv[position : position + arriving], matrix[row])
-                position += arriving
-        return matrix
+        own = range(sum(counts[:me]), sum(counts[: me + 1]))
+        for number, row in enumerate(own):
+            turn.add(me, number, matrix[row])
+        send_counts = [counts[me] * size for size in sizes]
+        request = self._exchange(send, send_counts, recv, recv_counts, turn.tag, wait)
+
+        def unpack() -> Array:
+            place = 0
+            for row in range(sum(counts)):
+                if row not in own:
+                    codec.decode(recv[place : place + arriving], matrix[row])
+                    place += arriving
+            return matrix
+
+        return Arriving(request, unpack, turn.windows[me])
+
+    def _exchange(
+        self, send: Array, send_counts: list[int], recv: Array, recv_counts: list[int], tag: str, wait: bool
+    ) -> Request | None:
+        """Start an all-to-all, or do it: MPI's blocking form is the faster one. Collective over the peers."""
+        if wait:
+            self.peers.alltoallv(send, send_counts, recv, recv_counts, tag)
+            return None
+        return self.peers.ialltoallv(send, send_counts, recv, recv_counts, tag)
+
+
+def _in_place(rows: Array, spans: Sequence[Span]) -> Iterator[Piece]:
+    """Yield the pieces of a rank that finds all rows in its own group."""
+    position = 0
+    for span in spans:
+        if span.size:
+            yield Piece(rows, span.start, span.start, position, span.size)
+        position += span.size
 
 
 def _window(spans: Sequence[Span], low: int, high: int) -> list[tuple[int, Span]]:

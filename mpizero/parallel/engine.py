@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from mpizero import optim
-from mpizero.comm.exact import program_array
 from mpizero.comm.guard import set_context
 from mpizero.comm.timeline import Timeline
+from mpizero.comm.turns import program_array
 from mpizero.errors import ConfigError
 from mpizero.layout import FlatLayout
 from mpizero.nn.memory import keep_freed_memory
@@ -79,6 +79,7 @@ class Engine:
         if placement.waves:
             self._ring = GradientRing(self.layout, self.grid, self.memory, self.dtype, config.accumulate, self._named)
             self._ring.timeline = self.timeline
+            self.store.beside = self._ring.poll
         self.updater: Updater | None = None
         self.integrity = Integrity(self.grid, self.store, config.check_every)
         self.loss_scale: optim.LossScaleState | None = None
@@ -240,6 +241,9 @@ class Engine:
         # Every value is looked at afterwards, with its rank, tensor and samples: NumPy's warnings would say less.
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             self.runner.run(jobs, self._run)
+        if ring and self._ring is not None:
+            with self.timeline.span("reduction", "last unit"):
+                self._ring.finish()
         with self.timeline.span("agreement", "losses"):
             totals = self.scalars.agree()
         if not ring:

@@ -15,8 +15,8 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.comm import ProcessGrid
-from mpizero.comm.exact import Piece, program_array, tree_sum
 from mpizero.comm.timeline import Timeline
+from mpizero.comm.turns import Arriving, Piece, program_array, tree_sum
 from mpizero.layout import FlatLayout, Grains, RowsPlan, Unit, Wave, WavePlan, rows_plan, wave_plan
 from mpizero.layout.flat import views
 from mpizero.parallel.dealing import GlobalBatch, Grain
@@ -250,6 +250,15 @@ class GradientRows:
         return self._views[key]
 
 
+class _Coming(NamedTuple):
+    """Partial sums on their way to the stack: where their ranges begin there, and what is done with them."""
+
+    arriving: Arriving
+    base: int
+    programs: Sequence[tuple[int, Array]]
+    arrivals: int
+
+
 class GradientRing:
     """Units of gradients in a small ring, summed into the owners' stacks wave by wave."""
 
@@ -270,6 +279,7 @@ class GradientRing:
         self._plans: dict[int, WavePlan] = {}
         self._views: dict[tuple[int, int], Any] = {}
         self._next = 0
+        self._coming: _Coming | None = None
         self.one = np.ones(1, dtype)
         #: Is told when units are summed.
         self.timeline = Timeline()
@@ -288,8 +298,10 @@ class GradientRing:
     def jobs(self, batch: GlobalBatch, exchange: GradientExchange) -> list[Job]:
         """Return the micro-batches of all waves. Not collective, but the jobs are.
 
-        When they are done, row ``planned(count).root`` of the stack is the sum over this rank's ranges.
+        When they are done and :meth:`finish` has returned, row ``planned(count).root`` of the stack is the sum over
+        this rank's ranges.
         """
+        self.finish()  # of a step that an error has broken off on all ranks
         plan = self.planned(batch.count)
         if self.stack.shape[0] < plan.rows:
             self.memory.release("gradients", self.stack)
@@ -323,16 +335,44 @@ class GradientRing:
             self._views[key] = self.named.unit(unit, buffer)
         return self._views[key]
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether sums of a unit are on their way between groups. Not collective."""
+        return self._coming is not None
+
+    def poll(self) -> None:
+        """Let sums that are on their way move on. Not collective."""
+        if self._coming is not None:
+            self._coming.arriving.test()
+
+    def finish(self) -> None:
+        """Wait for what is on its way and add it to the stack. Not collective; see [Note: sums behind computing]."""
+        if self._coming is not None:
+            coming, self._coming = self._coming, None
+            for piece in coming.arriving.pieces():
+                self._merge(piece, coming.base + piece.position, coming.programs, coming.arrivals)
+
     def _reduce(self, unit: Unit, wave: Wave, exchange: GradientExchange) -> None:
-        """Sum one unit's gradients of this wave into the stacks of its owners. Collective."""
+        """Sum one unit's gradients of this wave into the stacks of its owners, but for what is on its way. Collective.
+
+        [Note: sums behind computing] Between groups of ranks the last turn of a unit's exchange is left on its way
+        while the next unit computes; layers let it move on whenever they take a parameter. It is waited for, and added
+        to the stack, before anything else of the ring: so there is one turn at a time, in the order of units and waves.
+        """
+        self.finish()
         self.memory.barrier("unit gradients")
         rows = self.slots[self._next]
         ranges = [share.gradient_spans[unit.index] for share in self.shares]
         base = self.share.gradient_offsets[unit.index]
         programs = [(row, program_array(program)) for row, program in wave.merges]
-        residuals = exchange.residuals(unit.index)
-        for piece in exchange.pieces(rows, ranges, wave.group_programs, "unit gradients", residuals):
-            self._merge(piece, base + piece.position, programs, wave.arrivals)
+        if exchange.peers.size == 1:
+            for piece in exchange.pieces(rows, ranges, wave.group_programs, "unit gradients"):
+                self._merge(piece, base + piece.position, programs, wave.arrivals)
+        else:
+            residuals = exchange.residuals(unit.index)
+            for turn in exchange.turns(rows, ranges, wave.group_programs, "unit gradients", residuals):
+                self.finish()
+                self._coming = _Coming(exchange.begin_turn(turn), base, programs, wave.arrivals)
         self._next = (self._next + 1) % len(self.slots)
 
     def _merge(self, piece: Piece, at: int, programs: Sequence[tuple[int, Array]], arrivals: int) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from mpizero.comm import Communicator
-from mpizero.comm.exact import ExactExchange, gather_spans, program_array, tree_sum
+from mpizero.comm.exact import ExactExchange, gather_spans
+from mpizero.comm.turns import program_array, tree_sum
 from mpizero.layout import Partition, Span, rows_plan
 from mpizero.types import Array
 

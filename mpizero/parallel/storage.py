@@ -116,6 +116,8 @@ class ParameterStore:
         self._published: list[Publication] = []
         weakref.finalize(self, let_arrive, self._published)
         memory.before = self.settle
+        #: Lets other messages of a step move on; called whenever a layer takes a parameter between groups of ranks.
+        self.beside: Callable[[], None] = _nothing
         self._views: dict[tuple[int, int], dict[str, Any]] = {}
         self.version = 0
 
@@ -267,6 +269,7 @@ class ParameterStore:
             self._coming[1].test()
         elif self._published:
             self._published[0].poll()
+        self.beside()
 
     def _poll_now(self, _: str) -> None:
         self.poll()
@@ -333,6 +336,10 @@ class ParameterStore:
         if not self.sharded and not self._regions:
             return nested
         return _Lent({block: _Lent(tree, self._poll_now) for block, tree in nested.items()}, self._wait_for)
+
+
+def _nothing() -> None:
+    """No other messages are on their way."""
 
 
 def flat_names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:

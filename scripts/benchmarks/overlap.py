@@ -1,13 +1,14 @@
 """Time training steps with messages hidden behind computing, beside the same steps that wait for every message.
 
 Start it with ``scripts/two_hosts.sh -- python scripts/benchmarks/overlap.py``, by the mpiexec of a cluster, or on one
-node with ``--memory private``. Every strategy trains a GPT (dim 256, 4 layers) in two ways, in turns:
+node with ``--memory private``. Every strategy trains a GPT (dim 256, 4 layers) in three ways, in turns:
 
 * ``hidden``: what the library does,
-* ``waiting``: the same messages, each waited for as soon as it has begun.
+* ``sums``: the same, but every exchange of gradients is waited for as soon as it has begun,
+* ``waiting``: every message is waited for as soon as it has begun.
 
-Both run the same program with the same bits. Times are those of the slowest rank; ratios are taken between neighbouring
-steps. *Messages* is the time that a rank spends in them, the mean over ranks.
+All run the same program with the same bits. Times are those of the slowest rank; ratios are taken inside a round of
+three steps. *Messages* is the time that a rank spends in them, the mean over ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ MESSAGES = ("publication", "reduction")
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategies", default="zero1,zero2,zero3", help="(default: %(default)s)")
+    parser.add_argument("--strategies", default="ddp,zero1,zero2,zero3", help="(default: %(default)s)")
     parser.add_argument("--memory", default="shared", choices=("shared", "private"), help="(default: %(default)s)")
     parser.add_argument("--samples", type=int, default=8, help="of 128 tokens, a rank and step (default: %(default)s)")
     parser.add_argument("--dim", type=int, default=256)
@@ -48,8 +49,23 @@ def arguments() -> argparse.Namespace:
 
 
 @contextmanager
+def waiting_for_sums() -> Iterator[None]:
+    """Wait for every exchange of gradients as soon as it has begun."""
+    begin = exact.ExactExchange.begin_turn
+
+    def begun(self: exact.ExactExchange, turn: Any, **_: Any) -> Any:
+        return begin(self, turn, wait=True)
+
+    exact.ExactExchange.begin_turn = begun  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        exact.ExactExchange.begin_turn = begin  # type: ignore[method-assign]
+
+
+@contextmanager
 def waiting() -> Iterator[None]:
-    """Wait for every gather as soon as it has begun."""
+    """Wait for every message as soon as it has begun."""
     begin = exact.begin_gather
 
     def begun(*values: Any, **named: Any) -> exact.Gathering:
@@ -59,9 +75,18 @@ def waiting() -> Iterator[None]:
 
     storage.begin_gather = publication.begin_gather = begun
     try:
-        yield
+        with waiting_for_sums():
+            yield
     finally:
         storage.begin_gather = publication.begin_gather = begin
+
+
+#: The ways to train, in the order of the table.
+WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "waiting": waiting,
+    "sums": waiting_for_sums,
+    "hidden": nullcontext,
+}
 
 
 class Training:
@@ -93,16 +118,14 @@ class Training:
 
 
 def measure(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Train in both ways in turns, after two steps that nobody looks at."""
-    training = Training(strategy, args)
-    found: dict[str, list[tuple[float, float]]] = {"hidden": [], "waiting": []}
-    for number in range(-1, args.rounds):
-        for way in ("hidden", "waiting") if number % 2 else ("waiting", "hidden"):
-            if way == "hidden":
+    """Train in all ways in turning order, after two rounds that nobody looks at."""
+    training, names = Training(strategy, args), list(WAYS)
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in names}
+    for number in range(-2, args.rounds):
+        turn = number % len(names)
+        for way in names[turn:] + names[:turn]:
+            with WAYS[way]():
                 measured = training.step()
-            else:
-                with waiting():
-                    measured = training.step()
             if number >= 0:
                 found[way].append(measured)
     training.close()
@@ -116,12 +139,17 @@ def measure(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
 def row(result: dict[str, Any]) -> str:
     """Return one strategy's figures for people."""
     seconds, messages = result["seconds"], result["messages"]
-    ratios = sorted(w / h for w, h in zip(seconds["waiting"], seconds["hidden"], strict=True))
-    figures = [1e3 * statistics.median(part[way]) for part in (seconds, messages) for way in ("waiting", "hidden")]
+    figures = [1e3 * statistics.median(part[way]) for part in (seconds, messages) for way in WAYS]
     return (
-        f"{result['strategy']:9s}" + "".join(f"{figure:11.1f}" for figure in figures)
-        + f"   {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        f"{result['strategy']:6s}" + "".join(f"{figure:9.1f}" for figure in figures)
+        + f"   {ratio(seconds, 'waiting')}   {ratio(seconds, 'sums')}"
     )  # fmt: skip
+
+
+def ratio(seconds: dict[str, list[float]], way: str) -> str:
+    """Return how much longer steps of ``way`` take than hidden ones: the median over rounds, and the range."""
+    ratios = sorted(w / h for w, h in zip(seconds[way], seconds["hidden"], strict=True))
+    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
 def main() -> None:
@@ -138,8 +166,8 @@ def main() -> None:
     print(
         f"{WORLD.size} ranks, {args.memory} memory, GPT {args.dim} x {args.layers}, {args.samples} x 128 tokens a rank"
     )
-    print(f"{'':9s}{'step, ms':>22s}{'in messages, ms':>22s}   step waiting / hidden")
-    print(f"{'':9s}" + f"{'waiting':>11s}{'hidden':>11s}" * 2)
+    print(f"{'':6s}{'step, ms':>27s}{'in messages, ms':>27s}   step waiting/hidden   step sums/hidden")
+    print(f"{'':6s}" + "".join(f"{way:>9s}" for way in WAYS) * 2)
     print(*map(row, results), sep="\n", flush=True)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import MpizeroError
+from mpizero.nn import Layer
 from mpizero.parallel import publication
 from mpizero.testing import parallel_assert, run_in_threads
+from mpizero.types import EVALUATE
 from tests.faults.jobs import launchers, run_job
 from tests.parallel.models import MEMORIES, PRIVATE, part, sharded
-from tests.parallel.spreads import gpt, texts, with_traps
+from tests.parallel.spreads import Blocks, gpt, texts, with_traps
 
 
 def begun(store: Any) -> int:
@@ -85,9 +88,71 @@ def test_a_step_that_fails_leaves_nothing_on_its_way(what: str) -> None:
 
 @pytest.mark.mpi
 def test_a_step_that_fails_leaves_nothing_on_its_way_between_processes(world: Any) -> None:
-    for strategy, what in (("zero3", "forward"), ("zero3", "weights"), ("zero1", "input")):
-        failed, clean = after_a_failure(world, strategy, what, PRIVATE)
-        parallel_assert(world, failed == clean, f"{strategy} {what}")
+    cases = (
+        ("zero3", "forward", PRIVATE),
+        ("zero3", "weights", MEMORIES[2]),
+        ("zero2", "weights", PRIVATE),
+        ("zero2", "input", MEMORIES[2]),
+        ("zero1", "input", PRIVATE),
+        ("ddp", "weights", MEMORIES[2]),
+    )
+    for strategy, what, memory in cases:
+        failed, clean = after_a_failure(world, strategy, what, memory)
+        parallel_assert(world, failed == clean, f"{strategy} {what} {memory}")
+
+
+# ---------------------------------------------------------------------- sums of gradients
+
+
+@dataclass(frozen=True)
+class Noted(Layer):
+    """A layer that calls ``note`` when its backward pass begins."""
+
+    layer: Any
+    note: Callable[[], None] = field(compare=False, hash=False)
+
+    def specs(self) -> Any:
+        return self.layer.specs()
+
+    def forward(self, params: Any, x: Any, run: Any = EVALUATE) -> Any:
+        return self.layer.forward(params, x, run)
+
+    def backward_input(self, params: Any, cache: Any, dy: Any) -> Any:
+        self.note()
+        return self.layer.backward_input(params, cache, dy)
+
+    def backward_weights(self, params: Any, cache: Any, pending: Any, grads: Any) -> None:
+        self.layer.backward_weights(params, cache, pending, grads)
+
+
+def in_flight(comm: Any, strategy: str, memory: dict[str, Any]) -> tuple[list[bool], bool, int]:
+    """Whether sums are on their way as the backward of each block begins, and after the step; its messages of them."""
+    placed: list[Any] = []
+    found: list[bool] = []
+
+    def note() -> None:
+        found.append(placed[0].engine._ring.in_flight)
+
+    plain = mz.nn.MLP(6, (7, 5, 4), 3)
+    noted = Blocks(plain, {name: lambda block: Noted(block, note) for name in plain.blocks})
+    model, _ = sharded(strategy, comm, noted, micro_batch=2, **memory)
+    placed.append(model)
+    x, y = np.ones((2 * comm.size, 6), np.float32), np.zeros(2 * comm.size, np.int64)
+    with model:
+        model.train(*part(comm, x, y))
+        counters = model.engine.grid.peers.counters
+        return found, model.engine._ring.in_flight, counters.messages_by_tag["unit gradients"]
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_the_sums_of_a_unit_travel_while_the_next_one_computes(strategy: str) -> None:
+    for memory in MEMORIES[1:]:
+        for blocks, after, messages in run_in_threads(4, lambda comm, m=memory: in_flight(comm, strategy, m)):
+            assert blocks == [False, True, True, True]
+            assert not after
+            assert messages == 4
+    for blocks, after, messages in run_in_threads(2, lambda comm: in_flight(comm, strategy, {})):  # one group
+        assert (blocks, after, messages) == ([False] * 4, False, 0)
 
 
 # ---------------------------------------------------------------------- published values

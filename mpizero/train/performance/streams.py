@@ -9,7 +9,7 @@ import numpy as np
 
 from mpizero import optim
 from mpizero.comm import Communicator
-from mpizero.comm.exact import program_array
+from mpizero.comm.turns import program_array
 from mpizero.kernels import cpu, stream
 from mpizero.train.performance.machinefile import Stream
 from mpizero.train.performance.rounds import alone, ratios, together
