@@ -123,16 +123,15 @@ def points_of(torture: Torture, how: str, victim: int) -> tuple[list[Call], str]
 def wrapper_for(call: Call, victim: int, folder: Path, effect: str) -> str:
     """Return a line of bash that lets ``effect`` happen to exactly this call of a rank's process; "" if it cannot.
 
-    strace counts calls by thread. Where another thread makes as many of the name before, only those on the path are
-    counted; it holds rank 0's process number, which only rank 0 knows beforehand.
+    Calls on the path alone are counted where it is known: it holds rank 0's process number, which only rank 0 knows
+    beforehand. An MPI library that starts changes files too, and not always as many times on the same rank. Else
+    strace counts the thread's calls of this name, where no other thread makes as many before.
     """
     inject = f"-e inject={call.name}:{effect}:when="
-    if call.first:
-        return traced(folder / "log", f"{inject}{call.number}")
     if call.main and victim == 0:
         path = re.sub(r"(\.tmp-[^/]*\.)\d+(?=/|$)", r"\1$$", str(folder) + call.path)
         return traced(folder / "log", f'{inject}{call.among} -P "{path}"')
-    return ""
+    return traced(folder / "log", f"{inject}{call.number}") if call.first else ""
 
 
 def planted_for(call: Call, calls: Sequence[Call], victim: int) -> str:
