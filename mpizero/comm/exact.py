@@ -42,13 +42,19 @@ class ExactExchange:
         How float32 partial sums are packed for other ranks; what arrives is still added in float32, together with this
         rank's own sums as they are. Gives up the equality of bits between layouts.
     scratch : Scratch
-        Where the buffers come from: at most ``2 * EXCHANGE_ELEMENTS`` elements and, with a codec, as many packed ones.
+        Where the buffers come from: at most ``2 * elements`` elements and, with a codec, as many packed ones.
+
+    Attributes
+    ----------
+    elements : int or None
+        Elements in flight at once, the same on every rank; None is :data:`EXCHANGE_ELEMENTS`.
     """
 
     def __init__(self, peers: Communicator, codec: Codec | None = None, scratch: Scratch = fresh) -> None:
         self.peers = peers
         self.codec = codec
         self.scratch = scratch
+        self.elements: int | None = None
 
     @property
     def group_index(self) -> int:
@@ -97,7 +103,7 @@ class ExactExchange:
         """Cut what :meth:`pieces` delivers, of several groups, into turns that fit the buffers. Not collective."""
         counts = [len(p) for p in programs]
         # The same on every rank, although ranks send different numbers of partial sums: all make equally many turns.
-        step = max(1, EXCHANGE_ELEMENTS // max(1, sum(counts), max(counts) * self.peers.size))
+        step = max(1, (self.elements or EXCHANGE_ELEMENTS) // max(1, sum(counts), max(counts) * self.peers.size))
         totals = [sum(span.size for span in spans) for spans in ranges]
         sums = [program_array(program) for program in programs[self.peers.rank]]
         for low in range(0, max(totals), step):
@@ -248,6 +254,7 @@ def gather_spans(
     target: Array,
     spans: Sequence[Sequence[Span]],
     scratch: Scratch = fresh,
+    elements: int | None = None,
 ) -> None:
     """Fill ``target`` over the spans of all peers with what each of them holds.
 
@@ -264,7 +271,9 @@ def gather_spans(
     spans : sequence over peers of sequences of Span
         Where in ``target`` each peer's values belong; the same on every rank.
     scratch : Scratch
-        Where the buffers come from: at most ``2 * EXCHANGE_ELEMENTS`` elements.
+        Where the buffers come from: at most ``2 * elements`` elements.
+    elements : int or None
+        Elements in flight at once, the same on every rank; None is :data:`EXCHANGE_ELEMENTS`.
     """
     own = spans[peers.rank]
     for span, values in zip(own, send, strict=True):
@@ -273,7 +282,7 @@ def gather_spans(
             place[:] = values
     if peers.size == 1:
         return
-    step = max(1, EXCHANGE_ELEMENTS // peers.size)
+    step = max(1, (elements or EXCHANGE_ELEMENTS) // peers.size)
     longest = max(sum(span.size for span in group) for group in spans)
     for low in range(0, longest, step):
         windows = [_window(group, low, low + step) for group in spans]

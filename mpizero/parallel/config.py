@@ -15,6 +15,7 @@ from mpizero.errors import ConfigError
 from mpizero.kernels.card import SIXTEEN_BITS
 from mpizero.layout import Axes, Grains
 from mpizero.optim import DynamicLossScale
+from mpizero.parallel.bucketsize import check_bucket, elements_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,6 +35,10 @@ class ShardingConfig:
         Sends float32 gradients between nodes (between ranks with private memory) in 16 bits, in 8 bits, or only the
         share of them with the largest magnitudes ("topk:0.01": one in a hundred); they are still added in float32.
         What int8 and top-k leave out is kept and sent later. Gives up the equality of bits between layouts.
+    bucket_mb : float, "auto" or None
+        MiB of partial sums of gradients that are on their way between nodes (between ranks with private memory) at
+        once; messages take up to twice as much memory. "auto" tries sizes in the first steps of ``train`` and keeps
+        the fastest; None is 2^19 elements. Changes no bit, and no byte on the wire but those with which ranks agree.
     learning_rate : float
         Of the plain SGD that updates a model without a bound optimizer; > 0.
     share_node_memory : bool
@@ -65,6 +70,7 @@ class ShardingConfig:
     auto_sync_gradients: bool = True
     minimum_parameter_group_size: int = 1024
     gradient_compression: str | None = None
+    bucket_mb: float | str | None = None
     learning_rate: float = 0.01
     share_node_memory: bool = True
     ranks_per_node: int | None = None
@@ -90,6 +96,7 @@ class ShardingConfig:
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         codec_of(self.gradient_compression)
+        check_bucket(self.bucket_mb, self.gradient_compression)
         if self.device not in ("cpu", "cuda"):
             raise ConfigError(f"device={self.device!r}: expected 'cpu' or 'cuda'")
         if self.mixed_precision not in (None, *SIXTEEN_BITS):
@@ -185,6 +192,10 @@ class ShardingConfig:
         """Return the samples of a grain of a global batch: a function of the batch alone, never of the ranks."""
         micro = self.micro_batch or Grains.default_size(-(-global_batch // self.accumulate))
         return micro * self.accumulate
+
+    def bucket_elements(self, itemsize: int) -> int | None:
+        """Return the elements of a bucket of a given size; None where none is given, or it is to be tuned."""
+        return None if isinstance(self.bucket_mb, str | None) else elements_of(self.bucket_mb, itemsize)
 
     def comparable(self) -> dict[str, Any]:
         """Return everything but the communicator, which must be the same on every rank."""

@@ -21,6 +21,7 @@ from mpizero.layout import FlatLayout
 from mpizero.nn.memory import keep_freed_memory
 from mpizero.parallel.across import Across
 from mpizero.parallel.blas import settle_blas
+from mpizero.parallel.buckets import make_tuner
 from mpizero.parallel.compute import blocks_of
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.dealing import GlobalBatch, deal, in_contexts, same_batch
@@ -68,6 +69,7 @@ class Engine:
         self.store = ParameterStore(self.layout, self.grid, self.memory, sharded, self.dtype, timeline=self.timeline)
         self.whole = GlobalView(blocks_of(model), self.store, self.grid)
         self.exchange = GradientExchange(self.store, self.memory, placement, config.gradient_compression)
+        self.exchange.elements = config.bucket_elements(self.dtype.itemsize)
         self.scalars = GrainScalars(self.grid, self.layout, tuple(blocks_of(model)))
         self.across: Across | None = None
         if self.grid.model.size > 1:
@@ -80,6 +82,7 @@ class Engine:
             self._ring = GradientRing(self.layout, self.grid, self.memory, self.dtype, config.accumulate, self._named)
             self._ring.timeline = self.timeline
             self.store.beside = self._ring.poll
+        self.tuner = make_tuner(self)
         self.updater: Updater | None = None
         self.integrity = Integrity(self.grid, self.store, config.check_every)
         self.loss_scale: optim.LossScaleState | None = None
@@ -171,12 +174,16 @@ class Engine:
         """Forward, backward, exact reduction, update."""
         updater = self._bound()
         sent = self.grid.bytes_sent
+        if self.tuner is not None:
+            self.tuner.begin()
         batch, totals, stack_row = self._forward_backward(x, y, self._ring is not None)
         rate = optim.learning_rate(updater.optimizer, updater.step_count)
         norm, problems = None, totals.problems
         self.integrity.verify()
         if not problems:
             norm, problems = self._update(updater, totals, stack_row)
+        if self.tuner is not None and not problems:
+            self.tuner.end(batch.samples)
         return self._report(totals, rate, (norm, problems), sent)
 
     def step(self, totals: Totals, reduced: Array, sent: int) -> StepReport:
@@ -214,6 +221,7 @@ class Engine:
             self.grid.bytes_sent - sent,
             problems,
             scale,
+            self.exchange.bucket_mb,
         )
 
     def _bound(self) -> Updater:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpizero.comm.codecs import Codec, codec_of
-from mpizero.comm.exact import ExactExchange, gather_packed, gather_spans
+from mpizero.comm.exact import EXCHANGE_ELEMENTS, ExactExchange, gather_packed, gather_spans
 from mpizero.layout import Span
 from mpizero.parallel.memory import Memory
 from mpizero.parallel.placement import Placement
@@ -90,6 +90,12 @@ class GradientExchange(ExactExchange):
         return self.codec is not None and self.codec.overflows
 
     @property
+    def bucket_mb(self) -> float:
+        """MiB in flight at once; 0.0 where nothing travels. Not collective."""
+        elements = self.elements or EXCHANGE_ELEMENTS
+        return 0.0 if self.peers.size == 1 else elements * self.dtype.itemsize / 2**20
+
+    @property
     def feedback(self) -> bool:
         """Whether this rank keeps residuals. Not collective."""
         return self._kept.size > 0
@@ -146,6 +152,6 @@ class GradientExchange(ExactExchange):
         """Give what each peer has at its spans of ``row`` to all of them. Collective over the peers."""
         if self.codec is None or self.peers.size == 1:
             own = [row[s.start : s.stop] for s in spans[self.peers.rank]]
-            gather_spans(self.peers, own, row, spans, self.scratch)
+            gather_spans(self.peers, own, row, spans, self.scratch, self.elements)
         else:
             gather_packed(self.peers, self.codec, row, spans, self.left_for(self.peers.rank), self.scratch)

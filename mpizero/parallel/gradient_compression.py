@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from mpizero import optim
 from mpizero.comm.codecs import codec_of
 from mpizero.errors import ConfigError
+from mpizero.parallel.bucketsize import check_bucket
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.loop import OptimizationOptions
 from mpizero.parallel.optimizers import ShardedOptimizer
@@ -33,7 +34,7 @@ class GradientCompressionOptimizer(ShardedOptimizer):
     Raises
     ------
     ConfigError
-        If there is no such compression.
+        If there is no such compression, or the configuration has a ``bucket_mb``.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class GradientCompressionOptimizer(ShardedOptimizer):
         super().__init__(wrapped_optimizer, config, options=options, loss_scale=loss_scale)
         if codec_of(compression) is None:
             raise ConfigError("compression=None: expected 'topk:SHARE', 'int8', 'bf16' or 'fp16'")
+        check_bucket(config.bucket_mb, compression)
         self.compression = compression
 
     def set_model(self, model: ShardedModelBase) -> None:

@@ -60,7 +60,8 @@ class Memory:
     def scratch(self, name: str, size: int, dtype: Any) -> Array:
         """Return room for a message: not zeroed, the same memory for every message of this name. Not collective.
 
-        Messages are cut into pieces of at most ``comm.exact.EXCHANGE_ELEMENTS``, so this stays within a few megabytes.
+        Messages are cut into pieces of a bucket's size, or of ``comm.exact.EXCHANGE_ELEMENTS``: see
+        [Note: buckets] in ``parallel/buckets.py``.
         """
         nbytes = size * np.dtype(dtype).itemsize
         held = self._scratch.get(name)
@@ -71,6 +72,12 @@ class Memory:
             self.private_bytes["exchange buffers"] += nbytes
             self._note_peak()
         return held[:nbytes].view(dtype)
+
+    def drop_scratch(self) -> None:
+        """Give the room of messages back; the next ones make it anew. Not collective; nothing may be on its way."""
+        for held in self._scratch.values():
+            self.release("exchange buffers", held)
+        self._scratch.clear()
 
     def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
         """Return zeroed arrays that all ranks of the node read and write, in one window.

@@ -60,6 +60,8 @@ class StepReport:
         same on every rank.
     loss_scale : float
         What the loss was multiplied by.
+    bucket_mb : float
+        MiB of sums of gradients that travel at once from now on; 0.0 where none travel.
     """
 
     step: int
@@ -71,6 +73,7 @@ class StepReport:
     bytes_sent: int
     non_finite: tuple[NonFinite, ...] = ()
     loss_scale: float = 1.0
+    bucket_mb: float = 0.0
 
 
 #: The norm of a gradient, where something asked for it, and what is not finite in a step that is skipped.

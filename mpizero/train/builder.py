@@ -294,6 +294,7 @@ def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
         gradient_compression=train.gradient_compression,
         share_node_memory=parallel.share_node_memory,
         ranks_per_node=parallel.ranks_per_node,
+        bucket_mb=parallel.bucket_mb,
         check_every=train.check_every,
         device=train.device,
         mixed_precision=train.mixed_precision,

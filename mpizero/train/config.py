@@ -346,6 +346,8 @@ class Config:
             raise rejected("data", f"data.{self.data.kind}", 'model.name = "gpt" learns from data.text')
         if self.model.name == "mlp" and self.data.kind == "text":
             raise rejected("data", "data.text", 'model.name = "mlp" learns from data.arrays or data.hdf5')
+        if self.parallel.bucket_mb is not None and self.train.gradient_compression is not None:
+            raise self.parallel.reject("bucket_mb", "must be left out with train.gradient_compression: it fixes sizes")
         check_split(self.parallel, self.model)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from mpizero.errors import ConfigError, GridError
 from mpizero.layout import SCHEDULES, Axes, chunk_stages, explicit_cuts
+from mpizero.parallel.bucketsize import check_bucket
 from mpizero.parallel.spread import Spread
 from mpizero.train.checks import Section, choice, flag, many, optional, setting, shown, text, whole
 
@@ -14,6 +15,14 @@ from mpizero.train.checks import Section, choice, flag, many, optional, setting,
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 #: The axes that split a model; ``data`` replicates it.
 _SPLITTING = ("pipeline", "tensor", "context")
+
+
+def _bucket(value: Any) -> float | str:
+    try:
+        check_bucket(value, None)
+    except ConfigError:
+        raise ValueError('must be "auto", or MiB of more than 0 and at most 4096') from None
+    return value if isinstance(value, str) else float(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +40,7 @@ class ParallelSection(Section):
     cuts: tuple[int, ...] | None = setting(None, optional(many(whole(1))))
     share_node_memory: bool = setting(True, flag)
     ranks_per_node: int | None = setting(None, optional(whole(1)))
+    bucket_mb: float | str | None = setting(None, optional(_bucket))
 
     def check_combination(self) -> None:
         """Reject sizes, orders and schedules that fit no job and no model."""

@@ -122,6 +122,7 @@ class Trainer:
         self.loss: float | None = None
         self.saver = Saver(job, folder, self.control, clock)
         self.numbers = NumberWatch(job, folder, progress)
+        self._bucket_told = False
         self._failure: MpizeroError | None = None
 
     def run(self, *, resume: bool) -> dict[str, Any] | None:
@@ -201,6 +202,12 @@ class Trainer:
             "memory": peak_resident(),
             **more,
         }
+        if (tuner := self.job.model.engine.tuner) is not None:
+            line["bucket_mb"] = report.bucket_mb
+            if tuner.chosen is not None and not self._bucket_told:
+                self._bucket_told = True
+                tried = ", ".join(f"{size:g}" for size in tuner.sizes)
+                self.progress.say(f"bucket_mb = {tuner.chosen:g} from now on (tried {tried})")
         if self._validation_due():
             line |= self._validate().figures()
             self.speed.disturb()

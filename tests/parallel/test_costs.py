@@ -332,6 +332,11 @@ def test_messages_of_many_pieces_are_counted_one_by_one(monkeypatch: pytest.Monk
         check_on_threads(job(zero=zero, batch=10, config={"gradient_compression": "int8", **MEMORIES[1]}), 3)
 
 
+def test_messages_of_a_given_bucket_are_counted_one_by_one() -> None:
+    for zero in range(4):
+        check_on_threads(job(zero=zero, batch=10, config={"bucket_mb": 256 / 2**20, **MEMORIES[1 + zero % 2]}), 4)
+
+
 def test_one_grain_a_rank_sends_2p_and_stage_3_sends_3p() -> None:
     """The papers' figures: Rajbhandari et al. 2020, section 7."""
     for ranks in (2, 3, 4, 8):

@@ -65,6 +65,12 @@ def test_a_job_has_time_for_more_than_saving():
     assert "must be less than train.time_limit = 600" in text
 
 
+def test_compressed_gradients_have_no_bucket():
+    text = failure(GPT, "parallel.bucket_mb=auto", "train.gradient_compression=int8")
+    assert "parallel.bucket_mb" in text
+    assert "train.gradient_compression" in text
+
+
 def test_the_contract_s_example_is_accepted():
     config = parse(
         """
@@ -143,6 +149,9 @@ BAD = [
     ("parallel.cuts", "3"),
     ("parallel.share_node_memory", "1"),
     ("parallel.ranks_per_node", "0"),
+    ("parallel.bucket_mb", "0"),
+    ("parallel.bucket_mb", "true"),
+    ("parallel.bucket_mb", "tuned"),
     ("train.steps", "0"),
     ("train.steps", "1e3"),
     ("train.global_batch", "0"),

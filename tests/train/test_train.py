@@ -57,6 +57,19 @@ def test_any_number_of_ranks_and_strategy_computes_the_same(trained, mpizero, ra
         assert [line.get(key) for line in alone] == [line.get(key) for line in together]
 
 
+def test_a_tuned_bucket_is_told_and_changes_no_bit(mpizero):
+    run = ("model.dim=64", "train.steps=8", "parallel.strategy=zero1", "parallel.share_node_memory=false")
+    given = mpizero.train(2, *run, "parallel.bucket_mb=0.25")
+    assert given.status == 0, given.err
+    assert not any("bucket_mb" in line for line in mpizero.metrics())
+    tuned = mpizero.train(2, *run, "parallel.bucket_mb=auto")
+    assert tuned.status == 0, tuned.err
+    assert tuned.result["parameters_sha256"] == given.result["parameters_sha256"]
+    (chosen,) = re.findall(r"bucket_mb = (0.25|0.5) from now on \(tried 0.25, 0.5\)", tuned.err)
+    assert [line["bucket_mb"] for line in mpizero.metrics()][:4] == [0.25, 0.25, 0.5, 0.25]
+    assert mpizero.metrics()[-1]["bucket_mb"] == float(chosen)
+
+
 def test_a_resumed_run_equals_an_uninterrupted_one(trained, mpizero):
     first = mpizero.train(2, "train.steps=3", "parallel.strategy=zero2")
     assert first.status == 0, first.err

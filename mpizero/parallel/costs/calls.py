@@ -60,7 +60,12 @@ class Exchange(NamedTuple):
 
 
 def exchange(
-    totals: Sequence[int], peer: int, counts: Sequence[int], itemsize: int, codec: Codec | None = None
+    totals: Sequence[int],
+    peer: int,
+    counts: Sequence[int],
+    itemsize: int,
+    codec: Codec | None = None,
+    elements: int | None = None,
 ) -> Exchange:
     """Count :class:`mpizero.comm.exact.ExactExchange`: everybody's partial sums over everybody's ranges.
 
@@ -78,11 +83,13 @@ def exchange(
         Bytes of an element.
     codec : Codec or None
         What packs the messages.
+    elements : int or None
+        Those of a bucket.
     """
     if len(totals) == 1:
         return Exchange(Sent(), 0, 0)
     arrivals, mine = sum(counts), counts[peer]
-    step = max(1, exact.EXCHANGE_ELEMENTS // max(1, arrivals, max(counts) * len(totals)))
+    step = max(1, (elements or exact.EXCHANGE_ELEMENTS) // max(1, arrivals, max(counts) * len(totals)))
     others = [elements for place, elements in enumerate(totals) if place != peer]
     turns = -(-max(others) // step) if mine else 0
     widths = [min(step, elements) for elements in totals]
@@ -103,14 +110,16 @@ def _packed(elements: int, step: int, codec: Codec) -> int:
     return full * codec.packed(step) + codec.packed(rest)
 
 
-def gather(totals: Sequence[int], peer: int, itemsize: int, codec: Codec | None = None) -> Exchange:
+def gather(
+    totals: Sequence[int], peer: int, itemsize: int, codec: Codec | None = None, elements: int | None = None
+) -> Exchange:
     """Count :func:`mpizero.comm.exact.gather_spans` of so many elements of each peer, or ``gather_packed``.
 
     Not collective.
     """
     if len(totals) == 1 or not max(totals):
         return Exchange(Sent(), 0, 0)
-    step = max(1, exact.EXCHANGE_ELEMENTS // len(totals))
+    step = max(1, (elements or exact.EXCHANGE_ELEMENTS) // len(totals))
     widths = [min(step, elements) for elements in totals]
     turns, others = -(-totals[peer] // step), len(totals) - 1
     if codec is None:

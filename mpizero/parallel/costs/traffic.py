@@ -63,6 +63,11 @@ class Training:
         return codec_of(self.config.gradient_compression) if self.itemsize == 4 else None
 
     @property
+    def bucket(self) -> int | None:
+        """Elements of a bucket of gradients; None, the default size, too where it will be tuned."""
+        return self.config.bucket_elements(self.itemsize)
+
+    @property
     def needs_norm(self) -> bool:
         """Whether the sum must be seen before the update."""
         return self.config.clip is not None or self.loss_scale or bool(self.codec and self.codec.overflows)
@@ -137,14 +142,16 @@ class Traffic:
         return [each for count in counts for each in alike[count]]
 
     def _exchange(self, totals: Sequence[int], peer: int, counts: Sequence[int]) -> Exchange:
-        return exchange(totals, peer, counts, self.training.itemsize, self.training.codec)
+        training = self.training
+        return exchange(totals, peer, counts, training.itemsize, training.codec, training.bucket)
 
     def replications(self) -> list[Exchange]:
         """Return the gathers of reduced gradients, where every group keeps all optimizer state. Not collective."""
         if self.training.row.shard_optimizer:
             return []
         totals = [sum(self.part.shards.gradients[rank]) for rank in self.grid.peer_ranks]
-        return [gather(totals, self.grid.peers.rank, self.training.itemsize, self.training.codec)]
+        training = self.training
+        return [gather(totals, self.grid.peers.rank, training.itemsize, training.codec, training.bucket)]
 
     def publications(self) -> list[Exchange]:
         """Return the gathers by which updated parameters reach the copies of all groups. Not collective."""
