@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
@@ -24,12 +25,26 @@ from mpizero.types import Array
 
 #: Bytes of the pinned buffer: far above what a transfer needs to be fast, far below what a node has.
 STAGING = 1 << 24
+#: Parts of a card's array that lie no further apart than this (elements) are read together, with what is between them.
+_NEAR = 1 << 12
 #: Cards that the simulator shows, so that several ranks do not all have the same.
 SIMULATED_CARDS = 2
 INSTALL = "install them by pip install 'mpizero[cuda12]' (or cuda13)"
 #: Kernels that round to a dtype of 16 bits and widen from it, and CUDA's number for the dtype.
 SIXTEEN_BITS = {"float16": ("to_float16", "from_float16", 2), "bfloat16": ("to_bfloat16", "from_bfloat16", 14)}
 _FLOAT32, _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM = 0, 68, -1
+
+
+#: ``fill(first, out)`` writes elements ``first ...`` of something to ``out``.
+Fill = Callable[[int, Array], object]
+
+
+class Source(NamedTuple):
+    """``size`` elements for a card's array, from its element ``start`` on."""
+
+    start: int
+    size: int
+    fill: Fill
 
 
 class _Half(NamedTuple):
@@ -50,6 +65,8 @@ class Card(ABC):
         Of this card among the node's.
     name : str
         What the card calls itself.
+    held : Counter of str to int
+        Bytes of model state that this rank keeps on it, by kind.
     """
 
     number: int
@@ -70,6 +87,7 @@ class Card(ABC):
 
     def __init__(self) -> None:
         self._staging = self._pinned(STAGING)
+        self.held: Counter[str] = Counter()
 
     @abstractmethod
     def _pinned(self, nbytes: int) -> Array:
@@ -78,6 +96,16 @@ class Card(ABC):
     @abstractmethod
     def empty(self, size: int, dtype: Any) -> Array:
         """Return a 1-D array of the card, of undefined contents. Not collective."""
+
+    def keep(self, kind: str, size: int, dtype: Any) -> Array:
+        """Return what :meth:`empty` does, counted as model state of a kind. Not collective."""
+        array = self.empty(size, dtype)
+        self.held[kind] += array.nbytes
+        return array
+
+    def release(self, kind: str, array: Array) -> None:
+        """Stop counting an array that its owner drops. Not collective."""
+        self.held[kind] -= array.nbytes
 
     @abstractmethod
     def _array(self, values: Array) -> Array:
@@ -109,12 +137,22 @@ class Card(ABC):
 
     def write(self, target: Any, values: Array) -> None:
         """Copy a 1-D host array to one of the card, of the same dtype and length. Not collective."""
-        step = STAGING // values.itemsize
-        for start in range(0, values.size, step):
-            piece = values[start : start + step]
-            staged = self._staging[: piece.nbytes].view(values.dtype)
-            staged[:] = piece
-            target[start : start + piece.size].set(staged)
+        self.send(target, [Source(0, values.size, copied(values))])
+
+    def send(self, target: Any, sources: Sequence[Source]) -> None:
+        """Fill a 1-D array of the card from sources that cover all of it: they write to the pinned buffer.
+
+        Not collective.
+        """
+        step = STAGING // target.itemsize
+        for first in range(0, target.size, step):
+            last = min(first + step, target.size)
+            staged = self._staging[: (last - first) * target.itemsize].view(target.dtype)
+            for source in sources:
+                low, high = max(source.start, first), min(source.start + source.size, last)
+                if low < high:
+                    source.fill(low - source.start, staged[low - first : high - first])
+            target[first:last].set(staged)
 
     def read(self, source: Any, targets: Sequence[tuple[int, Array]]) -> None:
         """Copy parts of a 1-D array of the card to host arrays. Not collective.
@@ -127,15 +165,37 @@ class Card(ABC):
             Where a part starts, and the C-contiguous host array that takes it; ascending, of the source's dtype.
         """
         step = STAGING // source.itemsize
-        left = [(start, host.reshape(-1)) for start, host in targets]
-        for first in range(0, source.size, step):
-            last = min(first + step, source.size)
-            staged = self._staging[: (last - first) * source.itemsize].view(source.dtype)
-            source[first:last].get(out=staged)
-            for start, host in left:
-                low, high = max(start, first), min(start + host.size, last)
-                if low < high:
-                    host[low - start : high - start] = staged[low - first : high - first]
+        for together in _neighbours([(start, host.reshape(-1)) for start, host in targets if host.size]):
+            begin, end = together[0][0], max(start + host.size for start, host in together)
+            for first in range(begin, end, step):
+                last = min(first + step, end)
+                staged = self._staging[: (last - first) * source.itemsize].view(source.dtype)
+                source[first:last].get(out=staged)
+                for start, host in together:
+                    low, high = max(start, first), min(start + host.size, last)
+                    if low < high:
+                        host[low - start : high - start] = staged[low - first : high - first]
+
+
+def copied(values: Array) -> Fill:
+    """Return what copies elements of a host array. Not collective."""
+
+    def fill(first: int, out: Array) -> None:
+        out[:] = values[first : first + out.size]
+
+    return fill
+
+
+def _neighbours(targets: Sequence[tuple[int, Array]]) -> Iterator[list[tuple[int, Array]]]:
+    """Cut ascending targets where there is so much between two that it is not worth reading."""
+    group: list[tuple[int, Array]] = []
+    for start, host in targets:
+        if group and start - group[-1][0] - group[-1][1].size > _NEAR:
+            yield group
+            group = []
+        group.append((start, host))
+    if group:
+        yield group
 
 
 class CupyCard(Card):

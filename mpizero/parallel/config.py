@@ -60,7 +60,10 @@ class ShardingConfig:
         Steps between two checks of parameters and optimizer state for memory that has changed by itself; 0 is never.
     device : {"cpu", "cuda"}
         Where the layers of a model of blocks compute: "cuda" is a graphics card, of which the ranks of a node take
-        one each in turn. Parameters and optimizer state stay on the host (docs/gpu.md).
+        one each in turn (docs/gpu.md).
+    optimizer_device : {None, "cpu", "cuda"}
+        Where optimizer state lies and parameters are updated: None is the device of the layers, the host for a user's
+        own optimizer. "cpu" keeps both off cards that are too small for them (elsewhere called offloading).
     mixed_precision : {None, "bfloat16", "float16"}
         Rounds the operands of linear layers' products on cards to 16 bits; they are added in float32, and everything
         else is in float32. "float16" brings a dynamic loss scale with it, unless the optimizer is given one.
@@ -81,6 +84,7 @@ class ShardingConfig:
     timeout: float | None = 600.0
     check_every: int = 0
     device: str = "cpu"
+    optimizer_device: str | None = None
     mixed_precision: str | None = None
 
     def __post_init__(self) -> None:
@@ -99,6 +103,12 @@ class ShardingConfig:
         check_bucket(self.bucket_mb, self.gradient_compression)
         if self.device not in ("cpu", "cuda"):
             raise ConfigError(f"device={self.device!r}: expected 'cpu' or 'cuda'")
+        if self.optimizer_device not in (None, "cpu", "cuda"):
+            raise ConfigError(f"optimizer_device={self.optimizer_device!r}: expected None, 'cpu' or 'cuda'")
+        if self.optimizer_device == "cuda" and self.device == "cpu":
+            raise ConfigError(
+                "optimizer_device='cuda' is for layers on cards: give device='cuda' with it, or leave it out"
+            )
         if self.mixed_precision not in (None, *SIXTEEN_BITS):
             raise ConfigError(f"mixed_precision={self.mixed_precision!r}: expected None, 'bfloat16' or 'float16'")
         if self.mixed_precision is not None and self.device == "cpu":

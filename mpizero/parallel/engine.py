@@ -134,9 +134,8 @@ class Engine:
         self.loss_scale = None if loss_scale is None else loss_scale.start()
         self.exchange.compress(self.config.gradient_compression)
         if self.updater is not None:
-            for array in self.updater.state.values():
-                self.memory.release("optimizer state", array)
-        self.updater = Updater(
+            self.updater.release()
+        self.updater = self.workplace.updater(
             optimizer,
             self.store,
             self.memory,
@@ -386,8 +385,10 @@ class Engine:
         if other.updater is not None:
             self.bind(other.updater.optimizer)
             assert self.updater is not None
-            for slot, values in other.updater.state.items():
-                self.updater.state[slot][:] = values
+            state = self.updater.host_state(fetch=False)
+            for slot, values in other.updater.host_state().items():
+                state[slot][:] = values
+            self.updater.take_state(state)
             self.updater.step_count = other.updater.step_count
             self.integrity.forget()
         self.loss_scale, self.step_number = other.loss_scale, other.step_number

@@ -20,6 +20,7 @@ import numpy as np
 from mpizero.comm import ProcessGrid
 from mpizero.crc import crc32
 from mpizero.errors import IntegrityError
+from mpizero.kernels import to_host
 from mpizero.parallel.scalars import everyone_of
 from mpizero.parallel.storage import ParameterStore
 from mpizero.parallel.ties import home_of
@@ -132,7 +133,7 @@ class Integrity:
 
     def _hashes(self) -> Array:
         self.store.settle()
-        return np.fromiter((crc32(view.view(np.uint8)) for view in self._planned().views), np.uint32)
+        return np.fromiter((crc32(to_host(view).view(np.uint8)) for view in self._planned().views), np.uint32)
 
     def _planned(self) -> _Plan:
         """Return who holds what. The first call after :meth:`watch` is collective over all ranks."""

@@ -183,12 +183,14 @@ class ShardedOptimizer:
         updater.step_count, engine.loss_scale = everyone.broadcast_object((updater.step_count, engine.loss_scale), 0)
         repaired = 0
         if len(updater.shares) > 1:
-            for slot in sorted(updater.state):
-                values = updater.state[slot]
+            state = updater.host_state()
+            for slot in sorted(state):
+                values = state[slot]
                 digests = grid.peers.allgather_object(hashlib.sha256(values.tobytes()).hexdigest())
                 if any(digest != digests[0] for digest in digests):
                     repaired += grid.peers.rank == 0
                     grid.peers.broadcast(values, 0, slot)
+            updater.take_state(state)
         engine.integrity.forget()
         total = np.array([repaired], np.int64)
         everyone.allreduce(total, "sum", "repaired")
@@ -223,11 +225,13 @@ class ShardedOptimizer:
                 spec = whole.home(piece.entry.spec).spec
                 if spec.name not in arrays or np.shape(arrays[spec.name]) != spec.shape:
                     raise LayoutError(f"state {slot!r} has no array {spec.name!r} of shape {spec.shape}")
+        held = updater.host_state()
         for slot, arrays in slots.items():
             for piece in updater.pieces:
                 flat = np.asarray(arrays[whole.home(piece.entry.spec).spec.name]).reshape(-1)
                 start = piece.span.start - piece.entry.offset
-                take(piece.entry.spec, flat, start, updater.state[slot][piece.state : piece.state + piece.size])
+                take(piece.entry.spec, flat, start, held[slot][piece.state : piece.state + piece.size])
+        updater.take_state(held)
         self.model.engine.integrity.forget()
         updater.step_count = int(state["step_count"])
 

@@ -28,16 +28,18 @@ _AXES = ("pipeline", "tensor", "context")
 
 
 def local_arrays(
-    engine: Engine, *, parameters: bool = True, values: Array | None = None
+    engine: Engine, *, parameters: bool = True, values: Array | None = None, fetch: bool = True
 ) -> list[checkpoint.LocalArray]:
-    """Return the ranges of every parameter and optimizer array that this rank writes, as views. Not collective.
+    """Return the ranges of every parameter and optimizer array that this rank writes. Not collective.
 
+    They are views, but of copies where optimizer state lies on a card; those have no contents with ``fetch=False``.
     The arrays are those of the whole model, whatever this rank holds of it. ``values``, in the flat order, take the
     place of the parameters.
     """
     arrays = _parameter_arrays(engine, engine.whole.writes, values) if parameters else []
     if engine.updater is not None:
-        arrays += _state_arrays(engine, engine.updater.trees.own, engine.whole.writes)
+        state = engine.updater.host_state(fetch=fetch)
+        arrays += _state_arrays(engine, state, engine.updater.trees.own, engine.whole.writes)
     return [array.local() for array in arrays]
 
 
@@ -60,13 +62,14 @@ def _parameter_arrays(
 
 
 def _state_arrays(
-    engine: Engine, kept: Sequence[UpdatePiece], wanted: Callable[[ParameterSpec], bool]
+    engine: Engine,
+    state: Mapping[str, Array],
+    kept: Sequence[UpdatePiece],
+    wanted: Callable[[ParameterSpec], bool],
 ) -> list[HeldArray]:
     """Return what this rank keeps of the optimizer's arrays."""
-    updater = engine.updater
-    assert updater is not None
     arrays: list[HeldArray] = []
-    for slot, values in updater.state.items():
+    for slot, values in state.items():
         pieces = [
             HeldPiece(p.entry.spec, p.span.start - p.entry.offset, values[p.state : p.state + p.size]) for p in kept
         ]
@@ -133,13 +136,14 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
             _check_layout(attributes(engine)["layout"], saved.get("layout"))
         if with_state:
             _check_optimizer(engine, saved)
-    arrays = _parameter_arrays(engine, _everything)
+    arrays, state = _parameter_arrays(engine, _everything), dict[str, Array]()
     if with_state:
-        arrays += _kept_state(engine)
+        state, kept = _kept_state(engine)
+        arrays += kept
     fill(engine, reader, arrays)
     _forget_residuals(engine)
     if with_state:
-        _take_scalars(engine, saved)
+        _take_state(engine, state, saved)
     engine.step_number = saved["step_number"]
     engine.store.publish()
 
@@ -199,9 +203,10 @@ def restore_state(engine: Engine, reader: ArrayReader) -> None:
     with all_ranks(engine.grid.world, "restore"):
         saved = _saved(reader)
         _check_optimizer(engine, saved)
-    fill(engine, reader, _kept_state(engine))
+    state, kept = _kept_state(engine)
+    fill(engine, reader, kept)
     _forget_residuals(engine)
-    _take_scalars(engine, saved)
+    _take_state(engine, state, saved)
 
 
 def _forget_residuals(engine: Engine) -> None:
@@ -228,18 +233,24 @@ def _check_optimizer(engine: Engine, saved: Mapping[str, Any]) -> None:
         )
 
 
-def _take_scalars(engine: Engine, saved: Mapping[str, Any]) -> None:
+def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, Any]) -> None:
+    """Go on with what was read to the arrays that :func:`_kept_state` gave, and the scalars beside them."""
     assert engine.updater is not None
+    engine.updater.take_state(state)
     engine.integrity.forget()
     engine.updater.step_count = saved["optimizer"]["step_count"]
     if saved.get("loss_scale") is not None and engine.loss_scale is not None:
         engine.loss_scale = replace(engine.loss_scale, **saved["loss_scale"])
 
 
-def _kept_state(engine: Engine) -> list[HeldArray]:
-    """Return all that this rank keeps of the optimizer's arrays, where replicas keep more than they write."""
+def _kept_state(engine: Engine) -> tuple[dict[str, Array], list[HeldArray]]:
+    """Return arrays for all that this rank keeps of the optimizer's state, and what of a checkpoint belongs there.
+
+    Replicas keep more than they write.
+    """
     assert engine.updater is not None
-    return _state_arrays(engine, engine.updater.pieces, _everything)
+    state = engine.updater.host_state(fetch=False)
+    return state, _state_arrays(engine, state, engine.updater.pieces, _everything)
 
 
 def optimizer_name(optimizer: Any) -> str:

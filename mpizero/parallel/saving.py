@@ -25,7 +25,7 @@ class Saving(ShardedCore):
     _snapshot: SnapshotBuffer | None = None
 
     def checkpoint_arrays(self) -> list[LocalArray]:
-        """Return this rank's owned ranges of parameters and optimizer state, as views.
+        """Return this rank's owned ranges of parameters and optimizer state, as views (of a copy of what a card holds).
 
         Not collective, except for a model that trains by local steps: the mean of the ranks' parameters, with the
         optimizer state of rank 0.
@@ -34,7 +34,7 @@ class Saving(ShardedCore):
         return self._written(persistence.local_arrays(self.engine, values=mean))
 
     def optimizer_arrays(self) -> list[LocalArray]:
-        """Return this rank's owned ranges of the optimizer state, as views. Not collective."""
+        """Return this rank's owned ranges of the optimizer state, as views (or of a card's copy). Not collective."""
         return self._written(persistence.local_arrays(self.engine, parameters=False))
 
     def checkpoint_attributes(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Saving(ShardedCore):
                 lambda nbytes: memory.private("snapshot", nbytes, np.uint8),
                 lambda room: memory.release("snapshot", room),
             )
-        self._snapshot.reserve(self._written(persistence.local_arrays(self.engine)))
+        self._snapshot.reserve(self._written(persistence.local_arrays(self.engine, fetch=False)))
 
     def finish_save(self) -> None:
         """Commit the save that :meth:`begin_save` has started, if there is one that has not ended."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -150,9 +150,26 @@ class Updater:
         self.watch: Callable[[Array], None] | None = None
         self.step_count = 0
         self.dtype = store.values.dtype
-        self.state: dict[str, Array] = {
-            slot: memory.private("optimizer state", self.size, self.dtype) for slot in self.optimizer.slots
-        }
+        self.state: dict[str, Array] = {slot: self._new_state() for slot in self.optimizer.slots}
+
+    def _new_state(self) -> Array:
+        """Return a zeroed array of this rank's state."""
+        return self.memory.private("optimizer state", self.size, self.dtype)
+
+    def release(self) -> None:
+        """Stop counting the state, which is dropped. Not collective."""
+        for array in self.state.values():
+            self.memory.release("optimizer state", array)
+
+    def host_state(self, *, fetch: bool = True) -> dict[str, Array]:
+        """Return the state in arrays of the host: itself, or a copy where it lies on a card. Not collective.
+
+        ``fetch=False`` leaves the contents of copies undefined, for who writes all of them.
+        """
+        return self.state
+
+    def take_state(self, host: Mapping[str, Array]) -> None:
+        """Make what :meth:`host_state` returned, with other values in it now, the state. Not collective."""
 
     def reset(self) -> None:
         """Forget the state, as if no step had been made. Not collective."""
@@ -291,8 +308,9 @@ class Updater:
             self.optimizer.apply_direction(w, direction, hypers[piece.group], ratio)
 
     def state_of(self, slot: str, piece: UpdatePiece) -> Array:
-        """Return the state of one of this rank's pieces. Not collective."""
-        return self.state[slot][piece.state : piece.state + piece.size]
+        """Return the state of one of this rank's pieces, on the host: to be read. Not collective."""
+        values: Array = kernels.to_host(self.state[slot][piece.state : piece.state + piece.size])
+        return values
 
     def _run_arrays(self, store: int, state: int, size: int) -> tuple[Array, dict[str, Array]]:
         arrays = {slot: array[state : state + size] for slot, array in self.state.items()}

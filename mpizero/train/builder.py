@@ -297,6 +297,7 @@ def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
         bucket_mb=parallel.bucket_mb,
         check_every=train.check_every,
         device=train.device,
+        optimizer_device=train.optimizer_device,
         mixed_precision=train.mixed_precision,
     )
 

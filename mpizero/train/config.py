@@ -29,13 +29,13 @@ from mpizero.train.checks import (
 from mpizero.train.layout import ParallelSection
 
 #: Settings that may differ between a saved run and the one that resumes it: none changes the mathematics (tensor and
-#: context groups, and cards, round sums differently). Training data are compared by their content, not by where they
-#: lie.
+#: context groups, and cards, round sums differently). Training data are compared by content, wherever they lie.
 FREE_SECTIONS = ("parallel", "checkpoint")
 FREE_KEYS = (
     "train.steps",
     "train.threads",
     "train.device",
+    "train.optimizer_device",
     "train.validate_every",
     "train.validate_samples",
     "train.check_every",
@@ -188,6 +188,7 @@ class TrainSection(Section):
     gradient_compression: str | None = setting(None, optional(_compression))
     threads: int = setting(1, whole(1, 1024))
     device: str = setting("cpu", choice("cpu", "cuda"))
+    optimizer_device: str | None = setting(None, optional(choice("cpu", "cuda")))
     mixed_precision: str | None = setting(None, optional(choice("bfloat16", "float16")))
     validate_every: int = setting(50, whole(0))
     validate_samples: int = setting(512, whole(0))
@@ -201,6 +202,8 @@ class TrainSection(Section):
             raise self.reject(
                 "micro_batch", f"must be at most train.global_batch = {self.global_batch}, of which it is a part"
             )
+        if self.optimizer_device == "cuda" and self.device == "cpu":
+            raise self.reject("optimizer_device", 'is for cards: set train.device = "cuda" with it')
         if self.mixed_precision is not None and self.device == "cpu":
             raise self.reject("mixed_precision", 'is for cards: set train.device = "cuda" with it')
         if self.time_limit is not None and self.time_reserve is not None and self.time_reserve >= self.time_limit:

@@ -172,6 +172,7 @@ BAD = [
     ("train.threads", "0"),
     ("train.device", "gpu"),
     ("train.mixed_precision", "bfloat16"),  # without a card
+    ("train.optimizer_device", "cuda"),  # without a card
     ("train.validate_every", "-1"),
     ("optimizer.name", "adamv"),
     ("optimizer.lr", "nan"),

@@ -5,7 +5,8 @@ the byte: private arrays, and windows of the node in whole pages. "group buffers
 tensor or context group. The rest lives while a step runs: "activations" are what blocks keep for their backward pass,
 "working arrays" what else there is at the fullest moment, while a block runs, and "messages" what a pipeline stage then
 sends and waits for besides, at most. Where layers compute on cards, the first two are there, beside copies of
-parameters and of a unit's gradients; the host's only working array is then what copies pass through.
+parameters and of a unit's gradients, and optimizer state with its buffers where that is updated there; the host's only
+working array is then what copies pass through.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpizero.kernels.card import STAGING
+from mpizero.parallel.card_update import buffer_sizes
 from mpizero.parallel.costs.calls import window_bytes
 from mpizero.parallel.costs.flow import Flow
 from mpizero.parallel.costs.traffic import Traffic
 from mpizero.parallel.feedback import residual_sizes
 from mpizero.parallel.memory import PAGE
+from mpizero.parallel.mirror import gradient_places
 from mpizero.parallel.storage import SLOTS
-from mpizero.parallel.workplace import gradient_places
+from mpizero.parallel.workplace import updates_on_card
 
 #: The parts of a rank's memory, in the order in which they are shown.
 PARTS = (
@@ -82,7 +85,7 @@ class Holdings:
         found = {
             "parameters": self._parameters(),
             "gradients": self._gradients(),
-            "optimizer state": Bytes(self._state() * self._item),
+            "optimizer state": Bytes(0 if self._updates_on_card else self._state() * self._item),
             "residuals": self._residuals(),
             "buffers": self._buffers(),
             "exchange buffers": Bytes(self._exchange_buffers()),
@@ -99,8 +102,14 @@ class Holdings:
             return {}
         layout, shards = self.traffic.part.layout, self.traffic.part.shards
         gradients = max((gradient_places(unit)[1] for unit in layout.units), default=0)
-        figures = self.flow.figures
-        return {
+        figures, optimizer = self.flow.figures, self.traffic.training.optimizer
+        updated, state = self._updated(), {}
+        if self._updates_on_card:
+            buffers = buffer_sizes(
+                updated, self._item, norms=optimizer.needs_tensor_norms, whole=not self.traffic.sharded
+            )
+            state = {"optimizer state": self._state() * self._item, "buffers": sum(buffers) * self._item}
+        return state | {
             "parameters": (shards.largest if self.traffic.sharded else layout.size) * self._item,
             "gradients": gradients * self._item,
             "activations": figures.kept,
@@ -110,6 +119,10 @@ class Holdings:
     @property
     def _on_card(self) -> bool:
         return self.traffic.training.config.device != "cpu"
+
+    @property
+    def _updates_on_card(self) -> bool:
+        return updates_on_card(self.traffic.training.config, self.traffic.training.optimizer)
 
     # ------------------------------------------------------------------ what the engine allocates
 
@@ -146,9 +159,13 @@ class Holdings:
 
     def _state(self) -> int:
         """Return the elements of the optimizer's arrays."""
+        return len(self.traffic.training.optimizer.slots) * self._updated()
+
+    def _updated(self) -> int:
+        """Return the parameters that the rank updates."""
         traffic = self.traffic
         ranks = (traffic.grid.data.rank,) if traffic.training.row.shard_optimizer else traffic.grid.peer_ranks
-        return len(traffic.training.optimizer.slots) * sum(traffic.part.shards.trained[rank] for rank in ranks)
+        return int(sum(traffic.part.shards.trained[rank] for rank in ranks))
 
     def _residuals(self) -> Bytes:
         """Return what compression leaves out, before and after a step."""

@@ -61,6 +61,7 @@ def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> i
             threads=config.train.threads,
             clip=config.train.clip or None,
             device=config.train.device,
+            optimizer_device=config.train.optimizer_device,
             mixed_precision=config.train.mixed_precision,
         )
     finally:

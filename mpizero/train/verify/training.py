@@ -214,9 +214,11 @@ class Training:
     def take_state(self, state: State) -> None:
         """Go on from another layout's parameters and optimizer arrays."""
         self.model.set_parameters(state.parameters)
+        held = self.updater.host_state()
         for slot, values in state.slots.items():
             for piece in self.engine.pieces():
-                self.updater.state_of(slot, piece)[:] = values[piece.span.start : piece.span.stop]
+                held[slot][piece.state : piece.state + piece.size] = values[piece.span.start : piece.span.stop]
+        self.updater.take_state(held)
         self.updater.step_count = state.step_count
 
     def update_from(self, gradient: Gradient, values: Array) -> Update:

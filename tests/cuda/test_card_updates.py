@@ -1,0 +1,259 @@
+"""Optimizers on cards, simulated ones: the host's update in bits, on any layout, with state that is saved and checked.
+
+The simulator computes with NumPy's numbers, hence the host's bits; a real card may round a product and a sum at once.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+# The simulator is chosen when numba is imported; without it these kernels need a GPU.
+if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
+    pytest.skip("CUDA kernels run under NUMBA_ENABLE_CUDASIM=1", allow_module_level=True)
+
+import mpizero as mz
+from mpizero.errors import ConfigError, IntegrityError
+from mpizero.kernels import card as cards
+from mpizero.parallel import card_update
+from mpizero.parallel.card_update import CardUpdater
+from mpizero.parallel.costs import TrainingPlan
+from mpizero.parallel.placement import placement
+from mpizero.testing import run_in_threads
+
+OPTIMIZERS = {
+    "sgd": mz.SGD(lr=0.1, weight_decay=0.01),
+    "momentum": mz.SGD(lr=0.1, momentum=0.9),
+    "adam": mz.Adam(lr=0.01),
+    "adamw": mz.AdamW(lr=0.01, groups=[mz.ParameterGroup("*bias", lr_scale=0.5)]),
+    "rmsprop": mz.RMSprop(),
+    "lion": mz.Lion(),
+    "lamb": mz.LAMB(lr=0.01),
+}
+PRIVATE = {"share_node_memory": False}
+
+
+def batch(dtype="float32"):
+    rng = np.random.default_rng(1)
+    return rng.normal(size=(4, 3)).astype(dtype), rng.integers(0, 2, 4)
+
+
+def config(comm=None, **settings):
+    settings = {"device": "cuda", "micro_batch": 2, "minimum_parameter_group_size": 1} | settings
+    return mz.ShardingConfig(comm=comm, **settings)
+
+
+def train(model, steps, dtype="float32"):
+    """Train on this rank's part of the batch; return the losses."""
+    x, y = batch(dtype)
+    share = len(x) // model.world_size
+    own = slice(model.rank * share, (model.rank + 1) * share)
+    return [model.train(x[own], y[own]) for _ in range(steps)]
+
+
+def network(dtype="float32"):
+    return mz.nn.MLP(3, (4,), 2, dtype=dtype)
+
+
+def found_of(model, optimizer):
+    """Return parameters, and state by slot and name, as bytes."""
+    told = optimizer.state_dict()
+    state = {(slot, n): a.tobytes() for slot, arrays in told["state"].items() for n, a in arrays.items()}
+    return model.gather_full_parameters().tobytes(), state, told["step_count"]
+
+
+def trained(optimizer, comm=None, *, place=mz.DDPModel, dtype="float32", steps=3, **settings):
+    with config(comm, **settings) as sharding, place(network(dtype), sharding) as model:
+        bound = OPTIMIZER_OF[place](OPTIMIZERS[optimizer], sharding)
+        bound.set_model(model)
+        losses = train(model, steps, dtype)
+        on_card = isinstance(model.engine.updater, CardUpdater)
+        assert on_card == (settings.get("optimizer_device") != "cpu")
+        return losses, found_of(model, bound)
+
+
+OPTIMIZER_OF = {
+    mz.DDPModel: mz.DDPOptimizer,
+    mz.ZeRO1Model: mz.ZeRO1Optimizer,
+    mz.ZeRO2Model: mz.ZeRO2Optimizer,
+    mz.ZeRO3Model: mz.ZeRO3Optimizer,
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_simulated_card_updates_as_the_host_does_bit_for_bit(optimizer, dtype):
+    clip = 0.1 if optimizer in ("adamw", "lamb") else None  # one pass, and two
+    on_card, on_host = (trained(optimizer, dtype=dtype, clip=clip, optimizer_device=where) for where in (None, "cpu"))
+    assert on_card == on_host
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+@pytest.mark.parametrize("place", [mz.DDPModel, mz.ZeRO3Model])
+def test_blocks_change_nothing(optimizer, place, monkeypatch):
+    def found():
+        return run_in_threads(2, lambda comm: trained(optimizer, comm, place=place, steps=1, **PRIVATE))
+
+    whole = found()
+    for module in (cards, card_update):
+        monkeypatch.setattr(module, "STAGING", 20)  # 5 elements, of 26: blocks end inside of parameters
+    assert found() == whole
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "lamb"])
+@pytest.mark.parametrize("memory", [{}, PRIVATE], ids=["shared", "private"])
+@pytest.mark.parametrize("place", OPTIMIZER_OF)
+def test_bits_of_parameters_and_state_are_those_of_one_rank(place, memory, optimizer):
+    losses, alone = trained(optimizer, steps=2)
+    for found in run_in_threads(2, lambda comm: trained(optimizer, comm, place=place, steps=2, **memory)):
+        assert found == (losses, alone)
+
+
+def test_a_rank_alone_never_copies_its_parameters_to_the_card_again(monkeypatch):
+    written, write = [], cards.Card.write
+    monkeypatch.setattr(
+        cards.Card, "write", lambda card, target, values: (written.append(values.size), write(card, target, values))
+    )
+    with config() as sharding, mz.DDPModel(network(), sharding) as model:
+        model.engine.bind(OPTIMIZERS["adamw"])
+        train(model, 3)
+        assert written == [model.parameter_count]
+        model.set_parameters(model.get_parameters() + 1)  # changed by other means: they go there once more
+        model.predict(batch()[0])
+        assert written == [model.parameter_count] * 2
+        mirror = model.engine.workplace.lender(model.engine.store).current()
+        assert np.array_equal(mirror.get(), model.engine.store.values)
+
+
+def test_state_on_a_card_is_saved_as_the_hosts_and_loads_on_both(tmp_path):
+    paths = {where: tmp_path / str(where) for where in (None, "cpu")}
+    images, wanted = [], None
+    for where, path in paths.items():
+        with config(optimizer_device=where) as sharding, mz.DDPModel(network(), sharding) as model:
+            model.engine.bind(OPTIMIZERS["adamw"])
+            train(model, 2)
+            images.append(model.serialize())
+            pending = model.begin_save(path)
+            train(model, 1)  # what is saved is from before
+            pending.commit()
+            wanted = model.gather_full_parameters().tobytes()
+    assert images[0] == images[1]
+    for path in paths.values():
+        for where in paths:
+            with config(optimizer_device=where) as sharding, mz.ZeRO2Model(network(), sharding) as model:
+                model.engine.bind(OPTIMIZERS["adamw"])
+                train(model, 1)  # not the start values: loading verifies first
+                model.load_model(path)
+                train(model, 1)
+                assert model.gather_full_parameters().tobytes() == wanted
+
+
+def test_a_state_dict_and_a_clone_carry_the_state():
+    with config() as sharding, mz.DDPModel(network(), sharding) as model, mz.DDPModel(network(), sharding) as other:
+        first, second = (mz.DDPOptimizer(OPTIMIZERS["adamw"], sharding) for _ in range(2))
+        first.set_model(model)
+        second.set_model(other)
+        train(model, 2)
+        second.load_state_dict(first.state_dict())
+        other.set_parameters(model.get_parameters())
+        with model.deep_copy() as copy:
+            for follower in (model, other, copy):
+                train(follower, 1)
+            assert found_of(other, second) == found_of(model, first)
+            assert copy.gather_full_parameters().tobytes() == model.gather_full_parameters().tobytes()
+        first.reset()
+        assert not any(a.any() for arrays in first.state_dict()["state"].values() for a in arrays.values())
+
+
+def test_replicated_state_that_differs_is_repaired_on_the_card():
+    def repair(comm):
+        with config(comm, **PRIVATE) as sharding, mz.DDPModel(network(), sharding) as model:
+            optimizer = mz.DDPOptimizer(OPTIMIZERS["adamw"], sharding)
+            optimizer.set_model(model)
+            train(model, 1)
+            right = model.engine.updater.host_state()["exp_avg"].copy()
+            if comm.rank == 1:
+                model.engine.updater.state["exp_avg"][3] = 7.0
+            repaired = optimizer.synchronize_optimizer_state()
+            return repaired, np.array_equal(model.engine.updater.state["exp_avg"].get(), right)
+
+    assert run_in_threads(2, repair) == [(1, True)] * 2
+
+
+def test_a_bit_that_turned_over_on_the_card_is_found_and_named():
+    with config(check_every=1) as sharding, mz.DDPModel(network(), sharding) as model:
+        model.engine.bind(OPTIMIZERS["adamw"])
+        train(model, 2)
+        model.engine.updater.state["exp_avg_sq"][0] = 0.5
+        with pytest.raises(IntegrityError, match=r"exp_avg_sq.*elements 0 to"):
+            train(model, 1)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the simulator's kernels meet an infinite sample
+def test_a_skipped_step_leaves_state_and_parameters_on_the_card_as_they_were():
+    with config() as sharding, mz.DDPModel(network(), sharding) as model:
+        optimizer = mz.DDPOptimizer(OPTIMIZERS["adamw"], sharding, loss_scale=mz.DynamicLossScale())
+        optimizer.set_model(model)
+        train(model, 1)
+        before = found_of(model, optimizer)
+        x, y = batch()
+        x[0, 0] = np.inf
+        model.train(x, y)
+        assert model.last_step.skipped
+        assert found_of(model, optimizer) == before
+
+
+class Own:
+    """A user's own: plain descent on NumPy arrays."""
+
+    def update(self, params, grads, state):
+        params -= np.float32(0.1) * grads
+
+
+def test_a_users_own_optimizer_stays_on_the_host():
+    with config() as sharding, mz.DDPModel(network(), sharding) as model:
+        model.engine.bind(Own())
+        train(model, 1)
+        own = model.gather_full_parameters()
+        assert "optimizer state" not in model.metadata().bytes_on_card
+    with config(optimizer_device="cuda") as sharding, mz.DDPModel(network(), sharding) as model:
+        with pytest.raises(ConfigError, match=r"Own.update works on arrays of the host"):
+            model.engine.bind(Own())
+        model.engine.bind(mz.SGD(lr=0.1))
+        train(model, 1)
+        np.testing.assert_allclose(model.gather_full_parameters(), own, rtol=1e-6)
+
+
+def test_an_optimizer_on_a_card_needs_layers_there():
+    with pytest.raises(ConfigError, match="device='cuda'"):
+        mz.ShardingConfig(optimizer_device="cuda")
+    with pytest.raises(ConfigError, match="None, 'cpu' or 'cuda'"):
+        config(optimizer_device="gpu")
+
+
+@pytest.mark.parametrize("where", [None, "cpu"])
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+@pytest.mark.parametrize("memory", [{}, PRIVATE], ids=["shared", "private"])
+def test_a_plan_tells_where_state_lies_to_the_byte(optimizer, memory, where):
+    settings = {"optimizer_device": where, **memory}
+
+    def held(comm):
+        with config(comm, **settings) as sharding, mz.ZeRO3Model(network(), sharding) as model:
+            model.engine.bind(OPTIMIZERS["sgd"])
+            model.engine.bind(OPTIMIZERS[optimizer])  # what the first had is given back
+            told = model.metadata()
+            return told.bytes_on_card, told.bytes_on_rank.get("optimizer state", 0)
+
+    x, y = batch()
+    for rank, (card, host) in enumerate(run_in_threads(2, held)):
+        plan = TrainingPlan(
+            model=network(), optimizer=OPTIMIZERS[optimizer], config=config(**settings), row=placement("zero3"),
+            ranks=2, global_batch=4, x=x, y=y,
+        ).by_rank[rank]  # fmt: skip
+        state = plan.memory.get("optimizer state")
+        assert host == (state.private if state else 0)
+        assert card == {kind: size for kind, size in plan.card.items() if kind in card}
+        assert {"optimizer state", "buffers"} <= set(card) if where is None else "optimizer state" not in card
+        assert (host > 0) == (where == "cpu")
