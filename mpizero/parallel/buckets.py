@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpizero.comm import Communicator
+from mpizero.parallel.behind import sums_behind
 from mpizero.parallel.bucketsize import AUTO, elements_of
 from mpizero.parallel.feedback import GradientExchange
 from mpizero.types import Array
@@ -64,7 +65,7 @@ def make_tuner(engine: Engine) -> BucketTuner | None:
     if len(shares) > 1:  # with one group nothing travels here; between the groups of another stage it may
         sizes = [[sum(span.size for span in spans) for spans in share.gradient_spans] for share in shares]
         totals = [max(unit, default=0) for unit in sizes] if engine.placement.waves else [sum(unit) for unit in sizes]
-        largest = len(shares) * max(totals)
+        largest = engine.layout.gradient_size if sums_behind(engine) else len(shares) * max(totals)
     tuner = BucketTuner(engine.exchange, engine.scalars.everyone, largest, engine.dtype.itemsize)
     return tuner if len(tuner.sizes) > 1 else None
 

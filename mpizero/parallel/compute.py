@@ -19,6 +19,8 @@ from mpizero.types import EVALUATE, BlackBoxModel, BlockModel, Init, ParameterSp
 GradientTarget = Callable[[Unit], Mapping[str, Any]]
 #: Called when a unit's gradients are complete.
 UnitDone = Callable[[Unit], None]
+#: Called when a block's gradients are complete, before its unit's are, by evaluators that know.
+BlockEnded = Callable[[Unit, str], None]
 
 
 class Evaluator(Protocol):
@@ -28,7 +30,9 @@ class Evaluator(Protocol):
     def store(self) -> Lender:
         """Lends the parameters."""
 
-    def gradients(self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone) -> tuple[float, float]:
+    def gradients(
+        self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone, ended: BlockEnded | None = None
+    ) -> tuple[float, float]:
         """Write the gradient of the loss sum; return the loss sum and the weight."""
 
     def absent(self, done: UnitDone) -> None:
@@ -93,7 +97,9 @@ class BlockEvaluator:
         self.blocks = dict(model.blocks)
         self.units = store.layout.units
 
-    def gradients(self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone) -> tuple[float, float]:
+    def gradients(
+        self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone, ended: BlockEnded | None = None
+    ) -> tuple[float, float]:
         """Write the gradient of the loss sum; return the loss sum and the weight. Collective if sharded.
 
         When a layer raises, the rest of the collectives is gone through before the error goes on.
@@ -122,6 +128,8 @@ class BlockEvaluator:
                         begun = clock.begin()
                         d = self.blocks[block].backward(params[block], caches.pop(block), d, grads[block])
                         clock.end("backward", block, begun)
+                        if ended is not None:
+                            ended(unit, block)
                 passed.done(unit)
         except (CollectiveError, PeerFailure):
             raise
@@ -178,8 +186,13 @@ class BlackBoxEvaluator:
         self.units = store.layout.units
         self.frozen = frozenset(e.spec.name for e in store.layout.entries if not e.spec.trainable)
 
-    def gradients(self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone) -> tuple[float, float]:
-        """Write the gradient of the loss sum; return the loss sum and the weight. Collective if sharded."""
+    def gradients(
+        self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone, ended: BlockEnded | None = None
+    ) -> tuple[float, float]:
+        """Write the gradient of the loss sum; return the loss sum and the weight. Collective if sharded.
+
+        ``ended`` is never called: all gradients come at the end.
+        """
         left = deque(reversed(self.units))
         params = self._parameters()
         try:

@@ -20,6 +20,7 @@ from mpizero.errors import ConfigError
 from mpizero.layout import FlatLayout
 from mpizero.nn.memory import keep_freed_memory
 from mpizero.parallel.across import Across
+from mpizero.parallel.behind import sums_behind
 from mpizero.parallel.blas import settle_blas
 from mpizero.parallel.buckets import make_tuner
 from mpizero.parallel.compute import blocks_of
@@ -27,12 +28,13 @@ from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.dealing import GlobalBatch, deal, in_contexts, same_batch
 from mpizero.parallel.evaluation import evaluate
 from mpizero.parallel.feedback import GradientExchange
-from mpizero.parallel.gradients import GradientRing, GradientRows, GradientViews, contiguous_owners
+from mpizero.parallel.gradients import GradientRing, GradientViews
 from mpizero.parallel.integrity import Integrity
 from mpizero.parallel.memory import Memory, fits_shared_memory
 from mpizero.parallel.ownership import UpdatePiece
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.report import Outcome, StepReport
+from mpizero.parallel.rows import GradientRows, contiguous_owners
 from mpizero.parallel.runners import make_runner
 from mpizero.parallel.scalars import GrainScalars, Totals
 from mpizero.parallel.spread import Spread
@@ -71,9 +73,8 @@ class Engine:
         self.exchange = GradientExchange(self.store, self.memory, placement, config.gradient_compression)
         self.exchange.elements = config.bucket_elements(self.dtype.itemsize)
         self.scalars = GrainScalars(self.grid, self.layout, tuple(blocks_of(model)))
-        self.across: Across | None = None
-        if self.grid.model.size > 1:
-            self.across = Across(self.grid, self.layout, trainable_names(model))
+        several = self.grid.model.size > 1
+        self.across = Across(self.grid, self.layout, trainable_names(model)) if several else None
         self.runner = make_runner(self)
         self._named = GradientViews(self.layout, self.memory, self.dtype)
         self._rows: GradientRows | None = None
@@ -136,11 +137,7 @@ class Engine:
         if self.updater is not None:
             self.updater.release()
         self.updater = self.workplace.updater(
-            optimizer,
-            self.store,
-            self.memory,
-            replicated=self.exchange.replicated,
-            in_rows=self._ring is None,
+            optimizer, self.store, self.memory, replicated=self.exchange.replicated, in_rows=self._ring is None
         )
         self.updater.across = self.across
         if any(use.stage == self.stage.number for uses in self.stage.uses.values() for use in uses):
@@ -161,6 +158,7 @@ class Engine:
             self._rows = GradientRows(
                 self.layout, self.grid, self.memory, self.dtype, self.config.accumulate, self._named
             )
+            self.store.beside = self.store.beside if self.placement.waves else self._rows.poll
         return self._rows
 
     def current_loss_scale(self) -> float:
@@ -175,7 +173,7 @@ class Engine:
         sent = self.grid.bytes_sent
         if self.tuner is not None:
             self.tuner.begin()
-        batch, totals, stack_row = self._forward_backward(x, y, self._ring is not None)
+        batch, totals, stack_row = self._forward_backward(x, y, self._ring is not None, summed=True)
         rate = optim.learning_rate(updater.optimizer, updater.step_count)
         norm, problems = None, totals.problems
         self.integrity.verify()
@@ -229,13 +227,16 @@ class Engine:
         assert self.updater is not None
         return self.updater
 
-    def _forward_backward(self, x: Any, y: Any, ring: bool) -> tuple[GlobalBatch, Totals, int]:
-        """Leave this rank's gradients in the rows, or the owners' sums in the ring's stack."""
+    def _forward_backward(self, x: Any, y: Any, ring: bool, *, summed: bool = False) -> tuple[GlobalBatch, Totals, int]:
+        """Leave this rank's gradients in the rows, or the owners' sums in the ring's stack.
+
+        ``summed`` says that rows are summed next, which may then begin.
+        """
         set_context(step=self.step_number)
         with self.scalars.everyone.trace.common_duty("training step"):
-            return self._computed(x, y, ring)
+            return self._computed(x, y, ring, summed and sums_behind(self))
 
-    def _computed(self, x: Any, y: Any, ring: bool) -> tuple[GlobalBatch, Totals, int]:
+    def _computed(self, x: Any, y: Any, ring: bool, behind: bool) -> tuple[GlobalBatch, Totals, int]:
         self.exchange.begin()
         with self.timeline.span("agreement", "samples"):
             batch = self._deal(x, y, waves=ring)
@@ -244,16 +245,15 @@ class Engine:
             jobs = self._ring.jobs(batch, self.exchange)
             stack_row = self._ring.planned(batch.count).root
         else:
-            jobs = self.rows.jobs(batch, self._rounds(batch))
+            jobs = self.rows.jobs(batch, self._rounds(batch), (self.exchange, self.store) if behind else None)
         # Every value is looked at afterwards, with its rank, tensor and samples: NumPy's warnings would say less.
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             self.runner.run(jobs, self._run)
-        if ring and self._ring is not None:
-            with self.timeline.span("reduction", "last unit"):
-                self._ring.finish()
+        with self.timeline.span("reduction", "rest"):
+            (self._ring if ring and self._ring is not None else self.rows).finish()
         with self.timeline.span("agreement", "losses"):
             totals = self.scalars.agree()
-        if not ring:
+        if not (ring or behind):
             with self.timeline.span("reduction", "rows"):
                 self.memory.barrier("rows")
         return batch, totals, stack_row
@@ -324,7 +324,7 @@ class Engine:
     def gradients(self, x: Any, y: Any) -> tuple[Totals, Array]:
         """Return the sums over the global batch and the averaged gradient, where :meth:`apply` takes it."""
         updater = self._bound()
-        batch, totals, row = self._forward_backward(x, y, self._ring is not None)
+        _, totals, row = self._forward_backward(x, y, self._ring is not None, summed=True)
         reduced = self._reduced(updater, self._divisor(totals), row)
         self.memory.barrier("reduced")
         return totals, reduced

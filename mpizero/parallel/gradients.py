@@ -1,8 +1,8 @@
-"""Two ways of holding gradients until their owners have summed them: whole rows, or a ring of units.
+"""What gradients are written to, and a ring of units that holds them until their owners have summed them.
 
-Rows: every rank folds contiguous grains into rows of the whole gradient, summed once at the end (DDP, ZeRO-1, and every
-strategy whose gradients stay local for a while). Ring: grains come in waves, and each unit's gradient is summed into
-its owners' stacks as soon as its backward ends (ZeRO-2 and 3). The tree is the same, so the bits are.
+Ring: grains come in waves, and each unit's gradient is summed into its owners' stacks as soon as its backward ends
+(ZeRO-2 and 3). The other way is to fold contiguous grains into rows of the whole gradient (``rows.py``: DDP, ZeRO-1,
+and every strategy whose gradients stay local for a while). The tree is the same, so the bits are.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 from mpizero import kernels
 from mpizero.comm import ProcessGrid
 from mpizero.comm.timeline import Timeline
-from mpizero.comm.turns import Arriving, Piece, program_array, tree_sum
-from mpizero.layout import FlatLayout, Grains, RowsPlan, Unit, Wave, WavePlan, rows_plan, wave_plan
+from mpizero.comm.turns import Arriving, Piece, program_array
+from mpizero.layout import FlatLayout, Unit, Wave, WavePlan, wave_plan
 from mpizero.layout.flat import views
 from mpizero.parallel.dealing import GlobalBatch, Grain
 from mpizero.parallel.feedback import GradientExchange
@@ -39,41 +39,16 @@ class Job(NamedTuple):
         Lends the views that a unit's gradients are written to.
     done : callable
         Is told when they are; collective over the data group where gradients are sharded.
+    ended : callable or None
+        Is told of every block whose gradients are complete, before its unit's are, if that is of use; collective over
+        the data group then, as ``done`` is.
     """
 
     grain: Grain | None
     number: int
     target: Callable[[Unit], Any]
     done: Callable[[Unit], None]
-
-
-def contiguous_owners(grid: ProcessGrid, count: int) -> list[int]:
-    """Return the rank of ``grid.batch`` that computes each of ``count`` grains: contiguous, node after node.
-
-    The ranks of a context group compute a grain together, each its places of the sequence.
-    """
-    contexts = grid.context.size
-    order = grid.order if contexts == 1 else range(grid.batch.size)
-    owner = [0] * count
-    for position, rank in enumerate(order):
-        for grain in Grains(count, 1).dealt(position, grid.batch.size):
-            owner[grain] = rank
-    return owner
-
-
-def contiguous_shares(grid: ProcessGrid, count: int) -> list[range]:
-    """Return the grains of each place of ``grid.data``, as :func:`contiguous_owners` deals them.
-
-    With contexts, ``count`` counts each part of a grain: part c of grain g is number ``c * (count / contexts) + g``, so
-    that a rank's are contiguous.
-    """
-    contexts, whole = grid.context.size, count // grid.context.size
-    shares = []
-    for place in range(grid.data.size):
-        data, context = divmod(place, contexts)
-        own = Grains(whole, 1).dealt(data, grid.batch.size)
-        shares.append(range(context * whole + own.start, context * whole + own.stop))
-    return shares
+    ended: Callable[[str], None] | None = None
 
 
 class GradientViews:
@@ -101,7 +76,7 @@ def _united(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return first
 
 
-class _MicroFold:
+class MicroFold:
     """Add the micro-batches of a grain in order, in one buffer besides the target, made when it is first needed."""
 
     def __init__(self, memory: Memory, size: int, dtype: Any, accumulate: int) -> None:
@@ -124,130 +99,6 @@ class _MicroFold:
         """Write the sum to ``target``."""
         if self.partial.size:
             target[:] = self.partial[base : base + target.size]
-
-
-class GradientRows:
-    """Whole gradients of contiguous grains in rows, in the window of the group.
-
-    Collective methods are collective over the data group.
-    """
-
-    def __init__(
-        self, layout: FlatLayout, grid: ProcessGrid, memory: Memory, dtype: Any, accumulate: int, named: GradientViews
-    ) -> None:
-        self.layout, self.grid, self.memory, self.named = layout, grid, memory, named
-        self.dtype = np.dtype(dtype)
-        self.stride = -(-layout.gradient_size * self.dtype.itemsize // PAGE) * PAGE // self.dtype.itemsize
-        self.window: Array = np.zeros((0, self.stride), dtype)
-        self._storage = self.window
-        self.micro = _MicroFold(memory, layout.gradient_size, dtype, accumulate)
-        self._views: dict[tuple[int, int], Any] = {}
-        self._plans: dict[int, RowsPlan] = {}
-        self.plan: RowsPlan | None = None
-        self.one = np.ones(1, dtype)
-
-    def owners(self, count: int) -> list[int]:
-        """Return the rank of ``grid.batch`` that computes each of ``count`` grains."""
-        return contiguous_owners(self.grid, count)
-
-    def planned(self, count: int) -> RowsPlan:
-        """Return the plan for ``count`` grains."""
-        if count not in self._plans:
-            self._plans[count] = rows_plan(contiguous_shares(self.grid, count), self.grid.group_sizes, count)
-        return self._plans[count]
-
-    def row(self, number: int) -> Array:
-        """Return one of this rank's rows."""
-        row: Array = self.window[self._place(number)]
-        return row[: self.layout.gradient_size]
-
-    def _place(self, number: int) -> int:
-        rows: int = self.window.shape[0] // self.grid.node.size
-        return self.grid.node.rank * rows + number
-
-    def jobs(self, batch: GlobalBatch, rounds: int) -> list[Job]:
-        """Return this rank's micro-batches, whose gradients are folded as they come.
-
-        Collective over the node where rows have to be made. ``rounds`` is the number of jobs that every rank takes
-        part in; 0 where nothing is gathered, so that absent grains cost nothing.
-        """
-        self.plan = plan = self.planned(batch.count)
-        self._reserve(plan.rows)
-        jobs: list[Job] = []
-        for index, row, additions in plan.folds[self.grid.place].folds:
-            grain = batch.grains[index]
-            last = len(grain.micro_batches) - 1
-            for number in range(last + 1):
-                done = partial(self._done, row, number, additions if number == last else None)
-                jobs.append(Job(grain, number, partial(self._target, row), done))
-        return jobs + [Job(None, 0, _no_target, _nothing)] * (rounds - len(jobs))
-
-    def _done(self, row: int, number: int, additions: Sequence[tuple[int, int]] | None, unit: Unit) -> None:
-        """Fold one unit's part of a row; ``additions`` come with the last micro-batch of a grain."""
-        base = self.layout.gradient_bases[unit.index]
-        part = self.row(row)[base : base + unit.gradients]
-        self.micro.fold(part, base, number)
-        if additions is not None:
-            self.micro.finish(part, base)
-            for target, source in additions:
-                total = self.row(target)[base : base + unit.gradients]
-                total += self.row(source)[base : base + unit.gradients]
-
-    def local_sum(self) -> Array:
-        """Return the sum of this rank's grains as a new array: their nodes added in order. Not collective."""
-        plan = self._current()
-        held = [row for _, row in plan.folds[self.grid.place].held]
-        total = np.zeros(self.layout.gradient_size, self.dtype)
-        for number, row in enumerate(held):
-            total = self.row(row).copy() if number == 0 else total + self.row(row)
-        return total
-
-    def pieces(self, exchange: GradientExchange, shares: Sequence[Share]) -> tuple[Any, Array]:
-        """Return an iterator over what this rank has to sum, and the program that sums it. Collective."""
-        plan = self._current()
-        ranges = [[s for unit in self.layout.units for s in share.row_spans(unit.index)] for share in shares]
-        pieces = exchange.pieces(self.window, ranges, plan.group_programs, "gradients", exchange.residuals())
-        return pieces, program_array(plan.root)
-
-    def reduce(self, exchange: GradientExchange, shares: Sequence[Share], divisor: Array, out: Array | None) -> Array:
-        """Sum this rank's ranges and divide by ``divisor``.
-
-        Collective. Without ``out`` the result stands in this rank's first row, at its place in the row space; else in
-        ``out``, the concatenation of the ranges.
-        """
-        pieces, program = self.pieces(exchange, shares)
-        result = self.row(0) if out is None else out
-        for piece in pieces:
-            start = piece.target if out is None else piece.position
-            tree_sum(piece.rows, piece.first, program, divisor, result[start : start + piece.size])
-        return result
-
-    def replicate(self, exchange: GradientExchange, shares: Sequence[Share]) -> None:
-        """Give the reduced ranges in the first row to all peers. Collective."""
-        exchange.replicate(
-            self.row(0), [[s for unit in self.layout.units for s in share.row_spans(unit.index)] for share in shares]
-        )
-
-    def _current(self) -> RowsPlan:
-        if self.plan is None:
-            raise RuntimeError("no gradient exists yet: call train or compute_gradients first")
-        return self.plan
-
-    def _reserve(self, rows: int) -> None:
-        needed = rows * self.grid.node.size
-        if self._storage.shape[0] < needed:
-            if self._storage.size:
-                self.memory.free_shared("gradients", (self._storage,))
-            self._views.clear()
-            (self._storage,) = self.memory.shared("gradients", [(needed, self.stride)], self.dtype)
-        self.window = self._storage[:needed]  # a rank's rows stand where the plan of this batch looks for them
-
-    def _target(self, row: int, unit: Unit) -> Any:
-        key = (self._place(row), unit.index)
-        if key not in self._views:
-            base = self.layout.gradient_bases[unit.index]
-            self._views[key] = self.named.unit(unit, self.row(row)[base : base + unit.gradients])
-        return self._views[key]
 
 
 class _Coming(NamedTuple):
@@ -273,7 +124,7 @@ class GradientRing:
         slots = 2 if grid.node.size > 1 else 1
         stride = -(-largest * self.dtype.itemsize // PAGE) * PAGE // self.dtype.itemsize
         self.slots = memory.shared("gradients", [(grid.node.size, stride)] * slots, dtype)
-        self.micro = _MicroFold(memory, layout.gradient_size, dtype, accumulate)
+        self.micro = MicroFold(memory, layout.gradient_size, dtype, accumulate)
         self.accumulate = accumulate
         self.stack = memory.private("gradients", (1, self.share.gradient_size), dtype)
         self._plans: dict[int, WavePlan] = {}
@@ -381,11 +232,3 @@ class GradientRing:
         for row, program in programs:
             out = self.stack[row, at : at + piece.size]
             fused.tree_sum(rows, piece.first, self.stack, at, program, self.one, out, 0, piece.size)
-
-
-def _nothing(unit: Unit) -> None:
-    """Rows need nothing when a unit's backward ends."""
-
-
-def _no_target(unit: Unit) -> Any:
-    raise RuntimeError("an absent grain has no gradient")

@@ -65,11 +65,27 @@ class WatchedJob:
         self.job, self.scalars, self.timeline = workplace.put_job(job), scalars, timeline
         self.workplace = workplace
         self._written: dict[int, Any] = {}
+        self._checked: set[str] = set()
 
     def target(self, unit: Unit) -> Any:
         """Lend the views that a unit's gradients are written to."""
         self._written[unit.index] = self.job.target(unit)
         return self.workplace.target(unit, self._written[unit.index])
+
+    @property
+    def tells_blocks(self) -> bool:
+        """Whether :meth:`ended` is of use: the job asks for it, and gradients are written where it looks for them."""
+        return self.job.ended is not None and self.workplace.writes_in_place
+
+    def ended(self, unit: Unit, block: str) -> None:
+        """Check and pass on the gradients of a block of a unit that is not complete yet."""
+        begun = self.timeline.begin()
+        if self.job.grain is not None:
+            self.scalars.check(self.job.grain.number, block, self._written[unit.index][block])
+        self._checked.add(block)
+        if self.job.ended is not None:
+            self.job.ended(block)
+        self.timeline.end("local sums", block, begun)
 
     def done(self, unit: Unit) -> None:
         """Check and pass on a unit's gradients; those of a unit that was never written go on unchecked."""
@@ -79,7 +95,8 @@ class WatchedJob:
             self.workplace.done(unit, written)
         if self.job.grain is not None:
             for block, views in reversed(written.items()):  # the last one came first
-                self.scalars.check(self.job.grain.number, block, views)
+                if block not in self._checked:
+                    self.scalars.check(self.job.grain.number, block, views)
         self.job.done(unit)
         self.timeline.end("local sums", unit, begun)
 
@@ -130,7 +147,8 @@ class SequentialRunner:
         assert grain is not None
         x, y, first = grain.micro_batches[number]
         try:
-            loss, weight = self.evaluator.gradients(x, y, run_of(first), watched.target, watched.done)
+            ended = watched.ended if watched.tells_blocks else None
+            loss, weight = self.evaluator.gradients(x, y, run_of(first), watched.target, watched.done, ended)
             if self.counts:
                 self.scalars.add(grain.number, loss, weight)
         except Exception as error:  # the evaluator went on to take part in everything: all ranks come to agree

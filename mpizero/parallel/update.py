@@ -13,9 +13,9 @@ from mpizero.comm import ProcessGrid
 from mpizero.layout import FlatLayout, Span, cover, merge
 from mpizero.parallel.across import Across
 from mpizero.parallel.feedback import GradientExchange
-from mpizero.parallel.gradients import GradientRows
 from mpizero.parallel.memory import Memory
 from mpizero.parallel.ownership import Share, UpdatePiece, runs_of, update_pieces
+from mpizero.parallel.rows import GradientRows
 from mpizero.parallel.storage import ParameterStore
 from mpizero.parallel.ties import TieExchange, home_of
 from mpizero.types import Array

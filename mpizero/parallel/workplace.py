@@ -33,6 +33,9 @@ from mpizero.types import Group
 class Workplace:
     """The host: nothing needs to be copied. :class:`CardWorkplace` overrides what does."""
 
+    #: Whether layers write gradients to where they shall end.
+    writes_in_place = True
+
     def lender(self, store: ParameterStore) -> Lender:
         """Return what lends the parameters of ``store`` where they are used."""
         return store
@@ -91,6 +94,8 @@ class CardWorkplace(Workplace):
     config : ShardingConfig
         Says what operands of products are rounded to, and where the optimizer runs.
     """
+
+    writes_in_place = False
 
     def __init__(self, card: Card, config: ShardingConfig) -> None:
         self.card, self.config, self.sixteen = card, config, config.mixed_precision

@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from mpizero.checkpoint import ALIGNMENT, ALIGNMENT_LIMIT
-from mpizero.comm.codecs import codec_of
-from mpizero.errors import ConfigError
 from mpizero.train.checks import (
     Section,
     choice,
@@ -26,7 +24,7 @@ from mpizero.train.checks import (
     text,
     whole,
 )
-from mpizero.train.layout import ParallelSection
+from mpizero.train.layout import ParallelSection, compression
 
 #: Settings that may differ between a saved run and the one that resumes it: none changes the mathematics (tensor and
 #: context groups, and cards, round sums differently). Training data are compared by content, wherever they lie.
@@ -163,19 +161,6 @@ class DataSection(Section):
             raise rejected("data", what, f"must have exactly one of text, arrays and hdf5, for example {example}")
 
 
-def _compression(value: Any) -> str | None:
-    if value == "none":
-        return None
-    try:
-        codec_of(value)
-    except ConfigError:
-        raise ValueError(
-            'must be "none", "bf16", "fp16", "int8", or "topk:SHARE" with the share of the values that is sent, more '
-            'than 0 and less than 0.5, such as "topk:0.01"'
-        ) from None
-    return str(value)
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainSection(Section):
     """The batches and the loop over them."""
@@ -185,7 +170,7 @@ class TrainSection(Section):
     micro_batch: int | None = setting(None, optional(whole(1)))
     seed: int = setting(0, whole(0, 2**63 - 1))
     clip: float = setting(0.0, not_negative())
-    gradient_compression: str | None = setting(None, optional(_compression))
+    gradient_compression: str | None = setting(None, optional(compression))
     threads: int = setting(1, whole(1, 1024))
     device: str = setting("cpu", choice("cpu", "cuda"))
     optimizer_device: str | None = setting(None, optional(choice("cpu", "cuda")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mpizero.comm.codecs import codec_of
 from mpizero.errors import ConfigError, GridError
 from mpizero.layout import SCHEDULES, Axes, chunk_stages, explicit_cuts
 from mpizero.parallel.bucketsize import check_bucket
@@ -15,6 +16,23 @@ from mpizero.train.checks import Section, choice, flag, many, optional, setting,
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 #: The axes that split a model; ``data`` replicates it.
 _SPLITTING = ("pipeline", "tensor", "context")
+
+
+def compression(value: Any) -> str | None:
+    """Take the name of a gradient compression.
+
+    Not collective.
+    """
+    if value == "none":
+        return None
+    try:
+        codec_of(value)
+    except ConfigError:
+        raise ValueError(
+            'must be "none", "bf16", "fp16", "int8", or "topk:SHARE" with the share of the values that is sent, more '
+            'than 0 and less than 0.5, such as "topk:0.01"'
+        ) from None
+    return str(value)
 
 
 def _bucket(value: Any) -> float | str:

@@ -4,7 +4,8 @@ Start it with ``scripts/two_hosts.sh -- python scripts/benchmarks/overlap.py``, 
 node with ``--memory private``. Every strategy trains a GPT (dim 256, 4 layers) in three ways, in turns:
 
 * ``hidden``: what the library does,
-* ``sums``: the same, but every exchange of gradients is waited for as soon as it has begun,
+* ``sums``: the same, but no gradients travel while blocks compute: each unit's exchange is waited for as soon as it has
+  begun (ZeRO-2 and 3), or rows are exchanged when the backward pass is over (DDP; ZeRO-1 always does so),
 * ``waiting``: every message is waited for as soon as it has begun.
 
 All run the same program with the same bits. Times are those of the slowest rank; ratios are taken inside a round of
@@ -27,7 +28,7 @@ from mpi4py import MPI
 
 import mpizero as mz
 from mpizero.comm import exact
-from mpizero.parallel import publication, storage
+from mpizero.parallel import engine, publication, storage
 from mpizero.parallel.watching import watching
 
 WORLD = MPI.COMM_WORLD
@@ -50,16 +51,18 @@ def arguments() -> argparse.Namespace:
 
 @contextmanager
 def waiting_for_sums() -> Iterator[None]:
-    """Wait for every exchange of gradients as soon as it has begun."""
-    begin = exact.ExactExchange.begin_turn
+    """Sum no gradients behind computing."""
+    begin, behind = exact.ExactExchange.begin_turn, engine.sums_behind
 
     def begun(self: exact.ExactExchange, turn: Any, **_: Any) -> Any:
         return begin(self, turn, wait=True)
 
     exact.ExactExchange.begin_turn = begun  # type: ignore[method-assign]
+    engine.sums_behind = lambda _: False
     try:
         yield
     finally:
+        engine.sums_behind = behind
         exact.ExactExchange.begin_turn = begin  # type: ignore[method-assign]
 
 

@@ -20,6 +20,9 @@ from tests.faults.jobs import launchers, run_job
 from tests.parallel.models import MEMORIES, PRIVATE, part, sharded
 from tests.parallel.spreads import Blocks, gpt, texts, with_traps
 
+#: A bucket of 64 float32 values, in MiB: even small models have many.
+FINE = 256 / 2**20
+
 
 def begun(store: Any) -> int:
     """Collectives of the peers that have begun."""
@@ -81,7 +84,12 @@ def after_a_failure(comm: Any, strategy: str, what: str, memory: dict[str, Any])
 
 @pytest.mark.parametrize("what", ["forward", "input", "weights"])
 def test_a_step_that_fails_leaves_nothing_on_its_way(what: str) -> None:
-    for strategy, memory in (("zero3", PRIVATE), ("zero3", MEMORIES[2]), ("zero2", MEMORIES[2])):
+    fine = {"bucket_mb": FINE}
+    cases = (
+        ("zero3", PRIVATE), ("zero3", MEMORIES[2]), ("zero2", MEMORIES[2]),
+        ("ddp", {**PRIVATE, **fine}), ("ddp", {**MEMORIES[2], **fine}),
+    )  # fmt: skip
+    for strategy, memory in cases:
         for failed, clean in run_in_threads(4, lambda comm, s=strategy, m=memory: after_a_failure(comm, s, what, m)):
             assert failed == clean
 
@@ -94,7 +102,8 @@ def test_a_step_that_fails_leaves_nothing_on_its_way_between_processes(world: An
         ("zero2", "weights", PRIVATE),
         ("zero2", "input", MEMORIES[2]),
         ("zero1", "input", PRIVATE),
-        ("ddp", "weights", MEMORIES[2]),
+        ("ddp", "weights", {**MEMORIES[2], "bucket_mb": FINE}),
+        ("ddp", "forward", {**PRIVATE, "bucket_mb": FINE}),
     )
     for strategy, what, memory in cases:
         failed, clean = after_a_failure(world, strategy, what, memory)
@@ -126,12 +135,16 @@ class Noted(Layer):
 
 
 def in_flight(comm: Any, strategy: str, memory: dict[str, Any]) -> tuple[list[bool], bool, int]:
-    """Whether sums are on their way as the backward of each block begins, and after the step; its messages of them."""
+    """Whether sums are on their way as the backward of each block begins, and after the step; its exchanges of them."""
     placed: list[Any] = []
     found: list[bool] = []
 
     def note() -> None:
-        found.append(placed[0].engine._ring.in_flight)
+        found.append(bool(sums().in_flight))
+
+    def sums() -> Any:
+        engine = placed[0].engine
+        return engine.rows._behind if engine._ring is None else engine._ring
 
     plain = mz.nn.MLP(6, (7, 5, 4), 3)
     noted = Blocks(plain, {name: lambda block: Noted(block, note) for name in plain.blocks})
@@ -141,7 +154,8 @@ def in_flight(comm: Any, strategy: str, memory: dict[str, Any]) -> tuple[list[bo
     with model:
         model.train(*part(comm, x, y))
         counters = model.engine.grid.peers.counters
-        return found, model.engine._ring.in_flight, counters.messages_by_tag["unit gradients"]
+        exchanges = counters.messages_by_tag["unit gradients"] + counters.messages_by_tag["gradients"]
+        return found, bool(sums().in_flight), exchanges
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
@@ -153,6 +167,28 @@ def test_the_sums_of_a_unit_travel_while_the_next_one_computes(strategy: str) ->
             assert messages == 4
     for blocks, after, messages in run_in_threads(2, lambda comm: in_flight(comm, strategy, {})):  # one group
         assert (blocks, after, messages) == ([False] * 4, False, 0)
+
+
+def test_what_blocks_have_finished_travels_while_the_others_compute() -> None:
+    """Of 49, 40, 24 and 15 parameters in buckets of 16 the last are on their way when the second block computes.
+
+    On nodes of two ranks those from 96 on are summed by the second of each, those from 64 on by the first.
+    """
+    bucket = {"bucket_mb": 64 / 2**20}
+    late, early = [False, False, False, True], [False, False, True, True]
+    private = run_in_threads(4, lambda comm: in_flight(comm, "ddp", {**PRIVATE, **bucket}))
+    assert private == [(early, False, 8)] * 4
+    nodes = run_in_threads(4, lambda comm: in_flight(comm, "ddp", {**MEMORIES[2], **bucket}))
+    assert nodes == [(late, False, 4), (early, False, 4)] * 2
+
+
+@pytest.mark.parametrize("memory", MEMORIES[1:])
+def test_between_steps_that_sum_behind_computing_all_is_as_in_one_process(memory: dict[str, Any]) -> None:
+    for how in ("predict", "evaluate", "gradients", "apply", "integrity", "clone"):
+        expected = looked(None, "ddp", {}, how)
+        for found in run_in_threads(4, lambda comm, h=how: looked(comm, "ddp", {**memory, "bucket_mb": FINE}, h)):
+            for seen, wanted in zip(found, expected, strict=True):
+                np.testing.assert_array_equal(seen, wanted, err_msg=how)
 
 
 # ---------------------------------------------------------------------- published values

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 from mpizero.layout import Grains, RowsPlan, WavePlan, rows_plan, wave_plan
-from mpizero.parallel.gradients import contiguous_owners, contiguous_shares
+from mpizero.parallel.rows import contiguous_owners, contiguous_shares
 
 if TYPE_CHECKING:
     from mpizero.comm import ProcessGrid

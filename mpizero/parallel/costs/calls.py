@@ -104,6 +104,13 @@ def exchange(
     return Exchange(sent, largest * itemsize, received, packed, (arrivals - mine) * codec.packed(widths[peer]))
 
 
+def turn(widths: Sequence[int], peer: int, counts: Sequence[int], itemsize: int) -> Exchange:
+    """Count one turn of an exchange, uncompressed, in which each peer sums so many elements. Not collective."""
+    mine, others = counts[peer], sum(widths) - widths[peer]
+    sent = one(mine * others * itemsize)
+    return Exchange(sent, mine * sum(widths) * itemsize, sum(counts) * widths[peer] * itemsize)
+
+
 def _packed(elements: int, step: int, codec: Codec) -> int:
     """Return the bytes of so many elements that travel in steps."""
     full, rest = divmod(elements, step)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 from mpizero.comm.codecs import Codec, codec_of
 from mpizero.layout import Instruction, build_schedule
 from mpizero.parallel import publication
+from mpizero.parallel.behind import Bucket, cut_buckets
 from mpizero.parallel.costs.batch import Step
-from mpizero.parallel.costs.calls import Call, Exchange, Sent, exchange, gather, one, placed, total
+from mpizero.parallel.costs.calls import Call, Exchange, Sent, exchange, gather, one, placed, total, turn
 from mpizero.parallel.costs.grid import Members, PlannedGrid
 from mpizero.parallel.costs.part import Part
 from mpizero.parallel.placement import Placement
@@ -131,10 +132,12 @@ class Traffic:
         if self.grid.peers.size == 1:
             return []
         gradients, peer = self.part.shards.gradients, self.grid.peers.rank
+        if self._behind:
+            widths = [[sum(span.size for span in part) for part in bucket.parts] for bucket in self._buckets]
+            return [turn(width, peer, self._row_counts, self.training.itemsize) for width in widths]
         if not self.training.row.waves:
             totals = [sum(gradients[rank]) for rank in self.grid.peer_ranks]
-            programs = self.training.step.rows(self.grid).group_programs
-            return [self._exchange(totals, peer, [len(sums) for sums in programs])]
+            return [self._exchange(totals, peer, self._row_counts)]
         units = [[gradients[rank][unit.index] for rank in self.grid.peer_ranks] for unit in self.part.layout.units]
         waves = self.training.step.ring(self.grid).waves
         counts = [tuple(len(sums) for sums in wave.group_programs) for wave in waves]
@@ -145,10 +148,35 @@ class Traffic:
         training = self.training
         return exchange(totals, peer, counts, training.itemsize, training.codec, training.bucket)
 
+    @property
+    def _row_counts(self) -> list[int]:
+        """Partial sums that each group has of its rows."""
+        return [len(sums) for sums in self.training.step.rows(self.grid).group_programs]
+
+    @property
+    def _behind(self) -> bool:
+        """Whether rows are summed behind the backward pass: :func:`mpizero.parallel.behind.sums_behind`."""
+        row, training = self.training.row, self.training
+        replicated = not (row.waves or row.shard_optimizer) and self.grid.peers.size > 1
+        return replicated and self.grid.pipeline.size == 1 and training.codec is None
+
+    @cached_property
+    def _buckets(self) -> list[Bucket]:
+        """The buckets in which rows are summed then."""
+        layout, shares = self.part.layout, self.part.shards.shares
+        spans = [
+            [span for unit in layout.units for span in shares[rank].row_spans(unit.index)]
+            for rank in self.grid.peer_ranks
+        ]
+        return cut_buckets(spans, layout.gradient_size, self._row_counts, self.training.bucket)
+
     def replications(self) -> list[Exchange]:
         """Return the gathers of reduced gradients, where every group keeps all optimizer state. Not collective."""
         if self.training.row.shard_optimizer:
             return []
+        if self._behind:
+            columns = [[[s.size for s in spans] for spans in zip(*b.parts, strict=True)] for b in self._buckets]
+            return [placed(column, self.grid.peers.rank, self.training.itemsize) for column in columns]
         totals = [sum(self.part.shards.gradients[rank]) for rank in self.grid.peer_ranks]
         training = self.training
         return [gather(totals, self.grid.peers.rank, training.itemsize, training.codec, training.bucket)]
