@@ -86,8 +86,8 @@ class CausalSelfAttention(Affine):
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Attend within each sample of ``x`` (samples, length, dim). Not collective."""
         into_qkv, projection, _ = self._layers
-        qkv, qkv_cache = into_qkv.forward(params["qkv"], x, run)
-        mixed, seen = self.attend(qkv, run)
+        qkv, qkv_cache = into_qkv.product(params["qkv"], x, run)
+        mixed, seen = self.attend(qkv, into_qkv.last_bias(params["qkv"]), run)
         y, projection_cache = projection.product(params["projection"], mixed, run)
         return y, (qkv_cache, seen, projection_cache)
 
@@ -110,49 +110,52 @@ class CausalSelfAttention(Affine):
         projection.backward_weights(params["projection"], cache[2], pending[1], grads["projection"])
         into_qkv.backward_weights(params["qkv"], cache[0], pending[0], grads["qkv"])
 
-    def attend(self, qkv: Array, run: Run, first_head: int = 0) -> tuple[Array, Any]:
-        """Mix the values of ``qkv`` (samples, length, 3 dim) into (samples, length, dim). Not collective.
+    def attend(self, qkv: Array, bias: Array | None, run: Run, first_head: int = 0) -> tuple[Array, Any]:
+        """Mix the values of ``qkv + bias`` (samples, length, 3 dim) into (samples, length, dim). Not collective.
 
-        Where these are some of a wider layer's heads, ``first_head`` is the first one's number there: dropout masks
-        depend on it.
+        ``qkv`` may be overwritten. Where these are some of a wider layer's heads, ``first_head`` is the first one's
+        number there: dropout masks depend on it.
         """
-        xp, heads = namespace(qkv), _Heads(self, qkv, run, first_head)
-        samples, length, _ = qkv.shape
-        mixed: Array = xp.empty_like(heads.qkv, shape=(samples, length, self.dim))
+        xp, (samples, length, _) = namespace(qkv), qkv.shape
+        apart = xp.empty_like(qkv, shape=(3, samples, self.heads, length, self.dim // self.heads))
+        work, qkv = _Heads(self, apart, run, first_head), xp.ascontiguousarray(qkv)
+        mixed: Array = xp.empty_like(qkv, shape=(samples, length, self.dim))
         out = self._split(mixed)
         stored = None
         if self._keeps_probabilities(length):
             stored = xp.empty_like(mixed, shape=(samples, self.heads, length, length))
-        for part in heads.parts():
-            scores = heads.work.room("scores", heads.score_shape(part)) if stored is None else stored[part]
-            probabilities = heads.probabilities(part, heads.copy("q", 0, part), scores)
-            kept, v = heads.dropped(probabilities, part), heads.copy("kv", 2, part)
+        for part in work.parts():
+            if part[1].start == 0:
+                work.take(qkv, bias, part[0])
+            scores = work.room("scores", work.score_shape(part)) if stored is None else stored[part]
+            kept, v = work.dropped(work.probabilities(part, scores), part), work.heads(2, part)
             for start, stop in _blocks(length):
                 xp.matmul(kept[:, :, start:stop, :stop], v[:, :, :stop], out=out[part][:, :, start:stop])
-        return mixed, (heads.qkv, stored, run, first_head)
+        return mixed, (apart, stored, run, first_head)
 
     def attend_backward(self, seen: Any, dmixed: Array) -> Array:
         """Compute the gradient of ``qkv`` from what :meth:`attend` cached. Not collective."""
-        qkv, stored, run, first_head = seen
-        xp, heads = namespace(qkv), _Heads(self, qkv, run, first_head)
-        dqkv: Array = xp.empty_like(qkv)
-        gradients, dout = self._heads(dqkv), self._split(dmixed)
-        for part in heads.parts():
-            q, do = heads.copy("q", 0, part), heads.work.copy("dout", dout[part])
+        apart, stored, run, first_head = seen
+        xp, work = namespace(apart), _Heads(self, apart, run, first_head)
+        samples, length, _ = dmixed.shape
+        dqkv: Array = xp.empty_like(apart, shape=(samples, length, 3 * self.dim))
+        gradients, dmixed = self._heads(dqkv), xp.ascontiguousarray(dmixed)
+        for part in work.parts():
             if stored is None:
-                probabilities = heads.probabilities(part, q, heads.work.room("scores", heads.score_shape(part)))
+                probabilities = work.probabilities(part, work.room("scores", work.score_shape(part)))
             else:
                 probabilities = stored[part]
-            kept, v_transposed = heads.dropped(probabilities, part), heads.transposed(2, part)
+            kept = work.dropped(probabilities, part)
+            do, v_transposed = work.copied(dmixed, part), work.transposed(2, part)
             dq, dk, dv = (gradient[part] for gradient in gradients)
-            dprobabilities = heads.work.room("gradients", heads.score_shape(part))
-            for start, stop in _blocks(qkv.shape[1]):
+            dprobabilities = work.room("gradients", work.score_shape(part))
+            for start, stop in _blocks(length):
                 block = dprobabilities[:, :, start:stop, :stop]  # the kernel does not read what lies beyond
                 xp.matmul(do[:, :, start:stop], v_transposed[..., :stop], out=block)
                 xp.matmul(kept[:, :, start:, start:stop].swapaxes(-1, -2), do[:, :, start:], out=dv[:, :, start:stop])
-            dscores, k = heads.dropped(dprobabilities, part), heads.copy("kv", 1, part)
-            heads.softmax_backward(probabilities, dscores)
-            for start, stop in _blocks(qkv.shape[1]):
+            dscores, q, k = work.dropped(dprobabilities, part), work.heads(0, part), work.heads(1, part)
+            work.softmax_backward(probabilities, dscores)
+            for start, stop in _blocks(length):
                 xp.matmul(dscores[:, :, start:stop, :stop], k[:, :, :stop], out=dq[:, :, start:stop])
                 xp.matmul(dscores[:, :, start:, start:stop].swapaxes(-1, -2), q[:, :, start:], out=dk[:, :, start:stop])
         return dqkv
@@ -214,47 +217,61 @@ class _Heads:
     Strided views of the heads would do, without a copy, but the BLAS takes twice as long for their products.
     """
 
-    def __init__(self, layer: CausalSelfAttention, qkv: Array, run: Run, first_head: int) -> None:
-        self.qkv = qkv if qkv.flags.c_contiguous else namespace(qkv).ascontiguousarray(qkv)
-        self.work = Workspace(self.qkv)
+    def __init__(self, layer: CausalSelfAttention, apart: Array, run: Run, first_head: int) -> None:
+        self.apart = apart
+        self._work = Workspace(apart)
         self._layer, self._run, self._first_head = layer, run, first_head
-        self._scale = vector(qkv, layer._scale)
-        self._kernels = kernels.backend(qkv).attention
-        self._views = layer._heads(self.qkv)
-        samples, length, _ = qkv.shape
-        self._rows = self.qkv.reshape(samples, length, 3 * layer.heads, layer.dim // layer.heads)
+        self._scale = vector(apart, layer._scale)
+        self._kernels = kernels.backend(apart).attention
 
     def parts(self) -> Iterator[Part]:
         """Cut samples and heads into parts: some samples, or some heads of one sample."""
-        samples, heads, length, _ = self._views[0].shape
-        limit = CACHE if isinstance(self.qkv, np.ndarray) else DEVICE
-        fitting = max(1, limit // max(1, length * length * self.qkv.itemsize))
+        _, samples, heads, length, _ = self.apart.shape
+        limit = CACHE if isinstance(self.apart, np.ndarray) else DEVICE
+        fitting = max(1, limit // max(1, length * length * self.apart.itemsize))
         some, several = max(1, fitting // heads), min(fitting, heads)
         for first in range(0, samples, some):
             for head in range(0, heads, several):
                 yield slice(first, min(first + some, samples)), slice(head, min(head + several, heads))
 
+    def take(self, qkv: Array, bias: Array | None, some: slice) -> None:
+        """Keep queries, keys and values of some samples of ``qkv + bias`` (samples, length, 3 dim), head by head."""
+        rows = _rows(qkv[some])
+        self._kernels.split_heads(rows, rows[:0].reshape(-1) if bias is None else bias, 0, some.start, self.apart)
+
     def score_shape(self, part: Part) -> tuple[int, ...]:
         """Give the shape of a part's scores: (samples, heads, queries, keys)."""
         some, heads = part
-        length = self.qkv.shape[1]
+        length = self.apart.shape[3]
         return some.stop - some.start, heads.stop - heads.start, length, length
 
-    def copy(self, name: str, kind: int, part: Part) -> Array:
-        """Copy a part's queries (kind 0), keys (1) or values (2): (samples, heads, length, size)."""
-        return self.work.copy(name, self._views[kind][part])
+    def room(self, name: str, shape: tuple[int, ...]) -> Array:
+        """Return memory of undefined contents, used again under this name."""
+        return self._work.room(name, shape)
+
+    def heads(self, kind: int, part: Part) -> Array:
+        """Give a part's queries (kind 0), keys (1) or values (2): (samples, heads, length, size), contiguous."""
+        heads: Array = self.apart[kind][part]
+        return heads
 
     def transposed(self, kind: int, part: Part) -> Array:
-        """Copy as :meth:`copy`, but transposed: (samples, heads, size, length)."""
-        some, heads = part
-        samples, several, length, _ = self.score_shape(part)
-        out = self.work.room("transposed", (samples, several, self._rows.shape[3], length))
-        self._kernels.transposed_heads(self._rows[some], kind * self._layer.heads + heads.start, out)
+        """Copy what :meth:`heads` gives, transposed: (samples, heads, size, length)."""
+        heads = self.heads(kind, part)
+        out = self.room("transposed", (*heads.shape[:2], heads.shape[3], heads.shape[2]))
+        self._kernels.transposed_heads(heads, out)
         return out
 
-    def probabilities(self, part: Part, q: Array, scores: Array) -> Array:
+    def copied(self, x: Array, part: Part) -> Array:
+        """Copy a part of ``x`` (samples, length, dim) as :meth:`heads` would give it."""
+        some, heads = part
+        rows, shape = _rows(x[some]), self.heads(0, part).shape
+        out = self.room("copied", shape)
+        self._kernels.split_heads(rows, rows[:0].reshape(-1), heads.start, 0, out.reshape(1, *shape))
+        return out
+
+    def probabilities(self, part: Part, scores: Array) -> Array:
         """Compute a part's probabilities in the memory of ``scores``."""
-        k_transposed = self.transposed(1, part)
+        q, k_transposed = self.heads(0, part), self.transposed(1, part)
         for start, stop in _blocks(q.shape[2]):
             namespace(q).matmul(q[:, :, start:stop], k_transposed[..., :stop], out=scores[:, :, start:stop, :stop])
         self._kernels.causal_softmax(_matrices(scores), self._scale)
@@ -273,6 +290,10 @@ class _Heads:
         per_head = x.shape[2] * x.shape[3]
         run = replace(self._run, first_sample=self._run.first_sample + some.start)
         return dropout.mask(x, run, Window((self._first_head + heads.start) * per_head, x.shape[1] * per_head))
+
+
+def _rows(x: Array) -> Array:
+    return x.reshape(x.shape[0] * x.shape[1], x.shape[2])
 
 
 def _matrices(x: Array) -> Array:

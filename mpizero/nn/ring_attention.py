@@ -39,11 +39,13 @@ class RingSelfAttention(CausalSelfAttention):
 
     group: Group = field(kw_only=True)
 
-    def attend(self, qkv: Array, run: Run, first_head: int = 0) -> tuple[Array, Any]:
+    def attend(self, qkv: Array, bias: Array | None, run: Run, first_head: int = 0) -> tuple[Array, Any]:
         """Mix the values of all ranks for this rank's queries: (samples, places, dim).
 
-        Collective over ``group``.
+        Collective over ``group``. ``bias`` is added to ``qkv`` in its memory.
         """
+        if bias is not None:
+            qkv += bias
         run, zigzag = placed(run, qkv, self.group)
         xp, tiles = namespace(qkv), _Tiles(self, qkv, run, first_head)
         rows = (*qkv.shape[:2], self.heads)

@@ -150,7 +150,17 @@ def test_permutation_agrees_with_the_oracle(length):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_transposed_heads_are_those_of_the_oracle(dtype, rng):
-    x, out = rng.normal(size=(2, 5, 4, 3)).astype(dtype), np.zeros((2, 2, 3, 5), dtype)
+    both("attention", "transposed_heads", rng.normal(size=(2, 3, 5, 4)).astype(dtype), np.zeros((2, 3, 4, 5), dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [True, False])
+def test_split_heads_are_those_of_the_oracle(biased, dtype, rng):
+    x = rng.normal(size=(2 * 3, 2 * 4 * 5)).astype(dtype)
+    bias = rng.normal(size=x.shape[1] if biased else 0).astype(dtype)
     for package in ("cuda", "reference"):
-        import_module(f"mpizero.kernels.{package}.attention").transposed_heads(x, 1, out)
-        np.testing.assert_array_equal(out, x[:, :, 1:3].transpose(0, 2, 3, 1))
+        out = np.full((2, 4, 3, 3, 5), 7, dtype)
+        import_module(f"mpizero.kernels.{package}.attention").split_heads(x, bias, 1, 2, out)
+        whole = (x + bias if biased else x).reshape(2, 3, 2, 4, 5).transpose(2, 0, 3, 1, 4)
+        np.testing.assert_array_equal(out[:, 2:], whole[:, :, 1:])
+        assert (out[:, :2] == 7).all()

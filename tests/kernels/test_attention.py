@@ -78,10 +78,30 @@ def test_a_nan_is_seen_by_the_queries_that_see_its_key():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("length", "heads", "size"), [(0, 2, 3), (1, 1, 1), (16, 2, 4), (37, 3, 5)])
+@pytest.mark.parametrize(("length", "heads", "size"), [(0, 2, 3), (1, 1, 1), (8, 2, 4), (37, 3, 5)])
 def test_transposed_heads_are_those_of_the_oracle(length, heads, size, dtype):
-    x = np.random.default_rng(3).normal(size=(2, length, heads + 2, size)).astype(dtype)
+    x = np.random.default_rng(3).normal(size=(2, heads, length, size)).astype(dtype)
     out, wanted = np.full((2, 2, heads, size, length), np.nan, dtype)
-    attention.transposed_heads(x, 2, out)
-    reference.transposed_heads(x, 2, wanted)
+    attention.transposed_heads(x, out)
+    reference.transposed_heads(x, wanted)
     np.testing.assert_array_equal(out, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("kinds", "samples", "length"), [(3, 2, 7), (1, 1, 1), (2, 0, 4), (3, 1, 40)])
+def test_split_heads_are_those_of_the_oracle(kinds, samples, length, biased, dtype):
+    """Samples 1 and those after it, heads 2 and 3 of 5; what is not asked for stays as it is."""
+    rng = np.random.default_rng(4)
+    x = rng.normal(size=(samples * length, kinds * 5 * 6)).astype(dtype)
+    bias = rng.normal(size=x.shape[1] if biased else 0).astype(dtype)
+    out, wanted = np.full((2, kinds, samples + 2, 2, length, 6), 7, dtype)
+    attention.split_heads(x, bias, 2, 1, out)
+    reference.split_heads(x, bias, 2, 1, wanted)
+    np.testing.assert_array_equal(out, wanted)
+
+
+def test_a_split_without_bias_keeps_every_bit():
+    x, out = np.full((2, 4), -0.0, np.float32), np.zeros((1, 1, 1, 2, 4), np.float32)
+    attention.split_heads(x, x[:0].reshape(-1), 0, 0, out)
+    assert np.signbit(out).all()

@@ -1,4 +1,4 @@
-"""Causal softmax on the CPU, where only keys that a query sees are read, and the transposes of heads."""
+"""Causal softmax on the CPU, where only keys that a query sees are read, and what heads are split into."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from mpizero.kernels.compile import kernel
 from mpizero.kernels.cpu._rows import SCRATCH, row_dot, row_max, row_sum
 from mpizero.kernels.formulas.attention import softmax_gradient, visible_keys
 from mpizero.kernels.formulas.elementary import exponential
+from mpizero.kernels.prefetch import fetch_below
 from mpizero.types import Array
 
 # Exponentials are taken of whole vectors, as the few elements of a remainder would cost as much as the rest of a row;
 # what lies beyond the keys seen is cleared after.
 _WIDTH = 16
-#: Places of a sequence whose values of one feature are gathered at once: their rows stay in the first-level cache.
-_PLACES = 16
+#: Places of a sequence whose values of one feature are gathered at once.
+_PLACES = 8
 
 
 @kernel("void(T[:,:,::1], const T[::1], T[::1])", scratch=SCRATCH)
@@ -59,18 +60,48 @@ def causal_softmax_backward(probs: Array, dprobs: Array, scale1: Array, scratch:
                 dp[j] = softmax_gradient(p[j], dp[j], dot, scale)
 
 
-@kernel("void(const T[:,:,:,::1], i8, T[:,:,:,::1])")
-def transposed_heads(x: Array, first: int, out: Array) -> None:
-    """Write heads ``first`` and those after it of x (samples, length, all heads, size) transposed.
+@kernel("void(const T[:,::1], const T[::1], i8, i8, T[:,:,:,:,::1])")
+def split_heads(x: Array, bias: Array, head: int, sample: int, out: Array) -> None:
+    """Write the heads of some samples of x (samples * length, all features), plus ``bias``, each on its own.
 
-    ``out`` is (samples, heads, size, length): a product with it reads contiguous rows.
+    ``out`` is (kinds, samples, heads, length, size): heads from ``head`` on of x become its first ones, samples its
+    ``sample`` and those after it. Kinds (queries, keys, values) stand side by side in a row of x. ``bias`` has as many
+    elements as a row, or none: then nothing is added.
     """
-    samples, heads, size, length = out.shape
-    for s in range(samples):
-        for start in range(0, length, _PLACES):
-            part = x[s, start : start + _PLACES]
+    kinds, _, heads, length, size = out.shape
+    rows, columns = x.shape
+    for row in range(rows):
+        s, t = sample + row // length, row % length
+        fetch_below(x, row, 0, columns)
+        for kind in range(kinds):
             for h in range(heads):
+                start = kind * (columns // kinds) + (head + h) * size
+                part, target = x[row, start : start + size], out[kind, s, h, t]
+                if bias.size:
+                    shift = bias[start : start + size]
+                    for d in range(size):
+                        target[d] = part[d] + shift[d]
+                else:
+                    for d in range(size):
+                        target[d] = part[d]
+
+
+@kernel("void(const T[:,:,:,::1], T[:,:,:,::1])")
+def transposed_heads(x: Array, out: Array) -> None:
+    """Write x (samples, heads, length, size) transposed, (samples, heads, size, length).
+
+    A product with the result reads contiguous rows.
+    """
+    samples, heads, length, size = x.shape
+    whole = length // _PLACES * _PLACES
+    for s in range(samples):
+        for h in range(heads):
+            for start in range(0, whole, _PLACES):
+                part = x[s, h, start : start + _PLACES]
                 for d in range(size):
                     row = out[s, h, d, start : start + _PLACES]
-                    for t in range(row.size):
-                        row[t] = part[t, first + h, d]
+                    for t in range(_PLACES):  # a constant, which unrolls the loop: twice as fast
+                        row[t] = part[t, d]
+            for d in range(size):
+                for t in range(whole, length):
+                    out[s, h, d, t] = x[s, h, t, d]

@@ -1,4 +1,4 @@
-"""Causal softmax on the GPU, a block per query, where only keys that a query sees are read; transposes of heads."""
+"""Causal softmax on the GPU, a block per query, where only keys that a query sees are read; heads set apart."""
 
 from __future__ import annotations
 
@@ -61,15 +61,34 @@ def causal_softmax_backward(probs: Array, dprobs: Array, scale1: Array) -> None:
             dprobs[b, query, j] = gradient if j < seen else T(0)
 
 
-@kernel("void(const T[:,:,:,::1], i8, T[:,:,:,::1])")
-def transposed_heads(x: Array, first: int, out: Array) -> None:
-    """Write heads ``first`` and those after it of x (samples, length, all heads, size) transposed.
+@kernel("void(const T[:,::1], const T[::1], i8, i8, T[:,:,:,:,::1])")
+def split_heads(x: Array, bias: Array, head: int, sample: int, out: Array) -> None:
+    """Write the heads of some samples of x (samples * length, all features), plus ``bias``, each on its own.
 
-    ``out`` is (samples, heads, size, length): a product with it reads contiguous rows.
+    ``out`` is (kinds, samples, heads, length, size): heads from ``head`` on of x become its first ones, samples its
+    ``sample`` and those after it. Kinds (queries, keys, values) stand side by side in a row of x. ``bias`` has as many
+    elements as a row, or none: then nothing is added.
     """
-    samples, heads, size, length = out.shape
-    for place in range(cuda.grid(1), samples * heads * size * length, cuda.gridsize(1)):
+    kinds, _, heads, length, size = out.shape
+    rows, columns = x.shape
+    for place in range(cuda.grid(1), rows * kinds * heads * size, cuda.gridsize(1)):
+        d, rest = place % size, place // size
+        h, rest = rest % heads, rest // heads
+        kind, row = rest % kinds, rest // kinds
+        column = kind * (columns // kinds) + (head + h) * size + d
+        value = x[row, column] + bias[column] if bias.size > 0 else x[row, column]
+        out[kind, sample + row // length, h, row % length, d] = value
+
+
+@kernel("void(const T[:,:,:,::1], T[:,:,:,::1])")
+def transposed_heads(x: Array, out: Array) -> None:
+    """Write x (samples, heads, length, size) transposed, (samples, heads, size, length).
+
+    A product with the result reads contiguous rows.
+    """
+    samples, heads, length, size = x.shape
+    for place in range(cuda.grid(1), x.size, cuda.gridsize(1)):
         t, rest = place % length, place // length
         d, rest = rest % size, rest // size
         s, h = rest // heads, rest % heads
-        out[s, h, d, t] = x[s, t, first + h, d]
+        out[s, h, d, t] = x[s, h, t, d]

@@ -1,4 +1,4 @@
-"""Causal softmax and transposes of heads in NumPy."""
+"""Causal softmax and what heads are split into, in NumPy."""
 
 from __future__ import annotations
 
@@ -31,6 +31,14 @@ def causal_softmax_backward(probs: Array, dprobs: Array, scale1: Array) -> None:
     dprobs[:] = np.where(seen, scale1[0] * probs * (dprobs - dots), 0)
 
 
-def transposed_heads(x: Array, first: int, out: Array) -> None:
-    """Write heads ``first`` and those after it of x (samples, length, all heads, size) transposed."""
-    out[:] = x[:, :, first : first + out.shape[1]].transpose(0, 2, 3, 1)
+def split_heads(x: Array, bias: Array, head: int, sample: int, out: Array) -> None:
+    """Write the heads of some samples of x (samples * length, all features), plus ``bias``, each on its own."""
+    kinds, _, heads, length, size = out.shape
+    shifted = x + bias if bias.size else x
+    apart = shifted.reshape(-1, length, kinds, x.shape[1] // (kinds * size), size)[:, :, :, head : head + heads]
+    out[:, sample : sample + len(apart)] = apart.transpose(2, 0, 3, 1, 4)
+
+
+def transposed_heads(x: Array, out: Array) -> None:
+    """Write x (samples, heads, length, size) transposed, (samples, heads, size, length)."""
+    out[:] = x.swapaxes(-1, -2)

@@ -74,8 +74,9 @@ class SplitAttention(Affine):
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Attend within each sample of ``x`` (samples, length or own places, dim). Collective over the group."""
         into_qkv, projection = self._layers
-        qkv, qkv_cache = into_qkv.forward(params["qkv"], x, run)
-        mixed, seen = self._own.attend(qkv, run, self.group.rank * self._own.heads)
+        qkv, qkv_cache = into_qkv.product(params["qkv"], x, run)
+        bias, first = into_qkv.last_bias(params["qkv"]), self.group.rank * self._own.heads
+        mixed, seen = self._own.attend(qkv, bias, run, first)
         y, projection_cache = projection.product(params["projection"], mixed, run)
         return y, (qkv_cache, seen, projection_cache)
 
