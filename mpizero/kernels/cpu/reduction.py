@@ -14,6 +14,7 @@ import numpy as np
 
 from mpizero.kernels.compile import kernel
 from mpizero.kernels.formulas import reduction as formulas
+from mpizero.kernels.prefetch import fetch_ahead
 from mpizero.types import Array
 
 BLOCK = 1024
@@ -116,8 +117,10 @@ def _count_nonfinite(x: Array) -> int:
 @kernel("bool(const T[::1])")
 def all_finite(x: Array) -> bool:
     """Tell whether no element is infinite or NaN."""
-    for block in range(0, x.size, BLOCK):  # noqa: SIM110 - numba has no all()
-        if _count_nonfinite(x[block : block + BLOCK]):
+    for block in range(0, x.size, BLOCK):
+        part = x[block : block + BLOCK]
+        fetch_ahead(x, block, block + part.size)
+        if _count_nonfinite(part):
             return False
     return True
 
