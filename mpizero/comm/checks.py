@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,16 +20,24 @@ TAG_LIMIT = 32000
 
 
 def array(comm: Transport, operation: str, tag: object, value: Array, written: bool = False) -> None:
-    """Refuse what is not a C-contiguous NumPy array of a movable dtype. Not collective."""
-    if not isinstance(value, np.ndarray):
-        raise comm.error(operation, tag, f"expected a NumPy array, got {type(value).__name__}")
-    flags = value.flags
+    """Refuse what is not a C-contiguous array of a movable dtype: NumPy's, or a card's where they travel.
+
+    Not collective.
+    """
+    flags = value.flags if isinstance(value, np.ndarray) else _flags_of_card(comm, operation, tag, value)
     if not flags.c_contiguous:
         raise comm.error(operation, tag, "the array is not C-contiguous; send a copy", value)
-    if written and not flags.writeable:
+    if written and not getattr(flags, "writeable", True):  # CuPy's are always
         raise comm.error(operation, tag, "the array to receive into is read-only", value)
     if value.dtype.char not in MOVABLE:
         raise comm.error(operation, tag, "this dtype has no message type; view it as integers of its width", value)
+
+
+def _flags_of_card(comm: Transport, operation: str, tag: object, value: Array) -> Any:
+    if comm.before_cards is None or not hasattr(value, "__cuda_array_interface__"):
+        raise comm.error(operation, tag, f"expected a NumPy array, got {type(value).__name__}")
+    comm.before_cards()
+    return value.flags
 
 
 def peer(comm: Transport, operation: str, tag: object, rank: int) -> None:

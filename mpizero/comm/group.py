@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +15,11 @@ from mpizero.comm.communicator import Communicator
 from mpizero.comm.messages import Messages, Path
 from mpizero.comm.transport import Request
 from mpizero.comm.window import Window
+from mpizero.kernels import namespace
 from mpizero.types import Array
+
+if TYPE_CHECKING:
+    from mpizero.kernels.card import Card
 
 #: Tag of the messages of a shift; other messages of the same communicator use lower ones.
 SHIFT_TAG = 31_000
@@ -124,7 +129,7 @@ class CommunicatorGroup:
             raise self._error("all_gather", tag, f"sizes[{self.rank}] is {sizes[self.rank]} along axis {axis}", x)
         self.counts["all_gather"] += 1
         if self.size == 1:
-            return np.array(x, order="C")
+            return _copy(x)
         with self._timed("all_gather", tag):
             whole = self._path.gather(_cube(x, axis), sizes, tag)
         return whole.reshape(*x.shape[:axis], sum(sizes), *x.shape[axis + 1 :])
@@ -140,7 +145,7 @@ class CommunicatorGroup:
             raise self._error("reduce_scatter", tag, f"sizes {sizes} do not add up to its length along axis {axis}", x)
         self.counts["reduce_scatter"] += 1
         if self.size == 1:
-            return np.array(x, order="C")
+            return _copy(x)
         with self._timed("reduce_scatter", tag):
             block = self._path.scatter(_cube(x, axis), sizes, tag)
         return block.reshape(*x.shape[:axis], sizes[self.rank], *x.shape[axis + 1 :])
@@ -158,9 +163,9 @@ class CommunicatorGroup:
         target, source = (self.rank + by) % self.size, (self.rank - by) % self.size
         if target == self.rank:
             return Shift((), tuple(arrays))
-        received = tuple(np.empty(x.shape, x.dtype) for x in arrays)
+        received = tuple(self._empty(x.shape, x.dtype) for x in arrays)
         requests = [self.comm.irecv(x, source, SHIFT_TAG) for x in received]
-        requests += [self.comm.isend(np.ascontiguousarray(x), target, SHIFT_TAG) for x in arrays]
+        requests += [self.comm.isend(contiguous(x), target, SHIFT_TAG) for x in arrays]
         return Shift(requests, received)
 
     def close(self) -> None:
@@ -169,13 +174,22 @@ class CommunicatorGroup:
 
     # ------------------------------------------------------------------ checks
 
+    #: What :meth:`_takes` is true of.
+    _expected = "a NumPy array"
+
+    def _takes(self, x: object) -> bool:
+        return isinstance(x, np.ndarray)
+
+    def _empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        return np.empty(shape, dtype)
+
     def _reduce(self, kind: str, x: Array, operation: np.ufunc, tag: str) -> Array:
         self._check_float(kind, x, tag)
         self.counts[kind] += 1
         if self.size == 1:
-            return np.array(x, order="C")
+            return _copy(x)
         with self._timed(kind, tag):
-            return self._path.reduce(np.ascontiguousarray(x).reshape(-1), operation, tag).reshape(x.shape)
+            return self._path.reduce(contiguous(x).reshape(-1), operation, tag).reshape(x.shape)
 
     def _timed(self, kind: str, tag: str) -> AbstractContextManager[object]:
         """Note the time of a call, its copies and sums included, where somebody watches."""
@@ -183,8 +197,8 @@ class CommunicatorGroup:
         return nullcontext() if timeline is None else timeline.span("layers' messages", f"{kind} {tag!r}")
 
     def _check(self, kind: str, x: Array, tag: str) -> None:
-        if not isinstance(x, np.ndarray):
-            raise self._error(kind, tag, f"expected a NumPy array, got {type(x).__name__}")
+        if not self._takes(x):
+            raise self._error(kind, tag, f"expected {self._expected}, got {type(x).__name__}")
         if x.dtype.char not in MOVABLE:
             raise self._error(kind, tag, "this dtype has no message type; view it as integers of its width", x)
 
@@ -208,6 +222,43 @@ class CommunicatorGroup:
         return self.comm.error(kind, tag, reason + shape, x)
 
 
+class CardsGroup(CommunicatorGroup):
+    """The ranks of a group whose arrays are those of cards, given to MPI as they are; see [Note: direct messages].
+
+    Parameters
+    ----------
+    group : CommunicatorGroup
+        The ranks; its counts go on.
+    card : Card
+        This rank's.
+    """
+
+    _expected = "an array of a card"
+
+    def __init__(self, group: CommunicatorGroup, card: Card) -> None:
+        super().__init__(group.comm)
+        self.counts, self._card = group.counts, card
+        self.comm.before_cards = card.settle
+        self._path = self._messages = Messages(self.comm, self._empty)
+
+    def _takes(self, x: object) -> bool:
+        return hasattr(x, "__cuda_array_interface__")
+
+    def _empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        return self._card.empty(prod(shape) if isinstance(shape, tuple) else shape, dtype).reshape(shape)
+
+
+def contiguous(x: Array) -> Array:
+    """Return ``x``, or a copy, with its elements in C order, wherever it is. Not collective."""
+    found: Array = namespace(x).ascontiguousarray(x)
+    return found
+
+
+def _copy(x: Array) -> Array:
+    copied: Array = namespace(x).array(x, order="C")
+    return copied
+
+
 def _cube(x: Array, axis: int) -> Array:
     """View (or copy once) as (before the axis, along it, behind it)."""
-    return np.ascontiguousarray(x).reshape(prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :]))
+    return contiguous(x).reshape(prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -55,10 +55,17 @@ class Messages:
     """Sums and gathers by the collectives of a communicator of at least two ranks.
 
     Buffers of messages are kept for the next call; what is returned is always new.
+
+    Parameters
+    ----------
+    comm : Communicator
+        The ranks.
+    empty : callable
+        ``empty(shape, dtype)`` makes arrays where those of the calls are: on the host unless given.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
+    def __init__(self, comm: Communicator, empty: Callable[..., Array] = np.empty) -> None:
+        self.comm, self._empty = comm, empty
         self._rooms: dict[str, Array] = {}
 
     @property
@@ -73,7 +80,7 @@ class Messages:
         whole array at once, which is as much.
         """
         size, rank = self.comm.size, self.comm.rank
-        result = np.empty(x.shape, x.dtype)
+        result = self._empty(x.shape, x.dtype)
         if size == 2:
             both = self._room("arrived", 2 * x.size, x.dtype)
             self.comm.allgather(x, both, tag)
@@ -91,7 +98,7 @@ class Messages:
         """Sum and keep one block: every rank sends the others their blocks. Collective over the group."""
         size, rank = self.comm.size, self.comm.rank
         outer, _, inner = x.shape
-        result = np.empty((outer, sizes[rank], inner), x.dtype)
+        result = self._empty((outer, sizes[rank], inner), x.dtype)
         send, counts = x.reshape(-1), [outer * n * inner for n in sizes]
         if outer > 1:
             send = self._room("packed", x.size, x.dtype)
@@ -106,7 +113,7 @@ class Messages:
         """Join the blocks of all ranks: every rank sends its own to all. Collective over the group."""
         outer, _, inner = x.shape
         counts = [outer * n * inner for n in sizes]
-        result = np.empty((outer, sum(sizes), inner), x.dtype)
+        result = self._empty((outer, sum(sizes), inner), x.dtype)
         if outer <= 1:
             self.comm.allgatherv(x, result, counts, tag)
             return result
@@ -136,5 +143,6 @@ class Messages:
         nbytes = size * np.dtype(dtype).itemsize
         room = self._rooms.get(name)
         if room is None or room.nbytes < nbytes:
-            room = self._rooms[name] = np.empty(nbytes, np.uint8)
-        return room[:nbytes].view(dtype)
+            room = self._rooms[name] = self._empty(nbytes, np.uint8)
+        view: Array = room[:nbytes].view(dtype)
+        return view

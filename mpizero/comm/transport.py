@@ -103,6 +103,8 @@ class Transport(ABC):
         self.shares_memory = shares_memory or size == 1
         self.counters = Counters()
         self.trace = CallTrace(name)
+        #: Is called before MPI gets an array of a card, to wait for the card's own work; None: such are refused.
+        self.before_cards: Callable[[], None] | None = None
         #: Takes down when this rank was inside of calls, while there is one.
         self.timeline: Timeline | None = None
 

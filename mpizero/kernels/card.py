@@ -108,6 +108,10 @@ class Card(ABC):
         self.held[kind] -= array.nbytes
 
     @abstractmethod
+    def settle(self) -> None:
+        """Return when all that this rank has started on the card has ended. Not collective."""
+
+    @abstractmethod
     def _array(self, values: Array) -> Array:
         """Return a copy of a host array on the card."""
 
@@ -226,6 +230,10 @@ class CupyCard(Card):
         array: Array = self._cupy.empty(size, dtype)
         return array
 
+    def settle(self) -> None:
+        """Return when all that this rank has started on the card has ended. Not collective."""
+        self._cupy.cuda.get_current_stream().synchronize()
+
     def _array(self, values: Array) -> Array:
         array: Array = self._cupy.asarray(values)
         return array
@@ -259,6 +267,9 @@ class SimulatedCard(Card):
 
         array: Array = NAMESPACE.full(size, np.nan, dtype)
         return array
+
+    def settle(self) -> None:
+        """Return at once: the simulator has no work of its own. Not collective."""
 
     def _array(self, values: Array) -> Array:
         from mpizero.kernels.simulated import SimulatedArray

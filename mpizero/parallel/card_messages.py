@@ -1,13 +1,15 @@
-"""Messages between layers on cards."""
+"""Messages between layers on cards: from where arrays are, where MPI takes them there, or through the host's memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from mpizero.comm import Communicator
+from mpizero.comm import Communicator, CommunicatorGroup
+from mpizero.comm.group import CardsGroup
 from mpizero.kernels import to_host
 from mpizero.kernels.card import Card
 from mpizero.parallel.courier import Courier, Route
@@ -15,7 +17,7 @@ from mpizero.types import Array, Group, ShiftRequest
 
 
 class CardCourier(Courier):
-    """Messages between stages leave from and arrive in memory of the host."""
+    """Messages between stages that leave from and arrive in memory of the host."""
 
     def __init__(self, comm: Communicator, card: Card) -> None:
         super().__init__(comm)
@@ -29,6 +31,17 @@ class CardCourier(Courier):
         """Return what the other end sent, on the card; None if it failed. Waits; not collective."""
         array = super().receive(route, micro, key, peer)
         return None if array is None else self.card.put(array)
+
+
+class DirectCourier(Courier):
+    """Messages between stages that MPI takes from the card, and leaves there."""
+
+    def __init__(self, comm: Communicator, card: Card) -> None:
+        super().__init__(comm)
+        self.card, comm.before_cards = card, card.settle
+
+    def _empty(self, dims: tuple[int, ...], dtype: str) -> Array:
+        return self.card.empty(prod(dims), dtype).reshape(dims)
 
 
 class _CardShift:
@@ -48,7 +61,7 @@ class _CardShift:
 
 
 class CardGroup:
-    """A group for layers on a card: messages leave from and arrive in memory of the host.
+    """A group for layers on a card, whose messages leave from and arrive in memory of the host.
 
     Arrays of the host are taken too, and answered with such.
     """
@@ -89,3 +102,46 @@ class CardGroup:
         """Start sending arrays around the ring. Collective over the group."""
         card = None if all(isinstance(x, np.ndarray) for x in arrays) else self._card
         return _CardShift(self._group.shift([to_host(x) for x in arrays], by, tag), card)
+
+
+class DirectGroup:
+    """A group for layers on a card, whose messages MPI takes from the card, and leaves there.
+
+    Arrays of the host are taken too, and answered with such.
+    """
+
+    def __init__(self, group: CommunicatorGroup, card: Card) -> None:
+        self._host, self._cards = group, CardsGroup(group, card)
+
+    @property
+    def rank(self) -> int:
+        """Place of this rank in the group."""
+        return self._host.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._host.size
+
+    def _for(self, x: Array) -> CommunicatorGroup:
+        return self._host if isinstance(x, np.ndarray) else self._cards
+
+    def all_reduce(self, x: Array, tag: str = "") -> Array:
+        """Return the sum over the ranks. Collective over the group."""
+        return self._for(x).all_reduce(x, tag)
+
+    def all_max(self, x: Array, tag: str = "") -> Array:
+        """Return the elementwise maximum over the ranks. Collective over the group."""
+        return self._for(x).all_max(x, tag)
+
+    def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
+        """Return the ranks' arrays concatenated. Collective over the group."""
+        return self._for(x).all_gather(x, axis, sizes, tag)
+
+    def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
+        """Return this rank's block of the sum. Collective over the group."""
+        return self._for(x).reduce_scatter(x, axis, sizes, tag)
+
+    def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> ShiftRequest:
+        """Start sending arrays, all of the card or all of the host, around the ring. Collective over the group."""
+        return self._for(arrays[0]).shift(arrays, by, tag)

@@ -64,6 +64,9 @@ class ShardingConfig:
     optimizer_device : {None, "cpu", "cuda"}
         Where optimizer state lies and parameters are updated: None is the device of the layers, the host for a user's
         own optimizer. "cpu" keeps both off cards that are too small for them (elsewhere called offloading).
+    direct_messages : bool
+        Whether the layers' messages go from card to card where a probe proves that MPI can; False: always through the
+        host's memory.
     mixed_precision : {None, "bfloat16", "float16"}
         Rounds the operands of linear layers' products on cards to 16 bits; they are added in float32, and everything
         else is in float32. "float16" brings a dynamic loss scale with it, unless the optimizer is given one.
@@ -85,6 +88,7 @@ class ShardingConfig:
     check_every: int = 0
     device: str = "cpu"
     optimizer_device: str | None = None
+    direct_messages: bool = True
     mixed_precision: str | None = None
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero.comm import Communicator, Request
+from mpizero.comm.group import contiguous
 from mpizero.errors import LayoutError
 from mpizero.types import Array
 
@@ -93,7 +94,7 @@ class Courier:
         elif array is None:
             array = np.zeros(known.dims, known.dtype)
         if array is not None:
-            self._start(np.ascontiguousarray(array), peer, route.tag)
+            self._start(contiguous(array), peer, route.tag)
 
     def check(self, route: Route, key: Any, array: Array) -> None:
         """Refuse what the other end cannot take. Not collective.
@@ -152,8 +153,12 @@ class Courier:
 
     def _expect(self, route: Route, micro: int, shape: _Shape, peer: int) -> None:
         if (route, micro) not in self._posted:
-            array = np.empty(shape.dims, shape.dtype)
+            array = self._empty(shape.dims, shape.dtype)
             self._posted[route, micro] = (self.comm.irecv(array, peer, route.tag), array)
+
+    def _empty(self, dims: tuple[int, ...], dtype: str) -> Array:
+        """Return an array for what will come."""
+        return np.empty(dims, dtype)
 
     def _remember(self, route: Route, key: Any, shape: _Shape) -> None:
         if key is not None:

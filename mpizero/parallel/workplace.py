@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from mpizero import optim
-from mpizero.comm import Communicator
+from mpizero.comm import Communicator, CommunicatorGroup
+from mpizero.comm.direct import prove
 from mpizero.errors import ConfigError
 from mpizero.kernels.card import Card, found, open_card
 from mpizero.layout import Unit
-from mpizero.parallel.card_messages import CardCourier, CardGroup
+from mpizero.parallel.card_messages import CardCourier, CardGroup, DirectCourier, DirectGroup
 from mpizero.parallel.card_update import CardUpdater
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.courier import Courier
@@ -100,6 +101,7 @@ class CardWorkplace(Workplace):
     def __init__(self, card: Card, config: ShardingConfig) -> None:
         self.card, self.config, self.sixteen = card, config, config.mixed_precision
         self._mirror: CardMirror | None = None
+        self._found: str | None = None
 
     def lender(self, store: ParameterStore) -> Lender:
         """Return the mirror of ``store`` on the card; gradients of its units then have room there. Not collective."""
@@ -130,17 +132,40 @@ class CardWorkplace(Workplace):
         return {kind: nbytes for kind, nbytes in sorted(self.card.held.items()) if nbytes}
 
     def group(self, group: Group) -> Group:
-        """Return the group, which takes and returns arrays of the card. Not collective."""
+        """Return the group, which takes and returns arrays of the card.
+
+        Collective over ``config.comm`` the first time, as :meth:`courier` is: all ranks split a model alike.
+        """
+        if isinstance(group, CommunicatorGroup) and not self._indirect:
+            return DirectGroup(group, self.card)
         return CardGroup(group, self.card)
 
+    @property
+    def _indirect(self) -> str:
+        """Why messages between layers go through memory of the host; nothing where they need not.
+
+        Collective the first time.
+        """
+        # No cached_property: before Python 3.12 all threads, which meet in the probe, would share its lock.
+        if self._found is None:
+            self._found = "direct_messages = false"
+            if self.config.direct_messages:
+                self._found = prove(self.config.communicator, lambda: self.card)
+        return self._found
+
     def courier(self, comm: Communicator) -> Courier:
-        """Return a courier of arrays of the card. Not collective."""
-        return CardCourier(comm, self.card)
+        """Return a courier of arrays of the card. Collective over ``config.comm`` the first time."""
+        return CardCourier(comm, self.card) if self._indirect else DirectCourier(comm, self.card)
 
     def describe(self) -> str:
         """Name this rank's card. Not collective."""
         products = "" if self.sixteen is None else f", products in {self.sixteen}"
-        return f"; layers compute on cards, here number {self.card.number} ({self.card.name}){products}"
+        told = "" if self._found is None else f", messages go {self._path}"
+        return f"; layers compute on cards, here number {self.card.number} ({self.card.name}){products}{told}"
+
+    @property
+    def _path(self) -> str:
+        return f"through the host ({self._indirect})" if self._indirect else "from card to card"
 
     def check_batch(self, x: Any, y: Any) -> None:
         """Raise :class:`DataError` unless ``x`` and ``y`` are arrays of numbers. Not collective."""

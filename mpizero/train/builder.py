@@ -298,6 +298,7 @@ def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
         check_every=train.check_every,
         device=train.device,
         optimizer_device=train.optimizer_device,
+        direct_messages=train.direct_messages,
         mixed_precision=train.mixed_precision,
     )
 

@@ -30,10 +30,7 @@ from mpizero.train.layout import ParallelSection, compression
 #: context groups, and cards, round sums differently). Training data are compared by content, wherever they lie.
 FREE_SECTIONS = ("parallel", "checkpoint")
 FREE_KEYS = (
-    "train.steps",
-    "train.threads",
-    "train.device",
-    "train.optimizer_device",
+    *(f"train.{name}" for name in ("steps", "threads", "device", "optimizer_device", "direct_messages")),
     "train.validate_every",
     "train.validate_samples",
     "train.check_every",
@@ -174,6 +171,7 @@ class TrainSection(Section):
     threads: int = setting(1, whole(1, 1024))
     device: str = setting("cpu", choice("cpu", "cuda"))
     optimizer_device: str | None = setting(None, optional(choice("cpu", "cuda")))
+    direct_messages: bool = setting(True, flag)
     mixed_precision: str | None = setting(None, optional(choice("bfloat16", "float16")))
     validate_every: int = setting(50, whole(0))
     validate_samples: int = setting(512, whole(0))
@@ -187,10 +185,9 @@ class TrainSection(Section):
             raise self.reject(
                 "micro_batch", f"must be at most train.global_batch = {self.global_batch}, of which it is a part"
             )
-        if self.optimizer_device == "cuda" and self.device == "cpu":
-            raise self.reject("optimizer_device", 'is for cards: set train.device = "cuda" with it')
-        if self.mixed_precision is not None and self.device == "cpu":
-            raise self.reject("mixed_precision", 'is for cards: set train.device = "cuda" with it')
+        for name in ("optimizer_device", "mixed_precision"):
+            if getattr(self, name) not in (None, "cpu") and self.device == "cpu":
+                raise self.reject(name, 'is for cards: set train.device = "cuda" with it')
         if self.time_limit is not None and self.time_reserve is not None and self.time_reserve >= self.time_limit:
             raise self.reject("time_reserve", f"must be less than train.time_limit = {self.time_limit}")
 

@@ -137,11 +137,11 @@ def check_kernels(comm: Communicator, threads: int) -> Finding:
 
 
 def check_gpu(comm: Communicator, threads: int) -> Finding:
-    """Look for GPUs, and whether ``device = "cuda"`` would find them. Collective over ``comm``."""
+    """Look for GPUs, whether ``device = "cuda"`` would find them, and how messages go. Collective over ``comm``."""
     count, packages = machine.gpus()
     usable, reason = machine.cards() if count else (0, "")
     with comm.split_node(name="doctor") as node:
-        ranks = node.size
+        ranks, place = node.size, node.rank
     everywhere = comm.allgather_object((count, usable, reason, ranks))
     if not any(count for count, *_ in everywhere):
         return Finding("gpu", "ok", "none seen; training runs on CPUs")
@@ -151,7 +151,10 @@ def check_gpu(comm: Communicator, threads: int) -> Finding:
             why = why or "no card on its node"
             return Finding("gpu", "warn", text, f'train.device = "cuda" cannot be used: rank {rank} has {why}')
     most = max(-(-sharing // cards) for _, cards, _, sharing in everywhere)
-    return Finding("gpu", "ok", f'{text}; with train.device = "cuda" {counted(most, "rank")} a card, in turn')
+    why = machine.why_through_host(comm, place)
+    path = f"through the host's memory: {why}" if why else "from card to card, as tried"
+    text = f'{text}; with train.device = "cuda" {counted(most, "rank")} a card, in turn; messages of layers go {path}'
+    return Finding("gpu", "ok", text)
 
 
 CHECKS: Sequence[Check] = (

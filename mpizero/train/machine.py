@@ -225,6 +225,17 @@ def cards() -> tuple[int, str]:
     return found()
 
 
+def why_through_host(comm: Communicator, place: int) -> str:
+    """Return why messages between layers on cards would go through the host; nothing if they go directly.
+
+    Collective over ``comm``. ``place`` is this rank's on its node.
+    """
+    from mpizero.comm.direct import prove
+    from mpizero.kernels.card import open_card
+
+    return prove(comm, lambda: open_card(place))
+
+
 def gpus() -> tuple[int, list[str]]:
     """Return the number of NVIDIA GPUs that the driver shows, and the Python packages that can use them.
 

@@ -132,6 +132,9 @@ def test_doctor_tells_how_many_ranks_share_a_card_or_why_none_can(monkeypatch):
     for finding in run_in_threads(3, lambda comm: check_gpu(comm, 1)):
         assert finding.status == "ok"
         assert "2 ranks a card" in finding.text
+        assert "through the host's memory: these ranks are threads of one process" in finding.text
+    monkeypatch.setattr(machine, "why_through_host", lambda comm, place: "")
+    assert "go from card to card" in run_in_threads(2, lambda comm: check_gpu(comm, 1))[0].text
     monkeypatch.setattr(machine, "cards", lambda: (0, "no package cupy"))
     for finding in run_in_threads(3, lambda comm: check_gpu(comm, 1)):
         assert finding.status == "warn"

@@ -1,0 +1,75 @@
+"""Messages from card to card, where MPI takes them there: the bits of those through the host, and only once proven."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+# The simulator is chosen when numba is imported; without it these kernels need a GPU.
+if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
+    pytest.skip("CUDA kernels run under NUMBA_ENABLE_CUDASIM=1", allow_module_level=True)
+
+from mpizero.comm import direct
+from mpizero.errors import CollectiveError, ConfigError
+from mpizero.kernels import card as cards
+from mpizero.testing import run_in_threads
+from tests.faults.jobs import launchers, run_job
+
+PROGRAM = Path(__file__).with_name("direct_program.py")
+
+
+@pytest.fixture(params=launchers(), ids=lambda pair: pair[0])
+def said(request, tmp_path):
+    """Run the program on two ranks of MPI; return what each has to say."""
+
+    def run(what):
+        ended = run_job(request.param, tmp_path, ["-m", "mpi4py", PROGRAM, what])
+        assert ended.status == 0, ended.err
+        return json.loads(ended.out.splitlines()[-1])
+
+    return run
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "tensor", "context"])
+def test_what_goes_from_card_to_card_has_the_bits_of_what_goes_through_the_host(layout, said):
+    for (losses, parameters, told, copied), through_host in said(layout):
+        assert [losses, parameters] == through_host[:2]
+        assert "messages go from card to card" in told
+        assert "messages go through the host (direct_messages = false)" in through_host[2]
+        assert copied == 0
+        assert through_host[3] > 0
+
+
+def test_a_probe_believes_what_arrives_and_tries_nothing_that_mpi_does_not_claim(said):
+    (first, second) = said("probe")
+    assert first == second
+    fine, wrong, unclaimed = first
+    assert fine == ""
+    assert wrong.startswith("a pattern sent between cards arrived wrong on rank")
+    assert unclaimed == "this MPI does not say that it takes memory of CUDA cards"
+
+
+def test_threads_of_one_process_send_through_the_host():
+    def ask(comm):
+        with pytest.raises(CollectiveError, match="expected a NumPy array, got SimulatedArray"):
+            comm.isend(cards.open_card(0).put(np.ones(1)), 0)
+        return direct.prove(comm, pytest.fail)
+
+    assert run_in_threads(2, ask) == ["these ranks are threads of one process"] * 2
+
+
+class Lost:
+    """A message that never arrives."""
+
+    def test(self):
+        return False
+
+
+def test_a_pattern_that_never_arrives_ends_the_job_with_the_way_out(monkeypatch):
+    monkeypatch.setattr(direct, "PATIENCE", 0.01)
+    with pytest.raises(ConfigError, match="direct_messages = false"):
+        direct._wait([Lost()])
