@@ -244,3 +244,10 @@ def test_importing_the_package_loads_no_heavy_library():
     code = f"import mpizero, sys; print(*[name for name in {heavy} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert found.stdout.split() == []
+
+
+def test_planning_starts_no_mpi():
+    """Where a job of several ranks plans, the others have left: whoever starts MPI would wait for them."""
+    code = "import mpizero.train.plan, mpizero.parallel.costs, sys; print('mpi4py.MPI' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert found.stdout.split() == ["False"]

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.mpi import MpiCommunicator
 from mpizero.comm.transport import Request
 from mpizero.errors import ConfigError, MpizeroError
 from mpizero.kernels import to_host
@@ -62,7 +61,7 @@ def prove(comm: Communicator, open_card: Callable[[], Card]) -> str:
 
 def unclaimed(comm: Communicator) -> str:
     """Return why nobody should try: what MPI says of itself; nothing if it claims to know cards. Not collective."""
-    if not isinstance(comm, MpiCommunicator):
+    if getattr(comm, "mpi", None) is None:  # its class is not imported here: that would start MPI, also for a plan
         return "these ranks are threads of one process"
     if comm.size == 1:
         return "there is one rank"

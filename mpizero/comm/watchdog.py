@@ -35,7 +35,7 @@ from mpizero.errors import CollectiveError, ConfigError, ExitStatus
 _SILENT_TICKS = 8
 _MIN_SILENCE = 0.5
 #: Seconds for a silent rank to write its stacks before the job ends.
-_STACKS = 0.3
+_STACKS = 0.5
 
 
 class Watchdog:
