@@ -109,6 +109,8 @@ def prune(folder: str | os.PathLike[str], keep: int, comm: object = None, *, kee
         if len(kept) < keep:
             return []
         steps = step_folders(where)
+        if not set(kept) <= set(steps):  # somebody deletes folders at this moment: the older ones may be the last
+            return []
         old = steps[steps.index(kept[-1]) + 1 :]
         if keep_every:
             old = [path for path in old if (step_of(path) or 0) % keep_every]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpizero import checkpoint
+from mpizero.checkpoint import folders
 from mpizero.errors import ConfigError
 from mpizero.testing import run_in_threads
 
@@ -100,3 +101,19 @@ def test_every_nth_step_is_kept_for_ever(run, ranks):
     assert [[name(path) for path in listed] for listed in removed] == [["step_00000090"]] * ranks
     with pytest.raises(ConfigError, match="keep_every must be >= 0, got -1"):
         checkpoint.prune(run, 1, keep_every=-1)
+
+
+@pytest.mark.parametrize(("gone", "left"), [("the newest", "step_00000100"), ("all", None), ("the whole folder", None)])
+def test_a_folder_that_is_deleted_amid_pruning_costs_no_older_one(run, monkeypatch, gone, left):
+    original = folders.read_manifest
+
+    def reading(path):
+        found = original(path)
+        for other in {"the newest": [path], "all": folders.step_folders(str(run)), "the whole folder": [run]}[gone]:
+            shutil.rmtree(other)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(folders, "read_manifest", reading)
+        assert checkpoint.prune(run, 1) == []
+    assert name(checkpoint.newest(run, report=lambda line: None)) == left
