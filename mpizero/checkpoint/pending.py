@@ -7,7 +7,9 @@ What all ranks must agree on is agreed by the calling threads: before, where it 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -22,6 +24,17 @@ from mpizero.checkpoint.skeleton import ALIGNMENT
 from mpizero.checkpoint.snapshot import SnapshotBuffer
 from mpizero.checkpoint.table import LocalArray
 from mpizero.comm.communicator import Communicator
+
+
+#: How far the writing thread stands back (``nice``) where training or other ranks want the core, too.
+_NICE = 10
+
+
+def _stand_back() -> None:
+    """Let other threads have the core first, where the system has a priority for each: Linux."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class Writing:
@@ -41,6 +54,7 @@ class Writing:
             self._failure = error
 
     def _run(self, file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int]) -> None:
+        _stand_back()
         try:
             self._sums = write_pieces(file, arrays, offsets, self._halt.is_set)
         except Halted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -273,3 +274,18 @@ def test_a_thread_that_the_system_refuses_is_told_to_all_ranks_at_the_commit(sma
     monkeypatch.setattr(threading.Thread, "start", refusing)
     run_in_threads(ranks, save)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="one priority a process")
+def test_the_writing_thread_stands_back_and_no_other_does(small, tmp_path, monkeypatch):
+    seen, write = [], direct.write_pieces
+
+    def writing(*arguments):
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return write(*arguments)
+
+    monkeypatch.setattr("mpizero.checkpoint.pending.write_pieces", writing)
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    begin(small, tmp_path / "c").commit()
+    assert seen[0] > before
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
