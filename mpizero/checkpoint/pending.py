@@ -25,7 +25,6 @@ from mpizero.checkpoint.snapshot import SnapshotBuffer
 from mpizero.checkpoint.table import LocalArray
 from mpizero.comm.communicator import Communicator
 
-
 #: How far the writing thread stands back (``nice``) where training or other ranks want the core, too.
 _NICE = 10
 
