@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import tracemalloc
-from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import h5py
@@ -14,22 +12,12 @@ import pytest
 from mpizero import checkpoint
 from mpizero.checkpoint import LocalArray
 from mpizero.checkpoint.checksum import BLOCK
+from tests.traced import traced_peak
 
 pytestmark = pytest.mark.mpi
 
 BACKENDS = ["direct", "mpio"] if h5py.get_config().mpi else ["direct"]
 ROWS, COLUMNS, ARRAYS = 64, 2048, 24
-
-
-def counted(work: Callable[[], object]) -> int:
-    """The most bytes that ``work`` held at once."""
-    gc.collect()
-    tracemalloc.start()
-    try:
-        work()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.fixture
@@ -51,21 +39,21 @@ def shard(world) -> list[LocalArray]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_save_and_a_load_take_a_buffer_beside_the_shard(world, folder, shard, backend):
     checkpoint.write(folder / "warm", shard, {}, world, backend)
-    buffer = 2 * BLOCK if backend == "mpio" else BLOCK // 2
-    assert counted(lambda: checkpoint.write(folder / "c", shard, {}, world, backend)) < buffer
+    buffer, number = 2 * BLOCK if backend == "mpio" else BLOCK // 2, count()
+    assert traced_peak(lambda: checkpoint.write(folder / f"c{next(number)}", shard, {}, world, backend)) < buffer
 
     def load() -> None:
-        with checkpoint.open_checkpoint(folder / "c", world) as reader:
+        with checkpoint.open_checkpoint(folder / "c0", world) as reader:
             reader.read(shard)
 
     load()
-    assert counted(load) < BLOCK // 2
+    assert traced_peak(load) < BLOCK // 2
     world.barrier()
 
 
 def test_a_save_beside_training_takes_one_copy_of_the_shard_and_a_buffer(world, folder, shard):
-    nbytes = sum(values.nbytes for array in shard for _, values in array.pieces)
+    nbytes, number = sum(values.nbytes for array in shard for _, values in array.pieces), count()
     checkpoint.begin(folder / "warm", shard, {}, world).commit()
-    peak = counted(lambda: checkpoint.begin(folder / "c", shard, {}, world).commit())
-    assert nbytes <= peak < nbytes + BLOCK // 2
+    most = traced_peak(lambda: checkpoint.begin(folder / f"c{next(number)}", shard, {}, world).commit())
+    assert nbytes <= most < nbytes + BLOCK // 2
     world.barrier()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -26,6 +25,7 @@ from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import EVALUATE, Array
 from tests.parallel.models import MEMORIES
 from tests.parallel.spreads import VIRTUAL, Blocks, Trap, gpt, mlp, points, texts
+from tests.traced import traced_peak
 
 #: The parts of memory that the library's own allocator counts.
 COUNTED = PARTS[: PARTS.index("group buffers")]
@@ -426,18 +426,10 @@ def test_the_most_that_a_step_takes_is_planned_within_5_percent(world: Any, sile
 
 
 def traced(job: Job, comm: Communicator) -> int:
-    """The most bytes that the second step has taken, besides what was held before."""
-    steps: list[int] = []
-
-    def around(train: Callable[[], Any]) -> None:
-        tracemalloc.start()
-        before = tracemalloc.get_traced_memory()[0]
-        train()
-        steps.append(tracemalloc.get_traced_memory()[1] - before)
-        tracemalloc.stop()
-
-    measured(job, comm, around)
-    return steps[0]
+    """The most bytes that a step after the first has taken, besides what was held before."""
+    found: list[int] = []
+    measured(job, comm, lambda train: found.append(traced_peak(train)))
+    return found[0]
 
 
 # ---------------------------------------------------------------------- places and work

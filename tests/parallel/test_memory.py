@@ -12,6 +12,7 @@ from mpizero.comm.exact import EXCHANGE_ELEMENTS
 from mpizero.parallel.memory import PAGE, Memory
 from mpizero.testing import run_in_threads
 from tests.parallel.models import PRIVATE, STRATEGIES, hard_function, mlp, part, sharded, vectors
+from tests.traced import traced_peak
 
 
 def wide(**changes: Any) -> mz.nn.MLP:
@@ -102,19 +103,17 @@ def test_frozen_parameters_cost_no_gradient_and_no_state() -> None:
 
 
 def test_a_new_model_holds_its_shard_and_no_more_than_a_unit_besides(monkeypatch: pytest.MonkeyPatch) -> None:
-    import tracemalloc
+    settings = {"minimum_parameter_group_size": 1, **PRIVATE}
+    models: list[Any] = []
 
-    tracemalloc.start()
-    try:
-        settings = {"minimum_parameter_group_size": 1, **PRIVATE}
-        models = run_in_threads(2, lambda comm: mz.ZeRO3Model(wide(), mz.ShardingConfig(comm=comm, **settings)))
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    def make() -> None:
+        models[:] = run_in_threads(2, lambda comm: mz.ZeRO3Model(wide(), mz.ShardingConfig(comm=comm, **settings)))
+
+    most = traced_peak(make)
     shards = sum(model.engine.memory.rank_bytes for model in models)
     assert shards <= 4 * (2 * PARAMETERS + 2 * 3 * UNIT) + 4 * PAGE
     # Both ranks' Python objects are in the figure too: half a megabyte of layouts, plans and views.
-    assert peak <= shards + 2 * 4 * UNIT + (1 << 19)
+    assert most <= shards + 2 * 4 * UNIT + (1 << 19)
 
 
 def test_a_window_that_is_not_the_newest_can_be_freed() -> None:
