@@ -6,8 +6,8 @@ import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Generic, NamedTuple, NoReturn, TypeVar
+from types import TracebackType
+from typing import NamedTuple, NoReturn, Self, TypeVar
 
 from mpizero.comm import as_communicator
 from mpizero.comm.communicator import Communicator
@@ -69,27 +69,30 @@ def _raise(outcome: Outcome, text: str) -> NoReturn:
     raise error
 
 
-@dataclass(frozen=True)
-class Attempt(Generic[T]):
-    """What a function came to on this rank: its result, or the error that the others must learn of."""
+class Attempt:
+    """A block whose failure the other ranks must learn of: it is kept, and told by :func:`raise_first`.
 
-    result: T | None
-    failure: Exception | None
+    What says that the communicator is broken is let through: nobody would answer.
+    """
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, CollectiveError | PeerFailure):
+            return False
+        self.failure = error
+        return True
 
     @property
     def outcome(self) -> Outcome | None:
         """The failure in a form that travels; None if there is none."""
         return None if self.failure is None else _outcome(self.failure)
-
-
-def attempt(function: Callable[[], T]) -> Attempt[T]:
-    """Call ``function``; whoever does has to tell the others, by :func:`raise_first`. Not collective."""
-    try:
-        return Attempt(function(), None)
-    except (CollectiveError, PeerFailure):
-        raise  # the communicator is broken: nobody would answer
-    except Exception as error:  # every failure must reach the other ranks, or they wait for ever
-        return Attempt(None, error)
 
 
 def raise_first(outcomes: Sequence[Outcome | None], prefix: str, failure: Exception | None = None) -> None:
@@ -114,15 +117,9 @@ def agreed(comm: Communicator, prefix: str) -> Iterator[None]:
     the other ranks do not raise ``RemoteError``: whoever loads a missing file catches ``FileNotFoundError`` on every
     rank alike. An error that is nobody's business but ours (a bug) keeps its traceback on its own rank.
     """
-    failure: Exception | None = None
-    try:
+    with Attempt() as own:
         yield
-    except (CollectiveError, PeerFailure):
-        raise  # the communicator is broken: nobody would answer
-    except Exception as error:  # every failure must reach the other ranks, or they wait for ever
-        failure = error
-    outcome = None if failure is None else _outcome(failure)
-    raise_first(comm.allgather_object(outcome, tag="checkpoint outcome"), prefix, failure)
+    raise_first(comm.allgather_object(own.outcome, tag="checkpoint outcome"), prefix, own.failure)
 
 
 @contextmanager
@@ -155,14 +152,13 @@ def on_root(
     Collective over ``comm``: one exchange. The result is pickled. Every rank calls ``beside`` first; its failures count
     too.
     """
-
-    def work() -> T | None:
+    result: T | None = None
+    with Attempt() as own:
         if beside is not None:
             beside()
-        return function() if comm.rank == 0 else None
-
-    own = attempt(work)
-    told = comm.allgather_object((own.outcome, own.result), tag="checkpoint")
+        if comm.rank == 0:
+            result = function()
+    told = comm.allgather_object((own.outcome, result), tag="checkpoint")
     raise_first([outcome for outcome, _ in told], prefix, own.failure)
     shared: T = told[0][1]
     return shared

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mpizero.checkpoint.failures import agreed, attempt, on_root, raise_first
+from mpizero.checkpoint.failures import Attempt, agreed, on_root, raise_first
 from mpizero.checkpoint.manifest import canonical_json
 from mpizero.checkpoint.skeleton import ALIGNMENT, Skeleton, build, check_alignment
 from mpizero.checkpoint.table import Claim, LocalArray, Table, check_array, merge
@@ -105,23 +105,22 @@ def agree_on_arrays(
     ``known`` if every rank has the arrays of which it is.
     """
     local: list[LocalArray] = []
-
-    def check() -> _Wish:
-        local.extend(check_array(array) for array in arrays)
+    wish: _Wish | None = None
+    with Attempt() as own:
+        local = [check_array(array) for array in arrays]
         if not isinstance(attributes, dict):
             raise CheckpointError(f"attributes must be a dict, got {type(attributes).__name__}")
         text = canonical_json(attributes, "attributes")
-        claims = [Claim.of(array) for array in local]
-        return _Wish(None if known is not None and known.claims == claims else claims, crc32(text.encode()))
-
-    own = attempt(check)
-    told = comm.allgather_object((where, own.outcome, own.result), tag="checkpoint")
+        mine = [Claim.of(array) for array in local]
+        as_before = known is not None and known.claims == mine
+        wish = _Wish(None if as_before else mine, crc32(text.encode()))
+    told = comm.allgather_object((where, own.outcome, wish), tag="checkpoint")
     target = told[0][0]
     raise_first([outcome for _, outcome, _ in told], prefix(target), own.failure)
     wishes = [wish for _, _, wish in told]
     claims = [wish.claims for wish in wishes]
     if None in claims and any(listed is not None for listed in claims):
-        claims = comm.allgather_object([Claim.of(array) for array in local], "checkpoint")
+        claims = comm.allgather_object(mine, "checkpoint")
     differing = [rank for rank, wish in enumerate(wishes) if wish.attributes != wishes[0].attributes]
     if differing:
         raise CheckpointError(f"{prefix(target)}: attributes of rank {differing[0]} differ from those of rank 0")
