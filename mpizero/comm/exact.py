@@ -9,7 +9,7 @@ reduce-scatter), and each owner receives rows that it sums by a program of its o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,50 @@ EXCHANGE_ELEMENTS = 1 << 19
 
 #: ``scratch(name, size, dtype)`` lends room for a message until the next call with the same name.
 Scratch = Callable[[str, int, Any], Array]
+
+
+def exchange_step(counts: Sequence[int], elements: int | None = None) -> int:
+    """Return how many elements of every peer's ranges move in one turn of an exchange. Not collective.
+
+    The same on every rank, although ranks send different numbers of partial sums: all make equally many turns.
+
+    Parameters
+    ----------
+    counts : sequence of int
+        Partial sums of each group.
+    elements : int or None
+        Elements in flight at once; None is :data:`EXCHANGE_ELEMENTS`.
+    """
+    return max(1, (elements or EXCHANGE_ELEMENTS) // max(1, sum(counts), max(counts) * len(counts)))
+
+
+def gather_step(peers: int, elements: int | None = None) -> int:
+    """Return how many elements of every peer move in one turn of a gather. Not collective."""
+    return max(1, (elements or EXCHANGE_ELEMENTS) // peers)
+
+
+class Rows(NamedTuple):
+    """Rows of several groups that are to be summed.
+
+    Attributes
+    ----------
+    values : array, shape (rows of the group, stride)
+        All rows of this rank's group.
+    ranges : sequence over peers of sequences of Span
+        The ranges of the row space that each peer owns.
+    programs : sequence over groups of sequences of program
+        The partial sums that each group sends, over its own rows.
+    tag : str
+        What the messages are for.
+    residuals : sequence over peers of 1-D float32 arrays
+        What earlier messages to each peer have left out, as long as its ranges; for a codec with feedback.
+    """
+
+    values: Array
+    ranges: Sequence[Sequence[Span]]
+    programs: Sequence[Sequence[Program]]
+    tag: str = ""
+    residuals: Sequence[Array] = ()
 
 
 def fresh(name: str, size: int, dtype: Any) -> Array:
@@ -61,55 +105,27 @@ class ExactExchange:
         """Index of this rank's group."""
         return self.peers.rank
 
-    def pieces(
-        self,
-        rows: Array,
-        ranges: Sequence[Sequence[Span]],
-        programs: Sequence[Sequence[Program]],
-        tag: str = "",
-        residuals: Sequence[Array] = (),
-    ) -> Iterator[Piece]:
+    def pieces(self, rows: Rows) -> Iterator[Piece]:
         """Yield what this rank has to sum.
 
         Collective over the peers; every rank consumes the whole iterator. The rows of a piece are valid until the next.
-
-        Parameters
-        ----------
-        rows : array, shape (rows of the group, stride)
-            All rows of this rank's group.
-        ranges : sequence over peers of sequences of Span
-            The ranges of the row space that each peer owns.
-        programs : sequence over groups of sequences of program
-            The partial sums that each group sends, over its own rows.
-        tag : str
-            What the messages are for.
-        residuals : sequence over peers of 1-D float32 arrays
-            What earlier messages to each peer have left out, as long as its ranges; for a codec with feedback.
         """
         if self.peers.size == 1:
-            yield from _in_place(rows, ranges[0])
+            yield from _in_place(rows.values, rows.ranges[0])
             return
-        for turn in self.turns(rows, ranges, programs, tag, residuals):
+        for turn in self.turns(rows):
             yield from self.begin_turn(turn, wait=True).pieces()
 
-    def turns(
-        self,
-        rows: Array,
-        ranges: Sequence[Sequence[Span]],
-        programs: Sequence[Sequence[Program]],
-        tag: str = "",
-        residuals: Sequence[Array] = (),
-    ) -> Iterator[Turn]:
+    def turns(self, rows: Rows) -> Iterator[Turn]:
         """Cut what :meth:`pieces` delivers, of several groups, into turns that fit the buffers. Not collective."""
-        counts = [len(p) for p in programs]
-        # The same on every rank, although ranks send different numbers of partial sums: all make equally many turns.
-        step = max(1, (self.elements or EXCHANGE_ELEMENTS) // max(1, sum(counts), max(counts) * self.peers.size))
-        totals = [sum(span.size for span in spans) for spans in ranges]
-        sums = [program_array(program) for program in programs[self.peers.rank]]
+        counts = [len(programs) for programs in rows.programs]
+        step = exchange_step(counts, self.elements)
+        totals = [sum(span.size for span in spans) for spans in rows.ranges]
+        sums = [program_array(program) for program in rows.programs[self.peers.rank]]
         for low in range(0, max(totals), step):
-            windows = [_window(spans, low, low + step) for spans in ranges]
-            left = [residual[low : low + step] for residual in residuals]
-            yield Turn(rows, windows, counts, sums, tag, left)
+            windows = [_window(spans, low, low + step) for spans in rows.ranges]
+            left = [residual[low : low + step] for residual in rows.residuals]
+            yield Turn(rows.values, windows, counts, sums, rows.tag, left)
 
     def begin_turn(self, turn: Turn, *, wait: bool = False) -> Arriving:
         """Start to exchange a turn's partial sums.
@@ -282,7 +298,7 @@ def gather_spans(
             place[:] = values
     if peers.size == 1:
         return
-    step = max(1, (elements or EXCHANGE_ELEMENTS) // peers.size)
+    step = gather_step(peers.size, elements)
     longest = max(sum(span.size for span in group) for group in spans)
     for low in range(0, longest, step):
         windows = [_window(group, low, low + step) for group in spans]
@@ -326,7 +342,7 @@ def gather_packed(
     scratch : Scratch
         Where the buffers come from.
     """
-    step = max(1, EXCHANGE_ELEMENTS // peers.size)
+    step = gather_step(peers.size)
     longest = max(sum(span.size for span in group) for group in spans)
     for low in range(0, longest, step):
         windows = [_window(group, low, low + step) for group in spans]

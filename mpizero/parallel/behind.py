@@ -11,31 +11,37 @@ any number of gathers, which take no buffers. The sum is that of every element's
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from mpizero.comm import exact
-from mpizero.comm.exact import Gathering, begin_gather
+from mpizero.comm.codecs import Codec
+from mpizero.comm.exact import Gathering, begin_gather, exchange_step
 from mpizero.comm.turns import Arriving, Turn, program_array, tree_sum
 from mpizero.layout import Partition, RowsPlan, Span
 from mpizero.parallel.feedback import GradientExchange
+from mpizero.parallel.placement import Placement
 from mpizero.parallel.storage import ParameterStore
 from mpizero.types import Array
 
-if TYPE_CHECKING:
-    from mpizero.parallel.engine import Engine
 
-
-def sums_behind(engine: Engine) -> bool:
-    """Tell whether rows are summed behind the backward pass, for all peers. Not collective, the same on all ranks.
+def sums_behind(placement: Placement, peers: int, stages: int, codec: Codec | None) -> bool:
+    """Tell whether a model of blocks sums rows behind the backward pass, for all peers. Not collective.
 
     Not with compression, whose bits depend on where messages are cut; not in pipelines, whose stages end their last
     micro-batches at other times; and not where only the owner takes a sum: each would be sent to by all others in turn.
+
+    Parameters
+    ----------
+    placement : Placement
+        Of the strategy.
+    peers, stages : int
+        Groups of ranks that exchange sums, and stages of the pipeline.
+    codec : Codec or None
+        What packs the messages.
     """
-    data, grid = engine.placement, engine.grid
-    replicated = not (data.waves or data.shard_optimizer) and grid.peers.size > 1
-    return replicated and engine.block_model and grid.pipeline.size == 1 and engine.exchange.codec is None
+    replicated = not (placement.waves or placement.shard_optimizer) and peers > 1
+    return replicated and stages == 1 and codec is None
 
 
 class Bucket(NamedTuple):
@@ -70,7 +76,7 @@ def cut_buckets(
         Elements in flight at once; None is the default of the exchange.
     """
     peers = len(counts)
-    whole = peers * max(1, (elements or exact.EXCHANGE_ELEMENTS) // max(1, sum(counts), max(counts) * peers))
+    whole = peers * exchange_step(counts, elements)
     mine = sorted((span for group in spans for span in group if span.size), key=lambda span: span.start)
     found = []
     for stop in range(size, 0, -whole):

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpizero.comm import Communicator
-from mpizero.parallel.behind import sums_behind
 from mpizero.parallel.bucketsize import AUTO, elements_of
 from mpizero.parallel.feedback import GradientExchange
 from mpizero.types import Array
@@ -54,24 +53,25 @@ def fastest(sizes: Sequence[float], seconds: Array) -> float:
     return sizes[int(np.argmax(shortest <= CLOSE * shortest.min()))]
 
 
-def make_tuner(engine: Engine) -> BucketTuner | None:
-    """Return what finds the size of an engine's buckets; None where it is given, or where all sizes do the same.
+def make_tuner(engine: Engine) -> BucketTuner:
+    """Return what finds the size of an engine's buckets; it tries none where the size is given.
 
-    Collective over all ranks of the engine.
+    Collective over all ranks of the engine, if the size is to be found.
     """
     if engine.config.bucket_mb != AUTO:
-        return None
+        return BucketTuner(engine.exchange, engine.scalars.everyone, (), engine.dtype.itemsize)
     shares, largest = engine.store.peer_shares, 0
     if len(shares) > 1:  # with one group nothing travels here; between the groups of another stage it may
         sizes = [[sum(span.size for span in spans) for spans in share.gradient_spans] for share in shares]
         totals = [max(unit, default=0) for unit in sizes] if engine.placement.waves else [sum(unit) for unit in sizes]
-        largest = engine.layout.gradient_size if sums_behind(engine) else len(shares) * max(totals)
-    tuner = BucketTuner(engine.exchange, engine.scalars.everyone, largest, engine.dtype.itemsize)
-    return tuner if len(tuner.sizes) > 1 else None
+        largest = engine.layout.gradient_size if engine.sums_behind else len(shares) * max(totals)
+    everyone, itemsize = engine.scalars.everyone, engine.dtype.itemsize
+    tried = worth_trying(max(everyone.allgather_object(largest, "bucket sizes")), itemsize)
+    return BucketTuner(engine.exchange, everyone, tried, itemsize)
 
 
 class BucketTuner:
-    """Tries sizes in turns, one a step, and settles on one for all ranks. Construction is collective over ``everyone``.
+    """Tries sizes in turns, one a step, and settles on one for all ranks.
 
     Parameters
     ----------
@@ -79,69 +79,66 @@ class BucketTuner:
         Whose bucket is tuned.
     everyone : Communicator
         The ranks that train together.
-    largest : int
-        Elements that this rank's largest exchange needs to go in one turn.
+    sizes : sequence of float
+        What is tried, in MiB, ascending, the same on every rank; nothing is, if there are not two.
     itemsize : int
         Bytes of an element.
     clock : callable, optional
         Returns seconds.
-
-    Attributes
-    ----------
-    sizes : tuple of float
-        What is tried, in MiB; the same on every rank.
-    chosen : float or None
-        What was settled on; None before.
     """
 
     def __init__(
         self,
         exchange: GradientExchange,
         everyone: Communicator,
-        largest: int,
+        sizes: Sequence[float],
         itemsize: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._exchange, self._everyone, self._itemsize, self._clock = exchange, everyone, itemsize, clock
-        self.sizes = worth_trying(max(everyone.allgather_object(largest, "bucket sizes")), itemsize)
-        self.chosen: float | None = None
+        self._sizes = tuple(sizes)
+        self._settled = len(sizes) < 2
         self._trial = -WARM
         self._samples = 0
         self._begun = 0.0
-        self._seconds = np.empty((ROUNDS, len(self.sizes)))
+        self._seconds = np.empty((ROUNDS, len(sizes)))
 
     def begin(self) -> None:
         """Take the size of the next trial for a step that begins; after the last, leave what was chosen.
 
         Not collective, but all ranks do it before the same step.
         """
-        if self.chosen is None:
-            self._use(self.sizes[max(0, self._trial) % len(self.sizes)])
+        if not self._settled:
+            self._use(self._sizes[max(0, self._trial) % len(self._sizes)])
             self._begun = self._clock()
 
-    def end(self, samples: int) -> None:
+    def end(self, samples: int) -> tuple[float, ...]:
         """Note how long an updated step took, and choose after the last trial. Collective over ``everyone`` then.
+
+        Returns the sizes that were tried when one of them has been chosen now, else nothing.
 
         A step that is not ended, since it was skipped or has failed on all ranks, is tried again. So is one of another
         number of ``samples`` than the first: it would not compare.
         """
-        if self.chosen is not None:
-            return
+        if self._settled:
+            return ()
         if self._trial < 0:
             self._samples = samples
         elif samples != self._samples:
-            return
+            return ()
         else:
-            self._seconds[divmod(self._trial, len(self.sizes))] = self._clock() - self._begun
+            self._seconds[divmod(self._trial, len(self._sizes))] = self._clock() - self._begun
         self._trial += 1
-        if self._trial == self._seconds.size:
-            self._choose()
+        if self._trial < self._seconds.size:
+            return ()
+        self._choose()
+        return self._sizes
 
     def _choose(self) -> None:
         self._everyone.allreduce(self._seconds, "max", "bucket times")  # a step takes as long as its slowest rank
-        self.chosen = fastest(self.sizes, self._seconds)
         self._exchange.memory.drop_scratch()  # of the largest size that was tried
-        self._use(self.chosen)
+        self._use(fastest(self._sizes, self._seconds))
+        self._settled = True
 
     def _use(self, size: float) -> None:
         self._exchange.elements = elements_of(size, self._itemsize)

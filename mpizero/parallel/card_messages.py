@@ -60,11 +60,8 @@ class _CardShift:
         return self._request.test()
 
 
-class CardGroup:
-    """A group for layers on a card, whose messages leave from and arrive in memory of the host.
-
-    Arrays of the host are taken too, and answered with such.
-    """
+class _LayerGroup:
+    """A group for layers on a card. Arrays of the host are taken too, and answered with such."""
 
     def __init__(self, group: Group, card: Card) -> None:
         self._group, self._card = group, card
@@ -78,6 +75,10 @@ class CardGroup:
     def size(self) -> int:
         """Number of ranks."""
         return self._group.size
+
+
+class CardGroup(_LayerGroup):
+    """A group for layers on a card, whose messages leave from and arrive in memory of the host."""
 
     def _like(self, x: Array, result: Array) -> Array:
         return result if isinstance(x, np.ndarray) else self._card.put(result)
@@ -104,27 +105,15 @@ class CardGroup:
         return _CardShift(self._group.shift([to_host(x) for x in arrays], by, tag), card)
 
 
-class DirectGroup:
-    """A group for layers on a card, whose messages MPI takes from the card, and leaves there.
-
-    Arrays of the host are taken too, and answered with such.
-    """
+class DirectGroup(_LayerGroup):
+    """A group for layers on a card, whose messages MPI takes from the card, and leaves there."""
 
     def __init__(self, group: CommunicatorGroup, card: Card) -> None:
-        self._host, self._cards = group, CardsGroup(group, card)
+        super().__init__(group, card)
+        self._cards = CardsGroup(group, card)
 
-    @property
-    def rank(self) -> int:
-        """Place of this rank in the group."""
-        return self._host.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._host.size
-
-    def _for(self, x: Array) -> CommunicatorGroup:
-        return self._host if isinstance(x, np.ndarray) else self._cards
+    def _for(self, x: Array) -> Group:
+        return self._group if isinstance(x, np.ndarray) else self._cards
 
     def all_reduce(self, x: Array, tag: str = "") -> Array:
         """Return the sum over the ranks. Collective over the group."""

@@ -7,6 +7,8 @@ publishes the parameters.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -158,7 +160,8 @@ class Engine:
             self._rows = GradientRows(
                 self.layout, self.grid, self.memory, self.dtype, self.config.accumulate, self._named
             )
-            self.store.beside = self.store.beside if self.placement.waves else self._rows.poll
+            if not self.placement.waves:
+                self.store.beside = self._rows.poll
         return self._rows
 
     def current_loss_scale(self) -> float:
@@ -169,37 +172,30 @@ class Engine:
 
     def train(self, x: Any, y: Any) -> StepReport:
         """Forward, backward, exact reduction, update."""
-        updater = self._bound()
-        sent = self.grid.bytes_sent
-        if self.tuner is not None:
-            self.tuner.begin()
+        updater, sent = self._bound(), self.grid.bytes_sent
+        self.tuner.begin()
         batch, totals, stack_row = self._forward_backward(x, y, self._ring is not None, summed=True)
-        rate = optim.learning_rate(updater.optimizer, updater.step_count)
-        norm, problems = None, totals.problems
-        self.integrity.verify()
-        if not problems:
-            norm, problems = self._update(updater, totals, stack_row)
-        if self.tuner is not None and not problems:
-            self.tuner.end(batch.samples)
-        return self._report(totals, rate, (norm, problems), sent)
+        report = self._finish(totals, sent, lambda: self._update(updater, totals, stack_row))
+        if report.skipped is None and (tried := self.tuner.end(batch.samples)):
+            report = replace(report, bucket_mb=self.exchange.bucket_mb, buckets_tried=tried)
+        return report
 
     def step(self, totals: Totals, reduced: Array, sent: int) -> StepReport:
         """Update from a gradient that :meth:`gradients` or :meth:`reduce_local` gave, unless it is not finite.
 
         ``sent`` is what ``grid.bytes_sent`` was before the gradient was computed.
         """
-        updater = self._bound()
-        rate = optim.learning_rate(updater.optimizer, updater.step_count)
         self.memory.barrier("step")  # who still reads parameters reads the old ones
+        return self._finish(totals, sent, lambda: self.apply(reduced))
+
+    def _finish(self, totals: Totals, sent: int, update: Callable[[], Outcome]) -> StepReport:
+        """Update, unless something is not finite, and end the step."""
+        updater = self._bound()
+        rate, scale = optim.learning_rate(updater.optimizer, updater.step_count), self.current_loss_scale()
         norm, problems = None, totals.problems
         self.integrity.verify()
         if not problems:
-            norm, problems = self.apply(reduced)
-        return self._report(totals, rate, (norm, problems), sent)
-
-    def _report(self, totals: Totals, rate: float, outcome: Outcome, sent: int) -> StepReport:
-        """End a step."""
-        (norm, problems), scale = outcome, self.current_loss_scale()
+            norm, problems = update()
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(finite=not problems)
         self.exchange.finish(self.current_loss_scale() / scale, updated=not problems)
@@ -207,7 +203,6 @@ class Engine:
             self.memory.barrier("skipped")
         self.step_number += 1
         self.integrity.after_step(self.step_number)
-        updater = self._bound()
         return StepReport(
             updater.step_count,
             totals.loss / totals.weight,
@@ -234,7 +229,13 @@ class Engine:
         """
         set_context(step=self.step_number)
         with self.scalars.everyone.trace.common_duty("training step"):
-            return self._computed(x, y, ring, summed and sums_behind(self))
+            return self._computed(x, y, ring, summed and self.sums_behind)
+
+    @property
+    def sums_behind(self) -> bool:
+        """Whether a step sums rows behind its backward pass. Not collective."""
+        peers, stages = self.grid.peers.size, self.grid.pipeline.size
+        return self.block_model and sums_behind(self.placement, peers, stages, self.exchange.codec)
 
     def _computed(self, x: Any, y: Any, ring: bool, behind: bool) -> tuple[GlobalBatch, Totals, int]:
         self.exchange.begin()
@@ -281,10 +282,8 @@ class Engine:
 
     def _update(self, updater: Updater, totals: Totals, stack_row: int) -> Outcome:
         """Update and publish, unless the sum is not finite."""
-        threads = self.config.threads
-        divisor = self._divisor(totals)
-        single = self.grid.peers.size == 1
-        if self._can_fuse(updater) and (single or self._ring is not None):
+        threads, divisor = self.config.threads, self._divisor(totals)
+        if self._can_fuse(updater) and (self.grid.peers.size == 1 or self._ring is not None):
             with self.timeline.span("optimizer"):
                 if self._ring is not None:
                     stack = self._ring.stack

@@ -62,6 +62,8 @@ class StepReport:
         What the loss was multiplied by.
     bucket_mb : float
         MiB of sums of gradients that travel at once from now on; 0.0 where none travel.
+    buckets_tried : tuple of float
+        The sizes that were tried, in MiB, where this step was the last trial; else empty.
     """
 
     step: int
@@ -74,6 +76,7 @@ class StepReport:
     non_finite: tuple[NonFinite, ...] = ()
     loss_scale: float = 1.0
     bucket_mb: float = 0.0
+    buckets_tried: tuple[float, ...] = ()
 
 
 #: The norm of a gradient, where something asked for it, and what is not finite in a step that is skipped.

@@ -280,6 +280,15 @@ def learning_rate(section: OptimizerSection, steps: int) -> Any:
     return schedule(section.lr, steps=steps, warmup=section.warmup, end=section.end)
 
 
+def computing(config: Config) -> dict[str, Any]:
+    """Return the settings of :class:`ShardingConfig` by which ranks compute, whatever the layout.
+
+    Not collective.
+    """
+    names = ("micro_batch", "threads", "device", "optimizer_device", "direct_messages", "mixed_precision")
+    return {name: getattr(config.train, name) for name in names} | {"clip": config.train.clip or None}
+
+
 def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
     """Return how the model is spread over the ranks.
 
@@ -288,18 +297,12 @@ def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
     train, parallel = config.train, config.parallel
     return ShardingConfig(
         comm=comm,
-        micro_batch=train.micro_batch,
-        threads=train.threads,
-        clip=train.clip or None,
         gradient_compression=train.gradient_compression,
         share_node_memory=parallel.share_node_memory,
         ranks_per_node=parallel.ranks_per_node,
         bucket_mb=parallel.bucket_mb,
         check_every=train.check_every,
-        device=train.device,
-        optimizer_device=train.optimizer_device,
-        direct_messages=train.direct_messages,
-        mixed_precision=train.mixed_precision,
+        **computing(config),
     )
 
 

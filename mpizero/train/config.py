@@ -24,13 +24,18 @@ from mpizero.train.checks import (
     text,
     whole,
 )
-from mpizero.train.layout import ParallelSection, compression
+from mpizero.train.layout import ParallelSection
+from mpizero.train.messages import compression
 
 #: Settings that may differ between a saved run and the one that resumes it: none changes the mathematics (tensor and
 #: context groups, and cards, round sums differently). Training data are compared by content, wherever they lie.
 FREE_SECTIONS = ("parallel", "checkpoint")
 FREE_KEYS = (
-    *(f"train.{name}" for name in ("steps", "threads", "device", "optimizer_device", "direct_messages")),
+    "train.steps",
+    "train.threads",
+    "train.device",
+    "train.optimizer_device",
+    "train.direct_messages",
     "train.validate_every",
     "train.validate_samples",
     "train.check_every",

@@ -5,42 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mpizero.comm.codecs import codec_of
 from mpizero.errors import ConfigError, GridError
 from mpizero.layout import SCHEDULES, Axes, chunk_stages, explicit_cuts
-from mpizero.parallel.bucketsize import check_bucket
 from mpizero.parallel.spread import Spread
 from mpizero.train.checks import Section, choice, flag, many, optional, setting, shown, text, whole
+from mpizero.train.messages import bucket
 
 #: The rows of the placement table by ZeRO stage.
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 #: The axes that split a model; ``data`` replicates it.
 _SPLITTING = ("pipeline", "tensor", "context")
-
-
-def compression(value: Any) -> str | None:
-    """Take the name of a gradient compression.
-
-    Not collective.
-    """
-    if value == "none":
-        return None
-    try:
-        codec_of(value)
-    except ConfigError:
-        raise ValueError(
-            'must be "none", "bf16", "fp16", "int8", or "topk:SHARE" with the share of the values that is sent, more '
-            'than 0 and less than 0.5, such as "topk:0.01"'
-        ) from None
-    return str(value)
-
-
-def _bucket(value: Any) -> float | str:
-    try:
-        check_bucket(value, None)
-    except ConfigError:
-        raise ValueError('must be "auto", or MiB of more than 0 and at most 4096') from None
-    return value if isinstance(value, str) else float(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +32,7 @@ class ParallelSection(Section):
     cuts: tuple[int, ...] | None = setting(None, optional(many(whole(1))))
     share_node_memory: bool = setting(True, flag)
     ranks_per_node: int | None = setting(None, optional(whole(1)))
-    bucket_mb: float | str | None = setting(None, optional(_bucket))
+    bucket_mb: float | str | None = setting(None, optional(bucket))
 
     def check_combination(self) -> None:
         """Reject sizes, orders and schedules that fit no job and no model."""

@@ -16,6 +16,7 @@ from mpizero.errors import ExitStatus, MpizeroError
 from mpizero.faults import strike
 from mpizero.layout import Grains
 from mpizero.parallel import StepReport
+from mpizero.parallel.bucketsize import AUTO
 from mpizero.train.builder import Job, build
 from mpizero.train.checks import rejected
 from mpizero.train.config import Config
@@ -122,7 +123,6 @@ class Trainer:
         self.loss: float | None = None
         self.saver = Saver(job, folder, self.control, clock)
         self.numbers = NumberWatch(job, folder, progress)
-        self._bucket_told = False
         self._failure: MpizeroError | None = None
 
     def run(self, *, resume: bool) -> dict[str, Any] | None:
@@ -202,12 +202,11 @@ class Trainer:
             "memory": peak_resident(),
             **more,
         }
-        if (tuner := self.job.model.engine.tuner) is not None:
+        if self.config.parallel.bucket_mb == AUTO and report.bucket_mb:
             line["bucket_mb"] = report.bucket_mb
-            if tuner.chosen is not None and not self._bucket_told:
-                self._bucket_told = True
-                tried = ", ".join(f"{size:g}" for size in tuner.sizes)
-                self.progress.say(f"bucket_mb = {tuner.chosen:g} from now on (tried {tried})")
+        if report.buckets_tried:
+            tried = ", ".join(f"{size:g}" for size in report.buckets_tried)
+            self.progress.say(f"bucket_mb = {report.bucket_mb:g} from now on (tried {tried})")
         if self._validation_due():
             line |= self._validate().figures()
             self.speed.disturb()

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpizero.errors import ConfigError, ExitStatus
+from mpizero.parallel import ShardingConfig
+from mpizero.train.builder import computing
 from mpizero.train.config import (
     MODELS,
     OPTIMIZERS,
@@ -400,6 +402,12 @@ def test_a_run_saved_before_there_was_compression_can_be_resumed_without_it():
 
 def test_the_mathematics_has_no_section_that_lays_out_work():
     assert not [key for key in mathematics(parse().to_dict()) if key.startswith(("parallel.", "checkpoint."))]
+
+
+def test_layouts_are_compared_with_all_settings_of_training_but_two():
+    """Compressed gradients differ by the layout, and hashes of state are compared by the comparison itself."""
+    known = {item.name for item in fields(TrainSection)} & {item.name for item in fields(ShardingConfig)}
+    assert known - set(computing(parse())) == {"gradient_compression", "check_every"}
 
 
 @given(st.text(max_size=60))

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpizero.comm import exact, window
+from mpizero.comm import window
 from mpizero.comm.codecs import Codec
+from mpizero.comm.exact import exchange_step, gather_step
 from mpizero.layout import Partition
 from mpizero.types import Array
 
@@ -89,7 +90,7 @@ def exchange(
     if len(totals) == 1:
         return Exchange(Sent(), 0, 0)
     arrivals, mine = sum(counts), counts[peer]
-    step = max(1, (elements or exact.EXCHANGE_ELEMENTS) // max(1, arrivals, max(counts) * len(totals)))
+    step = exchange_step(counts, elements)
     others = [elements for place, elements in enumerate(totals) if place != peer]
     turns = -(-max(others) // step) if mine else 0
     widths = [min(step, elements) for elements in totals]
@@ -126,7 +127,7 @@ def gather(
     """
     if len(totals) == 1 or not max(totals):
         return Exchange(Sent(), 0, 0)
-    step = max(1, (elements or exact.EXCHANGE_ELEMENTS) // len(totals))
+    step = gather_step(len(totals), elements)
     widths = [min(step, elements) for elements in totals]
     turns, others = -(-totals[peer] // step), len(totals) - 1
     if codec is None:

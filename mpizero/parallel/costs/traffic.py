@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from mpizero.comm.codecs import Codec, codec_of
 from mpizero.layout import Instruction, build_schedule
 from mpizero.parallel import publication
-from mpizero.parallel.behind import Bucket, cut_buckets
+from mpizero.parallel.behind import Bucket, cut_buckets, sums_behind
 from mpizero.parallel.costs.batch import Step
 from mpizero.parallel.costs.calls import Call, Exchange, Sent, exchange, gather, one, placed, total, turn
 from mpizero.parallel.costs.grid import Members, PlannedGrid
@@ -155,10 +155,8 @@ class Traffic:
 
     @property
     def _behind(self) -> bool:
-        """Whether rows are summed behind the backward pass: :func:`mpizero.parallel.behind.sums_behind`."""
-        row, training = self.training.row, self.training
-        replicated = not (row.waves or row.shard_optimizer) and self.grid.peers.size > 1
-        return replicated and self.grid.pipeline.size == 1 and training.codec is None
+        """Whether rows are summed behind the backward pass."""
+        return sums_behind(self.training.row, self.grid.peers.size, self.grid.pipeline.size, self.training.codec)
 
     @cached_property
     def _buckets(self) -> list[Bucket]:

@@ -14,7 +14,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.data import batches
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.parallel import ShardingConfig
-from mpizero.train.builder import build_model, build_optimizer, build_source, check_samples
+from mpizero.train.builder import build_model, build_optimizer, build_source, check_samples, computing
 from mpizero.train.config import Config, GptSection, check_split
 from mpizero.train.progress import Progress
 from mpizero.train.verify.compare import compare_layouts
@@ -57,12 +57,7 @@ def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> i
             steps=options.steps,
             tolerance=options.tolerance,
             progress=_shown(progress),
-            micro_batch=config.train.micro_batch,
-            threads=config.train.threads,
-            clip=config.train.clip or None,
-            device=config.train.device,
-            optimizer_device=config.train.optimizer_device,
-            mixed_precision=config.train.mixed_precision,
+            **computing(config),
         )
     finally:
         progress.close()
