@@ -91,6 +91,25 @@ def test_the_benchmark_of_cards_says_that_there_is_none():
 
 
 @pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], r"\nddp( +[\d.]+){6} .*\nzero2( +[\d.]+){6} "),
+        (["--buckets"], r"(?s)ddp +chose .*1\.00.*zero2 +chose .*1\.00"),
+    ],
+)
+def test_what_travels_behind_computing_is_timed_in_all_ways_and_sizes(options, expected):
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    if not mpiexec.exists():
+        pytest.skip("no mpiexec beside this Python")
+    small = "--memory private --strategies ddp,zero2 --dim 64 --layers 1 --samples 1 --rounds 1"
+    done = subprocess.run(
+        [mpiexec, "-n", "2", sys.executable, FOLDER / "overlap.py", *small.split(), *options],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert re.search(expected, done.stdout), done.stdout
+
+
+@pytest.mark.parametrize(
     ("script", "options", "expected"),
     [
         ("compare.py", ["--contenders", "zero2,zero4"], "--contenders: unknown zero4"),

@@ -10,6 +10,9 @@ node with ``--memory private``. Every strategy trains a GPT (dim 256, 4 layers) 
 
 All run the same program with the same bits. Times are those of the slowest rank; ratios are taken inside a round of
 three steps. *Messages* is the time that a rank spends in them, the mean over ranks.
+
+With ``--buckets`` it asks instead whether ``bucket_mb = "auto"`` chooses well: every strategy trains until it has
+chosen, and then with all sizes in turns.
 """
 
 from __future__ import annotations
@@ -29,9 +32,12 @@ from mpi4py import MPI
 import mpizero as mz
 from mpizero.comm import exact
 from mpizero.parallel import engine, publication, storage
+from mpizero.parallel.bucketsize import elements_of
 from mpizero.parallel.watching import watching
 
 WORLD = MPI.COMM_WORLD
+#: Steps within which a bucket is chosen, if there is one to choose.
+TRIALS = 50
 #: Phases of a step that messages of parameters and gradients belong to.
 MESSAGES = ("publication", "reduction")
 
@@ -45,6 +51,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--buckets", action="store_true", help="time sizes of buckets beside the one that is chosen")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     return parser.parse_args()
 
@@ -58,7 +65,7 @@ def waiting_for_sums() -> Iterator[None]:
         return begin(self, turn, wait=True)
 
     exact.ExactExchange.begin_turn = begun  # type: ignore[method-assign]
-    engine.sums_behind = lambda _: False
+    engine.sums_behind = lambda *_: False
     try:
         yield
     finally:
@@ -95,8 +102,11 @@ WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 class Training:
     """One strategy and its batch."""
 
-    def __init__(self, strategy: str, args: argparse.Namespace) -> None:
-        self.config = mz.ShardingConfig(comm=WORLD, micro_batch=args.samples, share_node_memory=args.memory == "shared")
+    def __init__(self, strategy: str, args: argparse.Namespace, bucket_mb: str | None = None) -> None:
+        shared = args.memory == "shared"
+        self.config = mz.ShardingConfig(
+            comm=WORLD, micro_batch=args.samples, share_node_memory=shared, bucket_mb=bucket_mb
+        )
         model = mz.nn.GPT(dim=args.dim, layers=args.layers, heads=args.dim // 64, sequence=128, vocabulary=256)
         self.model, _ = mz.distribute(model, mz.AdamW(lr=3e-4), strategy=strategy, config=self.config)
         tokens = np.random.default_rng(WORLD.rank).integers(0, 256, (args.samples, 129))
@@ -139,6 +149,38 @@ def measure(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def sweep(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Train until a bucket has been chosen, then with every size that was tried in turning order."""
+    training = Training(strategy, args, "auto")
+    for _ in range(TRIALS):
+        training.step()
+        if (report := training.model.last_step).buckets_tried:
+            break
+    exchange, sizes = training.model.engine.exchange, list(report.buckets_tried)
+    found: dict[float, list[float]] = {size: [] for size in sizes}
+    for number in range(-1, args.rounds):
+        turn = number % max(1, len(sizes))
+        for size in sizes[turn:] + sizes[:turn]:
+            exchange.elements = elements_of(size, 4)
+            seconds, _ = training.step()
+            if number >= 0:
+                found[size].append(seconds)
+    training.close()
+    return {"strategy": strategy, "chosen": report.bucket_mb, "seconds": found}
+
+
+def swept(result: dict[str, Any]) -> str:
+    """Return what one strategy has chosen, and how long its steps take with every size beside it."""
+    seconds, chosen = result["seconds"], result["chosen"]
+    if not seconds:
+        return f"{result['strategy']:6s} nothing travels: no size was tried"
+    figures = []
+    for size, times in seconds.items():
+        ratios = sorted(s / c for s, c in zip(times, seconds[chosen], strict=True))
+        figures.append(f"{size:g}: {1e3 * statistics.median(times):.1f} ms, {statistics.median(ratios):.2f}")
+    return f"{result['strategy']:6s} chose {chosen:g} MiB;  " + ";  ".join(figures)
+
+
 def row(result: dict[str, Any]) -> str:
     """Return one strategy's figures for people."""
     seconds, messages = result["seconds"], result["messages"]
@@ -160,7 +202,7 @@ def main() -> None:
     args = arguments()
     if WORLD.size == 1:
         sys.exit("one rank sends no messages: start this with mpiexec or scripts/two_hosts.sh")
-    results = [measure(strategy, args) for strategy in args.strategies.split(",")]
+    results = [(sweep if args.buckets else measure)(strategy, args) for strategy in args.strategies.split(",")]
     if WORLD.rank:
         return
     if args.json:
@@ -169,6 +211,10 @@ def main() -> None:
     print(
         f"{WORLD.size} ranks, {args.memory} memory, GPT {args.dim} x {args.layers}, {args.samples} x 128 tokens a rank"
     )
+    if args.buckets:
+        print("MiB of a bucket: the median step, and its time over that with the chosen size inside a round")
+        print(*map(swept, results), sep="\n", flush=True)
+        return
     print(f"{'':6s}{'step, ms':>27s}{'in messages, ms':>27s}   step waiting/hidden   step sums/hidden")
     print(f"{'':6s}" + "".join(f"{way:>9s}" for way in WAYS) * 2)
     print(*map(row, results), sep="\n", flush=True)
