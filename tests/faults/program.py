@@ -36,6 +36,7 @@ if FAULT == "raise_before_mpi" and launched_rank() == VICTIM:
     note_fault()
     raise ValueError("planted")
 
+import numpy as np  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
 from mpizero.comm.agreement import all_ranks  # noqa: E402
@@ -134,6 +135,28 @@ def train(steps=1000):
             time.sleep(0.005)
 
 
+def train_with_sums_on_their_way():
+    """Train ZeRO-2 without shared memory; the victim meets its fault between the start and the end of an exchange."""
+    import mpizero as mz  # what starts a fault before MPI must not wait for this
+
+    config = mz.ShardingConfig(comm=COMM, micro_batch=1, share_node_memory=False)
+    network = mz.nn.GPT(dim=32, layers=4, heads=2, sequence=16, vocabulary=32)
+    model, _ = mz.distribute(network, mz.AdamW(lr=1e-3), strategy="zero2", config=config)
+    ring = model.engine._ring
+    finish = ring.finish
+
+    def meet():
+        if model.engine.step_number == 3 and ring._coming is not None and COMM.rank == VICTIM:
+            note_fault()
+            FAULTS[FAULT.removesuffix("_amid_sums")]()
+        finish()
+
+    ring.finish = meet
+    ids = np.zeros((2, 16), int)
+    for _ in range(1000):
+        model.train(ids, ids)
+
+
 def fail_together():
     if FAULT == "config_error_everywhere":
         raise ConfigError("[optimizer] lr = nan: must be a finite number > 0")
@@ -183,6 +206,8 @@ def main():
     elif FAULT == "watched":
         with Watchdog(COMM, timeout=5.0):
             train(100)
+    elif FAULT.endswith("_amid_sums"):
+        train_with_sums_on_their_way()
     elif FAULT == "interrupt_the_launcher":
         (FOLDER / "ready").touch()
         train()

@@ -84,6 +84,14 @@ def test_a_killed_rank_ends_all_and_the_survivors_add_no_traceback(job, fault, r
     check_failed(ended, tracebacks=0)
 
 
+@pytest.mark.parametrize(("fault", "ranks", "tracebacks"), [("raise", 4, 1), ("kill", 4, 0), ("exit_0", 2, 0)])
+def test_sums_that_are_on_their_way_keep_no_rank_from_ending(job, fault, ranks, tracebacks):
+    ended = job(f"{fault}_amid_sums", ranks)
+    check_failed(ended, tracebacks)
+    if fault == "raise":
+        assert ended.said[-1].endswith("ValueError: planted")
+
+
 def test_an_interrupt_of_one_rank_ends_all(job):
     ended = job("interrupt", ranks=4, victim=2)
     check_failed(ended, tracebacks=1)
