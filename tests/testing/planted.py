@@ -114,7 +114,7 @@ def skipped_reduction(monkeypatch: Any) -> None:
         return row
 
     monkeypatch.setattr(GradientRows, "reduce", reduce)
-    monkeypatch.setattr(engine, "sums_behind", lambda _: False)  # then nothing of the sum is made before
+    monkeypatch.setattr(engine, "sums_behind", lambda *_: False)  # then nothing of the sum is made before
 
 
 def rank_keyed_dropout(monkeypatch: Any) -> None:
