@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpizero.checkpoint.checksum import BLOCK, block_count, crc32_shifted, cut
+from mpizero.checkpoint.checksum import BLOCK, block_count, cut, shifted
 from mpizero.checkpoint.failures import agreed
 from mpizero.checkpoint.stage import write_at
 from mpizero.checkpoint.table import LocalArray, Table
@@ -107,14 +107,10 @@ def join(table: Table, gathered: Sequence[Sequence[PieceSums]]) -> dict[str, tup
     joined = {}
     for path, (shape, dtype) in table.items():
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        parts = [
-            (start // BLOCK, min((start // BLOCK + 1) * BLOCK, size) - stop, crc)
-            for piece in pieces[path]
-            for (start, stop), crc in zip(cut(piece.start, piece.stop), piece.checksums, strict=True)
-        ]
-        blocks = np.zeros(block_count(size), np.uint32)
-        if parts:
-            index, behind, crcs = np.array(parts, np.int64).T
-            np.bitwise_xor.at(blocks, index, crc32_shifted(crcs, behind))
-        joined[path] = tuple(blocks.tolist())
+        blocks = [0] * block_count(size)
+        for piece in pieces[path]:
+            for (start, stop), crc in zip(cut(piece.start, piece.stop), piece.checksums, strict=True):
+                block = start // BLOCK
+                blocks[block] ^= shifted(crc, min((block + 1) * BLOCK, size) - stop)
+        joined[path] = tuple(blocks)
     return joined
