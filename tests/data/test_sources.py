@@ -262,17 +262,26 @@ def test_npy_files_of_different_length_are_named(tmp_path):
         data.NpySource(tmp_path / "x.npy", tmp_path / "y.npy")
 
 
-def test_digits_are_scikit_learns():
+@pytest.mark.parametrize("where", ["its file", "its function"])
+def test_digits_are_scikit_learns(where, monkeypatch):
+    load_digits = pytest.importorskip("sklearn.datasets").load_digits
+    if where == "its function":
+        monkeypatch.setattr("mpizero.data.arrays.DIGITS", ("elsewhere",))
     source = data.digits()
     x, y = source.samples(range(len(source)))
-    assert x.shape == (1797, 64)
-    assert x.dtype == np.float32
-    assert (x.min(), x.max()) == (0, 1)
-    assert set(y.tolist()) == set(range(10))
+    images, targets = load_digits(return_X_y=True)
+    np.testing.assert_array_equal(x, images.astype(np.float32) / 16, strict=True)
+    np.testing.assert_array_equal(y, targets.astype(np.int64), strict=True)
+
+
+def test_digits_do_not_wait_for_scikit_learn():
+    pytest.importorskip("sklearn")
+    code = "import sys; from mpizero import data; data.digits(); sys.exit('sklearn' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(DataError, match="pip install scikit-learn"):
         data.digits()
 
