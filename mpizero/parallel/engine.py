@@ -177,7 +177,8 @@ class Engine:
         batch, totals, stack_row = self._forward_backward(x, y, self._ring is not None, summed=True)
         report = self._finish(totals, sent, lambda: self._update(updater, totals, stack_row))
         if report.skipped is None and (tried := self.tuner.end(batch.samples)):
-            report = replace(report, bucket_mb=self.exchange.bucket_mb, buckets_tried=tried)
+            sent = self.grid.bytes_sent - sent  # what the choice took is of this step, too
+            report = replace(report, bucket_mb=self.exchange.bucket_mb, buckets_tried=tried, bytes_sent=sent)
         return report
 
     def step(self, totals: Totals, reduced: Array, sent: int) -> StepReport:

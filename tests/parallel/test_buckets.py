@@ -113,13 +113,16 @@ def tuned(
     """The bucket of each step until one is chosen, that, and the bytes of scratch that are left."""
     model, _ = sharded(strategy, comm, gpt(), micro_batch=1, bucket_mb="auto", **memory)
     with model:
-        engine, used = model.engine, []
+        engine, used, sent = model.engine, [], 0
+        before = engine.grid.bytes_sent
         engine.tuner._clock = Clock(engine, dict(zip(SMALL, seconds[comm.rank], strict=True)))
         while not (tried := getattr(model.last_step, "buckets_tried", ())):
             engine.tuner._clock.read = 0
             model.train(*part(comm, *tokens(6)))
             used.append(engine.exchange.bucket_mb)
+            sent += model.last_step.bytes_sent
         assert tried == SMALL
+        assert sent == engine.grid.bytes_sent - before
         return used, model.last_step.bucket_mb, engine.memory.private_bytes["exchange buffers"]
 
 
