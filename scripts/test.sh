@@ -214,7 +214,7 @@ part_mpich() {
 }
 
 part_cuda() {
-    NUMBA_ENABLE_CUDASIM=1 run_pytest cuda 600 tests/cuda
+    NUMBA_ENABLE_CUDASIM=1 run_pytest cuda 600 -n 2 --dist worksteal tests/cuda
 }
 
 part_openmpi() {
