@@ -89,26 +89,33 @@ class NpySource(Source):
 def digits() -> ArraySource:
     """Return scikit-learn's 1797 images of digits: x (samples, 64) float32 in [0, 1], y int64 from 0 to 9.
 
-    Not collective. The file that scikit-learn comes with is read without importing it, which takes longer than a second
-    of every rank; only where that file is not found, scikit-learn is asked.
+    Not collective. Importing scikit-learn takes longer than a second of every rank, so the file that it comes with is
+    read instead.
 
     Raises
     ------
     DataError
         scikit-learn is not installed.
     """
-    package = find_spec("sklearn")
-    if package is None or not package.submodule_search_locations:
-        raise DataError("digits: needs scikit-learn, which is not installed: pip install scikit-learn")
-    path = os.path.join(package.submodule_search_locations[0], *DIGITS)
-    if os.path.isfile(path):
-        rows = np.loadtxt(path, np.float32, delimiter=",")
-        images, targets = rows[:, :-1], rows[:, -1]
-    else:
-        from sklearn.datasets import load_digits
-
-        images, targets = load_digits(return_X_y=True)
+    try:
+        images, targets = _digits()
+    except ImportError:
+        raise DataError("digits: needs scikit-learn, which is not installed: pip install scikit-learn") from None
     return ArraySource(images.astype(np.float32) / np.float32(16), targets.astype(np.int64))
+
+
+def _digits() -> tuple[Array, Array]:
+    """Read images and labels from scikit-learn's file; ask scikit-learn itself only where that is not found."""
+    package = find_spec("sklearn")
+    for folder in (package.submodule_search_locations if package is not None else None) or ():
+        path = os.path.join(folder, *DIGITS)
+        if os.path.isfile(path):
+            rows = np.loadtxt(path, np.float32, delimiter=",")
+            return rows[:, :-1], rows[:, -1]
+    from sklearn.datasets import load_digits
+
+    images, targets = load_digits(return_X_y=True)
+    return images, targets
 
 
 def _as_array(values: ArrayLike, name: str) -> Array:

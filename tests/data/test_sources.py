@@ -269,6 +269,10 @@ def test_digits_are_scikit_learns(where, monkeypatch):
         monkeypatch.setattr("mpizero.data.arrays.DIGITS", ("elsewhere",))
     source = data.digits()
     x, y = source.samples(range(len(source)))
+    assert x.shape == (1797, 64)
+    assert x.dtype == np.float32
+    assert (x.min(), x.max()) == (0, 1)
+    assert set(y.tolist()) == set(range(10))
     images, targets = load_digits(return_X_y=True)
     np.testing.assert_array_equal(x, images.astype(np.float32) / 16, strict=True)
     np.testing.assert_array_equal(y, targets.astype(np.int64), strict=True)
@@ -280,8 +284,11 @@ def test_digits_do_not_wait_for_scikit_learn():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn", None)
+@pytest.mark.parametrize("missing", [("sklearn", "sklearn.datasets"), ("sklearn.datasets",)])
+def test_digits_without_scikit_learn_say_what_to_install(missing, monkeypatch):
+    for module in missing:
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr("mpizero.data.arrays.DIGITS", ("elsewhere",))
     with pytest.raises(DataError, match="pip install scikit-learn"):
         data.digits()
 
