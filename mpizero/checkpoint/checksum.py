@@ -13,7 +13,7 @@ BLOCK = 4 * 1024 * 1024
 _CACHED = 256 * 1024
 
 
-def shifted(crc: int, length: int) -> int:
+def crc32_shifted(crc: int, length: int) -> int:
     """Return what a CRC32 becomes where ``length`` bytes follow; that of a whole is the XOR of its parts' so.
 
     Not collective.

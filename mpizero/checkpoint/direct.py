@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpizero.checkpoint.checksum import BLOCK, block_count, cut, shifted
+from mpizero.checkpoint.checksum import BLOCK, block_count, crc32_shifted, cut
 from mpizero.checkpoint.failures import agreed
 from mpizero.checkpoint.stage import write_at
 from mpizero.checkpoint.table import LocalArray, Table
@@ -111,6 +111,6 @@ def join(table: Table, gathered: Sequence[Sequence[PieceSums]]) -> dict[str, tup
         for piece in pieces[path]:
             for (start, stop), crc in zip(cut(piece.start, piece.stop), piece.checksums, strict=True):
                 block = start // BLOCK
-                blocks[block] ^= shifted(crc, min((block + 1) * BLOCK, size) - stop)
+                blocks[block] ^= crc32_shifted(crc, min((block + 1) * BLOCK, size) - stop)
         joined[path] = tuple(blocks)
     return joined

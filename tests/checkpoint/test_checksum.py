@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpizero.checkpoint.checksum import BLOCK, block_count, cut, judge, shifted
+from mpizero.checkpoint.checksum import BLOCK, block_count, crc32_shifted, cut, judge
 from mpizero.crc import crc32, crc32_combine
 
 
@@ -74,5 +74,5 @@ def test_parts_join_in_any_order() -> None:
     parts = [data[start:stop] for start, stop in itertools.pairwise(ends)]
     whole = 0
     for part, stop in reversed(list(zip(parts, ends[1:], strict=True))):  # in any order
-        whole ^= shifted(zlib.crc32(part), len(data) - stop)
+        whole ^= crc32_shifted(zlib.crc32(part), len(data) - stop)
     assert whole == zlib.crc32(data)
