@@ -46,7 +46,7 @@ def gather_step(peers: int, elements: int | None = None) -> int:
     return max(1, (elements or EXCHANGE_ELEMENTS) // peers)
 
 
-class Rows(NamedTuple):
+class RowsToSum(NamedTuple):
     """Rows of several groups that are to be summed.
 
     Attributes
@@ -105,7 +105,7 @@ class ExactExchange:
         """Index of this rank's group."""
         return self.peers.rank
 
-    def pieces(self, rows: Rows) -> Iterator[Piece]:
+    def pieces(self, rows: RowsToSum) -> Iterator[Piece]:
         """Yield what this rank has to sum.
 
         Collective over the peers; every rank consumes the whole iterator. The rows of a piece are valid until the next.
@@ -116,7 +116,7 @@ class ExactExchange:
         for turn in self.turns(rows):
             yield from self.begin_turn(turn, wait=True).pieces()
 
-    def turns(self, rows: Rows) -> Iterator[Turn]:
+    def turns(self, rows: RowsToSum) -> Iterator[Turn]:
         """Cut what :meth:`pieces` delivers, of several groups, into turns that fit the buffers. Not collective."""
         counts = [len(programs) for programs in rows.programs]
         step = exchange_step(counts, self.elements)

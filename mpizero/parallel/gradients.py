@@ -15,7 +15,7 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.comm import ProcessGrid
-from mpizero.comm.exact import Rows
+from mpizero.comm.exact import RowsToSum
 from mpizero.comm.timeline import Timeline
 from mpizero.comm.turns import Arriving, Piece, program_array
 from mpizero.layout import FlatLayout, Unit, Wave, WavePlan, wave_plan
@@ -217,12 +217,12 @@ class GradientRing:
         ranges = [share.gradient_spans[unit.index] for share in self.shares]
         base = self.share.gradient_offsets[unit.index]
         programs = [(row, program_array(program)) for row, program in wave.merges]
-        summed = Rows(rows, ranges, wave.group_programs, "unit gradients", exchange.residuals(unit.index))
+        to_sum = RowsToSum(rows, ranges, wave.group_programs, "unit gradients", exchange.residuals(unit.index))
         if exchange.peers.size == 1:
-            for piece in exchange.pieces(summed):
+            for piece in exchange.pieces(to_sum):
                 self._merge(piece, base + piece.position, programs, wave.arrivals)
         else:
-            for turn in exchange.turns(summed):
+            for turn in exchange.turns(to_sum):
                 self.finish()
                 self._coming = _Coming(exchange.begin_turn(turn), base, programs, wave.arrivals)
         self._next = (self._next + 1) % len(self.slots)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpizero.comm import Communicator
-from mpizero.comm.exact import ExactExchange, Rows, gather_spans
+from mpizero.comm.exact import ExactExchange, RowsToSum, gather_spans
 from mpizero.comm.turns import program_array, tree_sum
 from mpizero.layout import Partition, Span, rows_plan
 from mpizero.types import Array
@@ -19,7 +19,7 @@ def mean_over_ranks(comm: Communicator, values: Array) -> Array:
     mean = np.empty_like(values)
     divisor = np.array([size], values.dtype)
     program = program_array(plan.root)
-    rows = Rows(values.reshape(1, -1), [[span] for span in spans], plan.group_programs, "mean")
+    rows = RowsToSum(values.reshape(1, -1), [[span] for span in spans], plan.group_programs, "mean")
     for piece in ExactExchange(comm).pieces(rows):
         out = mean[piece.target : piece.target + piece.size]
         tree_sum(piece.rows, piece.first, program, divisor, out)

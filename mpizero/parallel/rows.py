@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.comm import ProcessGrid
-from mpizero.comm.exact import Rows
+from mpizero.comm.exact import RowsToSum
 from mpizero.comm.turns import program_array, tree_sum
 from mpizero.layout import FlatLayout, Grains, RowsPlan, Span, Unit, rows_plan
 from mpizero.parallel.behind import SumsBehind
@@ -163,7 +163,7 @@ class GradientRows:
     def pieces(self, exchange: GradientExchange, shares: Sequence[Share]) -> tuple[Any, Array]:
         """Return an iterator over what this rank has to sum, and the program that sums it. Collective."""
         plan = self._current()
-        rows = Rows(self.window, self._ranges(shares), plan.group_programs, "gradients", exchange.residuals())
+        rows = RowsToSum(self.window, self._ranges(shares), plan.group_programs, "gradients", exchange.residuals())
         return exchange.pieces(rows), program_array(plan.root)
 
     def reduce(self, exchange: GradientExchange, shares: Sequence[Share], divisor: Array, out: Array | None) -> Array:
