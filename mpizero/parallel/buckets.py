@@ -115,10 +115,13 @@ class BucketTuner:
     def end(self, samples: int) -> tuple[float, ...]:
         """Note how long an updated step took, and choose after the last trial. Collective over ``everyone`` then.
 
-        Returns the sizes that were tried when one of them has been chosen now, else nothing.
-
         A step that is not ended, since it was skipped or has failed on all ranks, is tried again. So is one of another
         number of ``samples`` than the first: it would not compare.
+
+        Returns
+        -------
+        tuple of float
+            The sizes that were tried, if one of them has been chosen now; else empty.
         """
         if self._settled:
             return ()

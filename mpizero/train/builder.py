@@ -280,7 +280,7 @@ def learning_rate(section: OptimizerSection, steps: int) -> Any:
     return schedule(section.lr, steps=steps, warmup=section.warmup, end=section.end)
 
 
-def computing(config: Config) -> dict[str, Any]:
+def computing_settings(config: Config) -> dict[str, Any]:
     """Return the settings of :class:`ShardingConfig` by which ranks compute, whatever the layout.
 
     Not collective.
@@ -302,7 +302,7 @@ def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
         ranks_per_node=parallel.ranks_per_node,
         bucket_mb=parallel.bucket_mb,
         check_every=train.check_every,
-        **computing(config),
+        **computing_settings(config),
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.parallel import ShardingConfig
-from mpizero.train.builder import computing
+from mpizero.train.builder import computing_settings
 from mpizero.train.config import (
     MODELS,
     OPTIMIZERS,
@@ -407,7 +407,7 @@ def test_the_mathematics_has_no_section_that_lays_out_work():
 def test_layouts_are_compared_with_all_settings_of_training_but_two():
     """Compressed gradients differ by the layout, and hashes of state are compared by the comparison itself."""
     known = {item.name for item in fields(TrainSection)} & {item.name for item in fields(ShardingConfig)}
-    assert known - set(computing(parse())) == {"gradient_compression", "check_every"}
+    assert known - set(computing_settings(parse())) == {"gradient_compression", "check_every"}
 
 
 @given(st.text(max_size=60))

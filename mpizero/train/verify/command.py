@@ -14,7 +14,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.data import batches
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.parallel import ShardingConfig
-from mpizero.train.builder import build_model, build_optimizer, build_source, check_samples, computing
+from mpizero.train.builder import build_model, build_optimizer, build_source, check_samples, computing_settings
 from mpizero.train.config import Config, GptSection, check_split
 from mpizero.train.progress import Progress
 from mpizero.train.verify.compare import compare_layouts
@@ -57,7 +57,7 @@ def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> i
             steps=options.steps,
             tolerance=options.tolerance,
             progress=_shown(progress),
-            **computing(config),
+            **computing_settings(config),
         )
     finally:
         progress.close()
