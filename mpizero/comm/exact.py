@@ -26,6 +26,11 @@ EXCHANGE_ELEMENTS = 1 << 19
 Scratch = Callable[[str, int, Any], Array]
 
 
+def in_flight(elements: int | None) -> int:
+    """Return the elements in flight at once: those that are given, or :data:`EXCHANGE_ELEMENTS`. Not collective."""
+    return elements or EXCHANGE_ELEMENTS
+
+
 def exchange_step(counts: Sequence[int], elements: int | None = None) -> int:
     """Return how many elements of every peer's ranges move in one turn of an exchange. Not collective.
 
@@ -38,12 +43,12 @@ def exchange_step(counts: Sequence[int], elements: int | None = None) -> int:
     elements : int or None
         Elements in flight at once; None is :data:`EXCHANGE_ELEMENTS`.
     """
-    return max(1, (elements or EXCHANGE_ELEMENTS) // max(1, sum(counts), max(counts) * len(counts)))
+    return max(1, in_flight(elements) // max(1, sum(counts), max(counts) * len(counts)))
 
 
 def gather_step(peers: int, elements: int | None = None) -> int:
     """Return how many elements of every peer move in one turn of a gather. Not collective."""
-    return max(1, (elements or EXCHANGE_ELEMENTS) // peers)
+    return max(1, in_flight(elements) // peers)
 
 
 class RowsToSum(NamedTuple):

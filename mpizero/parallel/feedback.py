@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpizero.comm.codecs import Codec, codec_of
-from mpizero.comm.exact import EXCHANGE_ELEMENTS, ExactExchange, gather_packed, gather_spans
+from mpizero.comm.exact import ExactExchange, gather_packed, gather_spans, in_flight
 from mpizero.layout import Span
 from mpizero.parallel.memory import Memory
 from mpizero.parallel.placement import Placement
@@ -92,8 +92,7 @@ class GradientExchange(ExactExchange):
     @property
     def bucket_mb(self) -> float:
         """MiB in flight at once; 0.0 where nothing travels. Not collective."""
-        elements = self.elements or EXCHANGE_ELEMENTS
-        return 0.0 if self.peers.size == 1 else elements * self.dtype.itemsize / 2**20
+        return 0.0 if self.peers.size == 1 else in_flight(self.elements) * self.dtype.itemsize / 2**20
 
     @property
     def feedback(self) -> bool:
