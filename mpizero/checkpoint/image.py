@@ -36,7 +36,8 @@ def to_bytes(arrays: Sequence[LocalArray], attributes: Mapping[str, Any], comm: 
 
 def _to_bytes(world: Communicator, arrays: Sequence[LocalArray], attributes: Mapping[str, Any]) -> bytes:
     prefix = "the model was not serialized"
-    _, local, table = agree_on_arrays(world, arrays, attributes, lambda _: prefix)
+    agreement = agree_on_arrays(world, arrays, attributes, lambda _: prefix)
+    local, table = agreement.local, agreement.table
     skeleton = on_root(world, prefix, lambda: build(table))
     with agreed(world, prefix):
         image = np.zeros(skeleton.nbytes, np.uint8)

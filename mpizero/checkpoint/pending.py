@@ -19,7 +19,7 @@ from typing import Any
 from mpizero.checkpoint.direct import Halted, PieceSums, write_pieces
 from mpizero.checkpoint.failures import agreed, borrowed
 from mpizero.checkpoint.plan import SavePlan, make_plan
-from mpizero.checkpoint.publish import Place, publish, staged
+from mpizero.checkpoint.publish import Staging, publish
 from mpizero.checkpoint.skeleton import ALIGNMENT
 from mpizero.checkpoint.snapshot import SnapshotBuffer
 from mpizero.checkpoint.table import LocalArray
@@ -93,9 +93,9 @@ class PendingSave:
     """
 
     def __init__(
-        self, comm: Communicator, plan: SavePlan, place: Place, writing: Writing, undo: tuple[ExitStack, ExitStack]
+        self, comm: Communicator, plan: SavePlan, staging: Staging, writing: Writing, undo: tuple[ExitStack, ExitStack]
     ) -> None:
-        self._comm, self._plan, self._place, self._writing = comm, plan, place, writing
+        self._comm, self._plan, self._staging, self._writing = comm, plan, staging, writing
         local, self._lent = undo
         # Also called when this object is dropped, and when the interpreter exits.
         self._clear = weakref.finalize(self, local.close)
@@ -136,7 +136,7 @@ class PendingSave:
             try:
                 with agreed(self._comm, self._plan.prefix):
                     sums = self._writing.result()
-                publish(self._comm, self._plan, self._place, sums)
+                publish(self._comm, self._plan, self._staging, sums)
                 self._committed = True
             finally:
                 self._clear()
@@ -180,11 +180,20 @@ def begin(
     with ExitStack() as lent, ExitStack() as local:
         world = lent.enter_context(borrowed(comm))
         buffer = SnapshotBuffer() if buffer is None else buffer
-        plan = make_plan(world, folder, arrays, attributes, alignment, buffer.layout)
-        copied: list[LocalArray] = []
+        staging, copied = local.enter_context(Staging(world, replace)), list[LocalArray]()
+
+        def copy(wanted: Sequence[LocalArray]) -> None:
+            if not copied:  # perhaps ahead of an agreement that other ranks have saved other arrays
+                copied.extend(buffer.copy(wanted))
+
+        def copy_ahead(plan: SavePlan) -> str:
+            copy(plan.local)
+            return staging.open(plan) if world.rank == 0 else ""
+
+        plan = make_plan(world, folder, arrays, attributes, alignment, buffer.layout, copy_ahead)
         # No rank writes before all have copied: it would take the memory and the cores of those that still do.
-        place = local.enter_context(staged(world, plan, replace, lambda: copied.extend(buffer.copy(plan.local))))
-        writing = Writing(place.state, copied, plan.offsets, f"rank {world.rank} writes {plan.target}")
+        staging.agree(plan, lambda: copy(plan.local))
+        writing = Writing(staging.state, copied, plan.offsets, f"rank {world.rank} writes {plan.target}")
         buffer.lend(writing)
         local.callback(writing.halt)
-        return PendingSave(world, plan, place, writing, (local.pop_all(), lent.pop_all()))
+        return PendingSave(world, plan, staging, writing, (local.pop_all(), lent.pop_all()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 from mpizero.checkpoint.failures import Attempt, agreed, on_root, raise_first
@@ -20,7 +21,8 @@ from mpizero.errors import CheckpointError
 class SavePlan:
     """One save: where to, this rank's pieces, what all ranks' pieces make up, and where each array begins in the file.
 
-    ``skeleton`` is the file without its values; rank 0 alone has it.
+    ``skeleton`` is the file without its values; rank 0 alone has it. ``ahead`` is what rank 0's :data:`Ahead` returned;
+    None unless every rank has called its own.
     """
 
     target: str
@@ -29,6 +31,7 @@ class SavePlan:
     attributes: Mapping[str, Any]
     offsets: Mapping[str, int]
     skeleton: Skeleton | None
+    ahead: str | None = None
 
     @property
     def prefix(self) -> str:
@@ -51,6 +54,11 @@ def _prefix(target: str) -> str:
     return f"checkpoint {target} was not written"
 
 
+#: What a rank does before all have agreed, where it saves what it saved last: it is given the plan as it will be if all
+#: do. Of the target, rank 0 alone knows.
+Ahead = Callable[[SavePlan], str]
+
+
 def make_plan(
     comm: Communicator,
     folder: str | os.PathLike[str],
@@ -58,17 +66,23 @@ def make_plan(
     attributes: Mapping[str, Any],
     alignment: int = ALIGNMENT,
     known: KnownLayout | None = None,
+    ahead: Ahead | None = None,
 ) -> SavePlan:
     """Agree on what is to be written, and lay out the file on rank 0.
 
     Collective over ``comm``; all ranks raise the same error or none. Where ``known`` is of the same arrays on every
-    rank, what it knows is taken; else it is filled.
+    rank, what it knows is taken, in one exchange; else it is filled.
     """
     where = os.path.realpath(os.fspath(folder)) if comm.rank == 0 else ""
     known = KnownLayout() if known is None else known
     if known.alignment != alignment:
         known.claims = None
-    target, local, table = agree_on_arrays(comm, arrays, attributes, _prefix, where, known)
+
+    def foreseen(local: list[LocalArray]) -> SavePlan:
+        return SavePlan(where, local, known.table, attributes, known.offsets, known.skeleton)
+
+    call_ahead = None if ahead is None else lambda local: ahead(foreseen(local))
+    target, local, table, told = agree_on_arrays(comm, arrays, attributes, _prefix, where, known, call_ahead)
     if table is not known.table:
         skeleton: Skeleton | None = None
 
@@ -80,7 +94,7 @@ def make_plan(
         known.offsets = on_root(comm, _prefix(target), lay_out, lambda: check_alignment(alignment))
         known.claims, known.alignment = list(map(Claim.of, local)), alignment
         known.table, known.skeleton = table, skeleton
-    return SavePlan(target, local, table, attributes, known.offsets, known.skeleton)
+    return SavePlan(target, local, table, attributes, known.offsets, known.skeleton, told)
 
 
 class _Wish(NamedTuple):
@@ -90,6 +104,27 @@ class _Wish(NamedTuple):
     attributes: int
 
 
+class Agreement(NamedTuple):
+    """What :func:`agree_on_arrays` comes to.
+
+    Attributes
+    ----------
+    where : str
+        Rank 0's.
+    local : list of LocalArray
+        This rank's arrays, checked.
+    table : Table
+        The arrays of all ranks.
+    ahead : str or None
+        What rank 0's ``ahead`` returned; None unless every rank has called its own.
+    """
+
+    where: str
+    local: list[LocalArray]
+    table: Table
+    ahead: str | None
+
+
 def agree_on_arrays(
     comm: Communicator,
     arrays: Sequence[LocalArray],
@@ -97,27 +132,34 @@ def agree_on_arrays(
     prefix: Callable[[str], str],
     where: str = "",
     known: KnownLayout | None = None,
-) -> tuple[str, list[LocalArray], Table]:
-    """Check what every rank wants to save; return rank 0's ``where``, this rank's arrays, and the table of all.
+    ahead: Callable[[list[LocalArray]], str] | None = None,
+) -> Agreement:
+    """Check what every rank wants to save, and tell every rank.
 
     Collective over ``comm``: one exchange, and another where some ranks save what they saved last and others do not.
     All ranks raise the same error or none, which begins with ``prefix`` of rank 0's ``where``. The table is that of
-    ``known`` if every rank has the arrays of which it is.
+    ``known`` if every rank has the arrays of which it is. A rank that has them calls ``ahead`` before the exchange;
+    that it fails counts too.
     """
     local: list[LocalArray] = []
+    mine: list[Claim] = []
     wish: _Wish | None = None
+    result: str | None = None
     with Attempt() as own:
-        local = [check_array(array) for array in arrays]
+        before = (known.claims if known is not None else None) or []
+        local = [check_array(array, known=claim) for array, claim in zip(arrays, chain(before, repeat(None)))]  # noqa: B905
         if not isinstance(attributes, dict):
             raise CheckpointError(f"attributes must be a dict, got {type(attributes).__name__}")
         text = canonical_json(attributes, "attributes")
         mine = [Claim.of(array) for array in local]
         as_before = known is not None and known.claims == mine
         wish = _Wish(None if as_before else mine, crc32(text.encode()))
-    told = comm.allgather_object((where, own.outcome, wish), tag="checkpoint")
+        if as_before and ahead is not None:
+            result = ahead(local)
+    told = comm.allgather_object((where, own.outcome, wish, result), tag="checkpoint")
     target = told[0][0]
-    raise_first([outcome for _, outcome, _ in told], prefix(target), own.failure)
-    wishes = [wish for _, _, wish in told]
+    raise_first([outcome for _, outcome, _, _ in told], prefix(target), own.failure)
+    wishes = [wish for _, _, wish, _ in told]
     claims = [wish.claims for wish in wishes]
     if None in claims and any(listed is not None for listed in claims):
         claims = comm.allgather_object(mine, "checkpoint")
@@ -125,7 +167,7 @@ def agree_on_arrays(
     if differing:
         raise CheckpointError(f"{prefix(target)}: attributes of rank {differing[0]} differ from those of rank 0")
     if known is not None and None in claims:
-        return target, local, known.table
+        return Agreement(target, local, known.table, told[0][3])
     with agreed(comm, prefix(target)):
         table = merge(claims)
-    return target, local, table
+    return Agreement(target, local, table, None)

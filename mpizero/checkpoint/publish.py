@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 from mpizero.checkpoint import direct
 from mpizero.checkpoint.direct import PieceSums
@@ -21,41 +20,65 @@ from mpizero.crc import crc32
 from mpizero.errors import CheckpointError
 
 
-class Place(NamedTuple):
-    """Where a save works: the state file. Rank 0 has the stage too."""
+class Staging:
+    """The temporary folder that one save works in, opened by rank 0; whatever happens, it does not stay.
 
-    state: str
-    stage: Stage | None = None
+    A context manager: leaving it is not collective.
 
+    Parameters
+    ----------
+    comm : Communicator
+        The ranks that save.
+    replace : bool
+        Whether a good checkpoint may be replaced.
 
-@contextmanager
-def staged(
-    comm: Communicator, plan: SavePlan, replace: bool, beside: Callable[[], object] | None = None
-) -> Iterator[Place]:
-    """Make the temporary folder on rank 0 and tell all ranks; whatever happens, it does not stay.
-
-    Entering is collective over ``comm``, leaving is not. Every rank calls ``beside`` before it learns of the folder.
+    Attributes
+    ----------
+    state : str
+        Path of the state file, once it is known to this rank.
+    stage : Stage or None
+        The open folder, on rank 0.
     """
-    stage: Stage | None = None
-    process = os.getpid()
 
-    def start() -> str:
-        nonlocal stage
+    def __init__(self, comm: Communicator, replace: bool) -> None:
+        self._comm, self._replace, self._process = comm, replace, os.getpid()
+        self.state = ""
+        self.stage: Stage | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def open(self, plan: SavePlan) -> str:
+        """Make the folder and the file without its values; return the file's path. Not collective: rank 0 only."""
+        self.close()
         if plan.skeleton is None:
             raise CheckpointError("rank 0 has no layout")
-        stage = open_stage(plan.target, replace or _is_damaged(plan.target))
-        fill_file(stage.state, plan.skeleton)
-        return stage.state
+        self.stage = open_stage(plan.target, self._replace or _is_damaged(plan.target))
+        fill_file(self.stage.state, plan.skeleton)
+        return self.stage.state
 
-    try:
-        state = on_root(comm, plan.prefix, start, beside)
-        yield Place(state, stage)
-    finally:
-        if stage is not None and os.getpid() == process:  # a forked child leaves it alone
+    def agree(self, plan: SavePlan, beside: Callable[[], object] | None = None) -> None:
+        """Open the folder, unless that was done ahead, and tell all ranks where the state file is.
+
+        Collective over the ranks that save. Each calls ``beside`` before it learns of the file; if the folder was made
+        ahead, it is not called.
+        """
+        if plan.ahead is None:
+            self.state = on_root(self._comm, plan.prefix, lambda: self.open(plan), beside)
+        else:
+            self.state = plan.ahead
+
+    def close(self) -> None:
+        """Remove the folder, unless it was given its name; a second call does nothing. Not collective."""
+        stage, self.stage = self.stage, None
+        if stage is not None and os.getpid() == self._process:  # a forked child leaves it alone
             discard(stage)
 
 
-def publish(comm: Communicator, plan: SavePlan, place: Place, sums: Sequence[PieceSums]) -> None:
+def publish(comm: Communicator, plan: SavePlan, staging: Staging, sums: Sequence[PieceSums]) -> None:
     """Write the manifest over what all ranks have written durably, and give the folder its name.
 
     Collective over ``comm``; all ranks raise the same error or none.
@@ -63,10 +86,10 @@ def publish(comm: Communicator, plan: SavePlan, place: Place, sums: Sequence[Pie
     gathered = comm.allgather_object(sums, tag="checkpoint checksums")
 
     def finish() -> None:
-        if place.stage is not None and plan.skeleton is not None:
-            structure = _structure(place.state, plan.skeleton)
+        if staging.stage is not None and plan.skeleton is not None:
+            structure = _structure(staging.state, plan.skeleton)
             manifest = describe(plan.table, plan.skeleton, structure, gathered, plan.attributes)
-            commit(place.stage, encode(manifest))
+            commit(staging.stage, encode(manifest))
 
     on_root(comm, plan.prefix, finish)
 

@@ -10,7 +10,7 @@ from mpizero.checkpoint import direct, mpio
 from mpizero.checkpoint.direct import PieceSums
 from mpizero.checkpoint.failures import agreed, borrowed
 from mpizero.checkpoint.plan import make_plan
-from mpizero.checkpoint.publish import publish, staged
+from mpizero.checkpoint.publish import Staging, publish
 from mpizero.checkpoint.skeleton import ALIGNMENT
 from mpizero.checkpoint.table import LocalArray
 from mpizero.comm.communicator import Communicator
@@ -70,9 +70,10 @@ def write(
         plan = make_plan(world, folder, arrays, attributes, alignment)
         with agreed(world, plan.prefix):
             check_backend(world, backend)
-        with staged(world, plan, replace) as place:
-            sums = _BACKENDS[backend](world, place.state, plan.local, plan.offsets, plan.prefix)
-            publish(world, plan, place, sums)
+        with Staging(world, replace) as staging:
+            staging.agree(plan)
+            sums = _BACKENDS[backend](world, staging.state, plan.local, plan.offsets, plan.prefix)
+            publish(world, plan, staging, sums)
 
 
 def check_backend(comm: Communicator, backend: str) -> None:
