@@ -9,8 +9,8 @@ from mpizero.crc import crc32_combine
 #: Bytes of one checksummed block of an array; a multiple of every element size.
 BLOCK = 4 * 1024 * 1024
 
-#: Bytes that a cache still holds when they are used again. Loads from memory take 5 to 12 % longer with pieces of 256 KiB,
-#: for the calls, and no less with larger ones.
+#: Bytes that a cache still holds when they are used again. Loads from memory take 5 to 12 % longer with pieces of
+#: 256 KiB, for the calls, and no less with larger ones.
 _CACHED = 1024 * 1024
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from mpizero.checkpoint.direct import Halted, PieceSums, write_pieces
 from mpizero.checkpoint.failures import agreed, borrowed
-from mpizero.checkpoint.plan import SavePlan, make_plan
+from mpizero.checkpoint.plan import Again, SavePlan, make_plan
 from mpizero.checkpoint.publish import Staging, publish
 from mpizero.checkpoint.skeleton import ALIGNMENT
 from mpizero.checkpoint.snapshot import SnapshotBuffer
@@ -186,11 +186,11 @@ def begin(
             if not copied:  # perhaps ahead of an agreement that other ranks have saved other arrays
                 copied.extend(buffer.copy(wanted))
 
-        def copy_ahead(plan: SavePlan) -> str:
-            copy(plan.local)
-            return staging.open(plan) if world.rank == 0 else ""
+        def copy_ahead(target: str, wanted: list[LocalArray]) -> str:
+            copy(wanted)
+            return staging.open(target, buffer.layout.skeleton) if world.rank == 0 else ""
 
-        plan = make_plan(world, folder, arrays, attributes, alignment, buffer.layout, copy_ahead)
+        plan = make_plan(world, folder, arrays, attributes, alignment, Again(buffer.layout, copy_ahead))
         # No rank writes before all have copied: it would take the memory and the cores of those that still do.
         staging.agree(plan, lambda: copy(plan.local))
         writing = Writing(staging.state, copied, plan.offsets, f"rank {world.rank} writes {plan.target}")

@@ -21,8 +21,8 @@ from mpizero.errors import CheckpointError
 class SavePlan:
     """One save: where to, this rank's pieces, what all ranks' pieces make up, and where each array begins in the file.
 
-    ``skeleton`` is the file without its values; rank 0 alone has it. ``ahead`` is what rank 0's :data:`Ahead` returned;
-    None unless every rank has called its own.
+    ``skeleton`` is the file without its values; rank 0 alone has it. ``ahead`` is as in
+    :class:`Agreement`.
     """
 
     target: str
@@ -50,13 +50,24 @@ class KnownLayout:
     skeleton: Skeleton | None = None
 
 
+class Again(NamedTuple):
+    """What a rank has saved last, and what it does ahead of the agreement where it saves the same again.
+
+    Attributes
+    ----------
+    layout : KnownLayout
+        Filled by every save, for the next one.
+    ahead : function
+        Gets the target, which rank 0 alone knows ("" elsewhere), and the rank's arrays; what rank 0's returns, every
+        rank is told.
+    """
+
+    layout: KnownLayout
+    ahead: Callable[[str, list[LocalArray]], str]
+
+
 def _prefix(target: str) -> str:
     return f"checkpoint {target} was not written"
-
-
-#: What a rank does before all have agreed, where it saves what it saved last: it is given the plan as it will be if all
-#: do. Of the target, rank 0 alone knows.
-Ahead = Callable[[SavePlan], str]
 
 
 def make_plan(
@@ -65,24 +76,18 @@ def make_plan(
     arrays: Sequence[LocalArray],
     attributes: Mapping[str, Any],
     alignment: int = ALIGNMENT,
-    known: KnownLayout | None = None,
-    ahead: Ahead | None = None,
+    again: Again | None = None,
 ) -> SavePlan:
     """Agree on what is to be written, and lay out the file on rank 0.
 
-    Collective over ``comm``; all ranks raise the same error or none. Where ``known`` is of the same arrays on every
-    rank, what it knows is taken, in one exchange; else it is filled.
+    Collective over ``comm``; all ranks raise the same error or none. Where the layout of ``again`` is of the same
+    arrays on every rank, what it knows is taken, in one exchange; else it is filled.
     """
     where = os.path.realpath(os.fspath(folder)) if comm.rank == 0 else ""
-    known = KnownLayout() if known is None else known
+    known = KnownLayout() if again is None else again.layout
     if known.alignment != alignment:
         known.claims = None
-
-    def foreseen(local: list[LocalArray]) -> SavePlan:
-        return SavePlan(where, local, known.table, attributes, known.offsets, known.skeleton)
-
-    call_ahead = None if ahead is None else lambda local: ahead(foreseen(local))
-    target, local, table, told = agree_on_arrays(comm, arrays, attributes, _prefix, where, known, call_ahead)
+    target, local, table, ahead = agree_on_arrays(comm, arrays, attributes, _prefix, where, again)
     if table is not known.table:
         skeleton: Skeleton | None = None
 
@@ -94,7 +99,7 @@ def make_plan(
         known.offsets = on_root(comm, _prefix(target), lay_out, lambda: check_alignment(alignment))
         known.claims, known.alignment = list(map(Claim.of, local)), alignment
         known.table, known.skeleton = table, skeleton
-    return SavePlan(target, local, table, attributes, known.offsets, known.skeleton, told)
+    return SavePlan(target, local, table, attributes, known.offsets, known.skeleton, ahead)
 
 
 class _Wish(NamedTuple):
@@ -131,31 +136,31 @@ def agree_on_arrays(
     attributes: Mapping[str, Any],
     prefix: Callable[[str], str],
     where: str = "",
-    known: KnownLayout | None = None,
-    ahead: Callable[[list[LocalArray]], str] | None = None,
+    again: Again | None = None,
 ) -> Agreement:
     """Check what every rank wants to save, and tell every rank.
 
     Collective over ``comm``: one exchange, and another where some ranks save what they saved last and others do not.
-    All ranks raise the same error or none, which begins with ``prefix`` of rank 0's ``where``. The table is that of
-    ``known`` if every rank has the arrays of which it is. A rank that has them calls ``ahead`` before the exchange;
-    that it fails counts too.
+    All ranks raise the same error or none, which begins with ``prefix`` of rank 0's ``where``. The table is the known
+    one if every rank has the arrays of which it is. A rank that has them calls its ``again.ahead`` before the exchange;
+    what goes wrong there counts too.
     """
+    known = KnownLayout() if again is None else again.layout
     local: list[LocalArray] = []
     mine: list[Claim] = []
     wish: _Wish | None = None
     result: str | None = None
     with Attempt() as own:
-        before = (known.claims if known is not None else None) or []
+        before = known.claims or []
         local = [check_array(array, known=claim) for array, claim in zip(arrays, chain(before, repeat(None)))]  # noqa: B905
         if not isinstance(attributes, dict):
             raise CheckpointError(f"attributes must be a dict, got {type(attributes).__name__}")
         text = canonical_json(attributes, "attributes")
         mine = [Claim.of(array) for array in local]
-        as_before = known is not None and known.claims == mine
+        as_before = known.claims == mine
         wish = _Wish(None if as_before else mine, crc32(text.encode()))
-        if as_before and ahead is not None:
-            result = ahead(local)
+        if as_before and again is not None:
+            result = again.ahead(where, local)
     told = comm.allgather_object((where, own.outcome, wish, result), tag="checkpoint")
     target = told[0][0]
     raise_first([outcome for _, outcome, _, _ in told], prefix(target), own.failure)
@@ -166,7 +171,7 @@ def agree_on_arrays(
     differing = [rank for rank, wish in enumerate(wishes) if wish.attributes != wishes[0].attributes]
     if differing:
         raise CheckpointError(f"{prefix(target)}: attributes of rank {differing[0]} differ from those of rank 0")
-    if known is not None and None in claims:
+    if None in claims:
         return Agreement(target, local, known.table, told[0][3])
     with agreed(comm, prefix(target)):
         table = merge(claims)

@@ -51,13 +51,13 @@ class Staging:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def open(self, plan: SavePlan) -> str:
+    def open(self, target: str, skeleton: Skeleton | None) -> str:
         """Make the folder and the file without its values; return the file's path. Not collective: rank 0 only."""
         self.close()
-        if plan.skeleton is None:
+        if skeleton is None:
             raise CheckpointError("rank 0 has no layout")
-        self.stage = open_stage(plan.target, self._replace or _is_damaged(plan.target))
-        fill_file(self.stage.state, plan.skeleton)
+        self.stage = open_stage(target, self._replace or _is_damaged(target))
+        fill_file(self.stage.state, skeleton)
         return self.stage.state
 
     def agree(self, plan: SavePlan, beside: Callable[[], object] | None = None) -> None:
@@ -67,7 +67,7 @@ class Staging:
         ahead, it is not called.
         """
         if plan.ahead is None:
-            self.state = on_root(self._comm, plan.prefix, lambda: self.open(plan), beside)
+            self.state = on_root(self._comm, plan.prefix, lambda: self.open(plan.target, plan.skeleton), beside)
         else:
             self.state = plan.ahead
 

@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import pairwise
+from math import prod
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -47,11 +49,66 @@ class Source(NamedTuple):
     fill: Fill
 
 
-class _Half(NamedTuple):
-    """A matrix in 16 bits: as its rows lie in memory, or transposed."""
+class Halves:
+    """Matrices of a card, rounded to 16 bits for products: an array of any number of axes, the last two of a matrix.
 
-    bits: Array
+    Parameters
+    ----------
+    bits : Array
+        The rounded elements, as uint16.
+    card : Card
+        Where they lie.
+    dtype : str
+        What they are rounded to, a key of :data:`SIXTEEN_BITS`.
+    """
+
+    __slots__ = ("bits", "card", "dtype")
+
+    def __init__(self, bits: Array, card: Card, dtype: str) -> None:
+        self.bits, self.card, self.dtype = bits, card, dtype
+
+    def __getitem__(self, key: Any) -> Halves:
+        return Halves(self.bits[key], self.card, self.dtype)
+
+    def swapaxes(self, first: int, second: int) -> Halves:
+        """Return a view with two axes interchanged. Not collective."""
+        return Halves(self.bits.swapaxes(first, second), self.card, self.dtype)
+
+
+class Stack(NamedTuple):
+    """How matrices of one size lie in memory, one after the other, in elements.
+
+    Attributes
+    ----------
+    transposed : bool
+        Whether their columns are contiguous instead of their rows.
+    leading : int
+        From one row (or, transposed, column) to the next.
+    step : int
+        From one matrix to the next; 0 for a single one.
+    number : int
+        Of matrices.
+    """
+
     transposed: bool
+    leading: int
+    step: int
+    number: int
+
+    @classmethod
+    def of(cls, x: Array) -> Stack | None:
+        """Describe the last two axes of ``x``; None where no such numbers do. Not collective."""
+        strides = [stride // x.itemsize for stride in x.strides]
+        steps = [(stride, size) for stride, size in zip(strides[:-2], x.shape[:-2], strict=True) if size != 1]
+        if any(outer != step * size for (outer, _), (step, size) in pairwise(steps)):
+            return None
+        number, step = prod(x.shape[:-2]), steps[-1][0] if steps else 0
+        (rows, columns), (down, along) = x.shape[-2:], strides[-2:]
+        if columns == 1 or along == 1:
+            return cls(False, max(down if rows > 1 else 0, columns), step, number)
+        if rows == 1 or down == 1:
+            return cls(True, max(along, rows), step, number)
+        return None
 
 
 class Card(ABC):
@@ -82,8 +139,8 @@ class Card(ABC):
             _PRODUCTS.reset(token)
 
     @abstractmethod
-    def _multiply(self, a: _Half, b: _Half, dtype: str, out: Array) -> None:
-        """Write the product of two matrices in 16 bits to a contiguous one in float32."""
+    def _multiply(self, a: Halves, b: Halves, out: Array) -> None:
+        """Write the products of matrices that are stacks to a stack of contiguous rows in float32."""
 
     def __init__(self) -> None:
         self._staging = self._pinned(STAGING)
@@ -238,17 +295,23 @@ class CupyCard(Card):
         array: Array = self._cupy.asarray(values)
         return array
 
-    def _multiply(self, a: _Half, b: _Half, dtype: str, out: Array) -> None:
+    def _multiply(self, a: Halves, b: Halves, out: Array) -> None:
         # cuBLAS counts by columns: what lies in memory by rows is the transpose to it, so it is asked for out.T.
-        (rows, columns), inner = out.shape, a.bits.size // out.shape[0]
-        one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
-        left, right, kind = cast("Any", a.bits), cast("Any", b.bits), SIXTEEN_BITS[dtype][2]
-        self._cublas.gemmEx(
-            self._cupy.cuda.device.get_cublas_handle(), int(b.transposed), int(a.transposed), columns, rows, inner,
-            one.ctypes.data, right.data.ptr, kind, inner if b.transposed else columns,
-            left.data.ptr, kind, rows if a.transposed else inner,
-            zero.ctypes.data, cast("Any", out).data.ptr, _FLOAT32, columns, _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM,
-        )  # fmt: skip
+        (rows, columns), inner, kind = out.shape[-2:], a.bits.shape[-1], SIXTEEN_BITS[a.dtype][2]
+        (left, right, target), one, zero = _stacks(a, b, out), np.ones(1, np.float32), np.zeros(1, np.float32)
+        start = self._cupy.cuda.device.get_cublas_handle(), int(right.transposed), int(left.transposed)
+        sizes, settings = (columns, rows, inner, one.ctypes.data), (_COMPUTE_FLOAT32, _DEFAULT_ALGORITHM)
+        first, second = (
+            (cast("Any", x).data.ptr, kind, stack.leading) for x, stack in ((b.bits, right), (a.bits, left))
+        )
+        result = cast("Any", out).data.ptr, _FLOAT32, target.leading
+        if target.number == 1:
+            self._cublas.gemmEx(*start, *sizes, *first, *second, zero.ctypes.data, *result, *settings)
+        else:
+            self._cublas.gemmStridedBatchedEx(
+                *start, *sizes, *first, right.step, *second, left.step, zero.ctypes.data,
+                *result, target.step, target.number, *settings,
+            )  # fmt: skip
 
 
 class SimulatedCard(Card):
@@ -276,48 +339,90 @@ class SimulatedCard(Card):
 
         return cast("Array", SimulatedArray(values.copy()))
 
-    def _multiply(self, a: _Half, b: _Half, dtype: str, out: Array) -> None:
-        from mpizero.kernels import cuda, namespace
+    def _multiply(self, a: Halves, b: Halves, out: Array) -> None:
+        _stacks(a, b, out)
+        _library(out).matmul(_widened(a), _widened(b), out=out)
 
-        (rows, columns), inner, wide = out.shape, a.bits.size // out.shape[0], []
-        for half, shape in ((a, (rows, inner)), (b, (inner, columns))):
-            flat = namespace(out).empty(half.bits.size, np.float32)
-            getattr(cuda.copy, SIXTEEN_BITS[dtype][1])(half.bits, flat)
-            wide.append(flat.reshape(shape[::-1]).T if half.transposed else flat.reshape(shape))
-        namespace(out).matmul(*wide, out=out)
+
+def _stacks(a: Halves, b: Halves, out: Array) -> tuple[Stack, Stack, Stack]:
+    found = Stack.of(a.bits), Stack.of(b.bits), Stack.of(out)
+    left, right, target = found
+    if left is None or right is None or target is None or target.transposed:
+        raise ValueError(f"these are no stacks of matrices: {found}")
+    return left, right, target
+
+
+def _widened(x: Halves) -> Array:
+    """Return the elements in float32."""
+    from mpizero.kernels import cuda
+
+    xp = _library(x.bits)
+    wide = xp.empty(x.bits.size, np.float32)
+    getattr(cuda.copy, SIXTEEN_BITS[x.dtype][1])(xp.ascontiguousarray(x.bits).reshape(-1), wide)
+    shaped: Array = wide.reshape(x.bits.shape)
+    return shaped
 
 
 #: The card and the dtype that products of this thread round their operands to; None leaves them.
 _PRODUCTS: ContextVar[tuple[Card, str] | None] = ContextVar("products", default=None)
 
 
+def operand(x: Array) -> Array | Halves:
+    """Return what :func:`multiply` shall take for ``x``: itself, or :class:`Halves` where this thread has asked so.
+
+    Not collective. [Note: products in 16 bits]. ``x`` has a matrix in its last two axes.
+    """
+    asked = _PRODUCTS.get()
+    return x if asked is None else _halved(x, *asked)
+
+
+def multiply(a: Array | Halves, b: Array | Halves, out: Array) -> None:
+    """Write the products of the matrices of two operands to ``out``, float32 on a card.
+
+    Not collective. All have the same leading axes, and both operands come from :func:`operand`, or both do not.
+    """
+    if not (isinstance(a, Halves) and isinstance(b, Halves)):
+        _library(out).matmul(a, b, out=out)
+        return
+    if not a.bits.size or not b.bits.size:
+        out[...] = 0
+        return
+    stack = Stack.of(out)
+    if stack is not None and not stack.transposed:
+        a.card._multiply(a, b, out)
+        return
+    xp = _library(out)
+    target = xp.empty(out.shape, np.float32)
+    a.card._multiply(a, b, target)
+    xp.copyto(out, target)
+
+
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     """Compute the product of two float32 matrices on a card: [Note: products in 16 bits]. Not collective."""
-    from mpizero.kernels import namespace
-
-    xp, asked = namespace(a), _PRODUCTS.get()
-    if asked is None or not (a.size and b.size):
-        result: Array = xp.matmul(a, b, out=out)
-        return result
-    card, dtype = asked
-    shape = (a.shape[0], b.shape[1])
-    target = out if out is not None and out.flags.c_contiguous else xp.empty(shape, np.float32)
-    card._multiply(_halved(a, dtype), _halved(b, dtype), dtype, target)
-    if out is None or target is out:
-        return target
-    xp.copyto(out, target)
+    if out is None:
+        out = _library(a).empty((a.shape[0], b.shape[1]), a.dtype)
+    multiply(operand(a), operand(b), out)
     return out
 
 
-def _halved(x: Array, dtype: str) -> _Half:
-    """Round a matrix, in the order in which it lies in memory."""
-    from mpizero.kernels import cuda, namespace
+def _halved(x: Array, card: Card, dtype: str) -> Halves:
+    """Round an array, in the order in which its matrices lie in memory."""
+    from mpizero.kernels import cuda
 
-    xp, transposed = namespace(x), not x.flags.c_contiguous and x.T.flags.c_contiguous
-    flat = xp.ascontiguousarray(x.T if transposed else x).reshape(-1)
+    xp, turned = _library(x), x.swapaxes(-1, -2)
+    transposed = not x.flags.c_contiguous and turned.flags.c_contiguous
+    flat = xp.ascontiguousarray(turned if transposed else x).reshape(-1)
     bits = xp.empty(flat.size, np.uint16)
     getattr(cuda.copy, SIXTEEN_BITS[dtype][0])(flat, bits)
-    return _Half(bits, transposed)
+    shaped = bits.reshape(turned.shape if transposed else x.shape)
+    return Halves(shaped.swapaxes(-1, -2) if transposed else shaped, card, dtype)
+
+
+def _library(array: Any) -> Any:
+    """Return the array library of an array of a card."""
+    from mpizero.kernels import namespace  # which imports this module
+
+    return namespace(array)
 
 
 def simulated() -> bool:

@@ -63,6 +63,11 @@ class SimulatedArray(NDArrayOperatorsMixin):
         return self.values.nbytes
 
     @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes from one element to the next, for each axis."""
+        return self.values.strides
+
+    @property
     def flags(self) -> Any:
         """NumPy's flags of the values."""
         return self.values.flags

@@ -18,7 +18,7 @@ from mpizero.errors import ConfigError
 from mpizero.nn.affine import Affine
 from mpizero.nn.dropout import Dropout, Window
 from mpizero.nn.graph import Graph, Place
-from mpizero.nn.layer import Layer, known, namespace, require_positive, splits, vector
+from mpizero.nn.layer import Layer, known, multiply, namespace, operand, require_positive, splits, vector
 from mpizero.nn.linear import Linear
 from mpizero.nn.operations import Operations
 from mpizero.nn.split.attention import SplitAttention
@@ -28,6 +28,8 @@ from mpizero.types import EVALUATE, Array, Group, Init, Params, Run
 #: Queries per product. 64 was fastest for 128 and 256 tokens: smaller blocks skip more of the masked half, but
 #: their products are too small for the BLAS.
 BLOCK = 64
+#: The same on a card, where starting a product takes as long as many small ones. Not tried on one yet.
+BLOCK_ON_CARD = 512
 #: Bytes of scores computed at once, on CPUs and elsewhere.
 CACHE, DEVICE = 1 << 18, 1 << 28
 #: Samples and heads that are taken at once.
@@ -128,9 +130,10 @@ class CausalSelfAttention(Affine):
             if part[1].start == 0:
                 work.take(qkv, bias, part[0])
             scores = work.room("scores", work.score_shape(part)) if stored is None else stored[part]
-            kept, v = work.dropped(work.probabilities(part, scores), part), work.heads(2, part)
-            for start, stop in _blocks(length):
-                xp.matmul(kept[:, :, start:stop, :stop], v[:, :, :stop], out=out[part][:, :, start:stop])
+            kept = operand(work.dropped(work.probabilities(part, scores), part))
+            v = operand(work.heads(2, part))
+            for start, stop in work.blocks():
+                multiply(kept[:, :, start:stop, :stop], v[:, :, :stop], out[part][:, :, start:stop])
         return mixed, (apart, stored, run, first_head)
 
     def attend_backward(self, seen: Any, dmixed: Array) -> Array:
@@ -145,19 +148,20 @@ class CausalSelfAttention(Affine):
                 probabilities = work.probabilities(part, work.room("scores", work.score_shape(part)))
             else:
                 probabilities = stored[part]
-            kept = work.dropped(probabilities, part)
-            do, v_transposed = work.copied(dmixed, part), work.transposed(2, part)
+            kept = operand(work.dropped(probabilities, part))
+            do, v_transposed = operand(work.copied(dmixed, part)), operand(work.transposed(2, part))
             dq, dk, dv = (gradient[part] for gradient in gradients)
             dprobabilities = work.room("gradients", work.score_shape(part))
-            for start, stop in _blocks(length):
+            for start, stop in work.blocks():
                 block = dprobabilities[:, :, start:stop, :stop]  # the kernel does not read what lies beyond
-                xp.matmul(do[:, :, start:stop], v_transposed[..., :stop], out=block)
-                xp.matmul(kept[:, :, start:, start:stop].swapaxes(-1, -2), do[:, :, start:], out=dv[:, :, start:stop])
-            dscores, q, k = work.dropped(dprobabilities, part), work.heads(0, part), work.heads(1, part)
+                multiply(do[:, :, start:stop], v_transposed[..., :stop], block)
+                multiply(kept[:, :, start:, start:stop].swapaxes(-1, -2), do[:, :, start:], dv[:, :, start:stop])
+            dscores = work.dropped(dprobabilities, part)
             work.softmax_backward(probabilities, dscores)
-            for start, stop in _blocks(length):
-                xp.matmul(dscores[:, :, start:stop, :stop], k[:, :, :stop], out=dq[:, :, start:stop])
-                xp.matmul(dscores[:, :, start:, start:stop].swapaxes(-1, -2), q[:, :, start:], out=dk[:, :, start:stop])
+            dscores, q, k = (operand(x) for x in (dscores, work.heads(0, part), work.heads(1, part)))
+            for start, stop in work.blocks():
+                multiply(dscores[:, :, start:stop, :stop], k[:, :, :stop], dq[:, :, start:stop])
+                multiply(dscores[:, :, start:, start:stop].swapaxes(-1, -2), q[:, :, start:], dk[:, :, start:stop])
         return dqkv
 
     def _keeps_probabilities(self, length: int) -> bool:
@@ -191,7 +195,10 @@ class CausalSelfAttention(Affine):
         return into_qkv.operations(shape) + projection.operations(shape) + self.attend_operations(shape[0])
 
     def attend_operations(self, length: int) -> Operations:
-        """Count the products of :meth:`attend` that are not skipped as masked. Not collective."""
+        """Count the products of :meth:`attend` that are not skipped as masked, on a CPU. Not collective.
+
+        A card skips less: see :data:`BLOCK_ON_CARD`.
+        """
         sizes = [(stop - start, stop, length - start) for start, stop in _blocks(length)]
         seen = sum(2 * self.dim * queries * before for queries, before, _ in sizes)
         seeing = sum(2 * self.dim * queries * after for queries, _, after in sizes)
@@ -207,8 +214,8 @@ class CausalSelfAttention(Affine):
         return projection.trace(graph, f"{name}.projection", place)
 
 
-def _blocks(length: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + BLOCK, length)) for start in range(0, length, BLOCK))
+def _blocks(length: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + size, length)) for start in range(0, length, size))
 
 
 class _Heads:
@@ -233,6 +240,10 @@ class _Heads:
         for first in range(0, samples, some):
             for head in range(0, heads, several):
                 yield slice(first, min(first + some, samples)), slice(head, min(head + several, heads))
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Cut the queries: the keys that those of a block can see end where the block does."""
+        return _blocks(self.apart.shape[3], BLOCK if isinstance(self.apart, np.ndarray) else BLOCK_ON_CARD)
 
     def take(self, qkv: Array, bias: Array | None, some: slice) -> None:
         """Keep queries, keys and values of some samples of ``qkv + bias`` (samples, length, 3 dim), head by head."""
@@ -271,9 +282,9 @@ class _Heads:
 
     def probabilities(self, part: Part, scores: Array) -> Array:
         """Compute a part's probabilities in the memory of ``scores``."""
-        q, k_transposed = self.heads(0, part), self.transposed(1, part)
-        for start, stop in _blocks(q.shape[2]):
-            namespace(q).matmul(q[:, :, start:stop], k_transposed[..., :stop], out=scores[:, :, start:stop, :stop])
+        q, k_transposed = operand(self.heads(0, part)), operand(self.transposed(1, part))
+        for start, stop in self.blocks():
+            multiply(q[:, :, start:stop], k_transposed[..., :stop], scores[:, :, start:stop, :stop])
         self._kernels.causal_softmax(_matrices(scores), self._scale)
         return scores
 

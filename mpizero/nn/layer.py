@@ -118,6 +118,22 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     return card.matmul(a, b, out)
 
 
+def operand(x: Array) -> Any:
+    """Return what :func:`multiply` shall take for ``x``: on a card perhaps a copy in 16 bits, else ``x`` itself.
+
+    Not collective. What is cut out of it, or has its last two axes swapped, is an operand too.
+    """
+    return x if isinstance(x, np.ndarray) else card.operand(x)
+
+
+def multiply(a: Any, b: Any, out: Array) -> None:
+    """Write the products of the matrices in the last two axes of two operands to ``out``. Not collective."""
+    if isinstance(out, np.ndarray):
+        np.matmul(a, b, out=out)
+    else:
+        card.multiply(a, b, out)
+
+
 def sum_rows(dy: Array, out: Array) -> None:
     """Write the sum of a matrix's rows to ``out``: a bias's gradient. Not collective.
 

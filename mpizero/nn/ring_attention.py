@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from mpizero import kernels
 from mpizero.nn.attention import CausalSelfAttention
 from mpizero.nn.dropout import Window
-from mpizero.nn.layer import namespace, vector
+from mpizero.nn.layer import multiply, namespace, operand, vector
 from mpizero.nn.operations import Operations
 from mpizero.nn.ring import KEYS, QUERIES, Tile, Zigzag, placed, progress, travel
 from mpizero.nn.workspace import Workspace
@@ -136,7 +136,7 @@ class _Tiles:
         self.scale = vector(qkv, layer._scale)
         self._run, self._dropout, self._first_head = run, layer._layers[2], first_head
         self._heads, self._rank, self._samples = layer.heads, layer.group.rank, qkv.shape[0]
-        self._xp, self._work = namespace(qkv), Workspace(qkv)
+        self._work = Workspace(qkv)
 
     def of(self, source: int, poll: Callable[[], None]) -> _Parts:
         """Yield all tiles with the keys of one rank, for some samples after the other; poll after each."""
@@ -150,7 +150,7 @@ class _Tiles:
     def product(self, name: str, a: Array, b: Array) -> Array:
         """Multiply matrices into the memory called ``name``."""
         out = self._work.room(name, (*a.shape[:-1], b.shape[-1]))
-        self._xp.matmul(a, b, out=out)
+        multiply(operand(a), operand(b), out)
         return out
 
     def running_softmax(self, scores: Array, some: slice, tile: Tile, maxima: Array, sums: Array) -> Array:

@@ -224,42 +224,117 @@ class Memory:
     """What cuBLAS is told of an array."""
 
     def __init__(self, values):
-        self.values, self.shape, self.size = values, values.shape, values.size
-        self.data = SimpleNamespace(ptr=values.ctypes.data)
+        self.values, self.shape, self.size, self.strides = values, values.shape, values.size, values.strides
+        self.itemsize, self.data = values.itemsize, SimpleNamespace(ptr=values.ctypes.data)
+
+
+def by_columns(pointer, dtype, rows, columns, leading, step=0, count=1):
+    """Show what cuBLAS finds at a pointer: ``count`` matrices whose columns are contiguous."""
+    assert leading >= rows
+    assert count == 1 or step > 0
+    elements = step * (count - 1) + leading * (columns - 1) + rows
+    kind = ctypes.c_char * (elements * np.dtype(dtype).itemsize)
+    flat, size = np.frombuffer(kind.from_address(pointer), dtype), np.dtype(dtype).itemsize
+    return np.lib.stride_tricks.as_strided(flat, (count, rows, columns), (step * size, size, leading * size))
 
 
 def gemm_ex(handle, ta, tb, m, n, k, alpha, a, a_kind, lda, b, b_kind, ldb, beta, c, c_kind, ldc, compute, algorithm):
     """Do what cuBLAS's documentation says, which counts by columns."""
+    strided_gemm_ex(
+        handle, ta, tb, m, n, k, alpha, a, a_kind, lda, 0, b, b_kind, ldb, 0, beta, c, c_kind, ldc, 0, 1,
+        compute, algorithm,
+    )  # fmt: skip
 
-    def at(pointer, dtype, leading, columns):
-        kind = ctypes.c_char * (leading * columns * np.dtype(dtype).itemsize)
-        return np.frombuffer(kind.from_address(pointer), dtype).reshape(columns, leading).T
 
+def strided_gemm_ex(
+    handle, ta, tb, m, n, k, alpha, a, a_kind, lda, a_step, b, b_kind, ldb, b_step, beta, c, c_kind, ldc, c_step, count,
+    compute, algorithm,
+):  # fmt: skip
+    """Do what cuBLAS's documentation says of a stack of matrices."""
     assert (a_kind, b_kind, c_kind, compute) == (2, 2, 0, 68)
-    assert at(alpha, np.float32, 1, 1) == 1
-    assert at(beta, np.float32, 1, 1) == 0
-    left = at(a, np.float16, lda, m if ta else k)
-    right = at(b, np.float16, ldb, k if tb else n)
-    left, right = left.T[:m] if ta else left[:m], right.T[:k] if tb else right[:k]
-    assert left.shape == (m, k)
-    assert right.shape == (k, n)
-    at(c, np.float32, ldc, n)[:m] = left.astype(np.float32) @ right.astype(np.float32)
+    assert by_columns(alpha, np.float32, 1, 1, 1) == 1
+    assert by_columns(beta, np.float32, 1, 1, 1) == 0
+    left = by_columns(a, np.float16, *((k, m) if ta else (m, k)), lda, a_step, count)
+    right = by_columns(b, np.float16, *((n, k) if tb else (k, n)), ldb, b_step, count)
+    left, right = left.swapaxes(1, 2) if ta else left, right.swapaxes(1, 2) if tb else right
+    by_columns(c, np.float32, m, n, ldc, c_step, count)[...] = left.astype(np.float32) @ right.astype(np.float32)
 
 
-def test_cublas_is_asked_for_the_product_whatever_is_transposed():
+@pytest.fixture
+def cublas():
+    """A card of CuPy's that hands its products to the emulation of cuBLAS."""
     card = cards.CupyCard.__new__(cards.CupyCard)
-    card._cublas = SimpleNamespace(gemmEx=gemm_ex)
+    card._cublas = SimpleNamespace(gemmEx=gemm_ex, gemmStridedBatchedEx=strided_gemm_ex)
     card._cupy = SimpleNamespace(cuda=SimpleNamespace(device=SimpleNamespace(get_cublas_handle=lambda: 0)))
-    rng = np.random.default_rng(3)
-    a, b = (rng.normal(size=shape).astype(np.float16) for shape in ((3, 5), (5, 4)))
-    for a_transposed, b_transposed in itertools.product((False, True), repeat=2):
-        out = np.zeros((3, 4), np.float32)
-        halves = (
-            cards._Half(Memory(np.ascontiguousarray(x.T if transposed else x)), transposed)
-            for x, transposed in ((a, a_transposed), (b, b_transposed))
-        )
-        card._multiply(*halves, "float16", Memory(out))
-        np.testing.assert_allclose(out, a.astype(np.float32) @ b.astype(np.float32), rtol=1e-6)
+    return card
+
+
+def operands(shape, rng):
+    """Give matrices that lie in memory in every way that attention has them."""
+    *stack, rows, columns = shape
+    yield rng.normal(size=shape).astype(np.float16)
+    yield rng.normal(size=(*stack, columns, rows)).astype(np.float16).swapaxes(-1, -2)
+    yield rng.normal(size=(*stack, rows + 3, columns + 2)).astype(np.float16)[..., 2 : 2 + rows, 1 : 1 + columns]
+    yield rng.normal(size=(*stack, columns, rows + 1)).astype(np.float16)[..., :rows].swapaxes(-1, -2)
+
+
+@pytest.mark.parametrize("stack", [(), (1,), (3,), (2, 1), (2, 3)])
+@pytest.mark.parametrize("sizes", [(3, 5, 4), (1, 5, 4), (3, 1, 4), (3, 5, 1), (1, 1, 1)])
+def test_cublas_is_asked_for_the_product_however_the_matrices_lie(cublas, stack, sizes):
+    rng, (rows, inner, columns) = np.random.default_rng(3), sizes
+    left, right = (list(operands((*stack, *shape), rng)) for shape in ((rows, inner), (inner, columns)))
+    outs = np.zeros((*stack, rows, columns), np.float32), np.zeros((*stack, rows + 1, columns + 2), np.float32)
+    for a, b, out in itertools.product(left, right, (outs[0], outs[1][..., :rows, :columns])):
+        halves = (cards.Halves(Memory(x), cublas, "float16") for x in (a, b))
+        out[...] = 0
+        cublas._multiply(*halves, Memory(out))
+        np.testing.assert_allclose(out, a.astype(np.float32) @ b.astype(np.float32), rtol=1e-5, atol=1e-6)
+    assert not outs[1][..., rows:, :].any()
+    assert not outs[1][..., columns:].any()
+
+
+def test_matrices_that_are_no_stack_are_not_taken_for_one():
+    heads = np.zeros((2, 5, 3, 4), np.float32).swapaxes(
+        1, 2
+    )  # (samples, heads, length, size) within (samples, length, dim)
+    assert cards.Stack.of(Memory(heads)) is None
+    assert cards.Stack.of(Memory(heads[:1])) == cards.Stack(False, 12, 4, 3)
+    assert cards.Stack.of(Memory(np.zeros((3, 4))[:, ::2])) is None
+    assert cards.Stack.of(Memory(np.zeros((2, 3, 4)).swapaxes(1, 2))) == cards.Stack(True, 4, 12, 2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("heads", "length"), [(2, 3), (1, 7)])
+def test_the_products_inside_attention_are_rounded_forward_and_backward(dtype, heads, length, monkeypatch):
+    monkeypatch.setattr("mpizero.nn.attention.BLOCK_ON_CARD", 4)
+    card, rng = cards.open_card(0), np.random.default_rng(5)
+    layer = mz.nn.CausalSelfAttention(8, heads)
+    qkv, dmixed = (rng.normal(size=(2, length, width)).astype(np.float32) for width in (24, 8))
+
+    def both(mixed_in):
+        with card.multiplying_in(mixed_in):
+            mixed, seen = layer.attend(card.put(qkv), None, mz.types.EVALUATE)
+            return mixed.get(), layer.attend_backward(seen, card.put(dmixed)).get()
+
+    q, k, v = (rounded(x, dtype) for x in qkv.reshape(2, length, 3, heads, -1).transpose(2, 0, 3, 1, 4))
+    do = rounded(dmixed.reshape(2, length, heads, -1).transpose(0, 2, 1, 3), dtype)
+    scale, hidden = 1 / np.sqrt(8 // heads), np.triu(np.ones((length, length), bool), 1)
+    scores = np.where(hidden, -np.inf, (q @ k.swapaxes(-1, -2)).astype(np.float64) * scale)
+    probabilities = np.exp(scores - scores.max(-1, keepdims=True))
+    probabilities /= probabilities.sum(-1, keepdims=True)
+    kept = rounded(probabilities.astype(np.float32), dtype)
+    dprobabilities = np.where(hidden, 0, do @ v.swapaxes(-1, -2))
+    dscores = probabilities * (dprobabilities - (probabilities * dprobabilities).sum(-1, keepdims=True)) * scale
+    dscores = rounded(dscores.astype(np.float32), dtype)
+    gradients = dscores @ k, dscores.swapaxes(-1, -2) @ q, kept.swapaxes(-1, -2) @ do
+    wanted = (kept @ v).transpose(0, 2, 1, 3).reshape(2, length, 8)
+    dwanted = np.stack(gradients).transpose(1, 3, 0, 2, 4).reshape(2, length, 24)
+    (mixed, dqkv), plain = both(dtype), both(None)
+    unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]  # a value beside the oracle's may round the other way
+    np.testing.assert_allclose(mixed, wanted, rtol=1e-4, atol=unit / 8)
+    np.testing.assert_allclose(dqkv, dwanted, rtol=1e-4, atol=unit / 2)
+    assert not np.array_equal(mixed, plain[0])
+    np.testing.assert_allclose(dqkv, plain[1], atol=64 * unit)
 
 
 def test_bfloat16_trains_near_float32_with_the_same_bits_on_two_ranks():
