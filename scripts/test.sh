@@ -166,9 +166,10 @@ run_mpi() {
     local temporary
     temporary=$(mktemp -d)
     rm -f "$log" "$log".rank*
-    # -m mpi4py ends all ranks when one fails; faulthandler ends them when one hangs; timeout when even that hangs.
+    # -m mpi4py ends all ranks when one fails; faulthandler ends them when one hangs; timeout when even that hangs. The
+    # last words of a rank that ends the job are written past Python: --capture=fd would take them along.
     LOG=$log TEMPORARY=$temporary timeout -k 10 1200 "$mpiexec" -n "$n" bash -c "$RANK_COMMAND" rank \
-        "$python" -m mpi4py -m pytest --with-mpi -m mpi --no-header --color=no -p no:cacheprovider \
+        "$python" -m mpi4py -m pytest --with-mpi -m mpi --no-header --color=no -p no:cacheprovider --capture=sys \
         --durations=12 -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true tests 2>&1 | tee "$log" &&
         passed "$log" || status=1
     rm -rf "$temporary"

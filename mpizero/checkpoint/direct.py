@@ -44,16 +44,26 @@ def store(
     Collective over ``comm``: all ranks succeed, or all raise the same error, which begins with ``prefix``.
     """
     with agreed(comm, prefix):
-        return write_pieces(file, arrays, offsets)
+        return write_pieces(open_state(file), file, arrays, offsets)
+
+
+def open_state(file: str) -> int:
+    """Open a state file that exists, to be written by :func:`write_pieces`. Not collective."""
+    return os.open(file, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def write_pieces(
-    file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int], halted: Callable[[], bool] = lambda: False
+    handle: int,
+    file: str,
+    arrays: Sequence[LocalArray],
+    offsets: Mapping[str, int],
+    halted: Callable[[], bool] = lambda: False,
 ) -> list[PieceSums]:
-    """Write this rank's pieces into ``file`` and make them durable; return their checksums. Not collective, no MPI.
+    """Write this rank's pieces into an open ``file`` and make them durable; return their checksums.
 
-    Each block's checksum is taken from memory just before it is written: what is damaged later, reading finds. Between
-    two blocks ``halted`` is asked whether to give up.
+    Not collective, no MPI. ``handle``, from :func:`open_state`, is closed. Each block's checksum is taken from memory
+    just before it is written: what is damaged later, reading finds. Between two blocks ``halted`` is asked whether to
+    give up.
 
     Raises
     ------
@@ -63,7 +73,6 @@ def write_pieces(
         Naming the file and the array.
     """
     sums = []
-    handle = os.open(file, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         for array in arrays:
             for first, values in array.pieces:

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from mpizero.checkpoint.direct import Halted, PieceSums, write_pieces
+from mpizero.checkpoint.direct import Halted, PieceSums, open_state, write_pieces
 from mpizero.checkpoint.failures import agreed, borrowed
 from mpizero.checkpoint.plan import Again, SavePlan, make_plan
-from mpizero.checkpoint.publish import Staging, publish
+from mpizero.checkpoint.publish import TemporaryFolder, publish
 from mpizero.checkpoint.skeleton import ALIGNMENT
 from mpizero.checkpoint.snapshot import SnapshotBuffer
 from mpizero.checkpoint.table import LocalArray
@@ -39,7 +39,8 @@ def _stand_back() -> None:
 class Writing:
     """A thread that writes pieces of arrays into a file and makes them durable.
 
-    It is a daemon: a process that ends does not wait for it.
+    It is a daemon: a process that ends does not wait for it. The file is opened before it starts: another one, that
+    comes to the same path when this save was given up, is never written to.
     """
 
     def __init__(self, file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int], name: str) -> None:
@@ -47,15 +48,19 @@ class Writing:
         self._failure: Exception | None = None
         self._halt = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(file, arrays, offsets), name=name, daemon=True)
+        self._handle = -1
         try:
+            self._handle = open_state(file)
             self._thread.start()
-        except RuntimeError as error:  # no more threads: the other ranks learn of it where they ask for the result
+        except (OSError, RuntimeError) as error:  # the other ranks learn of it where they ask for the result
+            if self._handle >= 0:  # no more threads
+                os.close(self._handle)
             self._failure = error
 
     def _run(self, file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int]) -> None:
         _stand_back()
         try:
-            self._sums = write_pieces(file, arrays, offsets, self._halt.is_set)
+            self._sums = write_pieces(self._handle, file, arrays, offsets, self._halt.is_set)
         except Halted:
             pass
         except Exception as error:  # raised again where all ranks can learn of it
@@ -93,9 +98,14 @@ class PendingSave:
     """
 
     def __init__(
-        self, comm: Communicator, plan: SavePlan, staging: Staging, writing: Writing, undo: tuple[ExitStack, ExitStack]
+        self,
+        comm: Communicator,
+        plan: SavePlan,
+        temporary: TemporaryFolder,
+        writing: Writing,
+        undo: tuple[ExitStack, ExitStack],
     ) -> None:
-        self._comm, self._plan, self._staging, self._writing = comm, plan, staging, writing
+        self._comm, self._plan, self._temporary, self._writing = comm, plan, temporary, writing
         local, self._lent = undo
         # Also called when this object is dropped, and when the interpreter exits.
         self._clear = weakref.finalize(self, local.close)
@@ -136,7 +146,7 @@ class PendingSave:
             try:
                 with agreed(self._comm, self._plan.prefix):
                     sums = self._writing.result()
-                publish(self._comm, self._plan, self._staging, sums)
+                publish(self._comm, self._plan, self._temporary, sums)
                 self._committed = True
             finally:
                 self._clear()
@@ -180,20 +190,20 @@ def begin(
     with ExitStack() as lent, ExitStack() as local:
         world = lent.enter_context(borrowed(comm))
         buffer = SnapshotBuffer() if buffer is None else buffer
-        staging, copied = local.enter_context(Staging(world, replace)), list[LocalArray]()
+        temporary, copied = local.enter_context(TemporaryFolder(world, replace)), list[LocalArray]()
 
         def copy(wanted: Sequence[LocalArray]) -> None:
             if not copied:  # perhaps ahead of an agreement that other ranks have saved other arrays
                 copied.extend(buffer.copy(wanted))
 
-        def copy_ahead(target: str, wanted: list[LocalArray]) -> str:
+        def start(target: str, wanted: list[LocalArray]) -> str:
             copy(wanted)
-            return staging.open(target, buffer.layout.skeleton) if world.rank == 0 else ""
+            return temporary.open(target, buffer.layout.skeleton) if world.rank == 0 else ""
 
-        plan = make_plan(world, folder, arrays, attributes, alignment, Again(buffer.layout, copy_ahead))
+        plan = make_plan(world, folder, arrays, attributes, alignment, Again(buffer.layout, start))
         # No rank writes before all have copied: it would take the memory and the cores of those that still do.
-        staging.agree(plan, lambda: copy(plan.local))
-        writing = Writing(staging.state, copied, plan.offsets, f"rank {world.rank} writes {plan.target}")
+        temporary.agree(plan, lambda: copy(plan.local))
+        writing = Writing(temporary.state, copied, plan.offsets, f"rank {world.rank} writes {plan.target}")
         buffer.lend(writing)
         local.callback(writing.halt)
-        return PendingSave(world, plan, staging, writing, (local.pop_all(), lent.pop_all()))
+        return PendingSave(world, plan, temporary, writing, (local.pop_all(), lent.pop_all()))

@@ -1,7 +1,8 @@
-"""What a save is going to write, agreed by all ranks from names, shapes and ranges before anything is touched."""
+"""What a save is going to write, agreed by all ranks from names, shapes and ranges before a checkpoint is touched."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from mpizero.errors import CheckpointError
 class SavePlan:
     """One save: where to, this rank's pieces, what all ranks' pieces make up, and where each array begins in the file.
 
-    ``skeleton`` is the file without its values; rank 0 alone has it. ``ahead`` is as in
+    ``skeleton`` is the file without its values; rank 0 alone has it. ``opened`` is as in
     :class:`Agreement`.
     """
 
@@ -31,7 +32,7 @@ class SavePlan:
     attributes: Mapping[str, Any]
     offsets: Mapping[str, int]
     skeleton: Skeleton | None
-    ahead: str | None = None
+    opened: str | None = None
 
     @property
     def prefix(self) -> str:
@@ -41,9 +42,15 @@ class SavePlan:
 
 @dataclass
 class KnownLayout:
-    """What a save has agreed on, for the next one of the same arrays: it need not be worked out again."""
+    """What a save has agreed on, for the next one of the same arrays: it need not be worked out again.
+
+    ``number`` stands for the claims of all ranks in their order, and ``place`` is this rank's number and that of ranks:
+    where all places are as before, and all numbers are the same, the claims of all ranks are those of then.
+    """
 
     claims: list[Claim] | None = None
+    number: int = 0
+    place: tuple[int, int] = (0, 0)
     alignment: int = ALIGNMENT
     table: Table = field(default_factory=dict)
     offsets: Mapping[str, int] = field(default_factory=dict)
@@ -51,19 +58,19 @@ class KnownLayout:
 
 
 class Again(NamedTuple):
-    """What a rank has saved last, and what it does ahead of the agreement where it saves the same again.
+    """What a rank has saved last, and how it starts where it saves the same again.
 
     Attributes
     ----------
     layout : KnownLayout
         Filled by every save, for the next one.
-    ahead : function
-        Gets the target, which rank 0 alone knows ("" elsewhere), and the rank's arrays; what rank 0's returns, every
-        rank is told.
+    start : function
+        Is called ahead of the agreement, with the target, which rank 0 alone knows ("" elsewhere), and the rank's
+        arrays. Rank 0's opens the state file and returns its path.
     """
 
     layout: KnownLayout
-    ahead: Callable[[str, list[LocalArray]], str]
+    start: Callable[[str, list[LocalArray]], str]
 
 
 def _prefix(target: str) -> str:
@@ -87,7 +94,7 @@ def make_plan(
     known = KnownLayout() if again is None else again.layout
     if known.alignment != alignment:
         known.claims = None
-    target, local, table, ahead = agree_on_arrays(comm, arrays, attributes, _prefix, where, again)
+    target, local, table, attributes, number, opened = agree_on_arrays(comm, arrays, attributes, _prefix, where, again)
     if table is not known.table:
         skeleton: Skeleton | None = None
 
@@ -97,15 +104,20 @@ def make_plan(
             return skeleton.offsets
 
         known.offsets = on_root(comm, _prefix(target), lay_out, lambda: check_alignment(alignment))
-        known.claims, known.alignment = list(map(Claim.of, local)), alignment
+        known.claims, known.number, known.alignment = list(map(Claim.of, local)), number, alignment
+        known.place = comm.rank, comm.size
         known.table, known.skeleton = table, skeleton
-    return SavePlan(target, local, table, attributes, known.offsets, known.skeleton, ahead)
+    return SavePlan(target, local, table, attributes, known.offsets, known.skeleton, opened)
 
 
 class _Wish(NamedTuple):
-    """What a rank wants to save: its claims, or None for those of the last save, and the CRC32 of the attributes."""
+    """What a rank wants to save.
+
+    Its claims, or None for those of the save that ``number`` stands for; and the CRC32 of the attributes.
+    """
 
     claims: list[Claim] | None
+    number: int
     attributes: int
 
 
@@ -120,14 +132,20 @@ class Agreement(NamedTuple):
         This rank's arrays, checked.
     table : Table
         The arrays of all ranks.
-    ahead : str or None
-        What rank 0's ``ahead`` returned; None unless every rank has called its own.
+    attributes : dict
+        A copy of what was given.
+    number : int
+        Stands for the arrays of all ranks, as in :class:`KnownLayout`.
+    opened : str or None
+        Path of the state file that rank 0 opened ahead of the agreement; None where it is still to be opened.
     """
 
     where: str
     local: list[LocalArray]
     table: Table
-    ahead: str | None
+    attributes: Mapping[str, Any]
+    number: int
+    opened: str | None
 
 
 def agree_on_arrays(
@@ -142,37 +160,41 @@ def agree_on_arrays(
 
     Collective over ``comm``: one exchange, and another where some ranks save what they saved last and others do not.
     All ranks raise the same error or none, which begins with ``prefix`` of rank 0's ``where``. The table is the known
-    one if every rank has the arrays of which it is. A rank that has them calls its ``again.ahead`` before the exchange;
-    what goes wrong there counts too.
+    one if every rank has the arrays of which it is. A rank that has them calls its ``again.start`` before the exchange;
+    what goes wrong there counts too. Folders that rank 0 makes above a target then stay, whatever comes of it.
     """
     known = KnownLayout() if again is None else again.layout
     local: list[LocalArray] = []
     mine: list[Claim] = []
     wish: _Wish | None = None
-    result: str | None = None
+    opened: str | None = None
+    text = ""
     with Attempt() as own:
         before = known.claims or []
-        local = [check_array(array, known=claim) for array, claim in zip(arrays, chain(before, repeat(None)))]  # noqa: B905
+        local = [
+            check_array(array, known=claim) for array, claim in zip(arrays, chain(before, repeat(None)), strict=False)
+        ]
         if not isinstance(attributes, dict):
             raise CheckpointError(f"attributes must be a dict, got {type(attributes).__name__}")
         text = canonical_json(attributes, "attributes")
         mine = [Claim.of(array) for array in local]
-        as_before = known.claims == mine
-        wish = _Wish(None if as_before else mine, crc32(text.encode()))
+        as_before = known.claims == mine and known.place == (comm.rank, comm.size)
+        wish = _Wish(None if as_before else mine, known.number, crc32(text.encode()))
         if as_before and again is not None:
-            result = again.ahead(where, local)
-    told = comm.allgather_object((where, own.outcome, wish, result), tag="checkpoint")
+            opened = again.start(where, local)
+    told = comm.allgather_object((where, own.outcome, wish, opened), tag="checkpoint")
     target = told[0][0]
     raise_first([outcome for _, outcome, _, _ in told], prefix(target), own.failure)
     wishes = [wish for _, _, wish, _ in told]
     claims = [wish.claims for wish in wishes]
-    if None in claims and any(listed is not None for listed in claims):
+    as_before = all(listed is None for listed in claims) and len({wish.number for wish in wishes}) == 1
+    if None in claims and not as_before:
         claims = comm.allgather_object(mine, "checkpoint")
     differing = [rank for rank, wish in enumerate(wishes) if wish.attributes != wishes[0].attributes]
     if differing:
         raise CheckpointError(f"{prefix(target)}: attributes of rank {differing[0]} differ from those of rank 0")
-    if None in claims:
-        return Agreement(target, local, known.table, told[0][3])
+    if as_before:
+        return Agreement(target, local, known.table, json.loads(text), known.number, told[0][3])
     with agreed(comm, prefix(target)):
         table = merge(claims)
-    return Agreement(target, local, table, None)
+    return Agreement(target, local, table, json.loads(text), crc32(repr(claims).encode()), None)

@@ -20,7 +20,7 @@ from mpizero.crc import crc32
 from mpizero.errors import CheckpointError
 
 
-class Staging:
+class TemporaryFolder:
     """The temporary folder that one save works in, opened by rank 0; whatever happens, it does not stay.
 
     A context manager: leaving it is not collective.
@@ -66,10 +66,10 @@ class Staging:
         Collective over the ranks that save. Each calls ``beside`` before it learns of the file; if the folder was made
         ahead, it is not called.
         """
-        if plan.ahead is None:
+        if plan.opened is None:
             self.state = on_root(self._comm, plan.prefix, lambda: self.open(plan.target, plan.skeleton), beside)
         else:
-            self.state = plan.ahead
+            self.state = plan.opened
 
     def close(self) -> None:
         """Remove the folder, unless it was given its name; a second call does nothing. Not collective."""
@@ -78,7 +78,7 @@ class Staging:
             discard(stage)
 
 
-def publish(comm: Communicator, plan: SavePlan, staging: Staging, sums: Sequence[PieceSums]) -> None:
+def publish(comm: Communicator, plan: SavePlan, folder: TemporaryFolder, sums: Sequence[PieceSums]) -> None:
     """Write the manifest over what all ranks have written durably, and give the folder its name.
 
     Collective over ``comm``; all ranks raise the same error or none.
@@ -86,10 +86,10 @@ def publish(comm: Communicator, plan: SavePlan, staging: Staging, sums: Sequence
     gathered = comm.allgather_object(sums, tag="checkpoint checksums")
 
     def finish() -> None:
-        if staging.stage is not None and plan.skeleton is not None:
-            structure = _structure(staging.state, plan.skeleton)
+        if folder.stage is not None and plan.skeleton is not None:
+            structure = _structure(folder.state, plan.skeleton)
             manifest = describe(plan.table, plan.skeleton, structure, gathered, plan.attributes)
-            commit(staging.stage, encode(manifest))
+            commit(folder.stage, encode(manifest))
 
     on_root(comm, plan.prefix, finish)
 

@@ -109,13 +109,15 @@ class Claim:
 def check_array(array: LocalArray, writable: bool = False, known: Claim | None = None) -> LocalArray:
     """Return ``array`` in its canonical form, or raise :class:`CheckpointError` naming it and what is wrong.
 
-    ``known`` is of an array that was checked before: of one with the same name, shape and type only the pieces are.
+    ``known`` is what an array that was checked before has claimed: where its name, shape and type are equal to these,
+    only the pieces are looked at.
     """
     dtype = np.dtype(array.dtype)
-    path, shape = array.path, array.shape
-    if known is None or (known.path, known.shape, known.dtype) != (path, shape, dtype.str):
-        path = check_path(path)
-        shape = check_shape(path, shape, dtype.str)
+    if known is not None and (known.path, known.shape, known.dtype) == (array.path, array.shape, dtype.str):
+        path, shape = known.path, known.shape
+    else:
+        path = check_path(array.path)
+        shape = check_shape(path, array.shape, dtype.str)
     size = prod(shape)
     for start, values in array.pieces:
         where = f"array {path!r}, piece at element {start}"

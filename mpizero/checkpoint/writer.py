@@ -10,7 +10,7 @@ from mpizero.checkpoint import direct, mpio
 from mpizero.checkpoint.direct import PieceSums
 from mpizero.checkpoint.failures import agreed, borrowed
 from mpizero.checkpoint.plan import make_plan
-from mpizero.checkpoint.publish import Staging, publish
+from mpizero.checkpoint.publish import TemporaryFolder, publish
 from mpizero.checkpoint.skeleton import ALIGNMENT
 from mpizero.checkpoint.table import LocalArray
 from mpizero.comm.communicator import Communicator
@@ -70,10 +70,10 @@ def write(
         plan = make_plan(world, folder, arrays, attributes, alignment)
         with agreed(world, plan.prefix):
             check_backend(world, backend)
-        with Staging(world, replace) as staging:
-            staging.agree(plan)
-            sums = _BACKENDS[backend](world, staging.state, plan.local, plan.offsets, plan.prefix)
-            publish(world, plan, staging, sums)
+        with TemporaryFolder(world, replace) as temporary:
+            temporary.agree(plan)
+            sums = _BACKENDS[backend](world, temporary.state, plan.local, plan.offsets, plan.prefix)
+            publish(world, plan, temporary, sums)
 
 
 def check_backend(comm: Communicator, backend: str) -> None:

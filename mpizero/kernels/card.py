@@ -1,11 +1,7 @@
-"""The graphics cards that a rank can compute on: what there is, copies between host and card, products in 16 bits.
+"""The graphics cards that a rank can compute on: what there is, copies between host and card, calls of cuBLAS.
 
 CuPy holds the arrays; under ``NUMBA_ENABLE_CUDASIM=1`` simulated ones take their place. Copies of model state go
 through one pinned buffer, a piece after the other, at the full rate of the bus.
-
-[Note: products in 16 bits] Operands are rounded to bfloat16 or float16, to nearest even, by the library's own kernels;
-the card multiplies those and adds in float32, into float32. So what is stored stays in float32, and what a product
-gives is the same wherever its operands came from.
 """
 
 from __future__ import annotations
@@ -15,14 +11,12 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from itertools import pairwise
-from math import prod
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from mpizero.errors import ConfigError, DataError
+from mpizero.kernels.card_products import ASKED, SIXTEEN_BITS, Halves, stacks_of, widened
 from mpizero.types import Array
 
 #: Bytes of the pinned buffer: far above what a transfer needs to be fast, far below what a node has.
@@ -32,8 +26,7 @@ _NEAR = 1 << 12
 #: Cards that the simulator shows, so that several ranks do not all have the same.
 SIMULATED_CARDS = 2
 INSTALL = "install them by pip install 'mpizero[cuda12]' (or cuda13)"
-#: Kernels that round to a dtype of 16 bits and widen from it, and CUDA's number for the dtype.
-SIXTEEN_BITS = {"float16": ("to_float16", "from_float16", 2), "bfloat16": ("to_bfloat16", "from_bfloat16", 14)}
+#: CUDA's numbers for float32, for sums in it, and for cuBLAS's own choice of an algorithm.
 _FLOAT32, _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM = 0, 68, -1
 
 
@@ -47,68 +40,6 @@ class Source(NamedTuple):
     start: int
     size: int
     fill: Fill
-
-
-class Halves:
-    """Matrices of a card, rounded to 16 bits for products: an array of any number of axes, the last two of a matrix.
-
-    Parameters
-    ----------
-    bits : Array
-        The rounded elements, as uint16.
-    card : Card
-        Where they lie.
-    dtype : str
-        What they are rounded to, a key of :data:`SIXTEEN_BITS`.
-    """
-
-    __slots__ = ("bits", "card", "dtype")
-
-    def __init__(self, bits: Array, card: Card, dtype: str) -> None:
-        self.bits, self.card, self.dtype = bits, card, dtype
-
-    def __getitem__(self, key: Any) -> Halves:
-        return Halves(self.bits[key], self.card, self.dtype)
-
-    def swapaxes(self, first: int, second: int) -> Halves:
-        """Return a view with two axes interchanged. Not collective."""
-        return Halves(self.bits.swapaxes(first, second), self.card, self.dtype)
-
-
-class Stack(NamedTuple):
-    """How matrices of one size lie in memory, one after the other, in elements.
-
-    Attributes
-    ----------
-    transposed : bool
-        Whether their columns are contiguous instead of their rows.
-    leading : int
-        From one row (or, transposed, column) to the next.
-    step : int
-        From one matrix to the next; 0 for a single one.
-    number : int
-        Of matrices.
-    """
-
-    transposed: bool
-    leading: int
-    step: int
-    number: int
-
-    @classmethod
-    def of(cls, x: Array) -> Stack | None:
-        """Describe the last two axes of ``x``; None where no such numbers do. Not collective."""
-        strides = [stride // x.itemsize for stride in x.strides]
-        steps = [(stride, size) for stride, size in zip(strides[:-2], x.shape[:-2], strict=True) if size != 1]
-        if any(outer != step * size for (outer, _), (step, size) in pairwise(steps)):
-            return None
-        number, step = prod(x.shape[:-2]), steps[-1][0] if steps else 0
-        (rows, columns), (down, along) = x.shape[-2:], strides[-2:]
-        if columns == 1 or along == 1:
-            return cls(False, max(down if rows > 1 else 0, columns), step, number)
-        if rows == 1 or down == 1:
-            return cls(True, max(along, rows), step, number)
-        return None
 
 
 class Card(ABC):
@@ -131,12 +62,12 @@ class Card(ABC):
 
     @contextmanager
     def multiplying_in(self, dtype: str | None) -> Iterator[None]:
-        """Let :func:`matmul` in this thread round operands to ``dtype``; None leaves them. Not collective."""
-        token = _PRODUCTS.set(None if dtype is None else (self, dtype))
+        """Let :func:`operand` in this thread round to ``dtype``; None leaves operands as they are. Not collective."""
+        token = ASKED.set(None if dtype is None else (self, dtype))
         try:
             yield
         finally:
-            _PRODUCTS.reset(token)
+            ASKED.reset(token)
 
     @abstractmethod
     def _multiply(self, a: Halves, b: Halves, out: Array) -> None:
@@ -298,7 +229,7 @@ class CupyCard(Card):
     def _multiply(self, a: Halves, b: Halves, out: Array) -> None:
         # cuBLAS counts by columns: what lies in memory by rows is the transpose to it, so it is asked for out.T.
         (rows, columns), inner, kind = out.shape[-2:], a.bits.shape[-1], SIXTEEN_BITS[a.dtype][2]
-        (left, right, target), one, zero = _stacks(a, b, out), np.ones(1, np.float32), np.zeros(1, np.float32)
+        (left, right, target), one, zero = stacks_of(a, b, out), np.ones(1, np.float32), np.zeros(1, np.float32)
         start = self._cupy.cuda.device.get_cublas_handle(), int(right.transposed), int(left.transposed)
         sizes, settings = (columns, rows, inner, one.ctypes.data), (_COMPUTE_FLOAT32, _DEFAULT_ALGORITHM)
         first, second = (
@@ -340,89 +271,10 @@ class SimulatedCard(Card):
         return cast("Array", SimulatedArray(values.copy()))
 
     def _multiply(self, a: Halves, b: Halves, out: Array) -> None:
-        _stacks(a, b, out)
-        _library(out).matmul(_widened(a), _widened(b), out=out)
+        from mpizero.kernels import namespace
 
-
-def _stacks(a: Halves, b: Halves, out: Array) -> tuple[Stack, Stack, Stack]:
-    found = Stack.of(a.bits), Stack.of(b.bits), Stack.of(out)
-    left, right, target = found
-    if left is None or right is None or target is None or target.transposed:
-        raise ValueError(f"these are no stacks of matrices: {found}")
-    return left, right, target
-
-
-def _widened(x: Halves) -> Array:
-    """Return the elements in float32."""
-    from mpizero.kernels import cuda
-
-    xp = _library(x.bits)
-    wide = xp.empty(x.bits.size, np.float32)
-    getattr(cuda.copy, SIXTEEN_BITS[x.dtype][1])(xp.ascontiguousarray(x.bits).reshape(-1), wide)
-    shaped: Array = wide.reshape(x.bits.shape)
-    return shaped
-
-
-#: The card and the dtype that products of this thread round their operands to; None leaves them.
-_PRODUCTS: ContextVar[tuple[Card, str] | None] = ContextVar("products", default=None)
-
-
-def operand(x: Array) -> Array | Halves:
-    """Return what :func:`multiply` shall take for ``x``: itself, or :class:`Halves` where this thread has asked so.
-
-    Not collective. [Note: products in 16 bits]. ``x`` has a matrix in its last two axes.
-    """
-    asked = _PRODUCTS.get()
-    return x if asked is None else _halved(x, *asked)
-
-
-def multiply(a: Array | Halves, b: Array | Halves, out: Array) -> None:
-    """Write the products of the matrices of two operands to ``out``, float32 on a card.
-
-    Not collective. All have the same leading axes, and both operands come from :func:`operand`, or both do not.
-    """
-    if not (isinstance(a, Halves) and isinstance(b, Halves)):
-        _library(out).matmul(a, b, out=out)
-        return
-    if not a.bits.size or not b.bits.size:
-        out[...] = 0
-        return
-    stack = Stack.of(out)
-    if stack is not None and not stack.transposed:
-        a.card._multiply(a, b, out)
-        return
-    xp = _library(out)
-    target = xp.empty(out.shape, np.float32)
-    a.card._multiply(a, b, target)
-    xp.copyto(out, target)
-
-
-def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
-    """Compute the product of two float32 matrices on a card: [Note: products in 16 bits]. Not collective."""
-    if out is None:
-        out = _library(a).empty((a.shape[0], b.shape[1]), a.dtype)
-    multiply(operand(a), operand(b), out)
-    return out
-
-
-def _halved(x: Array, card: Card, dtype: str) -> Halves:
-    """Round an array, in the order in which its matrices lie in memory."""
-    from mpizero.kernels import cuda
-
-    xp, turned = _library(x), x.swapaxes(-1, -2)
-    transposed = not x.flags.c_contiguous and turned.flags.c_contiguous
-    flat = xp.ascontiguousarray(turned if transposed else x).reshape(-1)
-    bits = xp.empty(flat.size, np.uint16)
-    getattr(cuda.copy, SIXTEEN_BITS[dtype][0])(flat, bits)
-    shaped = bits.reshape(turned.shape if transposed else x.shape)
-    return Halves(shaped.swapaxes(-1, -2) if transposed else shaped, card, dtype)
-
-
-def _library(array: Any) -> Any:
-    """Return the array library of an array of a card."""
-    from mpizero.kernels import namespace  # which imports this module
-
-    return namespace(array)
+        stacks_of(a, b, out)
+        namespace(out).matmul(widened(a), widened(b), out=out)
 
 
 def simulated() -> bool:

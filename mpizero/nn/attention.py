@@ -29,7 +29,7 @@ from mpizero.types import EVALUATE, Array, Group, Init, Params, Run
 #: their products are too small for the BLAS.
 BLOCK = 64
 #: The same on a card, where starting a product takes as long as many small ones. Not tried on one yet.
-BLOCK_ON_CARD = 512
+BLOCK_ON_CARD = 256
 #: Bytes of scores computed at once, on CPUs and elsewhere.
 CACHE, DEVICE = 1 << 18, 1 << 28
 #: Samples and heads that are taken at once.

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.errors import ConfigError, DataError
-from mpizero.kernels import blas, card
+from mpizero.kernels import blas, card_products
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
@@ -111,11 +111,11 @@ def namespace(array: Any) -> Any:
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     """Compute the product of two matrices by the library that multiplies.
 
-    Not collective. See :mod:`mpizero.kernels.blas`, and :mod:`mpizero.kernels.card` for arrays of a card.
+    Not collective. See :mod:`mpizero.kernels.blas`, and :mod:`mpizero.kernels.card_products` for arrays of a card.
     """
     if isinstance(a, np.ndarray):
         return blas.matmul(a, b, out)
-    return card.matmul(a, b, out)
+    return card_products.matmul(a, b, out)
 
 
 def operand(x: Array) -> Any:
@@ -123,7 +123,7 @@ def operand(x: Array) -> Any:
 
     Not collective. What is cut out of it, or has its last two axes swapped, is an operand too.
     """
-    return x if isinstance(x, np.ndarray) else card.operand(x)
+    return x if isinstance(x, np.ndarray) else card_products.operand(x)
 
 
 def multiply(a: Any, b: Any, out: Array) -> None:
@@ -131,7 +131,7 @@ def multiply(a: Any, b: Any, out: Array) -> None:
     if isinstance(out, np.ndarray):
         np.matmul(a, b, out=out)
     else:
-        card.multiply(a, b, out)
+        card_products.multiply(a, b, out)
 
 
 def sum_rows(dy: Array, out: Array) -> None:

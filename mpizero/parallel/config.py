@@ -12,7 +12,7 @@ from mpizero.comm import Communicator, ProcessGrid, as_communicator
 from mpizero.comm.codecs import codec_of
 from mpizero.comm.watchdog import Watchdog
 from mpizero.errors import ConfigError
-from mpizero.kernels.card import SIXTEEN_BITS
+from mpizero.kernels.card_products import SIXTEEN_BITS
 from mpizero.layout import Axes, Grains
 from mpizero.optim import DynamicLossScale
 from mpizero.parallel.bucketsize import check_bucket, elements_of
@@ -68,8 +68,8 @@ class ShardingConfig:
         Whether the layers' messages go from card to card where a probe proves that MPI can; False: always through the
         host's memory.
     mixed_precision : {None, "bfloat16", "float16"}
-        Rounds the operands of linear layers' products on cards to 16 bits; they are added in float32, and everything
-        else is in float32. "float16" brings a dynamic loss scale with it, unless the optimizer is given one.
+        Rounds the operands of products on cards to 16 bits; they are added in float32, and everything else is in
+        float32. "float16" brings a dynamic loss scale with it, unless the optimizer is given one.
     """
 
     comm: Any = None

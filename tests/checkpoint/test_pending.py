@@ -96,18 +96,25 @@ def test_the_values_are_those_at_the_call_whatever_happens_to_them_afterwards(sm
 
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "open"])
-def test_what_fails_in_one_thread_is_the_same_error_on_all_ranks_and_leaves_nothing(
+def test_what_fails_in_the_writing_on_one_rank_is_the_same_error_on_all_ranks_and_leaves_nothing(
     state, tmp_path, call, victim, monkeypatch
 ):
     original = getattr(os, call)
 
     def failing(target, *rest, **named):
         name = target if isinstance(target, str) else os.readlink(f"/proc/self/fd/{target}")
-        if threading.current_thread().name.startswith(f"rank {victim}{WRITER}") and name.endswith("state.h5"):
+        if works_for(victim) and name.endswith("state.h5") and not (call == "open" and rest[0] & os.O_CREAT):
             raise OSError(errno.EIO, os.strerror(errno.EIO), name)
         return original(target, *rest, **named)
 
+    def works_for(rank):
+        thread = threading.current_thread()
+        return thread is opening.get(rank) if call == "open" else thread.name.startswith(f"rank {rank}{WRITER}")
+
+    opening = {}
+
     def save(comm):
+        opening[comm.rank] = threading.current_thread()
         pending = begin(state, tmp_path / "c", comm)
         with pytest.raises(CheckpointIOError, match="Input/output error") as caught:
             pending.commit()
@@ -273,6 +280,65 @@ def test_what_goes_wrong_ahead_of_the_agreement_is_the_same_error_on_all_ranks_a
     monkeypatch.setattr(SnapshotBuffer, "copy", failing)
     run_in_threads(ranks, save)
     assert digest(tmp_path / "second") == digest(tmp_path / "first")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_a_rank_that_saves_other_arrays_makes_all_agree_anew_after_others_have_begun(
+    state, tmp_path, monkeypatch, ranks
+):
+    copies, copy = [], SnapshotBuffer.copy
+    monkeypatch.setattr(SnapshotBuffer, "copy", lambda *arguments: (copies.append(1), copy(*arguments))[1])
+    more = LocalArray("one/more", (3,), np.dtype("i4"), ((0, np.arange(3, dtype="i4")),))
+
+    def arrays(comm, last):
+        return state.pieces(comm.rank, comm.size) + ([more] if last and comm.rank == comm.size - 1 else [])
+
+    def save(comm):
+        buffer = SnapshotBuffer()
+        for number in range(3):
+            folder, held = tmp_path / str(number), arrays(comm, last=number == 1)
+            checkpoint.begin(folder, held, state.attributes, comm, buffer=buffer).commit()
+        checkpoint.write(tmp_path / "waited", arrays(comm, last=True), state.attributes, comm)
+
+    run_in_threads(ranks, save)
+    assert len(copies) == 3 * ranks
+    assert digest(tmp_path / "1") == digest(tmp_path / "waited")
+    assert digest(tmp_path / "0") == digest(tmp_path / "2")
+    assert sorted(os.listdir(tmp_path)) == ["0", "1", "2", "waited"]
+
+
+def test_saves_of_other_ranks_through_the_same_buffers_are_not_taken_for_the_last_one(state, tmp_path):
+    def save(comm):
+        buffer, group = SnapshotBuffer(), comm.split(comm.rank // 2)
+        arrays = state.pieces(group.rank, group.size)
+        checkpoint.begin(tmp_path / f"of {comm.rank // 2}", arrays, {}, group, buffer=buffer).commit()
+        with pytest.raises(CheckpointError, match=r"is written by rank [01] and by rank [23]"):
+            checkpoint.begin(tmp_path / "twice", arrays, {}, comm, buffer=buffer)
+        group.close()
+
+    run_in_threads(4, save)
+    assert sorted(os.listdir(tmp_path)) == ["of 0", "of 1"]
+
+
+def test_attributes_are_those_at_the_call_whatever_happens_to_them_afterwards(small, tmp_path):
+    attributes = {"step": 1, "inside": {"list": [1]}}
+    pending = checkpoint.begin(tmp_path / "c", small.whole(), attributes)
+    attributes["step"] = 2
+    attributes["inside"]["list"].append(5)
+    pending.commit()
+    with checkpoint.open_checkpoint(tmp_path / "c") as reader:
+        assert reader.attributes == {"step": 1, "inside": {"list": [1]}}
+
+
+def test_a_save_that_is_given_up_never_writes_to_the_file_of_the_next(small, tmp_path, gate):
+    first = begin(small, tmp_path / "c")  # its thread waits before its first byte
+    first.discard()
+    other = type(small)({path: whole + 1 for path, whole in small.arrays.items()})
+    second = begin(other, tmp_path / "c")
+    gate.set()
+    first._writing.join()
+    second.commit()
+    assert other.loads(tmp_path / "c")
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])

@@ -23,6 +23,7 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
 import mpizero as mz
 from mpizero.errors import ConfigError, DataError
 from mpizero.kernels import card as cards
+from mpizero.kernels import card_products
 from mpizero.kernels.cuda.launch import CudaKernel
 from mpizero.kernels.reference import copy as reference
 from mpizero.parallel.costs import TrainingPlan
@@ -125,6 +126,21 @@ def test_layers_split_over_cards_give_what_one_does(axis):
         close(found, alone, 5e-5)
 
 
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_the_products_of_split_layers_are_rounded_too(axis, monkeypatch):
+    seen, multiply = [], card_products.multiply
+
+    def watched(a, b, out):
+        seen.append((len(out.shape), isinstance(a, card_products.Halves) and isinstance(b, card_products.Halves)))
+        multiply(a, b, out)
+
+    monkeypatch.setattr(card_products, "multiply", watched)
+    layout = {f"{axis}_parallel_size": 2, "place": mz.HybridShardedModel, "mixed_precision": "bfloat16", "steps": 1}
+    found = run_in_threads(2, lambda comm: trained("cuda", comm, **layout))
+    close(found[0], trained("cpu", steps=1), 2e-2)
+    assert set(seen) == {(2, True), (4, True)}
+
+
 def test_ranks_of_a_node_take_its_cards_in_turn():
     def number(comm):
         with mz.ShardingConfig(comm=comm, device="cuda") as config, mz.DDPModel(gpt(), config) as model:
@@ -212,12 +228,14 @@ def test_a_product_in_16_bits_is_one_of_rounded_operands_added_in_float32(dtype)
     right = [card.put(b), card.put(b.T.copy()).T]
     with card.multiplying_in(dtype):
         for x, y in itertools.product(left, right):
-            np.testing.assert_allclose(cards.matmul(x, y).get(), wanted, rtol=1e-6)
+            np.testing.assert_allclose(card_products.matmul(x, y).get(), wanted, rtol=1e-6)
             for out in (card.empty(12, np.float32).reshape(3, 4), card.empty(24, np.float32).reshape(3, 8)[:, ::2]):
-                assert cards.matmul(x, y, out) is out
+                assert card_products.matmul(x, y, out) is out
                 np.testing.assert_allclose(out.get(), wanted, rtol=1e-6)
-        assert cards.matmul(card.put(a[:0]), right[0]).shape == (0, 4)
-    np.testing.assert_allclose(cards.matmul(left[0], right[0]).get(), a @ b, rtol=1e-6)  # and no longer than asked
+        assert card_products.matmul(card.put(a[:0]), right[0]).shape == (0, 4)
+    np.testing.assert_allclose(
+        card_products.matmul(left[0], right[0]).get(), a @ b, rtol=1e-6
+    )  # and no longer than asked
 
 
 class Memory:
@@ -285,7 +303,7 @@ def test_cublas_is_asked_for_the_product_however_the_matrices_lie(cublas, stack,
     left, right = (list(operands((*stack, *shape), rng)) for shape in ((rows, inner), (inner, columns)))
     outs = np.zeros((*stack, rows, columns), np.float32), np.zeros((*stack, rows + 1, columns + 2), np.float32)
     for a, b, out in itertools.product(left, right, (outs[0], outs[1][..., :rows, :columns])):
-        halves = (cards.Halves(Memory(x), cublas, "float16") for x in (a, b))
+        halves = (card_products.Halves(Memory(x), cublas, "float16") for x in (a, b))
         out[...] = 0
         cublas._multiply(*halves, Memory(out))
         np.testing.assert_allclose(out, a.astype(np.float32) @ b.astype(np.float32), rtol=1e-5, atol=1e-6)
@@ -294,13 +312,14 @@ def test_cublas_is_asked_for_the_product_however_the_matrices_lie(cublas, stack,
 
 
 def test_matrices_that_are_no_stack_are_not_taken_for_one():
-    heads = np.zeros((2, 5, 3, 4), np.float32).swapaxes(
-        1, 2
-    )  # (samples, heads, length, size) within (samples, length, dim)
-    assert cards.Stack.of(Memory(heads)) is None
-    assert cards.Stack.of(Memory(heads[:1])) == cards.Stack(False, 12, 4, 3)
-    assert cards.Stack.of(Memory(np.zeros((3, 4))[:, ::2])) is None
-    assert cards.Stack.of(Memory(np.zeros((2, 3, 4)).swapaxes(1, 2))) == cards.Stack(True, 4, 12, 2)
+    # (samples, heads, length, size) within (samples, length, dim)
+    heads = np.zeros((2, 5, 3, 4), np.float32).swapaxes(1, 2)
+    assert card_products.Stack.of(Memory(heads)) is None
+    assert card_products.Stack.of(Memory(heads[:1])) == card_products.Stack(False, 12, 4, 3)
+    flat = np.zeros((3, 4))
+    for view in (flat[:, ::2], flat[::-1], np.broadcast_to(flat[0], (3, 4)), heads[::-1, 0]):
+        assert card_products.Stack.of(Memory(view)) is None
+    assert card_products.Stack.of(Memory(np.zeros((2, 3, 4)).swapaxes(1, 2))) == card_products.Stack(True, 4, 12, 2)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
