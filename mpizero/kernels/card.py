@@ -273,7 +273,7 @@ class SimulatedCard(Card):
     def _multiply(self, a: Halves, b: Halves, out: Array) -> None:
         from mpizero.kernels import namespace
 
-        stacks_of(a, b, out)
+        stacks_of(a, b, out)  # refuses what cuBLAS could not be told of
         namespace(out).matmul(widened(a), widened(b), out=out)
 
 
