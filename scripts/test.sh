@@ -160,17 +160,27 @@ mkdir -p "$PYTEST_DEBUG_TEMPROOT"
 [ "$rank" = 0 ] && exec "$@"
 exec "$@" >"$LOG.rank$rank" 2>&1'
 
+# The files that have tests marked mpi: ranks which would collect all others, too, take seconds of a core for it, each.
+mpi_files() {
+    [ -n "$MPI_FILES" ] || MPI_FILES=$("$PY" -m pytest --with-mpi -m mpi --collect-only -qq -p no:cacheprovider tests |
+        sed -n 's/^\(tests[^:]*\.py\):.*/\1/p' | sort -u)
+    [ -n "$MPI_FILES" ] || fail "no test is marked mpi"
+}
+MPI_FILES=
+
 # run_mpi NAME RANKS MPIEXEC PYTHON: the tests marked mpi, in one launch.
 run_mpi() {
     local name=$1 n=$2 mpiexec=$3 python=$4 log=$LOGS/$1-$2 file status=0
     local temporary
     temporary=$(mktemp -d)
     rm -f "$log" "$log".rank*
+    mpi_files
+    # shellcheck disable=SC2086
     # -m mpi4py ends all ranks when one fails; faulthandler ends them when one hangs; timeout when even that hangs. The
     # last words of a rank that ends the job are written past Python: --capture=fd would take them along.
     LOG=$log TEMPORARY=$temporary timeout -k 10 1200 "$mpiexec" -n "$n" bash -c "$RANK_COMMAND" rank \
         "$python" -m mpi4py -m pytest --with-mpi -m mpi --no-header --color=no -p no:cacheprovider --capture=sys \
-        --durations=12 -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true tests 2>&1 | tee "$log" &&
+        --durations=12 -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true $MPI_FILES 2>&1 | tee "$log" &&
         passed "$log" || status=1
     rm -rf "$temporary"
     [ $status = 1 ] || return 0

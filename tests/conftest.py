@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+
 from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["mpizero.testing.plugin"]
@@ -14,3 +16,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("mpizero")
+
+
+def pytest_collection_finish() -> None:
+    """Leave the thousands of collected tests out of later collections of garbage, which measurements ask for."""
+    gc.collect()
+    gc.freeze()

@@ -1,7 +1,7 @@
 """Checkpoints: global named arrays in one HDF5 file and a manifest, written and read on any number of ranks."""
 
 from mpizero.checkpoint.failures import CheckpointIOError, CheckpointMissingError
-from mpizero.checkpoint.folders import newest, prune, sound, step_folder, step_of
+from mpizero.checkpoint.folders import newest, prune, sound, step_folder, step_of, tidy
 from mpizero.checkpoint.image import from_bytes, to_bytes
 from mpizero.checkpoint.pending import PendingSave, begin
 from mpizero.checkpoint.reader import Reader, open_checkpoint
@@ -29,6 +29,7 @@ __all__ = [
     "sound",
     "step_folder",
     "step_of",
+    "tidy",
     "to_bytes",
     "verify",
     "write",

@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from torturing.cases import SAVER, Torture, acknowledged, hidden, prepare, probl
 from torturing.jobs import Ended, Job, run
 from torturing.outcomes import Row
 from torturing.training import SETTINGS, Reference, after_step, newest_seen
+
+#: How often a disk is asked to become read-only.
+_TRIES = 2000
 
 
 def have_namespaces() -> str:
@@ -84,7 +88,12 @@ def read_only(torture: Torture, reference: Reference, how: str) -> None:
 
         def remount(job: Job) -> None:
             enter = ["nsenter", "-t", str(job.process.pid), "-m"]
-            subprocess.run([*enter, "mount", "-o", "remount,bind,ro", str(checkpoints)], check=True)
+            mount = [*enter, "mount", "-o", "remount,bind,ro", str(checkpoints)]
+            for _ in range(_TRIES):  # the system refuses while a file there is open to be written
+                if subprocess.run(mount, check=False, capture_output=True).returncode == 0:
+                    return
+                time.sleep(0.002)
+            subprocess.run(mount, check=True)
 
         command = torture.mpi_of(how).command(ranks, reference.program(checkpoints, SETTINGS[how]))
         script = f'mount --bind {checkpoints} {checkpoints} && exec "$@"'

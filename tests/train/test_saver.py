@@ -41,6 +41,16 @@ def test_a_run_that_saves_beside_training_leaves_the_same_files(trained, mpizero
         assert checkpoint.verify((mpizero.folder / state).parent) > 0
 
 
+def test_a_complete_run_that_was_killed_amid_its_last_clean_up_is_cleaned_up_by_the_next_start(mpizero):
+    assert mpizero.train(0).status == 0
+    left, kept = steps(mpizero), mpizero.folder / "run" / "checkpoints"
+    for name in (".tmp-del-step_00000002.host.1", ".tmp-step_00000006.host.1"):
+        shutil.copytree(kept / left[0], kept / name)
+    again = mpizero.train(2, flags=["--resume"])
+    assert again.status == 0, again.err
+    assert steps(mpizero) == left
+
+
 def test_a_resumed_run_that_saves_beside_training_equals_an_uninterrupted_one(trained, mpizero):
     assert mpizero.train(2, BESIDE, "train.steps=3").status == 0
     second = mpizero.train(1, BESIDE, flags=["--resume"])
