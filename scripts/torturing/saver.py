@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from mpizero import checkpoint
-from mpizero.checkpoint import LocalArray
+from mpizero.checkpoint import LocalArray, SnapshotBuffer
+from mpizero.checkpoint.plan import Again, make_plan
 from mpizero.comm import as_communicator
 from mpizero.comm.watchdog import Watchdog
 
@@ -70,13 +71,20 @@ def problem_of(path: str) -> str:
     return ""
 
 
-def save(comm: Any, folder: Path, step: int, how: str) -> None:
+def used(comm: Any, folder: Path) -> SnapshotBuffer:
+    """Return a buffer that knows these arrays, as after the first save of a training: the next one begins ahead."""
+    buffer = SnapshotBuffer()
+    make_plan(comm, folder, pieces(0, comm.rank, comm.size), {}, again=Again(buffer.layout, lambda *_: ""))
+    return buffer
+
+
+def save(comm: Any, folder: Path, step: int, how: str, buffer: SnapshotBuffer) -> None:
     """Save a step; beside training the values change as soon as they were taken."""
     target, arrays = checkpoint.step_folder(folder, step), pieces(step, comm.rank, comm.size)
     if how != "background":
         checkpoint.write(target, arrays, {"step": step}, comm, backend=how)
         return
-    pending = checkpoint.begin(target, arrays, {"step": step}, comm)
+    pending = checkpoint.begin(target, arrays, {"step": step}, comm, buffer=buffer)
     for array in arrays:
         for _, held in array.pieces:
             held += 1
@@ -100,9 +108,10 @@ def main(arguments: Sequence[str]) -> None:
     comm.Barrier()
     # As in training: ranks that wait inside of HDF5 for one whose last write was refused are ended.
     with as_communicator(comm) as world, Watchdog(world, STUCK):
+        buffer = used(world, folder)
         for step in range(first, first + steps):
             os.access(MARKS[0], os.F_OK)
-            save(world, folder, step, how)
+            save(world, folder, step, how, buffer)
             if comm.rank == 0:
                 with open(folder.parent / "acknowledged", "a", encoding="utf-8") as file:
                     file.write(f"{step}\n")
