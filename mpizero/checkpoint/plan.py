@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 from mpizero.checkpoint.failures import Attempt, agreed, on_root, raise_first
@@ -170,10 +169,7 @@ def agree_on_arrays(
     opened: str | None = None
     text = ""
     with Attempt() as own:
-        before = known.claims or []
-        local = [
-            check_array(array, known=claim) for array, claim in zip(arrays, chain(before, repeat(None)), strict=False)
-        ]
+        local = [check_array(array) for array in arrays]
         if not isinstance(attributes, dict):
             raise CheckpointError(f"attributes must be a dict, got {type(attributes).__name__}")
         text = canonical_json(attributes, "attributes")

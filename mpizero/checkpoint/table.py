@@ -90,6 +90,25 @@ def check_paths(paths: Iterable[str]) -> None:
         before = path
 
 
+def check_array(array: LocalArray, writable: bool = False) -> LocalArray:
+    """Return ``array`` in its canonical form, or raise :class:`CheckpointError` naming it and what is wrong."""
+    path = check_path(array.path)
+    dtype = np.dtype(array.dtype)
+    shape = check_shape(path, array.shape, dtype.str)
+    size = prod(shape)
+    for start, values in array.pieces:
+        where = f"array {path!r}, piece at element {start}"
+        if not isinstance(values, np.ndarray) or values.ndim != 1 or not values.flags.c_contiguous:
+            raise CheckpointError(f"{where}: values must be a one-dimensional contiguous NumPy array")
+        if values.dtype != dtype:
+            raise CheckpointError(f"{where}: values are {values.dtype.str}, the array is {dtype.str}")
+        if writable and not values.flags.writeable:
+            raise CheckpointError(f"{where}: values to read into must be writable")
+        if start < 0 or start + values.size > size:
+            raise CheckpointError(f"{where}: {values.size} elements do not fit an array of {size}")
+    return LocalArray(path, shape, dtype, tuple((int(start), values) for start, values in array.pieces))
+
+
 @dataclass(frozen=True)
 class Claim:
     """What one rank says about one array: its shape, its type and the ranges that this rank writes."""
@@ -104,32 +123,6 @@ class Claim:
         """Describe ``array`` without its values."""
         ranges = tuple((start, start + values.size) for start, values in array.pieces if values.size)
         return cls(array.path, array.shape, array.dtype.str, ranges)
-
-
-def check_array(array: LocalArray, writable: bool = False, known: Claim | None = None) -> LocalArray:
-    """Return ``array`` in its canonical form, or raise :class:`CheckpointError` naming it and what is wrong.
-
-    ``known`` is what an array that was checked before has claimed: where its name, shape and type are equal to these,
-    only the pieces are looked at.
-    """
-    dtype = np.dtype(array.dtype)
-    if known is not None and (known.path, known.shape, known.dtype) == (array.path, array.shape, dtype.str):
-        path, shape = known.path, known.shape
-    else:
-        path = check_path(array.path)
-        shape = check_shape(path, array.shape, dtype.str)
-    size = prod(shape)
-    for start, values in array.pieces:
-        where = f"array {path!r}, piece at element {start}"
-        if not isinstance(values, np.ndarray) or values.ndim != 1 or not values.flags.c_contiguous:
-            raise CheckpointError(f"{where}: values must be a one-dimensional contiguous NumPy array")
-        if values.dtype != dtype:
-            raise CheckpointError(f"{where}: values are {values.dtype.str}, the array is {dtype.str}")
-        if writable and not values.flags.writeable:
-            raise CheckpointError(f"{where}: values to read into must be writable")
-        if start < 0 or start + values.size > size:
-            raise CheckpointError(f"{where}: {values.size} elements do not fit an array of {size}")
-    return LocalArray(path, shape, dtype, tuple((int(start), values) for start, values in array.pieces))
 
 
 def merge(claims: Sequence[Sequence[Claim]]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
