@@ -1,12 +1,13 @@
 """Checkpoints: global named arrays in one HDF5 file and a manifest, written and read on any number of ranks."""
 
 from mpizero.checkpoint.failures import CheckpointIOError, CheckpointMissingError
-from mpizero.checkpoint.folders import newest, prune, sound, step_folder, step_of, tidy
+from mpizero.checkpoint.folders import newest, prune, sound, step_folder, step_of
 from mpizero.checkpoint.image import from_bytes, to_bytes
 from mpizero.checkpoint.pending import PendingSave, begin
 from mpizero.checkpoint.reader import Reader, open_checkpoint
 from mpizero.checkpoint.skeleton import ALIGNMENT, ALIGNMENT_LIMIT
 from mpizero.checkpoint.snapshot import SnapshotBuffer
+from mpizero.checkpoint.stage import remove_leftovers
 from mpizero.checkpoint.table import LocalArray
 from mpizero.checkpoint.verify import verify
 from mpizero.checkpoint.writer import check_backend, write
@@ -26,10 +27,10 @@ __all__ = [
     "newest",
     "open_checkpoint",
     "prune",
+    "remove_leftovers",
     "sound",
     "step_folder",
     "step_of",
-    "tidy",
     "to_bytes",
     "verify",
     "write",

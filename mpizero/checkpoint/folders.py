@@ -82,16 +82,6 @@ def _look(
         return on_root(world, f"cannot look for checkpoints in {where}", lambda: _sound(where, limit, report))
 
 
-def tidy(folder: str | os.PathLike[str]) -> None:
-    """Remove what killed saves and removals have left beside the step folders; no checkpoint is touched.
-
-    Not collective: for one rank, of a run that alone writes to ``folder``. Where there is no folder, nothing is done.
-    """
-    where = os.path.abspath(os.fspath(folder))
-    if os.path.isdir(where):
-        remove_leftovers(where)
-
-
 def prune(folder: str | os.PathLike[str], keep: int, comm: object = None, *, keep_every: int = 0) -> list[str]:
     """Remove the step folders older than the newest ``keep`` sound ones, and leftovers; return what was removed.
 

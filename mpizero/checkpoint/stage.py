@@ -144,8 +144,10 @@ def discard(stage: Stage) -> None:
     os.close(stage.lock)
 
 
-def remove_leftovers(parent: str, name: str = "") -> None:
-    """Remove what killed saves and removals left in ``parent``: of ``name``, and of any step. Rank 0 only.
+def remove_leftovers(parent: str | os.PathLike[str], name: str = "") -> None:
+    """Remove what killed saves and removals left in the folder ``parent``: of ``name``, and of any step.
+
+    Not collective: rank 0 only. No checkpoint is touched; where there is no folder, nothing is done.
 
     Raises
     ------
@@ -154,7 +156,7 @@ def remove_leftovers(parent: str, name: str = "") -> None:
     """
     names = f"{_STEP}|{re.escape(name)}" if name else _STEP
     unfinished = re.compile(rf"{re.escape(TEMPORARY)}(?:del-)?({names})\..+")
-    for entry in sorted(os.listdir(parent)):
+    for entry in sorted(os.listdir(parent)) if os.path.isdir(parent) else ():
         if not (match := unfinished.fullmatch(entry)):
             continue
         if not _remove_if_unused(os.path.join(parent, entry)) and match.group(1) == name:

@@ -49,7 +49,7 @@ class Saver:
             if self._section.asynchronous:
                 job.model.reserve_snapshot()
             if comm.rank == 0:  # a run that was killed after its last save, and is complete, saves no more
-                checkpoint.tidy(folder.checkpoints)
+                checkpoint.remove_leftovers(folder.checkpoints)
         # Those of rank 0: what a checkpoint holds is the same on all ranks.
         self._versions = comm.broadcast_object(versions())
 
