@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from mpizero.errors import ConfigError, DataError
-from mpizero.kernels.card_products import ASKED, SIXTEEN_BITS, Halves, stacks_of, widened
+from mpizero.kernels.card_products import ASKED, SIXTEEN_BITS, Halves, Stack, widened
 from mpizero.types import Array
 
 #: Bytes of the pinned buffer: far above what a transfer needs to be fast, far below what a node has.
@@ -70,8 +70,8 @@ class Card(ABC):
             ASKED.reset(token)
 
     @abstractmethod
-    def _multiply(self, a: Halves, b: Halves, out: Array) -> None:
-        """Write the products of matrices that are stacks to a stack of contiguous rows in float32."""
+    def multiply(self, a: Halves, b: Halves, out: Array, stacks: tuple[Stack, Stack, Stack]) -> None:
+        """Write the products of matrices to ``out``, float32; ``stacks`` say how the three lie. Not collective."""
 
     def __init__(self) -> None:
         self._staging = self._pinned(STAGING)
@@ -226,10 +226,11 @@ class CupyCard(Card):
         array: Array = self._cupy.asarray(values)
         return array
 
-    def _multiply(self, a: Halves, b: Halves, out: Array) -> None:
-        # cuBLAS counts by columns: what lies in memory by rows is the transpose to it, so it is asked for out.T.
+    def multiply(self, a: Halves, b: Halves, out: Array, stacks: tuple[Stack, Stack, Stack]) -> None:
+        """Ask cuBLAS. Not collective."""
+        # It counts by columns: what lies in memory by rows is the transpose to it, so it is asked for out.T.
         (rows, columns), inner, kind = out.shape[-2:], a.bits.shape[-1], SIXTEEN_BITS[a.dtype][2]
-        (left, right, target), one, zero = stacks_of(a, b, out), np.ones(1, np.float32), np.zeros(1, np.float32)
+        (left, right, target), one, zero = stacks, np.ones(1, np.float32), np.zeros(1, np.float32)
         start = self._cupy.cuda.device.get_cublas_handle(), int(right.transposed), int(left.transposed)
         sizes, settings = (columns, rows, inner, one.ctypes.data), (_COMPUTE_FLOAT32, _DEFAULT_ALGORITHM)
         first, second = (
@@ -270,10 +271,10 @@ class SimulatedCard(Card):
 
         return cast("Array", SimulatedArray(values.copy()))
 
-    def _multiply(self, a: Halves, b: Halves, out: Array) -> None:
+    def multiply(self, a: Halves, b: Halves, out: Array, stacks: tuple[Stack, Stack, Stack]) -> None:
+        """Multiply what the 16 bits stand for. Not collective."""
         from mpizero.kernels import namespace
 
-        stacks_of(a, b, out)  # refuses what cuBLAS could not be told of
         namespace(out).matmul(widened(a), widened(b), out=out)
 
 

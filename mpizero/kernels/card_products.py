@@ -88,21 +88,6 @@ class Stack(NamedTuple):
         return None
 
 
-def stacks_of(a: Halves, b: Halves, out: Array) -> tuple[Stack, Stack, Stack]:
-    """Describe where two operands and their product lie. Not collective.
-
-    Raises
-    ------
-    ValueError
-        If one is no stack of matrices, or the product's rows are not contiguous.
-    """
-    found = Stack.of(a.bits), Stack.of(b.bits), Stack.of(out)
-    left, right, target = found
-    if left is None or right is None or target is None or target.transposed:
-        raise ValueError(f"these are no stacks of matrices: {found}")
-    return left, right, target
-
-
 def widened(x: Halves) -> Array:
     """Return the elements in float32."""
     from mpizero.kernels import cuda
@@ -131,21 +116,28 @@ def multiply(a: Array | Halves, b: Array | Halves, out: Array) -> None:
     """Write the products of the matrices of two operands to ``out``, float32 on a card.
 
     Not collective. All have the same leading axes, and both operands come from :func:`operand`, or both do not.
+
+    Raises
+    ------
+    ValueError
+        If an operand was cut in such a way that its matrices are no :class:`Stack`.
     """
+    xp, target = _library(out), out
     if not (isinstance(a, Halves) and isinstance(b, Halves)):
-        _library(out).matmul(a, b, out=out)
+        xp.matmul(a, b, out=out)
         return
     if not a.bits.size or not b.bits.size:
         out[...] = 0
         return
-    stack = Stack.of(out)
-    if stack is not None and not stack.transposed:
-        a.card._multiply(a, b, out)
-        return
-    xp = _library(out)
-    target = xp.empty(out.shape, np.float32)
-    a.card._multiply(a, b, target)
-    xp.copyto(out, target)
+    left, right, place = Stack.of(a.bits), Stack.of(b.bits), Stack.of(out)
+    if place is None or place.transposed:
+        target = xp.empty(out.shape, np.float32)
+        place = Stack.of(target)
+    if left is None or right is None or place is None:
+        raise ValueError(f"the matrices of an operand do not lie one after the other: {left}, {right}")
+    a.card.multiply(a, b, target, (left, right, place))
+    if target is not out:
+        xp.copyto(out, target)
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:

@@ -305,7 +305,9 @@ def test_cublas_is_asked_for_the_product_however_the_matrices_lie(cublas, stack,
     for a, b, out in itertools.product(left, right, (outs[0], outs[1][..., :rows, :columns])):
         halves = (card_products.Halves(Memory(x), cublas, "float16") for x in (a, b))
         out[...] = 0
-        cublas._multiply(*halves, Memory(out))
+        stacks = tuple(card_products.Stack.of(Memory(x)) for x in (a, b, out))
+        assert None not in stacks
+        cublas.multiply(*halves, Memory(out), stacks)
         np.testing.assert_allclose(out, a.astype(np.float32) @ b.astype(np.float32), rtol=1e-5, atol=1e-6)
     assert not outs[1][..., rows:, :].any()
     assert not outs[1][..., columns:].any()
