@@ -91,9 +91,8 @@ def make_plan(
     """
     where = os.path.realpath(os.fspath(folder)) if comm.rank == 0 else ""
     known = KnownLayout() if again is None else again.layout
-    if known.alignment != alignment:
-        known.claims = None
-    target, local, table, attributes, number, opened = agree_on_arrays(comm, arrays, attributes, _prefix, where, again)
+    same = again if known.alignment == alignment else None
+    target, local, table, attributes, number, opened = agree_on_arrays(comm, arrays, attributes, _prefix, where, same)
     if table is not known.table:
         skeleton: Skeleton | None = None
 
@@ -147,6 +146,21 @@ class Agreement(NamedTuple):
     opened: str | None
 
 
+class _Checked(NamedTuple):
+    """A rank's arrays, what it claims by them, and the attributes as JSON."""
+
+    local: list[LocalArray]
+    claims: list[Claim]
+    attributes: str
+
+
+def _check(arrays: Sequence[LocalArray], attributes: object) -> _Checked:
+    local = [check_array(array) for array in arrays]
+    if not isinstance(attributes, dict):
+        raise CheckpointError(f"attributes must be a dict, got {type(attributes).__name__}")
+    return _Checked(local, [Claim.of(array) for array in local], canonical_json(attributes, "attributes"))
+
+
 def agree_on_arrays(
     comm: Communicator,
     arrays: Sequence[LocalArray],
@@ -163,34 +177,26 @@ def agree_on_arrays(
     what goes wrong there counts too. Folders that rank 0 makes above a target then stay, whatever comes of it.
     """
     known = KnownLayout() if again is None else again.layout
-    local: list[LocalArray] = []
-    mine: list[Claim] = []
-    wish: _Wish | None = None
-    opened: str | None = None
-    text = ""
+    checked, wish, opened = _Checked([], [], ""), None, None
     with Attempt() as own:
-        local = [check_array(array) for array in arrays]
-        if not isinstance(attributes, dict):
-            raise CheckpointError(f"attributes must be a dict, got {type(attributes).__name__}")
-        text = canonical_json(attributes, "attributes")
-        mine = [Claim.of(array) for array in local]
-        as_before = known.claims == mine and known.place == (comm.rank, comm.size)
-        wish = _Wish(None if as_before else mine, known.number, crc32(text.encode()))
+        checked = _check(arrays, attributes)
+        as_before = known.claims == checked.claims and known.place == (comm.rank, comm.size)
+        wish = _Wish(None if as_before else checked.claims, known.number, crc32(checked.attributes.encode()))
         if as_before and again is not None:
-            opened = again.start(where, local)
+            opened = again.start(where, checked.local)
     told = comm.allgather_object((where, own.outcome, wish, opened), tag="checkpoint")
     target = told[0][0]
     raise_first([outcome for _, outcome, _, _ in told], prefix(target), own.failure)
     wishes = [wish for _, _, wish, _ in told]
-    claims = [wish.claims for wish in wishes]
-    as_before = all(listed is None for listed in claims) and len({wish.number for wish in wishes}) == 1
-    if None in claims and not as_before:
-        claims = comm.allgather_object(mine, "checkpoint")
     differing = [rank for rank, wish in enumerate(wishes) if wish.attributes != wishes[0].attributes]
     if differing:
         raise CheckpointError(f"{prefix(target)}: attributes of rank {differing[0]} differ from those of rank 0")
-    if as_before:
-        return Agreement(target, local, known.table, json.loads(text), known.number, told[0][3])
+    copied = json.loads(checked.attributes)
+    if all(wish.claims is None for wish in wishes) and len({wish.number for wish in wishes}) == 1:
+        return Agreement(target, checked.local, known.table, copied, known.number, told[0][3])
+    claims = [wish.claims for wish in wishes]
+    if None in claims:
+        claims = comm.allgather_object(checked.claims, "checkpoint")
     with agreed(comm, prefix(target)):
         table = merge(claims)
-    return Agreement(target, local, table, json.loads(text), crc32(repr(claims).encode()), None)
+    return Agreement(target, checked.local, table, copied, crc32(repr(claims).encode()), None)

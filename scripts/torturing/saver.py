@@ -71,7 +71,7 @@ def problem_of(path: str) -> str:
     return ""
 
 
-def used(comm: Any, folder: Path) -> SnapshotBuffer:
+def buffer_of_a_saver(comm: Any, folder: Path) -> SnapshotBuffer:
     """Return a buffer that knows these arrays, as after the first save of a training: the next one begins ahead."""
     buffer = SnapshotBuffer()
     make_plan(comm, folder, pieces(0, comm.rank, comm.size), {}, again=Again(buffer.layout, lambda *_: ""))
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str]) -> None:
     comm.Barrier()
     # As in training: ranks that wait inside of HDF5 for one whose last write was refused are ended.
     with as_communicator(comm) as world, Watchdog(world, STUCK):
-        buffer = used(world, folder)
+        buffer = buffer_of_a_saver(world, folder)
         for step in range(first, first + steps):
             os.access(MARKS[0], os.F_OK)
             save(world, folder, step, how, buffer)
