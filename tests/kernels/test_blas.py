@@ -49,6 +49,23 @@ def test_rows_that_lie_apart_are_read_and_written_in_place(library):
     assert not out[:, 47:].any()
 
 
+@pytest.mark.parametrize("dtype", ["f", "d"])
+@pytest.mark.parametrize("rows", [blas.FEW_ROWS, blas.FEW_ROWS + 1])
+def test_few_rows_by_a_transposed_matrix_lie_by_rows_and_go_where_asked(monkeypatch, dtype, rows):
+    """NumPy may be asked for the transpose of such a product: nobody sees it."""
+    monkeypatch.setattr(blas, "library", lambda: None)
+    a, b = matrix(rows, 128, dtype), matrix(128, 96, dtype, transposed=True, seed=1)
+    expected = a.astype("d") @ b.astype("d")
+    new, out = blas.matmul(a, b), np.full((rows, 100), np.nan, dtype)
+    assert new.flags.c_contiguous
+    assert blas.matmul(a, b, out[:, :96]).base is out
+    for found in (new, out[:, :96]):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=128 * np.finfo(dtype).eps * 20)
+    assert np.isnan(out[:, 96:]).all()
+    again = blas.matmul(a.copy(), b.copy(order="F"))
+    assert again.tobytes() == new.tobytes(), "bits depend on shapes alone"
+
+
 @pytest.mark.skipif(MKL is None, reason="needs the extra `mkl`")
 def test_bits_of_mkl_do_not_depend_on_where_arrays_begin(library):
     a, b, first = matrix(128, 96), matrix(96, 64, seed=1), np.empty((128, 64), "f")
