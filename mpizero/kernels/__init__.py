@@ -16,7 +16,7 @@ import numpy as np
 
 from mpizero.kernels import cpu, cuda
 
-__all__ = ["backend", "cpu", "cuda", "namespace", "to_host"]
+__all__ = ["all_finite", "backend", "cpu", "cuda", "namespace", "to_host"]
 
 
 def backend(array: Any) -> ModuleType:
@@ -34,6 +34,11 @@ def backend(array: Any) -> ModuleType:
     if hasattr(array, "__cuda_array_interface__"):
         return cuda
     raise TypeError(f"kernels work on NumPy or CUDA arrays, got {type(array).__name__}")
+
+
+def all_finite(array: Any) -> bool:
+    """Tell whether no element of a contiguous 1-D array is infinite or NaN. Not collective."""
+    return bool(backend(array).reduction.all_finite(array))
 
 
 def namespace(array: Any) -> Any:

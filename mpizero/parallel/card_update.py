@@ -171,8 +171,8 @@ class CardUpdater(Updater):
         """LAMB's second half, as :meth:`Updater._apply_directions`, with all directions on the card. Collective."""
         own = self.trees.own
         held = self.mirror.current() if self.mirror.whole else self.store.values
-        weights = self._square_sums([held[p.store : p.store + p.size] for p in own])
-        steps = self._square_sums([self._gradient[p.state : p.state + p.size] for p in own])
+        weights = self._square_sums(held, [piece.store for piece in own])
+        steps = self._square_sums(self._gradient, [piece.state for piece in own])
         for first, cuts in self._blocks(self.pieces):
             with self._lent(first, cuts, changed=True) as lent:
                 for cut, w in zip(cuts, lent, strict=True):

@@ -30,7 +30,7 @@ from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.dealing import GlobalBatch, deal, in_contexts, same_batch
 from mpizero.parallel.evaluation import evaluate
 from mpizero.parallel.feedback import GradientExchange
-from mpizero.parallel.gradients import GradientRing, GradientViews
+from mpizero.parallel.gradient_store import GradientStore
 from mpizero.parallel.integrity import Integrity
 from mpizero.parallel.memory import Memory, fits_shared_memory
 from mpizero.parallel.ownership import UpdatePiece
@@ -78,13 +78,8 @@ class Engine:
         several = self.grid.model.size > 1
         self.across = Across(self.grid, self.layout, trainable_names(model)) if several else None
         self.runner = make_runner(self)
-        self._named = GradientViews(self.layout, self.memory, self.dtype)
-        self._rows: GradientRows | None = None
-        self._ring: GradientRing | None = None
-        if placement.waves:
-            self._ring = GradientRing(self.layout, self.grid, self.memory, self.dtype, config.accumulate, self._named)
-            self._ring.timeline = self.timeline
-            self.store.beside = self._ring.poll
+        self._gradients = GradientStore(self.store, self.memory, config.accumulate, waves=placement.waves)
+        self._ring = self._gradients.ring
         self.tuner = make_tuner(self)
         self.updater: Updater | None = None
         self.integrity = Integrity(self.grid, self.store, config.check_every)
@@ -156,13 +151,7 @@ class Engine:
     @property
     def rows(self) -> GradientRows:
         """The rows that hold whole gradients; made when they are first needed."""
-        if self._rows is None:
-            self._rows = GradientRows(
-                self.layout, self.grid, self.memory, self.dtype, self.config.accumulate, self._named
-            )
-            if not self.placement.waves:
-                self.store.beside = self._rows.poll
-        return self._rows
+        return self._gradients.rows
 
     def current_loss_scale(self) -> float:
         """Return what losses are multiplied by before their backward pass. Not collective."""

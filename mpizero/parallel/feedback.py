@@ -62,7 +62,7 @@ class GradientExchange(ExactExchange):
         self, store: ParameterStore, memory: Memory, placement: Placement, compression: str | None = None
     ) -> None:
         super().__init__(store.grid.peers, None, memory.scratch)
-        self.memory, self.shares, self.dtype = memory, store.peer_shares, store.values.dtype
+        self.memory, self.shares, self.dtype = memory, store.peer_shares, store.dtype
         self.replicated = not placement.shard_optimizer
         self._kept = self._next = np.empty(0, np.float32)
         self._begun = False

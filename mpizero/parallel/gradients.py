@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,9 +22,28 @@ from mpizero.layout import FlatLayout, Unit, Wave, WavePlan, wave_plan
 from mpizero.layout.flat import views
 from mpizero.parallel.dealing import GlobalBatch, Grain
 from mpizero.parallel.feedback import GradientExchange
-from mpizero.parallel.memory import PAGE, Memory
+from mpizero.parallel.memory import PAGE
 from mpizero.parallel.ownership import Share
 from mpizero.types import Array
+
+
+class Room(Protocol):
+    """What gives arrays and counts them: :class:`mpizero.parallel.memory.Memory`, or a card."""
+
+    def private(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        """Return a zeroed array of this rank alone. Not collective."""
+
+    def release(self, kind: str, array: Array) -> None:
+        """Stop counting a private array that its owner drops. Not collective."""
+
+    def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
+        """Return zeroed arrays that all ranks of the node read and write. Collective over the node."""
+
+    def free_shared(self, kind: str, arrays: Sequence[Array]) -> None:
+        """Give back what :meth:`shared` returned. Collective over the node."""
+
+    def barrier(self, tag: str = "") -> None:
+        """Make what every rank of the node wrote visible to all of them. Collective over the node."""
 
 
 class Job(NamedTuple):
@@ -40,6 +59,8 @@ class Job(NamedTuple):
         Lends the views that a unit's gradients are written to.
     done : callable
         Is told when they are; collective over the data group where gradients are sharded.
+    flat : callable
+        Gives all gradients of a unit as one array, when they are written.
     ended : callable or None
         Is told of every block whose gradients are complete, before its unit's are, if that is of use; collective over
         the data group then, as ``done`` is.
@@ -49,13 +70,14 @@ class Job(NamedTuple):
     number: int
     target: Callable[[Unit], Any]
     done: Callable[[Unit], None]
+    flat: Callable[[Unit], Array]
     ended: Callable[[str], None] | None = None
 
 
 class GradientViews:
     """Named views of gradient buffers; frozen parameters get a scratch place whose values nobody reads."""
 
-    def __init__(self, layout: FlatLayout, memory: Memory, dtype: Any) -> None:
+    def __init__(self, layout: FlatLayout, memory: Room, dtype: Any) -> None:
         frozen = max((e.spec.size for e in layout.entries if e.gradient < 0), default=0)
         self.scratch = memory.private("buffers", frozen, dtype)
         self.layout = layout
@@ -80,7 +102,7 @@ def _united(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 class MicroFold:
     """Add the micro-batches of a grain in order, in one buffer besides the target, made when it is first needed."""
 
-    def __init__(self, memory: Memory, size: int, dtype: Any, accumulate: int) -> None:
+    def __init__(self, memory: Room, size: int, dtype: Any, accumulate: int) -> None:
         self.memory, self.size, self.dtype = memory, size if accumulate > 1 else 0, dtype
         self.partial: Array = np.empty(0, dtype)
 
@@ -115,7 +137,7 @@ class GradientRing:
     """Units of gradients in a small ring, summed into the owners' stacks wave by wave."""
 
     def __init__(
-        self, layout: FlatLayout, grid: ProcessGrid, memory: Memory, dtype: Any, accumulate: int, named: GradientViews
+        self, layout: FlatLayout, grid: ProcessGrid, memory: Room, dtype: Any, accumulate: int, named: GradientViews
     ) -> None:
         self.layout, self.grid, self.memory, self.named = layout, grid, memory, named
         self.dtype = np.dtype(dtype)
@@ -165,12 +187,16 @@ class GradientRing:
             count = 0 if grain is None else len(grain.micro_batches)
             for number in range(self.accumulate):
                 done = partial(self._done, grain, number, wave, exchange)
-                jobs.append(Job(grain if number < count else None, number, self._target, done))
+                jobs.append(Job(grain if number < count else None, number, self._target, done, self._current))
         return jobs
 
+    def _current(self, unit: Unit) -> Array:
+        """Return this rank's place in the ring for the unit that is computed now."""
+        place: Array = self.slots[self._next][self.grid.node.rank][: unit.gradients]
+        return place
+
     def _done(self, grain: Grain | None, number: int, wave: Wave, exchange: GradientExchange, unit: Unit) -> None:
-        base = self.layout.gradient_bases[unit.index]
-        target = self.slots[self._next][self.grid.node.rank][: unit.gradients]
+        base, target = self.layout.gradient_bases[unit.index], self._current(unit)
         if grain is not None and number < len(grain.micro_batches):
             self.micro.fold(target, base, number)
         if number == self.accumulate - 1:
@@ -183,8 +209,7 @@ class GradientRing:
     def _target(self, unit: Unit) -> Any:
         key = (self._next, unit.index)
         if key not in self._views:
-            buffer = self.slots[self._next][self.grid.node.rank][: unit.gradients]
-            self._views[key] = self.named.unit(unit, buffer)
+            self._views[key] = self.named.unit(unit, self._current(unit))
         return self._views[key]
 
     @property

@@ -24,15 +24,15 @@ class CardMirror:
 
     def __init__(self, store: ParameterStore, card: Card, sixteen: str | None) -> None:
         self.store, self.card, self.sixteen = store, card, sixteen
-        if sixteen is not None and store.values.dtype != np.float32:
+        if sixteen is not None and store.dtype != np.float32:
             raise ConfigError(
-                f"mixed_precision={sixteen!r} needs a model in float32, this one is in {store.values.dtype}: its "
+                f"mixed_precision={sixteen!r} needs a model in float32, this one is in {store.dtype}: its "
                 'master weights are float32 (dtype = "float32"), or leave mixed_precision out'
             )
         self.layout, self.timeline = store.layout, store.timeline
-        self.gradients = _Gradients(store.layout, store.values.dtype, card)
+        self.gradients = _Gradients(store.layout, store.dtype, card)
         size = max(map(store.needed, self.layout.units), default=0) if store.sharded else store.layout.size
-        self._values = card.keep("parameters", size, store.values.dtype)
+        self._values = card.keep("parameters", size, store.dtype)
         self._views: dict[int, dict[str, Any]] = {}
         self._version = 0
 

@@ -15,8 +15,8 @@ from mpizero.layout import FlatLayout, Grains, RowsPlan, Span, Unit, rows_plan
 from mpizero.parallel.behind import SumsBehind
 from mpizero.parallel.dealing import GlobalBatch
 from mpizero.parallel.feedback import GradientExchange
-from mpizero.parallel.gradients import GradientViews, Job, MicroFold
-from mpizero.parallel.memory import PAGE, Memory
+from mpizero.parallel.gradients import GradientViews, Job, MicroFold, Room
+from mpizero.parallel.memory import PAGE
 from mpizero.parallel.ownership import Share
 from mpizero.parallel.storage import ParameterStore
 from mpizero.types import Array
@@ -58,7 +58,7 @@ class GradientRows:
     """
 
     def __init__(
-        self, layout: FlatLayout, grid: ProcessGrid, memory: Memory, dtype: Any, accumulate: int, named: GradientViews
+        self, layout: FlatLayout, grid: ProcessGrid, memory: Room, dtype: Any, accumulate: int, named: GradientViews
     ) -> None:
         self.layout, self.grid, self.memory, self.named = layout, grid, memory, named
         self.dtype = np.dtype(dtype)
@@ -114,14 +114,14 @@ class GradientRows:
             last = len(grain.micro_batches) - 1
             for number in range(last + 1):
                 done = partial(self._done, row, number, additions if number == last else None)
-                jobs.append(Job(grain, number, partial(self._target, row), done))
+                jobs.append(Job(grain, number, partial(self._target, row), done, partial(self._flat, row)))
         if self._behind is not None and jobs:
             whole: Any = jobs[-1].done
             fold = partial(self._fold, *whole.args)
             jobs[-1] = jobs[-1]._replace(
                 done=lambda unit: self._ended(unit.blocks, fold), ended=lambda block: self._ended((block,), fold)
             )
-        return jobs + [Job(None, 0, _no_target, _nothing)] * (rounds - len(jobs))
+        return jobs + [Job(None, 0, _no_target, _nothing, _no_target)] * (rounds - len(jobs))
 
     def _ended(self, blocks: Sequence[str], fold: Callable[[int, int], None]) -> None:
         if self._behind is not None:
@@ -141,6 +141,10 @@ class GradientRows:
         """Fold one unit's part of a row; ``additions`` come with the last micro-batch of a grain."""
         base = self.layout.gradient_bases[unit.index]
         self._fold(row, number, additions, base, base + unit.gradients)
+
+    def _flat(self, row: int, unit: Unit) -> Array:
+        base = self.layout.gradient_bases[unit.index]
+        return self.row(row)[base : base + unit.gradients]
 
     def _fold(self, row: int, number: int, additions: Sequence[tuple[int, int]] | None, start: int, stop: int) -> None:
         part = self.row(row)[start:stop]
@@ -210,8 +214,7 @@ class GradientRows:
     def _target(self, row: int, unit: Unit) -> Any:
         key = (self._place(row), unit.index)
         if key not in self._views:
-            base = self.layout.gradient_bases[unit.index]
-            self._views[key] = self.named.unit(unit, self.row(row)[base : base + unit.gradients])
+            self._views[key] = self.named.unit(unit, self._flat(row, unit))
         return self._views[key]
 
 

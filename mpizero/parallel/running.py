@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from mpizero.comm import ProcessGrid
 from mpizero.comm.timeline import Timeline
 from mpizero.errors import DataError
-from mpizero.kernels import to_host
+from mpizero.kernels import all_finite, to_host
 from mpizero.layout import Unit
 from mpizero.parallel.compute import Evaluator
 from mpizero.parallel.gradients import Job
@@ -74,8 +74,8 @@ class WatchedJob:
 
     @property
     def tells_blocks(self) -> bool:
-        """Whether :meth:`ended` can look at a block's gradients, while caches have them: they are written in place."""
-        return self.workplace.writes_in_place
+        """Whether :meth:`ended` shall look at each block's gradients, while caches have them."""
+        return self.workplace.tells_blocks
 
     def ended(self, unit: Unit, block: str) -> None:
         """Check and pass on the gradients of a block of a unit that is not complete yet."""
@@ -94,11 +94,17 @@ class WatchedJob:
         if written:
             self.workplace.done(unit, written)
         if self.job.grain is not None:
-            for block, views in reversed(written.items()):  # the last one came first
-                if block not in self._checked:
-                    self.scalars.check(self.job.grain.number, block, views)
+            self._check(self.job.grain.number, unit, written)
         self.job.done(unit)
         self.timeline.end("local sums", unit, begun)
+
+    def _check(self, grain: int, unit: Unit, written: dict[str, Any]) -> None:
+        """Check the blocks of a unit that have not been: all at once, and by name only where something is wrong."""
+        left = [block for block in reversed(written) if block not in self._checked]  # the last one came first
+        if len(left) > 1 and len(left) == len(written) and all_finite(self.job.flat(unit)):
+            return
+        for block in left:
+            self.scalars.check(grain, block, written[block])
 
 
 class SequentialRunner:

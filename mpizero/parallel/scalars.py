@@ -118,7 +118,7 @@ class GrainScalars:
             return
         for name, view in flat_names(views):
             flat, tensor = view.reshape(-1), joined(block, name)
-            if tensor not in self._frozen and not kernels.backend(flat).reduction.all_finite(flat):
+            if tensor not in self._frozen and not kernels.all_finite(flat):
                 self._bad[grain] = _Bad(2, -self._order[block], tensor, f"the gradient of {tensor!r} is not finite")
                 return
 

@@ -82,6 +82,8 @@ class ParameterStore:
 
     Attributes
     ----------
+    dtype : numpy dtype
+        As given.
     version : int
         How often values were published: 1 while they are the start values.
     """
@@ -96,7 +98,7 @@ class ParameterStore:
         *,
         timeline: Timeline | None = None,
     ) -> None:
-        self.layout, self.grid, self.memory = layout, grid, memory
+        self.layout, self.grid, self.memory, self.dtype = layout, grid, memory, np.dtype(dtype)
         self.timeline = timeline or Timeline()
         self.sharded = sharded and grid.peers.size > 1
         self.share = Share(layout, grid.data.rank, grid.data.size)

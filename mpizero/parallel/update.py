@@ -52,31 +52,28 @@ class TensorTree:
                 self.counts[rank] += len(nodes)
         totals = {e.spec.name: e.spec.size for e in layout.parameters}
         self.programs = {name: merge(held, totals[name]) for name, held in arrivals.items()}
-        self.cuts = [self._cuts(piece) for piece in self.own]
+        cuts = [self._cuts(piece) for piece in self.own] or [np.empty((2, 0), np.int64)]
+        self._cut = np.concatenate(cuts, axis=1)
+        self._cuts_of = [cut.shape[1] for cut in cuts]
 
     @staticmethod
-    def _cuts(piece: UpdatePiece) -> tuple[Array, Array]:
+    def _cuts(piece: UpdatePiece) -> Array:
+        """Return where the nodes inside of a piece start, and where they stop, from the piece's start."""
         entry, span = piece.entry, piece.span
         nodes = cover(span.start - entry.offset, span.stop - entry.offset, entry.spec.size)
         leaves = [node.leaves(entry.spec.size) for node in nodes]
         start = span.start - entry.offset
-        return (
-            np.array([r.start - start for r in leaves], np.int64),
-            np.array([r.stop - start for r in leaves], np.int64),
-        )
+        return np.array([[r.start - start for r in leaves], [r.stop - start for r in leaves]], np.int64)
 
-    def square_sums(self, values: Sequence[Array]) -> dict[str, float]:
+    def square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, float]:
         """Return the sum of squares of every trainable parameter's values.
 
-        Collective over the data group. ``values`` are this rank's elements, one 1-D array for each piece of its own
-        share.
+        Collective over the data group. ``values`` holds this rank's elements, those of each piece of its own share from
+        the piece's one of ``starts`` on.
         """
         local = np.empty(self.counts[self.grid.data.rank], np.float64)
-        place = 0
-        for (starts, stops), piece_values in zip(self.cuts, values, strict=True):
-            part = local[place : place + starts.size]
-            kernels.backend(piece_values).reduction.tree_square_sums(piece_values, starts, stops, part)
-            place += starts.size
+        first, stop = self._cut + np.repeat(np.array(starts, np.int64), self._cuts_of[: len(starts)])
+        kernels.backend(values).reduction.tree_square_sums(values, first, stop, local)
         everyone = np.empty(sum(self.counts), np.float64)
         self.grid.data.allgatherv(local, everyone, self.counts, "tensor sums")
         return {name: _evaluate(held, everyone) for name, held in self.programs.items()}
@@ -149,7 +146,7 @@ class Updater:
         #: Is shown every reduced gradient, clipped and unscaled, just before it is used. A fused update has none.
         self.watch: Callable[[Array], None] | None = None
         self.step_count = 0
-        self.dtype = store.values.dtype
+        self.dtype = store.dtype
         self.state: dict[str, Array] = {slot: self._new_state() for slot in self.optimizer.slots}
 
     def _new_state(self) -> Array:
@@ -253,7 +250,7 @@ class Updater:
 
         Collective over all ranks.
         """
-        sums = self._square_sums([reduced[p.gradient : p.gradient + p.size] for p in self.trees.own])
+        sums = self._square_sums(reduced, [piece.gradient for piece in self.trees.own])
         total = float(sum(sums.values()))
         if np.isfinite(total):
             return total**0.5, None
@@ -266,9 +263,9 @@ class Updater:
         pieces = [p for p in self.trees.own if home_of(p.entry.spec) == name]
         return [reduced[p.gradient : p.gradient + p.size] for p in pieces]
 
-    def _square_sums(self, values: Sequence[Array]) -> dict[str, float]:
+    def _square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, float]:
         """Return the sum of squares of every trainable parameter of the model. Collective over all ranks."""
-        sums = self.trees.square_sums(values)
+        sums = self.trees.square_sums(values, starts)
         return sums if self.across is None else self.across.merge(sums)
 
     def scale(self, reduced: Array, factor: float) -> None:
@@ -298,8 +295,9 @@ class Updater:
 
     def _apply_directions(self, directions: Array, hypers: dict[int, Array]) -> None:
         """LAMB's second half: the ratio of two norms for each parameter (You et al. 2020, algorithm 2). Collective."""
-        weights = self._square_sums([self.store.values[p.store : p.store + p.size] for p in self.trees.own])
-        steps = self._square_sums([directions[p.gradient : p.gradient + p.size] for p in self.trees.own])
+        own = self.trees.own
+        weights = self._square_sums(self.store.values, [piece.store for piece in own])
+        steps = self._square_sums(directions, [piece.gradient for piece in own])
         for piece in self.pieces:
             name = home_of(piece.entry.spec)
             w = self.store.values[piece.store : piece.store + piece.size]

@@ -108,7 +108,7 @@ class GlobalView:
 
     def vector(self) -> Array:
         """Return a new 1-D array of all parameters, in declared order. Collective over the world."""
-        whole = np.empty(self.layout.size, self.store.values.dtype)
+        whole = np.empty(self.layout.size, self.store.dtype)
         held = self._held()
         for unit in self.layout.units:
             out = whole[unit.span.start : unit.span.stop]
@@ -153,7 +153,7 @@ class GlobalView:
     def _unit(self, unit: Unit, held: Held) -> Array:
         if not self._split:
             return self.store.gathered(unit)
-        out = np.empty(unit.span.size, self.store.values.dtype)
+        out = np.empty(unit.span.size, self.store.dtype)
         self._assemble(unit, held, out)
         return out
 

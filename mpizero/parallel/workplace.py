@@ -34,8 +34,8 @@ from mpizero.types import Group
 class Workplace:
     """The host: nothing needs to be copied. :class:`CardWorkplace` overrides what does."""
 
-    #: Whether layers write gradients to where they shall end.
-    writes_in_place = True
+    #: Whether every block's gradients are looked at as soon as they are there; on a card each look is a wait for it.
+    tells_blocks = True
 
     def lender(self, store: ParameterStore) -> Lender:
         """Return what lends the parameters of ``store`` where they are used."""
@@ -96,7 +96,7 @@ class CardWorkplace(Workplace):
         Says what operands of products are rounded to, and where the optimizer runs.
     """
 
-    writes_in_place = False
+    tells_blocks = False
 
     def __init__(self, card: Card, config: ShardingConfig) -> None:
         self.card, self.config, self.sixteen = card, config, config.mixed_precision

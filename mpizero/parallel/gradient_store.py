@@ -1,0 +1,53 @@
+"""Where gradients are until they are used: in a ring of units (ZeRO-2 and 3), or in rows of whole gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpizero.parallel.gradients import GradientRing, GradientViews, Room
+from mpizero.parallel.rows import GradientRows
+from mpizero.parallel.storage import ParameterStore
+
+
+class GradientStore:
+    """The gradients that go with a parameter store.
+
+    Parameters
+    ----------
+    store : ParameterStore
+        The parameters.
+    room : Room
+        Where the arrays come from.
+    accumulate : int
+        Micro-batches of a grain.
+    waves : bool
+        Whether a step's gradients go through a ring of units; those that stay local for a while stand in rows anyway.
+
+    Attributes
+    ----------
+    ring : GradientRing or None
+        The ring, where there is one.
+    """
+
+    def __init__(self, store: ParameterStore, room: Room, accumulate: int, *, waves: bool) -> None:
+        self._store, self._room, self._accumulate = store, room, accumulate
+        self._named = GradientViews(store.layout, room, store.dtype)
+        self._rows: GradientRows | None = None
+        self.ring: GradientRing | None = None
+        if waves:
+            self.ring = GradientRing(*self._settings())
+            self.ring.timeline = store.timeline
+            store.beside = self.ring.poll
+
+    @property
+    def rows(self) -> GradientRows:
+        """The rows that hold whole gradients; made when they are first needed."""
+        if self._rows is None:
+            self._rows = GradientRows(*self._settings())
+            if self.ring is None:
+                self._store.beside = self._rows.poll
+        return self._rows
+
+    def _settings(self) -> tuple[Any, ...]:
+        store = self._store
+        return store.layout, store.grid, self._room, store.dtype, self._accumulate, self._named
