@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero import optim
+from mpizero import kernels, optim
 from mpizero.comm.guard import set_context
 from mpizero.comm.timeline import Timeline
 from mpizero.comm.turns import program_array
@@ -71,6 +71,10 @@ class Engine:
         self.memory = Memory(self.grid.node)
         self.timeline, sharded = Timeline(), placement.shard_parameters
         self.store = ParameterStore(self.layout, self.grid, self.memory, sharded, self.dtype, timeline=self.timeline)
+        room = self.workplace.room(self.memory, self.grid)
+        waves = placement.waves and not self.workplace.alone
+        self._gradients = GradientStore(self.store, room, config.accumulate, waves=waves)
+        self._ring = self._gradients.ring
         self.whole = GlobalView(blocks_of(model), self.store, self.grid)
         self.exchange = GradientExchange(self.store, self.memory, placement, config.gradient_compression)
         self.exchange.elements = config.bucket_elements(self.dtype.itemsize)
@@ -78,8 +82,6 @@ class Engine:
         several = self.grid.model.size > 1
         self.across = Across(self.grid, self.layout, trainable_names(model)) if several else None
         self.runner = make_runner(self)
-        self._gradients = GradientStore(self.store, self.memory, config.accumulate, waves=placement.waves)
-        self._ring = self._gradients.ring
         self.tuner = make_tuner(self)
         self.updater: Updater | None = None
         self.integrity = Integrity(self.grid, self.store, config.check_every)
@@ -316,7 +318,7 @@ class Engine:
         _, totals, row = self._forward_backward(x, y, self._ring is not None, summed=True)
         reduced = self._reduced(updater, self._divisor(totals), row)
         self.memory.barrier("reduced")
-        return totals, reduced
+        return totals, kernels.to_host(reduced)
 
     def local_gradients(self, x: Any, y: Any) -> Totals:
         """Compute this rank's gradients and leave them in the rows, not yet summed over ranks."""
@@ -324,7 +326,7 @@ class Engine:
 
     def local_sum(self) -> Array:
         """Return this rank's own part of the gradient sum, as :meth:`local_gradients` left it. Not collective."""
-        total = self.rows.local_sum()
+        total: Array = kernels.to_host(self.rows.local_sum())
         if self.loss_scale is not None:
             total /= self.dtype.type(self.loss_scale.scale)
         return total
@@ -334,7 +336,8 @@ class Engine:
         out = None if self._ring is None else self._ring.stack[0]
         reduced = reduce_rows(self.rows, self.exchange, self._bound(), self._divisor(totals), out)
         self.memory.barrier("reduced")
-        return reduced
+        host: Array = kernels.to_host(reduced)
+        return host
 
     def apply(self, reduced: Array) -> Outcome:
         """Clip and update from a reduced gradient, then publish, unless it is not finite."""

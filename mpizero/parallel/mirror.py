@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,52 @@ from mpizero.types import Array
 ALIGNED = 64
 
 
-class CardMirror:
-    """The parameters of a store on a card: all of them, or a unit's at a time where the store is sharded."""
+class CardRoom:
+    """Gives the gradients of a rank that is alone in its data group their place on its card, and counts them there."""
 
-    def __init__(self, store: ParameterStore, card: Card, sixteen: str | None) -> None:
+    def __init__(self, card: Card) -> None:
+        self.card = card
+
+    def private(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        """Return a zeroed array of the card. Not collective."""
+        sizes = shape if isinstance(shape, tuple) else (shape,)
+        array = self.card.keep(kind, prod(sizes), dtype)
+        array[:] = 0
+        return array.reshape(sizes)
+
+    def release(self, kind: str, array: Array) -> None:
+        """Stop counting an array that its owner drops. Not collective."""
+        self.card.release(kind, array)
+
+    def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
+        """Return zeroed arrays of the card. Not collective."""
+        return tuple(self.private(kind, shape, dtype) for shape in shapes)
+
+    def free_shared(self, kind: str, arrays: Sequence[Array]) -> None:
+        """Stop counting what :meth:`shared` returned. Not collective."""
+        for array in arrays:
+            self.release(kind, array)
+
+    def barrier(self, tag: str = "") -> None:
+        """Do nothing: there is nobody else."""
+
+
+class CardMirror:
+    """The parameters of a store on a card: all of them, or a unit's at a time where the store is sharded.
+
+    Parameters
+    ----------
+    store : ParameterStore
+        The parameters.
+    card : Card
+        The card.
+    sixteen : str or None
+        What operands of products are rounded to.
+    fetches : bool
+        Whether a unit's gradients need a place here from which they go to the host.
+    """
+
+    def __init__(self, store: ParameterStore, card: Card, sixteen: str | None, *, fetches: bool) -> None:
         self.store, self.card, self.sixteen = store, card, sixteen
         if sixteen is not None and store.dtype != np.float32:
             raise ConfigError(
@@ -30,7 +73,7 @@ class CardMirror:
                 'master weights are float32 (dtype = "float32"), or leave mixed_precision out'
             )
         self.layout, self.timeline = store.layout, store.timeline
-        self.gradients = _Gradients(store.layout, store.dtype, card)
+        self.gradients = UnitGradients(store.layout, store.dtype, card) if fetches else None
         size = max(map(store.needed, self.layout.units), default=0) if store.sharded else store.layout.size
         self._values = card.keep("parameters", size, store.dtype)
         self._views: dict[int, dict[str, Any]] = {}
@@ -42,7 +85,7 @@ class CardMirror:
 
         ``by_block`` changes nothing: what goes to the card must be here.
         """
-        with self.store.unit(unit, following):
+        with self.store.unit(unit, following) if self.store.sharded else nullcontext():
             begun = self.timeline.begin()
             if self.store.sharded:
                 values = self.store.lent(unit)
@@ -74,16 +117,22 @@ class CardMirror:
             self._version = self.store.version
         return self._values
 
-    def updated(self) -> None:
-        """Be told that this rank's ranges have been updated here and on the host, to be published next.
+    def updated(self, *, on_host: bool) -> None:
+        """Be told that this rank's ranges have been updated here, to be published next, and ``on_host`` or not there.
 
-        Not collective. A rank that updates everything has nothing to copy then.
+        Not collective. A rank that updates everything has nothing to copy then; only such a one may leave the host as
+        it was, which takes the values when they are asked for.
         """
         if self.store.grid.data.size == 1:
             self._version = self.store.version + 1
+        if not on_host:
+            self.store.lie_elsewhere(self._read)
+
+    def _read(self, host: Array) -> None:
+        self.card.read(self._values, [(0, host)])
 
 
-class _Gradients:
+class UnitGradients:
     """One unit's gradients on a card: computed there, then copied to the host, before the next unit's."""
 
     def __init__(self, layout: FlatLayout, dtype: Any, card: Card) -> None:

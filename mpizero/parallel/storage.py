@@ -65,6 +65,9 @@ class ParameterStore:
     for next is on its way to the other: it is begun when the first is complete on all ranks of the group, so nobody
     reads any more what stood in that place before. Every rank begins and takes the same units in the same order.
 
+    [Note: values elsewhere] A rank that is alone and trains on a card has newer values there than here. They are
+    brought when somebody asks for :attr:`values`, for a range to write, or for a unit.
+
     Parameters
     ----------
     layout : FlatLayout
@@ -118,6 +121,8 @@ class ParameterStore:
         self._published: list[Publication] = []
         weakref.finalize(self, let_arrive, self._published)
         memory.before = self.settle
+        self._source: Callable[[Array], None] | None = None
+        self._outdated = False
         #: Lets other messages of a step move on; called whenever a layer takes a parameter between groups of ranks.
         self.beside: Callable[[], None] = _nothing
         self._views: dict[tuple[int, int], dict[str, Any]] = {}
@@ -128,6 +133,24 @@ class ParameterStore:
         """All values that this group holds. Collective over the data group where some are still on their way."""
         if self._published:
             self.settle()
+        return self._here()
+
+    def lie_elsewhere(self, source: Callable[[Array], None]) -> None:
+        """Be told that newer values than these lie where ``source`` copies them from. Not collective.
+
+        So it is until values are published that were written here; see [Note: values elsewhere].
+        """
+        self._source, self._outdated = source, True
+
+    def refresh(self) -> None:
+        """Bring the values that lie elsewhere, even if they have been brought before. Not collective."""
+        if self._source is not None:
+            self._source(self._values)
+            self._outdated = False
+
+    def _here(self) -> Array:
+        if self._outdated:
+            self.refresh()
         return self._values
 
     @property
@@ -146,7 +169,7 @@ class ParameterStore:
             published.wait_own()  # what is still being sent must not change
         span = self.share.spans[unit]
         start = self.base + self.share.offsets[unit] if self.sharded else span.start
-        return self._values[start : start + span.size]
+        return self._here()[start : start + span.size]
 
     @contextmanager
     def unit(self, unit: Unit, following: Unit | None = None, *, by_block: bool = False) -> Iterator[dict[str, Any]]:
@@ -166,6 +189,7 @@ class ParameterStore:
         slot = 0
         if self._published and not by_block:
             self.settle()
+        self._here()
         if self.sharded:
             with self.timeline.span("publication", unit):
                 slot = self._bring(unit)
@@ -195,6 +219,8 @@ class ParameterStore:
         """
         with self.timeline.span("publication"):
             self.settle()
+            if not self._outdated:
+                self._source = None  # what was written here is newer
             published = []
             if exchange and self._regions:
                 published = [Publication(self.grid, self.memory, self._values, self._regions, self.peer_shares)]

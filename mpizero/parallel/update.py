@@ -200,9 +200,10 @@ class Updater:
             Threads of this rank.
         """
         hypers = self.hypers()
+        placed = {group: self._placed(hyper) for group, hyper in hypers.items()}
         for run in self.plain_runs:
             w, state = self._run_arrays(run.store, run.state, run.size)
-            hyper = hypers[run.group]
+            hyper = placed[run.group]
             if self.optimizer.needs_tensor_norms:
                 u = out[run.gradient : run.gradient + run.size]
                 self.optimizer.direction_tree(rows, run.gradient, program, divisor, w, u, state, hyper)
@@ -212,23 +213,29 @@ class Updater:
             total = self._tied_sum(piece, rows, program, divisor)
             w, state = self._run_arrays(piece.store, piece.state, piece.size)
             if self.optimizer.needs_tensor_norms:
-                self.optimizer.direction(w, total, state, hypers[piece.group])
+                self.optimizer.direction(w, total, state, placed[piece.group])
                 out[piece.gradient : piece.gradient + piece.size] = total
             else:
-                self.optimizer.apply(w, total, state, hypers[piece.group], threads)
+                self.optimizer.apply(w, total, state, placed[piece.group], threads)
         if self.optimizer.needs_tensor_norms:
             self._apply_directions(out, hypers)
         self.step_count += 1
 
     def _tied_sum(self, piece: UpdatePiece, rows: Array, program: Array, divisor: Array) -> Array:
         """Return the averaged gradient of all uses of a parameter, added in declared order."""
-        tree_sum = kernels.backend(rows).fused.tree_sum
-        total, other = np.empty(piece.size, self.dtype), np.empty(piece.size, self.dtype)
+        tree_sum, own = kernels.backend(rows).fused.tree_sum, rows[0, : piece.size]
+        total: Array = kernels.namespace(rows).empty_like(own)
+        other = kernels.namespace(rows).empty_like(own)
         tree_sum(rows, piece.gradient, rows[:0], 0, program, divisor, total, 0, piece.size)
         for use in piece.uses:
             tree_sum(rows, use, rows[:0], 0, program, divisor, other, 0, piece.size)
             total += other
         return total
+
+    def taken(self, reduced: Array) -> Array:
+        """Return the reduced gradient where it is used: on the host, where one on a card is copied. Not collective."""
+        host: Array = kernels.to_host(reduced)
+        return host
 
     def exchange_ties(self, reduced: Array) -> None:
         """Add the uses of parameters that several stages share. Collective over the stages' data groups."""
@@ -261,7 +268,7 @@ class Updater:
     def parts_of(self, name: str, reduced: Array) -> list[Array]:
         """Return this rank's own elements of the reduced gradient of one parameter. Not collective."""
         pieces = [p for p in self.trees.own if home_of(p.entry.spec) == name]
-        return [reduced[p.gradient : p.gradient + p.size] for p in pieces]
+        return [kernels.to_host(reduced[p.gradient : p.gradient + p.size]) for p in pieces]
 
     def _square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, float]:
         """Return the sum of squares of every trainable parameter of the model. Collective over all ranks."""
@@ -277,30 +284,32 @@ class Updater:
     def update(self, reduced: Array, threads: int) -> None:
         """Update this rank's parameters from reduced gradients. Collective for optimizers that need norms."""
         if self.watch is not None:
-            self.watch(reduced)
+            self.watch(kernels.to_host(reduced))
         hypers = self.hypers()
+        placed = {group: self._placed(hyper) for group, hyper in hypers.items()}
         if self.optimizer.needs_tensor_norms:
             for run in self.runs:
                 w, state = self._run_arrays(run.store, run.state, run.size)
                 gradient = reduced[run.gradient : run.gradient + run.size]
-                self.optimizer.direction(w, gradient, state, hypers[run.group])
+                self.optimizer.direction(w, gradient, state, placed[run.group])
             self._apply_directions(reduced, hypers)
         else:
             for run in self.runs:
                 w, state = self._run_arrays(run.store, run.state, run.size)
                 self.optimizer.apply(
-                    w, reduced[run.gradient : run.gradient + run.size], state, hypers[run.group], threads
+                    w, reduced[run.gradient : run.gradient + run.size], state, placed[run.group], threads
                 )
         self.step_count += 1
 
     def _apply_directions(self, directions: Array, hypers: dict[int, Array]) -> None:
         """LAMB's second half: the ratio of two norms for each parameter (You et al. 2020, algorithm 2). Collective."""
         own = self.trees.own
-        weights = self._square_sums(self.store.values, [piece.store for piece in own])
+        values = self._parameters()
+        weights = self._square_sums(values, [piece.store for piece in own])
         steps = self._square_sums(directions, [piece.gradient for piece in own])
         for piece in self.pieces:
             name = home_of(piece.entry.spec)
-            w = self.store.values[piece.store : piece.store + piece.size]
+            w = values[piece.store : piece.store + piece.size]
             direction = directions[piece.gradient : piece.gradient + piece.size]
             ratio = self.optimizer.trust_ratio(weights[name] ** 0.5, steps[name] ** 0.5)
             self.optimizer.apply_direction(w, direction, hypers[piece.group], ratio)
@@ -312,7 +321,15 @@ class Updater:
 
     def _run_arrays(self, store: int, state: int, size: int) -> tuple[Array, dict[str, Array]]:
         arrays = {slot: array[state : state + size] for slot, array in self.state.items()}
-        return self.store.values[store : store + size], arrays
+        return self._parameters()[store : store + size], arrays
+
+    def _placed(self, scalars: Array) -> Array:
+        """Return a small array where the optimizer's kernels run."""
+        return scalars
+
+    def _parameters(self) -> Array:
+        """Return all parameters of this rank's group, where the optimizer's kernels run."""
+        return self.store.values
 
 
 def reduce_rows(
@@ -323,7 +340,7 @@ def reduce_rows(
     With replicated optimizer state (``out`` is None and several shares) every peer gets the ranges of all peers.
     """
     shares = updater.store.peer_shares
-    reduced = rows.reduce(exchange, shares, divisor, out)
+    reduced = updater.taken(rows.reduce(exchange, shares, divisor, out))
     updater.exchange_ties(reduced)
     if len(updater.shares) > 1:
         rows.replicate(exchange, shares)

@@ -3,8 +3,9 @@
 [Note: a card's step] Parameters and gradient sums stay on the host, in the same memory and by the same code whatever
 computes. A unit's parameters are copied to the card, its blocks run there, and the gradient of each micro-batch comes
 back as soon as its backward ends; the sums go to the card once more, for the update of this rank's ranges
-([Note: an update on a card]). So every strategy, layout and checkpoint is the host's, and results have the same bits on
-any number of ranks as far as a card's products repeat theirs.
+([Note: an update on a card]). A rank that is alone in its data group adds up and updates on its card, by the same tree,
+and the host takes values when somebody asks for them. So every strategy, layout and checkpoint is the host's, and
+results have the same bits on any number of ranks as far as a card's products repeat theirs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpizero import optim
-from mpizero.comm import Communicator, CommunicatorGroup
+from mpizero.comm import Communicator, CommunicatorGroup, ProcessGrid
 from mpizero.comm.direct import prove
 from mpizero.errors import ConfigError
 from mpizero.kernels.card import Card, found, open_card
@@ -23,9 +24,9 @@ from mpizero.parallel.card_messages import CardCourier, CardGroup, DirectCourier
 from mpizero.parallel.card_update import CardUpdater
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.courier import Courier
-from mpizero.parallel.gradients import Job
+from mpizero.parallel.gradients import Job, Room
 from mpizero.parallel.memory import Memory
-from mpizero.parallel.mirror import CardMirror
+from mpizero.parallel.mirror import CardMirror, CardRoom, UnitGradients
 from mpizero.parallel.storage import Lender, ParameterStore
 from mpizero.parallel.update import Updater
 from mpizero.types import Group
@@ -36,6 +37,13 @@ class Workplace:
 
     #: Whether every block's gradients are looked at as soon as they are there; on a card each look is a wait for it.
     tells_blocks = True
+
+    #: Whether gradients stand here in rows whatever the strategy, since no other rank adds to them.
+    alone = False
+
+    def room(self, memory: Memory, grid: ProcessGrid) -> Room:
+        """Return what gives gradients their place. Not collective."""
+        return memory
 
     def lender(self, store: ParameterStore) -> Lender:
         """Return what lends the parameters of ``store`` where they are used."""
@@ -103,13 +111,18 @@ class CardWorkplace(Workplace):
         self._mirror: CardMirror | None = None
         self._found: str | None = None
 
+    def room(self, memory: Memory, grid: ProcessGrid) -> Room:
+        """Return the card's memory for a rank to whose gradients no other adds: they stay there. Not collective."""
+        self.alone = stays_on_card(self.config, grid.data.size)
+        return CardRoom(self.card) if self.alone else memory
+
     def lender(self, store: ParameterStore) -> Lender:
         """Return the mirror of ``store`` on the card; gradients of its units then have room there. Not collective."""
         return self._mirror_of(store)
 
     def _mirror_of(self, store: ParameterStore) -> CardMirror:
         if self._mirror is None or self._mirror.store is not store:
-            self._mirror = CardMirror(store, self.card, self.sixteen)
+            self._mirror = CardMirror(store, self.card, self.sixteen, fetches=not self.alone)
         return self._mirror
 
     def updater(
@@ -125,7 +138,8 @@ class CardWorkplace(Workplace):
         adapted = optim.adapt(optimizer)
         if not updates_on_card(self.config, adapted):
             return super().updater(adapted, store, memory, replicated=replicated, in_rows=in_rows)
-        return CardUpdater(adapted, store, memory, self._mirror_of(store), replicated=replicated, in_rows=in_rows)
+        settings = {"replicated": replicated, "in_rows": in_rows, "from_host": not self.alone}
+        return CardUpdater(adapted, store, memory, self._mirror_of(store), **settings)
 
     def held(self) -> dict[str, int]:
         """Return the bytes of model state on the card, by kind. Not collective."""
@@ -184,14 +198,29 @@ class CardWorkplace(Workplace):
         return job._replace(grain=job.grain._replace(micro_batches=put))
 
     def target(self, unit: Unit, host: Any) -> Any:
-        """Return views of the card's gradient buffer. Not collective."""
-        assert self._mirror is not None
-        return self._mirror.gradients.views(unit)
+        """Return views of the card's buffer for one unit, or ``host``, which are on the card if the rank is alone.
+
+        Not collective.
+        """
+        return host if self._fetched is None else self._fetched.views(unit)
 
     def done(self, unit: Unit, host: Any) -> None:
-        """Copy a unit's gradients from the card. Not collective."""
+        """Copy a unit's gradients from the card, unless they stay there. Not collective."""
+        if self._fetched is not None:
+            self._fetched.fetch(unit, host)
+
+    @property
+    def _fetched(self) -> UnitGradients | None:
         assert self._mirror is not None
-        self._mirror.gradients.fetch(unit, host)
+        return self._mirror.gradients
+
+
+def stays_on_card(config: ShardingConfig, ranks: int) -> bool:
+    """Tell whether gradients stay on a card: those of a rank that is alone in its data group of ``ranks``.
+
+    Not collective. Not with ``optimizer_device="cpu"``, for which they must come to the host.
+    """
+    return config.device != "cpu" and config.optimizer_device != "cpu" and ranks == 1
 
 
 def updates_on_card(config: ShardingConfig, optimizer: Any) -> bool:

@@ -38,7 +38,6 @@ from numba import cuda as _cuda
 from mpizero.kernels.card import simulated
 from mpizero.kernels.compile import with_compiled_helpers
 from mpizero.kernels.signature import Signature
-from mpizero.kernels.simulated import SimulatedArray
 from mpizero.types import Array
 
 cuda: Any = _cuda  # numba publishes types without the names that kernels use
@@ -78,7 +77,8 @@ class CudaKernel:
             if parameter.ndim and getattr(value, "ndim", None) != parameter.ndim:
                 raise TypeError(f"kernel {self.name}: {name} must have {parameter.ndim} dimension(s)")
             if simulated():
-                passed.append(value.values if isinstance(value, SimulatedArray) else value)
+                copied = isinstance(value, np.ndarray) and parameter.readonly  # the simulator would write it back
+                passed.append(value.copy() if copied else getattr(value, "values", value))
             elif isinstance(value, np.ndarray):
                 device = cuda.to_device(value)
                 passed.append(device)

@@ -5,8 +5,8 @@ the byte: private arrays, and windows of the node in whole pages. "group buffers
 tensor or context group. The rest lives while a step runs: "activations" are what blocks keep for their backward pass,
 "working arrays" what else there is at the fullest moment, while a block runs, and "messages" what a pipeline stage then
 sends and waits for besides, at most. Where layers compute on cards, the first two are there, beside copies of
-parameters and of a unit's gradients, and optimizer state with its buffers where that is updated there; the host's only
-working array is then what copies pass through.
+parameters and of a unit's gradients (of a rank that is alone in its data group all gradients), and optimizer state with
+its buffers where that is updated there; the host's only working array is then what copies pass through.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpizero.parallel.feedback import residual_sizes
 from mpizero.parallel.memory import PAGE
 from mpizero.parallel.mirror import gradient_places
 from mpizero.parallel.storage import SLOTS
-from mpizero.parallel.workplace import updates_on_card
+from mpizero.parallel.workplace import stays_on_card, updates_on_card
 
 #: The parts of a rank's memory, in the order in which they are shown.
 PARTS = (
@@ -84,14 +84,14 @@ class Holdings:
         figures = self.flow.figures
         found = {
             "parameters": self._parameters(),
-            "gradients": self._gradients(),
+            "gradients": Bytes() if self._alone else self._gradients(),
             "optimizer state": Bytes(0 if self._updates_on_card else self._state() * self._item),
             "residuals": self._residuals(),
             "buffers": self._buffers(),
             "exchange buffers": Bytes(self._exchange_buffers()),
             "group buffers": self._group_buffers(),
             "activations": Bytes(0 if self._on_card else figures.kept),
-            "working arrays": Bytes(STAGING if self._on_card else figures.most - figures.kept),
+            "working arrays": Bytes(self._host_work if self._on_card else figures.most - figures.kept),
             "messages": Bytes(figures.total - figures.most),
         }
         return {part: held for part, held in found.items() if held.private or held.shared}
@@ -100,25 +100,39 @@ class Holdings:
         """Return the bytes that the rank holds on its card, by part; nothing without one. Not collective."""
         if not self._on_card:
             return {}
-        layout, shards = self.traffic.part.layout, self.traffic.part.shards
-        gradients = max((gradient_places(unit)[1] for unit in layout.units), default=0)
-        figures, optimizer = self.flow.figures, self.traffic.training.optimizer
-        updated, state = self._updated(), {}
-        if self._updates_on_card:
-            buffers = buffer_sizes(
-                updated, self._item, norms=optimizer.needs_tensor_norms, whole=not self.traffic.sharded
-            )
-            state = {"optimizer state": self._state() * self._item, "buffers": sum(buffers) * self._item}
-        return state | {
-            "parameters": (shards.largest if self.traffic.sharded else layout.size) * self._item,
-            "gradients": gradients * self._item,
-            "activations": figures.kept,
-            "working arrays": figures.most - figures.kept,
-        }
+        layout, shards, figures = self.traffic.part.layout, self.traffic.part.shards, self.flow.figures
+        state = {"optimizer state": self._state() * self._item} if self._updates_on_card else {}
+        buffers = self._frozen if self._alone else self._update_buffers() if self._updates_on_card else 0
+        gradients = max((gradient_places(unit)[1] for unit in layout.units), default=0) * self._item
+        return (
+            state
+            | ({"buffers": buffers} if buffers else {})
+            | {
+                "parameters": (shards.largest if self.traffic.sharded else layout.size) * self._item,
+                "gradients": self._rows().private if self._alone else gradients,
+                "activations": figures.kept,
+                "working arrays": figures.most - figures.kept,
+            }
+        )
 
     @property
     def _on_card(self) -> bool:
         return self.traffic.training.config.device != "cpu"
+
+    @property
+    def _alone(self) -> bool:
+        """Whether gradients stay on the card."""
+        return stays_on_card(self.traffic.training.config, self.traffic.grid.data.size)
+
+    @property
+    def _host_work(self) -> int:
+        """Return what copies pass through, and the reduced gradient that a user's own optimizer takes from the card."""
+        fetched = self._alone and not self._updates_on_card
+        return STAGING + (self.traffic.part.layout.gradient_size * self._item if fetched else 0)
+
+    def _update_buffers(self) -> int:
+        norms, whole = self.traffic.training.optimizer.needs_tensor_norms, not self.traffic.sharded
+        return sum(buffer_sizes(self._updated(), self._item, norms=norms, whole=whole)) * self._item
 
     @property
     def _updates_on_card(self) -> bool:
@@ -147,15 +161,23 @@ class Holdings:
         """Return rows of whole gradients, or a ring of units and the owner's stack; and what folds micro-batches."""
         traffic, shards = self.traffic, self.traffic.part.shards
         step, grid = traffic.training.step, traffic.grid
-        whole = shards.layout.gradient_size * self._item
-        folded = whole if step.accumulate > 1 and any(traffic.jobs) else 0
         if not traffic.training.row.waves:
-            rows = self._shared(step.rows(grid).rows * grid.node.size * _paged(whole))
-            return rows._replace(private=rows.private + folded)
+            return self._rows()
         slot = grid.node.size * _paged(shards.largest_gradient * self._item)
         ring = self._shared(*[slot] * (2 if grid.node.size > 1 else 1))
         stack = step.ring(grid).rows * sum(shards.gradients[grid.data.rank]) * self._item
-        return ring._replace(private=ring.private + stack + folded)
+        return ring._replace(private=ring.private + stack + self._folded)
+
+    def _rows(self) -> Bytes:
+        grid, whole = self.traffic.grid, self.traffic.part.layout.gradient_size * self._item
+        rows = self._shared(self.traffic.training.step.rows(grid).rows * grid.node.size * _paged(whole))
+        return rows._replace(private=rows.private + self._folded)
+
+    @property
+    def _folded(self) -> int:
+        """Return the bytes that hold a grain's micro-batches while they are added."""
+        several = self.traffic.training.step.accumulate > 1 and any(self.traffic.jobs)
+        return self.traffic.part.layout.gradient_size * self._item if several else 0
 
     def _state(self) -> int:
         """Return the elements of the optimizer's arrays."""
@@ -177,12 +199,14 @@ class Holdings:
 
     def _buffers(self) -> Bytes:
         """Return the gathered units, and the place where gradients of frozen parameters are left."""
-        shards = self.traffic.part.shards
-        frozen = max((e.spec.size for e in shards.layout.entries if e.gradient < 0), default=0) * self._item
         units = Bytes()
         if self.traffic.sharded:
-            units = self._shared(*[shards.largest * self._item] * SLOTS)
-        return units._replace(private=units.private + frozen)
+            units = self._shared(*[self.traffic.part.shards.largest * self._item] * SLOTS)
+        return units._replace(private=units.private + (0 if self._alone else self._frozen))
+
+    @property
+    def _frozen(self) -> int:
+        return max((e.spec.size for e in self.traffic.part.layout.entries if e.gradient < 0), default=0) * self._item
 
     def _exchange_buffers(self) -> int:
         """Return the largest buffers that messages of gradients pass through."""

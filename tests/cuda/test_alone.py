@@ -1,0 +1,214 @@
+"""A rank that is alone in its data group trains on its card: gradients and new values stay there until they are wanted.
+
+That it has the bits of several ranks, for every strategy, is in ``test_training.py`` and ``test_card_updates.py``.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+# The simulator is chosen when numba is imported; without it these kernels need a GPU.
+if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
+    pytest.skip("CUDA kernels run under NUMBA_ENABLE_CUDASIM=1", allow_module_level=True)
+
+import mpizero as mz
+from mpizero.errors import IntegrityError
+from mpizero.kernels.card import Card
+from mpizero.kernels.simulated import SimulatedArray
+from mpizero.parallel.costs import TrainingPlan
+from mpizero.parallel.placement import placement
+from mpizero.testing import run_in_threads
+from tests.parallel.spreads import Blocks
+
+STRATEGIES = (mz.DDPModel, mz.ZeRO1Model, mz.ZeRO2Model, mz.ZeRO3Model)
+OPTIMIZERS = {"adamw": mz.AdamW(lr=0.01), "lamb": mz.LAMB(lr=0.01)}
+
+
+def network(kind="plain"):
+    if kind == "tied":
+        return mz.nn.GPT(dim=4, layers=1, heads=2, sequence=3, vocabulary=5)
+    whole = mz.nn.MLP(3, (4,), 2)
+    return whole if kind == "plain" else Blocks(whole, {"hidden.0": mz.nn.Frozen})
+
+
+def batch(kind="plain"):
+    rng = np.random.default_rng(1)
+    if kind == "tied":
+        drawn = rng.integers(0, 5, (5, 4))
+        return drawn[:, :-1], drawn[:, 1:]
+    return rng.normal(size=(5, 3)).astype(np.float32), rng.integers(0, 2, 5)
+
+
+def config(comm=None, **settings):
+    settings = {"device": "cuda", "micro_batch": 1, "minimum_parameter_group_size": 1} | settings
+    return mz.ShardingConfig(comm=comm, **settings)
+
+
+def trained(kind="plain", optimizer="adamw", place=mz.DDPModel, steps=2, **settings):
+    """Return losses, parameters and optimizer state."""
+    with config(**settings) as sharding, place(network(kind), sharding) as model:
+        model.engine.bind(OPTIMIZERS[optimizer])
+        losses = [model.train(*batch(kind)) for _ in range(steps)]
+        state = model.engine.updater.host_state()
+        return losses, model.gather_full_parameters().tobytes(), {slot: a.tobytes() for slot, a in state.items()}
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    """Return a list that grows with the elements of every copy of model state between host and card."""
+    sizes = []
+
+    def watched(name, of):
+        method = getattr(Card, name)
+        monkeypatch.setattr(Card, name, lambda card, *args: (sizes.append(of(*args)), method(card, *args))[1])
+
+    watched("send", lambda target, sources: target.size)
+    watched("read", lambda source, targets: sum(host.size for _, host in targets))
+    get = SimulatedArray.get
+    monkeypatch.setattr(SimulatedArray, "get", lambda array, out=None: (sizes.append(array.size), get(array, out))[1])
+    return sizes
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("place", STRATEGIES)
+def test_a_step_copies_no_gradient_and_no_parameter(place, optimizer, clip, copied):
+    with config(clip=clip) as sharding, place(network(), sharding) as model:
+        model.engine.bind(OPTIMIZERS[optimizer])
+        model.train(*batch())
+        del copied[:]
+        model.train(*batch())
+        assert copied == []
+        values = model.get_parameters()
+        assert set(copied) == {model.parameter_count}
+        del copied[:]
+        assert np.array_equal(model.get_parameters(), values)
+        assert copied == [], "the host has them now"
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip": 0.1}, {"accumulate": 2, "micro_batch": 2}], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "tied", "frozen"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_sums_and_updates_on_a_card_have_the_hosts_bits(optimizer, kind, settings):
+    """The simulator rounds as the host does; with the optimizer there, gradients go there as well."""
+    here, there = (trained(kind, optimizer, **settings, optimizer_device=where) for where in (None, "cpu"))
+    assert here == there
+
+
+def test_every_strategy_has_the_same_bits():
+    assert len({str(trained(place=place)) for place in STRATEGIES}) == 1
+
+
+def test_what_is_written_on_the_host_counts_from_then_on():
+    def changed(where):
+        with config(optimizer_device=where) as sharding, mz.DDPModel(network(), sharding) as model:
+            model.engine.bind(OPTIMIZERS["adamw"])
+            model.train(*batch())
+            store = model.engine.store
+            store.owned(0)[:2] = 7.0  # the first values anybody asks for: the others must be the new ones too
+            store.publish()
+            model.train(*batch())
+            model.set_parameters(model.get_parameters() * 2)
+            return model.train(*batch()), model.predict(batch()[0]).tobytes(), model.get_parameters().tobytes()
+
+    assert changed(None) == changed("cpu")
+
+
+def test_gradients_by_hand_come_to_the_host_and_go_back():
+    def found(where):
+        with config(optimizer_device=where, clip=0.1) as sharding, mz.ZeRO2Model(network(), sharding) as model:
+            optimizer = mz.ZeRO2Optimizer(OPTIMIZERS["lamb"], sharding)
+            optimizer.set_model(model)
+            model.train(*batch())
+            gradients = model.compute_gradients(*batch())
+            assert isinstance(gradients.values, np.ndarray)
+            optimizer.step()
+            model.train(*batch())
+            return gradients.values.tobytes(), model.gather_full_parameters().tobytes()
+
+    assert found(None) == found("cpu")
+
+
+def test_local_gradients_are_the_hosts():
+    def found(where):
+        settings = {"optimizer_device": where, "auto_sync_gradients": False}
+        with config(**settings) as sharding, mz.DDPModel(network(), sharding) as model:
+            optimizer = mz.DDPOptimizer(OPTIMIZERS["adamw"], sharding)
+            optimizer.set_model(model)
+            local = model.compute_gradients(*batch())
+            model.synchronize_gradients()
+            optimizer.step()
+            return local.values.tobytes(), model.gather_full_parameters().tobytes()
+
+    assert found(None) == found("cpu")
+
+
+class Own:
+    """A user's own: plain descent on NumPy arrays."""
+
+    def update(self, params, grads, state):
+        params -= np.float32(0.1) * grads
+
+
+def test_a_users_own_optimizer_takes_the_sums_on_the_host():
+    def found(where):
+        with config(optimizer_device=where, clip=0.5) as sharding, mz.DDPModel(network(), sharding) as model:
+            model.engine.bind(Own())
+            losses = [model.train(*batch()) for _ in range(2)]
+            model.engine.bind(OPTIMIZERS["adamw"])  # and then one of the library's, on the card or not
+            return losses, model.train(*batch()), model.gather_full_parameters().tobytes()
+
+    assert found(None) == found("cpu")
+
+
+def test_a_parameter_that_turned_over_on_the_card_is_found_and_named():
+    with config(check_every=1) as sharding, mz.DDPModel(network(), sharding) as model:
+        model.engine.bind(OPTIMIZERS["adamw"])
+        model.train(*batch())
+        model.train(*batch())
+        model.engine.workplace.lender(model.engine.store).current()[1] = 0.5
+        with pytest.raises(IntegrityError, match=r"parameter 'hidden.0.linear.weight', elements 0 to"):
+            model.train(*batch())
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied", "frozen"])
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2, "micro_batch": 2}], ids=str)
+@pytest.mark.parametrize("place", [mz.DDPModel, mz.ZeRO2Model])
+def test_a_plan_tells_what_lies_where_to_the_byte(place, settings, kind):
+    x, y = batch(kind)
+    with config(**settings) as sharding, place(network(kind), sharding) as model:
+        model.engine.bind(OPTIMIZERS["adamw"])
+        model.train(x, y)
+        held = model.metadata()
+        plan = TrainingPlan(
+            model=network(kind), optimizer=OPTIMIZERS["adamw"], config=config(**settings),
+            row=placement("ddp" if place is mz.DDPModel else "zero2"), ranks=1, global_batch=len(x), x=x, y=y,
+        ).by_rank[0]  # fmt: skip
+    assert {part: size for part, size in plan.card.items() if part not in ("activations", "working arrays")} == {
+        part: size for part, size in held.bytes_on_card.items() if size
+    }
+    assert {"gradients", "buffers"} & {part for part, size in held.bytes_on_rank.items() if size} == set()
+    assert {"gradients", "buffers"} & set(plan.memory) == set()
+
+
+def test_stages_of_one_rank_each_exchange_the_uses_of_a_tied_table():
+    """The table's uses lie on two stages: their gradients meet on the host."""
+    settings = {"pipeline_parallel_size": 2, "zero_stage": 1}
+
+    def found(comm, where):
+        x, y = batch("tied")
+        with (
+            config(comm, optimizer_device=where, share_node_memory=False) as sharding,
+            mz.HybridShardedModel(network("tied"), sharding, **settings) as model,
+        ):
+            model.engine.bind(OPTIMIZERS["adamw"])
+            losses = [model.train(x, y) for _ in range(2)]
+            return losses, model.gather_full_parameters().tobytes(), model.engine.workplace.alone
+
+    here, there = (run_in_threads(2, lambda comm, where=where: found(comm, where)) for where in (None, "cpu"))
+    assert [told[:2] for told in here] == [told[:2] for told in there]
+    assert [told[2] for told in here + there] == [True, True, False, False]
+    assert np.frombuffer(here[0][1], np.float32).tobytes() == trained("tied")[1]
