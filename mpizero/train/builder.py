@@ -67,12 +67,14 @@ class Job:
         size = self.sharding.grain_size(train.global_batch)
         grains = -(-train.global_batch // size)
         who = "replicas" if parallel.splits_model else "ranks"
+        parts = f", each of {train.accumulate} micro-batches" if train.accumulate > 1 else ""
         idle = f"; {who} {grains} to {sharing - 1} have no grain and only help" if sharing > grains else ""
         return (
             f"{self.config.model.name} with {self.model.parameter_count:,} parameters, "
             f"{parallel.describe(self.comm.size)}; "
             f"{len(self.source):,} training and {len(self.validation):,} validation samples; "
-            f"{train.global_batch} a step in {grains} grains of {size}{idle}{self.model.engine.workplace.describe()}"
+            f"{train.global_batch} a step in {grains} grains of {size}{parts}{idle}"
+            f"{self.model.engine.workplace.describe()}"
         )
 
 
@@ -285,7 +287,8 @@ def computing_settings(config: Config) -> dict[str, Any]:
 
     Not collective.
     """
-    names = ("micro_batch", "threads", "device", "optimizer_device", "direct_messages", "mixed_precision")
+    placed = ("device", "optimizer_device", "direct_messages", "mixed_precision")
+    names = ("micro_batch", "accumulate", "threads", *placed)
     return {name: getattr(config.train, name) for name in names} | {"clip": config.train.clip or None}
 
 

@@ -170,6 +170,7 @@ class TrainSection(Section):
     steps: int = setting(200, whole(1))
     global_batch: int = setting(64, whole(1))
     micro_batch: int | None = setting(None, optional(whole(1)))
+    accumulate: int = setting(1, whole(1))
     seed: int = setting(0, whole(0, 2**63 - 1))
     clip: float = setting(0.0, not_negative())
     gradient_compression: str | None = setting(None, optional(compression))
@@ -189,6 +190,10 @@ class TrainSection(Section):
         if self.micro_batch is not None and self.micro_batch > self.global_batch:
             raise self.reject(
                 "micro_batch", f"must be at most train.global_batch = {self.global_batch}, of which it is a part"
+            )
+        if (grain := (self.micro_batch or 1) * self.accumulate) > self.global_batch:
+            raise self.reject(
+                "accumulate", f"makes grains of {grain} samples, more than train.global_batch = {self.global_batch}"
             )
         for name in ("optimizer_device", "mixed_precision"):
             if getattr(self, name) not in (None, "cpu") and self.device == "cpu":
@@ -370,6 +375,7 @@ def mathematics(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
     Not collective.
     """
     flat = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
+    flat.setdefault("train.accumulate", 1)  # runs saved before there was this setting
     return {
         key: value
         for key, value in sorted(flat.items())

@@ -232,7 +232,7 @@ class Plan:
             who = f"{axes.data} {'ranks' if axes.size == axes.data else 'replicas'}"
             yield (
                 f"ranks {_listed(idle)} have nothing to compute: {who} share {grains.count} grains; give a smaller "
-                "train.micro_batch or a larger train.global_batch"
+                "train.micro_batch or train.accumulate, or a larger train.global_batch"
             )
         if axes.pipeline > 1:
             yield from self._pipeline_warnings()

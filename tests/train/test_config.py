@@ -160,6 +160,8 @@ BAD = [
     ("train.global_batch", "-8"),
     ("train.micro_batch", "0"),
     ("train.micro_batch", "65"),
+    ("train.accumulate", "0"),
+    ("train.accumulate", "65"),
     ("train.time_limit", "0"),
     ("train.time_limit", "nan"),
     ("train.time_limit", "12:30"),
@@ -383,6 +385,7 @@ def test_a_resumed_run_may_differ_in_how_it_is_laid_out_and_where_it_saves(overr
         "optimizer.lr=1e-3",
         "train.clip=1",
         "train.micro_batch=8",
+        "train.accumulate=2",
         "train.gradient_compression=int8",
     ],
 )
@@ -394,9 +397,9 @@ def test_a_resumed_run_with_other_mathematics_is_told_which_with_both_values(ove
     assert value in told or str(float(value)) in told
 
 
-def test_a_run_saved_before_there_was_compression_can_be_resumed_without_it():
+def test_a_run_saved_before_there_was_compression_or_accumulation_can_be_resumed_without_them():
     saved = parse().to_dict()
-    del saved["train"]["gradient_compression"]
+    del saved["train"]["gradient_compression"], saved["train"]["accumulate"]
     assert difference(saved, parse(GPT, "train.gradient_compression=none").to_dict()) is None
 
 

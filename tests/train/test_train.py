@@ -70,6 +70,20 @@ def test_a_tuned_bucket_is_told_and_changes_no_bit(mpizero):
     assert mpizero.metrics()[-1]["bucket_mb"] == float(chosen)
 
 
+def test_micro_batches_of_a_grain_are_added_in_order_whatever_the_layout(trained, mpizero):
+    """Grains of two micro-batches are grains of twice the size, within rounding: each layout has the same bits."""
+    grains, runs = ("train.micro_batch=1", "train.accumulate=2"), []
+    for ranks, strategy in ((0, "ddp"), (2, "zero2")):
+        runs.append(mpizero.train(ranks, *grains, f"parallel.strategy={strategy}"))
+        assert runs[-1].status == 0, runs[-1].err
+        assert re.search(r"in \d+ grains of 2, each of 2 micro-batches", runs[-1].err)
+    alone, together = (run.result for run in runs)
+    assert alone["parameters_sha256"] == together["parameters_sha256"]
+    whole = mpizero.train(0, "train.micro_batch=2").result
+    assert alone["parameters_sha256"] != whole["parameters_sha256"]
+    assert alone["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+
+
 def test_a_resumed_run_equals_an_uninterrupted_one(trained, mpizero):
     first = mpizero.train(2, "train.steps=3", "parallel.strategy=zero2")
     assert first.status == 0, first.err

@@ -125,7 +125,12 @@ def _bubble_rows() -> Iterator[Row]:
     for schedule, virtual in SCHEDULES.items():
         for micro in MICRO_BATCHES:
             settings = (f"parallel.schedule={schedule}", f"parallel.virtual_stages={virtual}")
-            yield Row(f"bubble-{schedule}-{micro}", 512, (*settings, f"train.global_batch={REPLICAS * micro}"))
+            yield Row(f"bubble-{schedule}-{micro}", 512, (*settings, *_share(micro)))
+
+
+def _share(micro: int) -> tuple[str, str]:
+    """Return the settings by which each replica has a grain of ``micro`` micro-batches."""
+    return f"train.global_batch={REPLICAS * micro}", f"train.accumulate={micro}"
 
 
 def _strong_rows() -> Iterator[Row]:
