@@ -89,6 +89,19 @@ class Unit:
         """The uses of parameters that live elsewhere."""
         return tuple(entry for entry in self.entries if entry.spec.tied is not None)
 
+    @cached_property
+    def gradient_ranges(self) -> dict[str, tuple[Span, ...]]:
+        """Where each block's gradients stand in the unit's gradient space: as few ranges as there can be."""
+        found: dict[str, list[Span]] = {block: [] for block in self.blocks}
+        for entry in sorted(self.entries, key=lambda entry: entry.gradient):
+            ranges, span = found[entry.block], Span(entry.gradient, entry.gradient + entry.spec.size)
+            if entry.gradient < 0:
+                continue
+            if ranges and ranges[-1].stop == span.start:
+                span = Span(ranges.pop().start, span.stop)
+            ranges.append(span)
+        return {block: tuple(ranges) for block, ranges in found.items()}
+
     def gradient_of(self, offset: int) -> int:
         """Map a flat parameter offset inside this unit to its gradient space, past frozen parameters."""
         position = 0

@@ -81,7 +81,7 @@ class WatchedJob:
         """Check and pass on the gradients of a block of a unit that is not complete yet."""
         begun = self.timeline.begin()
         if self.job.grain is not None:
-            self.scalars.check(self.job.grain.number, block, self._written[unit.index][block])
+            self._check_block(self.job.grain.number, unit, block, self._written[unit.index][block])
         self._checked.add(block)
         if self.job.ended is not None:
             self.job.ended(block)
@@ -99,12 +99,18 @@ class WatchedJob:
         self.timeline.end("local sums", unit, begun)
 
     def _check(self, grain: int, unit: Unit, written: dict[str, Any]) -> None:
-        """Check the blocks of a unit that have not been: all at once, and by name only where something is wrong."""
+        """Check the blocks of a unit that have not been: all at once, or one by one."""
         left = [block for block in reversed(written) if block not in self._checked]  # the last one came first
         if len(left) > 1 and len(left) == len(written) and all_finite(self.job.flat(unit)):
             return
         for block in left:
-            self.scalars.check(grain, block, written[block])
+            self._check_block(grain, unit, block, written[block])
+
+    def _check_block(self, grain: int, unit: Unit, block: str, views: Any) -> None:
+        """Check a block's gradients by the range they stand in, and by name only where something is wrong."""
+        flat = self.job.flat(unit)
+        if not all(all_finite(flat[span.start : span.stop]) for span in unit.gradient_ranges[block]):
+            self.scalars.check(grain, block, views)
 
 
 class SequentialRunner:

@@ -52,6 +52,20 @@ def test_units_below_the_minimum_travel_with_a_neighbour() -> None:
     assert len(FlatLayout.build(BLOCKS, one_unit=True).units) == 1
 
 
+@given(st.booleans(), st.integers(0, 40))
+def test_blocks_tile_the_gradients_of_their_unit_each_in_at_most_two_ranges(one_unit: bool, minimum: int) -> None:
+    for unit in FlatLayout.build(BLOCKS, one_unit=one_unit, minimum_unit=minimum).units:
+        seen = np.full(unit.gradients, "", object)
+        for block, ranges in unit.gradient_ranges.items():
+            assert len(ranges) <= 2, "its own parameters, and its uses of others'"
+            for span in ranges:
+                seen[span.start : span.stop] += block
+        for entry in unit.entries:
+            if entry.gradient >= 0:
+                assert set(seen[entry.gradient : entry.gradient + entry.spec.size]) <= {entry.block}
+        assert all(seen)
+
+
 @given(st.integers(1, 9), st.booleans(), st.integers(0, 40))
 def test_owners_tile_parameters_and_gradients(parts: int, one_unit: bool, minimum: int) -> None:
     layout = FlatLayout.build(BLOCKS, one_unit=one_unit, minimum_unit=minimum)
