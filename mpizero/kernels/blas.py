@@ -128,13 +128,18 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
 
 
 def _by_numpy(a: Array, b: Array, out: Array | None) -> Array:
-    if len(a) > FEW_ROWS or not (a.flags.c_contiguous and b.T.flags.c_contiguous):
+    if len(a) > FEW_ROWS or not (a.flags.c_contiguous and b.T.flags.c_contiguous) or not _takes(out, a, b):
         return np.matmul(a, b, out=out)
     transposed = np.matmul(b.T, a.T).T
     if out is None:
         return np.ascontiguousarray(transposed)
     out[...] = transposed
     return out
+
+
+def _takes(out: Array | None, a: Array, b: Array) -> bool:
+    """Tell whether a product can be copied to ``out`` as it is; NumPy says what is wrong otherwise."""
+    return out is None or (out.shape == (len(a), b.shape[1]) and a.dtype == b.dtype == out.dtype)
 
 
 def _large(a: Array, b: Array) -> bool:

@@ -143,7 +143,7 @@ def _described(model: ShardedModelBase, report: StepReport, total: int) -> dict[
         "run_step": found[0].step - 1,
         "seed": int(getattr(model.wrapped_model, "seed", 0)),
         "loss_scale": report.loss_scale,
-        "micro_batch": -(-config.grain_size(total) // config.accumulate),
+        "micro_batch": config.micro_size(total),
         "global_batch": total,
         "found": [asdict(bad) for bad in found],
         "libraries": versions(),

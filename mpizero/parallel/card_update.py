@@ -29,6 +29,9 @@ from mpizero.parallel.ties import home_of
 from mpizero.parallel.update import Updater
 from mpizero.types import Array
 
+#: A rank uses its card in the thread that has opened it; the threads of a rank share the host's work only.
+_ONE_THREAD = 1
+
 
 class Mirror(Protocol):
     """A card's copy of parameters."""
@@ -98,9 +101,9 @@ class CardUpdater(Updater):
         super().__init__(optimizer, store, memory, replicated=replicated, in_rows=in_rows)
         self._buffers: tuple[Array, Array] | None = None
         if from_host:
-            self._made()
+            self._kept_buffers()
 
-    def _made(self) -> tuple[Array, Array]:
+    def _kept_buffers(self) -> tuple[Array, Array]:
         """Return the buffers for gradients and for parameters of a sharded store, made at the first call."""
         if self._buffers is None:
             norms = self.optimizer.needs_tensor_norms
@@ -136,12 +139,12 @@ class CardUpdater(Updater):
     # ------------------------------------------------------------------ updates
 
     def update_fused(self, rows: Array, program: Array, divisor: Array, out: Array, threads: int) -> None:
-        """Sum and divide on the way to the card, and update there; ``out`` is left as it is, unless it is on the card.
+        """Sum, divide and update; what lies on the host is summed on the way to the card, and ``out`` left as it is.
 
         Collective for optimizers that need norms.
         """
         if not isinstance(rows, np.ndarray):
-            super().update_fused(rows, self._placed(program), self._placed(divisor), out, threads)
+            super().update_fused(rows, self._placed(program), self._placed(divisor), out, _ONE_THREAD)
             self.mirror.updated(on_host=False)
             return
 
@@ -162,7 +165,7 @@ class CardUpdater(Updater):
     def update(self, reduced: Array, threads: int) -> None:
         """Update this rank's parameters from reduced gradients. Collective for optimizers that need norms."""
         if not isinstance(reduced, np.ndarray):
-            super().update(reduced, threads)
+            super().update(reduced, _ONE_THREAD)
             self.mirror.updated(on_host=False)
             return
         if self.watch is not None:
@@ -172,7 +175,7 @@ class CardUpdater(Updater):
     def _update(self, fills: Mapping[UpdateRun | UpdatePiece, Fill]) -> None:
         """Update from gradients that ``fills`` gives, by run or piece."""
         hypers, norms = self.hypers(), self.optimizer.needs_tensor_norms
-        placed, buffer = {group: self._placed(hyper) for group, hyper in hypers.items()}, self._made()[0]
+        placed, buffer = {group: self._placed(hyper) for group, hyper in hypers.items()}, self._kept_buffers()[0]
         for first, cuts in self._blocks(sorted(fills, key=lambda run: run.state)):
             base = 0 if norms else first  # directions are kept, all of them, until their norms are known
             size = sum(cut.size for cut in cuts)
@@ -191,7 +194,7 @@ class CardUpdater(Updater):
 
     def _apply_kept_directions(self, hypers: dict[int, Array]) -> None:
         """LAMB's second half, as :meth:`Updater._apply_directions`, with all directions on the card. Collective."""
-        own, directions = self.trees.own, self._made()[0]
+        own, directions = self.trees.own, self._kept_buffers()[0]
         held = self.mirror.current() if self.mirror.whole else self.store.values
         weights = self._square_sums(held, [piece.store for piece in own])
         steps = self._square_sums(directions, [piece.state for piece in own])
@@ -204,9 +207,9 @@ class CardUpdater(Updater):
                     direction = directions[cut.state : cut.state + cut.size]
                     self.optimizer.apply_direction(w, direction, hypers[cut.of.group], ratio)
 
-    def taken(self, reduced: Array) -> Array:
-        """Return the reduced gradient where it is; on the host if other stages' uses shall be added. Not collective."""
-        return reduced if self.ties is None else super().taken(reduced)
+    def where_used(self, reduced: Array) -> Array:
+        """Return the reduced gradient, on the host or on the card as it is. Not collective."""
+        return reduced
 
     def _placed(self, scalars: Array) -> Array:
         return self.card.put(scalars)
@@ -234,7 +237,10 @@ class CardUpdater(Updater):
         if self.mirror.whole:
             source, starts = self.mirror.current(), [cut.store for cut in cuts]
         else:
-            source, starts = self._made()[1][: sum(cut.size for cut in cuts)], [cut.state - first for cut in cuts]
+            source, starts = (
+                self._kept_buffers()[1][: sum(cut.size for cut in cuts)],
+                [cut.state - first for cut in cuts],
+            )
             places = zip(starts, host, strict=True)
             self.card.send(source, [Source(start, values.size, copied(values)) for start, values in places])
         yield [source[start : start + cut.size] for start, cut in zip(starts, cuts, strict=True)]

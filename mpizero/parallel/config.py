@@ -46,7 +46,7 @@ class ShardingConfig:
     ranks_per_node : int or None
         Simulate nodes of this many consecutive ranks.
     micro_batch : int or None
-        Samples of a grain; None is ceil(global batch / 16).
+        Samples computed at once; None is ceil(ceil(global batch / accumulate) / 16).
     accumulate : int
         Micro-batches folded in order, one after the other, into one grain of ``micro_batch * accumulate`` samples.
     threads : int
@@ -204,8 +204,11 @@ class ShardingConfig:
 
     def grain_size(self, global_batch: int) -> int:
         """Return the samples of a grain of a global batch: a function of the batch alone, never of the ranks."""
-        micro = self.micro_batch or Grains.default_size(-(-global_batch // self.accumulate))
-        return micro * self.accumulate
+        return self.micro_size(global_batch) * self.accumulate
+
+    def micro_size(self, global_batch: int) -> int:
+        """Return the samples of a micro-batch of a full grain, which are computed at once."""
+        return micro_size(global_batch, self.micro_batch, self.accumulate)
 
     def bucket_elements(self, itemsize: int) -> int | None:
         """Return the elements of a bucket of a given size; None where none is given, or it is to be tuned."""
@@ -219,6 +222,14 @@ class ShardingConfig:
         """Return a copy with some values changed."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return type(self)(**{**values, **changes})
+
+
+def micro_size(global_batch: int, micro_batch: int | None, accumulate: int) -> int:
+    """Return the samples of a global batch that are computed at once: ``micro_batch``, or what is taken without it.
+
+    Not collective.
+    """
+    return micro_batch or Grains.default_size(-(-global_batch // accumulate))
 
 
 def _whole(name: str, value: object, least: int = 1) -> None:

@@ -45,21 +45,30 @@ from mpizero.parallel.storage import ParameterStore
 from mpizero.parallel.ties import TieExchange
 from mpizero.parallel.update import Updater, reduce_rows
 from mpizero.parallel.whole import GlobalView
-from mpizero.parallel.workplace import open_workplace
+from mpizero.parallel.workplace import deals_waves, open_workplace
 from mpizero.types import Array, BlockModel, Run
 
 
 class Engine:
     """Parameters, gradients and optimizer state of one model, placed by one row of the table.
 
-    Construction and every public method are collective over ``config.comm``.
+    Construction and every public method are collective over ``config.comm``. ``card`` says which card of the node to
+    compute on; without it its ranks take them in turn.
     """
 
-    def __init__(self, model: Any, config: ShardingConfig, placement: Placement, spread: Spread | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: ShardingConfig,
+        placement: Placement,
+        spread: Spread | None = None,
+        *,
+        card: int | None = None,
+    ) -> None:
         self.model, self.config, self.placement = model, config, placement
         self._blas_threads = settle_blas(config.communicator, config.threads)
         self.block_model = isinstance(model, BlockModel)
-        self.workplace = open_workplace(config, self.block_model)
+        self.workplace = open_workplace(config, self.block_model, card)
         if self.block_model:
             keep_freed_memory()
         self.dtype = np.dtype(model.dtype)
@@ -71,8 +80,8 @@ class Engine:
         self.memory = Memory(self.grid.node)
         self.timeline, sharded = Timeline(), placement.shard_parameters
         self.store = ParameterStore(self.layout, self.grid, self.memory, sharded, self.dtype, timeline=self.timeline)
-        room = self.workplace.room(self.memory, self.grid)
-        waves = placement.waves and not self.workplace.alone
+        self.workplace.settle(ranks := self.grid.data.size)
+        room, waves = self.workplace.room(self.memory), deals_waves(placement, config, ranks)
         self._gradients = GradientStore(self.store, room, config.accumulate, waves=waves)
         self._ring = self._gradients.ring
         self.whole = GlobalView(blocks_of(model), self.store, self.grid)
@@ -253,9 +262,7 @@ class Engine:
 
     def _rounds(self, batch: GlobalBatch) -> int:
         """Return how many micro-batches every rank must take part in; 0 where nothing is gathered."""
-        if not self.store.sharded:
-            return 0
-        per_rank = -(-batch.count // self.grid.data.size)
+        per_rank = -(-batch.count // self.grid.data.size) if self.store.sharded else 0
         return per_rank * self.config.accumulate
 
     def _deal(self, x: Any, y: Any, *, waves: bool) -> GlobalBatch:
@@ -334,10 +341,10 @@ class Engine:
     def reduce_local(self, totals: Totals) -> Array:
         """Sum pending local gradients over the ranks and divide by the weight."""
         out = None if self._ring is None else self._ring.stack[0]
-        reduced = reduce_rows(self.rows, self.exchange, self._bound(), self._divisor(totals), out)
+        divisor = self._divisor(totals)
+        reduced: Array = kernels.to_host(reduce_rows(self.rows, self.exchange, self._bound(), divisor, out))
         self.memory.barrier("reduced")
-        host: Array = kernels.to_host(reduced)
-        return host
+        return reduced
 
     def apply(self, reduced: Array) -> Outcome:
         """Clip and update from a reduced gradient, then publish, unless it is not finite."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mpizero.parallel.gradients import GradientRing, GradientViews, Room
 from mpizero.parallel.rows import GradientRows
 from mpizero.parallel.storage import ParameterStore
@@ -17,7 +15,7 @@ class GradientStore:
     store : ParameterStore
         The parameters.
     room : Room
-        Where the arrays come from.
+        Where rows come from; a ring always comes from the store's own memory.
     accumulate : int
         Micro-batches of a grain.
     waves : bool
@@ -35,7 +33,7 @@ class GradientStore:
         self._rows: GradientRows | None = None
         self.ring: GradientRing | None = None
         if waves:
-            self.ring = GradientRing(*self._settings())
+            self.ring = GradientRing(store.layout, store.grid, store.memory, store.dtype, accumulate, self._named)
             self.ring.timeline = store.timeline
             store.beside = self.ring.poll
 
@@ -43,11 +41,8 @@ class GradientStore:
     def rows(self) -> GradientRows:
         """The rows that hold whole gradients; made when they are first needed."""
         if self._rows is None:
-            self._rows = GradientRows(*self._settings())
+            store, room = self._store, self._room
+            self._rows = GradientRows(store.layout, store.grid, room, store.dtype, self._accumulate, self._named)
             if self.ring is None:
                 self._store.beside = self._rows.poll
         return self._rows
-
-    def _settings(self) -> tuple[Any, ...]:
-        store = self._store
-        return store.layout, store.grid, self._room, store.dtype, self._accumulate, self._named

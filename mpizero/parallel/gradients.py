@@ -22,7 +22,7 @@ from mpizero.layout import FlatLayout, Unit, Wave, WavePlan, wave_plan
 from mpizero.layout.flat import views
 from mpizero.parallel.dealing import GlobalBatch, Grain
 from mpizero.parallel.feedback import GradientExchange
-from mpizero.parallel.memory import PAGE
+from mpizero.parallel.memory import PAGE, Memory
 from mpizero.parallel.ownership import Share
 from mpizero.types import Array
 
@@ -41,9 +41,6 @@ class Room(Protocol):
 
     def free_shared(self, kind: str, arrays: Sequence[Array]) -> None:
         """Give back what :meth:`shared` returned. Collective over the node."""
-
-    def barrier(self, tag: str = "") -> None:
-        """Make what every rank of the node wrote visible to all of them. Collective over the node."""
 
 
 class Job(NamedTuple):
@@ -137,7 +134,7 @@ class GradientRing:
     """Units of gradients in a small ring, summed into the owners' stacks wave by wave."""
 
     def __init__(
-        self, layout: FlatLayout, grid: ProcessGrid, memory: Room, dtype: Any, accumulate: int, named: GradientViews
+        self, layout: FlatLayout, grid: ProcessGrid, memory: Memory, dtype: Any, accumulate: int, named: GradientViews
     ) -> None:
         self.layout, self.grid, self.memory, self.named = layout, grid, memory, named
         self.dtype = np.dtype(dtype)

@@ -22,9 +22,9 @@ class LocalTraining(ParameterAccess):
 
     def become_local(self, every: int) -> None:
         """Train alone from now on, on private parameters, averaged every ``every`` steps; see LocalSGDOptimizer."""
-        values = self.get_parameters()
+        values, card = self.get_parameters(), self.engine.workplace.card_number
         self.engine.close()
-        self._engine = Engine(self._wrapped, self._config.replace(comm=None), placement(self.strategy))
+        self._engine = Engine(self._wrapped, self._config.replace(comm=None), placement(self.strategy), card=card)
         self._mean_every, self._pending = every, None
         self._update_local_shard_from_full(values)
 

@@ -46,9 +46,6 @@ class CardRoom:
         for array in arrays:
             self.release(kind, array)
 
-    def barrier(self, tag: str = "") -> None:
-        """Do nothing: there is nobody else."""
-
 
 class CardMirror:
     """The parameters of a store on a card: all of them, or a unit's at a time where the store is sharded.

@@ -74,7 +74,7 @@ class WatchedJob:
 
     @property
     def tells_blocks(self) -> bool:
-        """Whether :meth:`ended` shall look at each block's gradients, while caches have them."""
+        """Whether :meth:`ended` shall be told of each block, while caches have its gradients."""
         return self.workplace.tells_blocks
 
     def ended(self, unit: Unit, block: str) -> None:

@@ -133,12 +133,12 @@ class ParameterStore:
         """All values that this group holds. Collective over the data group where some are still on their way."""
         if self._published:
             self.settle()
-        return self._here()
+        return self._values_here()
 
     def lie_elsewhere(self, source: Callable[[Array], None]) -> None:
         """Be told that newer values than these lie where ``source`` copies them from. Not collective.
 
-        So it is until values are published that were written here; see [Note: values elsewhere].
+        So it is until a range is asked for to be written; see [Note: values elsewhere].
         """
         self._source, self._outdated = source, True
 
@@ -148,7 +148,7 @@ class ParameterStore:
             self._source(self._values)
             self._outdated = False
 
-    def _here(self) -> Array:
+    def _values_here(self) -> Array:
         if self._outdated:
             self.refresh()
         return self._values
@@ -169,7 +169,8 @@ class ParameterStore:
             published.wait_own()  # what is still being sent must not change
         span = self.share.spans[unit]
         start = self.base + self.share.offsets[unit] if self.sharded else span.start
-        return self._here()[start : start + span.size]
+        values, self._source = self._values_here(), None  # what is written there is newer than any
+        return values[start : start + span.size]
 
     @contextmanager
     def unit(self, unit: Unit, following: Unit | None = None, *, by_block: bool = False) -> Iterator[dict[str, Any]]:
@@ -189,7 +190,7 @@ class ParameterStore:
         slot = 0
         if self._published and not by_block:
             self.settle()
-        self._here()
+        self._values_here()
         if self.sharded:
             with self.timeline.span("publication", unit):
                 slot = self._bring(unit)
@@ -219,8 +220,6 @@ class ParameterStore:
         """
         with self.timeline.span("publication"):
             self.settle()
-            if not self._outdated:
-                self._source = None  # what was written here is newer
             published = []
             if exchange and self._regions:
                 published = [Publication(self.grid, self.memory, self._values, self._regions, self.peer_shares)]

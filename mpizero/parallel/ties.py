@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpizero import kernels
 from mpizero.comm import ProcessGrid, Request
 from mpizero.layout import FlatLayout, Span
 from mpizero.layout.axes import Coordinates
@@ -88,7 +89,10 @@ class TieExchange:
         return frozenset(tie.name for tie in self.ties)
 
     def add(self, reduced: Array) -> None:
-        """Put the sum of all uses where the pieces look for their gradient. Collective over the stages' data groups."""
+        """Put the sum of all uses where the pieces look for their gradient. Collective over the stages' data groups.
+
+        Of a gradient on a card, what belongs to the uses meets on the host.
+        """
         with_all = [(tie, *self._start(tie, reduced)) for tie in self.ties]
         for tie, arrived, requests in with_all:
             for request in requests:
@@ -112,7 +116,7 @@ class TieExchange:
                     arrived.setdefault(use, []).append((common, buffer))
                     requests.append(world.irecv(buffer, peer, tag))
                 elif use.stage == self.number:
-                    buffer = self._gradient(tie, use, common, reduced).copy()
+                    buffer = _copied(self._gradient(tie, use, common, reduced))
                     sent.append(buffer)
                     requests.append(world.isend(buffer, peer, tag))
         return arrived, requests
@@ -126,13 +130,17 @@ class TieExchange:
                     part[:] = values
                 else:
                     part += values
-        self._gradient(tie, Use(self.number, 0), tie.mine, reduced)[:] = total
+        target = self._gradient(tie, Use(self.number, 0), tie.mine, reduced)
+        if isinstance(target, np.ndarray):
+            target[:] = total
+        else:
+            target.set(total)
 
     def _parts(
         self, tie: _Tie, use: Use, arrived: Mapping[Use, Sequence[tuple[Span, Array]]], reduced: Array
     ) -> Iterator[tuple[Span, Array]]:
         if use.stage == self.number:
-            yield tie.mine, self._gradient(tie, use, tie.mine, reduced)
+            yield tie.mine, kernels.to_host(self._gradient(tie, use, tie.mine, reduced))
         else:
             yield from arrived[use]
 
@@ -147,6 +155,12 @@ class TieExchange:
         axes, here = self.grid.axes, self.grid.here
         data, context = divmod(holder.data_rank, axes.context)
         return axes.rank_of(Coordinates(holder.stage, here.tensor, data, context))
+
+
+def _copied(values: Array) -> Array:
+    """Return a copy on the host of an array of the host or of a card."""
+    copy: Array = values.copy() if isinstance(values, np.ndarray) else kernels.to_host(values)
+    return copy
 
 
 def home_of(spec: Any) -> str:

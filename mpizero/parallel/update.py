@@ -232,7 +232,7 @@ class Updater:
             total += other
         return total
 
-    def taken(self, reduced: Array) -> Array:
+    def where_used(self, reduced: Array) -> Array:
         """Return the reduced gradient where it is used: on the host, where one on a card is copied. Not collective."""
         host: Array = kernels.to_host(reduced)
         return host
@@ -340,7 +340,7 @@ def reduce_rows(
     With replicated optimizer state (``out`` is None and several shares) every peer gets the ranges of all peers.
     """
     shares = updater.store.peer_shares
-    reduced = updater.taken(rows.reduce(exchange, shares, divisor, out))
+    reduced = updater.where_used(rows.reduce(exchange, shares, divisor, out))
     updater.exchange_ties(reduced)
     if len(updater.shares) > 1:
         rows.replicate(exchange, shares)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpizero import optim
-from mpizero.comm import Communicator, CommunicatorGroup, ProcessGrid
+from mpizero.comm import Communicator, CommunicatorGroup
 from mpizero.comm.direct import prove
 from mpizero.errors import ConfigError
 from mpizero.kernels.card import Card, found, open_card
@@ -27,6 +27,7 @@ from mpizero.parallel.courier import Courier
 from mpizero.parallel.gradients import Job, Room
 from mpizero.parallel.memory import Memory
 from mpizero.parallel.mirror import CardMirror, CardRoom, UnitGradients
+from mpizero.parallel.placement import Placement
 from mpizero.parallel.storage import Lender, ParameterStore
 from mpizero.parallel.update import Updater
 from mpizero.types import Group
@@ -35,13 +36,19 @@ from mpizero.types import Group
 class Workplace:
     """The host: nothing needs to be copied. :class:`CardWorkplace` overrides what does."""
 
-    #: Whether every block's gradients are looked at as soon as they are there; on a card each look is a wait for it.
+    #: Whether every block's end is told, so that its gradients are looked at, and perhaps sent, as soon as they are
+    #: there; on a card each look is a wait for it.
     tells_blocks = True
 
-    #: Whether gradients stand here in rows whatever the strategy, since no other rank adds to them.
+    #: Whether gradients stay here, in rows: no other rank adds to them.
     alone = False
+    #: The number of the card, where there is one.
+    card_number: int | None = None
 
-    def room(self, memory: Memory, grid: ProcessGrid) -> Room:
+    def settle(self, ranks: int) -> None:
+        """Be told how many ranks add up gradients together; before anything below is asked for. Not collective."""
+
+    def room(self, memory: Memory) -> Room:
         """Return what gives gradients their place. Not collective."""
         return memory
 
@@ -108,12 +115,16 @@ class CardWorkplace(Workplace):
 
     def __init__(self, card: Card, config: ShardingConfig) -> None:
         self.card, self.config, self.sixteen = card, config, config.mixed_precision
+        self.card_number = card.number
         self._mirror: CardMirror | None = None
         self._found: str | None = None
 
-    def room(self, memory: Memory, grid: ProcessGrid) -> Room:
-        """Return the card's memory for a rank to whose gradients no other adds: they stay there. Not collective."""
-        self.alone = stays_on_card(self.config, grid.data.size)
+    def settle(self, ranks: int) -> None:
+        """Be told how many ranks add up gradients together. Not collective."""
+        self.alone = stays_on_card(self.config, ranks)
+
+    def room(self, memory: Memory) -> Room:
+        """Return the card's memory for gradients that stay there, else the host's. Not collective."""
         return CardRoom(self.card) if self.alone else memory
 
     def lender(self, store: ParameterStore) -> Lender:
@@ -223,6 +234,11 @@ def stays_on_card(config: ShardingConfig, ranks: int) -> bool:
     return config.device != "cpu" and config.optimizer_device != "cpu" and ranks == 1
 
 
+def deals_waves(row: Placement, config: ShardingConfig, ranks: int) -> bool:
+    """Tell whether a data group of ``ranks`` deals grains in waves and sums unit by unit. Not collective."""
+    return row.waves and not stays_on_card(config, ranks)
+
+
 def updates_on_card(config: ShardingConfig, optimizer: Any) -> bool:
     """Tell whether an optimizer (of :func:`mpizero.optim.adapt`) keeps its state and runs on a card. Not collective.
 
@@ -242,8 +258,8 @@ def updates_on_card(config: ShardingConfig, optimizer: Any) -> bool:
     return own
 
 
-def open_workplace(config: ShardingConfig, block_model: bool) -> Workplace:
-    """Return the host, or this rank's card: the ranks of a node take its cards in turn.
+def open_workplace(config: ShardingConfig, block_model: bool, card: int | None = None) -> Workplace:
+    """Return the host, or this rank's card: the ranks of a node take its cards in turn, unless ``card`` says which.
 
     Collective over ``config.comm``.
 
@@ -262,7 +278,7 @@ def open_workplace(config: ShardingConfig, block_model: bool) -> Workplace:
         )
     comm = config.communicator
     with comm.split_node(name="cards") as node:
-        place = node.rank
+        place = node.rank if card is None else card
     reasons = comm.allgather_object(found()[1], "cards")
     without = [rank for rank, reason in enumerate(reasons) if reason]
     if without:

@@ -10,8 +10,9 @@ expected), is the model's error. Without ``--machine`` the machine is measured f
 into stages and parts: bytes and messages that were counted, and memory, must be those planned. Exit status 1 if any is
 not. Nothing is timed.
 
-``growth``: GPTs of one width and 4 to 64 million parameters on the same tokens, one process each, in turns; a line
-through the medians, time a parameter, and by how much each model is off the line. ``--dim`` chooses the width.
+``growth``: GPTs of one width and 4 to 64 million parameters on the same tokens, one process each, in turns; the line
+from which medians are least off, relatively; time a parameter, and by how much each model is off the line. ``--dim``
+chooses the width.
 
 Shown are medians over rounds, and in parentheses least and most. Nothing else should run meanwhile.
 """
@@ -174,7 +175,8 @@ def check_growth(args: argparse.Namespace) -> None:
     seconds, parameters = measure(args, trainings)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     names = list(trainings)
-    slope, start = np.polyfit([parameters[n] for n in names], [medians[n] for n in names], 1)
+    times = np.array([medians[n] for n in names])
+    slope, start = np.polyfit([parameters[n] for n in names], times, 1, w=1 / times)  # noise grows with the time
     print(f"GPTs of dim {args.dim}, {batch} x {sequence} tokens a step, AdamW, one process; {args.rounds} rounds")
     print(f"{'parameters':>12s} {'layers':>7s} {'ms a step':>26s} {'ns a parameter':>15s} {'off the line':>13s}")
     off = {n: medians[n] / (start + slope * parameters[n]) - 1 for n in names}

@@ -6,6 +6,7 @@ That it has the bits of several ranks, for every strategy, is in ``test_training
 from __future__ import annotations
 
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
 
 import mpizero as mz
 from mpizero.errors import IntegrityError
+from mpizero.kernels import pool
 from mpizero.kernels.card import Card
+from mpizero.kernels.cuda.launch import CudaKernel
 from mpizero.kernels.simulated import SimulatedArray
 from mpizero.parallel.costs import TrainingPlan
 from mpizero.parallel.placement import placement
@@ -146,6 +149,43 @@ def test_local_gradients_are_the_hosts():
     assert found(None) == found("cpu")
 
 
+def test_a_card_is_used_in_the_thread_that_opened_it(monkeypatch):
+    """Threads of a rank share the host's work; kernels started in another thread would find another card."""
+    monkeypatch.setattr(pool, "BLOCK", 4)
+    threads, call = set(), CudaKernel.__call__
+
+    def noted(kernel, *args):
+        threads.add(threading.current_thread())
+        return call(kernel, *args)
+
+    monkeypatch.setattr(CudaKernel, "__call__", noted)
+    for clip in (None, 0.1):
+        assert trained(threads=2, clip=clip) == trained(clip=clip)
+    assert threads == {threading.current_thread()}
+
+
+def test_ranks_that_train_alone_between_means_keep_their_own_cards():
+    def number(comm):
+        with config(comm) as sharding, mz.DDPModel(network(), sharding) as model:
+            optimizer = mz.LocalSGDOptimizer(mz.SGD(lr=0.1), sharding, every=2)
+            optimizer.set_model(model)
+            model.train(*batch())
+            return model.engine.workplace.card_number, model.engine.workplace.alone
+
+    assert run_in_threads(2, number) == [(0, True), (1, True)]
+
+
+def test_a_look_at_memory_overwrites_nothing_that_was_written_on_the_host():
+    with config() as sharding, mz.DDPModel(network(), sharding) as model:
+        model.engine.bind(OPTIMIZERS["adamw"])
+        model.train(*batch())
+        store = model.engine.store
+        store.owned(0)[:2] = 7.0
+        model.check_integrity()
+        store.publish()
+        assert (model.get_parameters()[:2] == 7.0).all()
+
+
 class Own:
     """A user's own: plain descent on NumPy arrays."""
 
@@ -183,10 +223,12 @@ def test_a_plan_tells_what_lies_where_to_the_byte(place, settings, kind):
         model.engine.bind(OPTIMIZERS["adamw"])
         model.train(x, y)
         held = model.metadata()
-        plan = TrainingPlan(
+        whole = TrainingPlan(
             model=network(kind), optimizer=OPTIMIZERS["adamw"], config=config(**settings),
             row=placement("ddp" if place is mz.DDPModel else "zero2"), ranks=1, global_batch=len(x), x=x, y=y,
-        ).by_rank[0]  # fmt: skip
+        )  # fmt: skip
+        plan = whole.by_rank[0]
+    assert 0 not in whole.traffic(0).jobs, "in rows nobody takes part in a micro-batch that is not there"
     assert {part: size for part, size in plan.card.items() if part not in ("activations", "working arrays")} == {
         part: size for part, size in held.bytes_on_card.items() if size
     }
@@ -194,9 +236,10 @@ def test_a_plan_tells_what_lies_where_to_the_byte(place, settings, kind):
     assert {"gradients", "buffers"} & set(plan.memory) == set()
 
 
-def test_stages_of_one_rank_each_exchange_the_uses_of_a_tied_table():
+def test_stages_of_one_rank_each_exchange_the_uses_of_a_tied_table_and_nothing_else(monkeypatch):
     """The table's uses lie on two stages: their gradients meet on the host."""
-    settings = {"pipeline_parallel_size": 2, "zero_stage": 1}
+    settings, copied, get = {"pipeline_parallel_size": 2, "zero_stage": 1}, [], SimulatedArray.get
+    monkeypatch.setattr(SimulatedArray, "get", lambda array, out=None: (copied.append(array.size), get(array, out))[1])
 
     def found(comm, where):
         x, y = batch("tied")
@@ -206,9 +249,12 @@ def test_stages_of_one_rank_each_exchange_the_uses_of_a_tied_table():
         ):
             model.engine.bind(OPTIMIZERS["adamw"])
             losses = [model.train(x, y) for _ in range(2)]
-            return losses, model.gather_full_parameters().tobytes(), model.engine.workplace.alone
+            most = max(copied)
+            return losses, model.gather_full_parameters().tobytes(), model.engine.workplace.alone, most
 
     here, there = (run_in_threads(2, lambda comm, where=where: found(comm, where)) for where in (None, "cpu"))
     assert [told[:2] for told in here] == [told[:2] for told in there]
     assert [told[2] for told in here + there] == [True, True, False, False]
+    largest = max(3 * 4, 5 * 4)  # activations of a sample that go to the other stage, and the table
+    assert max(told[3] for told in here) <= largest < max(told[3] for told in there)
     assert np.frombuffer(here[0][1], np.float32).tobytes() == trained("tied")[1]

@@ -66,6 +66,15 @@ def test_few_rows_by_a_transposed_matrix_lie_by_rows_and_go_where_asked(monkeypa
     assert again.tobytes() == new.tobytes(), "bits depend on shapes alone"
 
 
+@pytest.mark.parametrize("rows", [blas.FEW_ROWS, blas.FEW_ROWS + 1])
+def test_an_out_that_does_not_fit_is_an_error_for_few_rows_and_for_many(monkeypatch, rows):
+    monkeypatch.setattr(blas, "library", lambda: None)
+    a, b = matrix(rows, 128), matrix(128, 96, transposed=True, seed=1)
+    for out in (np.zeros((rows + 1, 96), "f"), np.zeros((rows, 96), np.int32)):
+        with pytest.raises((ValueError, TypeError)):
+            blas.matmul(a, b, out)
+
+
 @pytest.mark.skipif(MKL is None, reason="needs the extra `mkl`")
 def test_bits_of_mkl_do_not_depend_on_where_arrays_begin(library):
     a, b, first = matrix(128, 96), matrix(96, 64, seed=1), np.empty((128, 64), "f")

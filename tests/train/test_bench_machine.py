@@ -13,7 +13,9 @@ import pytest
 
 from mpizero.errors import ConfigError, DataError
 from mpizero.kernels import stream
+from mpizero.parallel import ShardingConfig
 from mpizero.testing import run_in_threads
+from mpizero.train.configfile import Document, parse_config
 from mpizero.train.performance import machine_report
 from mpizero.train.performance.machine import MachineRequest, measure_machine
 from mpizero.train.performance.machinefile import NEEDED, Machine, read_machine, write_machine
@@ -227,3 +229,10 @@ def test_what_cannot_be_measured_is_refused(arguments, said, tmp_path, monkeypat
         return str(caught.value)
 
     assert said in run_in_threads(1, refused)[0]
+
+
+def test_products_have_the_rows_of_a_micro_batch():
+    """What is computed at once, whatever makes a grain: ``bench machine CONFIG`` and training agree on it."""
+    text = '[model]\nname = "gpt"\n[data]\ntext = "stdlib"\n[train]\nglobal_batch = 64\naccumulate = 4\n'
+    shapes = Shapes.of(parse_config(Document("c.toml", text, ())))
+    assert shapes.batch * 4 == ShardingConfig(accumulate=4).grain_size(64) == 4

@@ -38,6 +38,7 @@ from numba import cuda as _cuda
 from mpizero.kernels.card import simulated
 from mpizero.kernels.compile import with_compiled_helpers
 from mpizero.kernels.signature import Signature
+from mpizero.kernels.simulated import SimulatedArray
 from mpizero.types import Array
 
 cuda: Any = _cuda  # numba publishes types without the names that kernels use
@@ -78,7 +79,8 @@ class CudaKernel:
                 raise TypeError(f"kernel {self.name}: {name} must have {parameter.ndim} dimension(s)")
             if simulated():
                 copied = isinstance(value, np.ndarray) and parameter.readonly  # the simulator would write it back
-                passed.append(value.copy() if copied else getattr(value, "values", value))
+                own = value.values if isinstance(value, SimulatedArray) else value
+                passed.append(own.copy() if copied else own)
             elif isinstance(value, np.ndarray):
                 device = cuda.to_device(value)
                 passed.append(device)

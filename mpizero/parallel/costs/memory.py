@@ -161,7 +161,7 @@ class Holdings:
         """Return rows of whole gradients, or a ring of units and the owner's stack; and what folds micro-batches."""
         traffic, shards = self.traffic, self.traffic.part.shards
         step, grid = traffic.training.step, traffic.grid
-        if not traffic.training.row.waves:
+        if not traffic.training.step.waves:
             return self._rows()
         slot = grid.node.size * _paged(shards.largest_gradient * self._item)
         ring = self._shared(*[slot] * (2 if grid.node.size > 1 else 1))

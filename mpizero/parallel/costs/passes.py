@@ -74,7 +74,7 @@ class Passes:
         training = self.traffic.training
         fusible = training.optimizer.elementwise_kernel or training.optimizer.needs_tensor_norms
         ties = any(use.stage == self._stage for uses in self.traffic.part.stage.uses.values() for use in uses)
-        single = self.traffic.grid.peers.size == 1 or training.row.waves
+        single = self.traffic.grid.peers.size == 1 or training.step.waves
         return bool(fusible) and not training.needs_norm and not ties and single
 
     @property
@@ -102,7 +102,7 @@ class Passes:
 
     def reduction(self) -> list[Pass]:
         """Return the sums over ranks, except what the optimizer takes up at once. Not collective."""
-        return list(self._waves() if self.traffic.training.row.waves else self._rows())
+        return list(self._waves() if self.traffic.training.step.waves else self._rows())
 
     def _rows(self) -> Iterator[Pass]:
         plan = self.traffic.training.step.rows(self.traffic.grid)
@@ -129,7 +129,7 @@ class Passes:
         training = self.traffic.training
         arrays = 1 + len(training.optimizer.slots)
         rows = 1
-        if self.fused and not training.row.waves:
+        if self.fused and not training.step.waves:
             rows = _rows_read(training.step.rows(self.traffic.grid).root)
         gradients = self._owned if training.row.shard_optimizer else self._group
         found = [self._pass(gradients, rows, 0), self._pass(self._updated, arrays, arrays)]

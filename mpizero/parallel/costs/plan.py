@@ -22,6 +22,7 @@ from mpizero.parallel.costs.traffic import Traffic, Training
 from mpizero.parallel.costs.trial import Sample
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.spread import Spread
+from mpizero.parallel.workplace import deals_waves
 from mpizero.types import Array, Run
 
 
@@ -157,7 +158,8 @@ class TrainingPlan:
     @cached_property
     def training(self) -> Training:
         """What does not depend on the rank."""
-        step = Step(self.grains, self.config.accumulate, self.row.waves)
+        ranks = self.axes.data * self.axes.context
+        step = Step(self.grains, self.config.accumulate, deals_waves(self.row, self.config, ranks))
         sizes = (self.x[:1].nbytes, self.y[:1].nbytes)
         item = np.dtype(self.model.dtype).itemsize
         return Training(self.row, self.config, optim.adapt(self.optimizer), step, item, sizes, self.loss_scale)

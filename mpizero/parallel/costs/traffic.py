@@ -135,7 +135,7 @@ class Traffic:
         if self._behind:
             widths = [[sum(span.size for span in part) for part in bucket.parts] for bucket in self._buckets]
             return [turn(width, peer, self._row_counts, self.training.itemsize) for width in widths]
-        if not self.training.row.waves:
+        if not self.training.step.waves:
             totals = [sum(gradients[rank]) for rank in self.grid.peer_ranks]
             return [self._exchange(totals, peer, self._row_counts)]
         units = [[gradients[rank][unit.index] for rank in self.grid.peer_ranks] for unit in self.part.layout.units]

@@ -128,7 +128,7 @@ class Floors:
         ties = self._purpose("ties", sent["ties"]) if "ties" in sent else 0.0
         rows = self._exchanges("exchange", traffic.reductions()) + self._exchanges("gather", traffic.replications())
         times = 1
-        if traffic.training.row.waves:
+        if traffic.training.step.waves:
             waves = traffic.training.step.ring(traffic.grid).waves
             times = len(waves) * len(traffic.part.layout.units)
         return rows + ties + times * self._barrier(traffic)

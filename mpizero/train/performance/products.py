@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 from mpizero.comm import Communicator
 from mpizero.errors import ConfigError
 from mpizero.kernels.blas import matmul
+from mpizero.parallel.config import micro_size
 from mpizero.train.config import Config, GptSection
 from mpizero.train.performance.machinefile import Product
 from mpizero.train.performance.rounds import alone, together
@@ -34,7 +34,7 @@ class Shapes:
     Attributes
     ----------
     dim, heads, sequence, batch : int
-        Features, attention heads, tokens of a sample, samples of a grain.
+        Features, attention heads, tokens of a sample, samples of a micro-batch.
     dtype : str
         "float32" or "float64".
     """
@@ -55,7 +55,7 @@ class Shapes:
 
     @classmethod
     def of(cls, config: Config) -> Shapes:
-        """Return the shapes of the grains that a configuration trains on. Not collective.
+        """Return the shapes of the micro-batches that a configuration trains on. Not collective.
 
         Raises
         ------
@@ -65,8 +65,8 @@ class Shapes:
         section, train = config.model, config.train
         if not isinstance(section, GptSection):
             raise ConfigError(f'model.name = "{section.name}": bench machine takes the shapes of a "gpt"; give --dim')
-        grain = train.micro_batch or math.ceil(train.global_batch / 16)
-        return cls(section.dim, section.heads, section.sequence, grain, section.dtype)
+        batch = micro_size(train.global_batch, train.micro_batch, train.accumulate)
+        return cls(section.dim, section.heads, section.sequence, batch, section.dtype)
 
     def linear(self) -> Iterator[tuple[str, int, int]]:
         """Give the name, inputs and outputs of a block's linear maps. Not collective."""

@@ -68,7 +68,7 @@ class State(NamedTuple):
 class Gradient(NamedTuple):
     """What one evaluation of a batch gives before anything is updated.
 
-    ``grains`` are the losses of this rank's own grains; ``reduced`` is the gradient where the engine keeps it.
+    ``grains`` are the losses of this rank's own grains; ``reduced`` is the gradient as ``Engine.step`` takes it.
     """
 
     totals: Totals
