@@ -72,16 +72,10 @@ class WatchedJob:
         self._written[unit.index] = self.job.target(unit)
         return self.workplace.target(unit, self._written[unit.index])
 
-    @property
-    def tells_blocks(self) -> bool:
-        """Whether :meth:`ended` shall be told of each block, while caches have its gradients."""
-        return self.workplace.tells_blocks
-
     def ended(self, unit: Unit, block: str) -> None:
         """Check and pass on the gradients of a block of a unit that is not complete yet."""
         begun = self.timeline.begin()
-        if self.job.grain is not None:
-            self._check_block(self.job.grain.number, unit, block, self._written[unit.index][block])
+        self._check(unit, block, self._written[unit.index][block])
         self._checked.add(block)
         if self.job.ended is not None:
             self.job.ended(block)
@@ -93,24 +87,19 @@ class WatchedJob:
         written = self._written.pop(unit.index, {})
         if written:
             self.workplace.done(unit, written)
-        if self.job.grain is not None:
-            self._check(self.job.grain.number, unit, written)
+        for block, views in reversed(written.items()):  # the last one came first
+            if block not in self._checked:
+                self._check(unit, block, views)
         self.job.done(unit)
         self.timeline.end("local sums", unit, begun)
 
-    def _check(self, grain: int, unit: Unit, written: dict[str, Any]) -> None:
-        """Check the blocks of a unit that have not been: all at once, or one by one."""
-        left = [block for block in reversed(written) if block not in self._checked]  # the last one came first
-        if len(left) > 1 and len(left) == len(written) and all_finite(self.job.flat(unit)):
+    def _check(self, unit: Unit, block: str, views: Any) -> None:
+        """Check a block's gradients by the ranges they stand in, and by name only where something is wrong."""
+        if self.job.grain is None:
             return
-        for block in left:
-            self._check_block(grain, unit, block, written[block])
-
-    def _check_block(self, grain: int, unit: Unit, block: str, views: Any) -> None:
-        """Check a block's gradients by the range they stand in, and by name only where something is wrong."""
-        flat = self.job.flat(unit)
-        if not all(all_finite(flat[span.start : span.stop]) for span in unit.gradient_ranges[block]):
-            self.scalars.check(grain, block, views)
+        flat, ranges = self.job.flat(unit), unit.gradient_ranges[block]
+        if not all(all_finite(flat[span.start : span.stop]) for span in ranges):
+            self.scalars.check(self.job.grain.number, block, views)
 
 
 class SequentialRunner:
@@ -159,7 +148,7 @@ class SequentialRunner:
         assert grain is not None
         x, y, first = grain.micro_batches[number]
         try:
-            ended = watched.ended if watched.tells_blocks else None
+            ended = watched.ended if self.workplace.tells_blocks else None
             loss, weight = self.evaluator.gradients(x, y, run_of(first), watched.target, watched.done, ended)
             if self.counts:
                 self.scalars.add(grain.number, loss, weight)
