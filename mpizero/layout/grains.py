@@ -31,6 +31,11 @@ class Grains:
         if self.samples < 0 or self.size < 1:
             raise ConfigError(f"grains need samples >= 0 and size >= 1, got {self.samples=} and {self.size=}")
 
+    def described(self, micro_batches: int) -> str:
+        """Say for people how many grains there are, of how many samples and micro-batches. Not collective."""
+        parts = f", each of {micro_batches} micro-batches" if micro_batches > 1 else ""
+        return f"{self.count} grains of {self.size}{parts}"
+
     @staticmethod
     def default_size(samples: int) -> int:
         """Return the grain size used when none is given: a function of the global batch alone."""

@@ -14,6 +14,7 @@ from mpizero import data, nn, optim
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.errors import DataError
+from mpizero.layout import Grains
 from mpizero.parallel import HybridShardedModel, HybridShardedOptimizer, ShardingConfig, distribute
 from mpizero.train.checks import rejected
 from mpizero.train.config import Config, DataSection, GptSection, MlpSection, OptimizerSection
@@ -64,16 +65,15 @@ class Job:
         Not collective.
         """
         train, parallel, sharing = self.config.train, self.config.parallel, self.model.batch_group.size
-        size = self.sharding.grain_size(train.global_batch)
-        grains = -(-train.global_batch // size)
+        grains = Grains(train.global_batch, self.sharding.grain_size(train.global_batch))
         who = "replicas" if parallel.splits_model else "ranks"
-        parts = f", each of {train.accumulate} micro-batches" if train.accumulate > 1 else ""
-        idle = f"; {who} {grains} to {sharing - 1} have no grain and only help" if sharing > grains else ""
+        count = grains.count
+        idle = f"; {who} {count} to {sharing - 1} have no grain and only help" if sharing > count else ""
         return (
             f"{self.config.model.name} with {self.model.parameter_count:,} parameters, "
             f"{parallel.describe(self.comm.size)}; "
             f"{len(self.source):,} training and {len(self.validation):,} validation samples; "
-            f"{train.global_batch} a step in {grains} grains of {size}{parts}{idle}"
+            f"{train.global_batch} a step in {grains.described(train.accumulate)}{idle}"
             f"{self.model.engine.workplace.describe()}"
         )
 

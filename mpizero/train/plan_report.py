@@ -43,12 +43,10 @@ def _head(plan: Plan) -> str:
     where = f"on {nodes} node{'s' if nodes > 1 else ''}"
     if config.parallel.splits_model:
         where = f"{training.ranks} ranks {where}"
-    several = config.train.accumulate
-    parts = f", each of {several} micro-batches" if several > 1 else ""
     return (
         f"{config.model.name} with {plan.parameter_count:,} {config.model.dtype} parameters, {config.optimizer.name}; "
         f"{config.parallel.describe(training.ranks)}; {where}\n"
-        f"{training.global_batch} samples a step in {grains.count} grains of {grains.size}{parts}"
+        f"{training.global_batch} samples a step in {grains.described(config.train.accumulate)}"
     )
 
 
