@@ -80,9 +80,9 @@ class Engine:
         self.memory = Memory(self.grid.node)
         self.timeline, sharded = Timeline(), placement.shard_parameters
         self.store = ParameterStore(self.layout, self.grid, self.memory, sharded, self.dtype, timeline=self.timeline)
-        self.workplace.settle(ranks := self.grid.data.size)
-        room, waves = self.workplace.room(self.memory), deals_waves(placement, config, ranks)
-        self._gradients = GradientStore(self.store, room, config.accumulate, waves=waves)
+        self.workplace.share_gradients(ranks := self.grid.data.size)
+        allocator, waves = self.workplace.allocator(self.memory), deals_waves(placement, config, ranks)
+        self._gradients = GradientStore(self.store, allocator, config.accumulate, waves=waves)
         self._ring = self._gradients.ring
         self.whole = GlobalView(blocks_of(model), self.store, self.grid)
         self.exchange = GradientExchange(self.store, self.memory, placement, config.gradient_compression)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpizero.parallel.gradients import GradientRing, GradientViews, Room
+from mpizero.parallel.gradients import Allocator, GradientRing, GradientViews
 from mpizero.parallel.rows import GradientRows
 from mpizero.parallel.storage import ParameterStore
 
@@ -14,7 +14,7 @@ class GradientStore:
     ----------
     store : ParameterStore
         The parameters.
-    room : Room
+    allocator : Allocator
         Where rows come from; a ring always comes from the store's own memory.
     accumulate : int
         Micro-batches of a grain.
@@ -27,9 +27,9 @@ class GradientStore:
         The ring, where there is one.
     """
 
-    def __init__(self, store: ParameterStore, room: Room, accumulate: int, *, waves: bool) -> None:
-        self._store, self._room, self._accumulate = store, room, accumulate
-        self._named = GradientViews(store.layout, room, store.dtype)
+    def __init__(self, store: ParameterStore, allocator: Allocator, accumulate: int, *, waves: bool) -> None:
+        self._store, self._allocator, self._accumulate = store, allocator, accumulate
+        self._named = GradientViews(store.layout, allocator, store.dtype)
         self._rows: GradientRows | None = None
         self.ring: GradientRing | None = None
         if waves:
@@ -41,8 +41,8 @@ class GradientStore:
     def rows(self) -> GradientRows:
         """The rows that hold whole gradients; made when they are first needed."""
         if self._rows is None:
-            store, room = self._store, self._room
-            self._rows = GradientRows(store.layout, store.grid, room, store.dtype, self._accumulate, self._named)
+            store, given = self._store, self._allocator
+            self._rows = GradientRows(store.layout, store.grid, given, store.dtype, self._accumulate, self._named)
             if self.ring is None:
                 self._store.beside = self._rows.poll
         return self._rows

@@ -27,7 +27,7 @@ from mpizero.parallel.ownership import Share
 from mpizero.types import Array
 
 
-class Room(Protocol):
+class Allocator(Protocol):
     """What gives arrays and counts them: :class:`mpizero.parallel.memory.Memory`, or a card."""
 
     def private(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
@@ -74,7 +74,7 @@ class Job(NamedTuple):
 class GradientViews:
     """Named views of gradient buffers; frozen parameters get a scratch place whose values nobody reads."""
 
-    def __init__(self, layout: FlatLayout, memory: Room, dtype: Any) -> None:
+    def __init__(self, layout: FlatLayout, memory: Allocator, dtype: Any) -> None:
         frozen = max((e.spec.size for e in layout.entries if e.gradient < 0), default=0)
         self.scratch = memory.private("buffers", frozen, dtype)
         self.layout = layout
@@ -99,7 +99,7 @@ def _united(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 class MicroFold:
     """Add the micro-batches of a grain in order, in one buffer besides the target, made when it is first needed."""
 
-    def __init__(self, memory: Room, size: int, dtype: Any, accumulate: int) -> None:
+    def __init__(self, memory: Allocator, size: int, dtype: Any, accumulate: int) -> None:
         self.memory, self.size, self.dtype = memory, size if accumulate > 1 else 0, dtype
         self.partial: Array = np.empty(0, dtype)
 

@@ -20,7 +20,7 @@ from mpizero.types import Array
 ALIGNED = 64
 
 
-class CardRoom:
+class CardAllocator:
     """Gives the gradients of a rank that is alone in its data group their place on its card, and counts them there."""
 
     def __init__(self, card: Card) -> None:

@@ -15,7 +15,7 @@ from mpizero.layout import FlatLayout, Grains, RowsPlan, Span, Unit, rows_plan
 from mpizero.parallel.behind import SumsBehind
 from mpizero.parallel.dealing import GlobalBatch
 from mpizero.parallel.feedback import GradientExchange
-from mpizero.parallel.gradients import GradientViews, Job, MicroFold, Room
+from mpizero.parallel.gradients import Allocator, GradientViews, Job, MicroFold
 from mpizero.parallel.memory import PAGE
 from mpizero.parallel.ownership import Share
 from mpizero.parallel.storage import ParameterStore
@@ -58,7 +58,13 @@ class GradientRows:
     """
 
     def __init__(
-        self, layout: FlatLayout, grid: ProcessGrid, memory: Room, dtype: Any, accumulate: int, named: GradientViews
+        self,
+        layout: FlatLayout,
+        grid: ProcessGrid,
+        memory: Allocator,
+        dtype: Any,
+        accumulate: int,
+        named: GradientViews,
     ) -> None:
         self.layout, self.grid, self.memory, self.named = layout, grid, memory, named
         self.dtype = np.dtype(dtype)

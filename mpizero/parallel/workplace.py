@@ -24,9 +24,9 @@ from mpizero.parallel.card_messages import CardCourier, CardGroup, DirectCourier
 from mpizero.parallel.card_update import CardUpdater
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.courier import Courier
-from mpizero.parallel.gradients import Job, Room
+from mpizero.parallel.gradients import Allocator, Job
 from mpizero.parallel.memory import Memory
-from mpizero.parallel.mirror import CardMirror, CardRoom, UnitGradients
+from mpizero.parallel.mirror import CardAllocator, CardMirror, UnitGradients
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.storage import Lender, ParameterStore
 from mpizero.parallel.update import Updater
@@ -40,16 +40,16 @@ class Workplace:
     #: there; on a card each look is a wait for it.
     tells_blocks = True
 
-    #: Whether gradients stay here, in rows: no other rank adds to them.
-    alone = False
+    #: Whether gradients stay on this rank's card, in rows: no other rank adds to them.
+    keeps_gradients = False
     #: The number of the card, where there is one.
     card_number: int | None = None
 
-    def settle(self, ranks: int) -> None:
-        """Be told how many ranks add up gradients together; before anything below is asked for. Not collective."""
+    def share_gradients(self, ranks: int) -> None:
+        """Be told how many ranks add up gradients; before anything below is asked for. Not collective."""
 
-    def room(self, memory: Memory) -> Room:
-        """Return what gives gradients their place. Not collective."""
+    def allocator(self, memory: Memory) -> Allocator:
+        """Return what gives gradients their memory. Not collective."""
         return memory
 
     def lender(self, store: ParameterStore) -> Lender:
@@ -119,13 +119,13 @@ class CardWorkplace(Workplace):
         self._mirror: CardMirror | None = None
         self._found: str | None = None
 
-    def settle(self, ranks: int) -> None:
-        """Be told how many ranks add up gradients together. Not collective."""
-        self.alone = stays_on_card(self.config, ranks)
+    def share_gradients(self, ranks: int) -> None:
+        """Be told how many ranks add up gradients. Not collective."""
+        self.keeps_gradients = gradients_stay(self.config, ranks)
 
-    def room(self, memory: Memory) -> Room:
+    def allocator(self, memory: Memory) -> Allocator:
         """Return the card's memory for gradients that stay there, else the host's. Not collective."""
-        return CardRoom(self.card) if self.alone else memory
+        return CardAllocator(self.card) if self.keeps_gradients else memory
 
     def lender(self, store: ParameterStore) -> Lender:
         """Return the mirror of ``store`` on the card; gradients of its units then have room there. Not collective."""
@@ -133,7 +133,7 @@ class CardWorkplace(Workplace):
 
     def _mirror_of(self, store: ParameterStore) -> CardMirror:
         if self._mirror is None or self._mirror.store is not store:
-            self._mirror = CardMirror(store, self.card, self.sixteen, fetches=not self.alone)
+            self._mirror = CardMirror(store, self.card, self.sixteen, fetches=not self.keeps_gradients)
         return self._mirror
 
     def updater(
@@ -149,7 +149,7 @@ class CardWorkplace(Workplace):
         adapted = optim.adapt(optimizer)
         if not updates_on_card(self.config, adapted):
             return super().updater(adapted, store, memory, replicated=replicated, in_rows=in_rows)
-        settings = {"replicated": replicated, "in_rows": in_rows, "from_host": not self.alone}
+        settings = {"replicated": replicated, "in_rows": in_rows, "from_host": not self.keeps_gradients}
         return CardUpdater(adapted, store, memory, self._mirror_of(store), **settings)
 
     def held(self) -> dict[str, int]:
@@ -226,7 +226,7 @@ class CardWorkplace(Workplace):
         return self._mirror.gradients
 
 
-def stays_on_card(config: ShardingConfig, ranks: int) -> bool:
+def gradients_stay(config: ShardingConfig, ranks: int) -> bool:
     """Tell whether gradients stay on a card: those of a rank that is alone in its data group of ``ranks``.
 
     Not collective. Not with ``optimizer_device="cpu"``, for which they must come to the host.
@@ -236,7 +236,7 @@ def stays_on_card(config: ShardingConfig, ranks: int) -> bool:
 
 def deals_waves(row: Placement, config: ShardingConfig, ranks: int) -> bool:
     """Tell whether a data group of ``ranks`` deals grains in waves and sums unit by unit. Not collective."""
-    return row.waves and not stays_on_card(config, ranks)
+    return row.waves and not gradients_stay(config, ranks)
 
 
 def updates_on_card(config: ShardingConfig, optimizer: Any) -> bool:

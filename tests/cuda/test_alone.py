@@ -170,7 +170,7 @@ def test_ranks_that_train_alone_between_means_keep_their_own_cards():
             optimizer = mz.LocalSGDOptimizer(mz.SGD(lr=0.1), sharding, every=2)
             optimizer.set_model(model)
             model.train(*batch())
-            return model.engine.workplace.card_number, model.engine.workplace.alone
+            return model.engine.workplace.card_number, model.engine.workplace.keeps_gradients
 
     assert run_in_threads(2, number) == [(0, True), (1, True)]
 
@@ -250,7 +250,7 @@ def test_stages_of_one_rank_each_exchange_the_uses_of_a_tied_table_and_nothing_e
             model.engine.bind(OPTIMIZERS["adamw"])
             losses = [model.train(x, y) for _ in range(2)]
             most = max(copied)
-            return losses, model.gather_full_parameters().tobytes(), model.engine.workplace.alone, most
+            return losses, model.gather_full_parameters().tobytes(), model.engine.workplace.keeps_gradients, most
 
     here, there = (run_in_threads(2, lambda comm, where=where: found(comm, where)) for where in (None, "cpu"))
     assert [told[:2] for told in here] == [told[:2] for told in there]

@@ -24,7 +24,7 @@ from mpizero.parallel.feedback import residual_sizes
 from mpizero.parallel.memory import PAGE
 from mpizero.parallel.mirror import gradient_places
 from mpizero.parallel.storage import SLOTS
-from mpizero.parallel.workplace import stays_on_card, updates_on_card
+from mpizero.parallel.workplace import gradients_stay, updates_on_card
 
 #: The parts of a rank's memory, in the order in which they are shown.
 PARTS = (
@@ -84,7 +84,7 @@ class Holdings:
         figures = self.flow.figures
         found = {
             "parameters": self._parameters(),
-            "gradients": Bytes() if self._alone else self._gradients(),
+            "gradients": Bytes() if self._keeps_gradients else self._gradients(),
             "optimizer state": Bytes(0 if self._updates_on_card else self._state() * self._item),
             "residuals": self._residuals(),
             "buffers": self._buffers(),
@@ -102,14 +102,14 @@ class Holdings:
             return {}
         layout, shards, figures = self.traffic.part.layout, self.traffic.part.shards, self.flow.figures
         state = {"optimizer state": self._state() * self._item} if self._updates_on_card else {}
-        buffers = self._frozen if self._alone else self._update_buffers() if self._updates_on_card else 0
+        buffers = self._frozen if self._keeps_gradients else self._update_buffers() if self._updates_on_card else 0
         gradients = max((gradient_places(unit)[1] for unit in layout.units), default=0) * self._item
         return (
             state
             | ({"buffers": buffers} if buffers else {})
             | {
                 "parameters": (shards.largest if self.traffic.sharded else layout.size) * self._item,
-                "gradients": self._rows().private if self._alone else gradients,
+                "gradients": self._gradients().private if self._keeps_gradients else gradients,
                 "activations": figures.kept,
                 "working arrays": figures.most - figures.kept,
             }
@@ -120,14 +120,14 @@ class Holdings:
         return self.traffic.training.config.device != "cpu"
 
     @property
-    def _alone(self) -> bool:
+    def _keeps_gradients(self) -> bool:
         """Whether gradients stay on the card."""
-        return stays_on_card(self.traffic.training.config, self.traffic.grid.data.size)
+        return gradients_stay(self.traffic.training.config, self.traffic.grid.data.size)
 
     @property
     def _host_work(self) -> int:
         """Return what copies pass through, and the reduced gradient that a user's own optimizer takes from the card."""
-        fetched = self._alone and not self._updates_on_card
+        fetched = self._keeps_gradients and not self._updates_on_card
         return STAGING + (self.traffic.part.layout.gradient_size * self._item if fetched else 0)
 
     def _update_buffers(self) -> int:
@@ -161,17 +161,15 @@ class Holdings:
         """Return rows of whole gradients, or a ring of units and the owner's stack; and what folds micro-batches."""
         traffic, shards = self.traffic, self.traffic.part.shards
         step, grid = traffic.training.step, traffic.grid
-        if not traffic.training.step.waves:
-            return self._rows()
+        if not step.waves:
+            rows = self._shared(
+                step.rows(grid).rows * grid.node.size * _paged(shards.layout.gradient_size * self._item)
+            )
+            return rows._replace(private=rows.private + self._folded)
         slot = grid.node.size * _paged(shards.largest_gradient * self._item)
         ring = self._shared(*[slot] * (2 if grid.node.size > 1 else 1))
         stack = step.ring(grid).rows * sum(shards.gradients[grid.data.rank]) * self._item
         return ring._replace(private=ring.private + stack + self._folded)
-
-    def _rows(self) -> Bytes:
-        grid, whole = self.traffic.grid, self.traffic.part.layout.gradient_size * self._item
-        rows = self._shared(self.traffic.training.step.rows(grid).rows * grid.node.size * _paged(whole))
-        return rows._replace(private=rows.private + self._folded)
 
     @property
     def _folded(self) -> int:
@@ -202,7 +200,7 @@ class Holdings:
         units = Bytes()
         if self.traffic.sharded:
             units = self._shared(*[self.traffic.part.shards.largest * self._item] * SLOTS)
-        return units._replace(private=units.private + (0 if self._alone else self._frozen))
+        return units._replace(private=units.private + (0 if self._keeps_gradients else self._frozen))
 
     @property
     def _frozen(self) -> int:
