@@ -1,13 +1,13 @@
-"""An optimizer's pass on a card: state lies there; reduced gradients come from the host, and new values go back.
+"""An optimizer's pass on a card, where its state lies.
+
+Gradients of a rank that is alone in its data group are on the card themselves (:class:`CardUpdater`): the host's pass
+runs on the card's arrays, and nothing is copied. Those of other ranks come from the host (:class:`StagedUpdater`).
 
 [Note: an update on a card] What a rank updates is one range in the order of its optimizer state. Block by block, each
 as long as the pinned buffer, gradients are summed, or copied, into that buffer and sent, the card's kernels run, and
 the updated parameters are read into the window that the node shares. Where the card has a copy of all parameters,
 values are updated in that copy; the shard of a sharded store passes through a block of its own. Kernels work element by
 element, so blocks and shards change no bit; they round as the card does, which may contract a product and a sum.
-
-Where the gradients are on the card themselves (those of a rank that is alone in its data group) the host's pass runs on
-the card's arrays, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Cut(NamedTuple):
 
 
 class CardUpdater(Updater):
-    """One of the library's optimizers, bound to the ranges that this rank updates, with its state on a card.
+    """One of the library's optimizers with state and gradients on a card: the host's pass runs on the card's arrays.
 
     Parameters
     ----------
@@ -82,8 +82,6 @@ class CardUpdater(Updater):
         The card's copy of ``store``.
     replicated, in_rows : bool
         As for :class:`Updater`.
-    from_host : bool
-        Whether gradients come from the host step by step, so that the buffers which they pass are made at once.
     """
 
     def __init__(
@@ -95,22 +93,9 @@ class CardUpdater(Updater):
         *,
         replicated: bool,
         in_rows: bool,
-        from_host: bool,
     ) -> None:
         self.mirror, self.card = mirror, mirror.card
         super().__init__(optimizer, store, memory, replicated=replicated, in_rows=in_rows)
-        self._buffers: tuple[Array, Array] | None = None
-        if from_host:
-            self._kept_buffers()
-
-    def _kept_buffers(self) -> tuple[Array, Array]:
-        """Return the buffers for gradients and for parameters of a sharded store, made at the first call."""
-        if self._buffers is None:
-            norms = self.optimizer.needs_tensor_norms
-            sizes = buffer_sizes(self.size, self.dtype.itemsize, norms=norms, whole=self.mirror.whole)
-            gradient, weights = (self.card.keep("buffers", size, self.dtype) for size in sizes)
-            self._buffers = gradient, weights
-        return self._buffers
 
     def _new_state(self) -> Array:
         state = self.card.keep("optimizer state", self.size, self.dtype)
@@ -121,8 +106,6 @@ class CardUpdater(Updater):
         """Stop counting what is dropped. Not collective."""
         for array in self.state.values():
             self.card.release("optimizer state", array)
-        for buffer in self._buffers or ():
-            self.card.release("buffers", buffer)
 
     def host_state(self, *, fetch: bool = True) -> dict[str, Array]:
         """Return a copy of the state on the host, of undefined contents with ``fetch=False``. Not collective."""
@@ -136,17 +119,55 @@ class CardUpdater(Updater):
         for slot, values in host.items():
             self.card.write(self.state[slot], values)
 
+    def update_fused(self, rows: Array, program: Array, divisor: Array, out: Array, threads: int) -> None:
+        """Sum, divide and update as the host does. Collective for optimizers that need norms."""
+        super().update_fused(rows, self._placed(program), self._placed(divisor), out, _ONE_THREAD)
+        self.mirror.updated(on_host=False)
+
+    def update(self, reduced: Array, threads: int) -> None:
+        """Update from reduced gradients as the host does. Collective for optimizers that need norms."""
+        super().update(reduced, _ONE_THREAD)
+        self.mirror.updated(on_host=False)
+
+    def where_used(self, reduced: Array) -> Array:
+        """Return the reduced gradient on the card. Not collective."""
+        return self.card.put(reduced)
+
+    def _placed(self, scalars: Array) -> Array:
+        return self.card.put(scalars)
+
+    def _parameters(self) -> Array:
+        return self.mirror.current()
+
+
+class StagedUpdater(CardUpdater):
+    """State on a card, gradients on the host: they pass through buffers on the card, block by block."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        gradient, weights = buffer_sizes(
+            self.size, self.dtype.itemsize, norms=self.optimizer.needs_tensor_norms, whole=self.mirror.whole
+        )
+        self._gradient = self.card.keep("buffers", gradient, self.dtype)
+        self._weights = self.card.keep("buffers", weights, self.dtype)
+
+    def release(self) -> None:
+        """Stop counting what is dropped. Not collective."""
+        super().release()
+        for buffer in (self._gradient, self._weights):
+            self.card.release("buffers", buffer)
+
+    def where_used(self, reduced: Array) -> Array:
+        """Return the reduced gradient on the host. Not collective."""
+        return reduced
+
     # ------------------------------------------------------------------ updates
 
     def update_fused(self, rows: Array, program: Array, divisor: Array, out: Array, threads: int) -> None:
-        """Sum, divide and update; what lies on the host is summed on the way to the card, and ``out`` left as it is.
+        """Sum and divide on the way to the card, and update there; ``out`` is left as it is.
 
         Collective for optimizers that need norms.
         """
-        if not isinstance(rows, np.ndarray):
-            super().update_fused(rows, self._placed(program), self._placed(divisor), out, _ONE_THREAD)
-            self.mirror.updated(on_host=False)
-            return
 
         def tree(at: int, first: int, target: Array) -> None:
             args = (rows, at + first, rows[:0], 0, program, divisor, target)
@@ -164,10 +185,6 @@ class CardUpdater(Updater):
 
     def update(self, reduced: Array, threads: int) -> None:
         """Update this rank's parameters from reduced gradients. Collective for optimizers that need norms."""
-        if not isinstance(reduced, np.ndarray):
-            super().update(reduced, _ONE_THREAD)
-            self.mirror.updated(on_host=False)
-            return
         if self.watch is not None:
             self.watch(reduced)
         self._update({run: copied(reduced[run.gradient : run.gradient + run.size]) for run in self.runs})
@@ -175,11 +192,11 @@ class CardUpdater(Updater):
     def _update(self, fills: Mapping[UpdateRun | UpdatePiece, Fill]) -> None:
         """Update from gradients that ``fills`` gives, by run or piece."""
         hypers, norms = self.hypers(), self.optimizer.needs_tensor_norms
-        placed, buffer = {group: self._placed(hyper) for group, hyper in hypers.items()}, self._kept_buffers()[0]
+        placed = {group: self._placed(hyper) for group, hyper in hypers.items()}
         for first, cuts in self._blocks(sorted(fills, key=lambda run: run.state)):
             base = 0 if norms else first  # directions are kept, all of them, until their norms are known
             size = sum(cut.size for cut in cuts)
-            gradient = buffer[first - base : first - base + size]
+            gradient = self._gradient[first - base : first - base + size]
             self.card.send(gradient, [Source(cut.state - first, cut.size, _from(fills[cut.of], cut)) for cut in cuts])
             with self._lent(first, cuts, changed=not norms) as weights:
                 for cut, w in zip(cuts, weights, strict=True):
@@ -194,28 +211,18 @@ class CardUpdater(Updater):
 
     def _apply_kept_directions(self, hypers: dict[int, Array]) -> None:
         """LAMB's second half, as :meth:`Updater._apply_directions`, with all directions on the card. Collective."""
-        own, directions = self.trees.own, self._kept_buffers()[0]
+        own = self.trees.own
         held = self.mirror.current() if self.mirror.whole else self.store.values
         weights = self._square_sums(held, [piece.store for piece in own])
-        steps = self._square_sums(directions, [piece.state for piece in own])
+        steps = self._square_sums(self._gradient, [piece.state for piece in own])
         for first, cuts in self._blocks(self.pieces):
             with self._lent(first, cuts, changed=True) as lent:
                 for cut, w in zip(cuts, lent, strict=True):
                     assert isinstance(cut.of, UpdatePiece)
                     name = home_of(cut.of.entry.spec)
                     ratio = self.optimizer.trust_ratio(weights[name] ** 0.5, steps[name] ** 0.5)
-                    direction = directions[cut.state : cut.state + cut.size]
+                    direction = self._gradient[cut.state : cut.state + cut.size]
                     self.optimizer.apply_direction(w, direction, hypers[cut.of.group], ratio)
-
-    def where_used(self, reduced: Array) -> Array:
-        """Return the reduced gradient, on the host or on the card as it is. Not collective."""
-        return reduced
-
-    def _placed(self, scalars: Array) -> Array:
-        return self.card.put(scalars)
-
-    def _parameters(self) -> Array:
-        return self.mirror.current()
 
     # ------------------------------------------------------------------ blocks
 
@@ -237,10 +244,7 @@ class CardUpdater(Updater):
         if self.mirror.whole:
             source, starts = self.mirror.current(), [cut.store for cut in cuts]
         else:
-            source, starts = (
-                self._kept_buffers()[1][: sum(cut.size for cut in cuts)],
-                [cut.state - first for cut in cuts],
-            )
+            source, starts = self._weights[: sum(cut.size for cut in cuts)], [cut.state - first for cut in cuts]
             places = zip(starts, host, strict=True)
             self.card.send(source, [Source(start, values.size, copied(values)) for start, values in places])
         yield [source[start : start + cut.size] for start, cut in zip(starts, cuts, strict=True)]

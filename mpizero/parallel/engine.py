@@ -187,7 +187,7 @@ class Engine:
         ``sent`` is what ``grid.bytes_sent`` was before the gradient was computed.
         """
         self.memory.barrier("step")  # who still reads parameters reads the old ones
-        return self._finish(totals, sent, lambda: self.apply(reduced))
+        return self._finish(totals, sent, lambda: self.apply(self._bound().where_used(reduced)))
 
     def _finish(self, totals: Totals, sent: int, update: Callable[[], Outcome]) -> StepReport:
         """Update, unless something is not finite, and end the step."""

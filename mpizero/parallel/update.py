@@ -233,7 +233,7 @@ class Updater:
         return total
 
     def where_used(self, reduced: Array) -> Array:
-        """Return the reduced gradient where it is used: on the host, where one on a card is copied. Not collective."""
+        """Return a reduced gradient where :meth:`update` takes it: on the host. Not collective."""
         host: Array = kernels.to_host(reduced)
         return host
 

@@ -21,7 +21,7 @@ from mpizero.errors import ConfigError
 from mpizero.kernels.card import Card, found, open_card
 from mpizero.layout import Unit
 from mpizero.parallel.card_messages import CardCourier, CardGroup, DirectCourier, DirectGroup
-from mpizero.parallel.card_update import CardUpdater
+from mpizero.parallel.card_update import CardUpdater, StagedUpdater
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.courier import Courier
 from mpizero.parallel.gradients import Allocator, Job
@@ -149,8 +149,8 @@ class CardWorkplace(Workplace):
         adapted = optim.adapt(optimizer)
         if not updates_on_card(self.config, adapted):
             return super().updater(adapted, store, memory, replicated=replicated, in_rows=in_rows)
-        settings = {"replicated": replicated, "in_rows": in_rows, "from_host": not self.keeps_gradients}
-        return CardUpdater(adapted, store, memory, self._mirror_of(store), **settings)
+        kind = CardUpdater if self.keeps_gradients else StagedUpdater
+        return kind(adapted, store, memory, self._mirror_of(store), replicated=replicated, in_rows=in_rows)
 
     def held(self) -> dict[str, int]:
         """Return the bytes of model state on the card, by kind. Not collective."""
