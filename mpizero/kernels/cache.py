@@ -1,7 +1,9 @@
 """Folder of compiled kernels: one object file per kernel and dtype, made by one process per node.
 
 The folder's name is a hash of every source file in this package, of the compiler's version and of the CPU, so an
-edited formula, a new numba or another CPU type starts an empty folder, and stale code cannot be loaded.
+edited formula, a new numba or another CPU type starts an empty folder, and stale code cannot be loaded. What is loaded
+runs, so folder and files must be this user's alone: see [Note: who may write] in :mod:`.private`. Numba's own cache,
+which keeps pickles, is never used.
 """
 
 from __future__ import annotations
@@ -10,31 +12,83 @@ import functools
 import hashlib
 import importlib.util
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
+
+from mpizero.errors import ConfigError
+from mpizero.kernels.private import UnsafeFolderError, foreign, make_folder, own_folder
+from mpizero.launched import launched_place
 
 _DIGEST = 32
 _OTHER_SETTINGS = ("NUMBA_CACHE_DIR", "NUMBA_ENABLE_CUDASIM", "NUMBA_NUM_THREADS")  # they change no machine code
 
 
-def _writable_root() -> Path:
-    """Find a folder that only this user can write: machine code is loaded from it."""
+class Place(NamedTuple):
+    """Where compiled kernels are kept.
+
+    Attributes
+    ----------
+    path : pathlib.Path
+        The folder.
+    refused : str
+        Why it is not in the folder where it should be; "" if it is.
+    remedy : str
+        How to mend that.
+    """
+
+    path: Path
+    refused: str = ""
+    remedy: str = ""
+
+
+def _wanted() -> Path | None:
+    """Return the folder that the environment names for caches; None where it names none."""
     if configured := os.environ.get("MPIZERO_CACHE_DIR"):
-        return Path(configured)
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    root = Path(caches) / "mpizero"
-    with suppress(OSError):
-        root.mkdir(parents=True, exist_ok=True)
-    if os.access(root, os.W_OK | os.X_OK):
-        return root
-    root = Path(tempfile.gettempdir()) / f"mpizero-{os.getuid()}"
-    root.mkdir(mode=0o700, exist_ok=True)
-    if root.stat().st_uid != os.getuid():
-        raise PermissionError(f"{root} belongs to another user: set MPIZERO_CACHE_DIR to a folder of your own")
-    return root
+        if (path := os.path.expanduser(configured)).startswith("~"):
+            raise ConfigError(f"MPIZERO_CACHE_DIR={configured}: there is no such home folder; give the whole path")
+        return Path(os.path.abspath(path))
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(caches):  # which its specification wants ignored
+        caches = os.path.expanduser("~/.cache")
+    return Path(caches) / "mpizero" if os.path.isabs(caches) else None  # without a home, "~" stays as it is
+
+
+def _own_root() -> Path:
+    """Return this user's folder among those of all users."""
+    tried = []
+    for base in dict.fromkeys((tempfile.gettempdir(), "/var/tmp", "/dev/shm")):
+        try:
+            return own_folder(Path(base), f"mpizero-{os.geteuid()}")
+        except OSError as error:
+            tried.append(str(error))
+    raise PermissionError(
+        f"no place for compiled kernels that only you can write: {'; '.join(tried)}; "
+        "set MPIZERO_CACHE_DIR to a folder of your own"
+    )
+
+
+def _place(name: str) -> Place:
+    """Return the folder ``name`` where the environment wants it, else where only this user can write."""
+    root, refused = _wanted(), None
+    try:
+        if root is not None:
+            path = make_folder(root, name)
+            if os.environ.get("MPIZERO_CACHE_DIR") or os.access(path, os.W_OK | os.X_OK):
+                return Place(path)
+    except UnsafeFolderError as error:
+        refused = error
+    except OSError:  # a home that is full or read-only; a folder that was asked for by name has to be there
+        if os.environ.get("MPIZERO_CACHE_DIR"):
+            raise
+    path = make_folder(_own_root(), name)
+    if refused is None:
+        return Place(path)
+    return Place(path, f"{refused}: no machine code is loaded from there, it is kept in {path}", refused.remedy)
 
 
 def _version_file(package: str) -> bytes:
@@ -46,8 +100,10 @@ def _version_file(package: str) -> bytes:
 
 
 @functools.cache
-def folder(cpu: str) -> Path:
-    """Return the folder for this version of the kernels on ``cpu``, creating it.
+def place(cpu: str) -> Place:
+    """Find the folder for this version of the kernels on ``cpu``, creating it; says if others can write it.
+
+    Not collective; one process of each node says it.
 
     Raises
     ------
@@ -63,9 +119,15 @@ def folder(cpu: str) -> Path:
         digest.update(_version_file(compiler))
     settings = sorted((k, v) for k, v in os.environ.items() if k.startswith("NUMBA_") and k not in _OTHER_SETTINGS)
     digest.update(repr((sys.version_info[:3], sys.abiflags, cpu, settings)).encode())
-    path = _writable_root() / f"kernels-{digest.hexdigest()[:24]}"
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+    found = _place(f"kernels-{digest.hexdigest()[:24]}")
+    if found.refused and launched_place(os.environ) == 0:
+        print(f"mpizero: kernels: {found.refused}; {found.remedy}", file=sys.stderr, flush=True)
+    return found
+
+
+def folder(cpu: str) -> Path:
+    """Return the path of :func:`place`. Not collective."""
+    return place(cpu).path
 
 
 def interpreted() -> bool:
@@ -78,17 +140,28 @@ def _locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock; the others sleep in the kernel, and a dead holder's lock is released."""
     import fcntl
 
-    with open(path, "wb") as file:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
         with suppress(OSError):  # without locks several processes compile the same bytes, and the last rename wins
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(file)
 
 
 def _read(path: Path) -> bytes | None:
+    """Return the machine code of a file; None where there is none, where it is damaged, or others could write it."""
     try:
-        stored = path.read_bytes()
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
+    with open(number, "rb") as file:
+        found = os.fstat(number)
+        if wrong := foreign(found):
+            print(f"mpizero: kernels: {path} {wrong}: not loaded, but compiled again", file=sys.stderr, flush=True)
+        if wrong or not stat.S_ISREG(found.st_mode):
+            return None
+        stored = file.read()
     code = stored[_DIGEST:]
     return code if hashlib.sha256(code).digest() == stored[:_DIGEST] else None
 
@@ -101,7 +174,8 @@ def load_or_build(path: Path, build: Callable[[], bytes]) -> bytes:
         if (code := _read(path)) is not None:
             return code
         code = build()
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_bytes(hashlib.sha256(code).digest() + code)
+        number, temporary = tempfile.mkstemp(prefix=f"{path.stem}.", dir=path.parent)  # of mode 0600
+        with open(number, "wb") as file:
+            file.write(hashlib.sha256(code).digest() + code)
         os.replace(temporary, path)
     return code

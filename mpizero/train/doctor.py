@@ -127,13 +127,19 @@ def check_leftovers(comm: Communicator, threads: int) -> Finding:
 
 def check_kernels(comm: Communicator, threads: int) -> Finding:
     """Run one compiled kernel, and find out where compiled ones are kept. Collective over ``comm``."""
-    problem, folder, seconds = machine.try_kernel()
-    failed = [(rank, text) for rank, text in enumerate(comm.allgather_object(problem)) if text]
+    problem, place, seconds = machine.try_kernel()
+    every = comm.allgather_object((problem, place))
+    failed = [(rank, text) for rank, (text, _) in enumerate(every) if text]
     if failed:
         rank, text = failed[0]
         remedy = "set MPIZERO_CACHE_DIR to a folder of yours that can be written"
         return Finding("kernels", "FAIL", f"rank {rank}: {text}", remedy)
-    return Finding("kernels", "ok", f"compiled ones are kept in {folder}; the first took {seconds:.2f} s to be ready")
+    refused = [(rank, kept) for rank, (_, kept) in enumerate(every) if kept is not None and kept.refused]
+    if refused:
+        rank, kept = refused[0]
+        return Finding("kernels", "warn", f"rank {rank}: {kept.refused}", kept.remedy)
+    text = f"compiled ones are kept in {place.path}" if place else ""
+    return Finding("kernels", "ok", f"{text}; the first took {seconds:.2f} s to be ready")
 
 
 def check_gpu(comm: Communicator, threads: int) -> Finding:

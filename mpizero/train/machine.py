@@ -11,6 +11,7 @@ import socket
 import time
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from mpizero.comm import Communicator
 from mpizero.comm.launch import mpi_facts
 from mpizero.errors import ConfigError, MpizeroError
 from mpizero.kernels.blas import library
+
+if TYPE_CHECKING:
+    from mpizero.kernels.cache import Place
 
 __all__ = [
     "blas",
@@ -194,8 +198,8 @@ def _used_files() -> set[str]:
     return used
 
 
-def try_kernel() -> tuple[str, str, float]:
-    """Run one compiled kernel; return what is wrong, the folder of compiled kernels, and the seconds it took.
+def try_kernel() -> tuple[str, Place | None, float]:
+    """Run one compiled kernel; return what is wrong, where compiled kernels are kept, and the seconds it took.
 
     Not collective.
     """
@@ -203,16 +207,16 @@ def try_kernel() -> tuple[str, str, float]:
 
     started = time.perf_counter()
     try:
-        folder = cache.folder(native.cpu_name())
-        if not os.access(folder, os.W_OK | os.X_OK):
-            return f"{folder} cannot be written", str(folder), 0.0
+        place = cache.place(native.cpu_name())
+        if not os.access(place.path, os.W_OK | os.X_OK):
+            return f"{place.path} cannot be written", place, 0.0
         x = np.arange(5, dtype=np.float32)
         y = np.empty_like(x)
         cpu.activation.relu(x - 2, y)
     except Exception as error:  # whatever a broken compiler or disk may raise is the finding
-        return f"{type(error).__name__}: {error}", "", 0.0
+        return f"{type(error).__name__}: {error}", None, 0.0
     wrong = "" if y.tolist() == [0, 0, 0, 1, 2] else f"a kernel computes {y.tolist()} instead of [0, 0, 0, 1, 2]"
-    return wrong, str(folder), time.perf_counter() - started
+    return wrong, place, time.perf_counter() - started
 
 
 def cards() -> tuple[int, str]:
