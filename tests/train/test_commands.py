@@ -84,6 +84,22 @@ def test_doctor_finds_a_machine_that_can_train(mpizero, ranks):
     assert all(check["remedy"] for check in found["checks"] if check["status"] != "ok")
 
 
+def test_doctor_names_a_cache_of_kernels_that_others_can_write(mpizero, monkeypatch, tmp_path):
+    for name, mode in (("open", 0o775), ("temporary", 0o700)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(mode)
+    monkeypatch.setenv("MPIZERO_CACHE_DIR", str(tmp_path / "open"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    outcome = mpizero(2, "doctor", "--json")
+    (check,) = (check for check in json.loads(outcome.out)["checks"] if check["name"] == "kernels")
+    assert outcome.status == 0
+    assert check["status"] == "warn"
+    assert f"{tmp_path / 'open'} can be written by group" in check["text"]
+    assert str(tmp_path / "temporary") in check["text"]
+    assert f"rm -r {tmp_path / 'open'}" in check["remedy"]
+    assert outcome.err.count("can be written by group") == 1  # said once a node
+
+
 def test_bench_memory_counts_what_the_formulas_say(mpizero):
     outcome = mpizero(3, "bench", "memory", "--parameters", "3e5", "--steps", "1", "--memory", "private", "--json")
     assert outcome.status == 0, outcome.err
