@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import hmac
+import json
+import socket
+import threading
 import time
 
+import pytest
+
+from mpizero.comm import elsewhere as module
 from mpizero.comm.board import Board
-from mpizero.comm.elsewhere import Elsewhere, addresses
+from mpizero.comm.elsewhere import Door, Elsewhere, addresses
+from mpizero.comm.slots import SLOT_LIMIT
 from mpizero.testing import run_in_threads
+
+#: Long against what an answer may take, short against what an attack would.
+PATIENCE = 20.0
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Give answers time on a busy machine."""
+    monkeypatch.setattr(module, "_ANSWER", PATIENCE)
+    monkeypatch.setattr(module, "_ALL_ANSWERS", PATIENCE)
 
 
 def asked(comm, per_node, meddle=lambda elsewhere: None):
@@ -24,6 +43,68 @@ def asked(comm, per_node, meddle=lambda elsewhere: None):
         elsewhere.close()
 
 
+@pytest.fixture
+def pair(monkeypatch):
+    """Two nodes of a rank each, with open doors."""
+    monkeypatch.setattr(module, "addresses", lambda: ["127.0.0.1"])
+    found = {}
+
+    def make(comm):
+        board = Board((comm.rank,), comm.rank, None)
+        board.write({"beat": time.monotonic(), "place": f"line of rank {comm.rank}"})
+        found[comm.rank] = Elsewhere(board, f"node{comm.rank}", comm.allgather_object)
+
+    run_in_threads(2, make)
+    yield found[0], found[1]
+    for one in found.values():
+        one.close()
+
+
+@contextlib.contextmanager
+def listener(talk):
+    """Listen, and let ``talk`` speak to each who connects."""
+
+    def serve():
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.settimeout(PATIENCE)
+                    talk(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            yield server.getsockname()
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join(PATIENCE)
+
+
+def door_of(asker):
+    ((door,),) = asker._doors.values()
+    return door
+
+
+def turn_to(asker, address):
+    """Let ``asker`` ask at another address for what it asks for."""
+    ((name, (door, *_)),) = asker._doors.items()
+    asker._doors = {name: [Door(door.rank, address, door.ranks)]}
+
+
+def received(connection, count=1 << 30):
+    """Receive until the other end closes, or ``count`` bytes."""
+    data = b""
+    while len(data) < count and (piece := connection.recv(min(1 << 16, count - len(data)))):
+        data += piece
+    return data
+
+
+def places(found):
+    return {rank: slot["place"] for rank, slot in found.items()}
+
+
 def test_one_rank_of_each_other_node_answers():
     results = run_in_threads(3, lambda comm: asked(comm, 1))
     assert results[0] == {1: ("line of rank 1", 2), 2: ("line of rank 2", 2)}
@@ -39,7 +120,7 @@ def test_a_wrong_secret_gets_no_answer():
         def meddle(elsewhere):
             comm.barrier()
             if comm.rank == 1:
-                elsewhere._secret = "0" * 32
+                elsewhere._secret = bytes(32)
 
         return asked(comm, 1, meddle)
 
@@ -59,3 +140,241 @@ def test_a_node_that_is_gone_is_left_out():
 
 def test_a_host_has_an_address():
     assert addresses()
+
+
+# ------------------------------------------------------------------ what others on the network can do
+
+
+def overheard(pair, alter=lambda said: said):
+    """Let the first of the pair ask through somebody in between; return its answer, and what both ends have said."""
+    asker, _ = pair
+    address, heard = door_of(asker).address, [b"", b""]
+
+    def between(connection):
+        with socket.create_connection(address, PATIENCE) as other:
+            heard[0] = other.recv(1 << 16)
+            connection.sendall(heard[0])
+            heard[1] = connection.recv(1 << 16)
+            other.sendall(heard[1])
+            answer = received(other)
+            heard[0] += answer
+            connection.sendall(alter(answer))
+
+    with listener(between) as place:
+        turn_to(asker, place)
+        found = asker.read()
+    turn_to(asker, address)
+    return found, heard
+
+
+def test_the_secret_is_never_sent_and_what_was_overheard_is_of_no_use(pair):
+    asker, _ = pair
+    found, (answer, question) = overheard(pair)
+    assert places(found) == {1: "line of rank 1"}
+    for secret in (asker._secret, asker._secret.hex().encode()):
+        assert secret not in answer + question
+
+    with socket.create_connection(door_of(asker).address, PATIENCE) as again:  # the question once more
+        challenge = again.recv(1 << 16)
+        again.sendall(question)
+        assert challenge != answer[: len(challenge)]
+        assert received(again) == b""
+
+    def repeat(connection):
+        connection.sendall(answer)
+        received(connection)
+
+    with listener(repeat) as place:  # the answer once more
+        turn_to(asker, place)
+        assert asker.read() == {}
+
+
+def test_an_answer_that_was_altered_counts_for_nothing(pair):
+    assert overheard(pair, lambda said: said.replace(b"line", b"lime"))[0] == {}
+
+
+def test_an_answer_of_one_rank_is_none_of_another(pair):
+    """Somebody in between sends those who ask for one node to another."""
+    asker, _ = pair
+    ((name, (door,)),) = asker._doors.items()
+    asker._doors = {name: [Door(door.rank + 1, door.address, door.ranks)]}
+    assert asker.read() == {}
+
+
+def test_a_stranger_is_told_nothing(pair):
+    with socket.create_connection(door_of(pair[0]).address, PATIENCE) as stranger:
+        stranger.sendall(bytes(1 << 16))
+        with contextlib.suppress(ConnectionResetError):
+            assert len(received(stranger)) <= 32
+    assert places(pair[0].read()) == {1: "line of rank 1"}
+
+
+@pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.9"])  # one of the job's addresses, and a stranger's
+def test_those_who_connect_and_dawdle_keep_nobody_from_an_answer(pair, source):
+    with contextlib.ExitStack() as opened:
+        address, dawdling = door_of(pair[0]).address, threading.Event()
+
+        def dawdle():
+            """More of them than are served at once, all the time, each with a beginning of something."""
+            while not dawdling.wait(0.002):
+                with contextlib.suppress(OSError):
+                    connection = opened.enter_context(socket.create_connection(address, PATIENCE, (source, 0)))
+                    connection.sendall(b"G")
+
+        for _ in range(100):
+            opened.enter_context(socket.create_connection(address, PATIENCE, (source, 0)))
+        thread = threading.Thread(target=dawdle, daemon=True)
+        thread.start()
+        try:
+            assert [places(pair[0].read()) for _ in range(5)] == [{1: "line of rank 1"}] * 5
+        finally:
+            dawdling.set()
+            thread.join(PATIENCE)
+
+
+def test_many_ask_at_once_and_all_are_answered(pair):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(pair[0].read())) for _ in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert [places(one) for one in found] == [{1: "line of rank 1"}] * 32
+
+
+# ------------------------------------------------------------------ what a node can answer
+
+
+def proof(secret, what, rank, text):
+    return hmac.digest(secret, b"%s %d:" % (what, rank) + text, "sha256")
+
+
+def answering(pair, say):
+    """Return what the first of the pair learns from one who knows the secret; ``say`` gets a function that proves."""
+    asker, _ = pair
+
+    def talk(connection):
+        challenge = bytes(range(32))
+        connection.sendall(challenge)
+        nonce = received(connection, 64)[:32]
+        say(connection, lambda body: proof(asker._secret, b"answer", 1, challenge + nonce + body))
+        connection.settimeout(PATIENCE)
+        received(connection)
+
+    with listener(talk) as place:
+        turn_to(asker, place)
+        started = time.monotonic()
+        return asker.read(), time.monotonic() - started
+
+
+def whole(body):
+    return lambda connection, prove: connection.sendall(prove(body) + len(body).to_bytes(4, "big") + body)
+
+
+def test_whoever_knows_the_secret_can_answer(pair):
+    body = json.dumps({"1": {"age": 1, "place": "there", "later": "versions say more"}}).encode()
+    found, _ = answering(pair, whole(body))
+    assert places(found) == {1: "there"}
+
+
+def test_a_huge_answer_is_not_taken(pair):
+    room = SLOT_LIMIT + 1
+    taken = []
+
+    def say(connection, prove):
+        connection.sendall(prove(b"") + room.to_bytes(4, "big"))
+        connection.settimeout(PATIENCE)
+        with contextlib.suppress(OSError):
+            while True:
+                connection.sendall(bytes(1 << 16))
+                taken.append(1 << 16)
+
+    assert answering(pair, say)[0] == {}
+    assert sum(taken) < 1 << 26  # what the system had room for
+
+
+def test_an_answer_in_small_bits_ends_with_the_time_for_all_of_it(pair, monkeypatch):
+    monkeypatch.setattr(module, "_ANSWER", 0.2)
+
+    def say(connection, prove):
+        connection.sendall(prove(b"") + (1000).to_bytes(4, "big"))
+        with contextlib.suppress(OSError):
+            for _ in range(1000):
+                connection.sendall(b" ")
+                time.sleep(0.05)
+
+    found, seconds = answering(pair, say)
+    assert found == {}
+    assert seconds < 10  # of the 50 that the answer takes
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"no JSON",
+        b"\xff\xfe",
+        b"[]",
+        b'{"0": {"age": 1}}',  # a rank of another node
+        b'{"x": {"age": 1}}',
+        b'{"1": []}',
+        b'{"1": {}}',
+        b'{"1": {"age": NaN}}',
+        b'{"1": {"age": 1e999}}',
+        b'{"1": {"age": 1' + b"0" * 400 + b"}}",
+        b'{"1": {"age": "1"}}',
+        b'{"1": {"age": true}}',
+        b'{"1": {"age": 1, "place": 5}}',
+        b'{"1": {"age": 1, "pid": "1"}}',
+        b'{"1": {"age": 1, "calls": [["key"]]}}',
+        b'{"1": {"age": 1, "calls": [["key", "name", 1, "barrier", "", "long"]]}}',
+        b'{"1": {"age": 1, "duties": [1]}}',
+        b'{"1": {"age": 1, "marks": {"key": []}}}',
+        b'{"1": {"age": 1, "deep": ' + b"[" * 10_000 + b"]" * 10_000 + b"}}",
+    ],
+)
+def test_what_is_no_slot_is_left_out(pair, body):
+    assert answering(pair, whole(body))[0] == {}
+
+
+# ------------------------------------------------------------------ where it listens
+
+
+def test_it_listens_where_the_hosts_name_leads_and_nowhere_else(monkeypatch):
+    monkeypatch.setattr(module, "addresses", lambda: ["127.0.0.2", "127.0.0.3"])
+    monkeypatch.setattr(socket, "gethostbyname_ex", lambda name: (name, [], ["192.0.2.1", "127.0.0.3"]))
+
+    def specification(comm):
+        def meddle(elsewhere):
+            address, port = door_of(elsewhere).address
+            assert address == "127.0.0.3"
+            for other in ("127.0.0.1", "127.0.0.2"):
+                with pytest.raises(ConnectionRefusedError):
+                    socket.create_connection((other, port), PATIENCE)
+
+        return asked(comm, 1, meddle)
+
+    assert [list(found) for found in run_in_threads(2, specification)] == [[1], [0]]
+
+
+def test_where_the_name_leads_nowhere_it_listens_at_all_addresses(monkeypatch):
+    def unknown(name):
+        raise socket.gaierror("unknown")
+
+    monkeypatch.setattr(module, "addresses", lambda: ["127.0.0.2", "127.0.0.3"])
+    monkeypatch.setattr(socket, "gethostbyname_ex", unknown)
+    assert module.job_addresses() == ["127.0.0.2", "127.0.0.3"]
+
+
+def no_server(*arguments, **options):
+    raise OSError("no port is free")
+
+
+def no_addresses():
+    raise OSError("no network")
+
+
+@pytest.mark.parametrize("missing", [(socket, "create_server", no_server), (module, "job_addresses", no_addresses)])
+def test_without_a_door_the_run_goes_on(monkeypatch, missing):
+    monkeypatch.setattr(*missing)
+    assert run_in_threads(2, lambda comm: asked(comm, 1)) == [{}, {}]
