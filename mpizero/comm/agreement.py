@@ -77,11 +77,11 @@ def agree_equal(comm: Communicator, name: str, value: Any, error: type[MpizeroEr
         differing = next((key for key in keys if len({table.get(key) for table in tables}) > 1), None)
         if differing is None:  # the whole differs but no entry: a plain value, or an order
             shown = comm.allgather_object(_show(value), f"agree {name}"[:80])
-            raise error(f"{name}{''.join(path)} differs between ranks: {_groups(shown)}")
+            raise error(f"{name}{''.join(path)} differs between ranks: {grouped(shown)}")
         path.append(f"[{differing}]")
         if any(differing not in table for table in tables):
             shown = ["present" if differing in table else "absent" for table in tables]
-            raise error(f"{name}{''.join(path)} differs between ranks: {_groups(shown)}")
+            raise error(f"{name}{''.join(path)} differs between ranks: {grouped(shown)}")
         value = _children(value)[differing]
 
 
@@ -151,7 +151,7 @@ def _show(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... (sha256 {_digest(value).hex()[:12]})"
 
 
-def _groups(shown: list[str]) -> str:
-    """List the different values with the ranks that have them."""
+def grouped(shown: Sequence[str]) -> str:
+    """List the different values, of which each rank has one, with the ranks that have them. Not collective."""
     groups = {text: [rank for rank, other in enumerate(shown) if other == text] for text in dict.fromkeys(shown)}
     return "; ".join(f"{ranks_text(r)}: {text}" for text, r in groups.items())

@@ -44,8 +44,8 @@ class AdaptedOptimizer:
         """Return 0: all parameters are treated alike. Not collective."""
         return 0
 
-    def hyper(self, step: int, group: int, dtype: Dtype) -> Array:
-        """Return the number of the step (1 is the first). Not collective."""
+    def hyper(self, step: int, group: int, dtype: Dtype, lr: float | None = None) -> Array:
+        """Return the number of the step (1 is the first); the rate is the optimizer's own. Not collective."""
         return np.array([step], np.int64)
 
     def apply(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:

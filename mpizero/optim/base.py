@@ -114,10 +114,11 @@ class FlatOptimizer:
         matches = (i for i, group in enumerate(self.groups) if fnmatchcase(spec.name, group.pattern))
         return 2 * next(matches, len(self.groups)) + int(spec.decay)
 
-    def hyper(self, step: int, group: int, dtype: Dtype) -> Array:
+    def hyper(self, step: int, group: int, dtype: Dtype, lr: float | None = None) -> Array:
         """Return the kernel's scalars for ``step`` (1 is the first), formed in float64 and rounded to ``dtype`` once.
 
-        Not collective.
+        Not collective. ``lr`` is the learning rate of that step where it is known already; a schedule is asked for it
+        otherwise.
 
         Raises
         ------
@@ -125,7 +126,8 @@ class FlatOptimizer:
             The schedule gives no usable learning rate.
         """
         place, decays = divmod(group, 2)
-        lr, decay = rate_at(type(self).__name__, self.lr, step - 1), self.weight_decay if decays else 0.0
+        lr = rate_at(type(self).__name__, self.lr, step - 1) if lr is None else lr
+        decay = self.weight_decay if decays else 0.0
         if place < len(self.groups):
             chosen = self.groups[place]
             lr *= chosen.lr_scale

@@ -187,12 +187,13 @@ class Engine:
         ``sent`` is what ``grid.bytes_sent`` was before the gradient was computed.
         """
         self.memory.barrier("step")  # who still reads parameters reads the old ones
+        self.scalars.agree_on_rate(self._ask_rate())  # it may have changed since the gradient was agreed on
         return self._finish(totals, sent, lambda: self.apply(self._bound().where_used(reduced)))
 
     def _finish(self, totals: Totals, sent: int, update: Callable[[], Outcome]) -> StepReport:
         """Update, unless something is not finite, and end the step."""
         updater = self._bound()
-        rate, scale = optim.learning_rate(updater.optimizer, updater.step_count), self.current_loss_scale()
+        rate, scale = updater.rate, self.current_loss_scale()
         norm, problems = None, totals.problems
         self.integrity.verify()
         if not problems:
@@ -254,7 +255,7 @@ class Engine:
         with self.timeline.span("reduction", "rest"):
             (self._ring if ring and self._ring is not None else self.rows).finish()
         with self.timeline.span("agreement", "losses"):
-            totals = self.scalars.agree()
+            totals = self.scalars.agree(self._ask_rate())
         if not (ring or behind):
             with self.timeline.span("reduction", "rows"):
                 self.memory.barrier("rows")
@@ -295,6 +296,14 @@ class Engine:
         with self.timeline.span("reduction"):
             reduced = self._reduced(updater, divisor, stack_row)
         return self.apply(reduced)
+
+    def _ask_rate(self) -> float:
+        """Return the learning rate of the next step; what its function raises waits until all ranks agree."""
+        try:
+            return 0.0 if self.updater is None else self.updater.ask_rate()
+        except Exception as error:
+            self.scalars.fail(error)
+            return 0.0
 
     def _divisor(self, totals: Totals) -> Array:
         return np.array([totals.weight * self.current_loss_scale()], self.dtype)
@@ -378,20 +387,6 @@ class Engine:
     def scores(self) -> bool:
         """Whether the losses of this rank's samples are found here, and count. Not collective."""
         return self.stage.is_last and self.grid.here.tensor == 0
-
-    def copy_state(self, other: Engine) -> None:
-        """Take optimizer, state and step of an engine of the same layout and grid."""
-        if other.updater is not None:
-            self.bind(other.updater.optimizer)
-            assert self.updater is not None
-            state = self.updater.host_state(fetch=False)
-            for slot, values in other.updater.host_state().items():
-                state[slot][:] = values
-            self.updater.take_state(state)
-            self.updater.step_count = other.updater.step_count
-            self.integrity.forget()
-        self.loss_scale, self.step_number = other.loss_scale, other.step_number
-        self.exchange.copy_from(other.exchange)
 
     def close(self) -> None:
         """Free the windows, and give BLAS its own number of threads back."""

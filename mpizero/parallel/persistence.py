@@ -253,6 +253,24 @@ def _kept_state(engine: Engine) -> tuple[dict[str, Array], list[HeldArray]]:
     return state, _state_arrays(engine, state, engine.updater.pieces, _everything)
 
 
+def copy_state(source: Engine, target: Engine) -> None:
+    """Give ``target`` the optimizer, its state and the step of an engine of the same layout and grid.
+
+    Collective over the world.
+    """
+    if source.updater is not None:
+        target.bind(source.updater.optimizer)
+        assert target.updater is not None
+        state = target.updater.host_state(fetch=False)
+        for slot, values in source.updater.host_state().items():
+            state[slot][:] = values
+        target.updater.take_state(state)
+        target.updater.step_count = source.updater.step_count
+        target.integrity.forget()
+    target.loss_scale, target.step_number = source.loss_scale, source.step_number
+    target.exchange.copy_from(source.exchange)
+
+
 def optimizer_name(optimizer: Any) -> str:
     """Return the name that a checkpoint knows an optimizer by: of a user's own, that of its class."""
     return str(getattr(optimizer, "name", type(optimizer).__name__))

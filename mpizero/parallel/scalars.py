@@ -1,4 +1,4 @@
-"""Loss, weight and finiteness of every grain, agreed on by all ranks in one small message."""
+"""Loss, weight and finiteness of every grain, and the learning rate, agreed on by all ranks in one small message."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.comm import Communicator, ProcessGrid
-from mpizero.comm.agreement import all_ranks
+from mpizero.comm.agreement import all_ranks, grouped
 from mpizero.comm.trace import MODULUS
-from mpizero.errors import CollectiveError, DataError, PeerFailure
+from mpizero.errors import CollectiveError, ConfigError, DataError, PeerFailure
 from mpizero.layout import FlatLayout
 from mpizero.layout.flat import joined
 from mpizero.parallel.dealing import GlobalBatch
@@ -56,6 +56,14 @@ def tree_total(values: Array) -> Array:
         values = np.concatenate([summed, values[len(pairs) :]])
     total: Array = values[0]
     return total
+
+
+def rates_differ(step: int, rates: Array) -> ConfigError:
+    """Return the error about learning rates, one a rank, that are not the same. Not collective."""
+    return ConfigError(
+        f"the learning rate of step {step} differs between ranks: {grouped([repr(float(rate)) for rate in rates])}; "
+        "lr must be a function of the step alone, the same on every rank: not of time, random numbers or the rank"
+    )
 
 
 def everyone_of(grid: ProcessGrid) -> Communicator:
@@ -107,10 +115,10 @@ class GrainScalars:
                 self._bad[grain] = _Bad(kind, 0, what, f"the {what} is not finite")
 
     def fail(self, error: Exception) -> None:
-        """Remember that this rank cannot compute its grains; :meth:`agree` raises on every rank. Not collective."""
+        """Remember that this rank cannot go on; :meth:`agree` raises the first such on every rank. Not collective."""
         if isinstance(error, CollectiveError | PeerFailure):
             raise error  # nobody would come to an agreement
-        self.error = error
+        self.error = self.error if self.error is not None else error
 
     def check(self, grain: int, block: str, views: Any) -> None:
         """Remember the first gradient of a grain that is not finite. Not collective."""
@@ -126,11 +134,13 @@ class GrainScalars:
         """Return the loss sums of this rank's grains of the last batch that count. Not collective."""
         return {grain: record[0] for grain, record in self._mine.items()}
 
-    def agree(self) -> Totals:
-        """Return the sums over all grains. Collective over all ranks.
+    def agree(self, rate: float = 0.0) -> Totals:
+        """Return the sums over all grains, if all ranks would use the same learning rate. Collective over all ranks.
 
         Raises
         ------
+        ConfigError
+            If ``rate`` is not the same, bit for bit, on all ranks; names ranks and values.
         DataError
             If the total weight is not above zero: there is nothing to average.
         Exception
@@ -138,22 +148,23 @@ class GrainScalars:
         """
         size = self.everyone.size
         number = self.everyone.contract_number()
-        local = np.full((max(1, self._per_rank), 4), -1.0)
+        local = np.full(4 * max(1, self._per_rank) + 1, -1.0)
         for place, (grain, (loss, weight)) in enumerate(self._mine.items()):
-            local[place, :3] = grain, loss, weight
+            local[4 * place : 4 * place + 3] = grain, loss, weight
         mark = _FAILED if self.error is not None else _BAD if self._bad else 0
-        local.view(np.int64)[0, 3] = number << _MARK_BITS | mark
-        table = np.empty((size * len(local), 4))
-        self.everyone.allgather(local.reshape(-1), table.reshape(-1), "losses")
-        marks = table.view(np.int64)[:: len(local), 3]
+        local.view(np.int64)[3] = number << _MARK_BITS | mark
+        local[-1] = rate
+        told = np.empty((size, local.size))
+        self.everyone.allgather(local, told.reshape(-1), "losses")
+        marks = told.view(np.int64)[:, 3]
         if int((marks >> _MARK_BITS).sum()) % MODULUS:
             raise self.everyone.mismatch()
         marks &= (1 << _MARK_BITS) - 1
         if (marks == _FAILED).any():
-            with all_ranks(self.everyone, "failed grains"):
-                if self.error is not None:
-                    raise self.error
+            self._fail_together()
+        self._same_rate(told[:, -1])
         problems = self._named() if (marks == _BAD).any() else ()
+        table = told[:, :-1].reshape(-1, 4)
         rows = table[table[:, 0] >= 0]
         rows = rows[np.argsort(rows[:, 0], kind="stable")]
         loss, weight = tree_total(rows[:, 1:3])
@@ -162,6 +173,33 @@ class GrainScalars:
                 f"the global batch has weight {weight:g}: every target in it is ignored; expected more than 0"
             )
         return Totals(float(loss), float(weight), problems)
+
+    def agree_on_rate(self, rate: float) -> None:
+        """Compare the learning rate of a step whose gradient was agreed on before. Collective over all ranks.
+
+        Raises
+        ------
+        ConfigError
+            As :meth:`agree`.
+        Exception
+            What was given to :meth:`fail` on one rank; on the other ranks a RemoteError that tells it.
+        """
+        told = np.empty((self.everyone.size, 2))
+        self.everyone.allgather(np.array([rate, self.error is not None]), told.reshape(-1), "rate")
+        if told[:, 1].any():
+            self._fail_together()
+        self._same_rate(told[:, 0])
+
+    def _fail_together(self) -> None:
+        error, self.error = self.error, None
+        with all_ranks(self.everyone, "failed grains"):
+            if error is not None:
+                raise error
+
+    def _same_rate(self, rates: Array) -> None:
+        bits = np.ascontiguousarray(rates).view(np.int64)  # NaN, the rate of a user's optimizer, equals itself
+        if (bits != bits[0]).any():
+            raise rates_differ(self._step, rates)
 
     def _named(self) -> tuple[NonFinite, ...]:
         """Return the grains that are not finite, each with what was so first. Collective over all ranks."""

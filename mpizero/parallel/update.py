@@ -146,6 +146,7 @@ class Updater:
         #: Is shown every reduced gradient, clipped and unscaled, just before it is used. A fused update has none.
         self.watch: Callable[[Array], None] | None = None
         self.step_count = 0
+        self._asked: tuple[int, float] | None = None
         self.dtype = store.dtype
         self.state: dict[str, Array] = {slot: self._new_state() for slot in self.optimizer.slots}
 
@@ -179,9 +180,21 @@ class Updater:
         """Whether the update, or its direction, can run in the same pass as the sum."""
         return bool(self.optimizer.elementwise_kernel or self.optimizer.needs_tensor_norms)
 
+    def ask_rate(self) -> float:
+        """Return the learning rate of the next step, asked for now; :meth:`hypers` uses this one. Not collective."""
+        self._asked = self.step_count, optim.learning_rate(self.optimizer, self.step_count)
+        return self._asked[1]
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next step, as it was asked for last: a function may give another each time."""
+        known = self._asked is not None and self._asked[0] == self.step_count
+        return self._asked[1] if known and self._asked is not None else self.ask_rate()
+
     def hypers(self) -> dict[int, Array]:
         """Return the scalars of the next step, by group."""
-        return {g: self.optimizer.hyper(self.step_count + 1, g, self.dtype) for g in self.groups}
+        step, rate = self.step_count + 1, self.rate
+        return {g: self.optimizer.hyper(step, g, self.dtype, rate) for g in self.groups}
 
     def update_fused(self, rows: Array, program: Array, divisor: Array, out: Array, threads: int) -> None:
         """Sum, divide and update in one pass over memory. Collective for optimizers that need norms.

@@ -13,6 +13,7 @@ import numpy as np
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import LayoutError
 from mpizero.parallel.core import ShardedCore
+from mpizero.parallel.persistence import copy_state
 from mpizero.types import Array
 
 
@@ -126,7 +127,7 @@ class ParameterAccess(ShardedCore):
         """
         copy = self._twin(deepcopy(self._wrapped))
         copy.engine.store.copy_from(self.engine.store)
-        copy.engine.copy_state(self.engine)
+        copy_state(self.engine, copy.engine)
         return copy
 
     def _twin(self, wrapped: Any) -> Self:

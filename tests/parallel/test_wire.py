@@ -32,8 +32,8 @@ def sent(comm: Any, strategy: str, **settings: Any) -> tuple[int, Any]:
 
 
 def scalars(n: int) -> int:
-    """The two small messages of a step: four int64 of sizes and types, four float64 of loss and weight a grain."""
-    return (4 + 4) * 8 * (n - 1)
+    """The two small messages of a step: four int64 of sizes and types, four float64 of a grain and the rate."""
+    return (4 + 4 + 1) * 8 * (n - 1)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mpizero.parallel.config import ShardingConfig
 
 #: What messages are for, in the order in which they are shown. "control" is what ranks agree on: sizes of the batch,
-#: losses and weights, whether replicas have the same samples.
+#: losses and weights, the learning rate, whether replicas have the same samples.
 PURPOSES = ("gradients", "parameters", "tensor", "activations", "context", "ties", "samples", "norms", "control")
 
 
@@ -312,5 +312,5 @@ class Traffic:
         grid, count = self.grid, self.training.step.grains.count * self.grid.context.size
         same_batch = one(16 * (grid.world.size - 1)) if grid.model.size > 1 else Sent()
         sizes = one(32 * (grid.batch.size - 1))
-        losses = one(32 * max(1, -(-count // grid.data.size)) * (grid.world.size - 1))
+        losses = one((32 * max(1, -(-count // grid.data.size)) + 8) * (grid.world.size - 1))
         return same_batch + sizes + losses
