@@ -215,6 +215,7 @@ class Engine:
             self.grid.bytes_sent - sent,
             problems,
             scale,
+            self.current_loss_scale(),
             self.exchange.bucket_mb,
         )
 

@@ -58,8 +58,8 @@ class StepReport:
     non_finite : tuple of NonFinite
         The grains whose loss or gradient was not finite, the first one first, at most 16; empty unless skipped. The
         same on every rank.
-    loss_scale : float
-        What the loss was multiplied by.
+    loss_scale, next_loss_scale : float
+        What the loss was multiplied by, and what the next one will be.
     bucket_mb : float
         MiB of sums of gradients that travel at once from now on; 0.0 where none travel.
     buckets_tried : tuple of float
@@ -75,8 +75,18 @@ class StepReport:
     bytes_sent: int
     non_finite: tuple[NonFinite, ...] = ()
     loss_scale: float = 1.0
+    next_loss_scale: float = 1.0
     bucket_mb: float = 0.0
     buckets_tried: tuple[float, ...] = ()
+
+    @property
+    def backing_off(self) -> bool:
+        """Whether a lower loss scale may be all that a skipped step needed, and the next one has it.
+
+        So it is where every loss was finite: the scale multiplies what goes backward from there.
+        """
+        lost = any(bad.tensor in ("loss", "weight") for bad in self.non_finite)
+        return bool(self.non_finite) and not lost and self.next_loss_scale < self.loss_scale
 
 
 #: The norm of a gradient, where something asked for it, and what is not finite in a step that is skipped.

@@ -14,7 +14,7 @@ from mpizero.train.builder import Job, widths_of
 from mpizero.train.progress import Progress
 from mpizero.train.runfolder import RunFolder
 
-#: So many steps in a row without a finite gradient end the run.
+#: So many steps in a row without a finite gradient, those not counted that only lower the loss scale, end the run.
 MAX_SKIPPED = 5
 #: Bad steps of a run whose samples are kept.
 MAX_DUMPS = 5
@@ -66,8 +66,15 @@ class NumberWatch:
         Raises
         ------
         NonFiniteError
-            After five skipped steps in a row.
+            After five skipped steps in a row at which the loss scale was not the reason, or could not be lowered.
         """
+        if report.backing_off:
+            self.progress.say(
+                f"step {step} skipped, parameters unchanged: {report.skipped}; the loss scale falls from "
+                f"{report.loss_scale:g} to {report.next_loss_scale:g}, which is not counted among the {MAX_SKIPPED} "
+                "skipped steps that end a run"
+            )
+            return {"skipped": report.skipped}
         if report.skipped:
             return self._see_skipped(step, report, batch)
         self._skipped = 0

@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import mpizero as mz
 from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import IntegrityError, NonFiniteError
 from mpizero.parallel import read_bad_step
+from mpizero.parallel.engine import Engine
 from mpizero.train.cli import main
 from mpizero.train.config import Config
 from mpizero.train.configfile import config_of
@@ -109,6 +111,46 @@ def test_a_run_keeps_few_bad_steps_and_ends_after_five_in_a_row(data, alone, cap
     ):
         train(configuration(data), alone)
     assert len(list((data / "run" / "earlier" / "0001" / "bad_steps").iterdir())) == MAX_DUMPS
+
+
+@pytest.fixture
+def overflowing(data, monkeypatch):
+    """Train with a loss scale, as cards do with float16; gradients near 2**30 are finite up to some 2**97."""
+    x = np.nan_to_num(np.load(data / "x.npy"), posinf=0.0)
+    np.save(data / "x.npy", 2.0**30 * x.astype(np.float32))
+
+    def with_scale(**settings) -> None:
+        scale = mz.DynamicLossScale(initial=2.0**110, largest=2.0**110, **settings)
+        monkeypatch.setattr(Engine, "bind", lambda self, optimizer, _, real=Engine.bind: real(self, optimizer, scale))
+
+    return with_scale
+
+
+def test_a_run_goes_on_while_the_loss_scale_still_backs_off(data, alone, overflowing, capsys):
+    """An overflow at a scale that can be lowered is no sign of a broken run, nor of bad samples."""
+    overflowing()
+    assert train(configuration(data, steps=30), alone)["steps"] == 30
+    skipped = [line["step"] for line in lines(data) if "skipped" in line]
+    assert skipped[:6] == list(range(1, 7))
+    assert len(skipped) < 30
+    told = capsys.readouterr().err
+    assert "step 1 skipped, parameters unchanged: the gradient of 'output.linear.weight'" in told
+    assert "the loss scale falls from 1.2981e+33 to 6.49037e+32, which is not counted" in told
+    assert not (data / "run" / "bad_steps").exists()
+
+
+def test_five_skipped_steps_at_the_smallest_scale_end_the_run(data, alone, overflowing):
+    overflowing(smallest=2.0**108)
+    with pytest.raises(NonFiniteError, match=r"step 7: skipped 5 steps in a row: the gradient of 'output"):
+        train(configuration(data), alone)
+
+
+def test_a_loss_that_is_not_finite_counts_at_any_scale(data, alone, overflowing):
+    """The scale multiplies what goes backward: no lower one mends a loss."""
+    overflowing()
+    np.save(data / "x.npy", np.full((40, 3), np.nan, np.float32))
+    with pytest.raises(NonFiniteError, match=r"step 5: skipped 5 steps in a row: the loss is not finite"):
+        train(configuration(data), alone)
 
 
 def test_samples_that_cannot_be_kept_end_no_run(data, alone, capsys, monkeypatch):
