@@ -81,7 +81,18 @@ class Position(Layer):
         return (ParameterSpec("weight", (self.sequence, self.features), self.init, decay=False),)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Add positions to ``x`` (samples, length <= sequence, features). Not collective."""
+        """Add positions to ``x`` (samples, length <= sequence, features). Not collective.
+
+        Raises
+        ------
+        DataError
+            ``x`` has another shape.
+        """
+        if x.ndim != 3 or x.shape[1] > self.sequence or x.shape[2] != self.features:
+            raise DataError(
+                f"Position takes (samples, length <= {self.sequence}, {self.features}), the input has shape "
+                f"{tuple(x.shape)}"
+            )
         return x + params["weight"][: x.shape[1]], None
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:

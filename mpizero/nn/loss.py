@@ -78,7 +78,7 @@ class MeanSquaredError:
         prediction : Array
             (samples, ...).
         target : Array
-            The same shape; (samples,) is also taken where a sample has one output.
+            Real numbers of the same shape; one of both may lack a last axis of size 1.
 
         Returns
         -------
@@ -87,12 +87,14 @@ class MeanSquaredError:
         cache : Any
             For :meth:`backward`.
         """
-        same_samples = target.shape[:1] == prediction.shape[:1]
-        if target.shape != prediction.shape and not (same_samples and target.size == prediction.size):
+        given, shape = tuple(target.shape), tuple(prediction.shape)
+        if given != shape and (*given, 1) != shape and given != (*shape, 1):
             raise DataError(
-                f"MeanSquaredError takes targets of shape {tuple(prediction.shape)}, "
-                f"it was given shape {tuple(target.shape)}"
+                f"MeanSquaredError takes targets of the prediction's shape {shape}, where one of both may lack a last "
+                f"axis of size 1; it was given shape {given}"
             )
+        if target.dtype.kind not in "biuf":
+            raise DataError(f"MeanSquaredError takes targets of real numbers, it was given {target.dtype}")
         xp = namespace(prediction)
         difference = prediction - xp.asarray(target, dtype=prediction.dtype).reshape(prediction.shape)
         samples = prediction.shape[0]

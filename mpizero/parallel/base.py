@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mpizero.comm.agreement import all_ranks
+from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.comm.exact import gather_spans
 from mpizero.errors import LayoutError
+from mpizero.optim import validation
 from mpizero.parallel.core import Pending
 from mpizero.parallel.inspection import Inspection
 from mpizero.parallel.local_training import LocalTraining
@@ -127,19 +129,20 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
 
         Raises
         ------
+        TypeError
+            If it is something else than what ``compute_gradients`` or ``synchronize_gradients`` returned.
         LayoutError
             If the gradient is not synchronized, or not of this model.
+        ConfigError
+            If the learning rate is no finite number, or not the same on all ranks.
         """
         share = self.engine.store.share
         layout = self.engine.layout
-        expected = self.shard_size if self.engine.placement.shard_gradients else layout.size
         with all_ranks(self._config.communicator):
-            if not gradients.synchronized or gradients.values.shape != (expected,):
-                raise LayoutError(
-                    f"apply_gradients needs a synchronized gradient of {expected} values, got synchronized="
-                    f"{gradients.synchronized} with shape {gradients.values.shape}: call synchronize_gradients first"
-                )
-        rate = self.engine.dtype.type(learning_rate)
+            self._check_gradients(gradients)
+            number = validation.number("apply_gradients", "learning_rate", learning_rate, low=-math.inf)
+        agree_equal(self._config.communicator, "the learning_rate of apply_gradients", number)
+        rate = self.engine.dtype.type(number)
         for unit, span, offset in zip(layout.units, share.spans, share.offsets, strict=True):
             start = offset if self.engine.placement.shard_gradients else span.start
             self.engine.store.owned(unit.index)[:] -= rate * gradients.values[start : start + span.size]
@@ -147,6 +150,31 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
         self.engine.store.publish()
         self._pending = None
         self.invalidate_cache()
+
+    def _check_gradients(self, gradients: Any) -> None:
+        dtype = self.engine.dtype
+        if not isinstance(gradients, Gradients):
+            raise TypeError(
+                "apply_gradients takes the Gradients that compute_gradients or synchronize_gradients returned, got "
+                f"{type(gradients).__name__}"
+            )
+        values = gradients.values
+        if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
+            got = f"{values.dtype} array" if isinstance(values, np.ndarray) else type(values).__name__
+            raise TypeError(f"apply_gradients: the values of the Gradients are a {dtype} array, got {got}")
+        if not gradients.synchronized:
+            raise LayoutError(
+                "apply_gradients takes a synchronized gradient, this one holds the rank's own sums: call "
+                "synchronize_gradients first, and give what it returns"
+            )
+        sharded = self.engine.placement.shard_gradients
+        expected = self.shard_size if sharded else self.engine.layout.size
+        if values.shape != (expected,):
+            whose = "those of the ranges that this rank owns" if sharded else "all that this rank's stage and part hold"
+            raise LayoutError(
+                f"apply_gradients needs {expected} values, {whose}, got an array of shape {values.shape}: that of "
+                "another model or layout"
+            )
 
     def apply_pending(self) -> None:
         """Update the parameters from the pending gradient with the bound optimizer; what ``optimizer.step`` does.

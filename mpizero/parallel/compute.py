@@ -229,7 +229,8 @@ class BlackBoxEvaluator:
             raise NotImplementedError(
                 f"{type(self.model).__name__} has no predict function: give one, FunctionModel(..., predict=...)"
             )
-        result = predict(params, x)
+        with _explained("predict"):
+            result = predict(params, _read_only(x))
         shared = isinstance(result, np.ndarray) and np.may_share_memory(result, self.store.values)
         return result.copy() if shared else result
 
@@ -257,12 +258,13 @@ class BlackBoxEvaluator:
             found: dict[str, Any] = {}
             for unit, following in with_next(self.units):
                 with self.store.unit(unit, following) as params:
-                    found.update((n, a.copy()) for n, a in _named(params))
+                    found.update((n, _read_only(a.copy())) for n, a in _named(params))
                 self.store.memory.barrier("black box")
             return found
 
     def _loss_and_grad(self, params: Mapping[str, Any], x: Any, y: Any) -> tuple[float, Mapping[str, Any], float]:
-        result = self.model.loss_and_grad(params, (x, y))
+        with _explained("loss_and_grad"):
+            result = self.model.loss_and_grad(params, (_read_only(x), _read_only(y)))
         if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[1], Mapping):
             kinds = [type(v).__name__ for v in result] if isinstance(result, tuple) else type(result).__name__
             raise LayoutError(f"loss_and_grad must return (loss_sum, gradients by name, weight), it returned {kinds}")
@@ -278,6 +280,26 @@ class BlackBoxEvaluator:
         if value.shape != view.shape:
             raise LayoutError(f"the gradient of {name!r} has shape {value.shape}, its parameter has {view.shape}")
         view[...] = value
+
+
+def _read_only(value: Any) -> Any:
+    """Return a view that cannot be written to of an array, which may be the user's own; anything else as it is."""
+    if not isinstance(value, np.ndarray):
+        return value
+    view = value.view()
+    view.flags.writeable = False
+    return view
+
+
+@contextmanager
+def _explained(function: str) -> Iterator[None]:
+    """Say what to do to the error of code that writes to an array that is lent to it."""
+    try:
+        yield
+    except (ValueError, TypeError, BufferError) as error:
+        if any(word in str(error) for word in ("read-only", "readonly", "writable", "writeable")):
+            error.add_note(f"The arrays that {function} gets are read-only: let it copy what it changes, x = x.copy()")
+        raise
 
 
 def with_next(units: Iterable[Unit]) -> Iterator[tuple[Unit, Unit | None]]:

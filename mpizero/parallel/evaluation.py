@@ -7,6 +7,12 @@ import numpy as np
 from mpizero.parallel.dealing import GlobalBatch
 from mpizero.parallel.running import Runner
 from mpizero.parallel.scalars import GrainScalars
+from mpizero.types import Array
+
+
+def _are_scores(prediction: Array, targets: Array) -> bool:
+    """Tell whether predictions are one score a class, and targets numbers of classes."""
+    return prediction.shape[:-1] == targets.shape and targets.dtype.kind in "iu"
 
 
 def evaluate(
@@ -42,7 +48,7 @@ def evaluate(
                 if not scores or scalars.error is not None:
                     continue
                 scalars.add(grain.number, loss, weight)
-                scored = scored and prediction is not None and prediction.ndim == np.ndim(gy) + 1
+                scored = scored and prediction is not None and _are_scores(prediction, np.asarray(gy))
                 if scored:
                     right += int((prediction.argmax(-1) == gy).sum())
     except Exception as error:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -268,3 +270,12 @@ def test_ids_outside_the_model_are_refused(ids, message, rng):
 def test_inputs_of_another_width_are_refused():
     with pytest.raises(DataError, match=r"4 features.*shape \(2, 3\)"):
         Linear(4, 2).forward({"weight": np.zeros((4, 2)), "bias": np.zeros(2)}, np.zeros((2, 3)))
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 3), (2, 4, 2), (4, 3), (2, 1, 4, 3)])
+def test_places_are_never_stretched_over_a_longer_sequence(shape):
+    layer = Position(4, 3)
+    with pytest.raises(DataError, match=re.escape(f"length <= 4, 3), the input has shape {shape}")):
+        layer.forward({"weight": np.ones((4, 3))}, np.zeros(shape))
+    with pytest.raises(DataError, match="length <= 1"):
+        Position(1, 3).forward({"weight": np.ones((1, 3))}, np.zeros((2, 5, 3)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -221,6 +223,42 @@ def test_gradients_are_full_for_stages_0_and_1_and_owned_for_2_and_3(world: Any)
     whole.close()
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize(
+    ("change", "rate", "error", "told"),
+    [
+        (lambda g: g.values, 0.1, TypeError, "takes the Gradients that compute_gradients .* returned, got ndarray"),
+        (lambda g: None, 0.1, TypeError, "takes the Gradients .* got NoneType"),
+        (lambda g: {"values": g.values}, 0.1, TypeError, "takes the Gradients .* got dict"),
+        (lambda g: replace(g, values=g.values.tolist()), 0.1, TypeError, "values .* float32 array, got list"),
+        (lambda g: replace(g, values=g.values * 1j), 0.1, TypeError, "values .* float32 array, got complex64 array"),
+        (lambda g: replace(g, values=g.values[1:]), 0.1, LayoutError, r"needs \d+ values, .* got an array of shape"),
+        (lambda g: replace(g, values=g.values[:, None]), 0.1, LayoutError, r"needs \d+ values, .* got .*, 1\)"),
+        (lambda g: replace(g, synchronized=False), 0.1, LayoutError, "call synchronize_gradients first"),
+        (lambda g: g, "0.1", ConfigError, "learning_rate='0.1' is not allowed"),
+        (lambda g: g, math.nan, ConfigError, "learning_rate=nan is not allowed"),
+        (lambda g: g, None, ConfigError, "learning_rate=None is not allowed"),
+        (lambda g: g, 0.2, ConfigError, "learning_rate of apply_gradients differs between ranks: ranks 0, 2: 0.1"),
+    ],
+)
+def test_apply_gradients_says_what_it_takes_and_changes_nothing(
+    strategy: str, change: Any, rate: Any, error: Any, told: str
+) -> None:
+    """What one rank gives wrongly is told to all."""
+
+    def run(comm: Any) -> None:
+        model, _ = sharded(strategy, comm)
+        with model:
+            good, before = model.compute_gradients(*part(comm, *points(9))), model.parameters_sha256()
+            with pytest.raises((error, RemoteError), match=told):
+                model.apply_gradients(*((change(good), rate) if comm.rank == 1 else (good, 0.1)))
+            assert model.parameters_sha256() == before
+            model.apply_gradients(good, -0.1)
+            assert model.parameters_sha256() != before
+
+    run_in_threads(3, run)
+
+
 def test_local_gradients_are_weighted_sums_that_add_up_to_the_mean() -> None:
     x, y = points(9)
 
@@ -353,6 +391,14 @@ def test_named_parameters_go_out_and_in_by_npz(tmp_path: Path) -> None:
             model.load_named({"more": named.pop(name), **named})
         with pytest.raises(FileNotFoundError):
             model.import_npz(tmp_path / "nothing")
+
+
+def test_a_regression_has_no_right_answers() -> None:
+    model, _ = sharded("zero1", None, mlp(task="regression", outputs=1))
+    with model:
+        x, _ = points(5)
+        for y in (np.zeros((5, 1), np.float32), np.zeros(5, np.float32)):
+            assert model.evaluate(x, y)[2] is None
 
 
 def test_who_still_predicts_sees_the_old_parameters() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import mpizero as mz
 from mpizero.errors import ConfigError, LayoutError, RemoteError
 from mpizero.parallel.dealing import deal
 from mpizero.testing import run_in_threads
-from tests.parallel.models import MEMORIES, STRATEGIES, layouts, sharded
+from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, layouts, sharded
 
 START = {"a": np.ones((2, 3)), "b": np.ones(3)}
 GOOD = {"a": np.ones((2, 3)), "b": np.ones(3)}
@@ -70,6 +71,65 @@ def test_frozen_parameters_need_no_gradient_and_parameters_are_read_only() -> No
             np.testing.assert_array_equal(named["a"], START["a"])
             np.testing.assert_array_equal(named["b"], START["b"] - 0.5)
             assert set(model.compute_gradients(np.ones((1, 1)), np.ones((1, 1))).values) == {0.0, 1.0}
+
+
+def writes_through_a_buffer(x: Any) -> None:
+    """Like ctypes and compiled code that is given a buffer to work in."""
+    (ctypes.c_double * x.size).from_buffer(x)[0] = 7.0
+
+
+def multiplies(x: Any) -> None:
+    x *= 2.0
+
+
+@pytest.mark.parametrize(
+    ("work", "told"), [(multiplies, "read-only"), (np.ndarray.sort, "read-only"), (writes_through_a_buffer, "writable")]
+)
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_function_cannot_change_the_users_samples(work: Any, told: str, which: int) -> None:
+    """One that works in place, on one rank, gets an error that says so, and all ranks are told."""
+
+    def run(comm: Any) -> None:
+        def loss_and_grad(p: Any, batch: Any) -> Any:
+            if comm.rank == 1:
+                work(batch[which])
+            return 1.0, GOOD, 1.0
+
+        def predict(p: Any, x: Any) -> Any:
+            work(x)
+
+        for strategy in ("ddp", "zero3"):
+            model, _ = sharded(strategy, comm, mz.FunctionModel(START, loss_and_grad, predict=predict), **PRIVATE)
+            batch = np.array([[3.0, 1.0], [2.0, 0.0]]), np.array([[3.0, 1.0], [2.0, 0.0]])
+            kept = [values.copy() for values in batch]
+            with model:
+                for call in (model.train, model.compute_gradients, model.evaluate):
+                    with pytest.raises((ValueError, TypeError, RemoteError), match=told) as caught:
+                        call(*batch)
+                    if comm.rank == 1:
+                        assert "loss_and_grad gets are read-only: let it copy" in caught.value.__notes__[0]
+                with pytest.raises((ValueError, TypeError), match=told) as caught:
+                    model.predict(batch[0])
+                assert "predict gets are read-only" in caught.value.__notes__[0]
+            for values, before in zip(batch, kept, strict=True):
+                np.testing.assert_array_equal(values, before)
+                assert values.flags.writeable, "only what the function sees is read-only"
+
+    run_in_threads(2, run)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_function_cannot_change_parameters_whether_they_were_gathered_for_it_or_not(strategy: str) -> None:
+    def loss_and_grad(p: Any, b: Any) -> Any:
+        assert not any(values.flags.writeable for values in p.values())
+        return 1.0, GOOD, 1.0
+
+    def run(comm: Any) -> None:
+        model, _ = sharded(strategy, comm, mz.FunctionModel(START, loss_and_grad), **PRIVATE)
+        with model:
+            model.train(np.ones((1, 1)), np.ones((1, 1)))
+
+    run_in_threads(2, run)
 
 
 @pytest.mark.mpi
