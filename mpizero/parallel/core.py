@@ -12,6 +12,7 @@ import numpy as np
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup import agree_to_start
+from mpizero.errors import CheckpointError
 from mpizero.layout import FlatLayout, Span
 from mpizero.parallel.compute import blocks_of
 from mpizero.parallel.config import ShardingConfig
@@ -118,7 +119,17 @@ class ShardedCore(ABC):
         ------
         RuntimeError
             If the model is closed: its windows are gone.
+        CheckpointError
+            If it is half loaded.
         """
+        engine = self.loadable_engine
+        if engine.half_loaded is not None:
+            raise CheckpointError(f"this {type(self).__name__} is {engine.half_loaded}")
+        return engine
+
+    @property
+    def loadable_engine(self) -> Engine:
+        """The engine, also where it is half loaded: to load it whole."""
         if self._engine is None:
             raise RuntimeError(
                 f"this {type(self).__name__} is closed and its memory is freed: make a new one, and save or read "

@@ -35,6 +35,7 @@ from mpizero.parallel.integrity import Integrity
 from mpizero.parallel.memory import Memory, fits_shared_memory
 from mpizero.parallel.ownership import UpdatePiece
 from mpizero.parallel.placement import Placement
+from mpizero.parallel.reading import HalfLoaded
 from mpizero.parallel.report import Outcome, StepReport
 from mpizero.parallel.rows import GradientRows, contiguous_owners
 from mpizero.parallel.runners import make_runner
@@ -96,6 +97,8 @@ class Engine:
         self.integrity = Integrity(self.grid, self.store, config.check_every)
         self.loss_scale: optim.LossScaleState | None = None
         self.step_number = 0
+        #: What a load has left amid two states; the model refuses to be used then.
+        self.half_loaded: HalfLoaded | None = None
         self.store.begin(model)
 
     # ------------------------------------------------------------------ construction
@@ -119,7 +122,7 @@ class Engine:
         """Whether parameters and optimizer state are still those of the start. Not collective."""
         updater = self.updater
         fresh = updater is None or (not updater.step_count and not any(a.any() for a in updater.state.values()))
-        return self.store.version == 1 and fresh
+        return self.store.version == 1 and fresh and self.half_loaded is None
 
     def start_over(self) -> None:
         """Take the start values and forget the optimizer's state."""

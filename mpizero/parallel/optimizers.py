@@ -246,7 +246,7 @@ class ShardedOptimizer:
         with all_ranks(self.config.communicator):
             reader = checkpoint.from_bytes(data)
         with reader:
-            persistence.restore_state(self.model.engine, reader)
+            persistence.restore_state(self.model.loadable_engine, reader)
 
     def save(self, path: str | Path) -> None:
         """Write the state to the folder ``path``, in place of what was there. Collective."""
@@ -266,7 +266,7 @@ class ShardedOptimizer:
             On damage, or the state of another optimizer.
         """
         with checkpoint.open_checkpoint(path, self.config.communicator) as reader:
-            persistence.restore_state(self.model.engine, reader)
+            persistence.restore_state(self.model.loadable_engine, reader)
 
 
 class DDPOptimizer(ShardedOptimizer):

@@ -117,7 +117,9 @@ def attributes(engine: Engine) -> dict[str, Any]:
 
 
 def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False) -> None:
-    """Fill an engine from an open checkpoint; where this raises, nothing has changed. Collective over the world.
+    """Fill an engine from an open checkpoint, as :func:`~mpizero.parallel.reading.fill` does.
+
+    Collective over the world.
 
     Optimizer state is restored when the checkpoint has that of the bound optimizer; a model without one takes the
     parameters alone.
@@ -191,7 +193,7 @@ def _told(layout: Mapping[str, Any] | None) -> str:
 
 
 def restore_state(engine: Engine, reader: ArrayReader) -> None:
-    """Fill the state of an engine's optimizer from an open checkpoint; where this raises, nothing has changed.
+    """Fill the state of an engine's optimizer from an open checkpoint, as :func:`~mpizero.parallel.reading.fill` does.
 
     Collective over the world.
 

@@ -7,7 +7,7 @@ an equal part of them, and passes them around in pieces of bounded size, out of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -26,8 +26,8 @@ from mpizero.types import Array, ParameterSpec
 if TYPE_CHECKING:
     from mpizero.parallel.engine import Engine
 
-#: Elements of the arrays whose ranges are verified in one reading.
-_VERIFIED_AT_ONCE = 1 << 22
+#: Elements of the arrays whose ranges are read, and verified, at once beside a model in use.
+VERIFIED_AT_ONCE = 1 << 22
 #: Slices whose ranges have fewer bytes than this on average are read by rows.
 _SHORT_RANGE = 1 << 18
 
@@ -70,12 +70,37 @@ class HeldArray:
         return LocalArray(self.path, self.shape, self.dtype, tuple(ranges))
 
 
+@dataclass(frozen=True)
+class HalfLoaded:
+    """Arrays of a model that may hold parts of two states, since reading ended amid them; the same on every rank."""
+
+    paths: frozenset[str]
+    reason: str
+
+    def without(self, paths: Iterable[str]) -> HalfLoaded | None:
+        """Return what is left when ``paths`` have been loaded whole. Not collective."""
+        left = self.paths.difference(paths)
+        return HalfLoaded(left, self.reason) if left else None
+
+    def __str__(self) -> str:
+        """Say what is wrong, why, and the way out."""
+        more = f" and {len(self.paths) - 1} more arrays" if len(self.paths) > 1 else ""
+        return (
+            f"half loaded: {min(self.paths)}{more} may hold parts of two states, since a checkpoint that had been "
+            f"verified could not be read again ({self.reason}): load one whole, with the optimizer's state, by "
+            "load_model, load_state or deserialize, or make a new model"
+        )
+
+
 def fill(engine: Engine, reader: ArrayReader, arrays: Sequence[HeldArray]) -> None:
     """Fill what this rank holds of ``arrays``, or change nothing and raise on every rank. Collective over the world.
 
     [Note: nothing half loaded] A model that still has its start values reads in place, and takes them again if
-    something is wrong. Any other is too precious: its ranges are first read into a small buffer, only to be verified.
-    Either way a rank needs no room for a second copy.
+    something is wrong. Any other is too precious: its arrays are read aside, a bounded number of elements at once, and
+    take their place when all ranks have theirs, verified. Where that number does not cover all of them, they are read
+    once before, only to be verified, so that a rank never needs room for a second copy. What is left is a file that
+    could be read a moment ago and cannot be read again, after the first part has taken its place: the engine is marked
+    as :attr:`Engine.half_loaded` then, and its model refuses to be used until all of it has been loaded.
 
     Parameters
     ----------
@@ -89,27 +114,60 @@ def fill(engine: Engine, reader: ArrayReader, arrays: Sequence[HeldArray]) -> No
     engine.memory.barrier("restore")  # who still reads parameters reads the old ones
     untouched = np.array([engine.pristine], np.int8)  # empty optimizer state looks untouched: one rank must not decide
     engine.grid.world.allreduce(untouched, "min", "restore")
-    pristine = bool(untouched[0])
-    rows = RowReading(engine.grid.tensor, arrays)
+    rows, world = RowReading(engine.grid.tensor, arrays), engine.grid.world
+    if untouched[0]:
+        try:
+            for group in _groups(arrays) if engine.grid.axes.tensor > 1 else [list(arrays)]:
+                requests = [rows.request(array) for array in group]
+                _read(world, reader, requests)
+                rows.deliver(group, requests)
+        except (CollectiveError, PeerFailure):
+            raise
+        except Exception:
+            engine.start_over()
+            raise
+    else:
+        _fill_in_use(engine, reader, rows, list(_groups(arrays)))
+    if engine.half_loaded is not None:
+        engine.half_loaded = engine.half_loaded.without(array.path for array in arrays)
+
+
+def _fill_in_use(engine: Engine, reader: ArrayReader, rows: RowReading, groups: Sequence[Sequence[HeldArray]]) -> None:
+    """Fill the arrays of a model that is in use, group by group."""
+    world, changed = engine.grid.world, False
+    for group in groups if len(groups) > 1 else ():
+        _read_aside(world, reader, rows, group)
     try:
-        if not pristine:
-            for group in _groups(arrays):
-                _read(engine, reader, [_fresh(rows.request(array)) for array in group])
-        for group in _groups(arrays) if engine.grid.axes.tensor > 1 else [list(arrays)]:
-            requests = [rows.request(array) for array in group]
-            _read(engine, reader, requests)
-            for array, request in zip(group, requests, strict=True):
-                rows.deliver(array, request)
+        for group in groups:
+            requests, aside = _read_aside(world, reader, rows, group)
+            changed = True
+            for request, held in zip(requests, aside, strict=True):
+                for (_, values), (_, found) in zip(request.pieces, held.pieces, strict=True):
+                    values[:] = found
+            rows.deliver(group, requests)
     except (CollectiveError, PeerFailure):
         raise
-    except Exception:
-        if pristine:
-            engine.start_over()
+    except Exception as error:
+        if changed:
+            paths = {array.path for group in groups for array in group}
+            earlier = engine.half_loaded.paths if engine.half_loaded is not None else ()
+            engine.half_loaded = HalfLoaded(frozenset(paths.union(earlier)), f"{type(error).__name__}: {error}")
         raise
 
 
-def _read(engine: Engine, reader: ArrayReader, requests: Sequence[LocalArray]) -> None:
-    with all_ranks(engine.grid.world, "restore"):
+def _read_aside(
+    world: Communicator, reader: ArrayReader, rows: RowReading, group: Sequence[HeldArray]
+) -> tuple[list[LocalArray], list[LocalArray]]:
+    """Return what is to be filled of some arrays, and the same ranges in new memory, read and verified."""
+    with all_ranks(world, "restore"):
+        requests = [rows.request(array) for array in group]
+        aside = [_fresh(request) for request in requests]
+    _read(world, reader, aside)
+    return requests, aside
+
+
+def _read(world: Communicator, reader: ArrayReader, requests: Sequence[LocalArray]) -> None:
+    with all_ranks(world, "restore"):
         reader.read([request for request in requests if request.pieces])
 
 
@@ -120,10 +178,11 @@ def _groups(arrays: Sequence[HeldArray]) -> Iterator[list[HeldArray]]:
     for array in arrays:
         group.append(array)
         size += int(np.prod(array.shape, dtype=np.int64))
-        if size >= _VERIFIED_AT_ONCE:
+        if size >= VERIFIED_AT_ONCE:
             yield group
             group, size = [], 0
-    yield group
+    if group:
+        yield group
 
 
 def _fresh(request: LocalArray) -> LocalArray:
@@ -193,10 +252,13 @@ class RowReading:
         pieces = ((part.start, np.empty(part.size, array.dtype)),) if part.size else ()
         return LocalArray(array.path, array.shape, array.dtype, pieces)
 
-    def deliver(self, array: HeldArray, request: LocalArray) -> None:
-        """Give every rank its slice of what :meth:`request` has read. Collective over the group."""
-        if array.path not in self._needs:
-            return
+    def deliver(self, arrays: Sequence[HeldArray], requests: Sequence[LocalArray]) -> None:
+        """Give every rank its slices of what each :meth:`request` has read. Collective over the group."""
+        for array, request in zip(arrays, requests, strict=True):
+            if array.path in self._needs:
+                self._deliver(array, request)
+
+    def _deliver(self, array: HeldArray, request: LocalArray) -> None:
         cover, row, _ = self._needs[array.path]
         parts = self._parts(array.path)
         own = parts[self.group.rank]

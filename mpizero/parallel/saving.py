@@ -46,8 +46,8 @@ class Saving(ShardedCore):
         return arrays if self.rank == 0 or not self._mean_every else [replace(a, pieces=()) for a in arrays]
 
     def restore_arrays(self, reader: Any) -> None:
-        """Take parameters and optimizer state from an open checkpoint; nothing has changed where this raises."""
-        persistence.restore(self.engine, reader)
+        """Take parameters and optimizer state from an open checkpoint, as safe as :meth:`load_model`."""
+        persistence.restore(self.loadable_engine, reader)
         self._pending = None
         self.invalidate_cache()
 
@@ -136,9 +136,10 @@ class Saving(ShardedCore):
     def load_model(self, path: str | Path, *, strict_layout: bool = False) -> None:
         """Read what ``save_model`` wrote, on any number of ranks and any strategy.
 
-        Everything is verified before it counts: where this raises, parameters and optimizer state are as before. (A
-        model that was changed since its construction reads twice for that; a new one just takes its start values
-        again.)
+        Everything is verified before it counts: where this raises, parameters and optimizer state are as before. A
+        model in use with many parameters reads twice for that. Should a file be readable the first time and not the
+        second, when parts of it have taken their place, the model refuses to be used, on every rank alike, until
+        this or another checkpoint has been loaded whole.
 
         Raises
         ------
@@ -148,7 +149,7 @@ class Saving(ShardedCore):
             On damage or another model, naming file, array and reason; with ``strict_layout`` also on another layout.
         """
         with checkpoint.open_checkpoint(path, self._config.communicator) as reader:
-            persistence.restore(self.engine, reader, strict_layout=strict_layout)
+            persistence.restore(self.loadable_engine, reader, strict_layout=strict_layout)
         self._pending = None
         self.invalidate_cache()
 

@@ -13,7 +13,8 @@ import pytest
 
 import mpizero as mz
 from mpizero import checkpoint
-from mpizero.errors import CheckpointError, LayoutError
+from mpizero.errors import CheckpointError, LayoutError, RemoteError
+from mpizero.parallel import reading
 from mpizero.testing import run_in_threads
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, gpt, part, points, sharded, tokens
 
@@ -221,3 +222,129 @@ def test_attributes_that_mpizero_cannot_have_written_are_refused_and_change_noth
         with pytest.raises(CheckpointError, match="attribute 'mpizero'"):
             model.deserialize(data)
         assert before != after == model.parameters_sha256()
+
+
+# ---------------------------------------------------------------------- a file that can be read once
+
+
+class Failing:
+    """A checkpoint whose reading number ``last`` fails on rank 1 with an input/output error."""
+
+    def __init__(self, comm: Any, reader: Any, last: int) -> None:
+        self.arrays, self.attributes = reader.arrays, reader.attributes
+        self.comm, self.reader, self.last, self.readings = comm, reader, last, 0
+
+    def read(self, requests: Any) -> None:
+        self.readings += 1
+        self.reader.read(requests)
+        if self.readings == self.last:
+            for request in requests:
+                for _, values in request.pieces:
+                    values[:] = 7  # what was read so far
+            if self.comm.rank == 1:
+                raise OSError(5, "Input/output error")
+
+
+IN_USE = ("zero3", PRIVATE), ("ddp", {}), ("zero1", PRIVATE), ("hybrid", {})
+
+
+def in_use(comm: Any, kind: str, memory: dict[str, Any]) -> Any:
+    """A model that has made a step, its optimizer, and how it makes one more."""
+    if kind == "hybrid":
+        config = mz.ShardingConfig(comm=comm, minimum_parameter_group_size=1)
+        model = mz.HybridShardedModel(gpt(layers=1), config, tensor_parallel_size=2)
+        optimizer = mz.HybridShardedOptimizer(mz.AdamW(lr=1e-2), config)
+        optimizer.set_model(model)
+    else:
+        model, optimizer = sharded(kind, comm, gpt(layers=1), mz.AdamW(lr=1e-2), **memory)
+
+    def step() -> None:
+        model.train(*part(model.batch_group, *tokens(4)))
+
+    step()
+    return model, optimizer, step
+
+
+@pytest.mark.parametrize(("kind", "memory"), IN_USE)
+def test_a_small_model_in_use_is_as_before_whichever_reading_fails(kind: str, memory: dict[str, Any]) -> None:
+    """It is read once, aside, and verified there: no second reading can fail."""
+
+    def run(comm: Any) -> None:
+        model, _, step = in_use(comm, kind, memory)
+        with model:
+            good = model.serialize()
+            step()
+            before = model.serialize()
+            with checkpoint.from_bytes(good) as reader:
+                failing = Failing(comm, reader, 1)
+                with pytest.raises((OSError, RemoteError), match="Input/output error"):
+                    model.restore_arrays(failing)
+                assert model.serialize() == before
+                model.restore_arrays(failing)
+                assert failing.readings == 2
+            assert model.serialize() == good
+
+    run_in_threads(2, run)
+
+
+@pytest.mark.parametrize(("kind", "memory"), IN_USE)
+def test_a_model_that_is_half_loaded_refuses_to_be_used_until_it_is_whole(
+    kind: str, memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is verified by a first reading; where the second one fails before anything was changed, nothing has."""
+    monkeypatch.setattr(reading, "VERIFIED_AT_ONCE", 2000)
+
+    def run(comm: Any) -> None:
+        model, optimizer, step = in_use(comm, kind, memory)
+        with model, checkpoint.from_bytes(model.serialize()) as reader:
+            good, whole = model.serialize(), Failing(comm, reader, 0)
+            step()
+            before = model.serialize()
+            model.restore_arrays(whole)
+            groups = whole.readings // 2
+            assert groups > 2
+            for last in range(1, whole.readings + 1):
+                model.deserialize(before)
+                with pytest.raises((OSError, RemoteError), match="Input/output error"):
+                    model.restore_arrays(Failing(comm, reader, last))
+                if last <= groups + 1:
+                    assert model.serialize() == before
+                    continue
+                for use in (
+                    step,
+                    model.serialize,
+                    model.get_parameters,
+                    model.parameters_sha256,
+                    lambda: model.predict(tokens(1)[0]),
+                    lambda: model.save_model("nowhere"),
+                    model.clone,
+                    lambda: optimizer.step_count,
+                ):
+                    with pytest.raises(CheckpointError, match="half loaded: .*Input/output error.*load_model"):
+                        use()
+            optimizer.deserialize(good)
+            with pytest.raises(CheckpointError, match="half loaded: parameters/"):
+                step()
+            model.deserialize(good)
+            assert model.serialize() == good
+            step()
+            assert model.serialize() == before
+
+    run_in_threads(2, run)
+
+
+def test_parameters_alone_do_not_make_a_half_loaded_model_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "VERIFIED_AT_ONCE", 2000)
+    model, _, step = in_use(None, "zero1", {})
+    with model, mz.DDPModel(model.wrapped_model, mz.ShardingConfig()) as bare:
+        good = model.serialize()
+        with checkpoint.from_bytes(good) as reader:
+            whole = Failing(mz.InMemoryCommunicator.group(2)[1], reader, 0)
+            model.restore_arrays(whole)
+            with pytest.raises(OSError, match="Input/output error"):
+                model.restore_arrays(Failing(whole.comm, reader, whole.readings))
+        model.deserialize(bare.serialize())
+        with pytest.raises(CheckpointError, match=r"half loaded: optimizer/\S+ and \d+ more"):
+            step()
+        model.deserialize(good)
+        assert model.serialize() == good

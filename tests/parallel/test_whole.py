@@ -135,7 +135,7 @@ def place(comm: Any, model: Any, spread: Spread) -> Any:
     engine.whole = GlobalView(blocks, store, grid)
     engine.updater = Updater(mz.AdamW(), store, memory, replicated=not row.shard_optimizer, in_rows=True)
     engine.placement, engine.step_number, engine.loss_scale, engine.pristine = row, 0, None, False
-    engine.integrity = Integrity(grid, store, 0)
+    engine.integrity, engine.half_loaded = Integrity(grid, store, 0), None
     engine.exchange = GradientExchange(store, memory, row)
     start(engine, model)
     return engine
@@ -359,7 +359,7 @@ def test_slices_are_read_alike_range_by_range_and_by_rows_in_windows_of_any_size
 ) -> None:
     monkeypatch.setattr(reading, "_SHORT_RANGE", short_range)
     monkeypatch.setattr(reading, "EXCHANGE_ELEMENTS", elements)
-    monkeypatch.setattr(reading, "_VERIFIED_AT_ONCE", 10 * elements)
+    monkeypatch.setattr(reading, "VERIFIED_AT_ONCE", 10 * elements)
     image = run_in_threads(1, lambda comm: saved(comm, Spread()))[0]
     for number, spread in enumerate(SPREADS[index] for index in (6, 9, 12)):
         run_in_threads(spread.size, lambda comm, s=spread, n=number: loads(comm, s, image, pristine=n % 2 == 0))
