@@ -272,14 +272,14 @@ def build_optimizer(config: Config) -> Any:
 
 
 def learning_rate(section: OptimizerSection, steps: int) -> Any:
-    """Return a schedule over ``steps`` steps.
+    """Return a schedule over ``steps`` steps, or as many as the section says.
 
     Not collective.
     """
     if section.schedule == "constant":
         return optim.constant(section.lr, warmup=section.warmup)
     schedule = {"linear": optim.linear, "cosine": optim.cosine}[section.schedule]
-    return schedule(section.lr, steps=steps, warmup=section.warmup, end=section.end)
+    return schedule(section.lr, steps=section.schedule_steps or steps, warmup=section.warmup, end=section.end)
 
 
 def computing_settings(config: Config) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from mpizero.checkpoint import ALIGNMENT, ALIGNMENT_LIMIT
 from mpizero.train.checks import (
     Section,
     choice,
-    did_you_mean,
     duration,
     flag,
     fraction,
@@ -24,6 +23,7 @@ from mpizero.train.checks import (
     text,
     whole,
 )
+from mpizero.train.data_checks import arrays, patterns, table
 from mpizero.train.layout import ParallelSection
 from mpizero.train.messages import compression
 
@@ -46,6 +46,8 @@ FREE_KEYS = (
     "data.arrays",
     "data.hdf5",
 )
+#: The step at which the learning rate has come to its end.
+_LENGTH = "optimizer.schedule_steps"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,49 +106,13 @@ class MlpSection(ModelSection):
         return len(self.hidden) + 1
 
 
-def _arrays(value: Any) -> Any:
-    if value == "digits":
-        return value
-    return _table("x", "y", hint=' or "digits" (scikit-learn\'s handwritten digits)')(value)
-
-
-def _patterns(value: Any) -> tuple[str, ...]:
-    if value in ("digits", ["digits"]):
-        raise ValueError('is for text; scikit-learn\'s digits are data.arrays = "digits"')
-    result: tuple[str, ...] = many(text, least=1)([value] if isinstance(value, str) else value)
-    if "stdlib" in result and len(result) > 1:
-        raise ValueError('"stdlib" (this Python\'s own sources) stands alone')
-    return result
-
-
-def _table(*keys: str, hint: str = "") -> Any:
-    allowed = "must be a table {" + ", ".join(f'{key} = "..."' for key in keys) + "}" + hint
-
-    def check(value: Any) -> dict[str, str]:
-        if not isinstance(value, dict):
-            raise ValueError(allowed)
-        for key in value:
-            if key not in keys:
-                raise ValueError(f"{allowed}; {key} is unknown{did_you_mean(key, keys)}")
-        for key in keys:
-            if key not in value:
-                raise ValueError(f"{allowed}; {key} is missing")
-            try:
-                text(value[key])
-            except ValueError as error:
-                raise ValueError(f"{allowed}; {key} {error}") from None
-        return dict(value)
-
-    return check
-
-
 @dataclass(frozen=True, kw_only=True)
 class DataSection(Section):
     """Where the samples come from: exactly one of text, arrays and hdf5; paths start at the working folder."""
 
-    text: tuple[str, ...] | None = setting(None, optional(_patterns))
-    arrays: Any = setting(None, optional(_arrays))
-    hdf5: Any = setting(None, optional(_table("path", "x", "y")))
+    text: tuple[str, ...] | None = setting(None, optional(patterns))
+    arrays: Any = setting(None, optional(arrays))
+    hdf5: Any = setting(None, optional(table("path", "x", "y")))
     validation: float = setting(0.05, fraction())
 
     @property
@@ -209,6 +175,7 @@ class OptimizerSection(Section):
     name: str = setting("adamw", choice("sgd", "adam", "adamw", "rmsprop", "lion", "lamb"))
     lr: float = setting(3e-4, positive())
     schedule: str = setting("constant", choice("constant", "linear", "cosine"))
+    schedule_steps: int | None = setting(None, optional(whole(1)))
     warmup: int = setting(0, whole(0))
     end: float = setting(0.0, not_negative())
     weight_decay: float = setting(0.0, not_negative())
@@ -220,8 +187,9 @@ class OptimizerSection(Section):
 
     def check_combination(self) -> None:
         """Reject a last learning rate that no schedule reaches."""
-        if self.end and self.schedule == "constant":
-            raise self.reject("end", 'belongs to the schedules "linear" and "cosine"; a constant rate has no end')
+        for name in ("end", "schedule_steps"):
+            if getattr(self, name) and self.schedule == "constant":
+                raise self.reject(name, 'belongs to the schedules "linear" and "cosine"; a constant rate has no end')
         if self.end > self.lr:
             raise self.reject("end", f"must be at most optimizer.lr = {self.lr}")
 
@@ -333,8 +301,10 @@ class Config:
 
     def __post_init__(self) -> None:
         """Reject sections that are fine alone and not together."""
-        if self.optimizer.warmup > self.train.steps:
-            raise self.optimizer.reject("warmup", f"must be at most train.steps = {self.train.steps}")
+        length, given = self.optimizer.schedule_steps or self.train.steps, self.optimizer.schedule_steps is not None
+        if self.optimizer.warmup > length:
+            whose = "optimizer.schedule_steps" if given else "train.steps"
+            raise self.optimizer.reject("warmup", f"must be at most {whose} = {length}")
         if self.train.mixed_precision is not None and self.model.dtype != "float32":
             raise self.train.reject("mixed_precision", f"needs model.dtype = float32, it is {self.model.dtype}")
         if self.model.name == "gpt" and self.data.kind != "text":
@@ -376,6 +346,10 @@ def mathematics(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """
     flat = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
     flat.setdefault("train.accumulate", 1)  # runs saved before there was this setting
+    if flat.get("optimizer.schedule") in ("linear", "cosine"):
+        flat[_LENGTH] = flat.get(_LENGTH) or flat.get("train.steps")
+    else:
+        flat.pop(_LENGTH, None)
     return {
         key: value
         for key, value in sorted(flat.items())
@@ -391,5 +365,6 @@ def difference(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any
     before, now = mathematics(saved), mathematics(wanted)
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
-            return f"{key} was {shown(before.get(key))} in the saved run and is {shown(now.get(key))} now"
+            hint = " (train.steps, where it is not given)" if key == _LENGTH else ""
+            return f"{key} was {shown(before.get(key))} in the saved run and is {shown(now.get(key))} now{hint}"
     return None
