@@ -12,6 +12,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.data import ArraySource, batches
 from mpizero.errors import ConfigError, DataError
 from mpizero.layout import Grains
+from mpizero.parallel.best import BestParameters
 from mpizero.types import Array
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ class OptimizationResult:
         Counted from 0.
     best_loss : float
         Its validation loss.
-    best_parameters : 1-D array
-        All parameters after it.
+    best : BestParameters
+        What :attr:`best_parameters` comes from.
     steps : int
         Training steps made.
     stopped_early : bool
@@ -84,9 +85,19 @@ class OptimizationResult:
     history: tuple[dict[str, float], ...]
     best_epoch: int
     best_loss: float
-    best_parameters: Array = field(repr=False)
+    best: BestParameters = field(repr=False, compare=False)
     steps: int
     stopped_early: bool
+
+    @property
+    def best_parameters(self) -> Array:
+        """All parameters after the best epoch, 1-D in declared order.
+
+        Where each rank holds a part of the parameters (ZeRO-3 and models split over ranks), each keeps its part of the
+        best ones too. The first time they are asked for is then collective over the model's ranks, and must come before
+        the model is closed. Under the other strategies every rank has them.
+        """
+        return self.best.gathered()
 
 
 def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOptions) -> OptimizationResult:
@@ -100,7 +111,7 @@ def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOption
             raise DataError(f"{len(source)} samples leave {len(train)} to train, {len(valid)} to validate: need both")
     per_epoch = len(train) // batch
     history: list[dict[str, float]] = []
-    best, best_epoch, best_parameters = math.nan, 0, model.get_parameters()
+    best, best_epoch, kept = math.nan, 0, BestParameters(model)
     for epoch in range(options.epochs):
         losses = []
         consumed = epoch * per_epoch * batch
@@ -114,13 +125,14 @@ def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOption
         record = {"epoch": epoch, "loss": float(np.mean(losses)), **_validated(optimizer, valid)}
         history.append(record)
         if not math.isfinite(best) or record["validation_loss"] < best - options.minimum_improvement:
-            best, best_epoch, best_parameters = record["validation_loss"], epoch, model.get_parameters()
+            best, best_epoch = record["validation_loss"], epoch
+            kept.take()
         optimizer.note_stall(options.patience is not None and epoch - best_epoch >= options.patience)
         if stop := optimizer.should_early_stop():
             break
     if options.restore_best and best_epoch != len(history) - 1:
-        model.set_parameters(best_parameters)
-    return OptimizationResult(tuple(history), best_epoch, best, best_parameters, per_epoch * len(history), stop)
+        kept.give_back()
+    return OptimizationResult(tuple(history), best_epoch, best, kept, per_epoch * len(history), stop)
 
 
 def _validated(optimizer: ShardedOptimizer, valid: Any) -> dict[str, float]:

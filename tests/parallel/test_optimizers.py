@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import ConfigError, DataError, RemoteError
+from mpizero.parallel.whole import GlobalView
 from mpizero.testing import run_in_threads
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, mlp, part, points, sharded, vectors
 
@@ -157,6 +159,63 @@ def test_optimize_stops_early_and_goes_back_to_the_best_epoch() -> None:
     assert result.stopped_early
     assert len(result.history) == result.best_epoch + 3 < 50
     np.testing.assert_array_equal(parameters, result.best_parameters)
+
+
+def best_of(comm: Any, kind: str, **settings: Any) -> Any:
+    """Optimize so that an earlier epoch is the best one; return what is left of it, before and after the end."""
+    rng = np.random.default_rng(8)
+    x = rng.normal(size=(80, 6)).astype(np.float32)
+    y = (x[:, 0] > 0).astype(np.int64) + (x[:, 1] > 0)
+    options = mz.OptimizationOptions(batch_size=8, validation=0.25, epochs=50, patience=2)
+    with mz.ShardingConfig(comm=comm, micro_batch=2, minimum_parameter_group_size=1, **settings) as config:
+        model: Any
+        if kind == "hybrid":
+            model = mz.HybridShardedModel(mlp(), config, pipeline_parallel_size=2, zero_stage=2)
+            bound: Any = mz.HybridShardedOptimizer(mz.SGD(lr=3.0), config, options=options)
+        else:
+            model = (mz.ZeRO3Model if kind == "zero3" else mz.ZeRO1Model)(mlp(), config)
+            bound = mz.ShardedOptimizer(mz.SGD(lr=3.0), config, options=options)
+        with model:
+            bound.set_model(model)
+            result = bound.optimize((x, y))
+            assert result.best_epoch < len(result.history) - 1
+            held = result.best.nbytes
+            if kind != "zero1" and config.communicator.size > 1:
+                assert held == model.shard_size * 4 < model.parameter_count * 4
+                with pytest.raises(TypeError, match="spread over the ranks"):
+                    pickle.dumps(result)
+            parameters = model.get_parameters()
+            if kind != "zero1":
+                np.testing.assert_array_equal(result.best_parameters, parameters)
+    return parameters, result.best_parameters, pickle.loads(pickle.dumps(result)).best_parameters
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("zero3", PRIVATE), ("hybrid", {}), ("hybrid", PRIVATE), ("zero1", {})])
+def test_the_best_parameters_are_kept_as_the_model_keeps_its_own(
+    kind: str, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank gathers the model to keep them: only who asks for them does; then they stay."""
+    expected = best_of(None, "zero1")
+    with monkeypatch.context() as patch:
+        if kind == "zero3":
+            patch.setattr(GlobalView, "fill", None)
+        everyone = run_in_threads(4 if kind == "hybrid" else 3, lambda comm: best_of(comm, kind, **settings))
+    for found in everyone:
+        for values in found:
+            np.testing.assert_array_equal(values, expected[0])
+
+
+def test_best_parameters_that_were_never_asked_for_are_gone_with_the_model() -> None:
+    def run(comm: Any) -> None:
+        config = mz.ShardingConfig(comm=comm, **PRIVATE)
+        with mz.ZeRO3Model(mlp(), config) as model:
+            bound = mz.ZeRO3Optimizer(mz.SGD(lr=0.1), config, options=mz.OptimizationOptions(epochs=1, batch_size=4))
+            bound.set_model(model)
+            result = bound.optimize(points(12))
+        with pytest.raises(RuntimeError, match="is closed .* before close"):
+            _ = result.best_parameters
+
+    run_in_threads(2, run)
 
 
 def test_an_epoch_that_is_not_finite_is_never_the_best_of_several() -> None:
