@@ -54,6 +54,27 @@ class CheckpointError(MpizeroError):
     status = ExitStatus.DATA
 
 
+class CheckpointDamagedError(CheckpointError):
+    """A checkpoint whose bytes are not those that were written: a checksum or a size tells.
+
+    No other error about a checkpoint means that it is of no use: what cannot be opened now may be whole.
+    """
+
+
+class CheckpointVersionError(CheckpointError):
+    """A checkpoint of a format version that this mpizero does not know."""
+
+
+class CheckpointMissingError(CheckpointError, FileNotFoundError):
+    """A checkpoint, or a file of it, that does not exist."""
+
+
+class CheckpointIOError(CheckpointError, OSError):
+    """A checkpoint that the operating system refused to write or read; ``errno`` says why."""
+
+    status = ExitStatus.INPUT_OUTPUT
+
+
 class CollectiveError(MpizeroError):
     """An MPI call that failed or did not match; names rank, operation, tag, element type and count."""
 

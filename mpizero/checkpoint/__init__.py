@@ -1,7 +1,6 @@
 """Checkpoints: global named arrays in one HDF5 file and a manifest, written and read on any number of ranks."""
 
-from mpizero.checkpoint.failures import CheckpointIOError, CheckpointMissingError
-from mpizero.checkpoint.folders import newest, prune, sound, step_folder, step_of
+from mpizero.checkpoint.folders import Found, Left, newest, prune, sound, step_folder, step_of, survey
 from mpizero.checkpoint.image import from_bytes, to_bytes
 from mpizero.checkpoint.pending import PendingSave, begin
 from mpizero.checkpoint.reader import Reader, open_checkpoint
@@ -11,12 +10,22 @@ from mpizero.checkpoint.stage import remove_leftovers
 from mpizero.checkpoint.table import LocalArray
 from mpizero.checkpoint.verify import verify
 from mpizero.checkpoint.writer import check_backend, write
+from mpizero.errors import (
+    CheckpointDamagedError,
+    CheckpointIOError,
+    CheckpointMissingError,
+    CheckpointVersionError,
+)
 
 __all__ = [
     "ALIGNMENT",
     "ALIGNMENT_LIMIT",
+    "CheckpointDamagedError",
     "CheckpointIOError",
     "CheckpointMissingError",
+    "CheckpointVersionError",
+    "Found",
+    "Left",
     "LocalArray",
     "PendingSave",
     "Reader",
@@ -31,6 +40,7 @@ __all__ = [
     "sound",
     "step_folder",
     "step_of",
+    "survey",
     "to_bytes",
     "verify",
     "write",

@@ -12,10 +12,13 @@ from typing import NamedTuple, NoReturn, Self, TypeVar
 from mpizero.comm import as_communicator
 from mpizero.comm.communicator import Communicator
 from mpizero.errors import (
+    CheckpointDamagedError,
     CheckpointError,
+    CheckpointIOError,
+    CheckpointMissingError,
+    CheckpointVersionError,
     CollectiveError,
     ConfigError,
-    ExitStatus,
     MpizeroError,
     PeerFailure,
     RemoteError,
@@ -24,14 +27,16 @@ from mpizero.errors import (
 T = TypeVar("T")
 
 
-class CheckpointMissingError(CheckpointError, FileNotFoundError):
-    """A checkpoint, or a file of it, that does not exist."""
-
-
-class CheckpointIOError(CheckpointError, OSError):
-    """A checkpoint that the operating system refused to write or read; ``errno`` says why."""
-
-    status = ExitStatus.INPUT_OUTPUT
+#: How the errors about checkpoints are called while they travel; any other one is "checkpoint".
+_KINDS: dict[str, type[MpizeroError]] = {
+    "missing": CheckpointMissingError,
+    "io": CheckpointIOError,
+    "damaged": CheckpointDamagedError,
+    "version": CheckpointVersionError,
+    "checkpoint": CheckpointError,
+    "config": ConfigError,
+    "foreign": RemoteError,
+}
 
 
 class Outcome(NamedTuple):
@@ -42,10 +47,11 @@ class Outcome(NamedTuple):
     message: str
 
 
-def _outcome(error: Exception) -> Outcome:
+def outcome_of(error: Exception) -> Outcome:
+    """Return what the other ranks are told of an exception. Not collective."""
     if isinstance(error, CheckpointError):
-        kinds = {CheckpointMissingError: "missing", CheckpointIOError: "io"}
-        return Outcome(kinds.get(type(error), "damaged"), getattr(error, "errno", 0) or 0, str(error))
+        kind = next((kind for kind, known in _KINDS.items() if type(error) is known), "checkpoint")
+        return Outcome(kind, getattr(error, "errno", 0) or 0, str(error))
     if isinstance(error, ConfigError):
         return Outcome("config", 0, str(error))
     if isinstance(error, OSError):
@@ -56,14 +62,7 @@ def _outcome(error: Exception) -> Outcome:
 
 
 def _raise(outcome: Outcome, text: str) -> NoReturn:
-    kinds: dict[str, type[MpizeroError]] = {
-        "missing": CheckpointMissingError,
-        "io": CheckpointIOError,
-        "damaged": CheckpointError,
-        "config": ConfigError,
-        "foreign": RemoteError,
-    }
-    error = kinds[outcome.kind](text)
+    error = _KINDS[outcome.kind](text)
     if isinstance(error, OSError):
         error.errno = outcome.code or None
     raise error
@@ -92,7 +91,7 @@ class Attempt:
     @property
     def outcome(self) -> Outcome | None:
         """The failure in a form that travels; None if there is none."""
-        return None if self.failure is None else _outcome(self.failure)
+        return None if self.failure is None else outcome_of(self.failure)
 
 
 def raise_first(outcomes: Sequence[Outcome | None], prefix: str, failure: Exception | None = None) -> None:
@@ -103,7 +102,7 @@ def raise_first(outcomes: Sequence[Outcome | None], prefix: str, failure: Except
     for rank, outcome in enumerate(outcomes):
         if outcome is None:
             continue
-        if failure is not None and _outcome(failure).kind == "foreign":
+        if failure is not None and outcome_of(failure).kind == "foreign":
             raise failure
         where = f"[rank {rank}] " if len(outcomes) > 1 else ""
         _raise(outcome, f"{prefix}: {where}{outcome.message}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from mpizero.checkpoint.failures import borrowed, on_root
+from mpizero.checkpoint.failures import borrowed, on_root, outcome_of
 from mpizero.checkpoint.reader import read_manifest
 from mpizero.checkpoint.stage import remove_folder, remove_leftovers
-from mpizero.errors import CheckpointError, ConfigError
+from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
 
 _NAME = re.compile(r"step_(\d{8,18})")
 
@@ -38,18 +39,85 @@ def step_folders(folder: str) -> list[str]:
     return [os.path.join(folder, name) for _, name in sorted(found, reverse=True)]
 
 
-def _sound(folder: str, limit: int | None, report: Callable[[str], object]) -> list[str]:
-    sound: list[str] = []
-    for path in step_folders(folder):
-        try:
-            read_manifest(path)
-        except (CheckpointError, OSError) as error:
-            report(f"checkpoint passed over: {error}")
-        else:
-            sound.append(path)
-        if limit is not None and len(sound) >= limit:
-            break
-    return sound
+@dataclass(frozen=True)
+class Found:
+    """A step folder, and what is wrong with its manifest, sizes or HDF5 structure; the arrays are not read.
+
+    Attributes
+    ----------
+    path : str
+        The folder.
+    step : int
+        The step in its name.
+    problem : str
+        What is wrong, "" if nothing is.
+    damaged : bool
+        Whether a checksum or a size has shown that it is of no use. One with another problem (no permission, a failing
+        disk, a missing file, a newer version of the format) may be whole, and is never taken for none.
+    """
+
+    path: str
+    step: int
+    problem: str = ""
+    damaged: bool = False
+
+    @property
+    def sound(self) -> bool:
+        """Whether it can be opened."""
+        return not self.problem
+
+    @property
+    def unreadable(self) -> bool:
+        """Whether it could not be opened, for another reason than damage."""
+        return bool(self.problem) and not self.damaged
+
+
+@dataclass(frozen=True)
+class Left:
+    """What :func:`prune` would have removed, and could not.
+
+    Attributes
+    ----------
+    path : str
+        Where.
+    reason : str
+        Why, without the path.
+    """
+
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"old checkpoint not removed: {self.path}: {self.reason}"
+
+
+def _warn(left: Left) -> None:
+    warnings.warn(str(left), stacklevel=2)
+
+
+def _look_at(path: str) -> Found:
+    step = step_of(path) or 0
+    try:
+        read_manifest(path)
+    except CheckpointDamagedError as error:
+        return Found(path, step, str(error), damaged=True)
+    except (CheckpointError, OSError) as error:
+        return Found(path, step, outcome_of(error).message)
+    return Found(path, step)
+
+
+def survey(folder: str | os.PathLike[str], comm: object = None) -> list[Found]:
+    """Return every step folder, newest first, with what is wrong with it.
+
+    Collective over ``comm``; rank 0 looks.
+    """
+    where = os.path.abspath(os.fspath(folder))
+    with borrowed(comm) as world:
+        return on_root(world, _cannot_look(where), lambda: [_look_at(path) for path in step_folders(where)])
+
+
+def _cannot_look(where: str) -> str:
+    return f"cannot look for checkpoints in {where}"
 
 
 def newest(
@@ -59,9 +127,38 @@ def newest(
 
     Collective over ``comm``; rank 0 looks, and calls ``report`` with a line for each damaged one that it passes over.
     The arrays themselves are verified when they are read.
+
+    Raises
+    ------
+    CheckpointError
+        A newer one exists and could not be opened, though nothing says that it is damaged; see :func:`survey`.
     """
-    found = _look(folder, 1, comm, report)
-    return found[0] if found else None
+    where = os.path.abspath(os.fspath(folder))
+
+    def look() -> str | None:
+        unreadable: list[str] = []
+        best = None
+        for found in map(_look_at, step_folders(where)):
+            if found.sound:
+                best = found.path
+                break
+            if found.damaged:
+                report(_passed_over(found))
+            else:
+                unreadable.append(found.problem)
+        if unreadable:
+            raise CheckpointError(
+                f"what is newest cannot be opened: {'; '.join(unreadable)}; mend that, or name the checkpoint to take"
+                f"{f', as {best}' if best else ''}"
+            )
+        return best
+
+    with borrowed(comm) as world:
+        return on_root(world, _cannot_look(where), look)
+
+
+def _passed_over(found: Found) -> str:
+    return f"checkpoint passed over: {found.problem}"
 
 
 def sound(
@@ -69,26 +166,34 @@ def sound(
 ) -> list[str]:
     """Return every sound step folder, newest first: what to try in turn when the newest one fails to load.
 
-    Collective over ``comm``.
+    Collective over ``comm``; rank 0 calls ``report`` with a line for each other one. That no one is sound does not mean
+    that there is none: :func:`survey` tells.
     """
-    return _look(folder, None, comm, report)
-
-
-def _look(
-    folder: str | os.PathLike[str], limit: int | None, comm: object, report: Callable[[str], object]
-) -> list[str]:
+    paths = []
     with borrowed(comm) as world:
-        where = os.path.abspath(os.fspath(folder))
-        return on_root(world, f"cannot look for checkpoints in {where}", lambda: _sound(where, limit, report))
+        for found in survey(folder, world):
+            if found.sound:
+                paths.append(found.path)
+            elif world.rank == 0:
+                report(_passed_over(found))
+    return paths
 
 
-def prune(folder: str | os.PathLike[str], keep: int, comm: object = None, *, keep_every: int = 0) -> list[str]:
+def prune(
+    folder: str | os.PathLike[str],
+    keep: int,
+    comm: object = None,
+    *,
+    keep_every: int = 0,
+    report: Callable[[Left], object] = _warn,
+) -> list[str]:
     """Remove the step folders older than the newest ``keep`` sound ones, and leftovers; return what was removed.
 
     Steps that are multiples of ``keep_every``, unless that is 0, are kept for ever.
 
-    Collective over ``comm``; rank 0 removes, each folder by one rename out of sight first. Damaged folders count for
-    nothing: they never push out a sound one.
+    Collective over ``comm``; rank 0 removes, each folder by one rename out of sight first. Only sound and damaged ones
+    count and are removed: damaged ones never push out a sound one, and one that cannot be opened stays, as does a link
+    to a checkpoint elsewhere. Rank 0 calls ``report`` with what it cannot remove, and goes on.
 
     Raises
     ------
@@ -99,24 +204,54 @@ def prune(folder: str | os.PathLike[str], keep: int, comm: object = None, *, kee
         raise ConfigError(f"keep must be >= 1, got {keep}")
     if keep_every < 0:
         raise ConfigError(f"keep_every must be >= 0, got {keep_every}")
+    where = os.path.abspath(os.fspath(folder))
 
     def remove() -> list[str]:
-        where = os.path.abspath(os.fspath(folder))
-        if not os.path.isdir(where):
-            return []
-        remove_leftovers(where)
-        kept = _sound(where, keep, lambda _: None)
-        if len(kept) < keep:
-            return []
-        steps = step_folders(where)
-        if not set(kept) <= set(steps):  # somebody deletes folders at this moment: the older ones may be the last
-            return []
-        old = steps[steps.index(kept[-1]) + 1 :]
-        if keep_every:
-            old = [path for path in old if (step_of(path) or 0) % keep_every]
+        removed: list[str] = []
+        try:
+            remove_leftovers(where)
+            old = [path for path in _beyond(where, keep) if not keep_every or (step_of(path) or 0) % keep_every]
+        except OSError as error:
+            report(Left(error.filename or where, error.strerror or str(error)))
+            old = []
         for path in reversed(old):
-            remove_folder(path)
-        return old
+            for left in _remove(path, removed):
+                report(left)
+        return removed
 
     with borrowed(comm) as world:
         return on_root(world, f"cannot remove old checkpoints of {os.fspath(folder)}", remove)
+
+
+def _beyond(where: str, keep: int) -> list[str]:
+    """Return the step folders older than the newest ``keep`` sound ones, newest first."""
+    kept: list[str] = []
+    for found in map(_look_at, step_folders(where)):
+        if found.sound:
+            kept.append(found.path)
+        if len(kept) == keep:
+            break
+    else:
+        return []
+    steps = step_folders(where)
+    if not set(kept) <= set(steps):  # somebody deletes folders at this moment: the older ones may be the last
+        return []
+    return steps[steps.index(kept[-1]) + 1 :]
+
+
+def _remove(path: str, removed: list[str]) -> Iterator[Left]:
+    """Remove a step folder if it may go, and note it; yield why it stays, or what stays of it."""
+    if os.path.islink(path):
+        yield Left(path, "it is a link; remove it by hand")
+        return
+    if (found := _look_at(path)).unreadable:
+        if os.path.lexists(path):  # else somebody was faster
+            yield Left(path, f"it cannot be opened, and may be whole: {found.problem}")
+        return
+    try:
+        if remove_folder(path):
+            removed.append(path)
+    except OSError as error:
+        if not os.path.lexists(path):
+            removed.append(path)
+        yield Left(path, error.strerror or str(error))

@@ -81,7 +81,7 @@ def from_bytes(data: bytes | bytearray | memoryview) -> Reader:
     try:
         manifest = decode(bytes(view[start : start + length]))
     except CheckpointError as error:
-        raise CheckpointError(f"serialized model: manifest: {error}") from None
+        raise type(error)(f"serialized model: manifest: {error}") from None
     if manifest.state_bytes != start:
         raise CheckpointError(f"serialized model: {start} bytes of state instead of {manifest.state_bytes}")
     source = MemoryBytes(view[:start])

@@ -14,7 +14,7 @@ import numpy as np
 from mpizero.checkpoint.checksum import BLOCK, block_count
 from mpizero.checkpoint.skeleton import FORMAT, VERSION, gaps
 from mpizero.checkpoint.table import ARRAY_LIMIT, Table, check_path, check_paths, check_shape
-from mpizero.errors import CheckpointError
+from mpizero.errors import CheckpointDamagedError, CheckpointError, CheckpointVersionError
 
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.h5"
@@ -144,7 +144,7 @@ def decode(data: bytes) -> Manifest:
         raise CheckpointError(f"larger than {MANIFEST_LIMIT} bytes")
     end = data.find(b"\n") + 1
     if data[end:] != f'{{"sha256":"{hashlib.sha256(memoryview(data)[:end]).hexdigest()}"}}\n'.encode():
-        raise CheckpointError("damaged: its last line is not the SHA-256 of what stands before it")
+        raise CheckpointDamagedError("damaged: its last line is not the SHA-256 of what stands before it")
     if (memory := _memory(data, end)) > MEMORY_LIMIT:
         raise CheckpointError(f"would take {memory} bytes of memory, at most {MEMORY_LIMIT} are allowed")
     try:
@@ -156,7 +156,9 @@ def decode(data: bytes) -> Manifest:
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"not the manifest of a {FORMAT}")
     if body.get("version") != VERSION:
-        raise CheckpointError(f"format version {body.get('version')!r:.40}, this mpizero reads version {VERSION}")
+        raise CheckpointVersionError(
+            f"format version {body.get('version')!r:.40}, this mpizero reads version {VERSION}"
+        )
     return _manifest(body)
 
 

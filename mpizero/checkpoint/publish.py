@@ -8,16 +8,17 @@ from typing import Any, Self
 
 from mpizero.checkpoint import direct
 from mpizero.checkpoint.direct import PieceSums
-from mpizero.checkpoint.failures import on_root
-from mpizero.checkpoint.manifest import Manifest, StoredArray, encode
+from mpizero.checkpoint.failures import on_root, outcome_of
+from mpizero.checkpoint.manifest import MANIFEST_NAME, STATE_NAME, Manifest, StoredArray, encode
 from mpizero.checkpoint.plan import SavePlan
+from mpizero.checkpoint.reader import read_manifest
 from mpizero.checkpoint.skeleton import Skeleton
 from mpizero.checkpoint.stage import Stage, commit, discard, fill_file, open_stage
 from mpizero.checkpoint.table import Table
 from mpizero.checkpoint.verify import verify_checksums
 from mpizero.comm.communicator import Communicator
 from mpizero.crc import crc32
-from mpizero.errors import CheckpointError
+from mpizero.errors import CheckpointDamagedError, CheckpointError
 
 
 class TemporaryFolder:
@@ -56,9 +57,33 @@ class TemporaryFolder:
         self.close()
         if skeleton is None:
             raise CheckpointError("rank 0 has no layout")
-        self.stage = open_stage(target, self._replace or _is_damaged(target))
+        self.stage = open_stage(target, self.makes_room(target))
         fill_file(self.stage.state, skeleton)
         return self.stage.state
+
+    def makes_room(self, target: str) -> bool:
+        """Tell whether what stands at ``target`` may be replaced: if that is wished, or if it is damaged.
+
+        Raises
+        ------
+        CheckpointError
+            It cannot be opened, and nothing says that it is damaged.
+        """
+        if not os.path.isdir(target) or not (names := set(os.listdir(target))) or names - {MANIFEST_NAME, STATE_NAME}:
+            return self._replace  # nothing is there, or what is never replaced
+        try:
+            if self._replace:
+                read_manifest(target)
+            else:
+                verify_checksums(target)
+        except CheckpointDamagedError:
+            return True
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(
+                f"exists already, and cannot be opened ({outcome_of(error).message}): it may be whole, so it is not "
+                "replaced; choose another name"
+            ) from None
+        return self._replace
 
     def agree(self, plan: SavePlan, beside: Callable[[], object] | None = None) -> None:
         """Open the folder, unless that was done ahead, and tell all ranks where the state file is.
@@ -86,38 +111,30 @@ def publish(comm: Communicator, plan: SavePlan, folder: TemporaryFolder, sums: S
     gathered = comm.allgather_object(sums, tag="checkpoint checksums")
 
     def finish() -> None:
-        if folder.stage is not None and plan.skeleton is not None:
-            structure = _structure(folder.state, plan.skeleton)
+        if folder.stage is None or plan.skeleton is None:
+            return
+        state = os.open(folder.state, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            structure = _structure(state, folder.state, plan.skeleton)
             manifest = describe(plan.table, plan.skeleton, structure, gathered, plan.attributes)
-            commit(folder.stage, encode(manifest))
+            if folder.stage.replace and os.path.lexists(plan.target) and not folder.makes_room(plan.target):
+                raise CheckpointError("a sound checkpoint has taken the place of the damaged one: choose another name")
+            commit(folder.stage, encode(manifest), state)
+        finally:
+            os.close(state)
 
     on_root(comm, plan.prefix, finish)
 
 
-def _is_damaged(target: str) -> bool:
-    """Tell whether a checkpoint stands at ``target`` that cannot be loaded: it makes room for a good one."""
-    if not os.path.isdir(target):
-        return False
-    try:
-        verify_checksums(target)
-    except CheckpointError:
-        return True
-    return False
-
-
-def _structure(state: str, skeleton: Skeleton) -> int:
+def _structure(handle: int, state: str, skeleton: Skeleton) -> int:
     """Return the CRC32 of the file's structure, after checking that the back end left it as it was laid out."""
     crc = 0
-    handle = os.open(state, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        if (found := os.fstat(handle).st_size) != skeleton.nbytes:
-            raise CheckpointError(f"{state}: has {found} bytes instead of {skeleton.nbytes}")
-        for offset, data in skeleton.structure:
-            if os.pread(handle, len(data), offset) != data:
-                raise CheckpointError(f"{state}: bytes at offset {offset} are not those laid out")
-            crc = crc32(data, crc)
-    finally:
-        os.close(handle)
+    if (found := os.fstat(handle).st_size) != skeleton.nbytes:
+        raise CheckpointError(f"{state}: has {found} bytes instead of {skeleton.nbytes}")
+    for offset, data in skeleton.structure:
+        if os.pread(handle, len(data), offset) != data:
+            raise CheckpointError(f"{state}: bytes at offset {offset} are not those laid out")
+        crc = crc32(data, crc)
     return crc
 
 

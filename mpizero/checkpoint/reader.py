@@ -16,14 +16,20 @@ import numpy as np
 
 from mpizero.checkpoint.checksum import BLOCK, cut, in_cache, judge
 from mpizero.checkpoint.direct import as_bytes
-from mpizero.checkpoint.failures import CheckpointMissingError, agreed, on_root
+from mpizero.checkpoint.failures import agreed, on_root
 from mpizero.checkpoint.manifest import MANIFEST_LIMIT, MANIFEST_NAME, STATE_NAME, Manifest, StoredArray, decode
 from mpizero.checkpoint.stage import standing
 from mpizero.checkpoint.table import LocalArray, Table, check_array
 from mpizero.comm import as_communicator
 from mpizero.comm.communicator import Communicator
 from mpizero.crc import crc32
-from mpizero.errors import CheckpointError, ConfigError, RemoteError
+from mpizero.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointMissingError,
+    ConfigError,
+    RemoteError,
+)
 from mpizero.faults import strike
 from mpizero.types import Array
 
@@ -48,7 +54,7 @@ class FileBytes(Bytes):
         self._file = open_regular(path)
         if (found := os.fstat(self._file).st_size) != nbytes:
             self.close()
-            raise CheckpointError(f"{path}: {found} bytes instead of {nbytes}: truncated or damaged")
+            raise CheckpointDamagedError(f"{path}: {found} bytes instead of {nbytes}: truncated or damaged")
         with contextlib.suppress(OSError):  # advice only: read far ahead of pieces that fit a core's cache
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
@@ -119,23 +125,23 @@ def read_manifest(folder: str) -> tuple[bytes, Manifest]:
     ------
     CheckpointMissingError
         No such folder, or one of its files is missing.
+    CheckpointDamagedError
+        Its bytes are not those that were written.
+    CheckpointVersionError
+        It is of another version of the format.
     CheckpointError
-        Anything else, naming the file.
+        Anything else that is wrong with it, naming the file.
+    OSError
+        The system refuses to tell.
     """
     path = os.path.join(folder, MANIFEST_NAME)
-    if not os.path.lexists(folder):
-        raise CheckpointMissingError(f"{folder}: does not exist")
-    if not os.path.isdir(folder):
-        raise CheckpointError(f"{folder}: not an mpizero checkpoint, which is a folder with {MANIFEST_NAME}")
-    for name in (MANIFEST_NAME, STATE_NAME):
-        if not os.path.lexists(os.path.join(folder, name)):
-            raise CheckpointMissingError(f"{folder}: not a complete mpizero checkpoint: {name} is missing")
+    _check_folder(folder)
     with os.fdopen(open_regular(path), "rb") as file:
         data = file.read(min(MANIFEST_LIMIT, os.fstat(file.fileno()).st_size) + 1)
     try:
         manifest = decode(data)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        raise type(error)(f"{path}: {error}") from None
     state = os.path.join(folder, STATE_NAME)
     source = FileBytes(state, manifest.state_bytes)
     try:
@@ -143,6 +149,26 @@ def read_manifest(folder: str) -> tuple[bytes, Manifest]:
     finally:
         source.close()
     return data, manifest
+
+
+def _check_folder(folder: str) -> None:
+    """Look for the files of a checkpoint; what the system refuses to tell is no proof that nothing is there."""
+    try:
+        is_folder = stat.S_ISDIR(os.stat(folder).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        what = "a link to nothing" if os.path.islink(folder) else "does not exist"
+        raise CheckpointMissingError(f"{folder}: {what}") from None
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        is_folder = False
+    if not is_folder:
+        raise CheckpointError(f"{folder}: not an mpizero checkpoint, which is a folder with {MANIFEST_NAME}")
+    for name in (MANIFEST_NAME, STATE_NAME):
+        try:
+            os.lstat(os.path.join(folder, name))
+        except FileNotFoundError:
+            raise CheckpointMissingError(f"{folder}: not a complete mpizero checkpoint: {name} is missing") from None
 
 
 def check_structure(source: Bytes, manifest: Manifest, where: str) -> None:
@@ -154,7 +180,7 @@ def check_structure(source: Bytes, manifest: Manifest, where: str) -> None:
             source.read_into(start + begin, memoryview(part))
             crc = crc32(part, crc)
     if crc != manifest.structure:
-        raise CheckpointError(
+        raise CheckpointDamagedError(
             f"{where}: checksum mismatch in the HDF5 structure (outside all arrays): "
             f"stored {manifest.structure:08x}, found {crc:08x}"
         )
@@ -318,10 +344,10 @@ class Reader:
         if not all(verdicts):
             raise self._mismatch(part)
 
-    def _mismatch(self, part: _Part) -> CheckpointError:
+    def _mismatch(self, part: _Part) -> CheckpointDamagedError:
         origin = part.start // BLOCK * BLOCK
         end = origin + _block_length(self._manifest.arrays[part.path], origin)
-        return CheckpointError(
+        return CheckpointDamagedError(
             f"{STATE_NAME}: array {part.path!r}: checksum mismatch in its bytes {origin} to {end - 1}: damaged"
         )
 

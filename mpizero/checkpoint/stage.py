@@ -9,11 +9,13 @@ import os
 import re
 import shutil
 import socket
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from mpizero.checkpoint.manifest import MANIFEST_NAME, STATE_NAME
 from mpizero.checkpoint.skeleton import Skeleton
-from mpizero.errors import CheckpointError
+from mpizero.errors import CheckpointError, CheckpointIOError
 from mpizero.faults import strike
 
 #: A save in progress, or what a killed one left: ``.tmp-<name>.<host>.<pid>``.
@@ -22,6 +24,9 @@ TEMPORARY = ".tmp-"
 DELETED = ".tmp-del-"
 #: A replaced checkpoint, for the moment between two renames where the file system cannot exchange folders.
 REPLACED = ".old-"
+
+#: Seconds for which a temporary folder of another host is left alone: its lock may not be seen here.
+SPARED = 24 * 3600.0
 
 _STEP = r"step_\d{8,}"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -60,8 +65,7 @@ def open_stage(target: str, replace: bool) -> Stage:
     make_folders(parent)
     remove_leftovers(parent, name)
     _check_target(target, replace)
-    path = os.path.join(parent, f"{TEMPORARY}{name}.{socket.gethostname()}.{os.getpid()}")
-    os.mkdir(path, 0o700)
+    path = _make_temporary(os.path.join(parent, f"{TEMPORARY}{name}.{_here()}"))
     try:
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try_lock(lock)
@@ -69,6 +73,21 @@ def open_stage(target: str, replace: bool) -> Stage:
         os.rmdir(path)
         raise
     return Stage(target, path, lock, replace)
+
+
+def _here() -> str:
+    return f"{socket.gethostname()}.{os.getpid()}"
+
+
+def _make_temporary(path: str) -> str:
+    """Make an empty folder of this name, or of the next one where a container had the same host and process."""
+    number = 1
+    while True:
+        name = path if number == 1 else f"{path}-{number}"
+        with suppress(FileExistsError):
+            os.mkdir(name)
+            return name
+        number += 1
 
 
 def _check_target(target: str, replace: bool) -> None:
@@ -80,13 +99,13 @@ def _check_target(target: str, replace: bool) -> None:
         names = {entry.name for entry in entries}
     if not names:
         return  # rename takes the place of an empty folder
-    if not replace:
-        raise CheckpointError("exists already and is never overwritten: choose another folder, or resume from it")
     if not names <= {MANIFEST_NAME, STATE_NAME}:
         raise CheckpointError("is a folder with other files in it, so it is not replaced: choose another name")
+    if not replace:
+        raise CheckpointError("exists already and is never overwritten: choose another folder, or resume from it")
 
 
-def fill_file(path: str, skeleton: Skeleton, mode: int = 0o600) -> None:
+def fill_file(path: str, skeleton: Skeleton) -> None:
     """Make a file of the final size with HDF5's structure in it; a full disk shows before the work.
 
     Not collective: rank 0 only. Room is not reserved: that would hold up all ranks on file systems in memory, and a
@@ -96,7 +115,7 @@ def fill_file(path: str, skeleton: Skeleton, mode: int = 0o600) -> None:
     if space.f_bavail * space.f_frsize < skeleton.nbytes:
         free = space.f_bavail * space.f_frsize
         raise OSError(errno.ENOSPC, f"{skeleton.nbytes} bytes are needed, {free} are free", path)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         try:
             os.ftruncate(file, skeleton.nbytes)
@@ -108,46 +127,88 @@ def fill_file(path: str, skeleton: Skeleton, mode: int = 0o600) -> None:
         os.close(file)
 
 
-def commit(stage: Stage, manifest: bytes) -> None:
-    """Write the manifest, make everything durable, and give the folder its name. Not collective: rank 0 only."""
+def commit(stage: Stage, manifest: bytes, state: int) -> None:
+    """Write the manifest, make everything durable, and give the folder its name.
+
+    Not collective: rank 0 only. ``state`` is the state file, open. Where this raises, what was at the target is there.
+    """
     strike("save.manifest")
     path = os.path.join(stage.path, MANIFEST_NAME)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         write_at(file, memoryview(manifest), 0, path)
         os.fsync(file)
+        os.fsync(stage.lock)
+        # Both stay open meanwhile: so a number stands for one file on any file system.
+        written = {STATE_NAME: os.fstat(state), MANIFEST_NAME: os.fstat(file)}
+        strike("save.commit")
+        _give_name(stage, written)
     finally:
         os.close(file)
-    os.fsync(stage.lock)
-    strike("save.commit")
-    parent, name = os.path.split(stage.target)
-    aside = os.path.join(parent, REPLACED + name)
-    if not (stage.replace and os.path.lexists(stage.target)):
-        os.rename(stage.path, stage.target)  # fails where something stands that was not there at the start
-    elif not _exchange(stage.path, stage.target):
-        os.rename(stage.target, aside)
-        os.rename(stage.path, stage.target)
-    sync_folder(parent)
-    for old in (stage.path, aside):
+    for old in (stage.path, _aside(stage.target)):
         shutil.rmtree(old, ignore_errors=True)  # committed: what cannot be removed now, the next save removes
+
+
+def _give_name(stage: Stage, written: Mapping[str, os.stat_result]) -> None:
+    """Put the folder in the target's place durably, with these files in it, or leave all as it was."""
+    target, aside = stage.target, _aside(stage.target)
+    with ExitStack() as undo:
+        if not (stage.replace and os.path.lexists(target)):
+            os.rename(stage.path, target)  # fails where something stands that was not there at the start
+            undo.callback(os.rename, target, stage.path)
+        elif _exchange(stage.path, target):
+            undo.callback(_exchange, stage.path, target)
+        else:
+            os.rename(target, aside)
+            undo.callback(os.rename, aside, target)
+            os.rename(stage.path, target)
+            undo.callback(os.rename, target, stage.path)
+        for name, expected in written.items():
+            _check_in_place(os.path.join(target, name), expected)
+        sync_folder(os.path.dirname(target))
+        undo.pop_all()
+
+
+def _check_in_place(path: str, written: os.stat_result) -> None:
+    """Raise unless the file that was written is there: another host may have taken the save for a leftover."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        told = f"{path}: {error.strerror}, after it was written: did another job remove it?"
+        raise CheckpointIOError(error.errno, told, path) from None
+    try:
+        found = os.fstat(file)
+    finally:
+        os.close(file)
+    if not os.path.samestat(found, written) or found.st_size != written.st_size:
+        raise CheckpointError(f"{path}: is not the file that was written: does another job save to the same folder?")
+
+
+def _aside(target: str) -> str:
+    return os.path.join(os.path.dirname(target), REPLACED + os.path.basename(target))
 
 
 def standing(target: str) -> str:
     """Return where the checkpoint of ``target`` stands: aside, if its replacement was killed between two renames."""
-    aside = os.path.join(os.path.dirname(target), REPLACED + os.path.basename(target))
+    aside = _aside(target)
     return aside if os.path.isdir(aside) and not os.path.lexists(target) else target
 
 
 def discard(stage: Stage) -> None:
     """Remove the temporary folder, if it is still there, and its lock. Not collective: rank 0 only."""
-    shutil.rmtree(stage.path, ignore_errors=True)
+    with suppress(OSError):
+        # What stands there may be the checkpoint that this one should have replaced.
+        if os.path.samestat(os.lstat(stage.path), os.fstat(stage.lock)):
+            shutil.rmtree(stage.path, ignore_errors=True)
     os.close(stage.lock)
 
 
 def remove_leftovers(parent: str | os.PathLike[str], name: str = "") -> None:
     """Remove what killed saves and removals left in the folder ``parent``: of ``name``, and of any step.
 
-    Not collective: rank 0 only. No checkpoint is touched; where there is no folder, nothing is done.
+    Not collective: rank 0 only. No checkpoint is touched; where there is no folder, nothing is done. A save in progress
+    is locked; but locks are not seen by other hosts on every file system, so that another host's folder is spared for
+    :data:`SPARED` after the last change in it.
 
     Raises
     ------
@@ -155,13 +216,14 @@ def remove_leftovers(parent: str | os.PathLike[str], name: str = "") -> None:
         If another run is writing ``name`` at this moment.
     """
     names = f"{_STEP}|{re.escape(name)}" if name else _STEP
-    unfinished = re.compile(rf"{re.escape(TEMPORARY)}(?:del-)?({names})\..+")
+    unfinished = re.compile(rf"{re.escape(TEMPORARY)}(del-)?({names})\.(.+)\.([^.]+)")
     for entry in sorted(os.listdir(parent)) if os.path.isdir(parent) else ():
         if not (match := unfinished.fullmatch(entry)):
             continue
-        if not _remove_if_unused(os.path.join(parent, entry)) and match.group(1) == name:
-            host, pid = entry[len(TEMPORARY + name) + 1 :].rsplit(".", 1)
-            raise CheckpointError(f"another run (host {host}, process {pid}) is writing it at this moment")
+        removal, of, host, process = match.groups()
+        ours = bool(removal) or host == socket.gethostname()  # what is on its way out, anybody may remove
+        if not _remove_if_unused(os.path.join(parent, entry), ours) and of == name:
+            raise CheckpointError(f"another run (host {host}, process {process}) is writing it at this moment")
     aside = os.path.join(parent, REPLACED + name)
     if name and os.path.isdir(aside):
         target = os.path.join(parent, name)
@@ -171,41 +233,80 @@ def remove_leftovers(parent: str | os.PathLike[str], name: str = "") -> None:
             os.rename(aside, target)
 
 
-def _remove_if_unused(path: str) -> bool:
+def _remove_if_unused(path: str, ours: bool) -> bool:
+    """Remove a leftover unless it may be in use; false if it certainly is."""
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return True  # gone meanwhile, or not a folder of ours
     try:
-        if not try_lock(folder):
+        locked = try_lock(folder)
+        if locked is False:
             return False
-        shutil.rmtree(path, ignore_errors=True)
+        if (ours and locked) or not _is_recent(path):
+            shutil.rmtree(path, ignore_errors=True)
         return True
     finally:
         os.close(folder)
 
 
-def try_lock(folder: int) -> bool:
-    """Lock an open folder until it is closed; false if another process holds it. True where locks do not exist."""
+def _is_recent(path: str) -> bool:
+    """Whether something in a folder has changed lately; also where that cannot be told."""
+    try:
+        with os.scandir(path) as entries:
+            dates = [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
+        return _time_in(os.path.dirname(path)) - max(dates, default=os.stat(path).st_mtime) < SPARED
+    except OSError:
+        return True
+
+
+def _time_in(parent: str) -> float:
+    """Return the time by which the files of a folder are dated: a file server's clock need not be this host's."""
+    probe = os.path.join(parent, f"{DELETED}step_00000000.{_here()}")
+    os.mkdir(probe)
+    try:
+        return os.stat(probe).st_mtime
+    finally:
+        os.rmdir(probe)
+
+
+def try_lock(folder: int) -> bool | None:
+    """Lock an open folder until it is closed; false if another process holds it, None where locks do not exist."""
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return True
+        return None
     return True
 
 
-def remove_folder(path: str) -> None:
-    """Take a step folder out of sight in one rename, then remove it. Not collective."""
+def remove_folder(path: str) -> bool:
+    """Take a step folder out of sight in one rename, then remove it; false if it was gone.
+
+    Not collective.
+
+    Raises
+    ------
+    OSError
+        It could not be removed; or not all of it, which the next :func:`remove_leftovers` tries again.
+    """
     strike("save.prune")
     parent, name = os.path.split(path)
-    hidden = os.path.join(parent, f"{DELETED}{name}.{socket.gethostname()}.{os.getpid()}")
-    os.rename(path, hidden)
+    hidden = os.path.join(parent, f"{DELETED}{name}.{_here()}")
+    try:
+        if not os.access(path, os.W_OK | os.X_OK) and os.path.lexists(path):  # nobody shall find it half removed
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        os.rename(path, hidden)
+    except FileNotFoundError:
+        return False
     try:
         sync_folder(parent)
     finally:
-        shutil.rmtree(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            shutil.rmtree(hidden)  # says why there is something left
+    return True
 
 
 def make_folders(path: str) -> None:

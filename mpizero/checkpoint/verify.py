@@ -11,7 +11,7 @@ from mpizero.checkpoint.manifest import STATE_NAME, Manifest, StoredArray
 from mpizero.checkpoint.reader import FileBytes, read_manifest
 from mpizero.checkpoint.skeleton import Positioned
 from mpizero.crc import crc32
-from mpizero.errors import CheckpointError
+from mpizero.errors import CheckpointDamagedError, CheckpointError
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -45,7 +45,8 @@ def verify_checksums(where: str, report: Callable[[int], object] | None = None) 
                 part = buffer[: stop - start]
                 source.read_into(stored.offset + start, part)
                 if crc32(part) != stored.checksums[start // BLOCK]:
-                    raise CheckpointError(f"{state}: array {path!r}: checksum mismatch in bytes {start} to {stop - 1}")
+                    which = f"{state}: array {path!r}"
+                    raise CheckpointDamagedError(f"{which}: checksum mismatch in bytes {start} to {stop - 1}")
                 if report is not None:
                     report(len(part))
     finally:

@@ -53,7 +53,8 @@ def write(
         Each rank writes its bytes by itself, or through parallel HDF5. The resulting files are the same.
     replace : bool
         Whether a checkpoint that stands at ``folder`` may be replaced (in one step, after the new one is complete).
-        Without it only a damaged one is, after its checksums have been tried.
+        Without it only a damaged one is, after its checksums have been tried. One that cannot be opened, and may be
+        whole, is never replaced.
     alignment : int
         Arrays of at least so many bytes start at a multiple of it in the file, all others at a multiple of 64: a
         power of two from 64 to 4096, the size of a page.

@@ -57,9 +57,10 @@ class Saving(ShardedCore):
         *,
         attributes: Mapping[str, Any] | None = None,
         backend: str = "direct",
+        replace: bool = True,
         alignment: int = checkpoint.ALIGNMENT,
     ) -> None:
-        """Write parameters and optimizer state to the folder ``path``, in place of what was there.
+        """Write parameters and optimizer state to the folder ``path``, in place of a checkpoint that was there.
 
         Parameters
         ----------
@@ -67,19 +68,20 @@ class Saving(ShardedCore):
             The checkpoint; a save begun before is finished first.
         attributes : dict, optional
             More JSON values to keep beside the arrays, the same on every rank; see ``checkpoint.Reader.attributes``.
-        backend, alignment
+        backend, replace, alignment
             As for :func:`mpizero.checkpoint.write`.
         """
         self.finish_save()
         arrays, found = self.checkpoint_arrays(), self.checkpoint_attributes() | dict(attributes or {})
         comm = self._config.communicator
-        checkpoint.write(path, arrays, found, comm, backend, replace=True, alignment=alignment)
+        checkpoint.write(path, arrays, found, comm, backend, replace, alignment=alignment)
 
     def begin_save(
         self,
         path: str | Path,
         *,
         attributes: Mapping[str, Any] | None = None,
+        replace: bool = True,
         alignment: int = checkpoint.ALIGNMENT,
     ) -> PendingSave:
         """Start to save like :meth:`save_model`, and return as soon as the values are copied: training may go on.
@@ -93,7 +95,7 @@ class Saving(ShardedCore):
         self.reserve_snapshot()
         arrays, found = self.checkpoint_arrays(), self.checkpoint_attributes() | dict(attributes or {})
         comm, buffer = self._config.communicator, self._snapshot
-        self._saving = checkpoint.begin(path, arrays, found, comm, buffer=buffer, replace=True, alignment=alignment)
+        self._saving = checkpoint.begin(path, arrays, found, comm, buffer=buffer, replace=replace, alignment=alignment)
         return self._saving
 
     def reserve_snapshot(self) -> None:

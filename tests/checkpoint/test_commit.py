@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from mpizero import checkpoint
-from mpizero.checkpoint import CheckpointIOError
+from mpizero.checkpoint import CheckpointIOError, tools
 from mpizero.checkpoint import stage as stage_module
 from mpizero.errors import CheckpointError, ExitStatus, PeerFailure
 from mpizero.testing import run_in_threads
+from tests.checkpoint.sealed import seal
 
 ROOT = Path(checkpoint.__file__).resolve().parents[2]
 
@@ -290,7 +291,7 @@ def test_leftovers_of_killed_saves_are_removed_and_saves_in_progress_are_not(sma
     (tmp_path / f".tmp-step_00000009.{host}.1").mkdir()
     (tmp_path / ".tmp-del-step_00000003.other.host.77").mkdir()
     (tmp_path / ".tmp-unrelated").mkdir()
-    busy = tmp_path / ".tmp-step_00000004.elsewhere.12"
+    busy = tmp_path / ".tmp-step_00000004.elsewhere.12"  # a file system that shows the locks of other hosts
     busy.mkdir()
     lock = os.open(busy, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -302,13 +303,180 @@ def test_leftovers_of_killed_saves_are_removed_and_saves_in_progress_are_not(sma
     finally:
         os.close(lock)
     small.save(tmp_path / "step_00000004")
-    assert sorted(os.listdir(tmp_path)) == [".tmp-unrelated", "step_00000004", "step_00000005"]
+    assert sorted(os.listdir(tmp_path)) == [busy.name, ".tmp-unrelated", "step_00000004", "step_00000005"]
 
 
-def test_only_the_owner_may_look_into_a_checkpoint(small, tmp_path):
+def leftover(folder: Path, host: str, hours: float, step: int = 4) -> Path:
+    """Make what a save on some host has left, last written so many hours before the newest file here."""
+    path = folder / f".tmp-step_{step:08d}.{host}.12"
+    path.mkdir()
+    (path / "state.h5").write_bytes(b"x")
+    for part in (path / "state.h5", path):
+        now = part.stat().st_mtime
+        os.utime(part, (now - 3600 * hours,) * 2)
+    return path
+
+
+def no_locks(file: int, how: int) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+@pytest.mark.parametrize("locks", [True, False], ids=["locks that other hosts do not see", "no locks"])
+def test_another_host_s_save_is_spared_for_a_day_after_its_last_write(small, tmp_path, locks, monkeypatch):
+    """Its lock may not be seen here: nothing tells whether it lives but the date of what it has written."""
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    fresh, old = leftover(tmp_path, "elsewhere", 20, 4), leftover(tmp_path, "elsewhere", 25, 5)
+    monkeypatch.setattr("time.time", lambda: 0.0)  # this host's clock does not count
+    small.save(tmp_path / "step_00000003")
+    checkpoint.prune(tmp_path, 1)
+    small.save(tmp_path / "step_00000004")  # where the other run dies, this one goes on
+    assert sorted(os.listdir(tmp_path)) == [fresh.name, "step_00000003", "step_00000004"]
+    assert (fresh / "state.h5").exists()
+    assert not old.exists()
+
+
+def test_a_save_of_this_host_s_that_was_killed_is_removed_at_once(small, tmp_path):
+    left = leftover(tmp_path, socket.gethostname(), 0)
+    small.save(tmp_path / "step_00000003")
+    assert not left.exists()
+
+
+def test_where_locks_do_not_exist_a_container_with_the_same_name_and_process_is_no_hindrance(
+    small, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    left = tmp_path / f".tmp-c.{socket.gethostname()}.{os.getpid()}"
+    left.mkdir()
+    (left / "state.h5").write_bytes(b"x")
     small.save(tmp_path / "c")
-    assert (tmp_path / "c").stat().st_mode & 0o777 == 0o700
-    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "c").iterdir()} == {0o600}
+    assert small.loads(tmp_path / "c")
+
+
+def removes_state(path: str) -> None:
+    os.unlink(f"{path}/state.h5")
+
+
+def rewrites_state(path: str) -> None:
+    data = Path(f"{path}/state.h5").read_bytes()
+    os.unlink(f"{path}/state.h5")
+    Path(f"{path}/state.h5").write_bytes(data)
+
+
+def cuts_manifest(path: str) -> None:
+    os.truncate(f"{path}/manifest.json", 10)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (removes_state, "state.h5: No such file or directory, after it was written"),
+        (rewrites_state, "state.h5: is not the file that was written"),
+        (cuts_manifest, "manifest.json: is not the file that was written"),
+    ],
+)
+def test_a_commit_that_another_host_spoils_is_an_error_and_costs_no_earlier_checkpoint(
+    small, tmp_path, monkeypatch, harm, told, replace, beside
+):
+    """Another host takes the folder for a leftover in the moment between the last write and the new name."""
+    small.save(tmp_path / "step_00000001")
+    target = tmp_path / ("step_00000001" if replace else "step_00000002")
+    other = type(small)({path: whole + 1 for path, whole in small.arrays.items()})
+
+    def strike(site: str, *rest: object) -> None:
+        if site == "save.commit":
+            harm(str(next(tmp_path.glob(".tmp-*"))))
+
+    def save(comm):
+        if beside:
+            checkpoint.begin(target, other.pieces(comm.rank, comm.size), {}, comm, replace=replace).commit()
+        else:
+            other.save(target, comm, replace=replace)
+
+    def fail(comm):
+        with pytest.raises(CheckpointError, match=told) as caught:
+            save(comm)
+        return str(caught.value)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stage_module, "strike", strike)
+        assert len(set(run_in_threads(2, fail))) == 1
+    assert os.listdir(tmp_path) == ["step_00000001"]
+    assert small.loads(tmp_path / "step_00000001")
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_failure_after_the_new_name_was_given_puts_the_old_checkpoint_back(
+    small, tmp_path, monkeypatch, can_exchange
+):
+    other = type(small)({path: whole + 1 for path, whole in small.arrays.items()})
+    small.save(tmp_path / "c")
+
+    def refuse(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stage_module, "sync_folder", refuse)
+        if not can_exchange:
+            patched.setattr(stage_module, "_exchange", lambda first, second: False)
+        with pytest.raises(CheckpointIOError, match="Input/output error"):
+            other.save(tmp_path / "c", replace=True)
+    assert os.listdir(tmp_path) == ["c"]
+    assert small.loads(tmp_path / "c")
+
+
+@pytest.mark.parametrize("replace", [True, False])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder: (folder / "state.h5").unlink(),
+        lambda folder: (folder / "manifest.json").unlink(),
+        lambda folder: seal(folder, lambda body: body.update(version=2)),
+    ],
+    ids=["no state", "no manifest", "a newer version"],
+)
+def test_a_checkpoint_that_cannot_be_opened_is_never_replaced(small, tmp_path, spoil, replace):
+    small.save(tmp_path / "c")
+    spoil(tmp_path / "c")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()}
+    with pytest.raises(CheckpointError, match="exists already, and cannot be opened .*may be whole"):
+        small.save(tmp_path / "c", replace=replace)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()} == before
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_damaged_checkpoint_that_was_mended_while_a_save_was_written_stays(small, tmp_path):
+    small.save(tmp_path / "c")
+    path = tmp_path / "c" / "state.h5"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    pending = checkpoint.begin(tmp_path / "c", small.pieces(0, 1), {})
+    path.write_bytes(whole)
+    with pytest.raises(CheckpointError, match="a sound checkpoint has taken the place of the damaged one"):
+        pending.commit()
+    assert small.loads(tmp_path / "c")
+    assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("mask", "folder", "file"), [(0o022, 0o755, 0o644), (0o007, 0o770, 0o660), (0o077, 0o700, 0o600)]
+)
+def test_who_may_look_into_a_checkpoint_is_what_the_umask_says(small, tmp_path, mask, folder, file):
+    before = os.umask(mask)
+    try:
+        small.save(tmp_path / "c")
+        checkpoint.begin(tmp_path / "begun", small.pieces(0, 1), {}).commit()
+        with checkpoint.open_checkpoint(tmp_path / "c") as reader:
+            for name, kind in (("a.npz", "npz"), ("a.h5", "hdf5")):
+                tools.export(reader, tmp_path / name, kind)
+    finally:
+        os.umask(before)
+    for made in (tmp_path / "c", tmp_path / "begun"):
+        assert made.stat().st_mode & 0o777 == folder
+        assert {path.stat().st_mode & 0o777 for path in made.iterdir()} == {file}
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("a.*")} == {file}
 
 
 def test_no_file_stays_open(small, tmp_path):

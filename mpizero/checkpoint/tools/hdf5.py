@@ -24,7 +24,7 @@ def write(
     """Write items as contiguous datasets; the root has the attributes as JSON text. Not collective."""
     marks = {"attributes": np.bytes_(canonical_json(dict(attributes), "attributes").encode())}
     skeleton = build({item.name: (item.shape, item.dtype) for item in items}, marks=marks)
-    fill_file(path, skeleton, 0o666)
+    fill_file(path, skeleton)
     file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         for item in items:
