@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
 from mpizero.launched import BY_ANY, launched_rank
 from mpizero.train import bench_cli, checkpoint_cli, replay_cli
-from mpizero.train.options import add_layout_options, add_overrides, layout_of, named_as_options
+from mpizero.train.options import add_layout_options, add_overrides, layout_of, named_as_options, whole_number
 from mpizero.train.signals import StopSignals
 from mpizero.train.verify.options import add_verify
 
@@ -138,7 +138,14 @@ def _add_train(commands: Any) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue from the newest good checkpoint, on any number of ranks and with any layout",
+        help="continue from the newest checkpoint, on any number of ranks and with any layout; damaged ones are passed "
+        "over and moved to earlier/; with one that exists and cannot be opened, end with status 65 and touch nothing",
+    )
+    parser.add_argument(
+        "--resume-from",
+        metavar="STEP",
+        type=whole_number,
+        help="continue from the checkpoint of this step; later ones are moved to earlier/ in the run's folder",
     )
     parser.set_defaults(run=_train)
 
@@ -223,7 +230,13 @@ def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, star
 
     try:
         with document.located():
-            result = train(config, comm, resume=options.resume, context=JobContext(signals, started, os.environ))
+            result = train(
+                config,
+                comm,
+                resume=options.resume,
+                resume_from=options.resume_from,
+                context=JobContext(signals, started, os.environ),
+            )
     except Preempted as stop:
         if comm.rank == 0:
             print(f"mpizero: {stop}", file=sys.stderr, flush=True)

@@ -58,6 +58,21 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def whole_number(text: str) -> int:
+    """Return the number >= 0 that an option gives.
+
+    Not collective.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        It is none.
+    """
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number >= 0")
+    return int(text)
+
+
 def layout_of(options: argparse.Namespace, **settings: Any) -> Any:
     """Return the :class:`~mpizero.train.layout.ParallelSection` that the options describe.
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mpizero import checkpoint
+from mpizero.checkpoint import Found
 from mpizero.comm import Communicator
-from mpizero.errors import CheckpointError, ConfigError
+from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from mpizero.parallel import persistence
 from mpizero.train.builder import Job
 from mpizero.train.config import difference
@@ -87,32 +89,93 @@ def saved_attributes(job: Job, step: int, loss: float | None, versions: Mapping[
     return {ATTRIBUTE: own}
 
 
-def load_newest(job: Job, folder: RunFolder, comm: Communicator, progress: Progress) -> Saved | None:
-    """Restore the newest good checkpoint of a run, None if there is none.
+@dataclass(frozen=True)
+class Start:
+    """Where a run goes on.
 
-    Collective over ``comm``.
+    Attributes
+    ----------
+    saved : Saved
+        What the checkpoint holds beside its arrays, which are restored.
+    newer : list of Found
+        The checkpoints of later steps, newest first: they move aside before the first save.
+    """
+
+    saved: Saved
+    newer: list[Found]
+
+
+def restore(
+    job: Job, folder: RunFolder, comm: Communicator, progress: Progress, step: int | None = None
+) -> Start | None:
+    """Restore the newest good checkpoint of a run, or that of a ``step``; None if the folder holds no checkpoint.
+
+    Collective over ``comm``. Nothing on disk is touched. Without a ``step``, newer checkpoints that are damaged are
+    passed over; one that cannot be opened for any other reason ends the search, for it may be whole.
 
     Raises
     ------
     ConfigError
         The saved run computes something else: the message names the first setting that differs.
     CheckpointError
-        Every checkpoint there is fails to load.
+        There is no checkpoint of the ``step``, or it cannot be loaded; or without a ``step``: a newer one cannot be
+        opened, or all there are are damaged. The message names each, and the ways out.
     """
-    failure: CheckpointError | None = None
-    for path in checkpoint.sound(folder.checkpoints, comm, progress.say):
-        try:
-            saved = _load(job, path, comm)
-        except CheckpointError as error:
-            failure = error
-            progress.say(f"{error}; trying the one before")
-            continue
-        progress.say(f"resuming from {path}")
-        return saved
-    if failure is not None:
-        raise failure
+    found = checkpoint.survey(folder.checkpoints, comm)
+    if step is not None:
+        start = _restore_step(job, folder, comm, found, step)
+        progress.say(f"resuming from step {step}, as asked for")
+        return start
+    passed: list[Found] = []
+    for one in found:
+        if one.sound and any(newer.unreadable for newer in passed):
+            raise _refusal(folder, passed, one)
+        looked, saved = _try(job, one, comm)
+        if saved is not None:
+            progress.say(f"resuming from {one.path}")
+            return Start(saved, passed)
+        passed.append(looked)
+    if passed:
+        raise _refusal(folder, passed, None)
     progress.say(f"no checkpoint in {folder.checkpoints}: starting from the beginning")
     return None
+
+
+def _try(job: Job, found: Found, comm: Communicator) -> tuple[Found, Saved | None]:
+    """Load a checkpoint, if it is sound; or return what is wrong with it."""
+    if not found.sound:
+        return found, None
+    try:
+        return found, _load(job, found.path, comm)
+    except CheckpointError as error:
+        return replace(found, problem=str(error), damaged=isinstance(error, CheckpointDamagedError)), None
+
+
+def _restore_step(job: Job, folder: RunFolder, comm: Communicator, found: Sequence[Found], step: int) -> Start:
+    chosen = next((one for one in found if one.step == step), None)
+    if chosen is None:
+        there = ", ".join(str(one.step) for one in reversed(found))
+        raise CheckpointError(
+            f"--resume-from {step}: no checkpoint of step {step} in {folder.checkpoints}: "
+            + (f"there are those of the steps {there}" if there else "it holds none")
+        )
+    looked, saved = _try(job, chosen, comm)
+    if saved is None:
+        raise CheckpointError(f"--resume-from {step}: {looked.problem}")
+    return Start(saved, [one for one in found if one.step > step])
+
+
+def _refusal(folder: RunFolder, passed: Sequence[Found], good: Found | None) -> CheckpointError:
+    """Return the error that names what cannot be taken, and what the user may ask for by name."""
+    told = "; ".join(
+        f"{os.path.basename(one.path)} {'is damaged' if one.damaged else 'cannot be used'}: {one.problem}"
+        for one in passed
+    )
+    older = "" if good is None else f"go on from an older one with --resume-from {good.step}, or "
+    return CheckpointError(
+        f"cannot resume in {folder.checkpoints}, where nothing was changed: {told}. Mend that, or {older}start over "
+        "without --resume: what is left behind then moves to earlier/ in the run's folder"
+    )
 
 
 def _load(job: Job, path: str, comm: Communicator) -> Saved:

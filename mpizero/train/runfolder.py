@@ -8,7 +8,7 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -120,19 +120,44 @@ class RunFolder:
         Not collective. None when there is nothing.
         """
         steps = [Path(path) for path in step_folders(str(self.checkpoints))]
-        old = [path for path in (self.metrics, self.superseded, self.marker, self.bad_steps) if path.exists()] + steps
-        if not old:
+        files = [path for path in (self.metrics, self.superseded, self.marker, self.bad_steps) if path.exists()]
+        return self._move_aside(steps, files)
+
+    def set_steps_aside(self, steps: Iterable[str]) -> Path | None:
+        """Move these checkpoints into a folder of their own, and return that.
+
+        Not collective. None when there is nothing.
+        """
+        return self._move_aside([Path(path) for path in steps], [])
+
+    def _move_aside(self, steps: Sequence[Path], files: Sequence[Path]) -> Path | None:
+        """Move checkpoints, given newest first, and files; all or none, unless the process is killed.
+
+        The oldest checkpoint goes first: where this is killed, the newest is still where it was.
+        """
+        if not steps and not files:
             return None
+        done: list[tuple[Path, Path]] = []
         try:
             number = 1
-            while (home := self.root / "earlier" / f"{number:04d}").exists():
+            while any((top / "earlier" / f"{number:04d}").exists() for top in (self.root, self.checkpoints)):
                 number += 1
-            (home / "checkpoints").mkdir(parents=True)
-            for path in old:
-                path.rename(home / "checkpoints" / path.name if path in steps else home / path.name)
+            home = self.root / "earlier" / f"{number:04d}"
+            # A checkpoint folder may be a link to another file system, which cannot be left by renaming.
+            same = self.root.stat().st_dev == self.checkpoints.stat().st_dev
+            place = (home if same else self.checkpoints / "earlier" / home.name) / "checkpoints"
+            for folder in (home, place):
+                folder.mkdir(parents=True, exist_ok=True)
+            for path in (*reversed(steps), *files):
+                target = (place if path in steps else home) / path.name
+                _move(path, target)
+                done.append((path, target))
         except OSError as error:
-            raise self._failed("the earlier run in it cannot be moved aside", error) from None
-        return home
+            for path, target in reversed(done):
+                with contextlib.suppress(OSError):
+                    _move(target, path)
+            raise self._failed("what an earlier run left in it cannot be moved aside", error) from None
+        return home if files else place
 
     @property
     def superseded(self) -> Path:
@@ -219,6 +244,15 @@ class RunFolder:
     def _failed(self, what: str, error: OSError) -> RunFolderError:
         where = f" ({error.filename})" if error.filename and str(error.filename) != str(self.root) else ""
         return RunFolderError(f"run folder {self.root}: {what}: {error.strerror or error}{where}")
+
+
+def _move(path: Path, target: Path) -> None:
+    """Rename a file, folder or link; what a link means stays the same."""
+    if path.is_symlink() and not (meant := path.readlink()).is_absolute():
+        target.symlink_to(path.parent / meant)
+        path.unlink()
+    else:
+        path.rename(target)
 
 
 def _identity(folder: Path) -> tuple[int, int]:

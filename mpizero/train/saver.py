@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 from mpizero import checkpoint
-from mpizero.checkpoint import PendingSave
+from mpizero.checkpoint import Left, PendingSave
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup import versions
@@ -30,6 +32,8 @@ class Saver:
         The ranks of the job.
     clock : WallTime
         Learns how long saves take.
+    report : callable
+        Is told what cannot be removed, once for each reason; nothing is lost by that.
 
     Raises
     ------
@@ -37,8 +41,11 @@ class Saver:
         If this installation lacks the back end that the configuration names.
     """
 
-    def __init__(self, job: Job, folder: RunFolder, comm: Communicator, clock: WallTime) -> None:
-        self._job, self._folder, self._comm, self._clock = job, folder, comm, clock
+    def __init__(
+        self, job: Job, folder: RunFolder, comm: Communicator, clock: WallTime, report: Callable[[str], object]
+    ) -> None:
+        self._job, self._folder, self._comm, self._clock, self._report = job, folder, comm, clock, report
+        self._told: set[str] = set()
         self._section = job.config.checkpoint
         self._pending: PendingSave | None = None
         self._begun = 0.0
@@ -71,11 +78,12 @@ class Saver:
         attributes = saved_attributes(job, step, loss, self._versions)
         path = checkpoint.step_folder(self._folder.checkpoints, step)
         self._begun = time.perf_counter()
-        # A damaged checkpoint of this step, which the resume passed over, makes room for the good one.
+        # Whatever stands there has come since the run began: its own of later steps were moved aside.
+        how: dict[str, Any] = {"attributes": attributes, "alignment": section.alignment, "replace": False}
         if section.asynchronous and not wait:
-            self._pending = job.model.begin_save(path, attributes=attributes, alignment=section.alignment)
+            self._pending = job.model.begin_save(path, **how)
         else:
-            job.model.save_model(path, attributes=attributes, backend=section.backend, alignment=section.alignment)
+            job.model.save_model(path, backend=section.backend, **how)
             self._written()
         self.step = step
 
@@ -92,4 +100,15 @@ class Saver:
     def _written(self) -> None:
         self._clock.saved(time.perf_counter() - self._begun)
         section = self._section
-        checkpoint.prune(self._folder.checkpoints, section.keep, self._job.comm, keep_every=section.keep_every)
+        checkpoint.prune(
+            self._folder.checkpoints,
+            section.keep,
+            self._job.comm,
+            keep_every=section.keep_every,
+            report=self._not_removed,
+        )
+
+    def _not_removed(self, left: Left) -> None:
+        if left.reason not in self._told:
+            self._told.add(left.reason)
+            self._report(f"{left}; training goes on")

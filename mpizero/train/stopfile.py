@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,11 +20,18 @@ class StopFile:
         The file. What is in it does not matter.
     clock : callable, optional
         Seconds of a clock that never goes back.
+    report : callable, optional
+        Is told once if the file cannot be looked for: that is no wish to stop, and no reason to end a run.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path, self._clock = path, clock
-        self._next = float("-inf")
+    def __init__(
+        self,
+        path: Path,
+        clock: Callable[[], float] = time.monotonic,
+        report: Callable[[str], object] = warnings.warn,
+    ) -> None:
+        self._path, self._clock, self._report = path, clock, report
+        self._next, self._warned = float("-inf"), False
 
     def reason(self) -> str:
         """Return why the run was asked to stop, "" while it was not.
@@ -34,4 +42,13 @@ class StopFile:
         if now < self._next:
             return ""
         self._next = now + INTERVAL
-        return f"the file {self._path}" if self._path.exists() else ""
+        try:
+            self._path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return ""
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                self._report(f"the file {self._path} cannot be looked for: {error.strerror}; training goes on")
+            return ""
+        return f"the file {self._path}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from mpizero.checkpoint import Found
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup import agree_to_start
@@ -25,7 +26,7 @@ from mpizero.train.metrics import Speed, Validation, finite, shortened
 from mpizero.train.numbers import NumberWatch
 from mpizero.train.preemption import StopRequests, Verdict
 from mpizero.train.progress import Progress
-from mpizero.train.resume import load_newest
+from mpizero.train.resume import restore
 from mpizero.train.runfolder import RunFolder
 from mpizero.train.saver import Saver
 from mpizero.train.signals import StopSignals
@@ -40,7 +41,12 @@ class Preempted(MpizeroError):  # noqa: N818 - it is the outcome of a request, n
 
 
 def train(
-    config: Config, comm: Communicator, *, resume: bool = False, context: JobContext | None = None
+    config: Config,
+    comm: Communicator,
+    *,
+    resume: bool = False,
+    resume_from: int | None = None,
+    context: JobContext | None = None,
 ) -> dict[str, Any]:
     """Run the training that a configuration describes, and return its result.
 
@@ -53,10 +59,11 @@ def train(
     comm : Communicator
         The ranks that train; left open.
     resume : bool
-        Continue from the newest good checkpoint of the run's folder, if there is one.
+        Continue from the newest good checkpoint of the run's folder, if it holds any; see :func:`restore`.
+    resume_from : int, optional
+        Continue from the checkpoint of this step; those of later steps move aside.
     context : JobContext, optional
-        The signals that the caller catches already, maybe since before there was a communicator, when its time began,
-        and its environment. Without: signals are caught and time counts while this function runs.
+        What the caller has begun already: the signals that it catches, its time. Without it, this function does.
 
     Returns
     -------
@@ -67,31 +74,26 @@ def train(
     Raises
     ------
     Preempted
-        After SIGUSR1 or SIGTERM on any rank, a file ``STOP`` in the run's folder, or shortly before the end of the
-        job's time: the state is saved, and the message names the reason.
+        After SIGUSR1 or SIGTERM on any rank, a file ``STOP``, or shortly before the end of the job's time: the state is
+        saved, and the message names the reason.
     NonFiniteError
         After five steps in a row without a finite gradient.
     """
     config.parallel.check_ranks(comm.size)
     agree_to_start(comm, {"the configuration": config.to_dict()})
-    folder = RunFolder(config.checkpoint.folder)
-    progress = Progress(config.train.steps, active=comm.rank == 0)
+    folder, progress = RunFolder(config.checkpoint.folder), Progress(config.train.steps, active=comm.rank == 0)
     context = context or JobContext(StopSignals())
     try:
-        with (
-            comm.split(0, name="control") as control,
-            context.signals,
-        ):
+        with comm.split(0, name="control") as control, context.signals:
             stop = StopRequests(control, lambda: context.signals.reason(comm.rank))
-            clock = WallTime([])
             with all_ranks(control):
+                clock = WallTime.of(config.train, context) if comm.rank == 0 else WallTime([])
                 if comm.rank == 0:
-                    open_folder(folder, progress, resume=resume)
-                    clock = WallTime.of(config.train, context)
-                    stop.listen(clock.reason, StopFile(folder.stop_file).reason)
+                    open_folder(folder, progress, resume=resume or resume_from is not None)
+                    stop.listen(clock.reason, StopFile(folder.stop_file, report=progress.say).reason)
             with build(config, comm) as job:
                 trainer = Trainer(job, folder, stop, clock, progress)
-                result = trainer.run(resume=resume)
+                result = trainer.run(resume=resume, resume_from=resume_from)
     finally:
         folder.close()
         progress.close()
@@ -121,16 +123,16 @@ class Trainer:
         self.speed = Speed("tokens" if job.task == "language" else "samples")
         self.step = 0
         self.loss: float | None = None
-        self.saver = Saver(job, folder, self.control, clock)
+        self.saver = Saver(job, folder, self.control, clock, progress.say)
         self.numbers = NumberWatch(job, folder, progress)
         self._failure: MpizeroError | None = None
 
-    def run(self, *, resume: bool) -> dict[str, Any] | None:
+    def run(self, *, resume: bool, resume_from: int | None = None) -> dict[str, Any] | None:
         """Train to the last step, and return the result; None if the run was asked to stop before.
 
         Collective over the job's ranks.
         """
-        self._start(resume)
+        self._start(resume or resume_from is not None, resume_from)
         stream = iter(self._batches())
         verdict = Verdict.GO_ON
         while self.step < self.config.train.steps and verdict is Verdict.GO_ON:
@@ -158,11 +160,12 @@ class Trainer:
             return None
         return self._result()
 
-    def _start(self, resume: bool) -> None:
+    def _start(self, resume: bool, step: int | None) -> None:
         job = self.job
-        state = load_newest(job, self.folder, self.control, self.progress) if resume else None
-        if state is not None:
-            self.step, self.loss, self.saver.step = state.step, state.loss, state.step
+        start = restore(job, self.folder, self.control, self.progress, step) if resume else None
+        if start is not None:
+            saved = start.saved
+            self.step, self.loss, self.saver.step = saved.step, saved.loss, saved.step
             if self.step > self.config.train.steps:
                 raise rejected(
                     "train.steps",
@@ -172,9 +175,16 @@ class Trainer:
                 )
         with all_ranks(self.control):
             if job.comm.rank == 0:
+                self._move_aside([] if start is None else start.newer)
                 self.folder.continue_metrics(self.step)
         self.progress.begin(self.step)
         self.progress.say(job.describe())
+
+    def _move_aside(self, newer: Sequence[Found]) -> None:
+        """Keep the checkpoints of later steps where neither a save nor a resume comes across them."""
+        place = self.folder.set_steps_aside(one.path for one in newer)
+        for one in newer:
+            self.progress.say(f"moved to {place}: {one.problem or f'{one.path}, which is of a later step'}")
 
     def _batches(self) -> Any:
         train = self.config.train

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -224,6 +225,25 @@ def test_the_stop_file_is_looked_for_at_most_once_a_second(tmp_path):
     clock.now += 0.9
     assert stop.reason() == ""
     clock.now += 0.2
+    assert stop.reason() == f"the file {path}"
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES])
+def test_a_look_for_the_stop_file_that_fails_is_a_no_and_is_told_once(tmp_path, monkeypatch, code):
+    clock, path, told = Clock(), tmp_path / "STOP", []
+    stop = StopFile(path, clock, told.append)
+
+    def refuse(*given, **named):
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", refuse)
+        for _ in range(3):
+            clock.now += 2
+            assert stop.reason() == ""
+    assert told == [f"the file {path} cannot be looked for: {os.strerror(code)}; training goes on"]
+    path.touch()
+    clock.now += 2
     assert stop.reason() == f"the file {path}"
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import time
 from math import prod
 
@@ -44,7 +45,7 @@ def test_a_run_that_saves_beside_training_leaves_the_same_files(trained, mpizero
 def test_a_complete_run_that_was_killed_amid_its_last_clean_up_is_cleaned_up_by_the_next_start(mpizero):
     assert mpizero.train(0).status == 0
     left, kept = steps(mpizero), mpizero.folder / "run" / "checkpoints"
-    for name in (".tmp-del-step_00000002.host.1", ".tmp-step_00000006.host.1"):
+    for name in (".tmp-del-step_00000002.host.1", f".tmp-step_00000006.{socket.gethostname()}.1"):
         shutil.copytree(kept / left[0], kept / name)
     again = mpizero.train(2, flags=["--resume"])
     assert again.status == 0, again.err
@@ -85,14 +86,14 @@ def test_a_run_whose_folder_is_removed_ends_with_one_error_on_all_ranks(mpizero)
     assert len(list(run.glob("checkpoints/step_*"))) <= 1
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(trained, mpizero):
+def test_a_checkpoint_under_the_name_of_another_step_is_neither_taken_nor_passed_over(trained, mpizero):
     source = trained[0].folder / "run" / "checkpoints"
     for name, new in (("step_00000004", "step_00000004"), ("step_00000006", "step_00000005")):
         shutil.copytree(source / name, mpizero.folder / "run" / "checkpoints" / new)
     outcome = mpizero.train(0, flags=["--resume"])
-    assert outcome.status == 0, outcome.err
-    assert "step_00000005: holds step 6" in outcome.err
-    assert outcome.result["parameters_sha256"] == trained[1].result["parameters_sha256"]
+    assert outcome.status == ExitStatus.DATA, outcome.err
+    assert "step_00000005: holds step 6: give it back the name of its own step" in outcome.err
+    assert steps(mpizero) == ["step_00000004", "step_00000005"]
 
 
 def test_a_stop_request_waits_for_the_save_beside_training_and_saves_its_own_step(mpizero):
