@@ -1,8 +1,8 @@
 """ZeRO, tensor, pipeline and hybrid parallel training over MPI, with the same bits on any number of ranks.
 
-Names are loaded on first use, so that ``import mpizero`` starts in milliseconds, needs no MPI and changes nothing in the
-process. The first name that a job under MPI uses installs the hooks which end all ranks when one fails (``sys.excepthook``,
-``sys.unraisablehook``, ``sys.exit``, ``threading.excepthook``, ``atexit``; see ``mpizero/comm/guard.py``).
+Names are loaded on first use, so that ``import mpizero`` starts in milliseconds, needs no MPI and changes nothing in
+the process. The first name that a job under MPI uses installs the hooks which end all ranks when one fails:
+``sys.excepthook``, ``sys.unraisablehook``, ``sys.exit``, ``threading.excepthook``, ``atexit``; see ``comm/guard.py``.
 """
 
 from __future__ import annotations

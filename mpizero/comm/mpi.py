@@ -17,7 +17,7 @@ from mpizero.comm.communicator import Communicator
 from mpizero.comm.contract import first_mismatch
 from mpizero.comm.debug import VerifiedRequest, Verifier
 from mpizero.comm.requests import MpiReceive, MpiRequest
-from mpizero.comm.shared import MpiSharedMemory
+from mpizero.comm.shared import MpiSharedMemory, free_space
 from mpizero.comm.trace import Call
 from mpizero.comm.transport import Request, SharedMemory
 from mpizero.errors import CollectiveError, CollectiveMismatch, ExitStatus, MpizeroError
@@ -292,10 +292,7 @@ class MpiCommunicator(Communicator):
 
     def shared_space(self) -> int | None:
         """Return the free bytes of the folder that most MPI libraries keep windows in. Not collective."""
-        from mpizero.comm.shared import RESERVE, free_space
-
-        free = free_space()
-        return None if free is None else max(0, free - RESERVE)
+        return free_space()
 
     def close(self) -> None:
         """Free the communicator; a second call does nothing. Collective over the communicator."""

@@ -2,76 +2,143 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
+import time
+from collections.abc import Iterator
 from typing import cast
 
 import numpy as np
 from mpi4py import MPI
 
+from mpizero.comm.leftovers import SHARED_FOLDER, taken_by_leftovers
 from mpizero.comm.transport import SharedMemory
 from mpizero.errors import SharedMemoryError
+from mpizero.types import Array
 
 #: Windows start on a cache line.
 ALIGNMENT = 64
-#: Where most MPIs keep windows, and what must stay free in it for the MPI library's own queues.
-SHARED_FOLDER = "/dev/shm"
+#: What must stay free where most MPIs keep windows, for what MPI adds to each.
 RESERVE = 1 << 20
+#: Seconds to wait for a group that takes memory at this moment.
+_TURN = 30.0
 
 
 def free_space(folder: str = SHARED_FOLDER) -> int | None:
-    """Tell how many bytes of shared memory are left, or None where the system does not say. Not collective."""
+    """Tell how many bytes windows may still take, or None where the system does not say. Not collective.
+
+    What files of the folder are long but have not taken yet is not free: Open MPI's queues are sparse at first.
+    """
+    promised = RESERVE
     try:
         status = os.statvfs(folder)
+        for file in os.scandir(folder):
+            with contextlib.suppress(OSError):  # removed meanwhile
+                found = file.stat(follow_symlinks=False)
+                promised += max(0, found.st_size - 512 * found.st_blocks)
     except OSError:
         return None
-    return status.f_bavail * status.f_frsize
+    unlimited = status.f_blocks == 0
+    return None if unlimited else max(0, status.f_bavail * status.f_frsize - promised)
+
+
+@contextlib.contextmanager
+def _turn(first: bool) -> Iterator[None]:
+    """Take memory one group of the node after the other. Not collective; ``first`` is the rank that speaks for its own.
+
+    [Note: one at a time] What one group has seen free, another must not take before the first has: Open MPI looks once
+    more, on one rank, and where that one finds too little the others wait for ever. All ranks of the group are in
+    here already, so whoever has its turn comes to its end. The folder itself is locked, so that no file is left behind;
+    who cannot lock it, or waits for too long, goes on without: each page is taken before it counts.
+    """
+    file = -1
+    if first:
+        with contextlib.suppress(OSError):
+            file = os.open(SHARED_FOLDER, os.O_RDONLY | os.O_CLOEXEC)
+            limit = time.monotonic() + _TURN
+            while time.monotonic() < limit:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(1e-3)
+    try:
+        yield
+    finally:
+        if file >= 0:
+            os.close(file)
+
+
+def _take(memory: Array) -> bool:
+    """Zero ``memory`` and tell whether all of its pages are there.
+
+    [Note: pages] A store to a page for which there is no room ends the process with SIGBUS. Where the kernel itself
+    writes there, for a read from /dev/zero, the call fails instead.
+    """
+    file, done = os.open("/dev/zero", os.O_RDONLY | os.O_CLOEXEC), 0
+    try:
+        while done < memory.size:
+            done += os.readv(file, [memory[done:].data])
+    except OSError as error:
+        if error.errno != errno.EFAULT:
+            raise
+        return False
+    finally:
+        os.close(file)
+    return True
 
 
 class MpiSharedMemory(SharedMemory):
     """A window of ``nbytes`` that the first rank of ``comm`` allocates and all of them map.
 
     Collective over ``comm``, whose ranks share memory. The window lies in a passive epoch for its whole life, as
-    ``Win.Sync`` demands. Each rank zeroes one part, so that pages are spread over the memory of the ranks' sockets.
+    ``Win.Sync`` demands. Each rank zeroes one part, so that pages are spread over the memory of the ranks' sockets, and
+    are all taken when the window is told of.
 
     Raises
     ------
     SharedMemoryError
-        On all ranks alike, before anything is allocated, if the memory is not there: touching a window that does not
-        fit kills the process with SIGBUS.
+        On all ranks alike, if the memory is not there; nothing stays allocated then.
     """
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int, name: str) -> None:
         rank = comm.Get_rank()
-        self._check_space(comm, nbytes, name)
-        self._window = self._allocate(comm, nbytes, name)
-        memory, _ = self._window.Shared_query(0)
-        whole = np.frombuffer(cast("memoryview", memory), np.uint8)
-        # Every process maps the window at the same distance from a page, so one offset aligns it for all.
-        offset = np.array(-whole.ctypes.data % ALIGNMENT, np.int64)
-        comm.Bcast([offset, 1, MPI.INT64_T], 0)
-        self.buffer = whole[int(offset) : int(offset) + nbytes]
-        part = -(-nbytes // comm.Get_size() // 4096) * 4096
-        self._window.Lock_all(MPI.MODE_NOCHECK)
-        self.buffer[rank * part : (rank + 1) * part] = 0
+        self._window, self.buffer = MPI.WIN_NULL, np.empty(0, np.uint8)
+        _agree_on_size(comm, nbytes, name)
+        with _turn(rank == 0):
+            self._check(comm, free_space() if rank == 0 else None, nbytes, name)
+            self._window = self._allocate(comm, nbytes, name)
+            memory, _ = self._window.Shared_query(0)
+            whole = np.frombuffer(cast("memoryview", memory), np.uint8)
+            # Every process maps the window at the same distance from a page, so one offset aligns it for all.
+            offset = np.array(-whole.ctypes.data % ALIGNMENT, np.int64)
+            comm.Bcast([offset, 1, MPI.INT64_T], 0)
+            self.buffer = whole[int(offset) : int(offset) + nbytes]
+            part = -(-nbytes // comm.Get_size() // 4096) * 4096
+            self._window.Lock_all(MPI.MODE_NOCHECK)
+            taken = np.array(_take(self.buffer[rank * part : (rank + 1) * part]), np.int32)
+            comm.Allreduce(MPI.IN_PLACE, [taken, 1, MPI.INT32_T], MPI.MIN)
+        if not taken:
+            self.close()
+            self._check(comm, 0 if rank == 0 else None, nbytes, name)
         self._window.Sync()
         comm.Barrier()
         self._window.Sync()
 
     @staticmethod
-    def _check_space(comm: MPI.Intracomm, nbytes: int, name: str) -> None:
-        # The first rank looks for all: the others could see another figure a moment later.
-        free = free_space() if comm.Get_rank() == 0 else None
-        figures = np.array([-1 if free is None else free, nbytes, -nbytes], np.int64)
-        comm.Allreduce(MPI.IN_PLACE, [figures, 3, MPI.INT64_T], MPI.MAX)
-        room, most, least = int(figures[0]), int(figures[1]), -int(figures[2])
-        if most != least:
-            raise SharedMemoryError(f"ranks of {name!r} ask for windows of {least} to {most} bytes; they must agree")
-        if 0 <= room < nbytes + RESERVE:
-            raise SharedMemoryError(
-                f"a window of {nbytes} bytes for {name!r} does not fit: {SHARED_FOLDER} has {room} bytes left on "
-                f"{MPI.Get_processor_name()}; remove leftovers of killed jobs there, enlarge it, use fewer ranks per "
-                "node, or share_node_memory=False"
+    def _check(comm: MPI.Intracomm, room: int | None, nbytes: int, name: str) -> None:
+        """Refuse on all ranks what the first one, which looks for all, has no room for."""
+        reason = None
+        if room is not None and room < nbytes:
+            reason = (
+                f"a window of {nbytes} bytes for {name!r} does not fit: {SHARED_FOLDER} has {free_space()} bytes left "
+                f"on {MPI.Get_processor_name()}{taken_by_leftovers()}; enlarge it (in a container --shm-size), use "
+                "fewer ranks per node, or share_node_memory=False"
             )
+        if reason := comm.bcast(reason, 0):
+            raise SharedMemoryError(reason)
 
     @staticmethod
     def _allocate(comm: MPI.Intracomm, nbytes: int, name: str) -> MPI.Win:
@@ -98,3 +165,11 @@ class MpiSharedMemory(SharedMemory):
             self._window.Unlock_all()
             self._window.Free()
         self._window = MPI.WIN_NULL
+
+
+def _agree_on_size(comm: MPI.Intracomm, nbytes: int, name: str) -> None:
+    figures = np.array([nbytes, -nbytes], np.int64)
+    comm.Allreduce(MPI.IN_PLACE, [figures, 2, MPI.INT64_T], MPI.MAX)
+    most, least = int(figures[0]), -int(figures[1])
+    if most != least:
+        raise SharedMemoryError(f"ranks of {name!r} ask for windows of {least} to {most} bytes; they must agree")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from mpizero.comm.exact import gather_spans
 from mpizero.errors import LayoutError
 from mpizero.optim import validation
 from mpizero.parallel.core import Pending
+from mpizero.parallel.engine import Engine
 from mpizero.parallel.inspection import Inspection
 from mpizero.parallel.local_training import LocalTraining
 from mpizero.parallel.metadata import ModelMetadata, describe
@@ -73,15 +75,13 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
         Rank r's samples follow rank r-1's; a rank may have none. With ``auto_sync_gradients=False`` nothing is
         updated: the gradient stays pending until ``synchronize_gradients`` and the optimizer's ``step``.
         """
-        engine, self._pending = self.engine, None
+        self._pending = None
         if not self._config.auto_sync_gradients:
-            sent = engine.grid.bytes_sent
-            totals = engine.local_gradients(x, y)
-            self._pending = Pending(totals, None, sent)
+            totals = self._pend(lambda engine: (engine.local_gradients(x, y), None)).totals
             return totals.loss / totals.weight
         if self._mean_every:
             return self._train_alone(x, y)
-        self.last_step = engine.train(x, y)
+        self.last_step = self._with_room(lambda engine: engine.train(x, y))
         self.invalidate_cache()
         return self.last_step.loss
 
@@ -95,15 +95,16 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
         loss : Loss or None
             Used in place of the model's own; not for black boxes.
         """
-        engine, self._pending = self.engine, None
-        sent = engine.grid.bytes_sent
-        with engine.runner.using_loss(loss):
-            if self._config.auto_sync_gradients:
-                totals, reduced = engine.gradients(x, y)
-                self._pending = Pending(totals, reduced, sent)
-                return self._gradients(totals, reduced)
-            totals = engine.local_gradients(x, y)
-        self._pending = Pending(totals, None, sent)
+
+        def compute(engine: Engine) -> tuple[Totals, Array | None]:
+            with engine.runner.using_loss(loss):
+                synced = self._config.auto_sync_gradients
+                return engine.gradients(x, y) if synced else (engine.local_gradients(x, y), None)
+
+        totals, reduced, _ = self._pend(compute)
+        if reduced is not None:
+            return self._gradients(totals, reduced)
+        engine = self.engine
         layout = engine.layout
         values = np.zeros(layout.size, engine.dtype)
         row = engine.local_sum()
@@ -203,6 +204,17 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
     def predict(self, x: Any) -> Any:
         """Return the prediction for this rank's ``x``; ranks may ask for different numbers of samples."""
         return self.engine.runner.predict(x)
+
+    def _pend(self, compute: Callable[[Engine], tuple[Totals, Array | None]]) -> Pending:
+        """Compute a gradient that waits for its step."""
+
+        def computed(engine: Engine) -> Pending:
+            sent = engine.grid.bytes_sent
+            return Pending(*compute(engine), sent)
+
+        self._pending = None
+        self._pending = self._with_room(computed)
+        return self._pending
 
     def _reduced_pending(self, name: str) -> tuple[Totals, Array, int]:
         engine, pending = self.engine, self._pending

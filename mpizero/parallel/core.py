@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup import agree_to_start
-from mpizero.errors import CheckpointError
+from mpizero.errors import CheckpointError, ConfigError, SharedMemoryError
 from mpizero.layout import FlatLayout, Span
 from mpizero.parallel.compute import blocks_of
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.engine import Engine
 from mpizero.parallel.placement import Placement, placement
+from mpizero.parallel.private import in_private_memory
 from mpizero.parallel.report import StepReport
 from mpizero.parallel.scalars import Totals
 from mpizero.parallel.spread import Spread
 from mpizero.types import Array
+
+T = TypeVar("T")
 
 
 class Pending(NamedTuple):
@@ -83,6 +86,31 @@ class ShardedCore(ABC):
             blocks = blocks_of(self._wrapped)
         agree_to_start(communicator, self._plans(blocks))
         self._engine = Engine(self._wrapped, self._config, self._placement, self._spread)
+
+    def _with_room(self, step: Callable[[Engine], T]) -> T:
+        """Run a step; where shared memory has no room for its gradients, do so on copies of every rank's own."""
+        try:
+            return step(self.engine)
+        except SharedMemoryError as error:  # raised on all ranks alike, before anything was computed
+            self._engine = in_private_memory(self.engine, self._spread, error)
+            return step(self.engine)
+
+    def reserve(self, global_batch: int) -> None:
+        """Take the shared memory that steps on ``global_batch`` samples need, before the first of them.
+
+        Without it the first step does, and so does one that needs more. Where a node has no room, every rank keeps its
+        own copy of the model from then on, which rank 0 says. That takes an optimizer that has made no step and loaded
+        no state: call it before a checkpoint is loaded.
+
+        Raises
+        ------
+        SharedMemoryError
+            If there is no room, and the optimizer has a state.
+        """
+        with all_ranks(self._config.communicator):
+            if not isinstance(global_batch, int) or isinstance(global_batch, bool) or global_batch < 1:
+                raise ConfigError(f"reserve({global_batch!r}): expected a whole number of samples >= 1")
+        self._with_room(lambda engine: engine.reserve(global_batch))
 
     def _plans(self, blocks: Mapping[str, Any]) -> dict[str, Any]:
         """Return what must be the same on all ranks, by name; a subclass may add to it. Not collective."""

@@ -18,8 +18,8 @@ from mpizero import kernels, optim
 from mpizero.comm.guard import set_context
 from mpizero.comm.timeline import Timeline
 from mpizero.comm.turns import program_array
-from mpizero.errors import ConfigError
-from mpizero.layout import FlatLayout
+from mpizero.errors import ConfigError, SharedMemoryError
+from mpizero.layout import FlatLayout, Grains
 from mpizero.nn.memory import keep_freed_memory
 from mpizero.parallel.across import Across
 from mpizero.parallel.behind import sums_behind
@@ -32,11 +32,12 @@ from mpizero.parallel.evaluation import evaluate
 from mpizero.parallel.feedback import GradientExchange
 from mpizero.parallel.gradient_store import GradientStore
 from mpizero.parallel.integrity import Integrity
-from mpizero.parallel.memory import Memory, fits_shared_memory
+from mpizero.parallel.memory import Memory
 from mpizero.parallel.ownership import UpdatePiece
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.reading import HalfLoaded
 from mpizero.parallel.report import Outcome, StepReport
+from mpizero.parallel.room import fits_shared_memory, tell_private
 from mpizero.parallel.rows import GradientRows, contiguous_owners
 from mpizero.parallel.runners import make_runner
 from mpizero.parallel.scalars import GrainScalars, Totals
@@ -65,6 +66,7 @@ class Engine:
         spread: Spread | None = None,
         *,
         card: int | None = None,
+        private: bool = False,
     ) -> None:
         self.model, self.config, self.placement = model, config, placement
         self._blas_threads = settle_blas(config.communicator, config.threads)
@@ -75,16 +77,16 @@ class Engine:
         self.dtype = np.dtype(model.dtype)
         if self.dtype not in (np.float32, np.float64):
             raise ConfigError(f"parameters of type {self.dtype} are not supported: use float32 or float64")
-        self._settle(spread)
-        if not fits_shared_memory(self.grid, self.layout, self.dtype, waves=placement.waves):
+        self._settle(spread, private=private)
+        if not fits_shared_memory(self.grid, self.layout, self.dtype.itemsize, placement, config):
             self._settle(spread, private=True)
-        self.memory = Memory(self.grid.node)
-        self.timeline, sharded = Timeline(), placement.shard_parameters
-        self.store = ParameterStore(self.layout, self.grid, self.memory, sharded, self.dtype, timeline=self.timeline)
-        self.workplace.share_gradients(ranks := self.grid.data.size)
-        allocator, waves = self.workplace.allocator(self.memory), deals_waves(placement, config, ranks)
-        self._gradients = GradientStore(self.store, allocator, config.accumulate, waves=waves)
-        self._ring = self._gradients.ring
+        try:
+            self._take_memory()
+        except SharedMemoryError as error:  # on all ranks: somebody has taken it meanwhile
+            self.memory.close()
+            tell_private(self.grid.world, str(error))
+            self._settle(spread, private=True)
+            self._take_memory()
         self.whole = GlobalView(blocks_of(model), self.store, self.grid)
         self.exchange = GradientExchange(self.store, self.memory, placement, config.gradient_compression)
         self.exchange.elements = config.bucket_elements(self.dtype.itemsize)
@@ -112,6 +114,21 @@ class Engine:
         self.stage = build_stage(self.model, self.grid, spread or Spread(), self.workplace.group)
         self.layout = self._layout_of(self.stage.number)
 
+    def _take_memory(self) -> None:
+        """Make the stores of parameters and gradients."""
+        self.memory = Memory(self.grid.node, self.grid.world)
+        self.timeline, sharded = Timeline(), self.placement.shard_parameters
+        self.store = ParameterStore(self.layout, self.grid, self.memory, sharded, self.dtype, timeline=self.timeline)
+        self.workplace.share_gradients(ranks := self.grid.data.size)
+        allocator, waves = self.workplace.allocator(self.memory), deals_waves(self.placement, self.config, ranks)
+        self._gradients = GradientStore(self.store, allocator, self.config.accumulate, waves=waves)
+        self._ring = self._gradients.ring
+
+    def reserve(self, samples: int) -> None:
+        """Take the shared memory that a step on ``samples`` samples of all ranks needs."""
+        if self._ring is None:
+            self.rows.reserve(Grains(samples, self.config.grain_size(samples)).count * self.grid.context.size)
+
     def _layout_of(self, stage: int) -> FlatLayout:
         return self.stage.layout(
             stage, one_unit=self.placement.one_unit, minimum_unit=self.config.minimum_parameter_group_size
@@ -120,8 +137,7 @@ class Engine:
     @property
     def pristine(self) -> bool:
         """Whether parameters and optimizer state are still those of the start. Not collective."""
-        updater = self.updater
-        fresh = updater is None or (not updater.step_count and not any(a.any() for a in updater.state.values()))
+        fresh = self.updater is None or self.updater.fresh
         return self.store.version == 1 and fresh and self.half_loaded is None
 
     def start_over(self) -> None:
@@ -190,7 +206,7 @@ class Engine:
         ``sent`` is what ``grid.bytes_sent`` was before the gradient was computed.
         """
         self.memory.barrier("step")  # who still reads parameters reads the old ones
-        self.scalars.agree_on_rate(self._ask_rate())  # it may have changed since the gradient was agreed on
+        self.scalars.agree_on_rate(self._bound().ask_rate)  # it may have changed since the gradient was agreed on
         return self._finish(totals, sent, lambda: self.apply(self._bound().where_used(reduced)))
 
     def _finish(self, totals: Totals, sent: int, update: Callable[[], Outcome]) -> StepReport:
@@ -259,7 +275,7 @@ class Engine:
         with self.timeline.span("reduction", "rest"):
             (self._ring if ring and self._ring is not None else self.rows).finish()
         with self.timeline.span("agreement", "losses"):
-            totals = self.scalars.agree(self._ask_rate())
+            totals = self.scalars.agree(None if self.updater is None else self.updater.ask_rate)
         if not (ring or behind):
             with self.timeline.span("reduction", "rows"):
                 self.memory.barrier("rows")
@@ -287,7 +303,8 @@ class Engine:
     def _update(self, updater: Updater, totals: Totals, stack_row: int) -> Outcome:
         """Update and publish, unless the sum is not finite."""
         threads, divisor = self.config.threads, self._divisor(totals)
-        if self._can_fuse(updater) and (self.grid.peers.size == 1 or self._ring is not None):
+        fuses = not self._needs_norm and updater.fusible and updater.ties is None
+        if fuses and (self.grid.peers.size == 1 or self._ring is not None):
             with self.timeline.span("optimizer"):
                 if self._ring is not None:
                     stack = self._ring.stack
@@ -301,19 +318,8 @@ class Engine:
             reduced = self._reduced(updater, divisor, stack_row)
         return self.apply(reduced)
 
-    def _ask_rate(self) -> float:
-        """Return the learning rate of the next step; what its function raises waits until all ranks agree."""
-        try:
-            return 0.0 if self.updater is None else self.updater.ask_rate()
-        except Exception as error:
-            self.scalars.fail(error)
-            return 0.0
-
     def _divisor(self, totals: Totals) -> Array:
         return np.array([totals.weight * self.current_loss_scale()], self.dtype)
-
-    def _can_fuse(self, updater: Updater) -> bool:
-        return not self._needs_norm and updater.fusible and updater.ties is None
 
     @property
     def _needs_norm(self) -> bool:
@@ -385,12 +391,8 @@ class Engine:
         """Return loss sum, weight and right answers of all ranks' samples, grain by grain, without training."""
         batch = self._deal(x, y, waves=False)
         with self.scalars.everyone.trace.common_duty("evaluation"):
-            return evaluate(batch, self.runner, self.scalars, self._rounds(batch), scores=self.scores)
-
-    @property
-    def scores(self) -> bool:
-        """Whether the losses of this rank's samples are found here, and count. Not collective."""
-        return self.stage.is_last and self.grid.here.tensor == 0
+            scores = self.stage.is_last and self.grid.here.tensor == 0  # losses are found here, and count
+            return evaluate(batch, self.runner, self.scalars, self._rounds(batch), scores=scores)
 
     def close(self) -> None:
         """Free the windows, and give BLAS its own number of threads back."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from math import prod
-from socket import gethostname
 from typing import Any
 
 import numpy as np
 
-from mpizero.comm import Communicator, ProcessGrid, Request, SharedMemory
-from mpizero.layout import FlatLayout
+from mpizero.comm import Communicator, Request, SharedMemory
+from mpizero.errors import SharedMemoryError
 from mpizero.types import Array
 
 #: Rows that different ranks touch first start on their own page.
@@ -26,6 +24,9 @@ class Memory:
     ----------
     node : Communicator
         The ranks that share memory with this one; of size 1 when memory is private.
+    everyone : Communicator, optional
+        All ranks of the model, if they are more: they call :meth:`shared` together, and none gets memory where one
+        node has no room for it.
 
     Attributes
     ----------
@@ -36,8 +37,9 @@ class Memory:
         The most that this rank held alone plus its equal part of what its node shares.
     """
 
-    def __init__(self, node: Communicator) -> None:
+    def __init__(self, node: Communicator, everyone: Communicator | None = None) -> None:
         self.node = node
+        self._everyone = everyone or node
         self.private_bytes: Counter[str] = Counter()
         self.shared_bytes: Counter[str] = Counter()
         self.peak_bytes = 0
@@ -82,7 +84,12 @@ class Memory:
     def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
         """Return zeroed arrays that all ranks of the node read and write, in one window.
 
-        Collective over the node. With private memory these are this rank's own arrays.
+        Collective over the node, and all ranks of the model. With private memory these are this rank's own arrays.
+
+        Raises
+        ------
+        SharedMemoryError
+            On all ranks of the model, if a node has no room; nothing is allocated then.
         """
         if self.node.size == 1:
             return tuple(self.private(kind, shape, dtype) for shape in shapes)
@@ -90,7 +97,7 @@ class Memory:
         dtype = np.dtype(dtype)
         sizes = [prod(shape) * dtype.itemsize for shape in shapes]
         starts = np.concatenate([[0], np.cumsum([-(-size // PAGE) * PAGE for size in sizes])])
-        window = self.node.allocate_shared(int(starts[-1]), kind)
+        window = self._window(int(starts[-1]), kind)
         self.shared_bytes[kind] += int(starts[-1])
         self._note_peak()
         arrays = tuple(
@@ -99,6 +106,20 @@ class Memory:
         )
         self._windows.append((window, arrays))
         return arrays
+
+    def _window(self, nbytes: int, kind: str) -> SharedMemory:
+        window, reason = None, ""
+        try:
+            window = self.node.allocate_shared(nbytes, kind)
+        except SharedMemoryError as error:  # raised on all ranks of the node
+            reason = str(error)
+        if self._everyone.size > self.node.size:
+            reason = next(filter(None, self._everyone.allgather_object(reason, "shared memory")), "")
+        if window is None or reason:
+            if window is not None:
+                window.close()
+            raise SharedMemoryError(reason)
+        return window
 
     def free_shared(self, kind: str, arrays: Sequence[Array]) -> None:
         """Free the window whose arrays :meth:`shared` returned. Collective over the node; no view may be used after."""
@@ -159,43 +180,3 @@ class Memory:
 
 def _nothing() -> None:
     """Nothing has to come before."""
-
-
-def fits_shared_memory(grid: ProcessGrid, layout: FlatLayout, dtype: np.dtype[Any], *, waves: bool) -> bool:
-    """Tell whether parameters and gradients fit the shared memory of every host; if not, say so on rank 0.
-
-    Collective over all ranks, which get the same answer.
-
-    Parameters
-    ----------
-    grid : ProcessGrid
-        The ranks.
-    layout : FlatLayout
-        What this rank's data group holds; other groups on the same host hold other parts of the model.
-    dtype : numpy dtype
-        Of parameters and gradients.
-    waves : bool
-        Whether gradients stand in a ring of units; otherwise every rank has at least one whole row.
-    """
-    if grid.local_size == 1 and grid.data.size == grid.world.size:
-        return True
-    gradients = 2 * max((unit.gradients for unit in layout.units), default=0) if waves else layout.gradient_size
-    needed = (layout.size + grid.local_size * gradients) * dtype.itemsize
-    shares = grid.node.rank == 0 and grid.local_size > 1  # the first rank of a node speaks for its window
-    space = grid.node.shared_space() if grid.local_size > 1 else None
-    told = grid.world.allgather_object((gethostname(), needed if shares else 0, space), "shared memory")
-    asked: Counter[str] = Counter()
-    room: dict[str, int] = {}
-    for host, window, free in told:
-        asked[host] += window
-        if free is not None:
-            room[host] = min(free, room.get(host, free))
-    short = {host: asked[host] - free for host, free in room.items() if asked[host] > free}
-    if short and grid.world.rank == 0:
-        host, lacking = max(short.items(), key=lambda item: item[1])
-        print(
-            f"mpizero: the model needs {asked[host]} bytes of shared memory on {host}, which lacks {lacking} of them: "
-            "every rank keeps its own copy instead (enlarge /dev/shm, or see `mpizero doctor` for leftovers in it)",
-            file=sys.stderr,
-        )
-    return not short

@@ -107,9 +107,9 @@ class GradientRows:
         whose gradients these are, rows are summed for all peers as the last job goes on: [Note: buckets of rows].
         """
         self.finish()  # of a step that an error has broken off on all ranks
-        self.plan = plan = self.planned(batch.count)
+        plan, self.plan, self._behind = self.planned(batch.count), None, None
         self._reserve(plan.rows)
-        self._behind = None
+        self.plan = plan
         if behind is not None:
             exchange, store = behind
             spans, rows = self._ranges(store.peer_shares), (self.window, self.row(0))
@@ -208,12 +208,18 @@ class GradientRows:
             raise RuntimeError("no gradient exists yet: call train or compute_gradients first")
         return self.plan
 
+    def reserve(self, count: int) -> None:
+        """Take the memory of a batch of ``count`` grains. Collective over all ranks, where rows have to be made."""
+        self._reserve(self.planned(count).rows)
+
     def _reserve(self, rows: int) -> None:
         needed = rows * self.grid.node.size
         if self._storage.shape[0] < needed:
-            if self._storage.size:
-                self.memory.free_shared("gradients", (self._storage,))
             self._views.clear()
+            self.window, held = self.window[:0], self._storage
+            self._storage = self._storage[:0]
+            if held.size:
+                self.memory.free_shared("gradients", (held,))
             (self._storage,) = self.memory.shared("gradients", [(needed, self.stride)], self.dtype)
         self.window = self._storage[:needed]  # a rank's rows stand where the plan of this batch looks for them
 

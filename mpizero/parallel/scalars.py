@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,19 +134,21 @@ class GrainScalars:
         """Return the loss sums of this rank's grains of the last batch that count. Not collective."""
         return {grain: record[0] for grain, record in self._mine.items()}
 
-    def agree(self, rate: float = 0.0) -> Totals:
+    def agree(self, ask_rate: Callable[[], float] | None = None) -> Totals:
         """Return the sums over all grains, if all ranks would use the same learning rate. Collective over all ranks.
+
+        ``ask_rate`` returns that rate; what it raises is like what was given to :meth:`fail`.
 
         Raises
         ------
         ConfigError
-            If ``rate`` is not the same, bit for bit, on all ranks; names ranks and values.
+            If the rate is not the same, bit for bit, on all ranks; names ranks and values.
         DataError
             If the total weight is not above zero: there is nothing to average.
         Exception
             What a rank's own grains raised; on the other ranks a RemoteError that tells it.
         """
-        size = self.everyone.size
+        size, rate = self.everyone.size, self._asked(ask_rate)
         number = self.everyone.contract_number()
         local = np.full(4 * max(1, self._per_rank) + 1, -1.0)
         for place, (grain, (loss, weight)) in enumerate(self._mine.items()):
@@ -174,7 +176,7 @@ class GrainScalars:
             )
         return Totals(float(loss), float(weight), problems)
 
-    def agree_on_rate(self, rate: float) -> None:
+    def agree_on_rate(self, ask_rate: Callable[[], float]) -> None:
         """Compare the learning rate of a step whose gradient was agreed on before. Collective over all ranks.
 
         Raises
@@ -184,11 +186,18 @@ class GrainScalars:
         Exception
             What was given to :meth:`fail` on one rank; on the other ranks a RemoteError that tells it.
         """
-        told = np.empty((self.everyone.size, 2))
+        told, rate = np.empty((self.everyone.size, 2)), self._asked(ask_rate)
         self.everyone.allgather(np.array([rate, self.error is not None]), told.reshape(-1), "rate")
         if told[:, 1].any():
             self._fail_together()
         self._same_rate(told[:, 0])
+
+    def _asked(self, ask_rate: Callable[[], float] | None) -> float:
+        try:
+            return 0.0 if ask_rate is None else ask_rate()
+        except Exception as error:
+            self.fail(error)
+            return 0.0
 
     def _fail_together(self) -> None:
         error, self.error = self.error, None

@@ -176,6 +176,11 @@ class Updater:
         self.step_count = 0
 
     @property
+    def fresh(self) -> bool:
+        """Whether this rank's state is that of the start. Not collective."""
+        return not self.step_count and not any(array.any() for array in self.state.values())
+
+    @property
     def fusible(self) -> bool:
         """Whether the update, or its direction, can run in the same pass as the sum."""
         return bool(self.optimizer.elementwise_kernel or self.optimizer.needs_tensor_norms)

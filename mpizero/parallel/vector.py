@@ -11,9 +11,10 @@ from typing import Any, Self
 import numpy as np
 
 from mpizero.comm.agreement import all_ranks
-from mpizero.errors import LayoutError
+from mpizero.errors import LayoutError, SharedMemoryError
 from mpizero.parallel.core import ShardedCore
 from mpizero.parallel.persistence import copy_state
+from mpizero.parallel.private import in_private_memory
 from mpizero.types import Array
 
 
@@ -125,9 +126,15 @@ class ParameterAccess(ShardedCore):
 
         The copy makes the same steps as the original by ``train``, with its own copy of the optimizer's state.
         """
-        copy = self._twin(deepcopy(self._wrapped))
-        copy.engine.store.copy_from(self.engine.store)
-        copy_state(self.engine, copy.engine)
+        copy, engine = self._twin(deepcopy(self._wrapped)), self.engine
+        shared = copy.engine.grid.node.size - engine.grid.node.size
+        if shared > 0:
+            copy._engine = in_private_memory(copy.engine, copy._spread, SharedMemoryError("the original does so"))
+        elif shared < 0:
+            copy.close()
+            raise SharedMemoryError("deep_copy: the nodes have no shared memory for a second model; save and load it")
+        copy.engine.store.copy_from(engine.store)
+        copy_state(engine, copy.engine)
         return copy
 
     def _twin(self, wrapped: Any) -> Self:

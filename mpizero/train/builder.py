@@ -96,6 +96,7 @@ def build(config: Config, comm: Communicator) -> Iterator[Job]:
     task = section.task if isinstance(section, MlpSection) else "language"
     units = section.sequence if isinstance(section, GptSection) else 1
     with model:
+        model.reserve(config.train.global_batch)
         yield Job(
             config=config,
             comm=comm,

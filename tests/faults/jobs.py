@@ -55,6 +55,17 @@ class Ended:
         return [line for line in lines if line.startswith("[rank ") or re.match(r"\w+Error: ", line)]
 
 
+def small_shared_memory(size):
+    """Return a command that gives what it runs a /dev/shm of its own, of ``size``; None where that is not allowed."""
+    namespace = ["unshare", "-m"] if os.getuid() == 0 else ["unshare", "-rm"]
+    within = [*namespace, "sh", "-c", f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"', "sh"]
+    try:
+        tried = subprocess.run([*within, "true"], capture_output=True, check=False)
+    except OSError:
+        return None
+    return within if tried.returncode == 0 else None
+
+
 def alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -66,13 +77,16 @@ def pids(folder):
     return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
 
 
-def run_job(launcher, folder, command, ranks=2, interrupt=False, environment=()):
-    """Run ``command`` (a list: program and arguments) on ``ranks`` ranks, and leave no process behind."""
+def run_job(launcher, folder, command, ranks=2, interrupt=False, environment=(), within=()):
+    """Run ``command`` (a list: program and arguments) on ``ranks`` ranks, and leave no process behind.
+
+    ``within`` is a command that runs the launcher, such as :func:`small_shared_memory`.
+    """
     mpiexec, python = launcher
     started = time.time()
     with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
         process = subprocess.Popen(
-            [mpiexec, "-n", str(ranks), python, *map(str, command)],
+            [*within, mpiexec, "-n", str(ranks), python, *map(str, command)],
             stdout=out,
             stderr=err,
             stdin=subprocess.DEVNULL,

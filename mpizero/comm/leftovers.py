@@ -1,0 +1,165 @@
+"""Files of shared memory that killed jobs have left: how to find them, and how to prove that nobody uses them.
+
+[Note: nobody uses it] The kernel grants a write lease on a file only while no process has it open or mapped, whichever
+container or process table that process lives in, stopped or not; and whoever wants to open it then waits until the
+lease is given back. So a file that is removed under its lease was nobody's. Where the kernel grants no leases at all,
+nothing is known, and the file is spared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+#: Where most MPIs keep windows and queues.
+SHARED_FOLDER = "/dev/shm"
+#: Names under which MPI libraries and mpizero keep shared memory.
+_NAMES = re.compile(r"(mpich_|MPI|vader_segment|sm_segment|osc_|psm2?_|ucx_shm|mpizero-).*")
+#: Seconds since its last change before a file counts as left behind.
+AGE = 300.0
+
+
+class Leftover(NamedTuple):
+    """A file, or a folder of Open MPI's, that nobody uses.
+
+    Attributes
+    ----------
+    path : str
+        Where it is.
+    nbytes : int
+        The memory or disk that it takes.
+    spared : str
+        Why it is not to be removed; nothing if it may be.
+    """
+
+    path: str
+    nbytes: int
+    spared: str
+
+
+def leftovers(folder: str = SHARED_FOLDER, age: float = AGE) -> list[Leftover]:
+    """Return this user's files of shared memory that nobody uses, or of which that cannot be told.
+
+    Not collective.
+    """
+    found = []
+    with contextlib.suppress(OSError):
+        for path in sorted(Path(folder).iterdir()):
+            if _NAMES.fullmatch(path.name) and (nbytes := _mine(path)) is not None:
+                with _unused(path) as why:
+                    if why is not None:
+                        found.append(Leftover(str(path), nbytes, why or _too_young(path, age)))
+    return found
+
+
+def session_folders(folder: str | None = None, age: float = AGE) -> list[Leftover]:
+    """Return the folders that Open MPI's killed launchers of this user have left on this host. Not collective."""
+    top = Path(folder or tempfile.gettempdir()) / f"ompi.{socket.gethostname()}.{os.getuid()}"
+    found = []
+    with contextlib.suppress(OSError):
+        for path in sorted(top.glob("pid.*")):
+            number = path.name.removeprefix("pid.")
+            if stat.S_ISDIR(path.lstat().st_mode) and path.lstat().st_uid == os.getuid() and number.isdecimal():
+                files = [file for file in path.rglob("*") if stat.S_ISREG(file.lstat().st_mode)]
+                states = [_state(file) for file in files]
+                if Path(f"/proc/{number}").exists() or None in states:
+                    continue
+                nbytes = sum(512 * file.lstat().st_blocks for file in files)
+                found.append(Leftover(str(path), nbytes, next(filter(None, states), "") or _too_young(path, age)))
+    return found
+
+
+def remove(found: Sequence[Leftover]) -> tuple[list[Leftover], list[Leftover]]:
+    """Remove what nobody uses at this moment; return what is gone, and what was spared, with why. Not collective."""
+    gone: list[Leftover] = []
+    spared: list[Leftover] = []
+    for leftover in found:
+        path = Path(leftover.path)
+        why = leftover.spared
+        if not why and path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+            why = "it could not be removed whole" if path.exists() else ""
+        elif not why:
+            with _unused(path) as state:
+                why = "somebody has opened it" if state is None else state
+                if not why:
+                    try:
+                        path.unlink(missing_ok=True)
+                    except OSError as error:
+                        why = str(error)
+        (spared if why else gone).append(leftover._replace(spared=why))
+    return gone, spared
+
+
+def taken_by_leftovers() -> str:
+    """Return half a sentence on the shared memory that killed jobs still hold; nothing if none. Not collective."""
+    removable = [leftover for leftover in leftovers() if not leftover.spared]
+    if not removable:
+        return ""
+    size = sum(leftover.nbytes for leftover in removable)
+    files = f"{len(removable)} file{'s' * (len(removable) > 1)}"
+    return f"; {size} bytes of it are held by {files} of killed jobs of yours: `mpizero doctor --clean` removes them"
+
+
+def _mine(path: Path) -> int | None:
+    """Return the bytes that a file of this user takes; None for what is no file, or another's."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return None  # removed meanwhile
+    return 512 * status.st_blocks if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() else None
+
+
+def _too_young(path: Path, age: float) -> str:
+    try:
+        status = path.lstat()
+    except OSError:
+        return "it is gone"
+    passed = time.time() - max(status.st_mtime, status.st_ctime)
+    return "" if passed >= age else f"it was changed {max(0.0, passed):.0f} s ago"
+
+
+def _state(path: Path) -> str | None:
+    with _unused(path) as why:
+        return why
+
+
+@contextlib.contextmanager
+def _unused(path: Path) -> Iterator[str | None]:
+    """Keep a file from being opened; yield "" if nobody uses it, None if somebody does, or why that is not known."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield None
+        return
+    except OSError as error:
+        yield f"whether it is in use cannot be told: {error}"
+        return
+    try:
+        yield _leased(file)
+    finally:
+        os.close(file)  # which gives the lease back
+
+
+def _leased(file: int) -> str | None:
+    if not hasattr(fcntl, "F_SETLEASE"):
+        return "whether it is in use cannot be told on this system"
+    try:
+        # Whoever opens the file meanwhile makes the kernel send a signal: one that does nothing.
+        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError as error:
+        return None if error.errno == errno.EAGAIN else f"whether it is in use cannot be told: {error}"
+    return ""

@@ -1,0 +1,56 @@
+"""A node with little shared memory, as a container's 64 MB: whoever does not fit keeps its own copy, and trains on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.jobs import launchers, run_job, small_shared_memory
+from tests.faults.memory_program import trained
+
+PROGRAM = Path(__file__).with_name("memory_program.py")
+
+if not launchers():
+    pytest.skip("no mpiexec beside the interpreter or on PATH", allow_module_level=True)
+
+
+@pytest.fixture(params=launchers(), ids=lambda pair: pair[0])
+def launcher(request):
+    return request.param
+
+
+@pytest.fixture
+def job(launcher, tmp_path):
+    def run(mode, hidden, ranks):
+        if (within := small_shared_memory("64m")) is None:
+            pytest.skip("mounting a file system of our own is not allowed here")
+        return run_job(launcher, tmp_path, [PROGRAM, mode, hidden], ranks, within=within)
+
+    return run
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_on_64_MB_every_strategy_trains_to_the_hash_of_one_process(job, ranks):
+    hidden = 40_000  # 5.6 MB of parameters; rows of gradients of one-sample grains: 5 or 4 a rank
+    ended = job("strategies", hidden, ranks)
+    assert ended.status == 0, ended.err
+    told = [line.split() for line in ended.out.splitlines()]
+    expected = {"None": trained(None, "ddp", hidden, None)[0], "1": trained(None, "ddp", hidden, 1)[0]}
+    assert len(told) == 8
+    assert {(micro, digest) for _, micro, digest, _ in told} == set(expected.items())
+    sharing = {(strategy, micro): int(count) for strategy, micro, _, count in told}
+    alone = sum(count == 1 for count in sharing.values())
+    assert sharing["ddp", "1"] == sharing["zero1", "1"] == 1  # the first step found out; reserve() did
+    assert ended.err.count("every rank keeps its own copy") == alone
+    assert ended.err.count("/dev/shm has ") == ended.err.count("(in a container --shm-size)") == alone
+
+
+def test_two_groups_of_one_node_do_not_take_the_same_memory(job):
+    hidden = 22_000  # two ranks need 5 rows each beside the parameters: 34 MB a group
+    ended = job("two_groups", hidden, 4)
+    assert ended.status == 0, ended.err
+    told = [line.split() for line in ended.out.splitlines()]
+    assert len(told) == 6
+    assert {digest for _, _, digest, _ in told} == {trained(None, "ddp", hidden, 1)[0]}
+    assert any(int(count) == 1 for *_, count in told)
