@@ -100,6 +100,8 @@ class WatchedJob:
         flat, ranges = self.job.flat(unit), unit.gradient_ranges[block]
         if not all(all_finite(flat[span.start : span.stop]) for span in ranges):
             self.scalars.check(self.job.grain.number, block, views)
+        if self.scalars.watch is not None:
+            self.scalars.watch(self.job.grain.number, self.job.number, block, views)
 
 
 class SequentialRunner:

@@ -91,6 +91,8 @@ class GrainScalars:
         self.count = 0
         self.samples = 0
         self.error: Exception | None = None
+        #: Is shown the gradients of every micro-batch before anything is added: grain, micro-batch, block and views.
+        self.watch: Callable[[int, int, str, Any], None] | None = None
         self._frozen = frozenset(e.spec.name for e in layout.entries if e.gradient < 0)
         self._mine: dict[int, list[float]] = {}
         self._bad: dict[int, _Bad] = {}

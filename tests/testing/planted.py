@@ -1,4 +1,4 @@
-"""Six classic faults of parallel training, planted into layouts of several ranks; one process stays right."""
+"""Classic faults of parallel training, planted into layouts of several ranks; one process stays right."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from mpizero.comm.group import CommunicatorGroup
 from mpizero.parallel import engine
 from mpizero.parallel.engine import Engine
 from mpizero.parallel.rows import GradientRows
-from mpizero.parallel.storage import ParameterStore
+from mpizero.parallel.running import WatchedJob
+from mpizero.parallel.storage import ParameterStore, flat_names
 from mpizero.parallel.update import Updater
 from mpizero.testing import Finding, compare_layouts
 from mpizero.types import Run
@@ -138,3 +139,80 @@ def halved_slots(monkeypatch: Any) -> None:
             values *= 0.5
 
     monkeypatch.setattr(Updater, "update", update)
+
+
+def gradients_changed(
+    monkeypatch: Any, change: Callable[[Any], Any], ranks: Callable[[int], bool] = lambda rank: rank == 1
+) -> None:
+    """The gradients of every micro-batch that some ranks compute are what ``change`` makes of them."""
+    right = WatchedJob._check
+
+    def check(self: WatchedJob, unit: Any, block: str, views: Any) -> None:
+        world = self.scalars.grid.world
+        if world.size > 1 and ranks(world.rank):
+            for _, view in flat_names(views):
+                view[...] = change(view)
+        right(self, unit, block, views)
+
+    monkeypatch.setattr(WatchedJob, "_check", check)
+
+
+def unseeded_noise(monkeypatch: Any, size: float) -> None:
+    """The gradients of rank 1 have noise that is another in every evaluation."""
+    rng = np.random.default_rng()
+    gradients_changed(monkeypatch, lambda view: view + size * rng.choice([-1.0, 1.0], view.shape))
+
+
+def rank_factor(monkeypatch: Any, factor: float) -> None:
+    """The gradients of rank 1 are a little too large."""
+    gradients_changed(monkeypatch, lambda view: view * view.dtype.type(factor))
+
+
+def rank_offset(monkeypatch: Any, offset: float) -> None:
+    """All elements of the gradients of rank 1 are too large by the same."""
+    gradients_changed(monkeypatch, lambda view: view + view.dtype.type(offset))
+
+
+def rank_keyed_noise(monkeypatch: Any, size: float) -> None:
+    """The gradients of every rank have noise with the rank for a seed, but for rank 0."""
+    right = WatchedJob._check
+
+    def check(self: WatchedJob, unit: Any, block: str, views: Any) -> None:
+        world = self.scalars.grid.world
+        for _, view in flat_names(views) if world.rank else ():
+            noise = np.random.default_rng([world.rank, unit.index]).standard_normal(view.shape)
+            view += (size * noise).astype(view.dtype)
+        right(self, unit, block, views)
+
+    monkeypatch.setattr(WatchedJob, "_check", check)
+
+
+def sum_offset(monkeypatch: Any, offset: float) -> None:
+    """The averaged gradient is too large by the same everywhere; what ranks give to it is right."""
+    right = Engine._reduced
+
+    def reduced(self: Engine, *args: Any) -> Any:
+        found = right(self, *args)
+        if self.grid.world.size > 1:
+            for piece in self.pieces():
+                found[piece.gradient : piece.gradient + piece.size] += found.dtype.type(offset)
+        return found
+
+    monkeypatch.setattr(Engine, "_reduced", reduced)
+    monkeypatch.setattr(Engine, "_can_fuse", lambda self, updater: False)
+
+
+def another_order(monkeypatch: Any) -> None:
+    """Gradients are divided before they are summed: the same number but for rounding."""
+    right = GradientRows.reduce
+
+    def reduce(self: GradientRows, exchange: Any, shares: Any, divisor: Any, out: Any) -> Any:
+        if self.grid.world.size == 1:
+            return right(self, exchange, shares, divisor, out)
+        divide = divisor * 3
+        found = right(self, exchange, shares, divide, out)
+        found *= found.dtype.type(3)
+        return found
+
+    monkeypatch.setattr(GradientRows, "reduce", reduce)
+    monkeypatch.setattr(engine, "sums_behind", lambda *_: False)

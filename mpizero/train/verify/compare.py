@@ -20,18 +20,20 @@ from mpizero.parallel import ShardingConfig
 from mpizero.train.verify.findings import Finding, Report, Verdict
 from mpizero.train.verify.layouts import ONE_PROCESS, Layout
 from mpizero.train.verify.pair import UNREPEATED, Pair
+from mpizero.train.verify.rounding import Rounding
 from mpizero.train.verify.training import Feed, Key, Task, Training, placed
 
-#: What layouts that round may differ by, relative, in one step.
-TOLERANCES = {"float32": 1e-5, "float64": 1e-12}
 #: ``progress(layout, step)`` is told after every step, on rank 0.
 Progress = Callable[[str, int], None]
 
 
 class Trace(NamedTuple):
-    """What one process computed: for every step loss, gradient norm and hashes, and the hash of the last parameters."""
+    """What one process computed: for every step loss, gradient norm and hashes, and the hash of the last parameters.
 
-    dtype: str
+    ``rounding`` is that of its type and sums.
+    """
+
+    rounding: Rounding
     steps: list[tuple[float | None, float | None, dict[Key, bytes]]]
     sha256: str
     seconds: float
@@ -73,7 +75,8 @@ def compare_layouts(
     steps : int or None
         How many to compare; None is all of a sequence.
     tolerance : float or None
-        Relative, for layouts that round; None is 1e-5 for float32, 1e-12 for float64.
+        Relative, for layouts that round; None follows from the type and the
+        length of sums: 16 epsilon for every doubling of it.
     progress : callable or None
         ``progress(layout, step)`` is called on rank 0 after every step.
     **settings
@@ -140,10 +143,10 @@ def _compare(
     trace = _on_first(world, lambda: record(task, tell))
     verdicts = [Verdict("one process", 1, task.steps, trace.sha256, trace.seconds)]
     for layout in layouts:
-        allowed = None
+        rounding = trace.rounding
         if layout.rounds:
-            allowed = TOLERANCES[trace.dtype] if tolerance is None else tolerance
-        comparison = Comparison(task, layout, trace, allowed, tell)
+            rounding = replace(rounding, tolerance=rounding.of_sums if tolerance is None else tolerance)
+        comparison = Comparison(task, layout, trace, rounding, tell)
         verdicts.append(_run(comparison, world))
     return Report(tuple(verdicts))
 
@@ -182,14 +185,14 @@ def record(task: Task, tell: Progress = _silent) -> Trace:
     """
     started = time.monotonic()
     with placed(task, None, ONE_PROCESS) as training:
-        steps = []
+        steps, terms = [], float(max((side for e in training.layout.parameters for side in e.spec.shape), default=1))
         for number in range(task.steps + 1):
             training.train(min(number, 1))
             steps.append(_seen(training))
+            terms = max(terms, training.engine.scalars.samples, *(r.weight for r in [training.model.last_step] if r))
             tell("one process", number)
-        return Trace(
-            str(np.dtype(training.engine.dtype)), steps, training.model.parameters_sha256(), time.monotonic() - started
-        )
+        rounding = Rounding(str(np.dtype(training.engine.dtype)), terms)
+        return Trace(rounding, steps, training.model.parameters_sha256(), time.monotonic() - started)
 
 
 def _seen(training: Training) -> tuple[float | None, float | None, dict[Key, bytes]]:
@@ -199,22 +202,22 @@ def _seen(training: Training) -> tuple[float | None, float | None, dict[Key, byt
 
 
 class Comparison(NamedTuple):
-    """One layout's comparison with one process; ``tolerance`` None compares bits."""
+    """One layout's comparison with one process; a ``rounding`` without tolerance compares bits."""
 
     task: Task
     layout: Layout
     trace: Trace
-    tolerance: float | None
+    rounding: Rounding
     tell: Progress
 
     def run(self, comm: Communicator) -> Verdict:
         """Run it. Collective over ``comm``, which has as many ranks as the layout."""
         started = time.monotonic()
-        how = self._exact if self.tolerance is None else self._rounded
+        how = self._exact if self.rounding.tolerance is None else self._rounded
         steps, sha256, largest, finding = how(comm)
         seconds = time.monotonic() - started
         name, ranks = str(self.layout), self.layout.ranks
-        return Verdict(name, ranks, steps, sha256, seconds, self.tolerance, largest, finding)
+        return Verdict(name, ranks, steps, sha256, seconds, self.rounding.tolerance, largest, finding)
 
     def _tell(self, comm: Communicator, step: int) -> None:
         if comm.rank == 0:
@@ -276,4 +279,4 @@ class Comparison(NamedTuple):
     def _pair(self, comm: Communicator) -> Iterator[Pair]:
         alone = placed(self.task, None, ONE_PROCESS) if comm.rank == 0 else nullcontext()
         with placed(self.task, comm, self.layout) as training, alone as reference:
-            yield Pair(comm, self.layout, training, reference, self.tolerance)
+            yield Pair(comm, self.layout, training, reference, self.rounding)

@@ -1,17 +1,30 @@
-"""What the pattern of a difference tells about its cause; arrays and numbers only, no ranks run here."""
+"""What the pattern of a difference tells about its cause; arrays and numbers only, no ranks run here.
+
+[Note: cause and pattern] A cause is named only where no other one known here would leave the same numbers. What can be
+seen in the numbers is told in any case.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
+from typing import NamedTuple
 
 import numpy as np
 
+from mpizero.train.verify.rounding import Rounding, largest
 from mpizero.types import Array
 
-#: How closely a pattern must fit: rounding is far below, another pattern far above.
-_FIT = 1e-3
 _ROUNDING = "numbers added in another order: the differences are of the size of rounding"
+_DEPENDS = "something depends on the rank: random numbers keyed by it, data of its own, or its processor and libraries"
+
+
+class Told(NamedTuple):
+    """The cause, where the numbers bear one, and what can be seen in them."""
+
+    cause: str | None = None
+    seen: str | None = None
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,8 @@ class Evaluations:
         Loss sum of each grain in the layout, and the rank that computed it.
     grains_expected : mapping of int to float
         In one process.
+    rounding : Rounding
+        Of this training.
     """
 
     first: float
@@ -43,12 +58,44 @@ class Evaluations:
     weight_expected: float
     grains: Mapping[int, tuple[float, int]]
     grains_expected: Mapping[int, float]
+    rounding: Rounding
 
     @property
     def wrong_grains(self) -> list[int]:
         """The grains with another loss, in order. Not collective."""
         pairs = ((g, loss, self.grains_expected.get(g)) for g, (loss, _) in sorted(self.grains.items()))
-        return [g for g, loss, wanted in pairs if wanted is not None and not _near(loss, wanted)]
+        return [g for g, loss, wanted in pairs if wanted is not None and not self.rounding.same(loss, wanted)]
+
+    @property
+    def wrong_ranks(self) -> set[int]:
+        """The ranks that computed them. Not collective."""
+        return {self.grains[grain][1] for grain in self.wrong_grains}
+
+    @property
+    def right_ranks(self) -> set[int]:
+        """The ranks that computed only grains with the right loss. Not collective."""
+        return {rank for _, rank in self.grains.values()} - self.wrong_ranks
+
+
+class Computed(NamedTuple):
+    """How the gradients that one rank computed of a tensor, micro-batch by micro-batch, compare with one process.
+
+    Attributes
+    ----------
+    rank : int
+        Of the layout.
+    grains : tuple of int
+        Those of its grains with other gradients.
+    factor : float or None
+        What all of these are multiplied by, if it is one number.
+    largest : float
+        How far they are apart, relative to the largest element.
+    """
+
+    rank: int
+    grains: tuple[int, ...]
+    factor: float | None
+    largest: float
 
 
 @dataclass(frozen=True)
@@ -62,11 +109,15 @@ class Gradients:
     expected : mapping of str to array
         In one process.
     own : mapping of str to array
-        From the samples of each element's owner alone.
+        The sums over the samples of each element's owner alone.
     uses : mapping of str to mapping of str to array
         Of tied parameters: the part of each use, by its name.
+    computed : sequence of Computed
+        What each rank computed, before anything was added; empty where that cannot be compared.
     tensors : int
         How many trainable tensors the model has.
+    rounding : Rounding
+        Of this training.
     """
 
     found: Mapping[str, Array]
@@ -74,79 +125,101 @@ class Gradients:
     expected: Mapping[str, Array]
     own: Mapping[str, Array]
     uses: Mapping[str, Mapping[str, Array]]
+    computed: Sequence[Computed]
     tensors: int
+    rounding: Rounding
+
+    @property
+    def wrong_ranks(self) -> list[int]:
+        """The ranks that computed other gradients. Not collective."""
+        return [one.rank for one in self.computed if one.grains]
+
+    @property
+    def right_again(self) -> bool:
+        """Whether the second evaluation gave what one process has. Not collective."""
+        if self.rounding.tolerance is None:
+            return _same_bits(self.again, self.expected)
+        return all(self.rounding.close(self.again[name], self.expected[name]) for name in self.expected)
 
 
-def of_loss(seen: Evaluations, sizes: Mapping[str, int]) -> str | None:
-    """Return the probable cause of another loss. Not collective.
+def of_loss(seen: Evaluations, counts: Mapping[str, int]) -> Told:
+    """Return what is to be said of another loss. Not collective.
 
-    ``sizes`` are the sizes of the layout's groups by what they count.
+    ``counts`` are the numbers that a sum may be divided by, by what they count.
     """
-    if _near(seen.first, seen.expected):
-        return _ROUNDING
-    quiet = _near(seen.quiet, seen.quiet_expected)
-    random = not _near(seen.expected, seen.quiet_expected)
-    if repeated := _repeated(_near(seen.again, seen.expected) or (quiet and not random), seen.again == seen.first):
-        return repeated
-    if not _near(seen.weight, seen.weight_expected) and _near(
+    rounding, wrong, right = seen.rounding, seen.wrong_ranks, seen.right_ranks
+    if repeated := _repeated(rounding.same(seen.again, seen.expected), seen.again == seen.first):
+        return Told(repeated)
+    if not rounding.near(seen.weight, seen.weight_expected) and rounding.near(
         seen.first * seen.weight, seen.expected * seen.weight_expected
     ):
-        return _wrong_count("the loss", seen.weight_expected / seen.weight, sizes)
-    if quiet:
-        return (
-            "random numbers keyed by the rank: without dropout the losses of this batch are equal; key them by sample, "
-            "element and step"
-        )
-    wrong = {seen.grains[g][1] for g in seen.wrong_grains}
-    right = {rank for g, (_, rank) in seen.grains.items()} - wrong
+        divided = f"equal loss sums, divided by {seen.weight:.17g}, expected {seen.weight_expected:.17g}"
+        return _wrong_count("the loss", seen.weight_expected / seen.weight, counts, rounding)._replace(seen=divided)
+    shown: str | None = None
     if wrong and right:
-        return (
-            f"something depends on the rank, random numbers keyed by it or data of its own: only the samples of "
-            f"{_ranks(wrong)} have other losses, with equal parameters"
-        )
+        shown = f"only the samples of {_ranks(wrong)} have other losses, with equal parameters"
+    if rounding.near(seen.quiet, seen.quiet_expected) and not rounding.near(seen.expected, seen.quiet_expected):
+        where = "keyed by the rank" if shown else "that depend on the layout"
+        advice = "without dropout the losses of this batch are equal; key them by sample, element and step"
+        return Told(f"random numbers {where}: {advice}", shown)
+    if shown:
+        return Told(_DEPENDS, shown)
     if seen.grains and not wrong:
-        return "the losses of all micro-batches are equal: their sum is not"
-    return _wrong_count("the loss", seen.first / seen.expected, sizes) if seen.expected else None
+        shown = "the losses of all micro-batches are equal: their sum is not"
+    if rounding.near(seen.first, seen.expected):
+        return Told(_ROUNDING, shown)
+    told = _wrong_count("the loss", seen.first / seen.expected, counts, rounding) if seen.expected else Told()
+    return Told(told.cause, shown)
 
 
-def of_gradient(seen: Gradients, sizes: Mapping[str, int]) -> str | None:
-    """Return the probable cause of another gradient where the loss is the same. Not collective."""
-    found, expected = seen.found, seen.expected
-    if _alike(found, expected):
-        return _ROUNDING
-    if repeated := _repeated(_alike(seen.again, expected), _same(seen.again, found)):
-        return repeated
-    factor = _factor(list(found.values()), list(expected.values()))
+def of_gradient(seen: Gradients, counts: Mapping[str, int]) -> Told:
+    """Return what is to be said of another gradient where the loss is the same. Not collective."""
+    found, expected, rounding = seen.found, seen.expected, seen.rounding
+    if repeated := _repeated(seen.right_again, _same_bits(seen.again, found)):
+        return Told(repeated, _computed(seen))
+    if wrong := seen.wrong_ranks:
+        if len(wrong) < len(seen.computed):
+            return Told(_DEPENDS, _computed(seen))
+        small = all(rounding.close(found[name], expected[name]) for name in found)
+        return Told(_ROUNDING if small else None, _computed(seen))
+    shown = _computed(seen)
+    if all(rounding.close(found[name], expected[name]) for name in found):
+        return Told(_ROUNDING, shown)
+    factor = rounding.factor(list(found.values()), list(expected.values()))
     if factor is not None and len(found) == seen.tensors > 1:
-        return _wrong_count("every gradient", factor, sizes)
+        return _with(_wrong_count("every gradient", factor, counts, rounding), shown)
     if told := _tied(seen):
-        return told
-    names = [name for name in found if not _close(seen.own[name], expected[name])]
-    if names and all(_factor([found[name]], [seen.own[name]]) is not None for name in names):
-        return "a skipped reduction: each owner has the gradient of its own samples alone, not the sum over the ranks"
+        return Told(told, shown)
+    if _skipped(seen):
+        reason = "a skipped reduction: each owner has the gradient of its own samples alone, not the sum over the ranks"
+        return Told(reason, shown)
     if factor is not None:
         which = "the gradient of this tensor" if len(found) == 1 else "the gradients of these tensors"
-        return _wrong_count(which, factor, sizes)
-    return None
+        return _with(_wrong_count(which, factor, counts, rounding), shown)
+    return Told(None, shown)
 
 
-def of_norm(found: float | None, expected: float | None, sizes: Mapping[str, int]) -> str | None:
-    """Return the probable cause of another norm of an equal gradient. Not collective."""
+def of_norm(found: float | None, expected: float | None, rounding: Rounding, counts: Mapping[str, int]) -> Told:
+    """Return what is to be said of another norm of an equal gradient. Not collective."""
     if found is None or not expected:
-        return "a missed clip: this layout never asked for the norm" if expected else None
+        return Told("a missed clip: this layout never asked for the norm" if expected else None)
+    if rounding.near(found, expected):
+        return Told(_ROUNDING)
     ratio = (found / expected) ** 2
-    for what, size in sizes.items():
-        if _near(ratio, size):
-            return f"squares counted {size} times, the number of {what}: the norm is {ratio**0.5:.4g} times too large"
-    return "squares of a part of the elements only" if ratio < 1 else "squares of some elements counted more than once"
+    shown = f"the sum of squares is {_times(ratio)} that of the same gradient in one process"
+    for what, size in counts.items():
+        if rounding.near(ratio, size):
+            reason = f"squares counted {size} times, the number of {what}"
+            return Told(f"{reason}: the norm is {ratio**0.5:.4g} times too large", shown)
+    return Told(None, shown)
 
 
-def of_clipped(found: Array, before: Array, expected: Array) -> str | None:
-    """Return the probable cause of another gradient after clipping. Not collective."""
+def of_clipped(found: Array, before: Array, expected: Array, rounding: Rounding) -> Told:
+    """Return what is to be said of another gradient after clipping. Not collective."""
     if np.array_equal(found, before):
-        return "a missed clip: these elements are as they were before clipping"
-    factor = _factor([found], [expected])
-    return None if factor is None else f"clipped by {factor:.6g} times the factor of one process"
+        return Told("a missed clip: these elements are as they were before clipping")
+    factor = rounding.factor([found], [expected])
+    return Told(None, None if factor is None else f"clipped by {_times(factor)} the factor of one process")
 
 
 def of_update(found: Array, before: Array, quantity: str) -> str | None:
@@ -158,16 +231,11 @@ def of_update(found: Array, before: Array, quantity: str) -> str | None:
     return None
 
 
-def common_factor(found: Array, before: Array) -> float | None:
-    """Return what ``before`` was multiplied by to become ``found``; None if that is not one number. Not collective."""
-    return _factor([found], [before], keep_one=True)
-
-
 def _repeated(right_again: bool, same_again: bool) -> str | None:
     if right_again:
         return (
             "stale data: the same batch evaluated once more gives the right numbers, so what ranks exchanged (a halo, "
-            "the ring of a context group, gathered parameters) was of an earlier evaluation"
+            "the ring of a context group, gathered parameters) was of an earlier evaluation, or came too late"
         )
     if not same_again:
         return (
@@ -177,17 +245,41 @@ def _repeated(right_again: bool, same_again: bool) -> str | None:
     return None
 
 
+def _computed(seen: Gradients) -> str | None:
+    """Tell whose gradients differ before anything is added."""
+    rounding, wrong = seen.rounding, [one for one in seen.computed if one.grains]
+    if not seen.computed:
+        return "gradients of single ranks cannot be compared here: the owner of the elements is named"
+    if not wrong:
+        equal = "has the same bits as in one process" if rounding.tolerance is None else "agrees with one process"
+        return f"what ranks computed {equal}, before it is added up: the owner of the elements, who adds it, is named"
+    only = "only " if len(wrong) < len(seen.computed) else ""
+    grains = sorted({grain for one in wrong for grain in one.grains})
+    some = ", ".join(map(str, grains[:6])) + (", ..." if len(grains) > 6 else "")
+    text = f"{only}gradients that {_ranks(one.rank for one in wrong)} computed differ (of grains {some})"
+    apart = max(one.largest for one in wrong)
+    factors = [one.factor for one in wrong if one.factor is not None]
+    if len(factors) == len(wrong) and max(factors) - min(factors) <= 2 * rounding.epsilon * abs(factors[0]):
+        return f"{text}: all elements are {_times(factors[0])} those of one process"
+    if apart <= rounding.of_sums:
+        return (
+            f"{text} by {apart:.1e} of the largest element at most, the size of rounding: another BLAS, processor or "
+            "number of threads does that, too"
+        )
+    return f"{text} by {apart:.1e} of the largest element at most"
+
+
 def _tied(seen: Gradients) -> str | None:
     """Tell which use of tied parameters was added too often or not at all."""
     if not set(seen.found) <= set(seen.uses):
         return None
     told: set[str] = set()
-    for name in seen.found:
-        extra = seen.found[name] - seen.expected[name]
-        uses = seen.uses[name]
-        match = [("counted twice", use) for use, part in uses.items() if _close(extra, part)]
-        match += [("left out", use) for use, part in uses.items() if _close(extra, -part)]
-        if not match and _close(extra, seen.expected[name]):
+    for name, found in seen.found.items():
+        expected, uses = seen.expected[name], seen.uses[name]
+        extra = found - expected
+        match = [("counted twice", use) for use, part in uses.items() if _is_part(extra, part, expected, seen.rounding)]
+        match += [("left out", use) for use, part in uses.items() if _is_part(extra, -part, expected, seen.rounding)]
+        if not match and _is_part(extra, expected, expected, seen.rounding):
             match = [("counted twice", "all uses")]
         if not match:
             return None
@@ -195,42 +287,54 @@ def _tied(seen: Gradients) -> str | None:
     return "; ".join(sorted(told))
 
 
-def _wrong_count(what: str, factor: float, sizes: Mapping[str, int]) -> str | None:
-    for name, size in sizes.items():
+def _is_part(extra: Array, part: Array, whole: Array, rounding: Rounding) -> bool:
+    """Tell whether what is too much is one part, which itself is far more than rounding."""
+    size = largest(part)
+    bound = max(rounding.of_sums, rounding.tolerance or 0.0) * max(size, largest(whole))
+    return size > 8 * bound and largest(extra - part) <= bound
+
+
+def _skipped(seen: Gradients) -> bool:
+    """Tell whether every tensor that differs is what its owners had alone."""
+
+    def multiple(values: Mapping[str, Array], name: str) -> float | None:
+        return seen.rounding.factor([values[name]], [seen.own[name]], keep_one=True, summed=True)
+
+    return all(multiple(seen.found, n) is not None and multiple(seen.expected, n) is None for n in seen.found)
+
+
+def _wrong_count(what: str, factor: float, counts: Mapping[str, int], rounding: Rounding) -> Told:
+    """Name what a sum was divided by, if the factor is a ratio of counts; else tell the factor."""
+    shown = f"{what} is {_times(factor)} what it must be"
+    for size in sorted(set(counts.values()) - {1}):
         for times in (float(size), 1 / size):
-            if _near(factor, times):
+            if rounding.ratio(factor, times):
+                names = " and of ".join(name for name, count in counts.items() if count == size)
                 right = f"{size} times too large" if times > 1 else f"{size} times too small"
-                return f"a sum divided by the wrong count: {what} is {right}, and {size} is the number of {name}"
-    return f"a sum divided by the wrong count: {what} is {factor:.6g} times what it must be"
+                return Told(f"a sum divided by the wrong count: {what} is {right}, and {size} is the number of {names}")
+    for (one, n), (other, m) in permutations(counts.items(), 2):
+        if n % m and m % n and rounding.ratio(factor, n / m):
+            reason = f"{what} is {n}/{m} of what it must be, {n} is the number of {one}, {m} that of {other}"
+            return Told(f"a sum divided by the wrong count: {reason}")
+    listed = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return Told(None, f"{shown}, which is no ratio of the counts here ({listed})")
 
 
-def _factor(found: Sequence[Array], expected: Sequence[Array], *, keep_one: bool = False) -> float | None:
-    """Return the one number by which all elements of ``expected`` are multiplied; None if there is none."""
-    a, b = (np.concatenate([np.ravel(v) for v in arrays]).astype(np.float64) for arrays in (found, expected))
-    square = float(b @ b)
-    if not np.isfinite(a).all() or not 0 < square < np.inf:
-        return None
-    factor = float(a @ b) / square
-    fits = factor != 0 and _close(a, factor * b)
-    return factor if fits and (keep_one or not _near(factor, 1.0)) else None
+def _with(told: Told, seen: str | None) -> Told:
+    """Say ``seen`` before what is told already."""
+    return told._replace(seen="; ".join(filter(None, (told.seen, seen))) or None)
 
 
-def _alike(found: Mapping[str, Array], expected: Mapping[str, Array]) -> bool:
-    return all(_close(found[name], expected[name], 1e-5) for name in expected)
+def _times(factor: float) -> str:
+    """Write a factor so that its distance from 1 can be read."""
+    apart = factor - 1
+    return f"1 {'+' if apart > 0 else '-'} {abs(apart):.3g} times" if 0 < abs(apart) < 1e-3 else f"{factor:.6g} times"
 
 
-def _same(found: Mapping[str, Array], expected: Mapping[str, Array]) -> bool:
+def _same_bits(found: Mapping[str, Array], expected: Mapping[str, Array]) -> bool:
     return all(found[name].tobytes() == expected[name].tobytes() for name in expected)
 
 
-def _close(found: Array, expected: Array, fit: float = _FIT) -> bool:
-    size = float(np.max(np.abs(expected), initial=0.0))
-    return size > 0 and float(np.max(np.abs(found - expected), initial=0.0)) <= fit * size
-
-
-def _near(found: float, expected: float) -> bool:
-    return found == expected or abs(found - expected) <= 1e-6 * abs(expected)
-
-
-def _ranks(ranks: set[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+def _ranks(ranks: Iterable[int]) -> str:
+    listed = sorted(ranks)
+    return f"rank{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"

@@ -21,7 +21,11 @@ class Finding:
     tensor : str or None
         The parameter; None where the quantity belongs to no tensor.
     ranks : tuple of int
-        Of the layout: those that own or see the elements that differ; empty where no rank can be told.
+        Of the layout; empty where no rank can be told.
+    role : str
+        What these ranks are: "computed by" is the rank at fault, "computed by one of" has it among the ranks that share
+        a replica. "owned by" are those that add up and update the elements, not always those at fault. "on" are those
+        that hold or see other values.
     index : tuple of int or None
         The first element that differs, in the whole tensor.
     found, expected : float or None
@@ -30,8 +34,10 @@ class Finding:
         How many of the tensor's elements differ, and how many it has.
     tensors : int
         How many tensors differ.
+    seen : str or None
+        The pattern of the differences.
     diagnosis : str or None
-        What the pattern of the differences tells.
+        The probable cause, where the numbers bear one.
     """
 
     step: int
@@ -45,19 +51,22 @@ class Finding:
     size: int = 0
     tensors: int = 1
     diagnosis: str | None = None
+    role: str = "on"
+    seen: str | None = None
 
     def __str__(self) -> str:
         place = "" if self.tensor is None else f" {'' if self.quantity.endswith('parameter') else 'of '}{self.tensor!r}"
         if self.index:
             place += f" at [{', '.join(map(str, self.index))}]"
         if self.ranks:
-            place += f" on rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
+            place += f" {self.role} rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
         values = "" if self.expected is None and self.found is None else f": {_number(self.found)}"
         values += f", expected {_number(self.expected)}" if values else ""
         counts = [f"{self.differing} of {self.size} elements"] if self.size > 1 else []
         counts += [f"{self.tensors} tensors"] if self.tensors > 1 else []
         count = f" ({', '.join(counts)} differ)" if counts else ""
-        reason = f"\n  probably: {self.diagnosis}" if self.diagnosis else ""
+        reason = f"\n  seen: {self.seen}" if self.seen else ""
+        reason += f"\n  probably: {self.diagnosis}" if self.diagnosis else ""
         return f"step {self.step}: {self.quantity}{place}{values}{count}{reason}"
 
 

@@ -28,7 +28,7 @@ def add_verify(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     parser.add_argument("--ranks", metavar="N", type=int, help="(default: those of mpiexec, else 2 threads)")
     parser.add_argument("--steps", metavar="K", type=int, default=5, help="(default: %(default)s)")
     parser.add_argument(
-        "--tolerance", metavar="T", type=float, help="relative (default: 1e-5 for float32, 1e-12 for float64)"
+        "--tolerance", metavar="T", type=float, help="relative (default: 16 epsilon of the type a doubling of sums)"
     )
     parser.add_argument("--json", action="store_true", help="one line for programs")
     parser.set_defaults(run=run)

@@ -17,9 +17,11 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.layout import Entry
 from mpizero.train.verify import diagnosis
+from mpizero.train.verify.diagnosis import Computed, Told
 from mpizero.train.verify.findings import Finding
 from mpizero.train.verify.layouts import Layout
-from mpizero.train.verify.training import PARAMETER, Gradient, State, Training, Update, slot_name
+from mpizero.train.verify.rounding import Rounding, largest
+from mpizero.train.verify.training import PARAMETER, Gradient, Looked, PartKey, State, Training, Update, slot_name
 from mpizero.types import Array
 
 T = TypeVar("T")
@@ -77,8 +79,8 @@ class Pair:
         On the layout.
     reference : Training or None
         In one process; None on all ranks but the first.
-    tolerance : float or None
-        Relative; None compares bits.
+    rounding : Rounding
+        What may differ, and by how much.
     """
 
     def __init__(
@@ -87,10 +89,10 @@ class Pair:
         layout: Layout,
         training: Training,
         reference: Training | None,
-        tolerance: float | None,
+        rounding: Rounding,
     ) -> None:
         self.comm, self.layout, self.training, self.reference = comm, layout, training, reference
-        self.tolerance = tolerance
+        self.rounding, self.tolerance = rounding, rounding.tolerance
         self.largest = 0.0
         self.entries = training.layout.parameters
         self.clips = training.model.config.clip is not None
@@ -160,26 +162,26 @@ class Pair:
         apart = abs(mine.loss - theirs.loss) / abs(theirs.loss) if theirs.loss else abs(mine.loss)
         if not self._same(mine.loss, theirs.loss):
             return Difference(Finding(0, "loss", found=mine.loss, expected=theirs.loss))
-        size = float(np.max(np.abs(theirs.values), initial=0.0))
+        size = largest(theirs.values)
         found = self._first([_Vectors(self.before, mine.values, theirs.values, self._bound(size))], backward=True)
         if found is None and self.tolerance is not None:
             self.largest = max(self.largest, apart, _apart(mine.values, theirs.values, size))
         return found
 
     def _compare_update(self, one: Training, mine: Gradient, update: Update, state: State) -> Difference | None:
-        theirs, sizes = self._gradient, self.layout.group_sizes()
+        theirs = self._gradient
         assert theirs is not None
         after = one.update(self._batch) if self.tolerance is None else one.update_from(theirs, mine.values)
         self._update = after
         norms = (update.report.gradient_norm, after.report.gradient_norm)
         if self.clips and not self._same(*norms):
-            reason = diagnosis.of_norm(*norms, sizes)
-            return Difference(Finding(0, "gradient norm", found=norms[0], expected=norms[1], diagnosis=reason))
+            told = diagnosis.of_norm(*norms, self.rounding, self._counts())
+            return _explained(Difference(Finding(0, "gradient norm", found=norms[0], expected=norms[1])), told)
         if self.clips and after.clipped is not None:
             clipped = mine.values if update.clipped is None else update.clipped
-            bound = self._bound(float(np.max(np.abs(after.clipped), initial=0.0)))
+            bound = self._bound(largest(after.clipped))
             if found := self._first([_Vectors(AFTER, clipped, after.clipped, bound)]):
-                return _explain_clip(found, clipped, mine.values, after.clipped)
+                return _explain_clip(found, clipped, mine.values, after.clipped, self.rounding)
         for slot in sorted(update.state.slots):
             seen, expected, before = (s.slots[slot] for s in (update.state, after.state, state))
             vectors = _Vectors(slot_name(slot), seen, expected, self._bound_of_change(expected, before))
@@ -195,9 +197,7 @@ class Pair:
     def _same(self, found: float | None, expected: float | None) -> bool:
         if found is None or expected is None:
             return found is expected
-        if np.float64(found).tobytes() == np.float64(expected).tobytes():
-            return True
-        return self.tolerance is not None and abs(found - expected) <= self.tolerance * abs(expected)
+        return self.rounding.same(found, expected)
 
     def _first(self, pairs: Sequence[_Vectors], *, backward: bool = False) -> Difference | None:
         """Return the first tensor that differs; of gradients the first that the backward pass computes."""
@@ -214,8 +214,8 @@ class Pair:
         """Return what values may differ by: a part of their change, and the rounding of storing them."""
         if self.tolerance is None:
             return None
-        change = float(np.max(np.abs(after - before), initial=0.0))
-        rounding = 4 * float(np.finfo(after.dtype).eps) * float(np.max(np.abs(after), initial=0.0))
+        change = largest(after - before)
+        rounding = 4 * float(np.finfo(after.dtype).eps) * largest(after)
         return self.tolerance * change + rounding
 
     def _views(self, number: int, vectors: _Vectors, before: Array | None) -> Finding | None:
@@ -246,16 +246,20 @@ class Pair:
 
     def _explain_gradient(self, found: Difference, mine: Gradient, batch: Any) -> Finding:
         """Evaluate the batch in other ways, and tell what the pattern means."""
-        training = self.training
-        again, own = training.gradient(batch), training.own_sums(batch)
-        quiet = training.model.evaluate(*batch)
-        grains = self.comm.allgather_object(mine.grains, "losses of grains")
-        if found.finding.quantity == "loss":
-            known = {} if self.layout.parallel.context > 1 else _computed(grains)
-            return self._on_first(lambda one: self._explain_loss(one, found.finding, (mine, again), quiet, known))
-        values = (mine.values, again.values, own)
-        reason = self._on_first(lambda one: self._explain_values(one, *values))
-        return replace(self._owned(found), diagnosis=reason)
+        training, finding = self.training, found.finding
+        looked = training.look(batch, finding.tensor)
+        if finding.quantity == "loss":
+            quiet = training.model.evaluate(*batch)
+            grains = self.comm.allgather_object(mine.grains, "losses of grains")
+            known = {} if self.layout.parallel.context > 1 else _losses(grains)
+            return self._on_first(lambda one: self._explain_loss(one, finding, (mine, looked.gradient), quiet, known))
+        theirs = self._on_first(lambda one: one.look(self._batch, finding.tensor))
+        computed = self.comm.allgather_object(self._compare_parts(looked, theirs), "gradients of micro-batches")
+        told: Told = self._on_first(lambda _: self._explain_values(mine, looked, theirs, computed))
+        wrong = tuple(one.rank for one in computed if one is not None and one.grains)
+        if wrong:
+            return _explained(found.told(ranks=wrong, role="computed by"), told).finding
+        return self._owned(_explained(found.told(role="owned by"), told))
 
     def _explain_loss(
         self, one: Training, finding: Finding, seen: tuple[Gradient, Gradient], quiet: Any, known: Any
@@ -273,40 +277,77 @@ class Pair:
             weight_expected=theirs.totals.weight,
             grains=known,
             grains_expected=theirs.grains,
+            rounding=self.rounding,
         )
-        ranks = sorted({known[grain][1] for grain in found.wrong_grains})
-        reason = diagnosis.of_loss(found, self.layout.group_sizes())
-        return replace(finding, ranks=tuple(ranks), diagnosis=reason)
+        replicas = {self.training.replica_of(rank) for rank in found.wrong_ranks}
+        role = "computed by" if all(len(ranks) == 1 for ranks in replicas) else "computed by one of"
+        finding = replace(finding, ranks=tuple(sorted({r for ranks in replicas for r in ranks})), role=role)
+        return _explained(Difference(finding), diagnosis.of_loss(found, self._counts())).finding
 
-    def _explain_values(self, one: Training, mine: Array, again: Array, own: Array) -> str | None:
+    def _compare_parts(self, looked: Looked, theirs: Looked) -> Computed | None:
+        """Compare what this rank computed of a tensor, before it was added to anything, with one process."""
+        parts = looked.parts if self.layout.parallel.context == 1 else {}
+        shared = sorted(parts.keys() & theirs.parts.keys())
+        if not shared:
+            return None
+        # Parts that are all within this add up to a sum within the tolerance.
+        weight = theirs.gradient.totals.weight
+        bound = self._bound(largest(theirs.gradient.values) * weight / len(theirs.parts))
+        wrong: dict[PartKey, tuple[Array, Array]] = {}
+        for key in shared:
+            found, expected = parts[key], self.training.part_of(key[2], theirs.parts[key])
+            if found.tobytes() != expected.tobytes() and (bound is None or not largest(found - expected) <= bound):
+                wrong[key] = found, expected
+        a, b = [found for found, _ in wrong.values()], [expected for _, expected in wrong.values()]
+        size = max(map(largest, b), default=0.0)
+        apart = max((_apart(x, y, size) for x, y in wrong.values()), default=0.0)
+        grains = tuple(sorted({grain for grain, _, _ in wrong}))
+        return Computed(self.comm.rank, grains, self.rounding.factor(a, b) if wrong else None, apart)
+
+    def _explain_values(self, mine: Gradient, looked: Looked, alone: Looked, computed: list[Computed | None]) -> Told:
         theirs = self._gradient
         assert theirs is not None
-        vectors = _Vectors("", mine, theirs.values, self._bound(float(np.max(np.abs(theirs.values), initial=0.0))))
+        vectors = _Vectors("", mine.values, theirs.values, self._bound(largest(theirs.values)))
         different = [entry for entry in self.entries if vectors.mask(entry).any()]
-        weight = theirs.totals.weight
 
         def named(values: Array) -> dict[str, Array]:
             return {entry.spec.name: values[entry.span.start : entry.span.stop] for entry in different}
 
+        uses = {name: [name, *(e.spec.name for e in tied)] for name, tied in self.training.layout.uses.items()}
         seen = diagnosis.Gradients(
-            found=named(mine),
-            again=named(again),
+            found=named(mine.values),
+            again=named(looked.gradient.values),
             expected=named(theirs.values),
-            own=named(own),
-            uses={n: {u: v / weight for u, v in parts.items()} for n, parts in one.uses(self._batch).items()},
+            own=named(looked.own),
+            uses={
+                n: {use: alone.uses[use] / theirs.totals.weight for use in names if use in alone.uses}
+                for n, names in uses.items()
+            },
+            computed=[one for one in computed if one is not None],
             tensors=sum(e.spec.trainable and e.spec.size > 0 for e in self.entries),
+            rounding=self.rounding,
         )
-        return diagnosis.of_gradient(seen, self.layout.group_sizes())
+        return diagnosis.of_gradient(seen, self._counts())
+
+    def _counts(self) -> dict[str, int]:
+        """Return the numbers that a sum may be divided by, by what they count. Not collective."""
+        scalars, accumulate = self.training.engine.scalars, self.training.model.config.accumulate
+        counts = {"grains": scalars.count, "samples": scalars.samples, "micro-batches of a grain": accumulate}
+        return self.layout.group_sizes() | {name: count for name, count in counts.items() if count > 1}
 
 
-def _explain_clip(found: Difference, clipped: Array, before: Array, expected: Array) -> Difference:
+def _explained(found: Difference, told: Told) -> Difference:
+    return found.told(diagnosis=told.cause, seen=told.seen)
+
+
+def _explain_clip(found: Difference, clipped: Array, before: Array, expected: Array, rounding: Rounding) -> Difference:
     places = found.places
-    reason = diagnosis.of_clipped(clipped[places], before[places], expected[places])
-    factors = [diagnosis.common_factor(values, before) for values in (clipped, expected)]
+    told = diagnosis.of_clipped(clipped[places], before[places], expected[places], rounding)
+    factors = [rounding.factor([values], [before], keep_one=True) for values in (clipped, expected)]
     if None in factors:
-        return found.told(diagnosis=reason)
+        return _explained(found, told)
     # One factor for all elements, and it is another.
-    return Difference(Finding(0, "clip factor", found=factors[0], expected=factors[1], diagnosis=reason))
+    return _explained(Difference(Finding(0, "clip factor", found=factors[0], expected=factors[1])), told)
 
 
 def _difference(vectors: _Vectors, entry: Entry, mask: Array, tensors: int) -> Difference:
@@ -328,8 +369,8 @@ def _difference(vectors: _Vectors, entry: Entry, mask: Array, tensors: int) -> D
 
 
 def _apart(found: Array, expected: Array, size: float) -> float:
-    return float(np.max(np.abs(found - expected), initial=0.0)) / size if size else 0.0
+    return largest(found - expected) / size if size else 0.0
 
 
-def _computed(grains: list[dict[int, float]]) -> dict[int, tuple[float, int]]:
+def _losses(grains: list[dict[int, float]]) -> dict[int, tuple[float, int]]:
     return {grain: (loss, rank) for rank, known in enumerate(grains) for grain, loss in known.items()}

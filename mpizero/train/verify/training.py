@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero.comm import Communicator
+from mpizero.kernels import to_host
 from mpizero.layout import FlatLayout
+from mpizero.layout.flat import joined
 from mpizero.parallel import ShardingConfig, StepReport
 from mpizero.parallel.base import ShardedModelBase
 from mpizero.parallel.engine import Engine
 from mpizero.parallel.gathering import gather_pieces
 from mpizero.parallel.ownership import UpdatePiece
 from mpizero.parallel.scalars import Totals
+from mpizero.parallel.storage import flat_names
 from mpizero.parallel.update import Updater
 from mpizero.parallel.whole import take
 from mpizero.train.builder import lay_out
@@ -80,6 +83,31 @@ class Gradient(NamedTuple):
     def loss(self) -> float:
         """Mean loss over the global batch."""
         return self.totals.loss / self.totals.weight
+
+
+#: A grain, one of its micro-batches, and the name of a use of a parameter.
+PartKey = tuple[int, int, str]
+
+
+class Looked(NamedTuple):
+    """An evaluation, and what this rank alone computed in it.
+
+    Attributes
+    ----------
+    gradient : Gradient
+        Of the global batch.
+    own : Array
+        For every element the gradient sum over the samples of its owner alone, in the order of the whole model.
+    uses : dict of str to Array
+        The gradient sum of every use of a parameter over this rank's samples, as this rank holds it.
+    parts : dict of PartKey to Array
+        Of one tensor, the gradient sum of every micro-batch of this rank.
+    """
+
+    gradient: Gradient
+    own: Array
+    uses: dict[str, Array]
+    parts: dict[PartKey, Array]
 
 
 class Update(NamedTuple):
@@ -162,31 +190,44 @@ class Training:
         """Return the rank that updates each element; -1 for frozen ones."""
         return gather_pieces(self.engine, np.int32, lambda piece: self.model.rank + 1) - 1
 
-    def own_sums(self, batch: tuple[Any, Any]) -> Array:
-        """Return, for every element, the gradient sum over the samples of its owner alone."""
-        held = np.zeros(self.engine.layout.size, self.engine.dtype)
-        for entry, values in self._local(batch):
-            held[entry.offset : entry.offset + entry.spec.size] += values
-        return gather_pieces(self.engine, self.engine.dtype, lambda piece: held[piece.span.start : piece.span.stop])
-
-    def uses(self, batch: tuple[Any, Any]) -> dict[str, dict[str, Array]]:
-        """Return the gradient sum of each use of each tied parameter, by parameter and use; in one process."""
-        found: dict[str, dict[str, Array]] = {name: {} for name in self.layout.uses}
-        for entry, values in self._local(batch):
-            home = entry.spec.tied or entry.spec.name
-            if home in found:
-                found[home][entry.spec.name] = values.copy()
-        return found
-
-    def _local(self, batch: tuple[Any, Any]) -> Iterator[tuple[Any, Array]]:
-        """Yield every use of a parameter with the gradient sum over this rank's samples."""
+    def look(self, batch: tuple[Any, Any], tensor: str | None) -> Looked:
+        """Evaluate a batch as :meth:`gradient` does, and keep what this rank computes; ``tensor`` in parts."""
         engine = self.engine
-        engine.local_gradients(*batch)
-        row = engine.local_sum()
-        for entry in engine.layout.entries:
-            if entry.gradient >= 0:
-                start = engine.layout.gradient_bases[entry.unit] + entry.gradient
-                yield entry, row[start : start + entry.spec.size]
+        homes = {entry.spec.name: entry.spec.tied or entry.spec.name for entry in self.layout.entries}
+        entries = {entry.spec.name: entry for entry in engine.layout.entries if entry.gradient >= 0}
+        scale = engine.dtype.type(engine.current_loss_scale())
+        sums, parts = dict[str, Array](), dict[PartKey, Array]()
+
+        def watch(grain: int, number: int, block: str, views: Any) -> None:
+            for name, view in flat_names(views):
+                use = joined(block, name)
+                if use in entries:
+                    values = to_host(view).reshape(-1) / scale
+                    sums[use] = sums[use] + values if use in sums else values
+                    if homes[use] == tensor:
+                        parts[grain, number, use] = values
+
+        engine.scalars.watch = watch
+        try:
+            gradient = self.gradient(batch)
+        finally:
+            engine.scalars.watch = None
+        held = np.zeros(engine.layout.size, engine.dtype)
+        for use, values in sums.items():
+            held[entries[use].span.start : entries[use].span.stop] += values
+        own = gather_pieces(engine, engine.dtype, lambda piece: held[piece.span.start : piece.span.stop])
+        return Looked(gradient, own, sums, parts)
+
+    def part_of(self, use: str, whole: Array) -> Array:
+        """Return what this rank holds of all values of a parameter. Not collective."""
+        spec = next(entry.spec for entry in self.engine.layout.entries if entry.spec.name == use)
+        held = np.empty(spec.size, whole.dtype)
+        take(spec, whole, 0, held)
+        return held
+
+    def replica_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that compute the samples of a replica together with ``rank``. Not collective."""
+        return self.engine.grid.axes.group(rank, ("pipeline", "tensor", "context"))
 
     def unlike_copy(self, parameters: Array) -> str | None:
         """Return the first parameter of which this rank holds other values than the whole model has. Not collective."""

@@ -1,0 +1,246 @@
+"""What `verify` says of planted faults: the right cause, the right rank, and no cause that the numbers do not bear."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpizero.train.verify.diagnosis import Gradients, of_gradient, of_norm
+from mpizero.train.verify.rounding import Rounding
+from tests.testing import planted
+from tests.testing.planted import compared, finding, gpt
+
+DTYPES = ("float32", "float64")
+#: A layout of every way in which gradients travel, and their ranks are dealt grains.
+EXACT = ("ddp*2", "zero1*3, private", "zero2*3", "zero3*4", "zero2*4, pipeline=2", "zero1*4, ranks_per_node=2")
+#: What a diagnosis may say, by a word that only it has.
+CAUSES = (
+    "another order",
+    "clip",
+    "depends on the rank",
+    "keyed by the rank",
+    "left out",
+    "no function of",
+    "race",
+    "skipped reduction",
+    "stale data",
+    "stale parameters",
+    "tied gradient",
+    "wrong count",
+)
+
+
+def causes(found):
+    """The causes that a finding names."""
+    told = found.diagnosis or ""
+    return {word for word in CAUSES if word in told}
+
+
+def model(dtype, **changes):
+    return lambda comm: gpt(dtype=dtype, layers=2, **changes)
+
+
+# ------------------------------------------------------------------ gradients of one rank
+
+
+@pytest.mark.parametrize("layout", EXACT)
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 1e-6), ("float64", 1e-6), ("float64", 1e-12)])
+def test_noise_without_a_seed_is_no_rounding_however_small(monkeypatch, layout, dtype, size):
+    planted.unseeded_noise(monkeypatch, size)
+    found = finding(layout, model=model(dtype), clip=0.1)
+    assert (found.step, found.quantity) == (1, "gradient before clipping")
+    assert causes(found) == {"no function of", "race"}
+    assert (found.role, found.ranks) == ("computed by", (1,))
+
+
+@pytest.mark.parametrize("layout", EXACT)
+@pytest.mark.parametrize(("dtype", "factor"), [("float32", 1 + 1e-6), ("float64", 1 + 1e-9)])
+def test_a_gradient_that_depends_on_the_rank_names_that_rank_and_its_factor(monkeypatch, layout, dtype, factor):
+    planted.rank_factor(monkeypatch, factor)
+    found = finding(layout, model=model(dtype))
+    assert (found.step, found.quantity) == (1, "gradient")
+    assert causes(found) == {"depends on the rank"}
+    assert (found.role, found.ranks) == ("computed by", (1,))
+    assert f"{np.dtype(dtype).type(factor) - 1:.2g}"[:1] in found.seen
+    assert "times those of one process" in found.seen
+
+
+@pytest.mark.parametrize("layout", EXACT)
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 1e-6), ("float64", 1e-12)])
+def test_noise_keyed_by_the_rank_names_the_ranks_that_have_another(monkeypatch, layout, dtype, size):
+    planted.rank_keyed_noise(monkeypatch, size)
+    found = finding(layout, model=model(dtype))
+    everyone = "pipeline" in layout  # of the last stage computes other gradients: the rank need not be the reason
+    assert causes(found) == (set() if everyone else {"depends on the rank"})
+    assert found.role == "computed by"
+    assert 0 not in found.ranks
+    assert found.ranks
+
+
+@pytest.mark.parametrize("layout", ["ddp*2", "zero2*3"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_offset_of_one_ranks_gradient_is_no_wrong_count(monkeypatch, layout, dtype):
+    planted.rank_offset(monkeypatch, 1e-3)
+    found = finding(layout, model=model(dtype))
+    assert causes(found) == {"depends on the rank"}
+    assert (found.role, found.ranks) == ("computed by", (1,))
+
+
+# ------------------------------------------------------------------ sums
+
+
+@pytest.mark.parametrize("layout", ["ddp*2", "zero1*3, private", "zero2*3"])
+@pytest.mark.parametrize(("dtype", "offset"), [("float32", 1e-4), ("float64", 1e-4), ("float64", 1e-9)])
+def test_an_offset_of_the_sum_is_told_without_a_cause_and_not_blamed_on_the_owner(monkeypatch, layout, dtype, offset):
+    planted.sum_offset(monkeypatch, offset)
+    found = finding(layout, model=model(dtype), clip=0.1)
+    assert (found.step, found.quantity) == (1, "gradient before clipping")
+    assert causes(found) == set()
+    assert found.role == "owned by"
+    assert "what ranks computed has the same bits" in found.seen
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["ddp*3, private", "zero1*3, private"])
+def test_another_order_of_operations_is_called_rounding(monkeypatch, layout, dtype):
+    planted.another_order(monkeypatch)
+    found = finding(layout, model=model(dtype), clip=0.1)
+    assert causes(found) == {"another order"}
+    assert found.role == "owned by"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("plant", "layout", "cause"),
+    [
+        (planted.wrong_divisor, "zero1*3", "wrong count"),
+        (planted.wrong_divisor, "zero2*4, pipeline=2", "wrong count"),
+        (lambda patch: planted.missed_clip(patch, 2), "zero2*3", "clip"),
+        (lambda patch: planted.missed_clip(patch, 2, lambda rank: rank == 1), "zero1*2", "clip"),
+        (planted.tie_counted_twice, "zero2*2", "tied gradient"),
+        (planted.skipped_reduction, "zero1*2", "skipped reduction"),
+        (lambda patch: planted.stale_parameters(patch, 2, 1), "zero1*3, private", "stale parameters"),
+    ],
+    ids=["divisor", "divisor-pipeline", "clip", "clip-rank", "tie", "reduction", "publication"],
+)
+def test_classic_faults_are_named_in_both_types_and_nothing_else_is(monkeypatch, dtype, plant, layout, cause):
+    plant(monkeypatch)
+    assert causes(finding(layout, model=lambda comm: gpt(dtype=dtype), clip=0.1)) == {cause}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_divisor_that_is_no_count_is_told_as_a_factor_without_a_cause(monkeypatch, dtype):
+    right = planted.Engine._divisor
+    factor = np.dtype(dtype).type(1.00005)
+    changed = lambda self, totals: right(self, totals) * (factor if self.grid.world.size > 1 else 1)  # noqa: E731
+    monkeypatch.setattr(planted.Engine, "_divisor", changed)
+    found = finding("zero2*3", model=model(dtype))
+    assert causes(found) == set()
+    assert "no ratio of the counts" in found.seen
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout_keyed_by_the_rank_is_named_in_both_types(monkeypatch, dtype):
+    planted.rank_keyed_dropout(monkeypatch)
+    found = finding("zero2*3", model=model(dtype, dropout=0.2))
+    assert causes(found) == {"keyed by the rank"}
+    assert (found.role, found.ranks) == ("computed by", (1, 2))
+
+
+# ------------------------------------------------------------------ layouts that round
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["tensor=2", "context=2", "tensor=2, pipeline=2, data=2"])
+def test_layouts_that_round_are_within_rounding_of_their_type(layout, dtype):
+    (_, verdict) = compared(layout, model=model(dtype), clip=0.1).verdicts
+    assert verdict.finding is None
+    assert 0 < verdict.largest < 0.2 * verdict.tolerance
+    assert verdict.tolerance < 200 * np.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("layout", ["tensor=2, data=2", "tensor=2, pipeline=2, data=2"])
+def test_noise_and_factors_of_a_rank_are_found_in_layouts_that_round(monkeypatch, layout):
+    planted.unseeded_noise(monkeypatch, 1e-10)
+    found = finding(layout, model=model("float64"))
+    assert causes(found) == {"no function of", "race"}
+    assert (found.role, found.ranks) == ("computed by", (1,))
+
+
+def test_a_factor_of_a_rank_of_a_tensor_group_names_that_rank(monkeypatch):
+    planted.rank_factor(monkeypatch, 1 + 1e-9)
+    found = finding("tensor=2, data=2", model=model("float64"))
+    assert causes(found) == {"depends on the rank"}
+    assert (found.role, found.ranks) == ("computed by", (1,))
+
+
+# ------------------------------------------------------------------ ranks of MPI
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("layout", ["ddp*{n}", "zero2*{n}, private", "zero3*{n}", "zero1*2, pipeline=2"])
+@pytest.mark.parametrize(
+    ("plant", "cause"),
+    [
+        (lambda patch: planted.unseeded_noise(patch, 1e-12), {"no function of", "race"}),
+        (lambda patch: planted.rank_factor(patch, 1 + 1e-9), {"depends on the rank"}),
+    ],
+    ids=["noise", "factor"],
+)
+def test_the_rank_at_fault_is_named_on_ranks_of_mpi(world, monkeypatch, plant, cause, layout):
+    plant(monkeypatch)
+    found = finding(layout.format(n=world.size), comm=world, model=model("float64"))
+    alone = "pipeline" in layout  # computes its stage: whether others would have computed the same cannot be told
+    assert causes(found) == cause - ({"depends on the rank"} if alone else set())
+    assert (found.role, found.ranks) == ("computed by", (1,))
+    assert len({str(other) for other in world.allgather_object(found)}) == 1
+
+
+# ------------------------------------------------------------------ patterns alone
+
+COUNTS = {"ranks": 4, "samples": 10}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_factor_is_one_number_that_every_element_bears(dtype):
+    rounding = Rounding(dtype, 64.0)
+    values = np.random.default_rng(0).standard_normal(50).astype(dtype)
+    one = values.dtype.type
+    assert rounding.factor([values / one(3)], [values]) == pytest.approx(1 / 3)
+    assert rounding.factor([values + one(1e-4)], [values]) is None
+    assert rounding.factor([values], [values]) is None
+    assert rounding.factor([values[:1] * 2], [values[:1]]) is None  # one element has a factor with any other
+    assert rounding.factor([values * one(1 + 20 * rounding.epsilon)], [values]) is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_grows_with_the_length_of_sums_and_the_type(dtype):
+    short, long = Rounding(dtype, 64.0), Rounding(dtype, 1e6)
+    assert short.of_sums < long.of_sums < 400 * np.finfo(dtype).eps
+    assert not short.near(1 + 2 * short.of_sums, 1.0)
+    assert short.near(1 + short.of_sums / 2, 1.0)
+
+
+def test_a_norm_is_blamed_on_squares_counted_again_only_by_their_number():
+    rounding = Rounding("float64", 64.0)
+    assert "squares counted 4 times, the number of ranks" in of_norm(2.0, 1.0, rounding, COUNTS).cause
+    told = of_norm(1.00005, 1.0, rounding, COUNTS)
+    assert told.cause is None
+    assert "1 + 0.0001 times" in told.seen
+    assert of_norm(1 + 4e-16, 1.0, rounding, COUNTS).cause.startswith("numbers added in another order")
+
+
+def test_ratios_of_counts_are_counts():
+    values = {"w": np.arange(1.0, 9.0), "b": np.ones(3)}
+
+    def told(factor):
+        found = {name: value * factor for name, value in values.items()}
+        none = {name: np.zeros_like(value) for name, value in values.items()}
+        return of_gradient(
+            Gradients(found, found, values, none, {}, [], tensors=2, rounding=Rounding("float64", 8.0)), COUNTS
+        )
+
+    assert "every gradient is 10/4 of what it must be" in told(2.5).cause
+    assert "4 times too small" in told(0.25).cause
+    assert told(2.5000001).cause is None
+    assert "no ratio of the counts here (4 ranks, 10 samples)" in told(2.5000001).seen
