@@ -207,7 +207,7 @@ class StagedUpdater(CardUpdater):
         if norms:
             self._apply_kept_directions(hypers)
         self.mirror.updated(on_host=True)
-        self.step_count += 1
+        self._made()
 
     def _apply_kept_directions(self, hypers: dict[int, Array]) -> None:
         """LAMB's second half, as :meth:`Updater._apply_directions`, with all directions on the card. Collective."""

@@ -233,7 +233,7 @@ class ShardedOptimizer:
                 take(piece.entry.spec, flat, start, held[slot][piece.state : piece.state + piece.size])
         updater.take_state(held)
         self.model.engine.integrity.forget()
-        updater.step_count = int(state["step_count"])
+        updater.step_count, updater.last_rate = int(state["step_count"]), None
 
     def serialize(self) -> bytes:
         """Return the state as an HDF5 image, the same bytes on every rank. Collective."""

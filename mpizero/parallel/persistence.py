@@ -7,6 +7,7 @@ translated to ranges of them.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import numpy as np
 from mpizero import checkpoint
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CheckpointError
+from mpizero.parallel import rates
 from mpizero.parallel.ownership import UpdatePiece
 from mpizero.parallel.reading import ArrayReader, HeldArray, HeldPiece, fill
 from mpizero.types import Array, ParameterSpec
@@ -138,6 +140,7 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
             _check_layout(attributes(engine)["layout"], saved.get("layout"))
         if with_state:
             _check_optimizer(engine, saved)
+            _tell_rates(engine, reader, saved)
     arrays, state = _parameter_arrays(engine, _everything), dict[str, Array]()
     if with_state:
         state, kept = _kept_state(engine)
@@ -145,7 +148,7 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
     fill(engine, reader, arrays)
     _forget_residuals(engine)
     if with_state:
-        _take_state(engine, state, saved)
+        _take_state(engine, state, saved, reader)
     engine.step_number = saved["step_number"]
     engine.store.publish()
 
@@ -205,10 +208,11 @@ def restore_state(engine: Engine, reader: ArrayReader) -> None:
     with all_ranks(engine.grid.world, "restore"):
         saved = _saved(reader)
         _check_optimizer(engine, saved)
+        _tell_rates(engine, reader, saved)
     state, kept = _kept_state(engine)
     fill(engine, reader, kept)
     _forget_residuals(engine)
-    _take_state(engine, state, saved)
+    _take_state(engine, state, saved, reader)
 
 
 def _forget_residuals(engine: Engine) -> None:
@@ -235,12 +239,21 @@ def _check_optimizer(engine: Engine, saved: Mapping[str, Any]) -> None:
         )
 
 
-def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, Any]) -> None:
+def _tell_rates(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
+    """Warn, on rank 0, where the load moves the learning rate: a schedule over other steps does it unseen."""
+    assert engine.updater is not None
+    told = rates.moved(engine.updater, reader.attributes, saved["optimizer"]["step_count"])
+    if told is not None and engine.grid.world.rank == 0:
+        warnings.warn(f"{told}: training goes on with the bound one", stacklevel=2)
+
+
+def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, Any], reader: ArrayReader) -> None:
     """Go on with what was read to the arrays that :func:`_kept_state` gave, and the scalars beside them."""
     assert engine.updater is not None
     engine.updater.take_state(state)
     engine.integrity.forget()
     engine.updater.step_count = saved["optimizer"]["step_count"]
+    engine.updater.last_rate = rates.last_of(reader.attributes)
     if saved.get("loss_scale") is not None and engine.loss_scale is not None:
         engine.loss_scale = replace(engine.loss_scale, **saved["loss_scale"])
 
@@ -267,7 +280,7 @@ def copy_state(source: Engine, target: Engine) -> None:
         for slot, values in source.updater.host_state().items():
             state[slot][:] = values
         target.updater.take_state(state)
-        target.updater.step_count = source.updater.step_count
+        target.updater.step_count, target.updater.last_rate = source.updater.step_count, source.updater.last_rate
         target.integrity.forget()
     target.loss_scale, target.step_number = source.loss_scale, source.step_number
     target.exchange.copy_from(source.exchange)

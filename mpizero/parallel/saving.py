@@ -13,7 +13,7 @@ import numpy as np
 from mpizero import checkpoint
 from mpizero.checkpoint import LocalArray, PendingSave, SnapshotBuffer
 from mpizero.comm.agreement import all_ranks
-from mpizero.parallel import persistence
+from mpizero.parallel import persistence, rates
 from mpizero.parallel.core import ShardedCore
 from mpizero.parallel.means import mean_over_ranks
 
@@ -39,8 +39,8 @@ class Saving(ShardedCore):
 
     def checkpoint_attributes(self) -> dict[str, Any]:
         """Return what a checkpoint must know besides arrays; collective where ``checkpoint_arrays`` is."""
-        found = persistence.attributes(self.engine)
-        return {"mpizero": self._config.communicator.broadcast_object(found) if self._mean_every else found}
+        found = {"mpizero": persistence.attributes(self.engine), rates.ATTRIBUTE: rates.recorded(self.engine.updater)}
+        return self._config.communicator.broadcast_object(found) if self._mean_every else found
 
     def _written(self, arrays: list[LocalArray]) -> list[LocalArray]:
         return arrays if self.rank == 0 or not self._mean_every else [replace(a, pieces=()) for a in arrays]

@@ -146,6 +146,8 @@ class Updater:
         #: Is shown every reduced gradient, clipped and unscaled, just before it is used. A fused update has none.
         self.watch: Callable[[Array], None] | None = None
         self.step_count = 0
+        #: The learning rate of the last step, where it is known.
+        self.last_rate: float | None = None
         self._asked: tuple[int, float] | None = None
         self.dtype = store.dtype
         self.state: dict[str, Array] = {slot: self._new_state() for slot in self.optimizer.slots}
@@ -173,7 +175,7 @@ class Updater:
         """Forget the state, as if no step had been made. Not collective."""
         for array in self.state.values():
             array[:] = 0
-        self.step_count = 0
+        self.step_count, self.last_rate = 0, None
 
     @property
     def fresh(self) -> bool:
@@ -195,6 +197,11 @@ class Updater:
         """The learning rate of the next step, as it was asked for last: a function may give another each time."""
         known = self._asked is not None and self._asked[0] == self.step_count
         return self._asked[1] if known and self._asked is not None else self.ask_rate()
+
+    def _made(self) -> None:
+        """Count a step."""
+        self.last_rate = self.rate
+        self.step_count += 1
 
     def hypers(self) -> dict[int, Array]:
         """Return the scalars of the next step, by group."""
@@ -237,7 +244,7 @@ class Updater:
                 self.optimizer.apply(w, total, state, placed[piece.group], threads)
         if self.optimizer.needs_tensor_norms:
             self._apply_directions(out, hypers)
-        self.step_count += 1
+        self._made()
 
     def _tied_sum(self, piece: UpdatePiece, rows: Array, program: Array, divisor: Array) -> Array:
         """Return the averaged gradient of all uses of a parameter, added in declared order."""
@@ -317,7 +324,7 @@ class Updater:
                 self.optimizer.apply(
                     w, reduced[run.gradient : run.gradient + run.size], state, placed[run.group], threads
                 )
-        self.step_count += 1
+        self._made()
 
     def _apply_directions(self, directions: Array, hypers: dict[int, Array]) -> None:
         """LAMB's second half: the ratio of two norms for each parameter (You et al. 2020, algorithm 2). Collective."""

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import mpizero as mz
-from mpizero.errors import ConfigError, RemoteError
+from mpizero import checkpoint
+from mpizero.errors import CheckpointError, ConfigError, RemoteError
 from mpizero.testing import run_in_threads
 from tests.parallel.models import PRIVATE, STRATEGIES, layouts, part, points, sharded
 from tests.parallel.spreads import Case, Way, placed
@@ -128,3 +129,47 @@ def test_a_rate_function_that_fails_on_one_rank_fails_on_all_and_changes_nothing
             assert model.parameters_sha256() == before
 
     run_in_threads(2, run)
+
+
+# ---------------------------------------------------------------------- a load that moves the rate
+
+
+def loaded(saved_by: Any, read_by: Any) -> None:
+    """Save after three steps with one rate, and load into a model that has another."""
+    model, _ = sharded("zero1", None, optimizer=mz.SGD(lr=saved_by))
+    with model:
+        for _ in range(3):
+            model.train(*points(4))
+        data = model.serialize()
+    other, _ = sharded("zero3", None, optimizer=mz.SGD(lr=read_by))
+    with other:
+        other.deserialize(data)
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "read_by", "told"),
+    [
+        (mz.optim.cosine(0.1, 10), mz.optim.cosine(0.1, 20), "'steps': 10.*'steps': 20"),
+        (mz.optim.linear(0.1, 10, warmup=5), mz.optim.linear(0.1, 20, warmup=5), "'steps': 10.*'steps': 20"),
+        (lambda s: 0.1 / (1 + s), lambda s: 0.1 / (1 + s / 2), "rate of step 3 was 0.03.*, .* is 0.05 there"),
+        (0.1, 0.2, "rate of step 3 was 0.1, the bound optimizer's is 0.2 there"),
+        (mz.optim.constant(0.1), 0.2, "rate of step 3 was 0.1, the bound optimizer's is 0.2 there"),
+    ],
+)
+def test_a_load_that_moves_the_rate_says_so(saved_by: Any, read_by: Any, told: str) -> None:
+    with pytest.warns(UserWarning, match=told):
+        loaded(saved_by, read_by)
+
+
+@pytest.mark.parametrize("rate", [0.1, mz.optim.cosine(0.1, 10), lambda s: 0.1 / (1 + s)])
+def test_a_load_that_moves_no_rate_is_silent(rate: Any) -> None:
+    loaded(rate, rate)
+
+
+@pytest.mark.parametrize("told", [7, {"last": "fast"}, {"last": True}, {"last": 10**400}, []])
+def test_what_mpizero_cannot_have_told_of_the_rate_is_refused(told: Any) -> None:
+    model, _ = sharded("ddp", None)
+    with model:
+        data = checkpoint.to_bytes(model.checkpoint_arrays(), {**model.checkpoint_attributes(), "learning_rate": told})
+        with pytest.raises(CheckpointError, match="attribute 'learning_rate' cannot be"):
+            model.deserialize(data)
