@@ -138,6 +138,7 @@ class RunFolder:
         if not steps and not files:
             return None
         done: list[tuple[Path, Path]] = []
+        made: list[Path] = []
         try:
             number = 1
             while any((top / "earlier" / f"{number:04d}").exists() for top in (self.root, self.checkpoints)):
@@ -148,6 +149,7 @@ class RunFolder:
             place = (home if same else self.checkpoints / "earlier" / home.name) / "checkpoints"
             for folder in (home, place):
                 folder.mkdir(parents=True, exist_ok=True)
+                made.append(folder)
             for path in (*reversed(steps), *files):
                 target = (place if path in steps else home) / path.name
                 _move(path, target)
@@ -156,6 +158,9 @@ class RunFolder:
             for path, target in reversed(done):
                 with contextlib.suppress(OSError):
                     _move(target, path)
+            for folder in reversed(made):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
             raise self._failed("what an earlier run left in it cannot be moved aside", error) from None
         return home if files else place
 

@@ -184,7 +184,8 @@ class Trainer:
         """Keep the checkpoints of later steps where neither a save nor a resume comes across them."""
         place = self.folder.set_steps_aside(one.path for one in newer)
         for one in newer:
-            self.progress.say(f"moved to {place}: {one.problem or f'{one.path}, which is of a later step'}")
+            why = "of a later step" if one.sound else f"{'damaged' if one.damaged else 'not readable'}: {one.problem}"
+            self.progress.say(f"{one.path} moved to {place}; it is {why}")
 
     def _batches(self) -> Any:
         train = self.config.train

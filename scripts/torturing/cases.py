@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpizero import checkpoint
+from mpizero.errors import CheckpointError
 from torturing import saver
 from torturing.jobs import Ended, Mpi
 from torturing.outcomes import Table
@@ -83,7 +84,10 @@ def hidden(run: Path) -> list[str]:
 def problem_of_folder(run: Path, at_least: int) -> str:
     """Say what is wrong with the newest checkpoint of a folder, "" if it is whole and no older than ``at_least``."""
     passed: list[str] = []
-    newest = checkpoint.newest(run, report=passed.append)
+    try:
+        newest = checkpoint.newest(run, report=passed.append)
+    except CheckpointError as error:
+        return f"a checkpoint that cannot be opened was committed: {error}"
     step = checkpoint.step_of(newest) if newest else 0
     if passed:
         return f"a damaged checkpoint was committed: {passed}"
@@ -98,10 +102,10 @@ def problem_of_folder(run: Path, at_least: int) -> str:
 
 def problem_of_next_save(run: Path) -> str:
     """Save once more, and say what has stayed that should not have."""
-    newest = checkpoint.newest(run)
-    step = (checkpoint.step_of(newest) or 0 if newest else 0) + 1
-    target = checkpoint.step_folder(run, step)
     try:
+        newest = checkpoint.newest(run)
+        step = (checkpoint.step_of(newest) or 0 if newest else 0) + 1
+        target = checkpoint.step_folder(run, step)
         checkpoint.write(target, saver.pieces(step, 0, 1), {"step": step})
         checkpoint.prune(run, 1)
     except Exception as error:

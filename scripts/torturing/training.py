@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpizero import checkpoint
+from mpizero.errors import CheckpointError
 from torturing.cases import Torture, hidden, problem_of_ending
 from torturing.jobs import Ended, Job, run
 
@@ -80,7 +81,10 @@ class Reference:
     def problem_of(self, checkpoints: Path, at_least: int) -> str:
         """Say what is wrong with the newest checkpoint of a run that does the same, "" if nothing is."""
         passed: list[str] = []
-        newest = checkpoint.newest(checkpoints, report=passed.append)
+        try:
+            newest = checkpoint.newest(checkpoints, report=passed.append)
+        except CheckpointError as error:
+            return f"a checkpoint that cannot be opened was committed: {error}"
         step = checkpoint.step_of(newest) if newest else 0
         if passed:
             return f"a damaged checkpoint was committed: {passed}"

@@ -330,6 +330,7 @@ def test_what_cannot_be_moved_aside_is_put_back(home, monkeypatch):
         with pytest.raises(Exception, match=rf"cannot be moved aside: Permission denied.*{NAMES[-1]}"):
             resumed(home, **how)
         assert contents(home) == before
+        assert not list((home / "run" / "earlier").iterdir())
 
 
 @pytest.mark.parametrize("beside", ["false", "true"])
