@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpizero.errors import CheckpointError, ConfigError, ExitStatus
+from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError, ExitStatus
 
 if TYPE_CHECKING:
     from mpizero.checkpoint.tools import Listed
@@ -172,7 +172,7 @@ def _verify(options: argparse.Namespace) -> int:
     for listed in found if options.all else found[-1:]:
         _verify_listed(listed, damaged)
     if damaged:
-        raise CheckpointError(f"{len(damaged)} of {len(found) if options.all else 1} damaged: {'; '.join(damaged)}")
+        raise CheckpointError(f"{len(damaged)} of {len(found) if options.all else 1} not sound: {'; '.join(damaged)}")
     return int(ExitStatus.OK)
 
 
@@ -180,7 +180,7 @@ def _verify_listed(listed: Listed, damaged: list[str]) -> None:
     try:
         _verify_one(listed.path)
     except CheckpointError as error:
-        print(f"{listed.path}: damaged", flush=True)
+        print(f"{listed.path}: {'damaged' if isinstance(error, CheckpointDamagedError) else 'unreadable'}", flush=True)
         damaged.append(str(error))
 
 

@@ -158,6 +158,7 @@ def listing_json(found: Sequence[Listed]) -> str:
             "step": one.step,
             "bytes": one.nbytes,
             "sound": one.problem is None,
+            "damaged": one.damaged,
             "problem": one.problem,
             "age_seconds": None if one.written is None else round(now - one.written, 3),
             **({} if one.problem else {name: summary(one.attributes)[name] for name in ("loss", "samples", "layout")}),
@@ -174,10 +175,9 @@ def listing_text(found: Sequence[Listed]) -> str:
         loss = summary(one.attributes)["loss"]
         told = "" if loss is None else f"{loss:.6g}" if isinstance(loss, float) else str(loss)
         old = "" if one.written is None else age(time.time() - one.written)
-        state = "sound" if one.problem is None else "damaged"
-        rows.append([str(one.step), told, f"{amount(one.nbytes)}B", old, state, one.path])
+        rows.append([str(one.step), told, f"{amount(one.nbytes)}B", old, one.state, one.path])
     lines = [columns(rows, left=(4, 5))]
-    return "\n".join([*lines, *(f"damaged: {one.problem}" for one in found if one.problem)])
+    return "\n".join([*lines, *(f"{one.state}: {one.problem}" for one in found if one.problem)])
 
 
 # ------------------------------------------------------------------ two checkpoints

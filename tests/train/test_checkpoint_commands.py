@@ -149,10 +149,20 @@ def test_verify_names_the_damaged_array_and_goes_on_to_the_others(tool):
     damage(4)
     told = tool("checkpoint", "verify", "run", "--all")
     assert told.status == ExitStatus.DATA
-    assert "1 of 2 damaged: " in told.error
+    assert "1 of 2 not sound: " in told.error
     assert "array 'optimizer/exp_avg/blocks.0.attention.projection.bias': checksum mismatch" in told.error
     assert re.search(r"step_00000004: damaged\n.*step_00000006: sound", told.out)
     assert tool("checkpoint", "verify", "run").status == 0  # the newest
+
+
+def test_what_cannot_be_opened_is_not_called_damaged(tool):
+    (Path("run/checkpoints/step_00000004") / "state.h5").unlink()
+    told = tool("checkpoint", "verify", "run", "--all")
+    assert told.status == ExitStatus.DATA
+    assert re.search(r"step_00000004: unreadable\n.*step_00000006: sound", told.out)
+    assert re.match(r" +4 .*unreadable", tool("checkpoint", "inspect", "run").out.splitlines()[1])
+    (first, _) = json.loads(tool("checkpoint", "inspect", "run", "--json").out)["checkpoints"]
+    assert (first["sound"], first["damaged"]) == (False, False)
 
 
 def test_verify_takes_the_newest_whether_it_is_good_or_not(tool):

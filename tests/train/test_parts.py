@@ -6,6 +6,7 @@ import io
 import json
 import mmap
 import os
+import tempfile
 import time
 
 import numpy as np
@@ -112,6 +113,21 @@ def test_nothing_is_moved_aside_where_nothing_was(tmp_path):
     folder.open()
     assert folder.set_aside() is None
     folder.close()
+
+
+def test_checkpoints_on_another_file_system_move_aside_there(tmp_path):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        if os.stat(other).st_dev == tmp_path.stat().st_dev:
+            pytest.skip("needs two file systems")
+        os.mkdir(f"{other}/step_00000002")
+        (tmp_path / "checkpoints").symlink_to(other)
+        folder = RunFolder(tmp_path / "checkpoints")
+        folder.open()
+        folder.write_metrics({"step": 2})
+        assert folder.set_aside() == tmp_path / "earlier" / "0001"
+        folder.close()
+        assert os.listdir(f"{other}/earlier/0001/checkpoints") == ["step_00000002"]
+        assert (tmp_path / "earlier" / "0001" / "metrics.jsonl").exists()
 
 
 def test_a_run_folder_is_locked_while_open(tmp_path):

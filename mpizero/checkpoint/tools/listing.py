@@ -9,7 +9,7 @@ from typing import Any
 from mpizero.checkpoint.folders import step_folders, step_of
 from mpizero.checkpoint.manifest import MANIFEST_NAME, STATE_NAME
 from mpizero.checkpoint.reader import open_checkpoint
-from mpizero.errors import CheckpointError
+from mpizero.errors import CheckpointDamagedError, CheckpointError
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Listed:
         What is wrong with its manifest, sizes or HDF5 structure; the arrays are not read.
     attributes : dict
         What was saved beside the arrays; empty where there is a problem.
+    damaged : bool
+        Whether the problem is damage, which a checksum or a size tells; with another one it may be whole.
     """
 
     path: str
@@ -38,6 +40,12 @@ class Listed:
     written: float | None
     problem: str | None
     attributes: dict[str, Any]
+    damaged: bool
+
+    @property
+    def state(self) -> str:
+        """One word for it."""
+        return "sound" if self.problem is None else "damaged" if self.damaged else "unreadable"
 
 
 def listing(folder: str | os.PathLike[str]) -> list[Listed]:
@@ -48,11 +56,12 @@ def listing(folder: str | os.PathLike[str]) -> list[Listed]:
 def _listed(path: str) -> Listed:
     problem: str | None = None
     attributes: dict[str, Any] = {}
+    damaged = False
     try:
         with open_checkpoint(path) as reader:
             attributes = reader.attributes
     except CheckpointError as error:
-        problem = str(error)
+        problem, damaged = str(error), isinstance(error, CheckpointDamagedError)
     sizes = {name: _stat(os.path.join(path, name)) for name in (MANIFEST_NAME, STATE_NAME)}
     manifest = sizes[MANIFEST_NAME]
     return Listed(
@@ -62,6 +71,7 @@ def _listed(path: str) -> Listed:
         None if manifest is None else manifest.st_mtime,
         problem,
         attributes,
+        damaged,
     )
 
 
