@@ -24,7 +24,9 @@ class FunctionModel:
     Parameters
     ----------
     parameters : mapping of str to array
-        Start values, all float32 or all float64. They are copied when the model is placed.
+        Start values, all float32 or all float64. They are copied when the model is placed. Names are printable
+        strings of any language, such as ``"layers.0.weight"``, ``"['a'][0]"`` or ``"dense/kernel:0"``; the sharded
+        model refuses those that no checkpoint could hold.
     loss_and_grad : callable
         ``loss_and_grad(parameters, (x, y)) -> (loss_sum, gradients, weight)``: the sum of the losses over the batch's
         samples, the gradient of that sum for every trainable parameter, and how much the batch weighs (for a plain

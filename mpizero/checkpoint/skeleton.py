@@ -144,7 +144,7 @@ def build(table: Table, alignment: int = ALIGNMENT, marks: Mapping[str, Any] = M
         group = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
         group.set_obj_track_times(False)  # HDF5 1.10 writes the date into groups unless told not to
         for name in _groups(table):
-            h5py.h5g.create(file.id, name.encode(), gcpl=group)
+            h5py.h5g.create(file.id, name.encode(), lcpl=_link(name), gcpl=group)
         offsets = _add_datasets(file, table, sorted(table.keys() - set(wide)))
         for name, value in marks.items():
             file.attrs.create(name, value)
@@ -177,9 +177,18 @@ def _add_datasets(file: Any, table: Table, paths: Iterable[str]) -> dict[str, in
     for path in paths:
         shape, dtype = table[path]
         space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
-        dataset = h5py.h5d.create(file.id, path.encode(), h5py.h5t.py_create(dtype), space, dcpl=create)
+        dataset = h5py.h5d.create(file.id, path.encode(), h5py.h5t.py_create(dtype), space, create, _link(path))
         offsets[path] = dataset.get_offset() or 0
     return offsets
+
+
+def _link(path: str) -> Any:
+    """Return how the last part of a path is stored: as UTF-8 where it is not ASCII, which HDF5 takes it for."""
+    import h5py
+
+    link = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    link.set_char_encoding(h5py.h5t.CSET_ASCII if path.rpartition("/")[2].isascii() else h5py.h5t.CSET_UTF8)
+    return link
 
 
 def _groups(paths: Iterable[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.errors import CheckpointError
+from mpizero.names import PATH_LIMIT, PATH_PARTS, fault_of, nested_in, shown
 from mpizero.types import Array
 
 #: Element types a checkpoint may hold, little-endian; bfloat16 is stored as its bits, in ``<u2``.
@@ -19,8 +19,6 @@ DTYPES = ("<f2", "<f4", "<f8", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", 
 ARRAY_LIMIT = 65_536
 #: Bytes that one array may have at most; keeps every sum of sizes far from 2**63.
 SIZE_LIMIT = 2**56
-
-_NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 
 #: Shape and element type by path.
 Table = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
@@ -56,14 +54,9 @@ class LocalArray:
 
 def check_path(path: object) -> str:
     """Return ``path`` if it is a legal name of an array, else raise :class:`CheckpointError`."""
-    if not isinstance(path, str) or len(path) > 512 or not _NAME.fullmatch(path) or ".." in path:
-        shown = repr(path[:80] if isinstance(path, str) else type(path))[:80]
-        raise CheckpointError(
-            f"array name {shown} is not allowed: at most 512 of A-Z a-z 0-9 _ . - in parts joined by /, no '..'"
-        )
-    if any(part == "." for part in path.split("/")):
-        raise CheckpointError(f"array name {path!r} is not allowed: a part is '.'")
-    return path
+    if fault := fault_of(path, PATH_LIMIT, PATH_PARTS):
+        raise CheckpointError(f"array name {shown(path)} is not allowed: it {fault}")
+    return str(path)
 
 
 def check_shape(path: str, shape: Sequence[object], dtype: str) -> tuple[int, ...]:
@@ -82,12 +75,8 @@ def check_shape(path: str, shape: Sequence[object], dtype: str) -> tuple[int, ..
 
 def check_paths(paths: Iterable[str]) -> None:
     """Reject a name that is also the folder of another one."""
-    before = ""
-    for path in sorted(path.replace("/", "\0") for path in paths):  # what lies in a group then follows its name
-        if before and path.startswith(f"{before}\0"):
-            group, inner = before.replace("\0", "/"), path.replace("\0", "/")
-            raise CheckpointError(f"array {group!r} cannot also be the group of array {inner!r}")
-        before = path
+    if found := nested_in(paths):
+        raise CheckpointError(f"array {found[0]!r} cannot also be the group of array {found[1]!r}")
 
 
 def check_array(array: LocalArray, writable: bool = False) -> LocalArray:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpizero import kernels
+from mpizero.names import check_slots
 from mpizero.optim.base import FlatOptimizer, rate_at
 from mpizero.types import Array, Dtype, ParameterSpec
 
@@ -155,7 +156,15 @@ def adapt(optimizer: Any) -> Any:
     ------
     TypeError
         It is no gradient-based optimizer, or not an elementwise one; the message names what is missing.
+    ConfigError
+        Its state has a name that a checkpoint cannot hold.
     """
+    adapted = _adapted(optimizer)
+    check_slots(type(optimizer).__name__, adapted.slots)
+    return adapted
+
+
+def _adapted(optimizer: Any) -> Any:
     if isinstance(optimizer, (FlatOptimizer, AdaptedOptimizer)):
         return optimizer
     if isinstance(optimizer, type):

@@ -23,7 +23,7 @@ class ParameterGroup:
     Attributes
     ----------
     pattern : str
-        Shell pattern: ``"blocks.*.norm.*"``.
+        Shell pattern, ``"blocks.*.norm.*"``, or a whole name.
     lr_scale : float
         Factor on the learning rate.
     weight_decay : float or None
@@ -111,7 +111,8 @@ class FlatOptimizer:
 
         Not collective.
         """
-        matches = (i for i, group in enumerate(self.groups) if fnmatchcase(spec.name, group.pattern))
+        fitting = (group.pattern == spec.name or fnmatchcase(spec.name, group.pattern) for group in self.groups)
+        matches = (i for i, fits in enumerate(fitting) if fits)
         return 2 * next(matches, len(self.groups)) + int(spec.decay)
 
     def hyper(self, step: int, group: int, dtype: Dtype, lr: float | None = None) -> Array:

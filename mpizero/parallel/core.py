@@ -14,6 +14,8 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup import agree_to_start
 from mpizero.errors import CheckpointError, ConfigError, SharedMemoryError
 from mpizero.layout import FlatLayout, Span
+from mpizero.layout.flat import joined
+from mpizero.names import check_names
 from mpizero.parallel.compute import blocks_of
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.engine import Engine
@@ -84,6 +86,7 @@ class ShardedCore(ABC):
             if self._wrapped is None:
                 raise TypeError(f"{type(self).__name__} needs a model, got None")
             blocks = blocks_of(self._wrapped)
+            check_names(joined(block, spec.name) for block, specs in blocks.items() for spec in specs)
         agree_to_start(communicator, self._plans(blocks))
         self._engine = Engine(self._wrapped, self._config, self._placement, self._spread)
 

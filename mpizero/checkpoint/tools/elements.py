@@ -57,7 +57,12 @@ def short_name(path: str) -> str:
 
 def matches(path: str, pattern: str | None) -> bool:
     """Tell whether an array's name, with or without ``parameters/``, fits a pattern as a shell's. Not collective."""
-    return pattern is None or fnmatchcase(path, pattern) or fnmatchcase(short_name(path), pattern)
+    return pattern is None or fits(path, pattern) or fits(short_name(path), pattern)
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Tell whether a name fits a pattern as a shell's, or is the same text: ``w[0]`` is a name too. Not collective."""
+    return name == pattern or fnmatchcase(name, pattern)
 
 
 def blocks(reader: Reader, path: str, report: Report | None = None) -> Iterator[tuple[int, Array]]:

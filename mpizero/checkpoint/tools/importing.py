@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
@@ -20,6 +19,7 @@ from mpizero.checkpoint.tools.elements import (
     OPTIMIZER,
     PARAMETERS,
     convert,
+    fits,
     matches,
     overflows,
     short_name,
@@ -67,10 +67,15 @@ class Rules:
     def path(self, name: str) -> str:
         """Return what the checkpoint calls a tensor. Not collective."""
         for old, new in self.names:
-            if found := re.fullmatch(re.escape(old).replace(r"\*", "(.*)"), name):
+            if found := _wanted(old, name):
                 name = new.replace("*", found[1]) if "*" in new else new
                 break
         return name if name.startswith((PARAMETERS, OPTIMIZER)) else PARAMETERS + name
+
+
+def _wanted(old: str, name: str) -> re.Match[str] | None:
+    """Return how a name fits what a rule calls it, with the text that ``*`` stands for."""
+    return re.fullmatch(re.escape(old).replace(r"\*", "(.*)"), name)
 
 
 def write_imported(
@@ -111,7 +116,7 @@ def write_imported(
     check_free(os.fspath(out), replace)
     found: dict[str, Tensor] = {}
     for name in sorted(source.tensors):
-        if any(fnmatchcase(name, pattern) for pattern in rules.drop):
+        if any(fits(name, pattern) for pattern in rules.drop):
             continue
         path = check_path(rules.path(name))
         if path in found:
@@ -149,7 +154,7 @@ def adapt_attributes(
 def _check_rules(source: TensorFile, rules: Rules, found: Mapping[str, Tensor]) -> None:
     """Reject rules that no tensor follows: usually a misspelt name."""
     for old, _ in rules.names:
-        if not any(fnmatchcase(name, old) for name in source.tensors):
+        if not any(_wanted(old, name) for name in source.tensors):
             raise ConfigError(f"map {old}: no tensor of {source.path} has such a name")
     for pattern in rules.transpose:
         if not any(matches(path, pattern) for path in found):
