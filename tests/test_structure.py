@@ -20,7 +20,7 @@ FLOORS = {
     "types": 0,
     "crc": 0,
     "launched": 0,
-    "names": 0,
+    "names": 1,
     "faults": 1,
     "layout": 1,
     "kernels": 1,
