@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 
+from mpizero.text import printable
+
 
 class ExitStatus(IntEnum):
     """Exit statuses of the command line (``sysexits.h`` where it has a fitting name)."""
@@ -19,9 +21,17 @@ class ExitStatus(IntEnum):
 
 
 class MpizeroError(Exception):
-    """Base of all deliberate errors; the command line prints them as one line, without a traceback."""
+    """Base of all deliberate errors; the command line prints them as one line, without a traceback.
+
+    Their text is fit for a terminal, whatever it quotes: names, keys and values from files of others stand in it
+    escaped (:func:`mpizero.text.printable`), and nobody who raises one has to think of it.
+    """
 
     status: ExitStatus = ExitStatus.RANK_FAILED
+
+    def __str__(self) -> str:
+        """Return the message, without anything that a terminal would obey."""
+        return printable(super().__str__(), keep="\n")
 
 
 class ConfigError(MpizeroError, ValueError):

@@ -16,6 +16,7 @@ PACKAGE = ROOT / "mpizero"
 
 #: A module imports lower floors or its own package.
 FLOORS = {
+    "text": -1,  # errors quote files of others
     "errors": 0,
     "types": 0,
     "crc": 0,

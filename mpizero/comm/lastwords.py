@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Sequence
 from types import TracebackType
 
+from mpizero.text import printable
+
 # Seconds for last words to be read from this rank's pipe, at most, and to travel from there to the terminal.
 _DELIVERY, _FORWARDING = 1.0, 0.1
 
@@ -43,8 +45,8 @@ def format_error(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def write(text: str) -> None:
-    """Write to standard error in one piece, so that lines of ranks do not mix."""
-    data = memoryview(text.encode(errors="backslashreplace"))
+    """Write to standard error in one piece, so that lines of ranks do not mix; fit for a terminal."""
+    data = memoryview(printable(text, keep="\n\t").encode())
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(2, data) :]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError, ExitStatus
+from mpizero.train.output import show
 
 if TYPE_CHECKING:
     from mpizero.checkpoint.tools import Listed
@@ -150,12 +151,12 @@ def _inspect(options: argparse.Namespace) -> int:
     if is_checkpoint(path):
         with checkpoint.open_checkpoint(path) as reader:
             held = report.describe(reader, options)
-        print(report.as_json(held) if options.json else report.description(held), flush=True)
+        show(report.as_json(held) if options.json else report.description(held))
         return int(ExitStatus.OK)
     found = listing(find_folder(path))
     if options.arrays or options.statistics or options.pattern is not None:
         raise ConfigError(f"{path}: arrays are those of one checkpoint; give one, as {found[-1].path}")
-    print(report.listing_json(found) if options.json else report.listing_text(found), flush=True)
+    show(report.listing_json(found) if options.json else report.listing_text(found))
     return int(ExitStatus.OK)
 
 
@@ -180,7 +181,7 @@ def _verify_listed(listed: Listed, damaged: list[str]) -> None:
     try:
         _verify_one(listed.path)
     except CheckpointError as error:
-        print(f"{listed.path}: {'damaged' if isinstance(error, CheckpointDamagedError) else 'unreadable'}", flush=True)
+        show(f"{listed.path}: {'damaged' if isinstance(error, CheckpointDamagedError) else 'unreadable'}")
         damaged.append(str(error))
 
 
@@ -197,7 +198,7 @@ def _verify_one(path: str) -> None:
         nbytes = checkpoint.verify(name, progress)
     seconds = time.perf_counter() - started
     speed = f"{amount(nbytes)}B in {seconds:.3g} s, {nbytes / seconds / 1e9:.2f} GB/s"
-    print(f"{path}: sound: {count} arrays, {speed}", flush=True)
+    show(f"{path}: sound: {count} arrays, {speed}")
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -225,7 +226,7 @@ def _diff(options: argparse.Namespace) -> int:
         found = compare(a, b, options.tolerance, options.pattern, progress)
     if options.arrays_only:
         found = replace(found, attributes={})
-    print(report.difference_json(names, found) if options.json else report.difference_text(names, found), flush=True)
+    show(report.difference_json(names, found) if options.json else report.difference_text(names, found))
     return int(ExitStatus.OK) if found.equal else 1
 
 
@@ -243,7 +244,7 @@ def _export(options: argparse.Namespace) -> int:
         with ByteProgress(total, "export") as progress:
             items = export(reader, options.out, options.format, **selection, replace=options.force, report=progress)
     size = sum(item.nbytes for item in items)
-    print(f"{options.out}: {len(items)} arrays, {amount(size)}B, from {path}", flush=True)
+    show(f"{options.out}: {len(items)} arrays, {amount(size)}B, from {path}")
     return int(ExitStatus.OK)
 
 
@@ -263,5 +264,5 @@ def _import(options: argparse.Namespace) -> int:
         arrays = write_imported(
             source, options.out, model.attributes, rules, expected=model.expected, replace=options.force
         )
-    print(f"{options.out}: {len(arrays)} arrays, from {options.file}", flush=True)
+    show(f"{options.out}: {len(arrays)} arrays, from {options.file}")
     return int(ExitStatus.OK)

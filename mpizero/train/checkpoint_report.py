@@ -16,8 +16,9 @@ from mpizero import checkpoint
 from mpizero.checkpoint.tools import Difference, Listed, element_types, matches, statistics
 from mpizero.checkpoint.tools.elements import BFLOAT16, PARAMETERS, flat
 from mpizero.errors import ConfigError
+from mpizero.text import printable
 from mpizero.train.checks import shown
-from mpizero.train.figures import age, amount, columns
+from mpizero.train.figures import age, aligned, amount, joined
 from mpizero.train.progress import ByteProgress
 
 #: Lines of attributes at most that a comparison prints.
@@ -80,12 +81,13 @@ def _table(reader: checkpoint.Reader, paths: Sequence[str], with_statistics: boo
         for path in paths:
             shape, dtype = reader.arrays[path]
             row = {"name": path, "shape": list(shape), "dtype": elements[path], "bytes": prod(shape) * dtype.itemsize}
-            yield {**row, **(asdict(statistics(reader, path, progress)) if with_statistics else {})}
+            figures = asdict(statistics(reader, path, progress, elements[path])) if with_statistics else {}
+            yield {**row, **figures}
 
 
 def as_json(found: Any) -> str:
-    """Return figures for programs: one line; what is not finite is null. Not collective."""
-    return json.dumps(_finite(found), allow_nan=False)
+    """Return figures for programs: one line of printable ASCII; what is not finite is null. Not collective."""
+    return printable(json.dumps(_finite(found), allow_nan=False))
 
 
 def _finite(value: Any) -> Any:
@@ -113,7 +115,7 @@ def description(found: Mapping[str, Any]) -> str:
     known.append(("files", f"{found['file_bytes']:,} bytes"))
     width = max(len(name) for name, _ in known)
     lines = [found["path"], *(f"  {name:{width}}  {value}" for name, value in known)]
-    return "\n".join([*lines, *_table_lines(found.get("table"))])
+    return joined([*lines, *_table_lines(found.get("table"))])
 
 
 def _table_lines(table: Sequence[Mapping[str, Any]] | None) -> list[str]:
@@ -128,7 +130,7 @@ def _table_lines(table: Sequence[Mapping[str, Any]] | None) -> list[str]:
         if with_statistics:
             cells += ["-" if row[name] is None else f"{row[name]:.5g}" for name in figures] + [str(row["not_finite"])]
         rows.append(cells)
-    return ["", columns(rows, left=(0, 1, 2))]
+    return ["", *aligned(rows, left=(0, 1, 2))]
 
 
 def _words(settings: Any) -> str:
@@ -143,7 +145,10 @@ def _value(value: Any) -> str:
 
 
 def _date(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (OverflowError, OSError, ValueError):
+        return f"{seconds:.0f} seconds after 1970"  # a file may bear any date, also of years that no calendar has
 
 
 # ------------------------------------------------------------------ a folder of checkpoints
@@ -176,8 +181,7 @@ def listing_text(found: Sequence[Listed]) -> str:
         told = "" if loss is None else f"{loss:.6g}" if isinstance(loss, float) else str(loss)
         old = "" if one.written is None else age(time.time() - one.written)
         rows.append([str(one.step), told, f"{amount(one.nbytes)}B", old, one.state, one.path])
-    lines = [columns(rows, left=(4, 5))]
-    return "\n".join([*lines, *(f"{one.state}: {one.problem}" for one in found if one.problem)])
+    return joined([*aligned(rows, left=(4, 5)), *(f"{one.state}: {one.problem}" for one in found if one.problem)])
 
 
 # ------------------------------------------------------------------ two checkpoints
@@ -216,7 +220,7 @@ def difference_text(names: Sequence[str], found: Difference) -> str:
         if what
     )
     lines.append(f"{found.compared} arrays of {amount(found.nbytes)}B compared: {verdict or 'equal'}")
-    return "\n".join([f"A: {names[0]}", f"B: {names[1]}", *lines])
+    return joined([f"A: {names[0]}", f"B: {names[1]}", *lines])
 
 
 def _named(what: str, names: Iterable[str]) -> list[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
-import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from mpizero.errors import ConfigError
+from mpizero.text import printable
 
 
 class SettingError(ConfigError):
@@ -38,7 +39,7 @@ def shown(value: object) -> str:
         case bool():
             return str(value).lower()
         case str():
-            return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+            return '"' + printable(value.replace("\\", "\\\\").replace('"', '\\"')) + '"'
         case list() | tuple():
             return "[" + ", ".join(map(shown, value)) + "]"
         case dict():
@@ -141,7 +142,8 @@ def number(text: str, accept: Callable[[float], bool]) -> Check:
     def check(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"must be a number {text}")
-        if not math.isfinite(value) or not accept(float(value)):
+        # A whole number may be too large for a float.
+        if not abs(value) <= sys.float_info.max or not accept(float(value)):
             raise ValueError(f"must be a finite number {text}")
         return float(value)
 

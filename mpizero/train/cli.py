@@ -15,6 +15,7 @@ from mpizero.errors import ConfigError, ExitStatus, MpizeroError
 from mpizero.launched import BY_ANY, launched_rank
 from mpizero.train import bench_cli, checkpoint_cli, replay_cli
 from mpizero.train.options import add_layout_options, add_overrides, layout_of, named_as_options, whole_number
+from mpizero.train.output import accept_all_characters, show
 from mpizero.train.signals import StopSignals
 from mpizero.train.verify.options import add_verify
 
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     from mpizero.comm import guard
 
+    accept_all_characters()
     options = build_parser().parse_args(arguments)
     guard.install()
     try:
@@ -96,7 +98,9 @@ def _on_first_rank(work: Callable[[argparse.Namespace], int], options: argparse.
         with _one_line_errors():
             return work(options)
     except MpizeroError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        from mpizero.comm.lastwords import describe, write
+
+        write(f"{describe(error)}\n")
         return int(error.status)
 
 
@@ -286,9 +290,9 @@ def _print_plan(options: argparse.Namespace) -> int:
             text = plan_report.as_json(found)
         else:
             text = plan_report.report(found, with_timetable=options.timetable)
-    print(text, flush=True)
+    show(text)
     if found.missing:
-        print(f"mpizero: {found.refusal}", file=sys.stderr, flush=True)
+        show(f"mpizero: {found.refusal}", sys.stderr)
         return 1
     return int(ExitStatus.OK)
 

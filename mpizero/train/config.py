@@ -88,7 +88,7 @@ class GptSection(ModelSection):
     def check_combination(self) -> None:
         """Reject heads that cannot share the width equally."""
         if self.dim % self.heads:
-            fit = ", ".join(str(n) for n in range(1, self.dim + 1) if self.dim % n == 0 and n <= 64)
+            fit = ", ".join(str(n) for n in range(1, min(self.dim, 64) + 1) if self.dim % n == 0)
             raise self.reject("heads", f"must divide model.dim = {self.dim}; these do: {fit}")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from mpizero.text import printable
 
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -22,6 +24,11 @@ def age(seconds: float) -> str:
 
 def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     """Return rows of cells as aligned lines; columns stand on the right, except those in ``left``. Not collective."""
+    return joined(aligned(rows, left))
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+    """Return the lines of :func:`columns`. Not collective."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -30,4 +37,9 @@ def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
             for number, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return lines
+
+
+def joined(lines: Iterable[str]) -> str:
+    """Return lines as the text of a report, in which every line is one line, whatever it quotes. Not collective."""
+    return "\n".join(map(printable, lines))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CheckpointError, ConfigError
 from mpizero.parallel import HybridShardedModel, ShardingConfig, persistence
+from mpizero.text import printable
 from mpizero.train.checks import SettingError, whole
 from mpizero.train.config import GptSection, check_split
 from mpizero.train.finding import find_checkpoint
@@ -140,11 +142,15 @@ class Speaker:
         return int(told[0])
 
     def say(self, text: str, end: str = "") -> None:
-        """Write on rank 0. Not collective."""
+        """Write on rank 0. Not collective.
+
+        A terminal gets what it would obey escaped: a model may have learnt, or been made, to write such things. A file
+        or a pipe gets exactly what the model writes.
+        """
         if self.comm.rank or self.failure is not None:
             return
         try:
-            print(text, end=end, flush=True)
+            print(printable(text, keep="\n\t") if sys.stdout.isatty() else text, end=end, flush=True)
         except OSError as error:
             self.failure = error
 

@@ -7,6 +7,8 @@ import time
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from mpizero.text import printable
+
 #: Seconds between two lines where the output is not a terminal; the first and the last step always show.
 QUIET_SECONDS = 10.0
 
@@ -56,12 +58,12 @@ class Progress:
             self._write(f"step {step}/{self._steps}  " + "  ".join(f"{k} {v}" for k, v in figures.items()))
 
     def say(self, message: str) -> None:
-        """Write one line beside the bar.
+        """Write one line beside the bar, whatever the message quotes.
 
         Not collective.
         """
         if self._active:
-            self._write(f"mpizero: {message}")
+            self._write(f"mpizero: {printable(message)}")
 
     def close(self) -> None:
         """Leave the bar as it is and end its line.

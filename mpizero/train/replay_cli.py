@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpizero.errors import ExitStatus
+from mpizero.train.output import show
 
 
 def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
@@ -33,6 +34,6 @@ def run(options: argparse.Namespace) -> int:
     """Replay a bad step, print what was found, and return the exit status. Not collective."""
     from mpizero.train import replay
 
-    found = replay.replay(options.dump, options.checkpoint, lambda line: print(line, file=sys.stderr, flush=True))
-    print(replay.as_json(found) if options.json else replay.report(found), flush=True)
+    found = replay.replay(options.dump, options.checkpoint, lambda line: show(line, sys.stderr))
+    show(replay.as_json(found) if options.json else replay.report(found))
     return int(ExitStatus.OK)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -274,3 +276,113 @@ def test_differences_are_status_1(trained):
     told = trained[0](0, "checkpoint", "diff", "run/checkpoints/step_00000004", "run", "--pattern", "*.bias")
     assert (told.status, told.err) == (1, "")
     assert "21 of other values" in told.out
+
+
+# ---------------------------------------------------------------------- text of others
+
+#: Escape sequences, line ends, a direction override, half a pair of surrogates; and ordinary text.
+FOREIGN = "\x1b]0;t\x07\x1b[2J\nall is well\r\x9b1m\u202e\ud800 漢ä"
+SHOWN = r"\u001b]0;t\u0007\u001b[2J\nall is well\r\u009b1m\u202e\ud800 漢ä"
+
+
+def foreign(name: str, step: int = 0) -> None:
+    """Write a checkpoint with such text wherever a checkpoint may have text."""
+    values = np.arange(3, dtype=np.float32)
+    array = checkpoint.LocalArray("parameters/w", (3,), values.dtype, ((0, values),))
+    own = {"optimizer": {FOREIGN: FOREIGN}, "layout": {FOREIGN: [FOREIGN]}, "step_number": FOREIGN}
+    training = {
+        "step": FOREIGN,
+        "loss": FOREIGN,
+        "seed": {FOREIGN: 1},
+        "config": {"model": {"name": "gpt", FOREIGN: FOREIGN}, FOREIGN: {FOREIGN: step}},
+        "data": FOREIGN,
+        "versions": {FOREIGN: FOREIGN},
+    }
+    checkpoint.write(name, [array], {FOREIGN: {FOREIGN: step}, "training": training, "mpizero": own})
+
+
+COMMANDS = {
+    "inspect": ["inspect", "a"],
+    "inspect arrays": ["inspect", "a", "--statistics"],
+    "inspect json": ["inspect", "a", "--json", "--arrays"],
+    "diff": ["diff", "a", "b"],
+    "diff json": ["diff", "a", "b", "--json"],
+    "list": ["inspect", "many"],
+    "list json": ["inspect", "many", "--json"],
+}
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+def test_what_a_checkpoint_says_cannot_move_the_cursor_nor_forge_a_line(tool, case):
+    foreign("a", 0)
+    foreign("b", 1)
+    foreign("many/step_00000001")
+    told = tool("checkpoint", *COMMANDS[case])
+    assert not told.error
+    assert told.out.replace("\n", "").isprintable()
+    assert "\nall is well" not in told.out
+    told.out.encode()
+    if "--json" in COMMANDS[case]:
+        found = json.loads(told.out)
+        if "attributes" in found and isinstance(found["attributes"].get(FOREIGN), dict):
+            assert found["attributes"][FOREIGN] == {FOREIGN: 0}
+    else:
+        assert SHOWN in told.out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["generate", "a"], ["checkpoint", "import", "nothing.safetensors", "out", "--like", f"a{FOREIGN[:-3]}"]],
+    ids=["generate", "import"],
+)
+def test_an_error_about_a_checkpoint_of_others_is_printable(tool, command):
+    foreign("a")
+    told = tool(*command)
+    assert told.status in (ExitStatus.DATA, ExitStatus.CONFIG)
+    assert told.error.isprintable()
+
+
+def test_attributes_whose_dotted_names_are_alike_are_not_mistaken_for_each_other(tool):
+    values = np.zeros(1, np.float32)
+    array = checkpoint.LocalArray("parameters/w", (1,), values.dtype, ((0, values),))
+    checkpoint.write("a", [array], {"x.y": 1, "x": {"y": 2}})
+    checkpoint.write("b", [array], {"x.y": 1, "x": {"y": 3}})
+    told = tool("checkpoint", "diff", "a", "b")
+    assert told.status == 1
+    assert "attribute x.y: 2 in A, 3 in B" in told.out
+
+
+def test_a_terminal_without_some_letters_gets_them_escaped(mpizero):
+    """Where the encoding of the output lacks a letter, the command says so instead of ending in a traceback."""
+    values = np.zeros(1, np.float32)
+    array = checkpoint.LocalArray("parameters/w", (1,), values.dtype, ((0, values),))
+    checkpoint.write(mpizero.folder / "a", [array], {"text": "漢"})
+    code = "import sys; from mpizero.train.cli import main; sys.exit(main(['checkpoint', 'inspect', 'a']))"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(PAGE.parents[1])}
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=mpizero.folder, env=environment, capture_output=True, check=False
+    )
+    assert (found.returncode, found.stderr) == (0, b"")
+    assert rb"text        \u6f22" in found.stdout
+
+
+def test_a_model_writes_to_a_file_what_it_likes_and_to_a_terminal_what_shows(capsys, monkeypatch):
+    from mpizero.comm import InMemoryCommunicator
+    from mpizero.train.generate import Speaker
+
+    with InMemoryCommunicator.group(1)[0] as comm:
+        Speaker(comm).say("a\x1b[2J\tb\n")
+        assert capsys.readouterr().out == "a\x1b[2J\tb\n"
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        Speaker(comm).say("a\x1b[2J\tb\n")
+        assert capsys.readouterr().out == "a\\u001b[2J\tb\n"
+
+
+def test_a_configuration_of_impossible_sizes_ends_at_once(tool):
+    """The error that names the divisors of a width looks at few of them, however wide a file says that a model is."""
+    config = {"model": {"name": "gpt", "dim": 10**18, "heads": 7, "layers": 1}}
+    training = {"step": 0, "loss": None, "config": config, "data": ""}
+    checkpoint.write("wide", [], {"training": training})
+    told = tool("generate", "wide")
+    assert told.status == ExitStatus.DATA
+    assert "must divide model.dim" in told.error

@@ -100,7 +100,8 @@ def compare(
     first, second = _described(a, pattern), _described(b, pattern)
     common = [path for path in first if path in second]
     alike = [path for path in common if first[path] == second[path]]
-    found = (_compare(a, b, path, tolerance, report) for path in alike)
+    elements = element_types(a)
+    found = (_compare(a, b, (path, elements[path]), tolerance, report) for path in alike)
     return Difference(
         missing=tuple(path for path in first if path not in second),
         extra=tuple(path for path in second if path not in first),
@@ -125,9 +126,13 @@ def _attributes(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tuple[str, tup
             yield name, (first.get(name), second.get(name))
 
 
-def _compare(a: Reader, b: Reader, path: str, tolerance: float, report: Report | None) -> ArrayDifference | None:
+def _compare(
+    a: Reader, b: Reader, array: tuple[str, str], tolerance: float, report: Report | None
+) -> ArrayDifference | None:
+    """Compare an array, given by path and element type, which are the same in both."""
+    path, element = array
     shape, dtype = a.arrays[path]
-    element, bits = element_types(a)[path], np.dtype(f"u{dtype.itemsize}")
+    bits = np.dtype(f"u{dtype.itemsize}")
     differing, lost, absolute, relative = 0, 0, 0.0, 0.0
     first: int | None = None
     shown = (0.0, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from math import prod
@@ -132,9 +133,12 @@ def widened(values: Array, element: str) -> Array:
 
 
 def flat(attributes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested attributes by dotted name; lists are values. Not collective."""
+    """Return nested attributes by dotted name; lists are values. Not collective.
+
+    A key that has a dot of its own is quoted, so that no two attributes have one name.
+    """
     found: dict[str, Any] = {}
     for key, value in attributes.items():
-        name = f"{prefix}{key}"
+        name = prefix + (json.dumps(key) if "." in key or '"' in key else key)
         found.update(flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value})
     return found

@@ -31,12 +31,13 @@ class ArrayStatistics:
     not_finite: int
 
 
-def statistics(reader: Reader, path: str, report: Report | None = None) -> ArrayStatistics:
+def statistics(reader: Reader, path: str, report: Report | None = None, element: str | None = None) -> ArrayStatistics:
     """Read an array, verified, block by block, and return its figures.
 
-    Collective over the communicator that the checkpoint was opened with.
+    Collective over the communicator that the checkpoint was opened with. Whoever asks for many arrays gives the
+    ``element`` type of each, from :func:`element_types`, which otherwise looks at all arrays every time.
     """
-    element = element_types(reader)[path]
+    element = element or element_types(reader)[path]
     parts = [_figures(widened(values, element)) for _, values in blocks(reader, path, report)]
     lost = sum(size - count for size, count, *_ in parts)
     parts = [part for part in parts if part[1]]
