@@ -12,10 +12,14 @@ from typing import Any
 def read(run: Path) -> list[dict[str, Any]]:
     """Return the lines of a run's metrics; ``run`` is its folder or the file itself."""
     path = run / "metrics.jsonl" if run.is_dir() else run
+    if path.exists() and not path.is_file():
+        sys.exit(f"{path}: not a regular file; give the folder of a run of `mpizero train`")
     try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        sys.exit(f"{path}: {error}; give the folder of a run of `mpizero train`")
+        found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        keys = ("step", "loss")
+        return [{key: line[key] for key in keys} | {"validation_loss": line.get("validation_loss")} for line in found]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        sys.exit(f"{path}: {error!r:.200}; give the folder of a run of `mpizero train`")
 
 
 def main() -> None:

@@ -6,13 +6,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import isfinite, prod
-from typing import Any, NoReturn
+from math import prod
+from typing import Any
 
 import numpy as np
 
 from mpizero.checkpoint.checksum import BLOCK, block_count
 from mpizero.checkpoint.skeleton import FORMAT, VERSION, gaps
+from mpizero.checkpoint.strict import DEPTH_LIMIT, MEMORY_LIMIT, depth_of, memory_of, parse
 from mpizero.checkpoint.table import ARRAY_LIMIT, Table, check_path, check_paths, check_shape
 from mpizero.errors import CheckpointDamagedError, CheckpointError, CheckpointVersionError
 
@@ -20,8 +21,6 @@ MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.h5"
 #: Bytes of a manifest at most; read before anything in it can be trusted.
 MANIFEST_LIMIT = 32 * 1024 * 1024
-#: Bytes of memory that parsing a manifest may take, and how deep its JSON may be nested.
-MEMORY_LIMIT, DEPTH_LIMIT = 96 * 1024 * 1024, 32
 #: HDF5's own bytes: at most this much for the file and for each array.
 STRUCTURE_LIMIT, STRUCTURE_PER_ARRAY = 1024 * 1024, 8192
 
@@ -72,31 +71,24 @@ def canonical_json(value: object, what: str) -> str:
     Raises
     ------
     CheckpointError
-        If it is not made of dictionaries with string keys, lists, strings, finite numbers, booleans and None.
+        If it is not made of dictionaries with string keys, lists, strings, finite numbers within the range of float64,
+        booleans and None; or if it is what :func:`decode` would not read.
     """
     try:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{what} cannot be stored as JSON: {error}") from None
-    if json.loads(text) != _lists(value):
-        raise CheckpointError(f"{what} would not come back from JSON unchanged: use string keys")
-    if _depth(value) > DEPTH_LIMIT:
+    if depth_of(value) > DEPTH_LIMIT:
         raise CheckpointError(f"{what} is nested more than {DEPTH_LIMIT} levels deep")
+    if memory_of(data := text.encode()) > MEMORY_LIMIT:
+        raise CheckpointError(f"{what} is more than one manifest may hold")
+    try:
+        found = parse(data)
+    except ValueError as error:
+        raise CheckpointError(f"{what} would not come back from JSON: {error}") from None
+    if found != _lists(value):
+        raise CheckpointError(f"{what} would not come back from JSON unchanged: use string keys")
     return text
-
-
-def _depth(value: object) -> int:
-    """Return how many dictionaries and lists lie inside each other, without a recursion that a file could exhaust."""
-    depth, level = 0, [value]
-    while level := [item for item in level if isinstance(item, (dict, list, tuple))]:
-        depth += 1
-        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
-    return depth
-
-
-def _memory(data: bytes, end: int) -> int:
-    """Return the bytes that parsing JSON before ``end`` takes at most: measured by container, value and character."""
-    return 190 * (data.count(b"{", 0, end) + data.count(b"[", 0, end)) + 72 * data.count(b",", 0, end) + 3 * end
 
 
 def _lists(value: object) -> object:
@@ -126,8 +118,8 @@ def encode(manifest: Manifest) -> bytes:
         "block_bytes": BLOCK,
         "arrays": arrays,
     }
-    line = canonical_json(body, "the manifest").encode() + b"\n"
-    if len(line) + 80 > MANIFEST_LIMIT or _memory(line, len(line)) > MEMORY_LIMIT:
+    line = canonical_json(body, f"the manifest of {len(arrays)} arrays").encode() + b"\n"
+    if len(line) + 80 > MANIFEST_LIMIT:
         raise CheckpointError(f"{len(arrays)} arrays and their attributes are more than one manifest may describe")
     return line + f'{{"sha256":"{hashlib.sha256(line).hexdigest()}"}}\n'.encode()
 
@@ -145,42 +137,46 @@ def decode(data: bytes) -> Manifest:
     end = data.find(b"\n") + 1
     if data[end:] != f'{{"sha256":"{hashlib.sha256(memoryview(data)[:end]).hexdigest()}"}}\n'.encode():
         raise CheckpointDamagedError("damaged: its last line is not the SHA-256 of what stands before it")
-    if (memory := _memory(data, end)) > MEMORY_LIMIT:
-        raise CheckpointError(f"would take {memory} bytes of memory, at most {MEMORY_LIMIT} are allowed")
     try:
-        body = json.loads(data[:end], object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"not JSON: {error!s:.200}") from None
-    if _depth(body) > DEPTH_LIMIT:
-        raise CheckpointError(f"nested more than {DEPTH_LIMIT} levels deep")
+        body = parse(data[:end])
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"not the manifest of a {FORMAT}")
-    if body.get("version") != VERSION:
-        raise CheckpointVersionError(
-            f"format version {body.get('version')!r:.40}, this mpizero reads version {VERSION}"
-        )
+    if not _is(version := body.get("version"), VERSION):
+        raise CheckpointVersionError(f"format version {version!r:.40}, this mpizero reads version {VERSION}")
     return _manifest(body)
 
 
 def _manifest(body: dict[str, Any]) -> Manifest:
-    keys = {"format", "version", "attributes", "state", "block_bytes", "arrays"}
-    if set(body) != keys:
-        raise CheckpointError(f"keys {sorted(body)!r:.200} instead of {sorted(keys)}")
+    """Take a manifest of this version: exactly its keys, for whatever adds one raises the version."""
+    _check_keys(body, {"format", "version", "attributes", "state", "block_bytes", "arrays"}, "the manifest")
     state, arrays, attributes = body["state"], body["arrays"], body["attributes"]
     if not (isinstance(state, dict) and isinstance(arrays, dict) and isinstance(attributes, dict)):
         raise CheckpointError("state, arrays and attributes must be JSON objects")
-    if state.get("file") != STATE_NAME:
-        raise CheckpointError(f"state file {state.get('file')!r:.80} instead of {STATE_NAME!r}")
-    if body["block_bytes"] != BLOCK:
-        raise CheckpointError(f"blocks of {body['block_bytes']!r:.40} bytes, version {VERSION} has {BLOCK}")
+    _check_keys(state, {"file", "bytes", "structure_crc32"}, "state")
+    if state["file"] != STATE_NAME:
+        raise CheckpointError(f"state.file is {state['file']!r:.80} instead of {STATE_NAME!r}")
+    if not _is(body["block_bytes"], BLOCK):
+        raise CheckpointError(f"block_bytes is {body['block_bytes']!r:.40}, version {VERSION} has {BLOCK}")
     if len(arrays) > ARRAY_LIMIT:
         raise CheckpointError(f"{len(arrays)} arrays, at most {ARRAY_LIMIT} are allowed")
-    nbytes = _size(state.get("bytes"), "state.bytes")
-    (structure,) = _checksums(state.get("structure_crc32"), 1, "state.structure_crc32")
+    nbytes = _size(state["bytes"], "state.bytes")
+    (structure,) = _checksums(state["structure_crc32"], 1, "state.structure_crc32")
     stored = {check_path(path): _stored(path, entry, nbytes) for path, entry in arrays.items()}
     check_paths(stored)
     _check_extents(stored, nbytes)
     return Manifest(attributes, stored, nbytes, structure)
+
+
+def _is(value: object, number: int) -> bool:
+    """Tell whether a value is this whole number: neither true nor 1.0."""
+    return type(value) is int and value == number
+
+
+def _check_keys(found: Mapping[str, Any], keys: set[str], what: str) -> None:
+    if set(found) != keys:
+        raise CheckpointError(f"{what} has the keys {sorted(found)!r:.200} instead of {sorted(keys)}")
 
 
 def _stored(path: str, entry: object, state_bytes: int) -> StoredArray:
@@ -227,20 +223,3 @@ def _checksums(value: object, count: int, what: str) -> tuple[int, ...]:
     if found is None or found.hex() != value:
         raise CheckpointError(f"{what} is not {count} checksums of 8 hexadecimal digits")
     return tuple(np.frombuffer(found, ">u4").tolist())
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return found
-
-
-def _finite(number: str) -> float:
-    if not isfinite(value := float(number)):
-        raise ValueError("a number is too large")
-    return value
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number")

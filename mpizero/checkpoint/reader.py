@@ -387,10 +387,13 @@ def open_checkpoint(folder: str | os.PathLike[str], comm: object = None) -> Read
 
 
 def _open(world: Communicator, folder: str | os.PathLike[str], owns_comm: bool) -> Reader:
-    found = standing(os.path.abspath(os.fspath(folder))) if world.rank == 0 else None
-    target = world.broadcast_object(found, tag="checkpoint")
     prefix = "cannot open checkpoint"
-    data = on_root(world, prefix, lambda: read_manifest(target)[0])
+
+    def read() -> tuple[str, bytes]:
+        target = standing(os.path.abspath(os.fspath(folder)))
+        return target, read_manifest(target)[0]
+
+    target, data = on_root(world, prefix, read)
     with agreed(world, prefix):
         manifest = decode(data)
         source = FileBytes(os.path.join(target, STATE_NAME), manifest.state_bytes)

@@ -189,9 +189,16 @@ def _aside(target: str) -> str:
 
 
 def standing(target: str) -> str:
-    """Return where the checkpoint of ``target`` stands: aside, if its replacement was killed between two renames."""
+    """Return where the checkpoint of ``target`` stands: aside, if its replacement was killed between two renames.
+
+    Not collective. A link aside is refused: no save has put it there.
+    """
     aside = _aside(target)
-    return aside if os.path.isdir(aside) and not os.path.lexists(target) else target
+    if os.path.lexists(target) or not os.path.isdir(aside):
+        return target
+    if os.path.islink(aside):
+        raise CheckpointError(f"{target}: does not exist, and {aside} is a link, which is not followed")
+    return aside
 
 
 def discard(stage: Stage) -> None:

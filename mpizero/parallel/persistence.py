@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpizero import checkpoint
+from mpizero.checkpoint.strict import is_count, is_number
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CheckpointError
 from mpizero.parallel import rates
@@ -25,6 +26,7 @@ from mpizero.types import Array, ParameterSpec
 if TYPE_CHECKING:
     from mpizero.parallel.engine import Engine
 
+_REMEDY = "bind the same one, or load into a model without an optimizer to take the parameters alone"
 #: The axes of a layout besides the data axis; files that do not mention one were written without it.
 _AXES = ("pipeline", "tensor", "context")
 
@@ -138,8 +140,9 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
         _check_model(engine, reader)
         if strict_layout:
             _check_layout(attributes(engine)["layout"], saved.get("layout"))
+        if engine.updater is not None:
+            (_check_optimizer if with_state else _check_no_state)(engine, reader, saved)
         if with_state:
-            _check_optimizer(engine, saved)
             _tell_rates(engine, reader, saved)
     arrays, state = _parameter_arrays(engine, _everything), dict[str, Array]()
     if with_state:
@@ -154,29 +157,62 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
 
 
 def _saved(reader: ArrayReader) -> dict[str, Any]:
-    """Return what :func:`attributes` wrote, after a look at every type: a file may hold any JSON there."""
-    saved = reader.attributes.get("mpizero", {})
+    """Return what :func:`attributes` wrote, after a look at everything in it: a file may hold any JSON there.
+
+    Keys that are not there count as null or 0, as in files of others; keys that are not known are refused, for nobody
+    can tell what they change.
+    """
+    saved, where = reader.attributes.get("mpizero", {}), "the checkpoint's attribute 'mpizero'"
     if not isinstance(saved, dict):
-        raise CheckpointError(f"the checkpoint's attribute 'mpizero' is {saved!r:.80}, not an object")
+        raise CheckpointError(f"{where} is {saved!r:.80}: expected an object")
+    if unknown := sorted(saved.keys() - _SAVED.keys()):
+        raise CheckpointError(f"{where}: {unknown[0]!r:.80} is unknown; expected {', '.join(_SAVED)}")
     found: dict[str, Any] = {"optimizer": None, "loss_scale": None, "layout": None, "step_number": 0} | saved
-    optimizer, scale = found["optimizer"], found["loss_scale"]
-    sound = (
-        _is_count(found["step_number"])
-        and isinstance(found["layout"], (dict, type(None)))
-        and (optimizer is None or (isinstance(optimizer, dict) and _is_count(optimizer.get("step_count"))))
-        and (scale is None or (isinstance(scale, dict) and _is_scale(**scale)))
-    )
-    if not sound:
-        raise CheckpointError(f"the checkpoint's attribute 'mpizero' cannot be what mpizero wrote: {saved!r:.200}")
+    for key, (sound, expected) in _SAVED.items():
+        if not sound(found[key]):
+            raise CheckpointError(f"{where}: {key} is {found[key]!r:.200}: expected {expected}")
     return found
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**63
+def _is_optimizer(value: object) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and value.keys() == {"name", "slots", "step_count"}
+        and isinstance(value["name"], str)
+        and isinstance(value["slots"], list)
+        and all(isinstance(slot, str) for slot in value["slots"])
+        and is_count(value["step_count"])
+    )
 
 
-def _is_scale(scale: object = None, good_steps: object = None, **others: object) -> bool:
-    return isinstance(scale, (int, float)) and scale > 0 and _is_count(good_steps) and not others
+def _is_scale(value: object) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and value.keys() == {"scale", "good_steps"}
+        and is_number(value["scale"])
+        and is_count(value["good_steps"])
+    )
+
+
+def _is_layout(value: object) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and {"strategy", "ranks", "nodes"} <= value.keys() <= {"strategy", "ranks", "nodes", *_AXES}
+        and isinstance(value["strategy"], str)
+        and all(is_count(number, 1) for key, number in value.items() if key != "strategy")
+    )
+
+
+#: What the attribute ``mpizero`` may hold: by key a check, and what it expects, for people.
+_SAVED: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "optimizer": (_is_optimizer, "null, or name (text), slots (list of texts) and step_count (whole number >= 0)"),
+    "step_number": (is_count, "a whole number >= 0"),
+    "loss_scale": (_is_scale, "null, or scale (finite number > 0) and good_steps (whole number >= 0)"),
+    "layout": (
+        _is_layout,
+        "null, or strategy (text), ranks and nodes, perhaps pipeline, tensor and context (whole numbers >= 1)",
+    ),
+}
 
 
 def _check_layout(layout: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
@@ -207,7 +243,7 @@ def restore_state(engine: Engine, reader: ArrayReader) -> None:
     """
     with all_ranks(engine.grid.world, "restore"):
         saved = _saved(reader)
-        _check_optimizer(engine, saved)
+        _check_optimizer(engine, reader, saved)
         _tell_rates(engine, reader, saved)
     state, kept = _kept_state(engine)
     fill(engine, reader, kept)
@@ -226,17 +262,37 @@ def _forget_residuals(engine: Engine) -> None:
     engine.exchange.forget()
 
 
-def _check_optimizer(engine: Engine, saved: Mapping[str, Any]) -> None:
+def _check_optimizer(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
     updater, optimizer = engine.updater, saved.get("optimizer")
     if updater is None or optimizer is None:
         which = "model has no bound optimizer" if updater is None else "checkpoint has none"
         raise CheckpointError(f"no optimizer state to restore: the {which}")
     name = optimizer_name(updater.optimizer)
-    if optimizer.get("name") != name:
+    if optimizer["name"] != name:
         raise CheckpointError(
-            f"the checkpoint holds the state of {optimizer.get('name')}, the bound optimizer is {name}: bind the same "
-            "one, or load into a model without an optimizer to take the parameters alone"
+            f"the checkpoint holds the state of {optimizer['name']:.80}, the bound optimizer is {name}: {_REMEDY}"
         )
+    own, told = set(updater.state), set(optimizer["slots"])
+    held = {path.split("/")[1] for path in _state_paths(reader)} | told
+    if other := sorted((held - own) | (own - told)):
+        has, lacks = ("lacks", "has") if other[0] in own else ("has", "lacks")
+        raise CheckpointError(
+            f"the checkpoint's state of {name} {has} {other[0]!r:.80}, which the bound optimizer {lacks} "
+            f"(its own: {', '.join(updater.state) or 'none'}): {_REMEDY}"
+        )
+
+
+def _check_no_state(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
+    """Reject state that nothing says whose it is: an optimizer that began anew beside it would go unnoticed."""
+    if found := _state_paths(reader):
+        raise CheckpointError(
+            f"the checkpoint holds {found[0]} and {len(found) - 1} more arrays of optimizer state, and its attribute "
+            f"mpizero.optimizer, which says of what optimizer, is missing: {_REMEDY}"
+        )
+
+
+def _state_paths(reader: ArrayReader) -> list[str]:
+    return [path for path in reader.arrays if path.startswith("optimizer/")]
 
 
 def _tell_rates(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:

@@ -90,13 +90,15 @@ def read_config(name: str) -> str:
     ConfigError
         Naming the file and the reason.
     """
-    path = Path(name)
     try:
-        if path.stat().st_size > _CONFIG_LIMIT:
-            raise ConfigError(f"{name}: more than {_CONFIG_LIMIT} bytes: not a configuration")
-        return path.read_text(encoding="utf-8")
+        with Path(name).open("rb") as file:  # bounded while it is read: what is no regular file has no size
+            data = file.read(_CONFIG_LIMIT + 1)
     except OSError as error:
         raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
+    if len(data) > _CONFIG_LIMIT:
+        raise ConfigError(f"{name}: more than {_CONFIG_LIMIT} bytes: not a configuration")
+    try:
+        return data.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: not valid TOML: not UTF-8 at byte {error.start}") from None
 
@@ -138,7 +140,7 @@ def parse_config(document: Document, defaults: Mapping[str, str] | None = None) 
     """
     try:
         tables = tomllib.loads(document.text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits, and deep nesting
         raise ConfigError(f"{document.name}: not valid TOML: {error}") from None
     with document.located():
         for override in document.overrides:
@@ -166,7 +168,7 @@ def _apply(tables: Tables, override: str) -> None:
 def _value(override: str, raw: str) -> Any:
     try:
         parsed = tomllib.loads(f"value = {raw}")
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         if raw and raw[0] not in "[{\"'" and "\n" not in raw:
             return raw
         raise ConfigError(f"--set {override}: not a TOML value: {error}") from None

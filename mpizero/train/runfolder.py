@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mpizero.checkpoint.folders import step_folders
-from mpizero.errors import ExitStatus, MpizeroError
+from mpizero.checkpoint.reader import open_regular
+from mpizero.errors import CheckpointError, ExitStatus, MpizeroError
 
 
 class RunFolderError(MpizeroError):
@@ -175,16 +176,25 @@ class RunFolder:
         Not collective.
         """
         try:
-            lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []
+            lines = self._metrics_lines()
             kept = [line for line in lines if _step_of(line) <= step]
             rest = [line for line in lines if _step_of(line) > step]
             if rest:
-                with self.superseded.open("a", encoding="utf-8") as file:
-                    file.writelines(f"{line}\n" for line in rest)
+                with self.superseded.open("ab") as file:
+                    file.writelines(line + b"\n" for line in rest)
                 self._replace(self.metrics, kept)
             self.marker.unlink(missing_ok=True)
         except OSError as error:
             raise self._failed("its metrics cannot be rewritten", error) from None
+        except CheckpointError as error:
+            raise RunFolderError(f"run folder {self.root}: its metrics cannot be rewritten: {error}") from None
+
+    def _metrics_lines(self) -> list[bytes]:
+        """Return the lines that are there; whatever stands in them, they are kept as they are."""
+        if not self.metrics.exists():
+            return []
+        with os.fdopen(open_regular(os.path.realpath(self.metrics)), "rb") as file:
+            return [line.removesuffix(b"\n") for line in file]
 
     def write_metrics(self, line: Mapping[str, Any]) -> None:
         """Append one line to the metrics.
@@ -205,7 +215,7 @@ class RunFolder:
         Not collective.
         """
         try:
-            self._replace(self.marker, [json.dumps(result, allow_nan=False)])
+            self._replace(self.marker, [json.dumps(result, allow_nan=False).encode()])
         except OSError as error:
             raise self._failed("the marker cannot be written", error) from None
         self.obey_stop()
@@ -225,7 +235,7 @@ class RunFolder:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            owner = file.read().strip() or "another process"
+            owner = file.read(200).strip() or "another process"
             self.close()
             raise RunFolderError(
                 f"run folder {self.root}: in use by {owner}; choose another checkpoint.folder"
@@ -238,10 +248,10 @@ class RunFolder:
         file.flush()
 
     @staticmethod
-    def _replace(path: Path, lines: Iterable[str]) -> None:
+    def _replace(path: Path, lines: Iterable[bytes]) -> None:
         temporary = path.with_name(f"{path.name}.tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
+        with temporary.open("wb") as file:
+            file.writelines(line + b"\n" for line in lines)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -265,9 +275,10 @@ def _identity(folder: Path) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _step_of(line: str) -> float:
-    """Return a metrics line's step; a torn line counts as later than all."""
+def _step_of(line: bytes) -> float:
+    """Return a metrics line's step; a torn line, or one that no run has written, counts as later than all."""
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return float("inf")
+    return step if type(step) is int else float("inf")

@@ -247,6 +247,12 @@ MANIFESTS = {
     "other state size": lambda b: b["state"].update(bytes=2**50),
     "another format": lambda b: b.update(format="pickle"),
     "newer version": lambda b: b.update(version=2),
+    "version 1.0": lambda b: b.update(version=1.0),
+    "version true": lambda b: b.update(version=True),
+    "blocks as a fraction": lambda b: b.update(block_bytes=float(b["block_bytes"])),
+    "a key more": lambda b: b.update(code="import os"),
+    "a key more about the file": lambda b: b["state"].update(compression="none"),
+    "no checksum of the file": lambda b: b["state"].pop("structure_crc32") and None,
     "a version of lists": lambda b: json.dumps(b).encode().replace(b'"version": 1', b'"version": ' + nested(900)),
     "other blocks": lambda b: b.update(block_bytes=1),
     "arrays as a list": lambda b: b.update(arrays=[]),
@@ -256,6 +262,10 @@ MANIFESTS = {
     "deep attributes": with_attributes(b'{"x":' + nested(200) + b"}"),
     "an infinite number": with_attributes(b'{"x":1e999}'),
     "not a number": with_attributes(b'{"x":NaN}'),
+    "a number that no float holds": with_attributes(b'{"x":1' + b"0" * 400 + b"}"),
+    "a negative one": with_attributes(b'{"x":-1' + b"0" * 400 + b"}"),
+    "UTF-16": lambda b: json.dumps(b).encode("utf-16-le"),
+    "a surrogate as bytes": with_attributes(b'{"x":"\xed\xa0\x80"}'),
     "long number": with_attributes(b'{"x":' + b"9" * 100_000 + b"}"),
     "one key twice": with_attributes(b'{"x":1,"x":2}'),
     "no object": lambda b: b"[1]",
@@ -282,6 +292,34 @@ def test_as_many_arrays_as_are_allowed_take_bounded_time_and_memory(small, folde
     met = meet(lambda: checkpoint.open_checkpoint(folder).close())
     assert met.error == "" or "memory" in met.message
     assert met.megabytes < MEGABYTES
+
+
+class Counted(dict):
+    """Attributes that count how often somebody looks for the element types."""
+
+    looked = 0
+
+    def get(self, key, default=None):
+        self.looked += key == "bfloat16"
+        return super().get(key, default)
+
+
+def test_looking_at_many_arrays_takes_time_in_proportion_to_their_number(small, folder):
+    """What has to be known of all arrays is found out once for all, and not again for each of them."""
+    from argparse import Namespace
+
+    from mpizero.checkpoint.tools import compare
+    from mpizero.train.checkpoint_report import describe
+
+    seal(folder, lambda b: many(b, 200, "parameters/e.{}"))
+    with checkpoint.open_checkpoint(folder) as reader:
+        reader.attributes = attributes = Counted(reader.attributes)
+        found = describe(reader, Namespace(arrays=True, statistics=True, pattern=None))
+        assert len(found["table"]) == 203
+        assert attributes.looked <= 2
+        attributes.looked = 0
+        assert compare(reader, reader).compared == 203
+        assert attributes.looked <= 4
 
 
 # ---------------------------------------------------------------------------------------------- other kinds of files
@@ -343,6 +381,18 @@ def test_something_else_in_place_of_the_folder_is_refused(small, folder, outside
     shutil.rmtree(folder)
     OTHERS[case](folder, outside)
     refused(small, folder, READERS, folder.name)
+
+
+def test_a_link_in_the_place_of_a_replaced_checkpoint_is_refused(small, folder):
+    """A reader that finds nothing looks for what a killed replacement has set aside, which is never a link."""
+    elsewhere = folder.parent / "elsewhere"
+    folder.rename(elsewhere)
+    aside = folder.parent / f".old-{folder.name}"
+    elsewhere.rename(aside)
+    load(small, folder)
+    aside.rename(elsewhere)
+    aside.symlink_to(elsewhere)
+    refused(small, folder, [load], "is a link")
 
 
 def test_half_a_manifest_is_refused(small, folder):

@@ -209,6 +209,20 @@ def test_replicas_that_differ_are_found_and_repaired() -> None:
         lambda told: told | {"optimizer": told["optimizer"] | {"step_count": 0.5}},
         lambda told: told | {"loss_scale": {"scale": -1.0, "good_steps": 0}},
         lambda told: told | {"loss_scale": {"scale": 1.0, "good_steps": 0, "policy": None}},
+        lambda told: told | {"loss_scale": {"scale": True, "good_steps": 0}},
+        lambda told: told | {"loss_scale": {"scale": 1.0}},
+        lambda told: told | {"loss_scale": {"scale": 1.0, "good_steps": 10**300}},
+        lambda told: told | {"step_number": True},
+        lambda told: told | {"layout": {}},
+        lambda told: told | {"layout": {"strategy": "DDP", "nodes": 1}},
+        lambda told: told | {"layout": told["layout"] | {"ranks": 0}},
+        lambda told: told | {"layout": told["layout"] | {"ranks": 1.0}},
+        lambda told: told | {"layout": told["layout"] | {"strategy": 3}},
+        lambda told: told | {"layout": told["layout"] | {"experts": 2}},
+        lambda told: told | {"optimizer": told["optimizer"] | {"name": None}},
+        lambda told: told | {"optimizer": told["optimizer"] | {"slots": "exp_avg"}},
+        lambda told: told | {"optimizer": told["optimizer"] | {"more": 1}},
+        lambda told: told | {"second_optimizer": told["optimizer"]},
     ],
 )
 def test_attributes_that_mpizero_cannot_have_written_are_refused_and_change_nothing(change) -> None:
@@ -348,3 +362,55 @@ def test_parameters_alone_do_not_make_a_half_loaded_model_whole(monkeypatch: pyt
             step()
         model.deserialize(good)
         assert model.serialize() == good
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda attributes: attributes.clear(), "mpizero.optimizer, which says of what optimizer, is missing"),
+        (lambda attributes: attributes["mpizero"].update(optimizer=None), "is missing"),
+        (lambda attributes: attributes["mpizero"]["optimizer"]["slots"].pop(), "lacks 'exp_avg_sq', which"),
+        (lambda attributes: attributes["mpizero"]["optimizer"]["slots"].append("third"), "has 'third', which"),
+    ],
+)
+def test_optimizer_state_is_never_left_out_without_a_word(change, message) -> None:
+    """A model with an optimizer takes all the state that is there, or says why not; one without asks for none."""
+    model, _ = sharded("ddp", None, gpt(layers=1), mz.AdamW(lr=1e-2))
+    with model:
+        model.train(*part(None, *tokens(4)))
+        arrays, attributes, trained = (
+            model.checkpoint_arrays(),
+            model.checkpoint_attributes(),
+            model.parameters_sha256(),
+        )
+        change(attributes)
+        data = checkpoint.to_bytes(arrays, attributes)
+        model.train(*part(None, *tokens(4)))
+        after = model.parameters_sha256()
+        with pytest.raises(CheckpointError, match=message):
+            model.deserialize(data)
+        assert model.parameters_sha256() == after
+    with mz.ShardingConfig() as config, mz.DDPModel(gpt(layers=1), config) as plain:
+        plain.deserialize(data)
+        assert plain.parameters_sha256() == trained
+
+
+def test_state_of_other_slots_is_refused() -> None:
+    """Momentum that a run has gathered is not dropped by an optimizer of the same name without one."""
+    model, _ = sharded("ddp", None, gpt(layers=1), mz.SGD(lr=1e-2, momentum=0.9))
+    other, _ = sharded("ddp", None, gpt(layers=1), mz.SGD(lr=1e-2))
+    with model, other:
+        model.train(*part(None, *tokens(4)))
+        with pytest.raises(CheckpointError, match="which the bound optimizer lacks"):
+            other.deserialize(model.serialize())
+
+
+def test_a_manifest_without_the_ranks_of_its_layout_is_an_error_also_where_the_layout_counts(tmp_path) -> None:
+    model, _ = sharded("ddp", None, gpt(layers=1))
+    with model:
+        told = model.checkpoint_attributes()["mpizero"]
+        del told["layout"]["ranks"]
+        checkpoint.write(tmp_path / "c", model.checkpoint_arrays(), {"mpizero": told})
+        for strict in (False, True):
+            with pytest.raises(CheckpointError, match="attribute 'mpizero': layout is .* ranks and nodes"):
+                model.load_model(tmp_path / "c", strict_layout=strict)

@@ -107,8 +107,14 @@ def put(value, *keys):
         (put([], "products"), "products: none of them is linear"),
         (drop("streams", 1, "one", "median"), "streams[1].one.median: missing"),
         (put(-1.0, "products", 0, "every", "most"), "products[0].every.most: expected a number > 0, found -1.0"),
-        (put(math.nan, "products", 0, "every", "most"), "products[0].every.most: expected a number > 0, found nan"),
+        (put(math.nan, "products", 0, "every", "most"), "NaN is not a number"),
         (put(3, "libraries", "numpy"), "libraries.numpy: expected a text, found 3"),
+        (put(1.0, "version"), "a machine file of version 1.0"),
+        (put(True, "version"), "a machine file of version True"),
+        (put(10**308 * 9, "products", 0, "every", "most"), "a number is too large"),
+        (put("\x1b[2J", "host"), "host: expected a text of printable characters, found '\\x1b[2J'"),
+        (put("a\nb", "cpu"), "cpu: expected a text of printable characters"),
+        (put(1, "\x1b[2J"), "\\u001b[2J: unknown"),
     ],
 )
 def test_a_foreign_or_damaged_file_is_an_error_that_names_the_place(measured, tmp_path, change, said):
@@ -125,6 +131,12 @@ def test_a_foreign_or_damaged_file_is_an_error_that_names_the_place(measured, tm
 def test_what_is_no_document_is_no_machine_file(tmp_path, data):
     (tmp_path / "machine.json").write_bytes(data)
     with pytest.raises(DataError, match="no machine file"):
+        read_machine(str(tmp_path / "machine.json"))
+
+
+def test_a_file_without_end_is_no_machine_file(tmp_path):
+    (tmp_path / "machine.json").symlink_to("/dev/zero")
+    with pytest.raises(DataError, match="no machine file: more than 1048576 bytes"):
         read_machine(str(tmp_path / "machine.json"))
 
 

@@ -22,7 +22,7 @@ from mpizero.train.config import (
     difference,
     mathematics,
 )
-from mpizero.train.configfile import Document, parse_config
+from mpizero.train.configfile import Document, parse_config, read_config
 from mpizero.train.layout import ParallelSection
 
 GPT = '[model]\nname = "gpt"\n[data]\ntext = "stdlib"\n'
@@ -418,3 +418,26 @@ def test_layouts_are_compared_with_all_settings_of_training_but_two():
 def test_no_override_makes_anything_but_a_configuration_error(text):
     with suppress(ConfigError):
         parse(GPT, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a = " + "[" * 20_000 + "]" * 20_000, "a = " + "9" * 100_000, "a = " + "{a = " * 20_000 + "1" + "}" * 20_000],
+    ids=["deep lists", "many digits", "deep tables"],
+)
+def test_a_made_up_file_is_not_valid_toml(text):
+    with pytest.raises(ConfigError, match=r"made\.toml: not valid TOML"):
+        parse_config(Document("made.toml", text))
+    with pytest.raises(ConfigError, match=r"not a TOML value|train\.steps"):
+        parse_config(Document("made.toml", GPT, [f"train.steps={text[4:]}"]))
+
+
+def test_a_number_that_no_float_holds_is_named_with_its_key():
+    with pytest.raises(ConfigError, match=r"optimizer\.lr = 10+: must be a finite number"):
+        parse_config(Document("made.toml", GPT + "\n[optimizer]\nlr = 1" + "0" * 400))
+
+
+def test_a_configuration_without_end_is_none(tmp_path):
+    (tmp_path / "config.toml").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="more than 1048576 bytes"):
+        read_config(str(tmp_path / "config.toml"))

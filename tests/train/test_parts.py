@@ -188,3 +188,32 @@ def test_a_benchmark_that_makes_no_sense_is_refused(wrong):
     parameters, strategies, steps = wrong
     with pytest.raises(ConfigError, match="--"):
         MemoryRequest.parse(parameters, strategies, "both", steps)
+
+
+def test_metrics_that_no_run_has_written_are_moved_aside_as_they_are(tmp_path):
+    folder = RunFolder(tmp_path)
+    others = [
+        b'{"step": 1e999}',
+        b'{"step": "2"}',
+        b"[" * 100_000,
+        b"9" * 10_000,
+        b"\xff\x1b[2J",
+        b'{"step": true}',
+        b"[]",
+    ]
+    folder.metrics.write_bytes(b'{"step": 1}\n' + b"\n".join(others) + b"\n")
+    folder.continue_metrics(5)
+    assert folder.metrics.read_bytes() == b'{"step": 1}\n'
+    assert folder.superseded.read_bytes().splitlines() == others
+
+
+def test_a_pipe_in_the_place_of_metrics_is_an_error(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(RunFolderError, match="metrics.jsonl: not a regular file"):
+        RunFolder(tmp_path).continue_metrics(5)
+
+
+def test_a_message_stays_one_line_whatever_it_quotes():
+    stream = io.StringIO()
+    Progress(1, stream=stream).say("run/\x1b[2J\nstep 1/1")
+    assert stream.getvalue() == "mpizero: run/\\u001b[2J\\nstep 1/1\n"

@@ -21,6 +21,7 @@ import numpy as np
 from mpizero.checkpoint.direct import as_bytes
 from mpizero.checkpoint.manifest import canonical_json
 from mpizero.checkpoint.reader import open_regular
+from mpizero.checkpoint.strict import parse
 from mpizero.checkpoint.tools.elements import BFLOAT16, stored_type
 from mpizero.errors import CheckpointError, ConfigError
 from mpizero.types import Array
@@ -72,6 +73,11 @@ def write(
 ) -> None:
     """Write items, and the attributes as metadata; the bytes are those that the library would write. Not collective."""
     entries: dict[str, Any] = {"__metadata__": {METADATA: canonical_json(dict(attributes), "attributes")}}
+    if any(item.name in entries for item in items):
+        raise ConfigError(
+            "array '__metadata__': a safetensors file keeps its metadata under this name, so no array can have it; "
+            "choose the format npz or hdf5, or leave the array out (--pattern)"
+        )
     ordered, end = sorted(items, key=lambda item: (_RANK[item.element], item.name)), 0
     for item in ordered:
         offsets = [end, end := end + item.nbytes]
@@ -194,7 +200,7 @@ def _header_bytes(path: str) -> tuple[bytes, int]:
 
 def _attributes(metadata: Mapping[str, str]) -> dict[str, Any]:
     try:
-        found = json.loads(metadata.get(METADATA, "{}"))
-    except (ValueError, RecursionError):
+        found = parse(metadata.get(METADATA, "{}").encode())
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

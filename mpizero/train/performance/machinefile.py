@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -11,7 +10,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from mpizero.checkpoint.strict import is_number, parse
 from mpizero.errors import DataError
+from mpizero.text import printable
 from mpizero.train.performance.spread import Spread
 
 #: What the file calls itself, and the only version of its form so far.
@@ -253,19 +254,22 @@ def read_machine(path: str) -> Machine:
         The file is missing, foreign, of another version, or damaged; names the file, the place and the reason.
     """
     try:
-        data = Path(path).read_bytes()[: _LIMIT + 1]
+        with Path(path).open("rb") as file:
+            data = file.read(_LIMIT + 1)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}; {_REMEDY}") from None
+    if len(data) > _LIMIT:
+        raise DataError(f"{path}: no machine file: more than {_LIMIT} bytes; {_REMEDY}")
     try:
-        document = json.loads(data) if len(data) <= _LIMIT else None
-    except (ValueError, RecursionError) as error:
+        document = parse(data)
+    except ValueError as error:
         raise DataError(f"{path}: no machine file, or a damaged one: {error}; {_REMEDY}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise DataError(f'{path}: no machine file: expected a JSON object with "format": "{FORMAT}"; {_REMEDY}')
-    if document.get("version") != VERSION:
+    version = document.get("version")
+    if type(version) is not int or version != VERSION:
         raise DataError(
-            f"{path}: a machine file of version {document.get('version')!r}; this mpizero reads version {VERSION}: "
-            f"{_REMEDY}"
+            f"{path}: a machine file of version {version!r:.40}; this mpizero reads version {VERSION}: {_REMEDY}"
         )
     document = {key: value for key, value in document.items() if key not in ("format", "version")}
     try:
@@ -307,7 +311,7 @@ def _record(kind: Any, value: Any, where: str) -> Any:
     hints = get_type_hints(kind)
     known = [field.name for field in fields(kind)]
     if wrong := sorted(set(known) ^ set(table)):
-        raise ValueError(f"{inside}{wrong[0]}: {'missing' if wrong[0] in known else 'unknown'}")
+        raise ValueError(f"{inside}{wrong[0]:.80}: {'missing' if wrong[0] in known else 'unknown'}")
     return kind(**{name: _parsed(hints[name], table[name], inside + name) for name in known})
 
 
@@ -319,19 +323,26 @@ def _of(kind: type[T] | UnionType, value: Any, where: str, expected: str) -> Any
 
 def _whole(value: Any, where: str) -> int:
     if _of(int, value, where, "a whole number >= 0") < 0:
-        raise ValueError(f"{where}: expected a whole number >= 0, found {value}")
+        raise ValueError(f"{where}: expected a whole number >= 0, found {value!r:.40}")
     return int(value)
 
 
+def _text(value: Any, where: str) -> str:
+    text: str = _of(str, value, where, "a text")
+    if printable(text) != text:
+        raise ValueError(f"{where}: expected a text of printable characters, found {text!r:.80}")
+    return text
+
+
 def _number(value: Any, where: str) -> float:
-    if not math.isfinite(_of(int | float, value, where, "a number > 0")) or value <= 0:
-        raise ValueError(f"{where}: expected a number > 0, found {value}")
+    if not is_number(_of(int | float, value, where, "a number > 0")):
+        raise ValueError(f"{where}: expected a number > 0, found {value!r:.40}")
     return float(value)
 
 
 _SCALARS: Mapping[Any, Callable[[Any, str], Any]] = {
     int: _whole,
     float: _number,
-    str: lambda value, where: _of(str, value, where, "a text"),
+    str: _text,
     bool: lambda value, where: _of(bool, value, where, "true or false"),
 }
