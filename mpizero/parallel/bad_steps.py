@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-import zipfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mpizero.checkpoint.regular import read_regular
+from mpizero.checkpoint.strict import is_count, is_number, parse
+from mpizero.checkpoint.tools.npz import NUMBERS, read_arrays
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup import versions
-from mpizero.errors import DataError
+from mpizero.errors import CheckpointError, DataError
 from mpizero.parallel.base import ShardedModelBase
 from mpizero.parallel.report import NonFinite, StepReport
 from mpizero.types import Array
@@ -32,6 +35,7 @@ from mpizero.types import Array
 FORMAT, VERSION = "mpizero bad step", 1
 #: Bytes of a ``step.json`` that is read at all.
 _LIMIT = 16 << 20
+_GRAIN = re.compile(r"grain_[0-9]{5,18}\.npz")
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ def dump_bad_step(
         return None
     with all_ranks(comm):
         for name, value in zip("xy", batch, strict=True):
-            if not isinstance(value, np.ndarray) or value.dtype.hasobject:
+            if not isinstance(value, np.ndarray) or value.dtype.kind not in NUMBERS:
                 kind = getattr(value, "dtype", type(value).__name__)
                 raise DataError(f"{name} is {kind}: only arrays of numbers can be kept for a replay")
     grains, total = _gather(model, batch, indices, report.non_finite)
@@ -179,49 +183,79 @@ def read_bad_step(path: str | os.PathLike[str]) -> BadStep:
     folder = Path(path)
     file = folder / "step.json"
     try:
-        if file.stat().st_size > _LIMIT:
-            raise DataError(f"{file}: more than {_LIMIT} bytes: not a bad step")
-        told = json.loads(file.read_text(encoding="utf-8"))
+        told = parse(read_regular(file, _LIMIT))
     except OSError as error:
         raise DataError(
             f"{folder}: no bad step: {file.name}: {error.strerror}; expected a folder as run/bad_steps/step_00000123"
         ) from None
-    except ValueError:
-        raise DataError(f"{file}: not JSON: damaged, or no bad step") from None
-    if not isinstance(told, dict) or told.get("format") != FORMAT or told.get("version") != VERSION:
+    except CheckpointError as error:
+        raise DataError(f"{error}: no bad step") from None
+    except ValueError as error:
+        raise DataError(f"{file}: damaged, or no bad step: {error}") from None
+    version = told.get("version") if isinstance(told, dict) and told.get("format") == FORMAT else None
+    if type(version) is not int or version != VERSION:
         raise DataError(f"{file}: not a bad step of version {VERSION}")
-    try:
-        names = [str(name) for name in told["grains"]]
-        step = BadStep(
-            step=int(told["step"]),
-            run_step=int(told["run_step"]),
-            seed=int(told["seed"]),
-            loss_scale=float(told["loss_scale"]),
-            micro_batch=int(told["micro_batch"]),
-            global_batch=int(told["global_batch"]),
-            found=tuple(dict(found) for found in told["found"]),
-            libraries=dict(told["libraries"]),
-            about=dict(told["about"]),
-            grains=(),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{file}: incomplete or wrong: {error}") from None
-    if step.micro_batch < 1 or any(Path(name).name != name for name in names):
-        raise DataError(f"{file}: wrong: micro_batch must be > 0, and grains names of files beside it")
-    return replace(step, grains=tuple(_read_grain(folder / name) for name in names))
+    del told["format"], told["version"]
+    if missing := sorted(_FIELDS.keys() - told.keys()):
+        raise DataError(f"{file}: {missing[0]!r} is missing")
+    if unknown := sorted(told.keys() - _FIELDS.keys()):
+        raise DataError(f"{file}: {unknown[0]!r:.80} is unknown; expected {', '.join(_FIELDS)}")
+    for key, (sound, expected) in _FIELDS.items():
+        if not sound(told[key]):
+            raise DataError(f"{file}: {key} is {told[key]!r:.200}: expected {expected}")
+    names, found = told.pop("grains"), tuple(told.pop("found"))
+    return BadStep(**told, found=found, grains=tuple(_read_grain(folder / name) for name in names))
+
+
+def _is_found(value: object) -> bool:
+    """Tell whether a value is what :class:`~mpizero.parallel.report.NonFinite` says of a grain."""
+    return (
+        isinstance(value, dict)
+        and value.keys() == {field.name for field in fields(NonFinite)}
+        and all(isinstance(value[key], str) for key in ("tensor", "message"))
+        and all(is_count(value[key]) for key in ("step", "rank", "start", "stop"))
+    )
+
+
+def _are_names(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and all(isinstance(name, str) and _GRAIN.fullmatch(name) for name in value)
+        and len(set(value)) == len(value)
+    )
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+_WHOLE: tuple[Callable[[object], bool], str] = (is_count, "a whole number >= 0")
+#: What ``step.json`` holds besides format and version: by key a check, and what it expects, for people.
+_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "step": _WHOLE,
+    "run_step": _WHOLE,
+    "seed": (lambda value: type(value) is int and -(2**63) <= value < 2**64, "a whole number of 64 bits"),
+    "loss_scale": (is_number, "a finite number > 0"),
+    "micro_batch": (lambda value: is_count(value, 1), "a whole number > 0"),
+    "global_batch": _WHOLE,
+    "found": (
+        lambda value: isinstance(value, list) and all(map(_is_found, value)),
+        "a list of step, rank, tensor, start, stop and message",
+    ),
+    "libraries": (_are_texts, "texts by name"),
+    "about": (lambda value: isinstance(value, dict), "an object"),
+    "grains": (_are_names, "names of files beside it, as grain_00003.npz, each once"),
+}
 
 
 def _read_grain(file: Path) -> BadGrain:
     try:
-        with zipfile.ZipFile(file) as archive:
-            declared = sum(info.file_size for info in archive.infolist())
-        if declared > file.stat().st_size:
-            raise ValueError(f"declares {declared} bytes, more than the file has")
-        with np.load(file, allow_pickle=False) as held:
-            x, y, samples = held["x"], held["y"], held["samples"]
-            indices = held.get("indices")
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
+        held = read_arrays(file)
+        x, y, samples = held["x"], held["y"], held["samples"]
+    except (OSError, CheckpointError, KeyError) as error:
         raise DataError(f"{file}: not the samples of a grain: {error}") from None
     if samples.ndim != 1 or not len(samples) or not x.ndim or not y.ndim or not len(x) == len(y) == len(samples):
         raise DataError(f"{file}: x, y and samples have shapes {x.shape}, {y.shape} and {samples.shape}")
-    return BadGrain(x, y, samples, indices)
+    if samples.dtype.kind not in "iu" or not 0 <= int(samples.min()) <= int(samples.max()) < 2**63:
+        raise DataError(f"{file}: samples are {samples.dtype}: expected places in the global batch, whole numbers >= 0")
+    return BadGrain(x, y, samples, held.get("indices"))

@@ -48,8 +48,9 @@ class Figures:
 
     @classmethod
     def of(cls, what: str, name: str, values: Any) -> Figures:
-        """Look at an array. Not collective."""
+        """Look at an array; a complex value counts as two numbers. Not collective."""
         flat = np.asarray(values).reshape(-1)
+        flat = flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
         finite = flat if flat.dtype.kind in "iub" else flat[np.isfinite(flat)]
         low, high = (float(finite.min()), float(finite.max())) if finite.size else (np.nan, np.nan)
         norm = float(np.sqrt(np.square(finite, dtype=np.float64).sum()))
@@ -168,8 +169,10 @@ class _Trace:
         return self._lent[unit.index]
 
     def _done(self, unit: Unit) -> None:
-        lent = self._lent.pop(unit.index)
-        if not self.engine.block_model:  # a layer's gradients are looked at as soon as it has given them
+        lent = self._lent.pop(unit.index, None)  # None: a layer has raised, and the units before it end without any
+        if (
+            lent is not None and not self.engine.block_model
+        ):  # a layer's gradients are looked at as soon as it has given them
             for block in reversed(unit.blocks):
                 self.note_gradients(block, lent[block])
 

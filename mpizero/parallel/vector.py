@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from mpizero.checkpoint.tools import npz
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import LayoutError, SharedMemoryError
 from mpizero.parallel.core import ShardedCore
@@ -97,13 +99,15 @@ class ParameterAccess(ShardedCore):
         named = self.named_parameters()
         with all_ranks(self._config.communicator):
             if self.rank == 0:
-                with Path(path).open("wb") as file:
-                    np.savez(file, **named)  # type: ignore[arg-type]
+                npz.write_arrays(path, named)
 
     def import_npz(self, path: str | Path) -> None:
-        """Set all parameters from an ``.npz`` file that every rank can read; nothing in it is unpickled."""
-        with all_ranks(self._config.communicator), np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+        """Set all parameters from an ``.npz`` file that every rank can read; nothing in it is unpickled.
+
+        The file may be compressed; it is refused where its arrays are larger than this model's can be.
+        """
+        with all_ranks(self._config.communicator):
+            arrays = npz.read_arrays(os.path.realpath(path), 16 * self.parameter_count)
         self.load_named(arrays)
 
     def parameters_sha256(self) -> str:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from mpizero import checkpoint
+import numpy as np
+
+from mpizero import checkpoint, nn
+from mpizero.checkpoint.strict import is_count
+from mpizero.checkpoint.table import ARRAY_LIMIT
 from mpizero.errors import ConfigError, DataError
 from mpizero.parallel import BadStep, DDPModel, Replay, ShardingConfig, persistence, read_bad_step, replay_bad_step
 from mpizero.parallel.replay import Figures
 from mpizero.train.builder import make_model
 from mpizero.train.config import Config
 from mpizero.train.configfile import config_of
+from mpizero.train.figures import joined
 from mpizero.train.metrics import finite
 from mpizero.train.resume import Saved
 
@@ -53,7 +60,7 @@ def replay(path: str, chosen: str | None, tell: Callable[[str], object]) -> Foun
     """
     step = read_bad_step(path)
     config = _config_of(step, path)
-    model = make_model(config, step.about.get("widths"))
+    model = _model_of(step, config, path)
     found = chosen or _newest_before(Path(path), step.step, tell)
     with ShardingConfig() as sharding, DDPModel(model, sharding) as placed:
         told = "the start values"
@@ -77,6 +84,29 @@ def _config_of(step: BadStep, path: str) -> Config:
         raise DataError(f"{path}: its configuration is of another version: {error}") from None
 
 
+def _model_of(step: BadStep, config: Config, path: str) -> Any:
+    """Return the model of a bad step; it holds no arrays yet. What no model of ours can be or take is refused."""
+    widths, section = step.about.get("widths"), config.model
+    if widths is not None and not (isinstance(widths, list) and all(is_count(width, 1) for width in widths)):
+        raise DataError(f"{path}: about.widths is {widths!r:.80}: expected two whole numbers > 0")
+    for what, values in ((name, getattr(grain, name)) for grain in step.grains for name in "xy"):
+        if values.dtype.kind == "c":
+            raise DataError(f"{path}: {what} is {values.dtype}: a {section.name} takes real numbers")
+    if section.block_count > ARRAY_LIMIT:
+        raise DataError(f"{path}: its model has {section.block_count} blocks, at most {ARRAY_LIMIT} are allowed")
+    model = make_model(config, widths)
+    for grain in step.grains:
+        if grain.x.shape[1:] != model.sample_shape:
+            raise DataError(
+                f"{path}: its samples have shape {grain.x.shape[1:]} each, "
+                f"its {section.name} takes {model.sample_shape}"
+            )
+    size = np.dtype(model.dtype).itemsize * sum(prod(spec.shape) for spec in nn.model_specs(model))
+    if size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+        raise DataError(f"{path}: its model has {size} bytes of parameters, this machine has {memory} of memory")
+    return model
+
+
 def _newest_before(path: Path, step: int, tell: Callable[[str], object]) -> str | None:
     """Return the newest sound checkpoint of the run, of a step before ``step``."""
     root = path.absolute().parent.parent
@@ -92,17 +122,10 @@ def report(found: Found) -> str:
     """Return what was found for people. Not collective."""
     step = found.step
     lines = [f"step {step.step}, skipped in training; parameters here: {found.parameters}"]
-    lines += [
-        f"in training: {told.get('message')}, samples {told.get('start')} to {_last(told)}" for told in step.found
-    ]
+    lines += [f"in training: {told['message']}, samples {told['start']} to {told['stop'] - 1}" for told in step.found]
     for replay_ in found.replays:
         lines += ["", *_of_samples(replay_)]
-    return "\n".join(lines)
-
-
-def _last(told: dict[str, Any]) -> Any:
-    stop = told.get("stop")
-    return stop - 1 if isinstance(stop, int) else stop
+    return joined(lines)
 
 
 def _of_samples(replay_: Replay) -> list[str]:

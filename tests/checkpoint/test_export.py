@@ -256,3 +256,31 @@ def test_without_the_library_the_error_tells_how_to_get_it(opened_small, tmp_pat
     with pytest.raises(ConfigError, match=r"pip install 'mpizero\[safetensors\]'"):
         tools.export(opened_small, tmp_path / "out", "safetensors")
     assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("format", tools.FORMATS)
+@pytest.mark.parametrize("name", ["file", "args", "allow_pickle", "x.npy", "__metadata__", "attributes"])
+def test_an_array_may_have_the_name_of_something_of_the_format(tmp_path, format, name):
+    """Every name comes back; or the error says that the format has no room for it, and nothing is written."""
+    if format == "safetensors":
+        pytest.importorskip("safetensors")
+    values = np.arange(3, dtype=np.float32)
+    arrays = [checkpoint.LocalArray(f"parameters/{n}", (3,), values.dtype, ((0, values),)) for n in ("a", name)]
+    checkpoint.write(tmp_path / "c", arrays, {})
+    out = tmp_path / f"out.{format}"
+    with checkpoint.open_checkpoint(tmp_path / "c") as reader:
+        if (format, name) == ("safetensors", "__metadata__"):
+            with pytest.raises(ConfigError, match="'__metadata__': a safetensors file keeps its metadata under this"):
+                tools.export(reader, out, format)
+            assert not out.exists()
+            return
+        tools.export(reader, out, format)
+    if format == "npz":
+        with np.load(out) as found:
+            assert {key: found[key].tolist() for key in found.files} == {"a": [0, 1, 2], name: [0, 1, 2]}
+    elif format == "hdf5":
+        with h5py.File(out) as found:
+            assert sorted(found) == sorted(["a", name])
+    else:
+        with tools.TensorFile(out) as found:
+            assert sorted(found.tensors) == sorted(["a", name])

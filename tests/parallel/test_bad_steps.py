@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import random
+import socket
+import tracemalloc
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -213,9 +219,189 @@ def test_damaged_files_are_named(dump: Path, tmp_path: Path) -> None:
     for wrong, message in (
         ("{", "not JSON"),
         ("[]", "not a bad step of version 1"),
-        (text.replace('"seed"', '"need"'), "incomplete or wrong: 'seed'"),
+        (text.replace('"seed"', '"need"'), "'seed' is missing"),
         (text.replace("grain_00001.npz", "../../x.npz"), "names of files beside it"),
     ):
         step.write_text(wrong)
         with pytest.raises(DataError, match=message):
             read_bad_step(dump)
+
+
+def described(dump: Path, **changes: Any) -> bytes:
+    return json.dumps(json.loads((dump / "step.json").read_text()) | changes).encode()
+
+
+STEPS: dict[str, Any] = {
+    "deep": lambda d: b'{"about":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "deep about": lambda d: described(d, about={"config": json.loads("[" * 60 + "]" * 60)}),
+    "not a number": lambda d: described(d).replace(b'"seed": ', b'"seed": NaN, "more": '),
+    "one key twice": lambda d: described(d).replace(b'"seed": ', b'"seed": 1, "seed": '),
+    "a number of many digits": lambda d: described(d).replace(b'"seed": ', b'"seed": ' + b"9" * 100_000),
+    "version 1.0": lambda d: described(d, version=1.0),
+    "version true": lambda d: described(d, version=True),
+    "a key more": lambda d: described(d, code="import os"),
+    "a step of text": lambda d: described(d, step="1"),
+    "a negative step": lambda d: described(d, run_step=-1),
+    "a huge seed": lambda d: described(d, seed=2**200),
+    "a loss scale that no float holds": lambda d: described(d).replace(
+        b'"loss_scale": ', b'"loss_scale": 1' + b"0" * 400 + b', "more": '
+    ),
+    "no micro-batch": lambda d: described(d, micro_batch=0),
+    "half a micro-batch": lambda d: described(d, micro_batch=1.5),
+    "what was found, as text": lambda d: described(d, found="ab"),
+    "nothing about what was found": lambda d: described(d, found=[{}]),
+    "libraries of numbers": lambda d: described(d, libraries={"numpy": 2}),
+    "upwards": lambda d: described(d, grains=["../grain_00001.npz"]),
+    "absolute": lambda d: described(d, grains=["/etc/passwd"]),
+    "a grain a thousand times": lambda d: described(d, grains=["grain_00001.npz"] * 1000),
+    "not text": lambda d: b"\xff\xfe",
+    "half": lambda d: described(d)[:100],
+    "tens of megabytes": lambda d: described(d, about={"x": "y" * (17 << 20)}),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_a_made_up_description_of_a_step_is_refused(dump: Path, case: str) -> None:
+    (dump / "step.json").write_bytes(STEPS[case](dump))
+    with pytest.raises(DataError, match="step.json") as caught:
+        read_bad_step(dump)
+    assert len(str(caught.value)) < 1000
+    assert str(caught.value).isprintable()
+
+
+def npy(descr: Any, shape: Any, data: bytes, version: tuple[int, int] = (1, 0)) -> bytes:
+    header = repr({"descr": descr, "fortran_order": False, "shape": shape}).ljust(117).encode() + b"\n"
+    return b"\x93NUMPY" + bytes(version) + len(header).to_bytes(2, "little") + header + data
+
+
+def grain(path: Path, **members: Any) -> None:
+    """Write a grain, some members of which are other bytes, or missing."""
+    sound = {
+        "x": npy("<f4", (2, 6), bytes(48)),
+        "y": npy("<i8", (2,), bytes(16)),
+        "samples": npy("<i8", (2,), bytes(16)),
+    }
+    with zipfile.ZipFile(path, "w", members.pop("method", zipfile.ZIP_STORED)) as archive:
+        for name, data in (sound | members).items():
+            if data is not None:
+                archive.writestr(f"{name}.npy", data)
+
+
+GRAINS: dict[str, Any] = {
+    "a petabyte": {"x": npy("<f4", (2, 2**47), b"")},
+    "a product of sizes past 64 bits": {"x": npy("<f4", (2**40, 2**40), b"")},
+    "a negative size": {"x": npy("<f4", (-2, 6), b"")},
+    "objects": {"x": npy("|O", (2,), b"cos\nsystem\n(S'true'\ntR.")},
+    "text": {"x": npy("<U3", (2,), bytes(24))},
+    "records": {"x": npy([("a", "<f4")], (2,), bytes(8))},
+    "dates": {"x": npy("<M8[s]", (2,), bytes(16))},
+    "huge elements": {"x": npy("|V1000000000", (2,), bytes(16))},
+    "an expression": {"x": npy("<f4", "__import__('os')", b"")},
+    "another version": {"x": npy("<f4", (2, 6), bytes(48), (3, 0))},
+    "no array": {"x": b"import os"},
+    "less data": {"x": npy("<f4", (2, 6), bytes(40))},
+    "more data": {"x": npy("<f4", (2, 6), bytes(56))},
+    "a bomb": {"x": npy("<f4", (2, 2**24), bytes(2**27)), "method": zipfile.ZIP_DEFLATED},
+    "no samples": {"samples": None},
+    "other numbers of samples": {"y": npy("<i8", (1,), bytes(8))},
+    "fractions of samples": {"samples": npy("<f8", (2,), bytes(16))},
+    "complex samples": {"samples": npy("<c8", (2,), bytes(16))},
+    "negative samples": {"samples": npy("<i8", (2,), b"\xff" * 16)},
+    "scalars": {name: npy("<f4", (), bytes(4)) for name in ("x", "y", "samples")},
+}
+
+
+@pytest.mark.parametrize("case", GRAINS)
+def test_made_up_samples_are_refused_before_memory_is_taken(dump: Path, case: str) -> None:
+    grain(dump / "grain_00001.npz")
+    assert len(read_bad_step(dump).grains[0].x) == 2
+    grain(dump / "grain_00001.npz", **GRAINS[case])
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="grain_00001.npz") as caught:
+            read_bad_step(dump)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["step.json", "grain_00001.npz"])
+@pytest.mark.parametrize("other", ["pipe", "link", "link to a device", "folder", "socket", "empty"])
+def test_something_else_in_place_of_a_file_of_a_step_is_refused_at_once(dump: Path, name: str, other: str) -> None:
+    path, elsewhere = dump / name, dump.parent / "elsewhere"
+    path.rename(elsewhere)
+    if other == "pipe":
+        os.mkfifo(path)
+    elif other == "folder":
+        path.mkdir()
+    elif other == "empty":
+        path.touch()
+    elif other == "socket":
+        with socket.socket(socket.AF_UNIX) as listener, contextlib.chdir(dump):
+            listener.bind(name)
+    else:
+        path.symlink_to(elsewhere if other == "link" else "/dev/zero")
+    with pytest.raises(DataError, match=name):
+        read_bad_step(dump)
+
+
+def changed_at_random(data: bytes, draw: random.Random) -> bytes:
+    for _ in range(draw.randrange(1, 4)):
+        start = draw.randrange(len(data))
+        other = draw.choice(
+            [b"", b"0", b"-", b'"', b"[", b"}", b"e9", b"\xff", b"\x00" * 4, b"\xff" * 8, draw.randbytes(3)]
+        )
+        data = data[:start] + other + data[start + draw.randrange(2 * len(other) + 2) :]
+    return data
+
+
+@pytest.mark.parametrize("name", ["step.json", "grain_00001.npz"])
+def test_a_step_changed_at_random_is_read_or_refused(dump: Path, name: str) -> None:
+    draw, whole = random.Random(7), (dump / name).read_bytes()
+    refusals = []
+    for _ in range(400):
+        (dump / name).write_bytes(changed_at_random(whole, draw))
+        try:
+            read_bad_step(dump)
+        except DataError as error:
+            refusals.append(str(error))
+    assert len(refusals) > 200
+    assert all(told.isprintable() and len(told) < 1000 for told in refusals)
+
+
+# ---------------------------------------------------------------------- errors of layers
+
+
+@pytest.mark.parametrize("at", ["forward", "backward"])
+def test_the_error_of_a_layer_comes_out_of_a_replay_as_itself(tmp_path: Path, at: str, monkeypatch: Any) -> None:
+    x, y = bad_points(4, 2)
+    model, _ = sharded("zero2", None, micro_batch=2)
+    with model:
+        path = dumped(tmp_path, model, x, y)
+
+        def broken(*arguments: Any) -> Any:
+            raise ZeroDivisionError(f"{at} of a layer")
+
+        monkeypatch.setattr(mz.nn.Linear, at, broken)
+        with pytest.raises(ZeroDivisionError, match=f"{at} of a layer"):
+            mz.replay_bad_step(path, model)
+
+
+def test_samples_that_the_model_does_not_take_are_named_by_the_layer(dump: Path) -> None:
+    grain(dump / "grain_00001.npz", x=npy("<f4", (2, 5), bytes(40)))
+    model, _ = sharded("ddp", None, micro_batch=2)
+    with model, pytest.raises(DataError, match=r"takes 6 features.* shape \(2, 5\)"):
+        mz.replay_bad_step(dump, model)
+
+
+def test_complex_samples_of_a_black_box_are_looked_at_as_two_numbers_each(tmp_path: Path) -> None:
+    def loss_and_grad(p: Mapping[str, Any], batch: tuple[Any, Any]) -> tuple[float, dict[str, Any], float]:
+        return float(np.abs(batch[0]).sum()), {"w": np.full(3, np.nan)}, float(len(batch[0]))
+
+    model, _ = sharded("zero1", None, mz.FunctionModel({"w": np.ones(3)}, loss_and_grad), micro_batch=1)
+    with model:
+        x = np.array([[1 + 2j, complex(np.inf, 0)]])
+        (replay,) = mz.replay_bad_step(dumped(tmp_path, model, x, x.real), model)
+    given = next(figures for figures in replay.figures if figures.what == "input")
+    assert (given.minimum, given.maximum, given.not_finite, given.size) == (0.0, 2.0, 1, 4)

@@ -639,3 +639,19 @@ def test_another_model_or_optimizer_is_refused_before_anything_changes(tmp_path:
         with other:
             other.train(*points(4, seed=1))
             check_intact(other, lambda m=other: m.load_model(tmp_path / "saved"), told)
+
+
+@pytest.mark.parametrize("name", ["file", "args", "kwds", "allow_pickle", "x.npy"])
+def test_a_parameter_may_have_any_name_in_an_npz_file(name: str, tmp_path: Path) -> None:
+    """Names of NumPy's own arguments too."""
+    wrapped = mz.FunctionModel({name: np.arange(3.0)}, lambda p, batch: (0.0, {name: np.zeros(3)}, 1.0))
+    with mz.ShardingConfig() as config, mz.DDPModel(wrapped, config) as model:
+        model.export_npz(tmp_path / "w.npz")
+        with np.load(tmp_path / "w.npz") as found:
+            assert found[name].tolist() == [0.0, 1.0, 2.0]
+        model.set_parameters(np.zeros(3))
+        model.import_npz(tmp_path / "w.npz")
+        assert model.get_parameters().tolist() == [0.0, 1.0, 2.0]
+        np.savez(tmp_path / "huge.npz", w=np.zeros(10**6))
+        with pytest.raises(CheckpointError, match="huge.npz: not a sound .npz file of numbers: declares 8000128 bytes"):
+            model.import_npz(tmp_path / "huge.npz")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.comm import InMemoryCommunicator
-from mpizero.errors import IntegrityError, NonFiniteError
+from mpizero.errors import DataError, IntegrityError, NonFiniteError
 from mpizero.parallel import read_bad_step
 from mpizero.parallel.engine import Engine
 from mpizero.train.cli import main
@@ -99,6 +100,83 @@ def test_replay_without_a_checkpoint_takes_the_start_values(data, alone, capsys)
     dump.rename(moved)
     assert main(["replay", str(moved)]) == 0
     assert "the start values" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def one_bad_step(tmp_path_factory):
+    """A run's bad step."""
+    folder = tmp_path_factory.mktemp("bad")
+    x = np.ones((8, 3), np.float32)
+    x[7] = np.inf
+    np.save(folder / "x.npy", x)
+    np.save(folder / "y.npy", np.arange(8) % 2)
+    with InMemoryCommunicator.group(1)[0] as comm:
+        train(configuration(folder, steps=1), comm)
+    return next((folder / "run" / "bad_steps").iterdir())
+
+
+def put(step, value, *keys):
+    for key in keys[:-1]:
+        step = step[key]
+    step[keys[-1]] = value
+
+
+ABOUT = {
+    "wide": ([3, 10**12], ("widths",), "bytes of parameters, this machine has"),
+    "wide features": ([10**9, 2], ("widths",), r"shape \(3,\) each, its mlp takes \(1000000000,\)"),
+    "negative widths": ([-3, 2], ("widths",), "about.widths is .*expected two whole numbers > 0"),
+    "true as width": ([True, 2], ("widths",), "about.widths is .*expected two whole numbers > 0"),
+    "fractional width": ([3.0, 2], ("widths",), "about.widths is .*expected two whole numbers > 0"),
+    "one width": ([3], ("widths",), "an mlp takes features and outputs"),
+    "widths as text": ("33", ("widths",), "about.widths is .*expected two whole numbers > 0"),
+    "wide layers": ([10**6] * 3, ("config", "model", "hidden"), "bytes of parameters, this machine has"),
+    "many layers": ([1] * 100_000, ("config", "model", "hidden"), "100001 blocks, at most 65536"),
+    "many transformer blocks": (
+        {"name": "gpt", "layers": 10**9},
+        ("config", "model"),
+        "of another version|blocks, at most 65536",
+    ),
+    "a learning rate that no float holds": (10**308 * 9, ("config", "optimizer", "lr"), "number"),
+    "other features": ([5, 2], ("widths",), r"shape \(3,\) each, its mlp takes \(5,\)"),
+    "fewer classes": ([3, 1], ("widths",), "target 1 is not below"),
+    "a section of text": ("x", ("config", "model"), "of another version"),
+    "no configuration": (None, ("config",), "of another version"),
+    "a setting with an escape": (1, ("config", "model", "\x1b[2J"), "of another version"),
+}
+
+
+@pytest.mark.parametrize("case", ABOUT)
+def test_a_bad_step_of_an_impossible_model_is_refused_before_memory_is_taken(one_bad_step, tmp_path, case):
+    value, keys, message = ABOUT[case]
+    path = shutil.copytree(one_bad_step, tmp_path / one_bad_step.name)
+    told = json.loads((path / "step.json").read_text())
+    put(told["about"], value, *keys)
+    (path / "step.json").write_text(json.dumps(told))
+    with pytest.raises(DataError, match=message) as caught:
+        main(["replay", str(path)])
+    assert str(caught.value).isprintable()
+
+
+def test_complex_samples_are_refused_by_a_model_of_real_numbers(one_bad_step, tmp_path):
+    path = shutil.copytree(one_bad_step, tmp_path / one_bad_step.name)
+    (name,) = json.loads((path / "step.json").read_text())["grains"]
+    with np.load(path / name) as held:
+        arrays = dict(held)
+    np.savez(path / name, **(arrays | {"x": arrays["x"].astype(np.complex64)}))
+    with pytest.raises(DataError, match="x is complex64: a mlp takes real numbers"):
+        main(["replay", str(path)])
+
+
+def test_what_a_replay_quotes_cannot_move_the_cursor(one_bad_step, tmp_path, capsys):
+    path = shutil.copytree(one_bad_step, tmp_path / one_bad_step.name)
+    told = json.loads((path / "step.json").read_text())
+    told["found"][0]["message"] = "\x1b[2J\nstep 9, all is well \ud800"
+    (path / "step.json").write_text(json.dumps(told))
+    for flags in ([], ["--json"]):
+        assert main(["replay", str(path), *flags]) == 0
+        out = capsys.readouterr().out
+        assert out.replace("\n", "").isprintable()
+        assert "\\u001b[2J\\nstep 9, all is well \\ud800" in out
 
 
 def test_a_run_keeps_few_bad_steps_and_ends_after_five_in_a_row(data, alone, capsys):

@@ -1,17 +1,34 @@
-"""NumPy's ``.npz``: a zip archive, uncompressed, with one ``.npy`` for each array."""
+"""NumPy's ``.npz``: a zip archive with one ``.npy`` for each array.
+
+[Note: why not NumPy's own] ``numpy.savez`` takes names as keyword arguments, and has keywords of its own: an array
+called ``file`` cannot be written. ``numpy.load`` allocates what a header asks for before it looks at the data.
+"""
 
 from __future__ import annotations
 
+import os
+import struct
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import IO, Any
 
 import numpy as np
 
 from mpizero.checkpoint.direct import as_bytes
+from mpizero.checkpoint.reader import open_regular
+from mpizero.errors import CheckpointError
 from mpizero.types import Array
 
+#: Kinds of elements that are numbers: booleans, integers, floating point, complex.
+NUMBERS = "biufc"
+_PIECE = 1 << 22
 _NO_DATE = (1980, 1, 1, 0, 0, 0)  # the same arrays give the same bytes
+_HEADERS: Mapping[tuple[int, int], Callable[[IO[bytes]], tuple[tuple[int, ...], bool, np.dtype[Any]]]] = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 
 def write(
@@ -20,9 +37,89 @@ def write(
     """Write items; the format has no place for attributes. Not collective."""
     with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for item in items:
-            header = {"descr": item.dtype.str, "fortran_order": False, "shape": item.shape}
-            entry = zipfile.ZipInfo(f"{item.name}.npy", _NO_DATE)
-            with archive.open(entry, "w", force_zip64=True) as member:
-                np.lib.format.write_array_header_1_0(member, header)
-                for part in values(item):
-                    member.write(as_bytes(part))
+            _write_entry(archive, item.name, item.shape, item.dtype, values(item))
+
+
+def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> None:
+    """Write arrays by name into a file, in place of what was there. Not collective."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        for name, array in arrays.items():
+            _write_entry(archive, name, array.shape, array.dtype, [np.ascontiguousarray(array).reshape(-1)])
+
+
+def _write_entry(
+    archive: zipfile.ZipFile, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], parts: Iterable[Array]
+) -> None:
+    header = {"descr": dtype.str, "fortran_order": False, "shape": shape}
+    with archive.open(zipfile.ZipInfo(f"{name}.npy", _NO_DATE), "w", force_zip64=True) as member:
+        np.lib.format.write_array_header_1_0(member, header)
+        for part in parts:
+            member.write(as_bytes(part))
+
+
+def read_arrays(path: str | os.PathLike[str], limit: int | None = None) -> dict[str, Array]:
+    """Return the arrays of numbers in a regular file, by name, in native byte order. Not collective.
+
+    Nothing is unpickled, and no memory is taken before it is known that the file has the bytes for it.
+
+    Parameters
+    ----------
+    path : path
+        The file; no link is followed.
+    limit : int, optional
+        Bytes of all arrays at most (default: those of the file, which is enough for one that is not compressed).
+
+    Raises
+    ------
+    CheckpointError
+        Naming the file and what is wrong.
+    OSError
+        The file cannot be opened or read.
+    """
+    name = os.fspath(path)
+    with os.fdopen(open_regular(name), "rb") as file:
+        room = os.fstat(file.fileno()).st_size if limit is None else limit
+        try:
+            with zipfile.ZipFile(file) as archive:
+                entries = [info for info in archive.infolist() if info.filename.endswith(".npy")]
+                if (size := sum(info.file_size for info in entries)) > room + 4096 * len(entries):
+                    raise ValueError(f"declares {size} bytes of arrays, at most {room} are plausible")
+                return {info.filename.removesuffix(".npy"): _read_entry(archive, info) for info in entries}
+        except (
+            ValueError,
+            TypeError,
+            EOFError,
+            MemoryError,
+            OverflowError,
+            RecursionError,
+            NotImplementedError,
+            RuntimeError,
+            struct.error,
+            zipfile.BadZipFile,
+            zlib.error,
+        ) as error:
+            raise CheckpointError(f"{name}: not a sound .npz file of numbers: {error!s:.300}") from None
+
+
+def _read_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
+    with archive.open(info) as member:
+        version = np.lib.format.read_magic(member)
+        if version not in _HEADERS:
+            raise ValueError(f"{info.filename!r:.80}: version {version} of .npy")
+        shape, by_columns, dtype = _HEADERS[version](member)
+        where = f"{info.filename!r:.80}: {dtype!s:.80} of shape {shape!r:.80}"
+        if dtype.kind not in NUMBERS or any(size < 0 for size in shape) or len(shape) > 32:
+            raise ValueError(f"{where}: not an array of numbers")
+        if prod(shape) * dtype.itemsize != info.file_size - member.tell():
+            raise ValueError(f"{where}: it has {info.file_size - member.tell()} bytes")
+        values = np.empty(prod(shape), dtype)
+        view, done = as_bytes(values), 0
+        while part := member.read(min(_PIECE, len(view) - done) or 1):  # the last read compares the checksum
+            if done == len(view):
+                raise ValueError(f"{where}: it has more bytes than that")
+            view[done : done + len(part)] = part
+            done += len(part)
+        if done < len(view):
+            raise ValueError(f"{where}: it has {done} bytes")
+    native = values.astype(dtype.newbyteorder("="), copy=False)
+    return native.reshape(shape, order="F" if by_columns else "C")
