@@ -13,6 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpizero.comm import guard
+from mpizero.comm.checks import TAG_LIMIT
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.contract import first_mismatch
 from mpizero.comm.debug import VerifiedRequest, Verifier
@@ -24,8 +25,11 @@ from mpizero.errors import CollectiveError, CollectiveMismatch, ExitStatus, Mpiz
 from mpizero.layout import Span
 from mpizero.types import Array
 
-#: Largest number of elements handed to MPI in one message; larger buffers are cut.
-MESSAGE_LIMIT = 2**31 - 1
+#: Most bytes handed to MPI in one message; what is longer travels in pieces. Open MPI 4 counts what has arrived in 32
+#: bits, and so do the displacements of MPI before 4.
+MESSAGE_LIMIT = 1 << 30
+#: The tag of pieces of blocks, above those of :data:`mpizero.comm.checks.TAG_LIMIT`.
+_PIECES = TAG_LIMIT + 1
 #: Objects whose pickle is shorter than this travel in one collective instead of two.
 OBJECT_SLOT = 512
 #: From so many bytes on, blocks that all gather are sent directly. MPICH passes long ones round a ring in pieces of
@@ -65,7 +69,7 @@ class MpiCommunicator(Communicator):
     """A communicator of our own, split off the one it is made from.
 
     Collective over ``comm``, an mpi4py intracommunicator. The first one of a process installs the guard that ends all
-    ranks when one fails. Buffers of more than ``limit`` elements are cut into several messages.
+    ranks when one fails. What is longer than ``limit`` bytes, of any operation, is cut into several messages.
     """
 
     _native_errors = (MPI.Exception, BufferError, OverflowError)
@@ -171,28 +175,26 @@ class MpiCommunicator(Communicator):
         return MpiRequest(self, [self._comm.Ibcast(_spec(p), root) for p in self._pieces(buffer)], buffer)
 
     def _allgather(self, send: Array, recv: Array) -> None:
-        if recv.size > self._limit:
-            self._gather_blocks(self._alltoallw, send, recv, [send.size] * self.size)
+        if recv.nbytes > self._limit:
+            self._exchange(*self._to_all(send, recv, [send.size] * self.size))
         else:
             self._comm.Allgather(_spec(send), [recv, send.size, _TYPES[recv.dtype.char]])
 
     def _iallgather(self, send: Array, recv: Array) -> Request:
-        if recv.size > self._limit:
-            request = self._gather_blocks(self._comm.Ialltoallw, send, recv, [send.size] * self.size)
-            return MpiRequest(self, [request], (send, recv))
+        if recv.nbytes > self._limit:
+            return self._start(*self._to_all(send, recv, [send.size] * self.size))
         request = self._comm.Iallgather(_spec(send), [recv, send.size, _TYPES[recv.dtype.char]])
         return MpiRequest(self, [request], (send, recv))
 
     def _allgatherv(self, send: Array, recv: Array, counts: Sequence[int]) -> None:
-        if recv.size > self._limit or recv.nbytes >= GATHER_DIRECTLY:
-            self._gather_blocks(self._alltoallw, send, recv, counts)
+        if recv.nbytes >= min(GATHER_DIRECTLY, self._limit):
+            self._exchange(*self._to_all(send, recv, counts))
         else:
             self._comm.Allgatherv(_spec(send), [recv, counts, None, _TYPES[recv.dtype.char]])
 
     def _iallgatherv(self, send: Array, recv: Array, counts: Sequence[int]) -> Request:
-        if recv.size > self._limit or recv.nbytes >= GATHER_DIRECTLY:
-            request = self._gather_blocks(self._comm.Ialltoallw, send, recv, counts)
-            return MpiRequest(self, [request], (send, recv))
+        if recv.nbytes >= min(GATHER_DIRECTLY, self._limit):
+            return self._start(*self._to_all(send, recv, counts))
         request = self._comm.Iallgatherv(_spec(send), [recv, counts, None, _TYPES[recv.dtype.char]])
         return MpiRequest(self, [request], (send, recv))
 
@@ -204,20 +206,18 @@ class MpiCommunicator(Communicator):
         leaves = send if send.size else np.empty(0, send.dtype)
         starts = [span.start - base if count else 0 for span, count in zip(spans, counts, strict=True)]
         sizes = [0 if rank == self.rank else send.size for rank in range(self.size)]
-        request = self._blocks(self._comm.Ialltoallw, (leaves, sizes, [0] * self.size), (arrives, counts, starts))
-        return MpiRequest(self, [request], (send, leaves, arrives))
+        return self._start((leaves, sizes, [0] * self.size), (arrives, counts, starts))
 
     def _alltoallv(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> None:
         starts, others = _starts(send_counts), _starts(recv_counts)
-        self._blocks(self._alltoallw, (send, send_counts, starts), (recv, recv_counts, others))
+        self._exchange((send, send_counts, starts), (recv, recv_counts, others))
 
     def _ialltoallv(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Request:
         starts, others = _starts(send_counts), _starts(recv_counts)
-        request = self._blocks(self._comm.Ialltoallw, (send, send_counts, starts), (recv, recv_counts, others))
-        return MpiRequest(self, [request], (send, recv))
+        return self._start((send, send_counts, starts), (recv, recv_counts, others))
 
     def _reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> None:
-        if send.size <= self._limit:
+        if send.nbytes <= self._limit:
             self._comm.Reduce_scatter(_spec(send), _spec(recv), counts, MPI.SUM)
             return
         flat, own, start = send.reshape(-1), list(self._pieces(recv)), 0
@@ -319,46 +319,67 @@ class MpiCommunicator(Communicator):
     # ------------------------------------------------------------------ large buffers
 
     def _pieces(self, buffer: Array) -> Sequence[Array]:
-        """Cut ``buffer`` into flat pieces of at most ``limit`` elements, at least one; the same on every rank."""
-        if buffer.size <= self._limit:
+        """Cut ``buffer`` into flat pieces of at most ``limit`` bytes, at least one; the same on every rank."""
+        if buffer.nbytes <= self._limit:
             return (buffer,)
-        flat = buffer.reshape(-1)
-        return [flat[i : i + self._limit] for i in range(0, flat.size, self._limit)]
+        flat, length = buffer.reshape(-1), self._length(buffer)
+        return [flat[i : i + length] for i in range(0, flat.size, length)]
 
-    def _gather_blocks(self, exchange: Callable[..., Any], send: Array, recv: Array, counts: Sequence[int]) -> Any:
-        """Send the whole of ``send`` to every rank, where :meth:`_blocks` can lift MPI's 32-bit displacements."""
-        return self._blocks(exchange, (send, [send.size] * self.size, [0] * self.size), (recv, counts, _starts(counts)))
+    def _length(self, buffer: Array) -> int:
+        """Return the elements of one message."""
+        return max(1, self._limit // buffer.itemsize)
 
-    def _blocks(self, exchange: Callable[..., Any], send: _Blocks, recv: _Blocks) -> Any:
-        """Call ``exchange`` (an Alltoallw) on blocks at any distance.
+    def _to_all(self, send: Array, recv: Array, counts: Sequence[int]) -> tuple[_Blocks, _Blocks]:
+        """Return the blocks of an exchange in which every rank gets the whole of ``send``."""
+        return (send, [send.size] * self.size, [0] * self.size), (recv, counts, _starts(counts))
+
+    def _start(self, send: _Blocks, recv: _Blocks) -> Request:
+        return MpiRequest(self, self._blocks(self._comm.Ialltoallw, send, recv), (send, recv))
+
+    def _exchange(self, send: _Blocks, recv: _Blocks) -> None:
+        for request in self._blocks(self._comm.Ialltoallw if WAITS_FASTER else self._comm.Alltoallw, send, recv):
+            request.Wait()
+
+    def _blocks(self, exchange: Callable[..., Any], send: _Blocks, recv: _Blocks) -> list[MPI.Request]:
+        """Call ``exchange``, an Alltoallw or its start, on blocks of any length at any distance; return what goes on.
 
         [Note: why Alltoallw] Displacements before MPI 4 are 32-bit, and one rank cannot see whether another's total
-        passes that. Alltoallw takes a type per peer, so a rank describes far or long blocks by derived types on its
-        own, inside the same collective; for small buffers it is as fast as Alltoallv (measured, MPICH, 2-8 ranks).
+        passes that. Alltoallw takes a type per peer, so a rank describes far blocks by derived types on its own, inside
+        the same collective; for small buffers it is as fast as Alltoallv (measured, MPICH, 2-8 ranks).
+
+        [Note: long blocks] Only the two ranks of a block know how long it is, so what is longer than a message goes on
+        from one to the other: the first piece in the collective, the others by themselves.
         """
         derived: list[MPI.Datatype] = []
+        rest = self._rest(self._comm.Irecv, recv) + self._rest(self._comm.Isend, send)
         try:
-            return exchange(self._plan(*send, derived), self._plan(*recv, derived))
+            begun = exchange(self._plan(*send, derived), self._plan(*recv, derived))
         finally:
             for datatype in derived:
                 datatype.Free()
+        return rest if begun is None else [*rest, begun]
 
-    def _alltoallw(self, send: list[Any], recv: list[Any]) -> None:
-        if WAITS_FASTER:
-            self._comm.Ialltoallw(send, recv).Wait()
-        else:
-            self._comm.Alltoallw(send, recv)
+    def _rest(self, start: Callable[..., MPI.Request], blocks: _Blocks) -> list[MPI.Request]:
+        """Start the messages of what is longer than one, of every block."""
+        array, counts, starts = blocks
+        length = self._length(array)
+        if max(counts) <= length:
+            return []
+        flat, requests = array.reshape(-1), []
+        for peer, (count, begin) in enumerate(zip(counts, starts, strict=True)):
+            stop = begin + count
+            pieces = (flat[i : min(i + length, stop)] for i in range(begin + length, stop, length))
+            requests += [start(_spec(piece), peer, _PIECES) for piece in pieces]
+        return requests
 
     def _plan(
         self, array: Array, counts: Sequence[int], starts: Sequence[int], derived: list[MPI.Datatype]
     ) -> list[Any]:
-        base, width = _TYPES[array.dtype.char], array.itemsize
+        base, width, length = _TYPES[array.dtype.char], array.itemsize, self._length(array)
         if array.nbytes <= self._limit:
             return [array, (counts, [s * width for s in starts]), [base] * self.size]
         types = []
         for count, start in zip(counts, starts, strict=True):
-            cuts = range(0, count, self._limit)
-            lengths, places = [min(self._limit, count - i) for i in cuts], [(start + i) * width for i in cuts]
-            derived.append(base.Create_hindexed(lengths, places).Commit())
+            derived.append(base.Create_hindexed([min(count, length)], [start * width]).Commit())
             types.append(derived[-1])
         return [array, ([1] * self.size, [0] * self.size), types]

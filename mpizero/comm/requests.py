@@ -81,6 +81,6 @@ class MpiReceive(MpiRequest):
 
     def _check(self, statuses: list[MPI.Status]) -> None:
         buffer = cast("Array", self._buffers)
-        if (arrived := sum(s.Get_count(MPI.BYTE) for s in statuses)) != buffer.nbytes:
+        if (arrived := sum(s.Get_elements(MPI.BYTE) for s in statuses)) != buffer.nbytes:
             reason = f"expected {buffer.nbytes} bytes, the message has {arrived}"
             raise self._communicator.error(self._operation, self._tag, reason, buffer)

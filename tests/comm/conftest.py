@@ -29,5 +29,5 @@ def ranks(request) -> Iterator[Callable[[Callable[[Communicator], None]], None]]
 
         from mpizero.comm.mpi import MpiCommunicator
 
-        with MpiCommunicator(MPI.COMM_WORLD, limit=3, name="cut") as cut:
+        with MpiCommunicator(MPI.COMM_WORLD, limit=24, name="cut") as cut:
             yield lambda specification: specification(cut)

@@ -1,0 +1,101 @@
+"""Send one message of 2.5 GiB of uint8 on every path that differs, and look at each byte where it arrives.
+
+Start it on two ranks: ``mpiexec -n 2 python scripts/benchmarks/long_messages.py``. Two ranks take twice the size in
+memory. ``--limit`` is the length of the pieces in which messages travel; one above the size sends it whole, which shows
+what the MPI library at hand makes of more than 2 GiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+from mpizero.comm.mpi import MESSAGE_LIMIT, MpiCommunicator
+from mpizero.errors import MpizeroError
+
+PERIOD = 251
+
+
+def pattern(size: int) -> np.ndarray:
+    """Return bytes of which no piece looks like another."""
+    block = np.arange(PERIOD * 4096, dtype=np.uint32) % PERIOD
+    return np.resize(block.astype(np.uint8), size)
+
+
+def right(arrived: np.ndarray) -> bool:
+    """Compare piece by piece, in little memory."""
+    step = PERIOD << 16
+    cuts = range(0, arrived.size, step)
+    return all(np.array_equal(arrived[i : i + step], pattern(min(step, arrived.size - i))) for i in cuts)
+
+
+def message(comm: MpiCommunicator, size: int) -> np.ndarray | None:
+    """Rank 0 sends to rank 1."""
+    if comm.rank == 0:
+        comm.send(pattern(size), 1)
+    elif comm.rank == 1:
+        comm.recv(arrived := np.zeros(size, np.uint8), 0)
+        return arrived
+    return None
+
+
+def broadcast(comm: MpiCommunicator, size: int) -> np.ndarray | None:
+    """Rank 0 sends to all."""
+    buffer = pattern(size) if comm.rank == 0 else np.zeros(size, np.uint8)
+    comm.broadcast(buffer)
+    return buffer
+
+
+def blocks(comm: MpiCommunicator, size: int) -> np.ndarray | None:
+    """Rank 0 has one long block, for rank 1."""
+    sent, taken = [0] * comm.size, [0] * comm.size
+    if comm.rank == 0:
+        sent[1] = size
+    elif comm.rank == 1:
+        taken[0] = size
+    arrived = np.zeros(sum(taken), np.uint8)
+    comm.alltoallv(pattern(sum(sent)), sent, arrived, taken)
+    return arrived if comm.rank == 1 else None
+
+
+PATHS = {path.__name__: path for path in (message, broadcast, blocks)}
+
+
+def main() -> None:
+    """Run every path once, and say what arrived."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bytes", type=int, default=5 << 29, help="length of the message (default 2.5 GiB)")
+    parser.add_argument("--limit", type=int, default=MESSAGE_LIMIT, help="length of a piece (default 1 GiB)")
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS), help="what to try (default all)")
+    options = parser.parse_args()
+    with MpiCommunicator(MPI.COMM_WORLD, limit=options.limit) as comm:
+        if comm.size < 2:
+            parser.error("start it on two ranks: mpiexec -n 2 python scripts/benchmarks/long_messages.py")
+        if comm.rank == 0:
+            vendor, version = MPI.get_vendor()
+            print(
+                f"{vendor} {'.'.join(map(str, version))}: {options.bytes} bytes in pieces of {options.limit}",
+                flush=True,
+            )
+        for path in (PATHS[name] for name in options.paths):
+            begun, failed = time.perf_counter(), ""
+            try:
+                arrived = path(comm, options.bytes)
+                seconds = time.perf_counter() - begun
+                failed = "" if arrived is None or right(arrived) else "arrived wrong"
+            except MpizeroError as error:
+                seconds, failed = time.perf_counter() - begun, str(error)
+            arrived = None
+            told = comm.allgather_object((failed, seconds))
+            if comm.rank == 0:
+                wrong = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(told) if text)
+                print(
+                    f"{path.__name__:10} {max(s for _, s in told):6.1f} s  {wrong or 'every byte is right'}", flush=True
+                )
+
+
+if __name__ == "__main__":
+    main()
