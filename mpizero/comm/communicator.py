@@ -273,6 +273,15 @@ class Communicator(Transport):
         """
         return None
 
+    def leave_behind(self, close: Callable[[], None]) -> None:
+        """Remember what an error leaves open, for :meth:`free_left_behind`. Not collective.
+
+        ``close`` is collective over the communicator. Threads forget it: their memory is the process's.
+        """
+
+    def free_left_behind(self) -> None:
+        """Close what errors have left open on all of these ranks. Collective over the communicator."""
+
     @abstractmethod
     def close(self) -> None:
         """Free the communicator; a second call does nothing. Collective over the communicator."""

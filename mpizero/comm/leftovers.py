@@ -127,8 +127,12 @@ def _too_young(path: Path, age: float) -> str:
         status = path.lstat()
     except OSError:
         return "it is gone"
-    passed = time.time() - max(status.st_mtime, status.st_ctime)
+    passed = time.time() - _changed(status)
     return "" if passed >= age else f"it was changed {max(0.0, passed):.0f} s ago"
+
+
+def _changed(status: os.stat_result) -> float:
+    return max(status.st_mtime, status.st_ctime)
 
 
 def _state(path: Path) -> str | None:

@@ -294,6 +294,14 @@ class MpiCommunicator(Communicator):
         """Return the free bytes of the folder that most MPI libraries keep windows in. Not collective."""
         return free_space()
 
+    def leave_behind(self, close: Callable[[], None]) -> None:
+        """Remember what an error leaves open, for :meth:`free_left_behind`. Not collective."""
+        guard.current().register.leave(self.trace, close)
+
+    def free_left_behind(self) -> None:
+        """Close what errors have left open on all of these ranks. Collective over the communicator."""
+        guard.current().register.free_left(self.trace, partial(self.allgather_object, tag="left behind"))
+
     def close(self) -> None:
         """Free the communicator; a second call does nothing. Collective over the communicator."""
         guard.forget(self.trace)

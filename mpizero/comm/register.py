@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 from mpizero.comm.trace import MODULUS, CallTrace, weighted_sum
 
@@ -33,6 +34,8 @@ class Register:
     live: list[Registration] = field(default_factory=list)
     #: Communicators that are closed: others may still wait in them.
     closed: dict[str, Registration] = field(default_factory=dict)
+    #: What errors have left open, with the communicator that it belongs to; see :meth:`free_left`.
+    left: list[tuple[Registration, Callable[[], None]]] = field(default_factory=list)
     _ordinals: dict[tuple[int, ...], int] = field(default_factory=dict)
     _inside: dict[CallTrace, list[Registration]] = field(default_factory=dict)
     _terms: dict[CallTrace, list[tuple[int, CallTrace]]] = field(default_factory=dict)
@@ -55,6 +58,26 @@ class Register:
                 del self.closed[next(iter(self.closed))]
         self._inside.clear()
         self._terms.clear()
+
+    def leave(self, trace: CallTrace, close: Callable[[], None]) -> None:
+        """Remember what an error leaves open; ``close`` is collective over the ranks of ``trace``. Not collective."""
+        self.left += [(entry, close) for entry in self.live if entry.trace is trace]
+
+    def free_left(self, trace: CallTrace, allgather: Callable[[Any], list[Any]]) -> None:
+        """Close what errors have left open on all ranks of ``trace``, over which it and ``allgather`` are collective.
+
+        [Note: left behind] Where a rank leaves a model by an error, nobody knows whether the others do too, and closing
+        is collective. The next time that the same ranks make something together, they tell each other what they have
+        left; what all of them have left after the same calls is closed. The rest stays open: its ranks are not in step.
+        """
+        members = next((entry.members for entry in self.live if entry.trace is trace), None)
+        mine = [left for left in self.left if left[0].members == members]
+        told = allgather([(entry.key, self.contract_number(entry.trace)) for entry, _ in mine])
+        for left, *theirs in zip(mine, *told, strict=False):
+            in_step = sum(number for _, number in theirs) % MODULUS == 0
+            if in_step and all(key == left[0].key for key, _ in theirs) and left in self.left:
+                self.left.remove(left)
+                left[1]()
 
     def counts(self) -> dict[str, int]:
         """Return collectives begun by key; open communicators first, those made last before older ones."""

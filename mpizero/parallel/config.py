@@ -178,6 +178,8 @@ class ShardingConfig:
         Close the models first. A configuration that was never used, or was closed, has nothing to free.
         """
         made = self.__dict__
+        if "communicator" in made:
+            self.communicator.free_left_behind()
         if "_watchdog" in made:
             made.pop("_watchdog").stop()
         while self._grids:
@@ -194,9 +196,11 @@ class ShardingConfig:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the configuration, unless an error leaves it on this rank only."""
+        """Close the configuration; after an error, when its ranks make the next model together."""
         if error is None:
             self.close()
+        elif "communicator" in self.__dict__:  # the other ranks may not have raised
+            self.communicator.leave_behind(self.close)
 
     def loss_scale(self, given: DynamicLossScale | None) -> DynamicLossScale | None:
         """Return the loss scale to train with: what is given, or else what ``mixed_precision`` needs."""

@@ -88,6 +88,7 @@ class ShardedCore(ABC):
             blocks = blocks_of(self._wrapped)
             check_names(joined(block, spec.name) for block, specs in blocks.items() for spec in specs)
         agree_to_start(communicator, self._plans(blocks))
+        communicator.free_left_behind()
         self._engine = Engine(self._wrapped, self._config, self._placement, self._spread)
 
     def _with_room(self, step: Callable[[Engine], T]) -> T:
@@ -249,6 +250,8 @@ class ShardedCore(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the model, unless an error leaves it on this rank only."""
+        """Close the model; after an error, when its ranks make the next one or close the configuration together."""
         if error is None:
             self.close()
+        elif self._engine is not None:  # the other ranks may not have raised
+            self._engine.grid.world.leave_behind(self.close)

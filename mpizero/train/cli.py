@@ -210,6 +210,9 @@ def _add_doctor(commands: Any) -> None:
         epilog="Example: mpiexec -n 8 python -m mpizero doctor",
     )
     parser.add_argument("--json", action="store_true", help="one line for programs")
+    parser.add_argument(
+        "--clean", action="store_true", help="remove shared memory of killed jobs of yours, on every node, if unused"
+    )
     parser.set_defaults(run=_doctor)
 
 
@@ -317,7 +320,7 @@ def _doctor(options: argparse.Namespace) -> int:
     except ConfigError as error:  # ranks that think they are alone: the first one speaks
         findings, rank, size = [doctor.alone(error)], launched_rank(os.environ), 1
     else:
-        findings, rank, size = doctor.examine(comm, _threads(), os.environ), comm.rank, comm.size
+        findings, rank, size = doctor.examine(comm, _threads(), os.environ, clean=options.clean), comm.rank, comm.size
     if rank == 0:
         print(doctor.as_json(findings, size) if options.json else doctor.report(findings), flush=True)
     return doctor.exit_status(findings)

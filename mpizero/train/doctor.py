@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from mpizero.comm import Communicator
+from mpizero.comm.leftovers import SHARED_FOLDER, Leftover, leftovers, remove, session_folders
 from mpizero.comm.startup import versions
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.train import launch, machine
@@ -107,22 +109,32 @@ def check_shared_memory(comm: Communicator, threads: int) -> Finding:
     if space is None:
         return Finding("shared memory", "ok", "windows work; the system does not say how much room there is")
     free, total = space
-    text = f"windows work; {free / 2**30:.1f} of {total / 2**30:.1f} GiB free in {machine.SHARED_FOLDER}"
+    text = f"windows work; {free / 2**30:.1f} of {total / 2**30:.1f} GiB free in {SHARED_FOLDER}"
     if free < 256 * 2**20:
         return Finding("shared memory", "warn", text, "give it more room: a model's state of one node lies there")
     return Finding("shared memory", "ok", text)
 
 
-def check_leftovers(comm: Communicator, threads: int) -> Finding:
-    """Look for shared memory that killed jobs have left. Collective over ``comm``."""
-    found = comm.allgather_object((machine.host(), machine.leftovers()))
-    every = {host: files for host, files in found}
-    files = [f"{host}: {path}" for host, paths in sorted(every.items()) for path, _ in paths]
-    if not files:
-        return Finding("leftovers", "ok", f"none of yours in {machine.SHARED_FOLDER}")
-    size = sum(size for paths in every.values() for _, size in paths)
+def check_leftovers(comm: Communicator, threads: int, *, clean: bool = False) -> Finding:
+    """Look for what killed jobs have left in shared memory; ``clean`` removes what nobody uses. Collective."""
+    with comm.split_node(name="doctor") as node:
+        first = node.rank == 0
+    found = [*leftovers(), *session_folders()] if first else []
+    gone, left = remove(found) if clean else ([], found)
+    told = comm.allgather_object((machine.host(), gone, left))
+    removed = [item for _, files, _ in told for item in files]
+    text = f"removed {counted(len(removed), 'file')} of ended jobs, {_mebibytes(removed)}; " if removed else ""
+    spared = [item for _, _, files in told for item in files]
+    if not spared:
+        return Finding("leftovers", "ok", f"{text}none of yours in {SHARED_FOLDER}")
+    files = [f"{host}: {item.path}{item.spared and f' ({item.spared})'}" for host, _, items in told for item in items]
     shown = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
-    return Finding("leftovers", "warn", f"{size / 2**20:.0f} MiB of ended jobs: {shown}", "remove these files")
+    remedy = "look at these files yourself, or clean again later" if clean else "mpizero doctor --clean removes them"
+    return Finding("leftovers", "warn", f"{text}{_mebibytes(spared)} of ended jobs: {shown}", remedy)
+
+
+def _mebibytes(files: Sequence[Leftover]) -> str:
+    return f"{sum(file.nbytes for file in files) / 2**20:.0f} MiB"
 
 
 def check_kernels(comm: Communicator, threads: int) -> Finding:
@@ -176,7 +188,9 @@ CHECKS: Sequence[Check] = (
 )
 
 
-def examine(comm: Communicator, threads: int = 1, environment: Mapping[str, str] | None = None) -> list[Finding]:
+def examine(
+    comm: Communicator, threads: int = 1, environment: Mapping[str, str] | None = None, *, clean: bool = False
+) -> list[Finding]:
     """Run every check.
 
     Collective over ``comm``. The result is rank 0's view on every rank.
@@ -189,8 +203,11 @@ def examine(comm: Communicator, threads: int = 1, environment: Mapping[str, str]
         Threads a rank will use.
     environment : mapping, optional
         This process's environment variables, for what launcher and Slurm say.
+    clean : bool
+        Whether to remove what killed jobs of this user have left on the nodes of ``comm``, and nobody uses.
     """
-    found = [check(comm, threads) for check in CHECKS]
+    checks = [partial(check, clean=clean) if check is check_leftovers else check for check in CHECKS]
+    found = [check(comm, threads) for check in checks]
     found += [check(comm, threads, environment or {}) for check in launch.CHECKS]
     result: list[Finding] = comm.broadcast_object(found)
     return result

@@ -6,7 +6,6 @@ import ctypes
 import importlib.util
 import os
 import platform
-import re
 import socket
 import time
 from importlib import metadata
@@ -17,6 +16,7 @@ import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.comm.launch import mpi_facts
+from mpizero.comm.leftovers import SHARED_FOLDER
 from mpizero.errors import ConfigError, MpizeroError
 from mpizero.kernels.blas import library
 
@@ -30,7 +30,6 @@ __all__ = [
     "gpus",
     "hdf5",
     "host",
-    "leftovers",
     "mpi_facts",
     "processor",
     "shared_space",
@@ -39,9 +38,6 @@ __all__ = [
     "try_shared_memory",
 ]
 
-SHARED_FOLDER = "/dev/shm"
-#: Names under which MPI libraries and mpizero keep shared memory.
-_LEFTOVERS = re.compile(r"(mpich_|MPI|vader_segment|sm_segment|osc_rdma|psm2?_|ucx_shm|mpizero-).*")
 _WINDOW = 1 << 16
 
 
@@ -162,40 +158,6 @@ def shared_space() -> tuple[int, int] | None:
     except OSError:
         return None
     return space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
-
-
-def leftovers() -> list[tuple[str, int]]:
-    """Return this user's files of shared memory that no process has open or mapped, with their sizes.
-
-    Not collective.
-    """
-    folder = Path(SHARED_FOLDER)
-    try:
-        mine = [path for path in folder.iterdir() if _LEFTOVERS.match(path.name) and path.stat().st_uid == os.getuid()]
-    except OSError:
-        return []
-    used = _used_files() if mine else set()
-    found = []
-    for path in sorted(mine):
-        try:
-            size = path.stat().st_size
-        except OSError:
-            continue  # removed by its owner meanwhile
-        if str(path) not in used:
-            found.append((str(path), size))
-    return found
-
-
-def _used_files() -> set[str]:
-    """Return every file in shared memory that a process of this user has mapped or open."""
-    used: set[str] = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            used.update(re.findall(rf"{SHARED_FOLDER}/\S+", (process / "maps").read_text(errors="replace")))
-            used.update(os.readlink(link) for link in (process / "fd").iterdir())
-        except OSError:
-            continue  # another user's, or gone
-    return used
 
 
 def try_kernel() -> tuple[str, Place | None, float]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import launchers, run_job, small_shared_memory
+from tests.faults.jobs import SOON, launchers, run_job, small_shared_memory
 from tests.faults.memory_program import trained
 
 PROGRAM = Path(__file__).with_name("memory_program.py")
@@ -54,3 +54,27 @@ def test_two_groups_of_one_node_do_not_take_the_same_memory(job):
     assert len(told) == 6
     assert {digest for _, _, digest, _ in told} == {trained(None, "ddp", hidden, 1)[0]}
     assert any(int(count) == 1 for *_, count in told)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_models_that_all_ranks_leave_by_an_error_leave_no_memory_and_no_communicators(job, ranks):
+    hidden = 10_000  # 1.4 MB of parameters, and as much of gradients a rank
+    ended = job("trials", hidden, ranks)
+    assert ended.status == 0, ended.err
+    *trials, end = ended.out.split("\n")[:-1]
+    sizes, communicators = zip(*(map(int, line.split()) for line in trials), strict=True)
+    model = 4 * 35 * hidden
+    assert len(sizes) == 20
+    assert max(sizes[10:]) <= max(sizes[2:6]) + model // 2
+    assert max(communicators[10:]) == max(communicators[2:6])
+    assert int(end) <= max(sizes) - model
+    assert "keeps its own copy" not in ended.err
+
+
+def test_a_model_that_one_rank_leaves_by_an_error_ends_the_job_with_its_traceback(job):
+    ended = job("alone", 100, 3)
+    assert ended.status != 0
+    assert ended.seconds < SOON
+    assert ended.err.count("Traceback") == 1
+    assert "[rank 1/3" in ended.err
+    assert "FloatingPointError: diverged here" in ended.err
