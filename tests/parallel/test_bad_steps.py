@@ -373,7 +373,7 @@ def test_a_step_changed_at_random_is_read_or_refused(dump: Path, name: str) -> N
 # ---------------------------------------------------------------------- errors of layers
 
 
-@pytest.mark.parametrize("at", ["forward", "backward"])
+@pytest.mark.parametrize("at", ["forward", "backward_input", "backward_weights"])
 def test_the_error_of_a_layer_comes_out_of_a_replay_as_itself(tmp_path: Path, at: str, monkeypatch: Any) -> None:
     x, y = bad_points(4, 2)
     model, _ = sharded("zero2", None, micro_batch=2)
