@@ -1,7 +1,7 @@
 """Faults on purpose, for tests: what a save or a step does when a rank is killed, stuck or wrong at a known place.
 
-``MPIZERO_FAULT=site:rank:k:action`` plants one. At the ``k``-th call (from 1) of :func:`strike` with that site, on the
-rank that the launcher gave this number (``*`` for every rank), the process
+``MPIZERO_FAULT=site:rank:k:action`` plants one. At the ``k``-th call (from 1; ``*`` for every call) of :func:`strike`
+with that site, on the rank that the launcher gave this number (``*`` for every rank), the process
 
 =================  =======================================================================
 ``raise``          raises :class:`PlantedError`
@@ -51,7 +51,7 @@ class Fault:
     """What is planted in this process."""
 
     site: str
-    occurrence: int
+    occurrence: int  # 0 for every call
     action: str
     value: str = ""
     calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -71,22 +71,23 @@ class Fault:
             return None
         site, rank, occurrence, action = (text.split(":") + [""] * 4)[:4]
         kind, _, value = action.partition("=")
-        known = site in SITES and kind in ACTIONS and (rank == "*" or rank.isdecimal()) and occurrence.isdecimal()
+        numbers = all(number == "*" or number.isdecimal() for number in (rank, occurrence))
+        known = site in SITES and kind in ACTIONS and numbers
         if not known or text.count(":") != 3 or not _is_number(value or "0"):
             raise ValueError(
                 f"MPIZERO_FAULT={text!r}: expected site:rank:k:action with a site of {', '.join(SITES)}, "
-                f"a rank or *, k >= 1, and an action of {', '.join(ACTIONS)}; unset it to plant nothing"
+                f"a rank or *, k >= 1 or *, and an action of {', '.join(ACTIONS)}; unset it to plant nothing"
             )
         meant = rank == "*" or int(rank) == launched_rank(environment)
-        return cls(site, int(occurrence), kind, value) if meant else None
+        return cls(site, int(occurrence.replace("*", "0")), kind, value) if meant else None
 
     def strike(self, target: Any) -> None:
         """Act, if this is the call that was meant."""
-        if next(self.calls) == self.occurrence:
+        if next(self.calls) == self.occurrence or not self.occurrence:
             getattr(self, f"_{self.action}")(target)
 
     def _raise(self, target: Any) -> NoReturn:
-        raise PlantedError(f"planted at {self.site}, call {self.occurrence}")
+        raise PlantedError(f"planted at {self.site}, call {self.occurrence or '*'}")
 
     def _kill(self, target: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -15,8 +15,9 @@ import os
 import struct
 import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
+
+from mpizero.comm.scratch import folders
 
 _SLOT = 32768
 _HEADER = struct.Struct("<II")  # version (odd while being written), length
@@ -45,13 +46,14 @@ class Board:
         self.rank = rank
         self._own = self.ranks.index(rank)
         self._version = 0
+        size = _SLOT * (len(self.ranks) + 1)
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path else -1
-        self._map = mmap.mmap(self._file, _SLOT * (len(self.ranks) + 1))
+        self._map: mmap.mmap | bytearray = mmap.mmap(self._file, size) if path else bytearray(size)
 
     @staticmethod
     def create_file(ranks: int) -> str | None:
         """Make the file for ``ranks`` slots; None where there is no room for it. Not collective."""
-        for folder in ("/dev/shm", tempfile.gettempdir()):
+        for folder in folders():
             with contextlib.suppress(OSError):
                 file, path = tempfile.mkstemp(prefix="mpizero-board-", dir=folder)
                 try:
@@ -97,7 +99,7 @@ class Board:
 
     def asked(self) -> str:
         """Return what was asked for last, "" at first. Not collective."""
-        return self._map[_ASKED : _ASKED + _KEY].rstrip(b"\0").decode(errors="replace")
+        return bytes(self._map[_ASKED : _ASKED + _KEY]).rstrip(b"\0").decode(errors="replace")
 
     def _read_slot(self, index: int) -> Slot | None:
         start = _SLOT * (index + 1)
@@ -132,21 +134,22 @@ def _encode(slot: Slot) -> bytes:
     return json.dumps(slot, separators=(",", ":")).encode()
 
 
-def open_board(rank: int, host: str, allgather: Callable[[Any], list[Any]]) -> Board:
-    """Open the board of this rank's node.
+def open_board(rank: int, members: Sequence[int], host: str, allgather: Callable[[Any], list[Any]]) -> Board:
+    """Open the board of this rank's node, or one of its own where that cannot be had.
 
-    Collective over the ranks that ``allgather`` (picklable object -> list of every rank's) reaches.
+    Collective over the ranks that ``allgather`` (picklable object -> list of every rank's) reaches: the world ranks
+    ``members``, in this order.
     """
     hosts = allgather(host)
-    ranks = [other for other, name in enumerate(hosts) if name == host]
+    ranks = [other for other, name in zip(members, hosts, strict=True) if name == host]
     path = Board.create_file(len(ranks)) if rank == ranks[0] else None
-    paths = allgather(path)
-    shared = paths[ranks[0]]
+    shared = allgather(path)[members.index(ranks[0])]
     try:
         board = Board(ranks, rank, shared)
-    except OSError:  # the same host name, but another file system (containers)
+    except (OSError, ValueError):  # the same host name, but another file system (containers)
         board = Board(ranks, rank, None)
     allgather(None)  # everyone has it open
     if path is not None:
-        Path(path).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
     return board

@@ -266,6 +266,10 @@ class Communicator(Transport):
         shared: SharedMemory = self._call(("allocate_shared", tag), self._allocate_shared, nbytes)
         return shared
 
+    def traces(self) -> list[CallTrace]:
+        """Return the traces of all ranks of the communicator that this process can see. Not collective."""
+        return [self.trace]
+
     def shared_space(self) -> int | None:
         """Return the bytes that :meth:`allocate_shared` may still take here; None where nobody knows a limit.
 

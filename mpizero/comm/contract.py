@@ -11,9 +11,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from mpizero.comm.board import Board, Slot
+from mpizero.comm.board import Slot
 from mpizero.comm.heartbeat import Heartbeat
 from mpizero.comm.lastwords import ranks_text
+from mpizero.comm.peers import Peers
 from mpizero.comm.register import Register
 from mpizero.comm.trace import REMEMBERED, CallTrace, Record
 from mpizero.errors import CollectiveMismatch
@@ -90,14 +91,14 @@ class Lookout:
     Parameters
     ----------
     heartbeat : Heartbeat
-        Whose board and register are looked at; the caller adds :meth:`look` to its listeners.
+        Whose boards and register are looked at; the caller adds :meth:`look` to its listeners.
     end : callable
         Ends the job because of an error; does not return.
     """
 
     def __init__(self, heartbeat: Heartbeat, end: Callable[[CollectiveMismatch], None]) -> None:
         self._heartbeat = heartbeat
-        self._board: Board = heartbeat.board
+        self._peers: Peers = heartbeat.peers
         self._register: Register = heartbeat.register
         self._end = end
         self._told: set[str] = set()
@@ -139,13 +140,13 @@ class Lookout:
 
     def _differing(self, limit: int | None) -> str:
         """Return the key of a communicator in which one of ``limit`` other ranks has called something else, or ""."""
-        others = [rank for rank in self._board.ranks if rank != self._board.rank]
+        others = [rank for rank in self._peers.ranks if rank != self._peers.rank]
         if limit is not None and len(others) > limit:
             self._turn = (self._turn + limit) % len(others)
             others = (others + others)[self._turn :][:limit]
         mine = {entry.key: entry.trace for entry in (*self._register.live, *self._register.closed.values())}
         for rank in others:
-            slot = self._board.read_one(rank)
+            slot = self._peers.read_one(rank)
             for key, (started, number) in (slot or {}).get("marks", {}).items():
                 if key in mine and key not in self._told and mine[key].number_at(started) not in (None, number):
                     return str(key)
@@ -156,12 +157,12 @@ class Lookout:
         entry = self._register.find(key)
         if entry is None:
             return None
-        expected = set(entry.members).intersection(self._board.ranks)
-        self._board.ask(key)
+        expected = set(entry.members).intersection(self._peers.ranks)
+        self._peers.ask(key)
         self._heartbeat.beat()
         limit = time.monotonic() + _ANSWER
         while True:
-            slots = self._board.read()
+            slots = self._peers.read()
             shown = {rank: slot["records"][key] for rank, slot in slots.items() if key in slot.get("records", {})}
             if expected.issubset(shown) or time.monotonic() > limit:
                 return mismatch(entry.trace.name, {rank: [Record(*r) for r in rows] for rank, rows in shown.items()})

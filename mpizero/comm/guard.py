@@ -28,16 +28,15 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-import numpy as np
-
-from mpizero.comm.board import Board, Slot, open_board
+from mpizero.comm.board import Slot
 from mpizero.comm.contract import Lookout
-from mpizero.comm.elsewhere import Elsewhere
 from mpizero.comm.heartbeat import Heartbeat
 from mpizero.comm.lastwords import await_delivery, describe, format_error, write
-from mpizero.comm.leaving import BLOCKED, PATIENCE, needs_me
+from mpizero.comm.leaving import BLOCKED, PATIENCE, Departure, minimum
 from mpizero.comm.libraryexit import LibraryExit
+from mpizero.comm.peers import Peers
 from mpizero.comm.register import Register
+from mpizero.comm.supervisor import Supervisor
 from mpizero.comm.trace import CallTrace
 from mpizero.errors import (
     CollectiveError,
@@ -58,8 +57,6 @@ _AGREEMENT, _AGREEMENT_AT_START = 0.7, 2.0
 #: Seconds for which ranks that fail because of another rank, or second, wait to be ended.
 _CONSEQUENCE = 2.0
 _OTHER_NODE = 0.3
-#: Seconds for the others to leave too, after this rank has asked for an exit status that is not 0.
-_ALONE = 2.0
 #: "collectives": each is compared before it starts.
 DEBUG = "MPIZERO_DEBUG"
 
@@ -74,15 +71,15 @@ class Guard:
         self.process = 0
         self.rank, self.size, self.host = 0, 1, ""
         self.launched = any(name in os.environ for name in BY_MPI)
-        self.board: Board | None = None
-        self.elsewhere: Elsewhere | None = None
+        self.peers = Peers()
+        self.supervisor = Supervisor()
+        self.patience = PATIENCE
         self.heartbeat: Heartbeat | None = None
         self.lookout: Lookout | None = None
         self.debug = os.environ.get(DEBUG, "")
         self.verifies = self.debug == "collectives"
         self.register = Register()
         self.context: dict[str, Any] = {}
-        self._control: Any = None
         self._leaving = ""
         self._agreed = False
         self._asked: tuple[Any, dict[str, int]] = (0, {})
@@ -111,7 +108,7 @@ class Guard:
             raise ConfigError(f'{DEBUG}={self.debug!r}: expected "collectives", or nothing')
 
     def follow(self, trace: CallTrace, comm: Any) -> tuple[int, ...]:
-        """Put a communicator on the register and return its world ranks; the first with all ranks gives one to use.
+        """Put a communicator on the register and return its world ranks, who meet if they have not yet.
 
         Collective over ``comm``, an mpi4py intracommunicator.
         """
@@ -119,23 +116,31 @@ class Guard:
 
         world = MPI.COMM_WORLD
         self.rank, self.size = world.Get_rank(), world.Get_size()
+        self.peers.rank = self.rank
         group, everyone = comm.Get_group(), world.Get_group()
-        members = group.Translate_ranks(None, everyone)
+        members = tuple(group.Translate_ranks(None, everyone))
         group.Free()
         everyone.Free()
         self.register.add(trace, members, comm.Get_rank())
-        if self._control is None and sorted(members) == list(range(self.size)):
-            # Ordered by world rank. Every rank comes here with the same communicator: its first with all ranks.
-            self._control = comm.Split(0, self.rank)
-            if self.size > 1:
-                self.board = open_board(self.rank, self.host, self._control.allgather)
-                self.elsewhere = Elsewhere(self.board, self.host, self._control.allgather)
-                self.heartbeat = Heartbeat(self.board, self.register, self._state, world)
-                self.lookout = Lookout(self.heartbeat, self._end_mismatch)
-                self.heartbeat.listeners.append(self.lookout.look)
-                self.heartbeat.start()
-                self._library_exit = LibraryExit(self._on_library_exit)
-        return tuple(members)
+        if len(members) > 1 and not self.peers.cover(members):
+            self.peers.meet(comm, members, self.host, self.supervisor.complain)
+            if self.heartbeat is None:
+                self._start(world)
+            else:
+                self.heartbeat.beat()
+        return members
+
+    def _start(self, world: Any) -> None:
+        """Begin to tell the others where this rank stands, and to look at them. Not collective."""
+        self.heartbeat = Heartbeat(self.peers, self.register, self.supervisor, self._state, world)
+        self.lookout = Lookout(self.heartbeat, self._end_mismatch)
+        self.heartbeat.listeners.append(self.lookout.look)
+        try:
+            self.heartbeat.beat()
+            self.supervisor.add(self.heartbeat.look)
+            self._library_exit = LibraryExit(self._on_library_exit)
+        except Exception as error:  # what only helps to find a fault ends no run
+            self.supervisor.complain(error)
 
     def _end_mismatch(self, error: CollectiveMismatch) -> None:
         if not self.ending:
@@ -174,11 +179,11 @@ class Guard:
         if isinstance(error, MpizeroError):
             # After a failed collective the ranks are not in step, and their communicators are of no more use.
             together = not origin and not isinstance(error, CollectiveError)
+            together = together and (self._everyone is not None or not self.peers.groups)
             status = self._agree_to_fail(mpi, error) if mpi and together else None
             if status is None and mpi:
-                self.end(
-                    mpi, self.lines(describe(error)), error.status, self._is_consequence(error, mpi) if origin else 0.0
-                )
+                delay = 0.0 if together else self._is_consequence(error, mpi)
+                self.end(mpi, self.lines(describe(error)), error.status, delay)
             if status is None:
                 write(f"{describe(error)}\n")
             self._exit(error.status if status is None else status)
@@ -235,31 +240,28 @@ class Guard:
 
     # ------------------------------------------------------------------ ending together
 
+    @property
+    def _everyone(self) -> Any:
+        """The communicator of all ranks that only the guard uses; None if they have not met."""
+        return next((group.control for group in self.peers.groups if len(group.members) == self.size), None)
+
     def _agree_to_fail(self, mpi: Any, error: MpizeroError) -> int | None:
-        """Return the common exit status if every rank ends now, after one of them has printed its error; else None."""
+        """Return the common exit status if every rank ends now, after one of them has printed its error; else None.
+
+        Only where all ranks have met, or none: a rank that fails before its first communicator may use COMM_WORLD, for
+        it leaves.
+        """
         second = isinstance(error, RemoteError | PeerFailure)
         self._leaving = "failed"
         mine = (second << 56) | (self.rank << 8) | int(error.status)
-        limit = _CONSEQUENCE if second else _AGREEMENT if self._control else _AGREEMENT_AT_START
-        first = self._minimum(mpi, mine, lambda waited: waited > limit)
-        if first == mine:
-            write(f"{describe(error)}\n")
-        return None if first is None else first & 0xFF
-
-    def _minimum(self, mpi: Any, value: int, give_up: Callable[[float], bool]) -> int | None:
-        """Minimum over all ranks, or None if ``give_up`` (told the seconds waited) says so first."""
-        send, recv = np.array([value]), np.empty(1, np.int64)
-        # Before the first communicator only COMM_WORLD is there; a rank that fails there may use it, for it leaves.
-        control = self._control or mpi.COMM_WORLD
-        request = control.Iallreduce([send, mpi.INT64_T], [recv, mpi.INT64_T], mpi.MIN)
-        started, pause = time.monotonic(), 20e-6
-        while not request.Test():
-            if give_up(time.monotonic() - started):
-                return None
-            time.sleep(pause)
-            pause = min(1.5 * pause, 5e-3)
+        limit = _CONSEQUENCE if second else _AGREEMENT if self.peers.groups else _AGREEMENT_AT_START
+        found = minimum(mpi, [self._everyone or mpi.COMM_WORLD], mine, lambda waited: waited > limit)
+        if found is None:
+            return None
         self._agreed = True
-        return int(recv[0])
+        if found == mine:
+            write(f"{describe(error)}\n")
+        return found & 0xFF
 
     def _exit(self, status: int) -> NoReturn:
         # -m mpi4py has noted status 1 for the error it saw pass, and would abort with it at the end.
@@ -269,35 +271,27 @@ class Guard:
 
     def _on_exit(self) -> None:
         mpi = self._mpi()
-        if mpi is not None and self._control is not None and not self._agreed and not self._dying.locked():
+        if mpi is not None and self.peers.groups and not self._agreed and not self._dying.locked():
             self._leaving = "leaving"
             if self.heartbeat is not None:
                 self.heartbeat.beat()  # the last word of this rank on what it has called
+            status, counts = self._asked  # if collectives came after it, somebody has caught it
+            asked = status if counts == self.register.counts() else 0
+            departure = Departure(self.peers, self.register, asked, self.patience, self._end_early)
             with contextlib.suppress(mpi.Exception):
-                self._minimum(mpi, _NORMAL, self._left_early)
+                minimum(mpi, [group.control for group in self.peers.groups], _NORMAL, departure.look)
             if self.lookout is not None and (error := self.lookout.farewell()):
                 self._end_mismatch(error)
-        if self.heartbeat is not None and self.process == os.getpid():
-            self.heartbeat.stop()
-        for closing in (self.elsewhere, self._library_exit):
-            if closing is not None:
-                closing.close()
+        if self.process == os.getpid():
+            self.supervisor.stop()
+            self.peers.close()
+            if self._library_exit is not None:
+                self._library_exit.close()
 
-    def _left_early(self, waited: float) -> bool:
-        """End the job if this rank has ended while others still need it; False to go on waiting."""
-        if self.board is None or waited < BLOCKED:
-            return False
-        slots = self.board.read() | (self.elsewhere.read_now_and_then() if self.elsewhere else {})
-        reasons = [needs_me(self.register, other, slot) for other, slot in slots.items() if other != self.rank]
-        reason = next(filter(None, reasons), "")
-        status, counts = self._asked  # if collectives came after it, somebody has caught it
-        if not reason and waited > _ALONE and status not in (None, 0) and counts == self.register.counts():
-            reason = f"with exit status {status!r}, and the others go on"
-        if not reason and waited > PATIENCE and not any(reason is None for reason in reasons):
-            reason = f"the others have not come to their end for {waited:.0f} s"
-        if reason and (mpi := self._mpi()):
-            self.end(mpi, self.lines(f"left early: the program has ended here, but {reason}"), ExitStatus.RANK_FAILED)
-        return False
+    def _end_early(self, reason: str) -> None:
+        if (mpi := self._mpi()) is not None:
+            text = f"left early: the program has ended here, but {reason}"
+            self.end(mpi, self.lines(text), ExitStatus.RANK_FAILED)
 
     # ------------------------------------------------------------------ last words
 
@@ -311,12 +305,12 @@ class Guard:
 
     def speaks(self) -> bool:
         """Tell whether this rank is the one to say why the job ends. See [Note: last words]."""
-        if self.board is None:  # nobody to ask: lower ranks first
+        if not self.peers.groups:  # nobody to ask: lower ranks first
             time.sleep(min(0.1 * self.rank, _CONSEQUENCE) + (_OTHER_NODE if self.rank else 0.0))
             return True
-        if 0 not in self.board.ranks:
+        if not self.peers.leads:
             time.sleep(_OTHER_NODE)
-        return self.board.claim()
+        return self.peers.claim()
 
     @property
     def ending(self) -> bool:

@@ -1,4 +1,4 @@
-"""The daemon thread that writes on the board where this rank stands; it calls no MPI."""
+"""Where this rank stands, as it is told to the others on boards; no MPI is called for it."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ import linecache
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import monotonic
 from types import FrameType
 from typing import Any
 
-from mpizero.comm.board import Board, Slot
+from mpizero.comm.board import Slot
+from mpizero.comm.peers import Peers
 from mpizero.comm.register import Register
-from mpizero.comm.stacks import frame_of, place, stacks
-from mpizero.comm.trace import Record
+from mpizero.comm.stacks import frame_of, innermost, place, stacks
+from mpizero.comm.supervisor import Supervisor
+from mpizero.comm.trace import CallTrace, Record
 
-#: Seconds between two entries on the board, unless a watchdog asks for more.
-TICK = 0.25
 #: Seconds in which a main thread at the same instruction is taken to stand still.
 _STILL = 0.5
 #: Seconds between two looks at the stack of a main thread that goes on: each costs it most of a millisecond.
 _LOOK = 1.0
-#: Name of the thread.
-HEARTBEAT = "mpizero-heartbeat"
 
 _LIBRARY_CALL = re.compile(
     r"([A-Za-z_][\w.]*)\.((?:Neighbor_|neighbor_)?(?:[Aa]ll)?"
@@ -54,78 +52,88 @@ def library_call(frame: FrameType, world: Any) -> str:
     return f"{found[2]} of COMM_WORLD" if type(value) is type(world) and value == world else ""
 
 
-class Heartbeat:
-    """Writes this rank's slot every ``tick`` seconds, then asks the listeners whether something is wrong.
+def calls(register: Register, since: Callable[[float], float]) -> list[list[Any]]:
+    """Return the calls that are going on: key, communicator, sequence, operation, tag, seconds. Not collective.
 
-    ``thread`` is the one whose line is reported (default: the main thread), ``context`` gives further entries of the
-    slot, ``world`` is mpi4py's COMM_WORLD.
+    ``since`` tells the seconds from a moment on.
+    """
+    return [
+        [e.key, e.trace.name, e.trace.sequence, e.trace.operation, e.trace.tag[:80], since(entered)]
+        for e in tuple(register.live)
+        if (entered := e.trace.entered)
+    ]
+
+
+def transfers(traces: Iterable[CallTrace], since: Callable[[float], float]) -> list[list[Any]]:
+    """Return the files that are being read or written: what, bytes so far, seconds since the last. Not collective."""
+    return [[t.what, t.bytes, since(t.moved)] for trace in traces for t in tuple(trace.transfers)]
+
+
+class Heartbeat:
+    """Writes where this rank stands on its boards, when the supervisor looks.
+
+    ``context`` gives further entries of the slot, ``world`` is mpi4py's COMM_WORLD.
     """
 
     def __init__(
         self,
-        board: Board,
+        peers: Peers,
         register: Register,
+        supervisor: Supervisor,
         context: Callable[[], dict[str, Any]],
         world: Any,
-        thread: int | None = None,
     ) -> None:
-        self.board = board
+        self.peers = peers
         self.register = register
-        self.tick = TICK
         self.listeners: list[Callable[[Slot], None]] = []
         self.notes: Slot = {}
+        self.last: Slot = {}
+        self._supervisor = supervisor
         self._context = context
         self._world = world
-        self._watched = thread or threading.main_thread().ident or 0
+        self._watched = threading.main_thread().ident or 0
         self._asked: list[str] = []
         self._spot: tuple[int, int] = (0, 0)
         self._since = monotonic()
         self._place, self._looked = "", float("-inf")
         self._writing = threading.RLock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=HEARTBEAT, daemon=True)
 
-    def start(self) -> None:
-        """Write the first slot and start the thread. Not collective."""
-        self.beat()
-        self._thread.start()
+    def look(self, now: float) -> None:
+        """Write the slot of this moment, then ask the listeners whether something is wrong. Not collective."""
+        slot = self.beat(now)
+        for listener in tuple(self.listeners):
+            listener(slot)
 
-    def stop(self) -> None:
-        """End the thread; a second call does nothing. Not collective."""
-        self._stop.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(1.0)
-
-    def beat(self) -> Slot:
+    def beat(self, now: float | None = None) -> Slot:
         """Write the slot of this moment. Not collective."""
         with self._writing:
-            slot = self.slot()
-            self.board.write(slot)
+            self.last = slot = self.slot(monotonic() if now is None else now)
+            self.peers.write(slot)
         return slot
 
-    def slot(self) -> Slot:
+    def slot(self, now: float) -> Slot:
         """Describe where the main thread stands now."""
-        now = monotonic()
+
+        def since(moment: float) -> float:
+            return self._supervisor.since(moment, now)
+
         frame = frame_of(self._watched)
         spot = (id(frame), frame.f_lasti) if frame else (0, 0)
         moved = spot != self._spot
         if moved:
             self._spot, self._since = spot, now
         if not moved or now - self._looked >= _LOOK:
-            self._place, self._looked = place(stacks().get(self._watched, ())), now
-        slot: Slot = {"beat": now, "place": self._place, "still": now - self._since, "pid": os.getpid()}
+            self._place, self._looked = place(stacks().get(self._watched) or innermost(frame)), now
+        slot: Slot = {"beat": now, "place": self._place, "still": since(self._since), "pid": os.getpid()}
         # A caught exception's frame may be gone at any moment; the board is a courtesy and never a fault of its own.
         with contextlib.suppress(Exception):
             slot["library"] = library_call(frame, self._world) if frame and slot["still"] >= _STILL else ""
-        slot["calls"] = [
-            [e.key, e.trace.name, e.trace.sequence, e.trace.operation, e.trace.tag[:80], now - entered]
-            for e in tuple(self.register.live)
-            if (entered := e.trace.entered)
-        ]
+        slot["calls"] = calls(self.register, since)
+        slot["transfers"] = transfers([entry.trace for entry in tuple(self.register.live)], since)
         slot["duties"] = [
-            [e.key, e.trace.duties, what, now - since]
+            [e.key, e.trace.duties, what, since(begun)]
             for e in tuple(self.register.live)
-            for what, since in [e.trace.duty]
+            for what, begun in [e.trace.duty]
             if what
         ]
         slot["marks"] = self.register.marks()
@@ -135,13 +143,7 @@ class Heartbeat:
 
     def _asked_for(self) -> dict[str, list[Record]]:
         """Return the last calls of the communicators that a rank has asked for last."""
-        if (key := self.board.asked()) and key not in self._asked:
-            self._asked = [key, *self._asked[:1]]
+        asked = self.peers.asked()
+        self._asked = [*asked, *(key for key in self._asked if key not in asked)][: len(asked) + 1]
         entries = filter(None, map(self.register.find, self._asked))
         return {entry.key: entry.trace.records() for entry in entries}
-
-    def _run(self) -> None:
-        while not self._stop.wait(self.tick):
-            slot = self.beat()
-            for listener in tuple(self.listeners):
-                listener(slot)

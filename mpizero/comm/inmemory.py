@@ -191,6 +191,10 @@ class InMemoryCommunicator(Communicator):
             job.gone.add(self._member)
             job.changed.notify_all()
 
+    def traces(self) -> list[CallTrace]:
+        """Return the traces of all ranks of the communicator. Not collective."""
+        return list(self._group.traces.copy().values())
+
     def close(self) -> None:
         """Refuse further calls; a second call does nothing. Collective over the communicator."""
         self._closed = True

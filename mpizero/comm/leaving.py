@@ -1,18 +1,38 @@
-"""Whether the other ranks can do without one that has ended."""
+"""Whether the other ranks can do without one that has ended.
+
+[Note: who may go on] A rank that lives may work for as long as it likes while this one waits for it at its end: pack
+files, run other programs, train with others. It is missed only by who cannot go on without it: who waits in a
+collective, or is in a step, that takes both of them; or, where no rank of the job works any more, in a message. A rank
+whose slot cannot be read, for its node cannot be asked, may be at work.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
 from mpizero.comm.board import Slot
+from mpizero.comm.peers import Peers
 from mpizero.comm.register import Register
 
 #: Seconds that others must have waited for this rank before it counts as gone early.
 BLOCKED = 1.0
-#: Seconds without any sign of progress on the others before a rank that has ended stops waiting for them.
+#: Seconds in messages after which ranks that all wait in some are not waited for.
 PATIENCE = 120.0
+#: Seconds for the others to leave too, after this rank has asked for an exit status that is not 0.
+_ALONE = 2.0
+#: Seconds between two looks, and the most that one wait counts: this process may have been stopped in it.
+_LOOK, _COUNTED = 0.1, 0.5
+#: What a rank does when it waits for one message.
+_MESSAGES = ("isend", "irecv")
 
 
-def needs_me(register: Register, other: int, slot: Slot) -> str | None:
-    """Say what ``other`` waits for; "" if it does not; None if it does not and was seen at work lately.
+def needs_me(register: Register, other: int, slot: Slot) -> str:
+    """Say what ``other`` waits for, "" if not for this rank.
 
     Not collective. ``register`` is this rank's, ``slot`` what the other has written last.
     """
@@ -27,4 +47,85 @@ def needs_me(register: Register, other: int, slot: Slot) -> str | None:
             return f"rank {other} is in {what} {ended + 1} of {entry.trace.name!r} at {slot['place']}"
     if slot.get("library") and slot["still"] >= 2 * BLOCKED:
         return f"rank {other} waits in {slot['library']} at {slot['place']}"
-    return None if slot["still"] < PATIENCE and slot["state"] == "working" else ""
+    return ""
+
+
+class Departure:
+    """The end of this rank's program, while it waits for that of the others.
+
+    Parameters
+    ----------
+    peers, register
+        Of this process.
+    status : object
+        What the program has asked for by ``sys.exit``; 0 and None are a good end.
+    patience : float
+        See :data:`PATIENCE`.
+    end : callable
+        Is told why the job has to end.
+    """
+
+    def __init__(
+        self, peers: Peers, register: Register, status: Any, patience: float, end: Callable[[str], None]
+    ) -> None:
+        self._peers, self._register, self._status, self._patience = peers, register, status, patience
+        self._end = end
+        self._looked = 0.0
+
+    def look(self, waited: float) -> bool:
+        """End the job where it cannot end well; False to wait on. Not collective.
+
+        ``waited`` are the seconds since this rank's end.
+        """
+        if waited - self._looked >= _LOOK:
+            self._looked = waited
+            if reason := self.missed(waited):
+                self._end(reason)
+        return False
+
+    def missed(self, waited: float) -> str:
+        """Say why the others cannot end without this rank; "" if it may wait on. Not collective."""
+        if waited < BLOCKED or not (others := self._peers.members):
+            return ""
+        slots = self._peers.read_all(patiently=True)
+        for rank in sorted(set(slots).intersection(others)):
+            if reason := needs_me(self._register, rank, slots[rank]):
+                return reason
+        if waited > _ALONE and self._status not in (None, 0):
+            return f"with exit status {self._status!r}, and the others go on"
+        return self._standstill(slots)
+
+    def _standstill(self, slots: Mapping[int, Slot]) -> str:
+        """Say that ranks wait for messages, and that all who could send them wait too or have left."""
+        waiting = {rank: members for rank, slot in slots.items() if (members := self._messages_of(slot))}
+        idle = {self._peers.rank, *waiting, *(rank for rank, slot in slots.items() if slot["state"] == "leaving")}
+        if not waiting or not idle.issuperset(*waiting.values()):
+            return ""
+        rank = min(waiting)
+        return f"rank {rank} waits for a message at {slots[rank]['place']}, and nobody is at work any more"
+
+    def _messages_of(self, slot: Slot) -> tuple[int, ...]:
+        """Return the ranks of the communicator that one has long waited in for a message; () if it does not."""
+        for key, _, _, operation, _, since in slot["calls"]:
+            if operation in _MESSAGES and since > self._patience and (entry := self._register.find(key)):
+                return entry.members
+        return ()
+
+
+def minimum(mpi: Any, controls: Sequence[Any], value: int, give_up: Callable[[float], bool]) -> int | None:
+    """Return the least ``value`` of all ranks of ``controls``, mpi4py communicators; None if ``give_up`` says so first.
+
+    Collective over each of them. ``give_up`` is told the seconds waited.
+    """
+    send, recv = np.array([value]), np.empty((len(controls), 1), np.int64)
+    rows = zip(controls, recv, strict=True)
+    requests = [c.Iallreduce([send, mpi.INT64_T], [row, mpi.INT64_T], mpi.MIN) for c, row in rows]
+    waited, last, pause = 0.0, monotonic(), 20e-6
+    while not mpi.Request.Testall(requests):
+        now = monotonic()
+        waited, last = waited + min(now - last, _COUNTED), now
+        if give_up(waited):
+            return None
+        time.sleep(pause)
+        pause = min(1.5 * pause, 5e-3)
+    return int(recv.min())

@@ -13,6 +13,7 @@ collection while it runs.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -24,6 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
+
+from mpizero.comm.scratch import nameless_file
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+) .*:")
 _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -68,14 +71,13 @@ def frame_of(thread: int) -> FrameType | None:
 def stacks() -> dict[int, list[Line]]:
     """Return the lines that every thread is in, the innermost first, by ``threading.get_ident``.
 
-    Not collective. At most 100 lines of at most 100 threads, which is all that ``faulthandler`` tells.
+    Not collective. At most 100 lines of at most 100 threads, which is all that ``faulthandler`` tells; nothing where
+    there is no file for it to write to.
     """
-    file = os.memfd_create("stacks", os.MFD_CLOEXEC)
-    try:
+    text = ""
+    with contextlib.suppress(OSError), nameless_file() as file:
         faulthandler.dump_traceback(file)
         text = os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
-    finally:
-        os.close(file)
     found: dict[int, list[Line]] = {}
     lines: list[Line] = []
     for row in text.splitlines():
@@ -84,6 +86,11 @@ def stacks() -> dict[int, list[Line]]:
         elif line := _LINE.fullmatch(row):
             lines.append(Line(line[1], int(line[2]), line[3]))
     return found
+
+
+def innermost(frame: FrameType | None) -> list[Line]:
+    """Return the line of one frame, which is all that is known where :func:`stacks` knows nothing. Not collective."""
+    return [] if frame is None else [Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)]
 
 
 def place(stack: Sequence[Line]) -> str:

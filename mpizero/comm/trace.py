@@ -15,7 +15,7 @@ for other reasons do not. Under MPIZERO_DEBUG=collectives they are recorded like
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
@@ -65,6 +65,20 @@ class Record(NamedTuple):
     where: str
 
 
+class Transfer:
+    """Bytes on their way from or to files: how many have come, and when the last did."""
+
+    __slots__ = ("bytes", "moved", "what")
+
+    def __init__(self, what: str) -> None:
+        self.what, self.bytes, self.moved = what, 0, monotonic()
+
+    def advance(self, nbytes: int) -> None:
+        """Count bytes that have been read, written or made durable. Not collective."""
+        self.bytes += nbytes
+        self.moved = monotonic()
+
+
 class CallTrace:
     """The call a rank of one communicator is in, or was in last, and what it called before.
 
@@ -86,10 +100,13 @@ class CallTrace:
         What the rank is doing that all ranks must end together, and since when; ("", 0.0) if nothing.
     duties : int
         How many such things it has ended.
+    transfers : tuple of Transfer
+        What it is reading or writing at this moment, while others may wait for it.
     """
 
     __slots__ = (
-        "_entries", "_last", "_numbers", "duties", "duty", "entered", "name", "operation", "sequence", "started", "tag"
+        "_entries", "_last", "_numbers", "duties", "duty", "entered", "name", "operation", "sequence", "started", "tag",
+        "transfers",
     )  # fmt: skip
 
     def __init__(self, name: str) -> None:
@@ -101,6 +118,7 @@ class CallTrace:
         self.started = 0
         self.duty = ("", 0.0)
         self.duties = 0
+        self.transfers: tuple[Transfer, ...] = ()
         self._numbers: dict[Call, int] = {}
         self._last: _Entry = (0, 0, (), None, 0)
         self._entries: list[_Entry] = [self._last] * REMEMBERED
@@ -148,6 +166,19 @@ class CallTrace:
             self.duties += 1
         finally:
             self.duty = ("", 0.0)
+
+    @contextmanager
+    def transfer(self, what: str) -> Iterator[Callable[[int], None]]:
+        """Tell the others that files are read or written: hands out what is to be told of every piece's bytes.
+
+        Not collective; in any thread. As long as bytes come, those who wait for this rank are not stuck.
+        """
+        transfer = Transfer(what)
+        self.transfers = (*self.transfers, transfer)
+        try:
+            yield transfer.advance
+        finally:
+            self.transfers = tuple(other for other in self.transfers if other is not transfer)
 
     def last(self) -> tuple[int, int]:
         """Return how many collectives have begun, and their number; both of one moment. Not collective."""

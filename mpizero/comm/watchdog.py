@@ -1,10 +1,13 @@
 """A collective that does not return is reported with the line of every rank, and ends the job.
 
-[Note: two stages] Stage 1 is the guard's heartbeat thread: once a call of a communicator has lasted longer than the
-timeout, it reads the board, says which ranks are missing and where every rank stands, and aborts. It needs Python's
-interpreter lock on one waiting rank, which ranks inside MPI do not hold. Stage 2 is a timer of ``faulthandler``, a C
-thread that needs no lock: as long as the heartbeat lives it is put off; when the lock is held too long it writes the
-stacks of all threads and exits with status 1, and the launcher ends the other ranks.
+[Note: two stages] Stage 1 is the supervisor's thread: once a call of a communicator has lasted longer than the
+timeout, it reads the boards, says which ranks are missing and where every rank stands, and aborts. It needs Python's
+interpreter lock on one waiting rank, which ranks inside MPI do not hold. Stage 2 is a timer of the kernel that needs no
+lock (:mod:`.locktimer`): as long as the thread lives it is put off; when the lock is held too long it writes the stacks
+of all threads and ends the process, and the launcher ends the other ranks.
+
+[Note: files] Who waits for a rank that reads or writes files is not stuck while bytes come, however slowly: the time
+counts from the last bytes that any rank has told of (:meth:`.CallTrace.transfer`).
 """
 
 from __future__ import annotations
@@ -23,12 +26,14 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from mpizero.comm import guard
-from mpizero.comm.board import Board, Slot
+from mpizero.comm.board import Slot
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.heartbeat import HEARTBEAT, TICK, Heartbeat
+from mpizero.comm.heartbeat import calls, transfers
 from mpizero.comm.lastwords import ranks_text, write
+from mpizero.comm.locktimer import LockTimer
 from mpizero.comm.register import Register
 from mpizero.comm.stacks import place, stacks
+from mpizero.comm.supervisor import HEARTBEAT, TICK
 from mpizero.errors import CollectiveError, ConfigError, ExitStatus
 
 #: Heartbeats of silence after which a rank counts as stopped.
@@ -42,9 +47,11 @@ class Watchdog:
     """Ends the job when one call of any communicator of this process lasts longer than ``timeout``.
 
     A context manager, or :meth:`start` and :meth:`stop`; every rank makes its own. Costs nothing per call: the
-    communicators note when they enter a call anyway, and a sleeping thread looks at that note. SIGUSR2 makes a process
-    write the stacks of its threads while one is running. With an in-process communicator the call that lasts too
-    long breaks the group by :meth:`Communicator.abort` instead of ending the process.
+    communicators note when they enter a call anyway, and a sleeping thread looks at that note, one for all watchdogs of
+    a process. Time in which the process was stopped does not count, nor that in which bytes of files come that others
+    wait for. SIGUSR2 makes a process write the stacks of its threads while one is running. With an in-process
+    communicator the call that lasts too long breaks the group by :meth:`Communicator.abort` instead of ending the
+    process.
 
     Parameters
     ----------
@@ -53,10 +60,11 @@ class Watchdog:
     timeout : float
         Seconds; longer than the longest time ranks may legally wait for one another.
     grace : float
-        Stage 2 comes ``timeout + grace`` seconds after the last sign of life of this process.
+        Stage 2 comes after ``timeout + grace`` seconds of processor time without a sign of life of this process; over
+        MPI only.
     folder : path or None
         Folder that all nodes see, for the lines of ranks on nodes that cannot be asked (see :mod:`.elsewhere`) and the
-        stacks of stage 2 (``hang-rank00003.txt``). None: stacks go to standard error.
+        stacks of stage 2 (``hang-rank00003.txt``). None, or one that cannot be written: stacks go to standard error.
 
     Raises
     ------
@@ -75,10 +83,11 @@ class Watchdog:
         self._grace = grace
         self._folder = Path(folder) if folder is not None else None
         self._guard = guard.current()
-        self._heartbeat: Heartbeat | None = None
-        self._shared = False
-        self._rank = 0
-        self._armed = 0.0
+        self._register = self._guard.register
+        self._running = self._shared = False
+        self._rank = comm.rank
+        self._moved = self._put_off = 0.0
+        self._timer: LockTimer | None = None
         self._log: TextIO | None = None
 
     def __enter__(self) -> Self:
@@ -92,68 +101,94 @@ class Watchdog:
 
     def start(self) -> None:
         """Start to watch. Not collective."""
-        self._shared = self._guard.heartbeat is not None and self._guard.follows(self._comm.trace)
+        self._shared = self._guard.follows(self._comm.trace)
         self._rank = self._guard.rank if self._shared else self._comm.rank
+        if not self._shared:  # one rank, or ranks that are threads of this process
+            self._register = Register()
+            self._register.add(self._comm.trace, range(self._comm.size), self._comm.rank)
+        self._open_log()
         if self._shared:
-            self._heartbeat = self._guard.heartbeat
-        else:  # one rank, or ranks that are threads of this process
-            register = Register()
-            register.add(self._comm.trace, range(self._comm.size))
-            self._heartbeat = Heartbeat(Board((0,), 0, None), register, dict, None, threading.get_ident())
-        assert self._heartbeat is not None
-        self._heartbeat.tick = min(TICK, self._timeout / 10)
-        self._heartbeat.listeners.append(self._look)
-        with contextlib.suppress(ValueError, OSError, AttributeError):  # standard error replaced by a file-like object
-            faulthandler.register(signal.SIGUSR2, file=sys.__stderr__ or 2, all_threads=True)
-            self._heartbeat.notes["stacks"] = True
-        if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._log = open(self._folder / f"hang-rank{self._rank:05d}.txt", "w")  # noqa: SIM115 (kept open)
-        self._arm(time.monotonic())
-        self._heartbeat.beat() if self._shared else self._heartbeat.start()
+            with contextlib.suppress(ValueError, OSError, AttributeError, RuntimeError):  # a standard error of its own
+                faulthandler.register(signal.SIGUSR2, file=sys.__stderr__ or 2, all_threads=True)
+                self._tell_of_stacks()
+            self._timer = LockTimer(self._log or sys.__stderr__ or 2)
+            self._timer.put_off(self._timeout + self._grace)
+        self._running = True
+        self._guard.supervisor.add(self._look, min(TICK, self._timeout / 10))
 
     def stop(self) -> None:
         """Stop to watch and remove what was written; a second call does nothing. Not collective."""
-        heartbeat, self._heartbeat = self._heartbeat, None
-        if heartbeat is None:
+        if not self._running:
             return
-        heartbeat.listeners.remove(self._look)
-        if self._shared:
-            heartbeat.tick = TICK
-        else:
-            heartbeat.stop()
-        if not self._guard.ending:
-            faulthandler.cancel_dump_traceback_later()
+        self._running = False
+        self._guard.supervisor.remove(self._look)
         # SIGUSR2 stays registered: without it a late signal of another rank would kill this one.
+        if self._timer is not None:
+            self._timer.close()
         if self._log is not None:
             self._log.close()
-            Path(self._log.name).unlink(missing_ok=True)
-            self._path(self._rank).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                Path(self._log.name).unlink(missing_ok=True)
+                self._path(self._rank).unlink(missing_ok=True)
             self._log = None
 
-    # ------------------------------------------------------------------ in the heartbeat's thread
+    def _tell_of_stacks(self) -> None:
+        """Let the others know, before any work begins, that a signal shows the stacks of this rank."""
+        if (heartbeat := self._guard.heartbeat) is not None:
+            heartbeat.notes["stacks"] = True
+            try:
+                heartbeat.beat()
+            except Exception as error:  # what only helps to find a fault ends no run
+                self._guard.supervisor.complain(error)
 
-    def _look(self, slot: Slot) -> None:
-        if self._heartbeat is None or self._guard.ending:
+    def _open_log(self) -> None:
+        if self._folder is None:
             return
-        if slot["beat"] - self._armed > min(self._timeout, self._grace, 10.0) / 4:
-            self._arm(slot["beat"])
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._log = open(self._folder / f"hang-rank{self._rank:05d}.txt", "w")  # noqa: SIM115 (kept open)
+        except OSError as error:
+            self._folder = None
+            self._guard.supervisor.complain(error)
+
+    # ------------------------------------------------------------------ in the supervisor's thread
+
+    def _look(self, now: float) -> None:
+        if not self._running or self._guard.ending:
+            return
+        if self._timer is not None and now - self._put_off > min(self._timeout, self._grace, 10.0) / 4:
+            self._put_off = now
+            self._timer.put_off(self._timeout + self._grace)
         if self._folder is not None:
-            self._publish(slot)
-        for call in slot["calls"]:
-            if call[5] > self._timeout:
-                self._end(slot, call)
+            self._publish()
+        for call in calls(self._register, lambda moment: self._guard.supervisor.since(moment, now)):
+            if call[5] > self._timeout and not self._files_move(call, now):
+                self._end(call)
                 return
 
-    def _arm(self, now: float) -> None:
-        self._armed = now
-        file = self._log or sys.__stderr__
-        with contextlib.suppress(ValueError, OSError, AttributeError):
-            faulthandler.dump_traceback_later(self._timeout + self._grace, exit=True, file=file or 2)
-
-    def _end(self, slot: Slot, call: list[Any]) -> None:
+    def _files_move(self, call: list[Any], now: float) -> bool:
+        """Tell whether some rank has told of bytes within the timeout; asked again after another one."""
+        since = self._guard.supervisor.since
+        if self._moved and since(self._moved, now) <= self._timeout:
+            return True
+        found = transfers(self._comm.traces(), lambda moment: since(moment, now))
         if self._shared:
-            text = self._guard.lines("\n".join(self._report(call)))
+            slots = self._slots(self._members(call))
+            found += [[*t[:2], t[2] + s["age"]] for s in slots.values() for t in s.get("transfers", ())]
+        quiet = min((seconds for _, _, seconds in found), default=math.inf)
+        self._moved = now - quiet if quiet <= self._timeout else 0.0
+        return quiet <= self._timeout
+
+    def _members(self, call: list[Any]) -> tuple[int, ...]:
+        return next((entry.members for entry in self._register.live if entry.key == call[0]), ())
+
+    def _end(self, call: list[Any]) -> None:
+        if self._shared:
+            try:
+                report = self._report(call)
+            except Exception as failure:  # the job ends all the same
+                report = [f"stuck: {_call(call)} has lasted {call[5]:.1f} s; no more is known: {failure!r}"]
+            text = self._guard.lines("\n".join(report))
             if self._guard.speaks():
                 write(text)
                 self._ask_silent()
@@ -171,9 +206,10 @@ class Watchdog:
         assert self._folder is not None
         return self._folder / f"heartbeat-rank{rank:05d}.json"
 
-    def _publish(self, slot: Slot) -> None:
+    def _publish(self) -> None:
         """Write the slot where other nodes see it; a full or slow folder is not a fault of the training."""
-        own = self._path(self._rank)
+        own, heartbeat = self._path(self._rank), self._guard.heartbeat
+        slot = heartbeat.last if heartbeat is not None and self._shared else {}
         with contextlib.suppress(OSError):
             temporary = own.with_suffix(".new")
             temporary.write_text(json.dumps(slot | {"beat": 0.0, "wall": time.time()}))
@@ -181,20 +217,21 @@ class Watchdog:
 
     def _slots(self, members: tuple[int, ...]) -> dict[int, Slot]:
         """Every slot that can be read, with the seconds since it was written."""
-        slots = self._guard.board.read() if self._guard.board else {}
+        peers = self._guard.peers
+        slots = peers.read()
         for rank in members if self._folder is not None else ():
             if rank not in slots:
                 with contextlib.suppress(OSError, ValueError):
                     slots[rank] = json.loads(self._path(rank).read_text())
-        if self._guard.elsewhere is not None and any(rank not in slots for rank in members):
-            slots = self._guard.elsewhere.read() | slots
+        if any(rank not in slots for rank in members):
+            slots = peers.read_all() | slots
         now, wall = time.monotonic(), time.time()
         return {rank: s | {"age": wall - s["wall"] if "wall" in s else now - s["beat"]} for rank, s in slots.items()}
 
     def _report(self, call: list[Any]) -> list[str]:
         """Lines for the call that lasts too long: what is missing, then where every rank stands."""
         key, _, sequence, operation = call[:4]
-        members = next((e.members for e in self._guard.register.live if e.key == key), ())
+        members = self._members(call)
         slots = self._slots(members)
         missing = [r for r in members if r in slots and slots[r]["marks"].get(key, (sequence, 0))[0] < sequence]
         unknown = [r for r in members if r not in slots]
@@ -210,9 +247,13 @@ class Watchdog:
 
     def _stand(self, slot: Slot) -> str:
         context = ", ".join(f"{name} {slot[name]}" for name in ("step", "phase") if name in slot)
-        calls = [f"in {_call(c)} for {c[5] + slot['age']:.1f} s" for c in slot["calls"]]
+        waits = [f"in {_call(c)} for {c[5] + slot['age']:.1f} s" for c in slot["calls"]]
         doing = {"leaving": "at the end of the program", "failed": "failing"}.get(slot["state"], "at work")
-        what = ", ".join(calls) or (f"in {slot['library']}" if slot.get("library") else doing)
+        files = [
+            f"{what}, {nbytes} bytes so far, the last {seconds + slot['age']:.1f} s ago"
+            for what, nbytes, seconds in slot.get("transfers", ())
+        ]
+        what = ", ".join([*waits, *files]) or (f"in {slot['library']}" if slot.get("library") else doing)
         if self._is_silent(slot):
             what = f"silent for {slot['age']:.1f} s (stopped, or holding the interpreter lock); last seen {what}"
         return f"{what} at {slot['place']}{f' ({context})' if context else ''}"
@@ -228,10 +269,7 @@ class Watchdog:
         time.sleep(_STACKS if asked else 0.0)
 
     def _is_silent(self, slot: Slot) -> bool:
-        return bool(slot["age"] > max(_SILENT_TICKS * self._tick(), _MIN_SILENCE))
-
-    def _tick(self) -> float:
-        return self._heartbeat.tick if self._heartbeat is not None else TICK
+        return bool(slot["age"] > max(_SILENT_TICKS * self._guard.supervisor.tick, _MIN_SILENCE))
 
 
 def _call(call: list[Any]) -> str:

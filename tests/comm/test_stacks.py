@@ -6,7 +6,9 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from mpizero.comm.stacks import Line, frame_of, place, stacks
+import pytest
+
+from mpizero.comm.stacks import Line, frame_of, innermost, place, stacks
 
 
 def waits(entered: threading.Event, gate: threading.Event) -> None:
@@ -32,9 +34,24 @@ def test_the_lines_of_a_waiting_thread_are_those_of_its_functions():
     assert threading.get_ident() in found
 
 
+def test_stacks_need_neither_memory_files_nor_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python that was built against an old glibc has no ``os.memfd_create``."""
+    monkeypatch.delattr("os.memfd_create", raising=False)
+    own = test_stacks_need_neither_memory_files_nor_a_folder.__name__
+    assert own in {line.function for line in stacks()[threading.get_ident()]}
+
+    def refuse(*_: object, **__: object) -> None:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr("tempfile.gettempdir", refuse)
+    assert stacks() == {}
+    assert place(innermost(sys._getframe())).endswith(f"in {own}")
+
+
 def test_the_users_line_comes_first_and_lines_of_communicators_never():
     comm = f"{sys.modules['mpizero.comm.stacks'].__file__}".replace("stacks", "mpi")
-    model = comm.replace("/comm/mpi", "/parallel/engine")
+    model = comm.replace("comm/mpi.py", "parallel/engine.py")
     stack = [Line(comm, 7, "allreduce"), Line(model, 8, "step"), Line("/home/me/train.py", 9, "main")]
     assert place(stack) == "train.py:9 in main > engine.py:8 in step"
     assert place([stack[0], stack[2]]) == "train.py:9 in main"

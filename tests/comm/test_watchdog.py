@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 
 import numpy as np
 import pytest
 
+from mpizero.comm.supervisor import HEARTBEAT, Supervisor
 from mpizero.comm.watchdog import Watchdog
 from mpizero.errors import CollectiveError, ConfigError, PeerFailure
 from mpizero.testing import run_in_threads
@@ -68,6 +70,79 @@ def test_it_leaves_no_thread_and_no_file_behind(tmp_path):
     run_in_threads(1, train)
     assert list(tmp_path.iterdir()) == []
     assert threading.active_count() == before
+
+
+def test_watchdogs_of_many_threads_share_one_thread_which_looks_at_no_frames(monkeypatch):
+    def look(*_):
+        raise AssertionError("frames were looked at")
+
+    monkeypatch.setattr("mpizero.comm.heartbeat.frame_of", look)
+    monkeypatch.setattr("mpizero.comm.heartbeat.stacks", look)
+    monkeypatch.setattr("mpizero.comm.watchdog.stacks", look)
+
+    def train(comm):
+        with Watchdog(comm, timeout=5.0):
+            comm.barrier()
+            names = [thread.name for thread in threading.enumerate()]
+            time.sleep(0.3)  # it looks at least once
+            comm.barrier()
+        return names.count(HEARTBEAT)
+
+    before = threading.active_count()
+    assert run_in_threads(16, train) == [1] * 16
+    assert threading.active_count() == before
+
+
+def test_threads_that_wait_for_one_that_writes_are_left_alone_while_bytes_come():
+    def save(comm):
+        with Watchdog(comm, timeout=0.4):
+            if comm.rank == 1:
+                with comm.trace.transfer("writing") as advance:
+                    for _ in range(8):
+                        time.sleep(0.15)
+                        advance(1)
+            comm.barrier()
+        return True
+
+    assert run_in_threads(2, save) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("looks", "lived"),
+    [
+        ([0.0, 0.2, 0.4, 0.6], 0.6),
+        ([0.0, 0.2, 100.2, 100.4], 0.9),  # stopped for 99.8 s, of which half a second counts
+        ([0.0, 0.2, 50.2, 50.4, 150.4], 1.4),
+    ],
+)
+def test_time_in_which_the_process_was_stopped_does_not_count(looks, lived):
+    supervisor = Supervisor()
+    supervisor._listeners[lambda _: None] = 0.1
+    for last, now in itertools.pairwise(looks):
+        supervisor._note(last, now)
+    assert supervisor.since(0.0, looks[-1]) == pytest.approx(lived)
+    assert supervisor.since(looks[-1], looks[-1] + 0.1) == pytest.approx(0.1)
+
+
+def test_many_stops_are_not_forgotten():
+    supervisor = Supervisor()
+    for number in range(100):
+        supervisor._note(10.0 * number, 10.0 * number + 9.0)
+    assert supervisor.since(0.0, 999.0) == pytest.approx(999.0 - 100 * (9.0 - 0.75))
+
+
+def test_a_listener_that_raises_is_reported_once_and_asked_again(capfd):
+    looked = threading.Semaphore(0)
+
+    def look(now):
+        looked.release()
+        raise OSError("planted")
+
+    supervisor = Supervisor()
+    supervisor.add(look, 0.01)
+    assert all(looked.acquire(timeout=20) for _ in range(3))
+    supervisor.remove(look)
+    assert capfd.readouterr().err.count("OSError: planted") == 1
 
 
 @pytest.mark.mpi

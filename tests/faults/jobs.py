@@ -77,10 +77,11 @@ def pids(folder):
     return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
 
 
-def run_job(launcher, folder, command, ranks=2, interrupt=False, environment=(), within=()):
+def run_job(launcher, folder, command, ranks=2, interrupt=False, environment=(), within=(), meanwhile=None):
     """Run ``command`` (a list: program and arguments) on ``ranks`` ranks, and leave no process behind.
 
-    ``within`` is a command that runs the launcher, such as :func:`small_shared_memory`.
+    ``within`` is a command that runs the launcher, such as :func:`small_shared_memory`; ``meanwhile`` is called with the
+    launcher's process when all ranks have made the file ``ready-RANK``.
     """
     mpiexec, python = launcher
     started = time.time()
@@ -99,6 +100,9 @@ def run_job(launcher, folder, command, ranks=2, interrupt=False, environment=(),
                 wait_for(lambda: (folder / "ready").exists())
                 started = time.time()
                 process.send_signal(signal.SIGINT)
+            if meanwhile is not None:
+                wait_for(lambda: len(list(folder.glob("ready-*"))) == ranks)
+                meanwhile(process)
             status = process.wait(LIMIT)
             wait_for(lambda: not any(map(alive, pids(folder))))
             ended = time.time()

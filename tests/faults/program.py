@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import itertools
 import os
 import signal
@@ -197,9 +196,9 @@ def main():
     elif FAULT == "go_on_after_a_caught_exit":
         go_on_after_a_caught_exit()
     elif FAULT == "all_hold_the_lock":
-        with Watchdog(COMM, timeout=1.0, grace=0.5):
+        with Watchdog(COMM, timeout=0.3, grace=0.2):
             note_fault()
-            ctypes.PyDLL(None).sleep(100)
+            hold_the_lock()
     elif FAULT in {"sleep", "stop", "lock"}:
         with Watchdog(COMM, timeout=0.6, folder=FOLDER / "watch" if len(sys.argv) > 4 else None):
             train()

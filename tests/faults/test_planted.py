@@ -62,6 +62,13 @@ def test_only_the_call_meant_is_struck():
     fault.strike(None)
 
 
+def test_every_call_can_be_struck():
+    fault = planted("train.step:0:*:raise")
+    for _ in range(2):
+        with pytest.raises(PlantedError, match=r"planted at train\.step"):
+            fault.strike(None)
+
+
 def test_what_is_handed_over_can_be_spoiled(tmp_path):
     values = np.ones((2, 2), np.float32)
     planted("train.step:0:1:nan").strike(values)

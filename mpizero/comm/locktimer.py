@@ -1,0 +1,75 @@
+"""Ends a process whose interpreter lock is held too long, by a timer of the kernel that needs no lock.
+
+[Note: processor time] A timer on the wall clock would end every job that was stopped and goes on: what it was to be put
+off by did not run meanwhile. This one counts the processor time of one thread, which stands still in a stopped process
+and is never more than the time that passed. So it does not find a thread that holds the lock and sleeps; the other
+ranks do, whose threads run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import signal
+import sys
+import threading
+import time
+from typing import Any, TextIO
+
+#: Above those that C libraries and debuggers use.
+_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11
+
+
+class _Event(ctypes.Structure):
+    """``struct sigevent``."""
+
+    _fields_ = (("value", ctypes.c_void_p), ("signal", ctypes.c_int), ("how", ctypes.c_int), ("_", ctypes.c_byte * 48))
+
+
+class _Times(ctypes.Structure):
+    """``struct itimerspec``."""
+
+    _fields_ = tuple((name, ctypes.c_long) for name in ("every", "every_ns", "first", "first_ns"))
+
+
+class LockTimer:
+    """Writes all stacks to ``file`` and kills the process, unless it is put off in time; nothing where it cannot.
+
+    It counts the processor time of the main thread, and needs Linux and a signal that nobody else handles.
+    """
+
+    def __init__(self, file: TextIO | int) -> None:
+        self._library: Any = None
+        self._timer = ctypes.c_void_p()
+        main = threading.main_thread().ident
+        if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) < 8 or main is None:
+            return
+        with contextlib.suppress(ValueError, OSError, AttributeError, RuntimeError):
+            if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
+                return
+            library = _with_timers()
+            faulthandler.register(_SIGNAL, file=file, all_threads=True, chain=True)  # then the signal's default: to end
+            clock = ctypes.c_int(time.pthread_getcpuclockid(main))
+            event = _Event(None, _SIGNAL, 0)
+            if library.timer_create(clock, ctypes.byref(event), ctypes.byref(self._timer)) == 0:
+                self._library = library
+
+    def put_off(self, seconds: float) -> None:
+        """Begin to count anew. Not collective."""
+        if self._library is not None:
+            whole = int(seconds)
+            times = _Times(0, 0, whole, max(1, int((seconds - whole) * 1e9)))
+            self._library.timer_settime(self._timer, 0, ctypes.byref(times), None)
+
+    def close(self) -> None:
+        """Count no more; a second call does nothing. Not collective."""
+        library, self._library = self._library, None
+        if library is not None:
+            library.timer_delete(self._timer)
+
+
+def _with_timers() -> Any:
+    """Return the C library that has timers: before glibc 2.34 it is one of its own."""
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "timer_create") else ctypes.CDLL("librt.so.1")

@@ -1,0 +1,147 @@
+"""A job ends when a rank is missed, and never for being slow, stopped, partly done, or on a poor machine.
+
+Every test starts mpiexec itself; see jobs.py for other launchers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.jobs import SOON, launchers, pids, run_job
+
+PROGRAM = Path(__file__).with_name("liveness_program.py")
+
+if not launchers():
+    pytest.skip("no mpiexec beside the interpreter or on PATH", allow_module_level=True)
+
+
+@pytest.fixture(params=launchers(), ids=lambda pair: pair[0])
+def job(request, tmp_path):
+    def run(kind, ranks=2, meanwhile=None, **environment):
+        return run_job(request.param, tmp_path, [PROGRAM, kind, tmp_path], ranks, False, environment, meanwhile)
+
+    return run
+
+
+def check_good(ended):
+    assert (ended.status, ended.err) == (0, "")
+
+
+def check_early(ended, reason):
+    assert ended.status != 0, ended.err
+    assert ended.seconds < SOON, ended.err
+    assert re.search(f"left early: the program has ended here, but {reason}", "\n".join(ended.said)), ended.err
+
+
+# ---------------------------------------------------------------------------------------------- what cannot be had
+
+
+def test_a_python_without_memory_files_trains(job):
+    check_good(job("old_libc"))
+
+
+def test_a_python_without_memory_files_sees_who_leaves(job):
+    check_early(
+        job("old_libc_and_a_rank_leaves"), r"rank 0 waits in barrier #\d+ 'gradients' .* at liveness_program.py"
+    )
+
+
+@pytest.mark.parametrize("kind", ["old_libc_and_nowhere_to_write", "one_rank_without_a_board"])
+def test_what_only_helps_to_find_faults_ends_no_run(job, kind):
+    ended = job(kind)
+    assert ended.status == 0, ended.err
+    lines = ended.err.splitlines()
+    assert len(lines) <= 1, ended.err
+    assert all(line.startswith("mpizero: stuck or missing ranks may not be noticed here: ") for line in lines)
+
+
+# ---------------------------------------------------------------------------------------------- some of the ranks
+
+
+def test_a_rank_that_leaves_a_part_of_the_job_is_missed_there(job):
+    check_early(job("part_leaves", 4), r"rank 2 waits in barrier #\d+ 'gradients' of 'part' at liveness_program.py")
+
+
+def test_a_rank_that_leaves_one_of_overlapping_parts_is_missed_there(job):
+    check_early(job("overlapping_parts", 3), r"rank 1 waits in barrier #\d+ 'one more' of 'part'")
+
+
+def test_a_stuck_model_on_some_of_the_ranks_ends_the_job_with_the_line_of_who_is_missing(job):
+    ended = job("part_stalls", 3)
+    assert ended.status == 76, ended.err
+    assert ended.seconds < SOON, ended.err
+    report = "\n".join(ended.said)
+    assert re.search(r"stuck: \w+ #\d+ .*: rank 2 not in it", report), ended.err
+    assert re.search(r"rank 2: at work at liveness_program.py:\d+ in part_stalls", report), ended.err
+    assert "rank 0" not in re.sub(r"^.*?\] ", "", report, flags=re.MULTILINE)
+
+
+def test_ranks_whose_model_is_done_may_leave_long_before_the_others(job):
+    check_good(job("part_ends_first", 5))
+
+
+def test_bad_input_of_a_part_ends_the_job_with_one_line_and_its_status(job):
+    ended = job("part_is_refused", 4)
+    assert ended.status == 78, ended.err
+    assert ended.seconds < SOON, ended.err
+    assert [line.partition("] ")[2] for line in ended.said] == ["ConfigError: planted"]
+
+
+# ---------------------------------------------------------------------------------------------- the end of a program
+
+
+@pytest.mark.parametrize("kind", ["other_program_at_the_end", "closed_doors"])
+def test_a_rank_may_work_alone_at_the_end_for_as_long_as_it_likes(job, kind):
+    check_good(job(kind))
+
+
+def test_a_message_that_nobody_can_send_any_more_is_noticed(job):
+    check_early(job("waits_for_a_message"), "rank 0 waits for a message at .*, and nobody is at work any more")
+
+
+# ---------------------------------------------------------------------------------------------- a stopped job
+
+
+def test_a_job_that_was_stopped_for_longer_than_its_timeout_goes_on(job, tmp_path):
+    def stop(launcher):
+        found = [*pids(tmp_path), launcher.pid]
+        for pid in found:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(5.0)
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+            time.sleep(0.2)
+        time.sleep(1.0)
+        (tmp_path / "finish").touch()
+
+    ended = job("stopped_job", 3, stop)  # Open MPI's launcher says that it hands on a signal
+    assert (ended.status, ended.said) == (0, []), ended.err
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize(
+    ("kind", "site"), [("files", "save.write"), ("files_beside", "save.write"), ("files", "load.read")]
+)
+def test_who_waits_for_a_slow_disk_is_not_stuck_while_bytes_come(job, kind, site):
+    ended = job(kind, MPIZERO_FAULT=f"{site}:1:*:sleep=0.5")
+    check_good(ended)
+    assert ended.seconds > 4.0  # twice the timeout
+
+
+@pytest.mark.parametrize(("site", "doing"), [("save.write", "writing"), ("load.read", "reading")])
+def test_a_disk_from_which_no_more_bytes_come_is_reported_after_the_timeout(job, site, doing):
+    ended = job("files", MPIZERO_FAULT=f"{site}:1:2:sleep")
+    assert ended.status == 76, ended.err
+    report = "\n".join(ended.said)
+    assert re.search(r"stuck: allgather_object #\d+ 'checkpoint outcome' .*: rank 1 not in it", report), ended.err
+    assert re.search(rf"rank 1: {doing} .*saved.*, 32 bytes so far, the last .* s ago at ", report), ended.err
