@@ -10,7 +10,7 @@ import numpy as np
 
 from mpizero.checkpoint.checksum import BLOCK, block_count, crc32_shifted, cut
 from mpizero.checkpoint.failures import agreed
-from mpizero.checkpoint.stage import write_at
+from mpizero.checkpoint.stage import sync_range, write_at
 from mpizero.checkpoint.table import LocalArray, Table
 from mpizero.comm.communicator import Communicator
 from mpizero.crc import crc32
@@ -43,8 +43,8 @@ def store(
 
     Collective over ``comm``: all ranks succeed, or all raise the same error, which begins with ``prefix``.
     """
-    with agreed(comm, prefix):
-        return write_pieces(open_state(file), file, arrays, offsets)
+    with agreed(comm, prefix), comm.trace.transfer(f"writing {file}") as advance:
+        return write_pieces(open_state(file), file, arrays, offsets, advance)
 
 
 def open_state(file: str) -> int:
@@ -57,13 +57,14 @@ def write_pieces(
     file: str,
     arrays: Sequence[LocalArray],
     offsets: Mapping[str, int],
+    advance: Callable[[int], object] = lambda _: None,
     halted: Callable[[], bool] = lambda: False,
 ) -> list[PieceSums]:
     """Write this rank's pieces into an open ``file`` and make them durable; return their checksums.
 
     Not collective, no MPI. ``handle``, from :func:`open_state`, is closed. Each block's checksum is taken from memory
-    just before it is written: what is damaged later, reading finds. Between two blocks ``halted`` is asked whether to
-    give up.
+    just before it is written: what is damaged later, reading finds. ``advance`` is told the bytes of each block when it
+    is written, and again when it is durable. Between two blocks ``halted`` is asked whether to give up.
 
     Raises
     ------
@@ -85,9 +86,12 @@ def write_pieces(
                     strike("save.write", handle)
                     checksums.append(crc32(part))
                     write_at(handle, part, offsets[array.path] + start, f"{file}: array {array.path!r}")
+                    advance(len(part))
                 if checksums:
                     sums.append(PieceSums(array.path, begin, begin + len(data), tuple(checksums)))
         strike("save.sync", handle)
+        for piece in sums:
+            sync_range(handle, offsets[piece.path] + piece.start, piece.stop - piece.start, advance)
         os.fsync(handle)
     finally:
         os.close(handle)

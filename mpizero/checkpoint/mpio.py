@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 from mpizero.checkpoint.checksum import cut
 from mpizero.checkpoint.direct import PieceSums, checksums
 from mpizero.checkpoint.failures import agreed
+from mpizero.checkpoint.stage import sync_range
 from mpizero.checkpoint.table import LocalArray
 from mpizero.comm.communicator import Communicator
 from mpizero.crc import crc32
@@ -52,8 +53,9 @@ def store(
         mpi = getattr(own, "mpi", None)
         handle = own.run("hdf5 open", lambda: h5py.File(file, "r+", driver="mpio", comm=mpi), tag=file)
         try:
-            for array in arrays:
-                _write(handle, array)
+            with comm.trace.transfer(f"writing {file}") as advance:
+                for array in arrays:
+                    _write(handle, array, advance)
         except Exception as error:  # the others wait in close()
             failure = error
         try:
@@ -64,11 +66,12 @@ def store(
         if failure is not None:
             reason = " ".join(str(failure).split())
             raise OSError(getattr(failure, "errno", None) or 5, reason, file) from failure
-        _sync_and_compare(file, sums, offsets)
+        with comm.trace.transfer(f"comparing {file}") as advance:
+            _sync_and_compare(file, sums, offsets, advance)
     return sums
 
 
-def _write(handle: Any, array: LocalArray) -> None:
+def _write(handle: Any, array: LocalArray, advance: Callable[[int], object]) -> None:
     dataset = None
     step = max(1, WRITE_LIMIT // array.dtype.itemsize)
     for first, values in array.pieces:
@@ -81,12 +84,17 @@ def _write(handle: Any, array: LocalArray) -> None:
                 sizes = tuple(axis.stop - axis.start for axis in block)
                 dataset[block] = part[done : done + prod(sizes)].reshape(sizes)
                 done += prod(sizes)
+            advance(part.nbytes)
 
 
-def _sync_and_compare(file: str, sums: Sequence[PieceSums], offsets: Mapping[str, int]) -> None:
+def _sync_and_compare(
+    file: str, sums: Sequence[PieceSums], offsets: Mapping[str, int], advance: Callable[[int], object]
+) -> None:
     handle = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         strike("save.sync", handle)
+        for piece in sums:
+            sync_range(handle, offsets[piece.path] + piece.start, piece.stop - piece.start, advance)
         os.fsync(handle)
         for piece in sums:
             for (start, stop), crc in zip(cut(piece.start, piece.stop), piece.checksums, strict=True):
@@ -94,5 +102,6 @@ def _sync_and_compare(file: str, sums: Sequence[PieceSums], offsets: Mapping[str
                     raise CheckpointError(
                         f"{file}: array {piece.path!r}, bytes {start} to {stop - 1}: MPI-IO wrote something else"
                     )
+                advance(stop - start)
     finally:
         os.close(handle)

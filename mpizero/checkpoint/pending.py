@@ -23,7 +23,7 @@ from mpizero.checkpoint.publish import TemporaryFolder, publish
 from mpizero.checkpoint.skeleton import ALIGNMENT
 from mpizero.checkpoint.snapshot import SnapshotBuffer
 from mpizero.checkpoint.table import LocalArray
-from mpizero.comm.communicator import Communicator
+from mpizero.comm.communicator import CallTrace, Communicator
 
 #: How far the writing thread stands back (``nice``) where training or other ranks want the core, too.
 _NICE = 10
@@ -40,10 +40,14 @@ class Writing:
     """A thread that writes pieces of arrays into a file and makes them durable.
 
     It is a daemon: a process that ends does not wait for it. The file is opened before it starts: another one, that
-    comes to the same path when this save was given up, is never written to.
+    comes to the same path when this save was given up, is never written to. ``trace`` tells the other ranks that bytes
+    are written.
     """
 
-    def __init__(self, file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int], name: str) -> None:
+    def __init__(
+        self, file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int], name: str, trace: CallTrace
+    ) -> None:
+        self._trace = trace
         self._sums: list[PieceSums] | None = None
         self._failure: Exception | None = None
         self._halt = threading.Event()
@@ -60,7 +64,8 @@ class Writing:
     def _run(self, file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int]) -> None:
         _stand_back()
         try:
-            self._sums = write_pieces(self._handle, file, arrays, offsets, self._halt.is_set)
+            with self._trace.transfer(f"writing {file}") as advance:
+                self._sums = write_pieces(self._handle, file, arrays, offsets, advance, self._halt.is_set)
         except Halted:
             pass
         except Exception as error:  # raised again where all ranks can learn of it
@@ -203,7 +208,7 @@ def begin(
         plan = make_plan(world, folder, arrays, attributes, alignment, Again(buffer.layout, start))
         # No rank writes before all have copied: it would take the memory and the cores of those that still do.
         temporary.agree(plan, lambda: copy(plan.local))
-        writing = Writing(temporary.state, copied, plan.offsets, f"rank {world.rank} writes {plan.target}")
+        writing = Writing(temporary.state, copied, plan.offsets, f"rank {world.rank} writes {plan.target}", world.trace)
         buffer.lend(writing)
         local.callback(writing.halt)
         return PendingSave(world, plan, temporary, writing, (local.pop_all(), lent.pop_all()))

@@ -75,7 +75,8 @@ class TemporaryFolder:
             if self._replace:
                 read_manifest(target)
             else:
-                verify_checksums(target)
+                with self._comm.trace.transfer(f"checking {target}") as advance:
+                    verify_checksums(target, advance)
         except CheckpointDamagedError:
             return True
         except (CheckpointError, OSError) as error:

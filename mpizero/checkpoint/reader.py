@@ -7,7 +7,7 @@ import errno
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -263,11 +263,13 @@ class Reader:
         with agreed(self._comm, prefix):
             wanted = [check_array(request, writable=True) for request in requests]
             self.check({request.path: (request.shape, request.dtype) for request in wanted}, complete=False)
-            parts = [part for request in wanted for part in self._fill(request)]
+            with self._comm.trace.transfer(f"reading {self.name}") as advance:
+                parts = [part for request in wanted for part in self._fill(request, advance)]
         gathered = self._comm.allgather_object(parts, tag="checkpoint parts")
-        with agreed(self._comm, prefix):
+        with agreed(self._comm, prefix), self._comm.trace.transfer(f"reading {self.name}") as advance:
             for part in self._unproven(gathered):
                 self._prove_alone(part)
+                advance(part.stop - part.start)
 
     def read_whole(self, path: str) -> Array:
         """Return one whole array. Collective over the communicator the checkpoint was opened with."""
@@ -284,27 +286,28 @@ class Reader:
         self.read([LocalArray(path, shape, dtype, ((0, values),))])
         return values.reshape(shape)
 
-    def _fill(self, request: LocalArray) -> list[_Part]:
-        """Read the pieces of one array; verify whole blocks at once, return the parts of others."""
+    def _fill(self, request: LocalArray, advance: Callable[[int], object]) -> list[_Part]:
+        """Read the pieces of one array, and tell of each; verify whole blocks at once, return the parts of others."""
         stored, parts = self._manifest.arrays[request.path], []
         for first, values in request.pieces:
             data, begin = as_bytes(values), first * stored.dtype.itemsize
             for start, stop in cut(begin, begin + len(data)):
                 view = data[start - begin : stop - begin]
                 strike("load.read")
-                part = _Part(request.path, start, stop, self._read_block(stored.offset + start, view))
+                part = _Part(request.path, start, stop, self._read_block(stored.offset + start, view, advance))
                 if stop - start < _block_length(stored, start):
                     parts.append(part)
                 elif part.crc != stored.checksums[start // BLOCK]:
                     raise self._mismatch(part)
         return parts
 
-    def _read_block(self, offset: int, block: memoryview) -> int:
+    def _read_block(self, offset: int, block: memoryview, advance: Callable[[int], object]) -> int:
         """Fill ``block`` from ``offset`` on, and return its checksum, taken while it is in the cache."""
         crc = 0
         for place, piece in in_cache(block):
             self._source.read_into(offset + place, piece)
             crc = crc32(piece, crc)
+            advance(len(piece))
         return crc
 
     def _unproven(self, gathered: Sequence[Sequence[_Part]]) -> list[_Part]:

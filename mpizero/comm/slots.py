@@ -21,11 +21,12 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "library": str,
     "calls": list,
     "duties": list,
+    "transfers": list,
     "marks": dict,
     "records": dict,
 }
 #: Entries that are lists of rows: how many cells these have at least. The seconds stand in the last of them.
-_ROWS = {"calls": 6, "duties": 4}
+_ROWS = {"calls": 6, "duties": 4, "transfers": 3}
 
 
 def checked(data: bytes, ranks: Collection[int], now: float) -> dict[int, Slot]:

@@ -284,12 +284,12 @@ def learning_rate(section: OptimizerSection, steps: int) -> Any:
 
 
 def computing_settings(config: Config) -> dict[str, Any]:
-    """Return the settings of :class:`ShardingConfig` by which ranks compute, whatever the layout.
+    """Return the settings of :class:`ShardingConfig` by which ranks compute and are watched, whatever the layout.
 
     Not collective.
     """
     placed = ("device", "optimizer_device", "direct_messages", "mixed_precision")
-    names = ("micro_batch", "accumulate", "threads", *placed)
+    names = ("micro_batch", "accumulate", "threads", "timeout", *placed)
     return {name: getattr(config.train, name) for name in names} | {"clip": config.train.clip or None}
 
 

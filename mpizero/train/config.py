@@ -41,6 +41,7 @@ FREE_KEYS = (
     "train.check_every",
     "train.time_limit",
     "train.time_reserve",
+    "train.timeout",
     "model.activation_checkpointing",
     "data.text",
     "data.arrays",
@@ -150,6 +151,7 @@ class TrainSection(Section):
     check_every: int = setting(50, whole(0))
     time_limit: float | None = setting(None, optional(duration))
     time_reserve: float | None = setting(None, optional(duration))
+    timeout: float = setting(600.0, duration)
 
     def check_combination(self) -> None:
         """Reject a grain larger than the global batch, and a job that would have no time but for saving."""

@@ -80,8 +80,8 @@ def pids(folder):
 def run_job(launcher, folder, command, ranks=2, interrupt=False, environment=(), within=(), meanwhile=None):
     """Run ``command`` (a list: program and arguments) on ``ranks`` ranks, and leave no process behind.
 
-    ``within`` is a command that runs the launcher, such as :func:`small_shared_memory`; ``meanwhile`` is called with the
-    launcher's process when all ranks have made the file ``ready-RANK``.
+    ``within`` is a command that runs the launcher, such as :func:`small_shared_memory`. ``meanwhile`` is called with
+    the launcher's process when all ranks have made the file ``ready-RANK``.
     """
     mpiexec, python = launcher
     started = time.time()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.parallel import ShardingConfig
-from mpizero.train.builder import computing_settings
+from mpizero.train.builder import build_sharding, computing_settings
 from mpizero.train.config import (
     MODELS,
     OPTIMIZERS,
@@ -59,6 +59,16 @@ def test_the_smallest_files_are_complete():
 )
 def test_time_is_given_in_seconds_or_as_batch_systems_write_it(given, seconds):
     assert parse(GPT, f"train.time_limit={given}").train.time_limit == seconds
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"), [([], 600.0), (["train.timeout=2.5"], 2.5), (["train.timeout=01:00:00"], 3600.0)]
+)
+def test_ranks_wait_for_one_another_as_long_as_the_configuration_says(given, seconds):
+    config = parse(GPT, *given)
+    assert config.train.timeout == seconds
+    assert build_sharding(config, None).timeout == seconds
+    assert computing_settings(config)["timeout"] == seconds  # of `mpizero verify`
 
 
 def test_a_job_has_time_for_more_than_saving():
@@ -162,6 +172,9 @@ BAD = [
     ("train.micro_batch", "65"),
     ("train.accumulate", "0"),
     ("train.accumulate", "65"),
+    ("train.timeout", "0"),
+    ("train.timeout", "inf"),
+    ("train.timeout", "never"),
     ("train.time_limit", "0"),
     ("train.time_limit", "nan"),
     ("train.time_limit", "12:30"),
@@ -370,6 +383,7 @@ def test_a_configuration_survives_its_dictionary():
         "data.text=other.txt",
         "train.validate_every=3",
         "train.time_limit=60",
+        "train.timeout=60",
         "model.activation_checkpointing=true",
     ],
 )
