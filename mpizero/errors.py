@@ -119,6 +119,10 @@ class SharedMemoryError(MpizeroError):
     status = ExitStatus.INPUT_OUTPUT
 
 
+class OutOfMemoryError(MpizeroError, MemoryError):
+    """The system refuses memory that a rank needs; names what it was for, and what needs less."""
+
+
 class NonFiniteError(MpizeroError, ArithmeticError):
     """Losses or gradients stayed infinite or NaN for too many steps in a row."""
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpizero import kernels, optim
+from mpizero.comm.agreement import all_ranks
 from mpizero.comm.guard import set_context
 from mpizero.comm.timeline import Timeline
 from mpizero.comm.turns import program_array
@@ -91,8 +92,7 @@ class Engine:
         self.exchange = GradientExchange(self.store, self.memory, placement, config.gradient_compression)
         self.exchange.elements = config.bucket_elements(self.dtype.itemsize)
         self.scalars = GrainScalars(self.grid, self.layout, tuple(blocks_of(model)))
-        several = self.grid.model.size > 1
-        self.across = Across(self.grid, self.layout, trainable_names(model)) if several else None
+        self.across = Across(self.grid, self.layout, trainable_names(model)) if self.grid.model.size > 1 else None
         self.runner = make_runner(self)
         self.tuner = make_tuner(self)
         self.updater: Updater | None = None
@@ -160,12 +160,13 @@ class Engine:
         if loss_scale is not None and not self.block_model:
             raise ConfigError("a loss scale needs a model of blocks: a black box computes its own gradient")
         self.loss_scale = None if loss_scale is None else loss_scale.start()
-        self.exchange.compress(self.config.gradient_compression)
         if self.updater is not None:
             self.updater.release()
-        self.updater = self.workplace.updater(
-            optimizer, self.store, self.memory, replicated=self.exchange.replicated, in_rows=self._ring is None
-        )
+        with all_ranks(self.grid.world, "optimizer state"):
+            self.exchange.compress(self.config.gradient_compression)
+            self.updater = self.workplace.updater(
+                optimizer, self.store, self.memory, replicated=self.exchange.replicated, in_rows=self._ring is None
+            )
         self.updater.across = self.across
         if any(use.stage == self.stage.number for uses in self.stage.uses.values() for use in uses):
             layouts = {use.stage: self._layout_of(use.stage) for uses in self.stage.uses.values() for use in uses}
@@ -353,8 +354,7 @@ class Engine:
     def local_sum(self) -> Array:
         """Return this rank's own part of the gradient sum, as :meth:`local_gradients` left it. Not collective."""
         total: Array = kernels.to_host(self.rows.local_sum())
-        if self.loss_scale is not None:
-            total /= self.dtype.type(self.loss_scale.scale)
+        total /= self.dtype.type(self.current_loss_scale())
         return total
 
     def reduce_local(self, totals: Totals) -> Array:

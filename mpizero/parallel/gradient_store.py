@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpizero.comm.agreement import all_ranks
 from mpizero.parallel.gradients import Allocator, GradientRing, GradientViews
 from mpizero.parallel.rows import GradientRows
 from mpizero.parallel.storage import ParameterStore
@@ -29,11 +30,13 @@ class GradientStore:
 
     def __init__(self, store: ParameterStore, allocator: Allocator, accumulate: int, *, waves: bool) -> None:
         self._store, self._allocator, self._accumulate = store, allocator, accumulate
-        self._named = GradientViews(store.layout, allocator, store.dtype)
+        with all_ranks(store.grid.world, "buffers"):
+            self._named = GradientViews(store.layout, allocator, store.dtype)
         self._rows: GradientRows | None = None
         self.ring: GradientRing | None = None
         if waves:
-            self.ring = GradientRing(store.layout, store.grid, store.memory, store.dtype, accumulate, self._named)
+            with all_ranks(store.grid.world, "gradients"):
+                self.ring = GradientRing(store.layout, store.grid, store.memory, store.dtype, accumulate, self._named)
             self.ring.timeline = store.timeline
             store.beside = self.ring.poll
 

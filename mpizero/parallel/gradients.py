@@ -15,6 +15,7 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.comm import ProcessGrid
+from mpizero.comm.agreement import all_ranks
 from mpizero.comm.exact import RowsToSum
 from mpizero.comm.timeline import Timeline
 from mpizero.comm.turns import Arriving, Piece, program_array
@@ -167,7 +168,7 @@ class GradientRing:
         return self._plans[count]
 
     def jobs(self, batch: GlobalBatch, exchange: GradientExchange) -> list[Job]:
-        """Return the micro-batches of all waves. Not collective, but the jobs are.
+        """Return the micro-batches of all waves. Collective over the data group, as the jobs are.
 
         When they are done and :meth:`finish` has returned, row ``planned(count).root`` of the stack is the sum over
         this rank's ranges.
@@ -176,7 +177,8 @@ class GradientRing:
         plan = self.planned(batch.count)
         if self.stack.shape[0] < plan.rows:
             self.memory.release("gradients", self.stack)
-            self.stack = self.memory.private("gradients", (plan.rows, self.share.gradient_size), self.dtype)
+            with all_ranks(self.grid.data, "gradients"):
+                self.stack = self.memory.private("gradients", (plan.rows, self.share.gradient_size), self.dtype)
         jobs = []
         for wave in plan.waves:
             index = wave.grains[self.grid.place]

@@ -3,18 +3,50 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from mpizero.comm import Communicator, Request, SharedMemory
-from mpizero.errors import SharedMemoryError
+from mpizero.errors import OutOfMemoryError, SharedMemoryError
 from mpizero.types import Array
 
 #: Rows that different ranks touch first start on their own page.
 PAGE = 4096
+
+
+#: What needs less memory for the state, and for computing.
+STATE_ADVICE = (
+    "shard more (FSDPModel keeps 1/ranks of parameters, gradients and optimizer state), use more ranks or nodes, or "
+    "split the model (HybridShardedModel); `mpizero plan` tells what a layout needs"
+)
+COMPUTING_ADVICE = "choose a smaller micro_batch, more micro-batches (accumulate), or checkpointed blocks"
+
+
+def refused(error: MemoryError, what: str, advice: str) -> OutOfMemoryError:
+    """Return the error that says what refused memory was for; one that says so already stays. Not collective."""
+    if isinstance(error, OutOfMemoryError):
+        return error
+    reason = f" ({error})" if str(error) else ""
+    return OutOfMemoryError(f"no memory for {what}{reason}; {advice}").with_traceback(error.__traceback__)
+
+
+@contextmanager
+def needing(what: str, advice: str) -> Iterator[None]:
+    """Say what memory was for where the system refuses it. Not collective.
+
+    Raises
+    ------
+    OutOfMemoryError
+        In place of any other MemoryError of the block.
+    """
+    try:
+        yield
+    except MemoryError as error:
+        raise refused(error, what, advice) from None
 
 
 class Memory:
@@ -50,7 +82,8 @@ class Memory:
 
     def private(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
         """Return a zeroed array of this rank alone. Not collective."""
-        array = np.zeros(shape, dtype)
+        with self._wanted(kind, shape, dtype):
+            array = np.zeros(shape, dtype)
         self.private_bytes[kind] += array.nbytes
         self._note_peak()
         return array
@@ -70,10 +103,18 @@ class Memory:
         if held is None or held.nbytes < nbytes:
             if held is not None:
                 self.release("exchange buffers", held)
-            held = self._scratch[name] = np.empty(nbytes, np.uint8)
+                self._scratch.pop(name)
+            with self._wanted("exchange buffers", nbytes, np.uint8):
+                held = self._scratch[name] = np.empty(nbytes, np.uint8)
             self.private_bytes["exchange buffers"] += nbytes
             self._note_peak()
         return held[:nbytes].view(dtype)
+
+    @contextmanager
+    def _wanted(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Iterator[None]:
+        size = prod(shape if isinstance(shape, tuple) else (shape,)) * np.dtype(dtype).itemsize
+        with needing(f"{kind}: {size} bytes wanted, {self.rank_bytes} held", STATE_ADVICE):
+            yield
 
     def drop_scratch(self) -> None:
         """Give the room of messages back; the next ones make it anew. Not collective; nothing may be on its way."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.comm import ProcessGrid
+from mpizero.comm.agreement import all_ranks
 from mpizero.comm.exact import RowsToSum
 from mpizero.comm.turns import program_array, tree_sum
 from mpizero.layout import FlatLayout, Grains, RowsPlan, Span, Unit, rows_plan
@@ -102,8 +103,8 @@ class GradientRows:
     ) -> list[Job]:
         """Return this rank's micro-batches, whose gradients are folded as they come.
 
-        Collective over the node where rows have to be made. ``rounds`` is the number of jobs that every rank takes
-        part in; 0 where nothing is gathered, so that absent grains cost nothing. With ``behind``, an exchange and
+        Collective over the data group where rows have to be made. ``rounds`` is the number of jobs that every rank
+        takes part in; 0 where nothing is gathered, so that absent grains cost nothing. With ``behind``, an exchange and
         whose gradients these are, rows are summed for all peers as the last job goes on: [Note: buckets of rows].
         """
         self.finish()  # of a step that an error has broken off on all ranks
@@ -220,7 +221,8 @@ class GradientRows:
             self._storage = self._storage[:0]
             if held.size:
                 self.memory.free_shared("gradients", (held,))
-            (self._storage,) = self.memory.shared("gradients", [(needed, self.stride)], self.dtype)
+            with all_ranks(self.grid.data, "gradients"):
+                (self._storage,) = self.memory.shared("gradients", [(needed, self.stride)], self.dtype)
         self.window = self._storage[:needed]  # a rank's rows stand where the plan of this batch looks for them
 
     def _target(self, row: int, unit: Unit) -> Any:

@@ -15,6 +15,7 @@ from mpizero.errors import CollectiveError, ConfigError, DataError, PeerFailure
 from mpizero.layout import FlatLayout
 from mpizero.layout.flat import joined
 from mpizero.parallel.dealing import GlobalBatch
+from mpizero.parallel.memory import COMPUTING_ADVICE, refused
 from mpizero.parallel.report import NonFinite
 from mpizero.parallel.storage import flat_names
 from mpizero.types import Array
@@ -120,6 +121,8 @@ class GrainScalars:
         """Remember that this rank cannot go on; :meth:`agree` raises the first such on every rank. Not collective."""
         if isinstance(error, CollectiveError | PeerFailure):
             raise error  # nobody would come to an agreement
+        if isinstance(error, MemoryError):
+            error = refused(error, "computing a micro-batch", COMPUTING_ADVICE)
         self.error = self.error if self.error is not None else error
 
     def check(self, grain: int, block: str, views: Any) -> None:

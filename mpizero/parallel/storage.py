@@ -10,12 +10,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpizero.comm import ProcessGrid
+from mpizero.comm.agreement import all_ranks
 from mpizero.comm.exact import Gathering, begin_gather
 from mpizero.comm.timeline import Timeline
 from mpizero.layout import FlatLayout, Span, Unit
 from mpizero.layout.flat import views
 from mpizero.parallel import publication
-from mpizero.parallel.memory import Memory
+from mpizero.parallel.memory import STATE_ADVICE, Memory, needing
 from mpizero.parallel.ownership import Share
 from mpizero.parallel.publication import Publication, let_arrive
 from mpizero.types import Array, BlockModel
@@ -108,13 +109,14 @@ class ParameterStore:
         members = [Share(layout, rank, grid.data.size) for rank in grid.node_ranks]
         self.bases = np.concatenate([[0], np.cumsum([share.size for share in members])]).tolist()
         size = int(self.bases[-1]) if self.sharded else layout.size
-        (self._values,) = memory.shared("parameters", [(size,)], dtype)
         self.peer_shares = tuple(Share(layout, rank, grid.data.size) for rank in grid.peer_ranks)
         self._slots: tuple[Array, ...] = ()
         self._next = 0
-        if self.sharded:
-            largest = max((self.needed(unit) for unit in layout.units), default=0)
-            self._slots = memory.shared("buffers", [(largest,)] * SLOTS, dtype)
+        with all_ranks(grid.world, "parameters"):
+            (self._values,) = memory.shared("parameters", [(size,)], dtype)
+            if self.sharded:
+                largest = max((self.needed(unit) for unit in layout.units), default=0)
+                self._slots = memory.shared("buffers", [(largest,)] * SLOTS, dtype)
         self._coming: tuple[Unit, Gathering] | None = None
         self._regions = () if self.sharded or grid.peers.size == 1 else layout.regions(publication.REGION)
         self._needed = {block: self._last_region(block) for unit in layout.units for block in unit.blocks}
@@ -252,19 +254,20 @@ class ParameterStore:
     def begin(self, model: Any) -> None:
         """Give every owned range the start values of ``model``; nobody ever holds more than one tensor besides.
 
-        Collective over the data group.
+        Collective over all ranks.
         """
         from mpizero.nn.initialize import initial_values
 
-        for unit, span in zip(self.layout.units, self.share.spans, strict=True):
-            out = self.owned(unit.index)
-            for entry, part in self.layout.pieces(span):
-                target = out[part.start - span.start : part.stop - span.start]
-                first, last = part.start - entry.offset, part.stop - entry.offset
-                if isinstance(model, BlockModel):
-                    initial_values(entry.spec, model.seed, first, last, target)
-                else:
-                    target[:] = np.asarray(model.parameters[entry.spec.name]).reshape(-1)[first:last]
+        with all_ranks(self.grid.world, "start values"), needing("start values", STATE_ADVICE):
+            for unit, span in zip(self.layout.units, self.share.spans, strict=True):
+                out = self.owned(unit.index)
+                for entry, part in self.layout.pieces(span):
+                    target = out[part.start - span.start : part.stop - span.start]
+                    first, last = part.start - entry.offset, part.stop - entry.offset
+                    if isinstance(model, BlockModel):
+                        initial_values(entry.spec, model.seed, first, last, target)
+                    else:
+                        target[:] = np.asarray(model.parameters[entry.spec.name]).reshape(-1)[first:last]
         self.publish()
 
     def gathered(self, unit: Unit) -> Array:

@@ -77,7 +77,9 @@ def pids(folder):
     return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
 
 
-def run_job(launcher, folder, command, ranks=2, interrupt=False, environment=(), within=(), meanwhile=None):
+def run_job(
+    launcher, folder, command, ranks=2, interrupt=False, environment=(), within=(), meanwhile=None, limit=LIMIT
+):
     """Run ``command`` (a list: program and arguments) on ``ranks`` ranks, and leave no process behind.
 
     ``within`` is a command that runs the launcher, such as :func:`small_shared_memory`. ``meanwhile`` is called with
@@ -103,7 +105,7 @@ def run_job(launcher, folder, command, ranks=2, interrupt=False, environment=(),
             if meanwhile is not None:
                 wait_for(lambda: len(list(folder.glob("ready-*"))) == ranks)
                 meanwhile(process)
-            status = process.wait(LIMIT)
+            status = process.wait(limit)
             wait_for(lambda: not any(map(alive, pids(folder))))
             ended = time.time()
         finally:
