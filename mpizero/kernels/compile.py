@@ -159,7 +159,7 @@ class Kernel:
 
         signature = self.signature.resolve(dtype)
         dispatcher = _jit(self.python)
-        arguments = tuple(_numba_type(p) for p in signature.parameters)
+        arguments = tuple(numba_type(p) for p in signature.parameters)
         dispatcher.compile(arguments)
         compiled = dispatcher.overloads[arguments]
         if str(compiled.signature.return_type) != (expected := _RESULTS[signature.result]):
@@ -191,7 +191,8 @@ def _refuse(*args: Any) -> Any:
     return REFUSED
 
 
-def _numba_type(parameter: Parameter) -> Any:
+def numba_type(parameter: Parameter) -> Any:
+    """Return numba's type of an argument. Not collective."""
     from numba import from_dtype
     from numba import types as numba_types
 

@@ -24,6 +24,7 @@ numba-cuda provides ``numba.cuda``.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import sys
@@ -36,7 +37,7 @@ import numpy as np
 from numba import cuda as _cuda
 
 from mpizero.kernels.card import simulated
-from mpizero.kernels.compile import with_compiled_helpers
+from mpizero.kernels.compile import numba_type, with_compiled_helpers
 from mpizero.kernels.signature import Signature
 from mpizero.kernels.simulated import SimulatedArray
 from mpizero.types import Array
@@ -89,14 +90,28 @@ class CudaKernel:
             elif parameter.ndim:
                 # CuPy's work and the kernels' are on one stream: nothing to wait for, which the interface would do.
                 passed.append(cuda.as_cuda_array(value, sync=False))
-            else:
-                passed.append(value)
+            else:  # of its declared type: numba would compile another kernel for a u8 below 2**63 than for one above
+                passed.append(np.dtype(parameter.dtype).type(value))
         with _simulating() if simulated() else nullcontext():
             if self._compiled is None:  # not while the simulator runs another: it lends names to the module meanwhile
-                self._compiled = _jit(self.python)
+                self._compiled = self.dispatcher()
             self._compiled[self._grid(args)](*passed)
         for device, host in returned:
             device.copy_to_host(host)
+
+    def dispatcher(self) -> Any:
+        """Return numba's dispatcher of this kernel, which has compiled nothing yet. Not collective."""
+        if simulated():
+            return cuda.jit(_for_simulator(self.python))
+        return cuda.jit(with_compiled_helpers(self.python, _device_function))
+
+    def argument_types(self, dtype: str) -> tuple[Any, ...]:
+        """Return numba's types of the arguments of a launch on a card, ``dtype`` in the place of ``T``. Not collective.
+
+        Device arrays count as writable there, ``const`` or not.
+        """
+        parameters = self.signature.resolve(dtype).parameters
+        return tuple(numba_type(dataclasses.replace(parameter, readonly=False)) for parameter in parameters)
 
     @staticmethod
     def _grid(args: tuple[Any, ...]) -> tuple[int, int]:
@@ -131,12 +146,6 @@ def _simulating() -> Iterator[None]:
             yield
         finally:
             sys.setswitchinterval(interval)
-
-
-def _jit(python: Callable[..., Any]) -> Any:
-    if simulated():
-        return cuda.jit(_for_simulator(python))
-    return cuda.jit(with_compiled_helpers(python, _device_function))
 
 
 def _for_simulator(python: Callable[..., Any]) -> Any:
@@ -176,6 +185,7 @@ class _Running:
         return getattr(self._kernel(), name)
 
 
+@functools.cache
 def _device_function(helper: Callable[..., Any]) -> Any:
     return cuda.jit(device=True)(with_compiled_helpers(helper, _device_function))
 
