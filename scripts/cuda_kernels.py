@@ -1,0 +1,227 @@
+"""Compile every CUDA kernel to machine code, without a card, and check what the assembler says of it.
+
+    python scripts/cuda_kernels.py                   # all of them: a table, and status 1 where one is not as it should
+    python scripts/cuda_kernels.py --only loss.      # those whose name begins so
+
+Each kernel of mpizero/kernels/cuda is compiled by numba-cuda to PTX, in float32 and in float64, for every target, with
+the types of arguments that it is launched with; ptxas makes machine code of it. A kernel is wrong that does not
+compile, whose registers spill to memory, or whose float32 form has instructions on doubles that DOUBLES does not allow.
+
+Needs ``pip install 'numba-cuda[cu13]' 'cuda-toolkit[nvcc]==13.*'``; exits with 69 where they are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+FOLDER = ROOT / "mpizero" / "kernels" / "cuda"
+#: Compute capabilities: A100, H100.
+TARGETS = ((8, 0), (9, 0))
+UNAVAILABLE = 69
+
+
+class Allowed(NamedTuple):
+    """How many instructions on doubles a float32 kernel may have, a little above what it has, and why."""
+
+    most: int
+    reason: str
+
+
+_LOSS = Allowed(70, "a row's loss is a double: one logarithm, one difference and one store a row")
+#: The float32 kernels that may have instructions on doubles. An entry that a kernel does not need is an error, too.
+DOUBLES = {
+    "loss.merged_cross_entropy": _LOSS,
+    "loss.softmax_cross_entropy": _LOSS,
+    "random.dropout": Allowed(4, "the threshold is a 32-bit word, which float32 cannot hold: once a thread"),
+    "reduction._product_nodes": Allowed(35, "norms and dot products are summed in double precision"),
+    "reduction._sum_nodes": Allowed(30, "the same sums, a level higher"),
+}
+
+#: A PTX instruction: maybe behind a predicate, its word, its modifiers. Declarations begin with a dot.
+_INSTRUCTION = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z]\w*)((?:\.\w+(?:::\w+)?)*)\s", re.MULTILINE)
+_SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one kernel with one type on one target."""
+
+    kernel: str
+    dtype: str
+    target: str = "-"
+    registers: int = 0
+    spill: int = 0
+    doubles: tuple[tuple[str, int], ...] = ()
+    error: str = ""
+
+    def complaint(self, allowed: dict[str, Allowed]) -> str:
+        """Say what is wrong, "" where nothing is."""
+        if self.error:
+            return self.error
+        if self.spill:
+            return f"{self.spill} bytes of its registers are spilled to memory"
+        count = sum(number for _, number in self.doubles)
+        most = allowed[self.kernel].most if self.kernel in allowed else 0
+        if self.dtype == "f4" and count > most:
+            found = ", ".join(f"{number} {word}" for word, number in self.doubles)
+            return f"{count} instructions on doubles in a float32 kernel ({found}); DOUBLES allows {most}"
+        return ""
+
+    def __str__(self) -> str:
+        count = sum(count for _, count in self.doubles)
+        words = " ".join(word for word, _ in self.doubles) if self.dtype == "f4" else ""
+        return f"{self.kernel:42} {self.dtype:4} {self.target:6} {self.registers:9} {self.spill:6} {count:5}  {words}"
+
+
+HEADER = f"{'kernel':42} {'type':4} {'target':6} {'registers':>9} {'spill':>6} {'f64':>5}  f64 instructions in float32"
+
+
+def declared() -> set[str]:
+    """List the kernels that the sources declare, by file and name."""
+    return {
+        f"{path.stem}.{node.name}"
+        for path in FOLDER.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        and any(ast.unparse(decorator).startswith("kernel(") for decorator in node.decorator_list)
+    }
+
+
+def kernels() -> dict[str, Any]:
+    """Import the kernels, by file and name; every one that is declared is among them."""
+    from mpizero.kernels.cuda.launch import CudaKernel
+
+    found = {}
+    for path in sorted(FOLDER.glob("*.py")):
+        module = f"mpizero.kernels.cuda.{path.stem}"
+        for value in vars(import_module(module)).values() if path.stem != "__init__" else ():
+            if isinstance(value, CudaKernel) and value.__module__ == module:
+                found[f"{path.stem}.{value.name}"] = value
+    if missing := declared() ^ found.keys():
+        sys.exit(f"declared and not found as kernels of their modules, or the other way round: {sorted(missing)}")
+    return found
+
+
+def dtypes(kernel: Any) -> tuple[str, ...]:
+    """List the types of numbers that a kernel is compiled for; one without ``T`` counts as float32."""
+    return ("f4",) if kernel.signature.template is None else ("f4", "f8")
+
+
+def ptx(kernel: Any, dtype: str, target: tuple[int, int]) -> str:
+    """Compile a kernel to PTX, with the arguments that a launch has."""
+    from numba import cuda, types
+    from numba.cuda import dispatcher
+
+    # For helpers, which serve all targets, numba asks the card for its kind: the only thing a card is needed for.
+    dispatcher.get_current_device = lambda: argparse.Namespace(compute_capability=TARGETS[0])
+    signature = types.void(*kernel.argument_types(dtype))
+    code, _ = cuda.compile(kernel.dispatcher().py_func, signature, device=False, abi="numba", cc=target)
+    return str(code)
+
+
+def assembled(code: str, target: tuple[int, int]) -> str:
+    """Return what ptxas says while it makes machine code; raise RuntimeError with it where it fails."""
+    from cuda.pathfinder import find_nvidia_binary_utility
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx", encoding="utf-8") as file:
+        file.write(code)
+        file.flush()
+        command = [find_nvidia_binary_utility("ptxas"), "-v", f"-arch=sm_{target[0]}{target[1]}", file.name]
+        ended = subprocess.run([*command, "-o", os.devnull], capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise RuntimeError(f"ptxas ended with {ended.returncode}: {ended.stderr.strip()}")
+    return ended.stderr
+
+
+def resources(said: str) -> tuple[int, int]:
+    """Read registers and spilled bytes, the most of a file's functions, from what ptxas says."""
+    spills, registers = _SPILL.findall(said), _REGISTERS.findall(said)
+    if not spills or not registers:
+        raise RuntimeError(f"ptxas said nothing about registers: {said.strip()}")
+    return max(map(int, registers)), max(int(number) for pair in spills for number in pair)
+
+
+def instructions_on_doubles(code: str) -> Counter[str]:
+    """Count the PTX instructions that read or write doubles, by their first word."""
+    return Counter(word for word, modifiers in _INSTRUCTION.findall(code) if ".f64" in modifiers)
+
+
+def examine(name: str, kernel: Any) -> list[Row]:
+    """Compile one kernel with every type for every target."""
+    rows = []
+    for dtype in dtypes(kernel):
+        for target in TARGETS:
+            row = Row(name, dtype, f"sm_{target[0]}{target[1]}")
+            try:
+                code = ptx(kernel, dtype, target)
+                registers, spill = resources(assembled(code, target))
+                doubles = tuple(sorted(instructions_on_doubles(code).items()))
+                rows.append(replace(row, registers=registers, spill=spill, doubles=doubles))
+            except Exception as error:  # whatever the compilers raise is this kernel's result, and the others go on
+                rows.append(replace(row, error=f"{type(error).__name__}: {error}"))
+    return rows
+
+
+def examine_file(names: list[str]) -> list[Row]:
+    """Compile kernels of one file one after the other: they share helpers, which are compiled once a process."""
+    found = kernels()
+    return [row for name in names for row in examine(name, found[name])]
+
+
+def complaints(rows: list[Row], allowed: dict[str, Allowed]) -> list[str]:
+    """Say what is wrong with each row, and which entries of ``allowed`` no kernel needs."""
+    wrong = [f"{row.kernel} {row.dtype} {row.target}: {said}" for row in rows if (said := row.complaint(allowed))]
+    needed = {row.kernel for row in rows if row.dtype == "f4" and row.doubles}
+    return wrong + [f"DOUBLES has an entry for {name}, which needs none" for name in sorted(allowed.keys() - needed)]
+
+
+def main() -> int:
+    """Compile, print the table and what is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="NAME", default="", help="kernels whose name begins so, as loss.softmax")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: the processors)")
+    options = parser.parse_args()
+    try:
+        import numba_cuda  # noqa: F401
+        from cuda.pathfinder import find_nvidia_binary_utility
+    except ModuleNotFoundError as error:
+        print(f"{error}: pip install 'numba-cuda[cu13]' 'cuda-toolkit[nvcc]==13.*'", file=sys.stderr)
+        return UNAVAILABLE
+    if find_nvidia_binary_utility("ptxas") is None:
+        print("no ptxas: pip install 'cuda-toolkit[nvcc]==13.*'", file=sys.stderr)
+        return UNAVAILABLE
+    names = [name for name in kernels() if name.startswith(options.only)]
+    if not names:
+        print(f"no kernel's name begins with {options.only!r}", file=sys.stderr)
+        return 64
+    files = [[name for name in names if name.startswith(f"{topic}.")] for topic in {n.split(".")[0] for n in names}]
+    with ProcessPoolExecutor(options.jobs) as pool:
+        rows = [row for made in pool.map(examine_file, sorted(files, key=len, reverse=True)) for row in made]
+    print(HEADER, *sorted(map(str, rows)), sep="\n")
+    wrong = complaints(rows, {name: entry for name, entry in DOUBLES.items() if name.startswith(options.only)})
+    print(*wrong, sep="\n")
+    compiled = sum(not row.error for row in rows)
+    print(
+        f"{len(names)} kernels, {compiled} of {len(rows)} compiled for {len(TARGETS)} targets; {len(wrong)} complaints"
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
