@@ -4,7 +4,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 . scripts/environment.sh
 
-PARTS=(lint types package serial mpich cuda openmpi exactness hybrid torture slurm)
+PARTS=(lint types package serial mpich cuda ptx torch openmpi exactness hybrid torture slurm)
 
 usage() {
     cat <<'HELP'
@@ -16,6 +16,8 @@ usage: scripts/test.sh [--quick] [--only PART]... [--help]
   serial     tests without MPI
   mpich      tests with MPI on 1, 2, 3, 4 and 8 ranks (MPICH from PyPI, no system package needed)
   cuda       the GPU kernels in Numba's CUDA simulator
+  ptx        the GPU kernels compiled to machine code by numba-cuda and ptxas, no card needed: errors, spills, doubles
+  torch      layers, losses, gradients and training compared with PyTorch's (its CPU build)
   openmpi    tests with MPI on 4 ranks of the system's Open MPI with parallel HDF5
   exactness  one training on every number of ranks and strategy, kinds of memory in turn: the same bits
   hybrid     one training on every pipeline x data, schedule and ZeRO stage: the same bits; split layers within rounding
@@ -26,7 +28,7 @@ usage: scripts/test.sh [--quick] [--only PART]... [--help]
   --only PART  this part (may be repeated)
 
 Environment: PYTHON (interpreter, >= 3.11), TEST_VENV (.venv-test), OPENMPI_VENV (.venv-openmpi),
-TEST_LOGS (build/test-logs: the output of all ranks), RANKS ("1 2 3 4 8").
+CUDA_VENV (.venv-cuda), TORCH_VENV (.venv-torch), TEST_LOGS (build/test-logs: the output of all ranks), RANKS ("1 2 3 4 8").
 Open MPI, parallel HDF5 and Slurm are installed with apt-get when this is run by root and they are missing;
 where they cannot be had, that part is left out and the table says why.
 HELP
@@ -53,12 +55,15 @@ $QUICK && [ ${#ONLY[@]} -eq 0 ] && ONLY=(lint types serial mpich)
 
 VENV=${TEST_VENV:-$PWD/.venv-test}
 OPENMPI_VENV=${OPENMPI_VENV:-$PWD/.venv-openmpi}
+CUDA_VENV=${CUDA_VENV:-$PWD/.venv-cuda}
+TORCH_VENV=${TORCH_VENV:-$PWD/.venv-torch}
 LOGS=${TEST_LOGS:-$PWD/build/test-logs}
 RANKS=${RANKS:-$($QUICK && echo 2 || echo 1 2 3 4 8)}
 PY=$VENV/bin/python
 mkdir -p "$LOGS"
 # One BLAS thread a rank: other numbers of threads give other bits, and 8 ranks share the cores.
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the package and the tests anew, each for a second
 if [ "$(id -u)" = 0 ]; then # Open MPI refuses root otherwise
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 fi
@@ -94,7 +99,32 @@ have_openmpi() {
     command -v mpicc.openmpi mpiexec.openmpi gcc >/dev/null && [ -f /usr/include/hdf5/openmpi/hdf5.h ] && python_headers
 }
 
-# Print "yes", or the reason why there is no Open MPI with parallel HDF5.
+# numba-cuda with the compilers that it uses, and ptxas, of one release; neither a card nor its driver.
+install_cuda() {
+    "$1/bin/pip" install -q -e . 'numba-cuda[cu13]' 'cuda-toolkit[nvcc]==13.*' pytest
+}
+
+# PyTorch's CPU build (another version may come with gigabytes for cards), over what the test environment has.
+install_torch() {
+    "$1/bin/pip" install -q torch==2.13.0 &&
+        "$1/bin/python" - "$("$PY" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')" <<'LINK'
+import pathlib, sys, sysconfig
+link = pathlib.Path(sysconfig.get_paths()["purelib"], "test-environment.pth")
+link.write_text(f"import site; site.addsitedir({sys.argv[1]!r})\n")
+LINK
+}
+
+# Each prepare_NAME prints "yes", or the reason why its environment cannot be had.
+prepare_cuda() {
+    ensure_venv "$CUDA_VENV" install_cuda >"$LOGS/cuda-venv.log" 2>&1 && echo yes && return
+    echo "numba-cuda and ptxas cannot be installed (see $LOGS/cuda-venv.log)"
+}
+
+prepare_torch() {
+    ensure_venv "$TORCH_VENV" install_torch >"$LOGS/torch-venv.log" 2>&1 && echo yes && return
+    echo "PyTorch cannot be installed (see $LOGS/torch-venv.log)"
+}
+
 prepare_openmpi() {
     if ! have_openmpi && can_apt; then
         apt_install gcc libc6-dev pkg-config openmpi-bin libopenmpi-dev libhdf5-openmpi-dev >"$LOGS/apt.log" 2>&1
@@ -110,24 +140,26 @@ prepare_openmpi() {
     fi
 }
 
-# Compiling h5py takes minutes of one core: start it early, wait for it late.
-OPENMPI_JOB=
-start_openmpi() {
-    prepare_openmpi >"$LOGS/openmpi.state" &
-    OPENMPI_JOB=$!
-    trap 'kill $OPENMPI_JOB 2>/dev/null' EXIT
+# start_preparing NAME: compiling h5py takes minutes of one core, downloads wait: start early, wait late.
+declare -A PREPARING=()
+start_preparing() {
+    "prepare_$1" >"$LOGS/$1.state" &
+    PREPARING[$1]=$!
+    trap 'kill "${PREPARING[@]}" 2>/dev/null' EXIT
 }
 
-# Sets OPENMPI to what prepare_openmpi printed.
-wait_openmpi() {
-    if [ -n "$OPENMPI_JOB" ]; then
-        echo "waiting for the virtual environment with parallel HDF5: $OPENMPI_VENV"
-        wait "$OPENMPI_JOB"
-        OPENMPI_JOB=
-        trap - EXIT
+# wait_prepared NAME: whether NAME's environment is there; sets NOTE where it is not.
+wait_prepared() {
+    if [ -n "${PREPARING[$1]:-}" ]; then
+        echo "waiting for the virtual environment: $1"
+        wait "${PREPARING[$1]}"
+        unset "PREPARING[$1]"
     fi
-    OPENMPI=$(cat "$LOGS/openmpi.state")
-    OPENMPI=${OPENMPI:-its virtual environment cannot be made (see $LOGS/openmpi-venv.log)}
+    local state
+    state=$(cat "$LOGS/$1.state")
+    [ "$state" = yes ] && return
+    NOTE="left out: ${state:-its virtual environment cannot be made (see $LOGS/$1-venv.log)}"
+    return 1
 }
 
 # ---------------------------------------------------------------------------------------------- running
@@ -228,16 +260,28 @@ part_cuda() {
     NUMBA_ENABLE_CUDASIM=1 run_pytest cuda 600 -n 2 --dist worksteal tests/cuda
 }
 
+part_ptx() {
+    wait_prepared cuda || return 0
+    timeout -k 10 900 "$CUDA_VENV/bin/python" scripts/cuda_kernels.py || return 1
+    # The environment has no more than this takes: no plugins of tests/conftest.py.
+    PY=$CUDA_VENV/bin/python run_pytest ptx 300 --noconftest tests/cuda/test_machine_code.py
+}
+
+part_torch() {
+    wait_prepared torch || return 0
+    "$TORCH_VENV/bin/python" scripts/compare_torch.py || return 1
+    PY=$TORCH_VENV/bin/python run_pytest torch 600 tests/peers
+}
+
 part_openmpi() {
-    wait_openmpi
-    [ "$OPENMPI" = yes ] || { NOTE="left out: $OPENMPI" && return; }
+    wait_prepared openmpi || return 0
     run_mpi openmpi 4 mpiexec.openmpi "$OPENMPI_VENV/bin/python"
 }
 
 part_exactness() {
-    wait_openmpi
     local second=()
-    [ "$OPENMPI" != yes ] || second=(--second-mpiexec mpiexec.openmpi --second-python "$OPENMPI_VENV/bin/python" --second-ranks 4)
+    wait_prepared openmpi && second=(--second-mpiexec mpiexec.openmpi --second-python "$OPENMPI_VENV/bin/python" --second-ranks 4)
+    NOTE=''
     timeout -k 10 1200 "$PY" scripts/exactness.py --in-turn --steps 10 --mpiexec "$VENV/bin/mpiexec" "${second[@]}"
 }
 
@@ -250,8 +294,7 @@ part_torture() {
 }
 
 part_slurm() {
-    wait_openmpi
-    [ "$OPENMPI" = yes ] || { NOTE="left out: $OPENMPI" && return; }
+    wait_prepared openmpi || return 0
     local log=$LOGS/slurm.log
     timeout -k 60 600 scripts/test_slurm.sh --python "$OPENMPI_VENV/bin/python" --mpich-python "$PY" 2>&1 | tee "$log"
     case ${PIPESTATUS[0]} in
@@ -268,7 +311,9 @@ STARTED=$SECONDS
 ensure_venv "$VENV" install_test || fail "cannot install the test requirements"
 TABLE=$(printf '%-10s %-6s %5d s' setup ok $((SECONDS - STARTED)))
 STATUS=0
-[[ ! " ${ONLY[*]} " =~ " "(openmpi|exactness|slurm)" " ]] || start_openmpi
+[[ ! " ${ONLY[*]} " =~ " "(openmpi|exactness|slurm)" " ]] || start_preparing openmpi
+[[ ! " ${ONLY[*]} " == *" ptx "* ]] || start_preparing cuda
+[[ ! " ${ONLY[*]} " == *" torch "* ]] || start_preparing torch
 for part in "${ONLY[@]}"; do
     say "== $part"
     STARTED=$SECONDS NOTE='' RESULT=ok

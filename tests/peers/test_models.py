@@ -1,26 +1,25 @@
-"""GPT against PyTorch in float64, through the documented weight mapping; runs where PyTorch is installed."""
+"""Whole models against PyTorch's: losses, gradients, and the documented weight mapping."""
 
 from __future__ import annotations
-
-import importlib.util
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mpizero.nn import GPT, bind, evaluate, from_torch, initial_parameters, loss_and_gradients, model_specs, to_torch
+from mpizero.nn import (
+    GPT,
+    MLP,
+    bind,
+    evaluate,
+    from_torch,
+    initial_parameters,
+    loss_and_gradients,
+    model_specs,
+    to_torch,
+)
 
 torch = pytest.importorskip("torch")
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "compare_torch.py"
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("compare_torch", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.peers.twins import perceptron_loss, perceptron_twin  # noqa: E402
 
 
 @pytest.mark.parametrize("options", [{}, {"tied": False}, {"activation_checkpointing": True}])
@@ -40,12 +39,20 @@ def test_loss_and_every_gradient_agree_to_1e_10(script, options, rng):
         np.testing.assert_allclose(gradient, wanted[name], rtol=1e-10, atol=1e-12, err_msg=name)
 
 
-def test_losses_of_training_agree(script):
-    options = script.argparse.Namespace(steps=5, dim=16, layers=1, heads=2, sequence=8, batch=2)
-    ours, theirs = script.pair(options, "float64")
-    batches = script.batches(script.library_text(), options)
-    for index, (x, y) in zip(range(5), batches, strict=False):
-        assert ours(index, x, y) == pytest.approx(theirs(index, x, y), rel=1e-10)
+@pytest.mark.parametrize("task", ["classification", "regression"])
+@pytest.mark.parametrize("activation", ["gelu", "silu", "relu", "tanh"])
+def test_loss_and_gradients_of_a_perceptron_agree(activation, task, rng):
+    model = MLP(5, (7, 6), 4, activation=activation, task=task, dtype="float64")
+    named = {name: value + rng.normal(0, 0.2, value.shape) for name, value in initial_parameters(model).items()}
+    x = rng.normal(size=(9, 5))
+    y = rng.integers(0, 4, 9) if task == "classification" else rng.normal(size=(9, 4))
+    twin = perceptron_twin(model, named)
+    mean = perceptron_loss(task, twin(torch.from_numpy(x)), torch.from_numpy(y))
+    mean.backward()
+    loss_sum, weight, gradients = loss_and_gradients(model, named, (x, y), scale=1.0 / 9.0)
+    assert loss_sum / weight == pytest.approx(mean.item(), rel=1e-12)
+    for (name, gradient), theirs in zip(gradients.items(), twin.parameters(), strict=True):
+        np.testing.assert_allclose(gradient, theirs.grad.numpy().T, rtol=1e-10, atol=1e-13, err_msg=name)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

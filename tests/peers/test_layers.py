@@ -1,0 +1,139 @@
+"""Layers and losses against PyTorch's: outputs, gradients of inputs, gradients of parameters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpizero.nn import (
+    GELU,
+    CausalSelfAttention,
+    CrossEntropy,
+    Embedding,
+    FeedForward,
+    LayerNorm,
+    Linear,
+    MeanSquaredError,
+    Projection,
+    ReLU,
+    RMSNorm,
+    SiLU,
+    Tanh,
+    TransformerBlock,
+    nest,
+)
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+from tests.peers.twins import fill  # noqa: E402
+
+
+class Attention(nn.MultiheadAttention):
+    """PyTorch's attention with a causal mask."""
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        return super().forward(x, x, x, attn_mask=mask, need_weights=False)[0]
+
+
+class Block(nn.TransformerEncoderLayer):
+    """PyTorch's transformer layer, normalizing first, with a causal mask."""
+
+    def __init__(self, dim, heads):
+        gelu = nn.GELU(approximate="tanh")
+        super().__init__(dim, heads, 4 * dim, 0.0, gelu, norm_first=True, batch_first=True)
+
+    def forward(self, x):
+        return super().forward(x, nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype))
+
+
+#: This layer, PyTorch's, the shape of an input, and the places of our parameters in PyTorch's order where it differs.
+LAYERS = {
+    "linear": (Linear(4, 3), lambda: nn.Linear(4, 3), (5, 4), None),
+    "linear without bias": (Linear(4, 3, bias=False), lambda: nn.Linear(4, 3, bias=False), (2, 3, 4), None),
+    "projection": (Projection(4, 3), lambda: nn.Linear(4, 3, bias=False), (2, 3, 4), None),
+    "layernorm": (LayerNorm(5), lambda: nn.LayerNorm(5), (2, 3, 5), None),
+    "layernorm with a large eps": (LayerNorm(5, eps=0.1), lambda: nn.LayerNorm(5, eps=0.1), (2, 3, 5), None),
+    "rmsnorm": (RMSNorm(5), lambda: nn.RMSNorm(5, eps=1e-6), (2, 3, 5), None),
+    "gelu": (GELU(), lambda: nn.GELU(approximate="tanh"), (40, 9), None),
+    "silu": (SiLU(), nn.SiLU, (40, 9), None),
+    "relu": (ReLU(), nn.ReLU, (40, 9), None),
+    "tanh": (Tanh(), nn.Tanh, (40, 9), None),
+    "attention": (CausalSelfAttention(12, 3), lambda: Attention(12, 3, batch_first=True), (2, 9, 12), None),
+    "long attention": (CausalSelfAttention(4, 2), lambda: Attention(4, 2, batch_first=True), (1, 130, 4), None),
+    "feed forward": (
+        FeedForward(3, 5),
+        lambda: nn.Sequential(nn.Linear(3, 5), nn.GELU(approximate="tanh"), nn.Linear(5, 3)),
+        (2, 7, 3),
+        None,
+    ),
+    "block": (TransformerBlock(12, 3), lambda: Block(12, 3), (2, 9, 12), (2, 3, 4, 5, 8, 9, 10, 11, 0, 1, 6, 7)),
+}
+#: Relative to the largest element of an array: sums cancel.
+TOLERANCES = {"float64": 1e-12, "float32": 2e-5}
+
+
+def assert_close(got, wanted, message=""):
+    size = max(1.0, float(abs(wanted).max()))
+    np.testing.assert_allclose(got / size, wanted / size, rtol=0, atol=TOLERANCES[str(got.dtype)], err_msg=message)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_outputs_and_all_gradients_are_pytorch_s(name, dtype, rng):
+    layer, make, shape, order = LAYERS[name]
+    flat = {spec.name: rng.normal(size=spec.shape).astype(dtype) for spec in layer.specs()}
+    gradients = {name: np.full_like(value, np.nan) for name, value in flat.items()}
+    names = [list(flat)[place] for place in order or range(len(flat))]
+    straight = isinstance(layer, Projection)  # the orientation of PyTorch's matrices; all others are transposed
+    twin = fill(make().to(getattr(torch, dtype)), [flat[name] if straight else flat[name].T for name in names])
+    x = rng.normal(0, 2, shape).astype(dtype)
+    theirs = torch.from_numpy(x.copy()).requires_grad_()
+    wanted = twin(theirs)
+    y, cache = layer.forward(nest(flat.items()), x)
+    dy = rng.normal(size=y.shape).astype(dtype)
+    wanted.backward(torch.from_numpy(dy.copy()))
+    dx = layer.backward(nest(flat.items()), cache, dy, nest(gradients.items()))
+    assert_close(y, wanted.detach().numpy())
+    assert_close(dx, theirs.grad.numpy())
+    for name, parameter in zip(names, twin.parameters(), strict=True):
+        assert_close(gradients[name] if straight else gradients[name].T, parameter.grad.numpy(), name)
+
+
+def test_an_embedding_s_output_and_gradient_are_pytorch_s(rng):
+    table, ids, dy = rng.normal(size=(6, 3)), np.array([[0, 5, 5, 1], [2, 0, 5, 1]]), rng.normal(size=(2, 4, 3))
+    twin = fill(nn.Embedding(6, 3, dtype=torch.float64), [table])
+    wanted, gradient = twin(torch.from_numpy(ids)), np.full_like(table, np.nan)
+    wanted.backward(torch.from_numpy(dy))
+    y, cache = Embedding(6, 3).forward({"weight": table}, ids)
+    Embedding(6, 3).backward({"weight": table}, cache, dy, {"weight": gradient})
+    np.testing.assert_array_equal(y, wanted.detach().numpy())
+    np.testing.assert_allclose(gradient, twin.weight.grad.numpy(), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0, 1000.0])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_cross_entropy_and_its_gradient_are_pytorch_s(dtype, size, rng):
+    """Large logits too, whose exponentials overflow, and targets that are ignored."""
+    logits, targets = (size * rng.normal(size=(4, 6, 11))).astype(dtype), rng.integers(0, 11, (4, 6))
+    targets[1, ::2] = -1
+    theirs = torch.from_numpy(logits.astype(np.float64)).requires_grad_()
+    wanted = nn.functional.cross_entropy(
+        theirs.flatten(0, 1), torch.from_numpy(targets).flatten(), ignore_index=-1, reduction="sum"
+    )
+    wanted.backward()
+    total, weight, cache = CrossEntropy().forward(logits, targets)
+    assert weight == 21.0
+    assert total == pytest.approx(wanted.item(), rel=1e-12 if dtype == "float64" else 1e-6)
+    assert_close(CrossEntropy().backward(cache), theirs.grad.numpy())
+
+
+def test_squared_error_and_its_gradient_are_pytorch_s(rng):
+    prediction, target = rng.normal(size=(2, 5, 3))
+    theirs = torch.from_numpy(prediction).requires_grad_()
+    wanted = nn.functional.mse_loss(theirs, torch.from_numpy(target))
+    wanted.backward()
+    total, weight, cache = MeanSquaredError().forward(prediction, target)
+    assert total / weight == pytest.approx(wanted.item(), rel=1e-13)
+    np.testing.assert_allclose(MeanSquaredError().backward(cache, 1.0 / weight), theirs.grad.numpy(), rtol=1e-12)
