@@ -242,9 +242,9 @@ sys.exit(f"missing: {sorted(source - packed)}, too many: {sorted(packed - source
 CHECK
 }
 
-# Two at a time: many of these tests wait for jobs that they start.
+# Four at a time, on two cores as well: half of their time these tests wait for jobs that they start.
 part_serial() {
-    run_pytest serial 1800 -n 2 --dist worksteal --durations=40 -m 'not mpi' tests
+    run_pytest serial 1800 -n 4 --dist worksteal --durations=40 -m 'not mpi' tests
 }
 
 part_mpich() {

@@ -5,11 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mpizero"
@@ -114,12 +112,31 @@ def functions(module: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFun
             yield f"{module}.{node.name}", node
 
 
+def in_every(chosen: Iterable[str]) -> Callable[[Callable[[str], None]], Callable[[], None]]:
+    """Make one test of a check of a module: thousands of tests would take longer to count than to run."""
+
+    def made(check: Callable[[str], None]) -> Callable[[], None]:
+        def test() -> None:
+            failed = []
+            for module in chosen:
+                try:
+                    check(module)
+                except AssertionError as error:
+                    failed.append(f"{module}: {error}")
+            assert not failed, "\n".join(failed)
+
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        return test
+
+    return made
+
+
 def test_the_package_is_found_whole():
     assert {section(module) for module in modules()} >= {"errors", "types", "layout", "comm", "kernels", "nn", "optim"}
     assert {section(module) for module in modules()} <= set(FLOORS), "a new package needs a floor"
 
 
-@pytest.mark.parametrize("module", modules())
+@in_every(modules())
 def test_a_module_imports_only_lower_floors_or_its_own_package(module):
     own = section(module)
     wrong = [
@@ -130,7 +147,7 @@ def test_a_module_imports_only_lower_floors_or_its_own_package(module):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("module", modules())
+@in_every(modules())
 def test_a_library_is_imported_only_behind_its_door(module):
     wrong = [
         f"line {line}: {name} belongs behind {sorted(DOORS[name.partition('.')[0]])}"
@@ -155,13 +172,13 @@ def test_imports_have_no_cycle():
         visit(module, ())
 
 
-@pytest.mark.parametrize("module", modules())
+@in_every(modules())
 def test_no_module_keeps_state_in_a_global_statement(module):
     lines = [node.lineno for node in ast.walk(tree(modules()[module])) if isinstance(node, ast.Global)]
     assert not lines, f"`global` in lines {lines}"
 
 
-@pytest.mark.parametrize("module", modules())
+@in_every(modules())
 def test_the_environment_is_read_only_where_it_may_be(module):
     lines = [
         node.lineno
@@ -174,13 +191,13 @@ def test_the_environment_is_read_only_where_it_may_be(module):
     assert module in ENVIRONMENT or not lines, f"os.environ in lines {lines}"
 
 
-@pytest.mark.parametrize("module", modules())
+@in_every(modules())
 def test_mpi_objects_are_never_freed_by_the_garbage_collector(module):
     """A communicator freed at a moment that differs between ranks deadlocks."""
     assert not [name for name, _ in functions(module) if name.endswith(".__del__")]
 
 
-@pytest.mark.parametrize("module", modules())
+@in_every(modules())
 def test_files_and_functions_stay_short(module):
     length = len(modules()[module].read_text(encoding="utf-8").splitlines())
     long = [f"{module}: {length} lines"] if length > MAX_FILE and module not in LONG else []
@@ -191,7 +208,7 @@ def test_files_and_functions_stay_short(module):
     assert not long, "\n".join(long)
 
 
-@pytest.mark.parametrize("module", [m for m in modules() if section(m) != "kernels"])
+@in_every([m for m in modules() if section(m) != "kernels"])
 def test_functions_take_few_positional_parameters(module):
     """Kernels are exempt: their arguments are the arrays and ranges of one loop."""
     many = []
@@ -211,7 +228,7 @@ def _public(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, ast.AST]]:
                 yield from _public(node.body, name)
 
 
-@pytest.mark.parametrize("module", [m for m in modules() if m != "mpizero.types"])
+@in_every([m for m in modules() if m != "mpizero.types"])
 def test_public_names_have_a_docstring(module):
     """The protocols of ``types`` are exempt: their class docstring is the contract of one-line members."""
     exempt = {"overload", "setter"}

@@ -182,7 +182,7 @@ def test_digits_are_learnt_on_four_ranks(mpizero):
     pytest.importorskip("sklearn", reason="scikit-learn's digits are optional data")
     (mpizero.folder / "digits.toml").write_text(
         '[model]\nname = "mlp"\nhidden = [32]\n[data]\narrays = "digits"\nvalidation = 0.2\n'
-        "[train]\nsteps = 150\nglobal_batch = 64\n[optimizer]\nlr = 1e-2\n"
+        "[train]\nsteps = 40\nglobal_batch = 64\n[optimizer]\nlr = 3e-2\n"
     )
     outcome = mpizero(4, "train", "digits.toml")
     assert outcome.status == 0, outcome.err
