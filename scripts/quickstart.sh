@@ -38,7 +38,7 @@ cat <<DONE
 
 Next:
   . $VENV/bin/activate
-  mpiexec -n 3 python -m mpizero train scripts/quickstart.toml --resume --set train.steps=1000  # other ranks
+  mpiexec -n 3 python -m mpizero train scripts/quickstart.toml --resume-from 600  # the last steps on other ranks: the same sha256
   mpiexec -n 2 python -m mpizero train scripts/quickstart.toml --set parallel.strategy=zero3 --set checkpoint.folder=run/zero3/checkpoints
   mpiexec -n 8 python scripts/train.py --help                                                   # the same from a script of your own
   scripts/test.sh --quick
