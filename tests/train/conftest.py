@@ -86,11 +86,12 @@ class Commands:
         environment = clean | {
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
             "OMP_NUM_THREADS": "1",
-            "PYTHONPYCACHEPREFIX": str(self.folder.parent / "bytecode"),  # compiled once for all tests of a session
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
         }
+        if sys.dont_write_bytecode:  # nothing beside the sources, but compiled once for all tests of a session
+            environment["PYTHONPYCACHEPREFIX"] = str(self.folder.parent / "bytecode")
         process = subprocess.Popen(
             [*launcher, sys.executable, "-m", "mpizero", *arguments],
             cwd=self.folder,
