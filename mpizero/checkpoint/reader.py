@@ -18,18 +18,13 @@ from mpizero.checkpoint.checksum import BLOCK, cut, in_cache, judge
 from mpizero.checkpoint.direct import as_bytes
 from mpizero.checkpoint.failures import agreed, on_root
 from mpizero.checkpoint.manifest import MANIFEST_LIMIT, MANIFEST_NAME, STATE_NAME, Manifest, StoredArray, decode
+from mpizero.checkpoint.regular import open_regular
 from mpizero.checkpoint.stage import standing
 from mpizero.checkpoint.table import LocalArray, Table, check_array
 from mpizero.comm import as_communicator
 from mpizero.comm.communicator import Communicator
 from mpizero.crc import crc32
-from mpizero.errors import (
-    CheckpointDamagedError,
-    CheckpointError,
-    CheckpointMissingError,
-    ConfigError,
-    RemoteError,
-)
+from mpizero.errors import CheckpointDamagedError, CheckpointError, CheckpointMissingError, ConfigError, RemoteError
 from mpizero.faults import strike
 from mpizero.types import Array
 
@@ -99,20 +94,6 @@ class _Part(NamedTuple):
     start: int
     stop: int
     crc: int
-
-
-def open_regular(path: str) -> int:
-    """Open a regular file for reading: no link is followed, no pipe waited for. Not collective."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
-            raise CheckpointError(f"{path}: not a regular file") from None
-        raise
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise CheckpointError(f"{path}: not a regular file")
-    return file
 
 
 def read_manifest(folder: str) -> tuple[bytes, Manifest]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mpizero.checkpoint.folders import step_folders
-from mpizero.checkpoint.reader import open_regular
+from mpizero.checkpoint.regular import open_regular
 from mpizero.errors import CheckpointError, ExitStatus, MpizeroError
 
 

@@ -25,7 +25,9 @@ if not launchers():
 @pytest.fixture(params=launchers(), ids=lambda pair: pair[0])
 def job(request, tmp_path):
     def run(kind, ranks=2, meanwhile=None, **environment):
-        return run_job(request.param, tmp_path, [PROGRAM, kind, tmp_path], ranks, False, environment, meanwhile)
+        return run_job(
+            request.param, tmp_path, [PROGRAM, kind, tmp_path], ranks, environment=environment, meanwhile=meanwhile
+        )
 
     return run
 

@@ -166,7 +166,7 @@ def test_a_load_that_moves_no_rate_is_silent(rate: Any) -> None:
     loaded(rate, rate)
 
 
-@pytest.mark.parametrize("told", [7, {"last": "fast"}, {"last": True}, {"last": 10**400}, []])
+@pytest.mark.parametrize("told", [7, {"last": "fast"}, {"last": True}, []])
 def test_what_mpizero_cannot_have_told_of_the_rate_is_refused(told: Any) -> None:
     model, _ = sharded("ddp", None)
     with model:

@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 
 from mpizero.checkpoint.direct import as_bytes
-from mpizero.checkpoint.reader import open_regular
+from mpizero.checkpoint.regular import open_regular
 from mpizero.errors import CheckpointError
 from mpizero.types import Array
 

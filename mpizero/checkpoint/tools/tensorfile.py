@@ -20,7 +20,7 @@ import numpy as np
 
 from mpizero.checkpoint.direct import as_bytes
 from mpizero.checkpoint.manifest import canonical_json
-from mpizero.checkpoint.reader import open_regular
+from mpizero.checkpoint.regular import open_regular
 from mpizero.checkpoint.strict import parse
 from mpizero.checkpoint.tools.elements import BFLOAT16, stored_type
 from mpizero.errors import CheckpointError, ConfigError
