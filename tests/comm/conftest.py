@@ -29,5 +29,7 @@ def ranks(request) -> Iterator[Callable[[Callable[[Communicator], None]], None]]
 
         from mpizero.comm.mpi import MpiCommunicator
 
-        with MpiCommunicator(MPI.COMM_WORLD, limit=24, name="cut") as cut:
+        # Long arrays, of as many elements as a parameter of the test says, are cut into a few messages, not thousands.
+        lengths = [value for value in request.node.callspec.params.values() if isinstance(value, int)]
+        with MpiCommunicator(MPI.COMM_WORLD, limit=max([24, *lengths]), name="cut") as cut:
             yield lambda specification: specification(cut)
