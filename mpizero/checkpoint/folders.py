@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from mpizero.checkpoint.failures import borrowed, on_root, outcome_of
 from mpizero.checkpoint.reader import read_manifest
-from mpizero.checkpoint.stage import remove_folder, remove_leftovers
+from mpizero.checkpoint.stage import STEP_NAME, remove_folder, remove_leftovers
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
 
-_NAME = re.compile(r"step_(\d{8,18})")
+_NAME = re.compile(STEP_NAME)
 
 
 def step_folder(folder: str | os.PathLike[str], step: int) -> str:
@@ -25,8 +25,8 @@ def step_folder(folder: str | os.PathLike[str], step: int) -> str:
 
 def step_of(path: str | os.PathLike[str]) -> int | None:
     """Return the step of a step folder's path, None if it has another name. Not collective."""
-    match = _NAME.fullmatch(os.path.basename(os.fspath(path)))
-    return int(match.group(1)) if match else None
+    name = os.path.basename(os.fspath(path))
+    return int(name.removeprefix("step_")) if _NAME.fullmatch(name) else None
 
 
 def step_folders(folder: str) -> list[str]:

@@ -28,7 +28,8 @@ REPLACED = ".old-"
 #: Seconds for which a temporary folder of another host is left alone: its lock may not be seen here.
 SPARED = 24 * 3600.0
 
-_STEP = r"step_\d{8,}"
+#: Names of step folders: the number has as many digits as fit 64 bits.
+STEP_NAME = r"step_[0-9]{8,18}"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 #: Bytes that are written out at once, and the flags of Linux for it: wait before, write, wait after.
 _SYNCED, _SYNC_AND_WAIT = 32 * 1024 * 1024, 1 | 2 | 4
@@ -224,7 +225,7 @@ def remove_leftovers(parent: str | os.PathLike[str], name: str = "") -> None:
     CheckpointError
         If another run is writing ``name`` at this moment.
     """
-    names = f"{_STEP}|{re.escape(name)}" if name else _STEP
+    names = f"{STEP_NAME}|{re.escape(name)}" if name else STEP_NAME
     unfinished = re.compile(rf"{re.escape(TEMPORARY)}(del-)?({names})\.(.+)\.([^.]+)")
     for entry in sorted(os.listdir(parent)) if os.path.isdir(parent) else ():
         if not (match := unfinished.fullmatch(entry)):
@@ -234,7 +235,7 @@ def remove_leftovers(parent: str | os.PathLike[str], name: str = "") -> None:
         if not _remove_if_unused(os.path.join(parent, entry), ours) and of == name:
             raise CheckpointError(f"another run (host {host}, process {process}) is writing it at this moment")
     aside = os.path.join(parent, REPLACED + name)
-    if name and os.path.isdir(aside):
+    if name and os.path.isdir(aside) and not os.path.islink(aside):
         target = os.path.join(parent, name)
         if os.path.lexists(target):
             shutil.rmtree(aside)

@@ -20,7 +20,7 @@ from mpizero.parallel.compute import blocks_of
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.engine import Engine
 from mpizero.parallel.placement import Placement, placement
-from mpizero.parallel.private import in_private_memory
+from mpizero.parallel.private import check_movable, in_private_memory
 from mpizero.parallel.report import StepReport
 from mpizero.parallel.scalars import Totals
 from mpizero.parallel.spread import Spread
@@ -96,7 +96,10 @@ class ShardedCore(ABC):
         try:
             return step(self.engine)
         except SharedMemoryError as error:  # raised on all ranks alike, before anything was computed
-            self._engine = in_private_memory(self.engine, self._spread, error)
+            engine = self.engine
+            check_movable(engine, error)
+            self._engine = None  # what is left of the model where a rank has no room for a copy of its own either
+            self._engine = in_private_memory(engine, self._spread, error)
             return step(self.engine)
 
     def reserve(self, global_batch: int) -> None:

@@ -116,7 +116,7 @@ class Engine:
 
     def _take_memory(self) -> None:
         """Make the stores of parameters and gradients."""
-        self.memory = Memory(self.grid.node, self.grid.world)
+        self.memory = Memory(self.grid.node)
         self.timeline, sharded = Timeline(), self.placement.shard_parameters
         self.store = ParameterStore(self.layout, self.grid, self.memory, sharded, self.dtype, timeline=self.timeline)
         self.workplace.share_gradients(ranks := self.grid.data.size)

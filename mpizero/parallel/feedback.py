@@ -99,6 +99,11 @@ class GradientExchange(ExactExchange):
         """Whether this rank keeps residuals. Not collective."""
         return self._kept.size > 0
 
+    @property
+    def owes(self) -> bool:
+        """Whether earlier messages have left something out that is still to be sent by this rank. Not collective."""
+        return bool(self._kept.any())
+
     # ------------------------------------------------------------------ residuals
 
     def begin(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mpizero.comm.agreement import all_ranks
 from mpizero.parallel.gradients import Allocator, GradientRing, GradientViews
+from mpizero.parallel.memory import on_all_ranks
 from mpizero.parallel.rows import GradientRows
 from mpizero.parallel.storage import ParameterStore
 
@@ -35,7 +36,7 @@ class GradientStore:
         self._rows: GradientRows | None = None
         self.ring: GradientRing | None = None
         if waves:
-            with all_ranks(store.grid.world, "gradients"):
+            with on_all_ranks(store.grid.world, "gradients"):
                 self.ring = GradientRing(store.layout, store.grid, store.memory, store.dtype, accumulate, self._named)
             self.ring.timeline = store.timeline
             store.beside = self.ring.poll

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from mpizero.comm import Communicator, Request, SharedMemory
-from mpizero.errors import OutOfMemoryError, SharedMemoryError
+from mpizero.comm.agreement import all_ranks
+from mpizero.errors import CollectiveError, OutOfMemoryError, PeerFailure, SharedMemoryError
 from mpizero.types import Array
 
 #: Rows that different ranks touch first start on their own page.
@@ -49,6 +50,32 @@ def needing(what: str, advice: str) -> Iterator[None]:
         raise refused(error, what, advice) from None
 
 
+@contextmanager
+def on_all_ranks(world: Communicator, what: str) -> Iterator[None]:
+    """Take memory on all ranks, or raise on all of them.
+
+    Collective over ``world``, all ranks of the model: they come here in the same steps, whatever their nodes are.
+    What a node has taken while another had no room stays taken: the caller gives it back.
+
+    Raises
+    ------
+    SharedMemoryError
+        On all ranks, if the node of any of them has no room.
+    Exception
+        As :func:`mpizero.comm.agreement.all_ranks`.
+    """
+    try:
+        with all_ranks(world, what):
+            yield
+    except (CollectiveError, PeerFailure):  # the ranks may not come to an agreement any more
+        raise
+    except Exception as error:  # on all ranks
+        reasons = world.allgather_object(str(error) if isinstance(error, SharedMemoryError) else "", what)
+        if reason := next(filter(None, reasons), ""):
+            raise SharedMemoryError(reason) from None
+        raise
+
+
 class Memory:
     """Allocate private arrays and node-shared windows, and count their bytes by kind.
 
@@ -56,9 +83,6 @@ class Memory:
     ----------
     node : Communicator
         The ranks that share memory with this one; of size 1 when memory is private.
-    everyone : Communicator, optional
-        All ranks of the model, if they are more: they call :meth:`shared` together, and none gets memory where one
-        node has no room for it.
 
     Attributes
     ----------
@@ -69,9 +93,8 @@ class Memory:
         The most that this rank held alone plus its equal part of what its node shares.
     """
 
-    def __init__(self, node: Communicator, everyone: Communicator | None = None) -> None:
+    def __init__(self, node: Communicator) -> None:
         self.node = node
-        self._everyone = everyone or node
         self.private_bytes: Counter[str] = Counter()
         self.shared_bytes: Counter[str] = Counter()
         self.peak_bytes = 0
@@ -125,12 +148,12 @@ class Memory:
     def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
         """Return zeroed arrays that all ranks of the node read and write, in one window.
 
-        Collective over the node, and all ranks of the model. With private memory these are this rank's own arrays.
+        Collective over the node. With private memory these are this rank's own arrays.
 
         Raises
         ------
         SharedMemoryError
-            On all ranks of the model, if a node has no room; nothing is allocated then.
+            On all ranks of the node, if it has no room; see :func:`on_all_ranks` for the other nodes.
         """
         if self.node.size == 1:
             return tuple(self.private(kind, shape, dtype) for shape in shapes)
@@ -138,7 +161,7 @@ class Memory:
         dtype = np.dtype(dtype)
         sizes = [prod(shape) * dtype.itemsize for shape in shapes]
         starts = np.concatenate([[0], np.cumsum([-(-size // PAGE) * PAGE for size in sizes])])
-        window = self._window(int(starts[-1]), kind)
+        window = self.node.allocate_shared(int(starts[-1]), kind)
         self.shared_bytes[kind] += int(starts[-1])
         self._note_peak()
         arrays = tuple(
@@ -147,20 +170,6 @@ class Memory:
         )
         self._windows.append((window, arrays))
         return arrays
-
-    def _window(self, nbytes: int, kind: str) -> SharedMemory:
-        window, reason = None, ""
-        try:
-            window = self.node.allocate_shared(nbytes, kind)
-        except SharedMemoryError as error:  # raised on all ranks of the node
-            reason = str(error)
-        if self._everyone.size > self.node.size:
-            reason = next(filter(None, self._everyone.allgather_object(reason, "shared memory")), "")
-        if window is None or reason:
-            if window is not None:
-                window.close()
-            raise SharedMemoryError(reason)
-        return window
 
     def free_shared(self, kind: str, arrays: Sequence[Array]) -> None:
         """Free the window whose arrays :meth:`shared` returned. Collective over the node; no view may be used after."""

@@ -10,25 +10,34 @@ from mpizero.parallel.room import tell_private
 from mpizero.parallel.spread import Spread
 
 
-def in_private_memory(engine: Engine, spread: Spread | None, error: SharedMemoryError) -> Engine:
-    """Return an engine like ``engine``, which is closed, where every rank keeps its own copy of the model.
+def check_movable(engine: Engine, error: SharedMemoryError) -> None:
+    """Raise unless :func:`in_private_memory` can take all that ``engine`` holds.
 
-    Collective over all ranks, all of which have raised ``error``. The parameters stay as they are.
+    Collective over all ranks, all of which have raised ``error``.
 
     Raises
     ------
     SharedMemoryError
-        If the optimizer has a state already, of which a node holds one copy; ``engine`` stays as it is.
+        If the optimizer has a state already, of which a node holds one copy, or compression has residuals, which belong
+        to the ranks of a node.
     """
     updater = engine.updater
-    used = np.array([updater is not None and not updater.fresh], np.int8)
+    used = np.array([(updater is not None and not updater.fresh) or engine.exchange.owes], np.int8)
     engine.grid.world.allreduce(used, "max", "private memory")
     if used[0]:
         raise SharedMemoryError(
             f"{error}; or call reserve(global_batch) once, before the first step and before a checkpoint is loaded: "
             "then every rank keeps its own copy where memory is short. Parameters and state are unchanged"
         ) from error
-    units = engine.layout.units
+
+
+def in_private_memory(engine: Engine, spread: Spread | None, error: SharedMemoryError) -> Engine:
+    """Return an engine like ``engine``, which is closed, where every rank keeps its own copy of the model.
+
+    Collective over all ranks, all of which have raised ``error`` and passed :func:`check_movable`. The parameters stay
+    as they are.
+    """
+    updater, units = engine.updater, engine.layout.units
     values, version = [engine.store.owned(unit.index).copy() for unit in units], engine.store.version
     engine.close()
     tell_private(engine.grid.world, str(error))
@@ -42,5 +51,5 @@ def in_private_memory(engine: Engine, spread: Spread | None, error: SharedMemory
         made.bind(updater.optimizer)
         assert made.updater is not None
         made.updater.watch = updater.watch
-    made.loss_scale = engine.loss_scale
+    made.scalars.watch, made.loss_scale = engine.scalars.watch, engine.loss_scale
     return made

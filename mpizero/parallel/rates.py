@@ -79,4 +79,4 @@ def last_of(attributes: Mapping[str, Any]) -> float | None:
 
 def _schedule(updater: Updater | None) -> dict[str, Any] | None:
     lr = None if updater is None else getattr(updater.optimizer, "lr", None)
-    return asdict(lr) if isinstance(lr, optim.Schedule) else None
+    return None if not isinstance(lr, optim.Schedule) else asdict(lr) | {"lr": float(lr.lr), "end": float(lr.end)}

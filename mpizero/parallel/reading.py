@@ -72,7 +72,10 @@ class HeldArray:
 
 @dataclass(frozen=True)
 class HalfLoaded:
-    """Arrays of a model that may hold parts of two states, since reading ended amid them; the same on every rank."""
+    """Arrays of a model that may hold parts of two states, since reading ended amid them.
+
+    The arrays are the same on every rank; the reason is the rank's own error, or what it was told of another's.
+    """
 
     paths: frozenset[str]
     reason: str

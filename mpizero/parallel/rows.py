@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from mpizero.comm import ProcessGrid
-from mpizero.comm.agreement import all_ranks
 from mpizero.comm.exact import RowsToSum
 from mpizero.comm.turns import program_array, tree_sum
 from mpizero.layout import FlatLayout, Grains, RowsPlan, Span, Unit, rows_plan
@@ -17,7 +16,7 @@ from mpizero.parallel.behind import SumsBehind
 from mpizero.parallel.dealing import GlobalBatch
 from mpizero.parallel.feedback import GradientExchange
 from mpizero.parallel.gradients import Allocator, GradientViews, Job, MicroFold
-from mpizero.parallel.memory import PAGE
+from mpizero.parallel.memory import PAGE, on_all_ranks
 from mpizero.parallel.ownership import Share
 from mpizero.parallel.storage import ParameterStore
 from mpizero.types import Array
@@ -75,6 +74,7 @@ class GradientRows:
         self.micro = MicroFold(memory, layout.gradient_size, dtype, accumulate)
         self._views: dict[tuple[int, int], Any] = {}
         self._plans: dict[int, RowsPlan] = {}
+        self._reserved: set[int] = set()
         self.plan: RowsPlan | None = None
         self._behind: SumsBehind | None = None
         self.one = np.ones(1, dtype)
@@ -103,13 +103,14 @@ class GradientRows:
     ) -> list[Job]:
         """Return this rank's micro-batches, whose gradients are folded as they come.
 
-        Collective over the data group where rows have to be made. ``rounds`` is the number of jobs that every rank
-        takes part in; 0 where nothing is gathered, so that absent grains cost nothing. With ``behind``, an exchange and
-        whose gradients these are, rows are summed for all peers as the last job goes on: [Note: buckets of rows].
+        Collective over all ranks where the number of grains is a new one. ``rounds`` is the number of jobs that every
+        rank takes part in; 0 where nothing is gathered, so that absent grains cost nothing. With ``behind``, an
+        exchange and whose gradients these are, rows are summed for all peers as the last job goes on: [Note: buckets of
+        rows].
         """
         self.finish()  # of a step that an error has broken off on all ranks
         plan, self.plan, self._behind = self.planned(batch.count), None, None
-        self._reserve(plan.rows)
+        self.reserve(batch.count)
         self.plan = plan
         if behind is not None:
             exchange, store = behind
@@ -210,20 +211,23 @@ class GradientRows:
         return self.plan
 
     def reserve(self, count: int) -> None:
-        """Take the memory of a batch of ``count`` grains. Collective over all ranks, where rows have to be made."""
-        self._reserve(self.planned(count).rows)
+        """Take the memory of a batch of ``count`` grains. Collective over all ranks where that is a new number."""
+        needed = self.planned(count).rows * self.grid.node.size
+        if count not in self._reserved:  # some data groups may have room for it that others have to make
+            reserved, self._reserved = self._reserved, set()  # where this fails, rows of before may be gone
+            with on_all_ranks(self.grid.world, "gradients"):
+                self._reserve(needed)
+            self._reserved = reserved | {count}
+        self.window = self._storage[:needed]  # a rank's rows stand where the plan of this batch looks for them
 
-    def _reserve(self, rows: int) -> None:
-        needed = rows * self.grid.node.size
+    def _reserve(self, needed: int) -> None:
         if self._storage.shape[0] < needed:
             self._views.clear()
             self.window, held = self.window[:0], self._storage
             self._storage = self._storage[:0]
             if held.size:
                 self.memory.free_shared("gradients", (held,))
-            with all_ranks(self.grid.data, "gradients"):
-                (self._storage,) = self.memory.shared("gradients", [(needed, self.stride)], self.dtype)
-        self.window = self._storage[:needed]  # a rank's rows stand where the plan of this batch looks for them
+            (self._storage,) = self.memory.shared("gradients", [(needed, self.stride)], self.dtype)
 
     def _target(self, row: int, unit: Unit) -> Any:
         key = (self._place(row), unit.index)

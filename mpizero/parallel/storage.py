@@ -16,7 +16,7 @@ from mpizero.comm.timeline import Timeline
 from mpizero.layout import FlatLayout, Span, Unit
 from mpizero.layout.flat import views
 from mpizero.parallel import publication
-from mpizero.parallel.memory import STATE_ADVICE, Memory, needing
+from mpizero.parallel.memory import STATE_ADVICE, Memory, needing, on_all_ranks
 from mpizero.parallel.ownership import Share
 from mpizero.parallel.publication import Publication, let_arrive
 from mpizero.types import Array, BlockModel
@@ -112,7 +112,7 @@ class ParameterStore:
         self.peer_shares = tuple(Share(layout, rank, grid.data.size) for rank in grid.peer_ranks)
         self._slots: tuple[Array, ...] = ()
         self._next = 0
-        with all_ranks(grid.world, "parameters"):
+        with on_all_ranks(grid.world, "parameters"):
             (self._values,) = memory.shared("parameters", [(size,)], dtype)
             if self.sharded:
                 largest = max((self.needed(unit) for unit in layout.units), default=0)

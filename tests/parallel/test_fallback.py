@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import mpizero as mz
-from mpizero.errors import ConfigError, SharedMemoryError
+from mpizero.errors import ConfigError, OutOfMemoryError, SharedMemoryError
 from mpizero.testing import run_in_threads
 from tests.parallel.models import STRATEGIES, gpt, part, tokens
 
@@ -138,3 +138,47 @@ def test_reserve_refuses_what_is_no_number_of_samples(wrong: Any) -> None:
         pytest.raises(ConfigError, match="reserve"),
     ):
         model.reserve(wrong)
+
+
+def on_uneven_nodes(comm: Any) -> tuple[float, int]:
+    """Train two stages of two replicas on nodes of 3 and 1 ranks: only the first has both of its replicas on a node."""
+    with (
+        mz.ShardingConfig(comm=comm, micro_batch=1, ranks_per_node=3) as config,
+        mz.HybridShardedModel(gpt(), config, pipeline_parallel_size=2, zero_stage=3) as model,
+    ):
+        return model.train(*part(model.batch_group, *tokens(4))), model.metadata().ranks_per_node
+
+
+def test_data_groups_may_lie_on_nodes_in_different_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some take shared memory, others none, and where it is short all of them keep their own copies."""
+    alone = run_in_threads(1, trained_once)[0]
+    assert run_in_threads(4, on_uneven_nodes) == [(alone, 2), (alone, 2), (alone, 1), (alone, 1)]
+    limit_windows(monkeypatch, 1)
+    assert set(run_in_threads(4, on_uneven_nodes)) == {(alone, 1)}
+
+
+def trained_once(comm: Any) -> float:
+    with mz.ShardingConfig(comm=comm, micro_batch=1) as config, mz.DDPModel(gpt(), config) as model:
+        return model.train(*tokens(4))
+
+
+def test_a_model_that_finds_no_room_for_copies_of_its_own_either_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so, in place of reading windows that are gone."""
+
+    def no_memory(*_: Any, **__: Any) -> Any:
+        raise OutOfMemoryError("no memory for parameters")
+
+    def run(comm: Any) -> None:
+        with mz.ShardingConfig(comm=comm, micro_batch=1) as config, mz.DDPModel(gpt(), config) as model:
+            comm.barrier()
+            if comm.rank == 0:
+                limit_windows(monkeypatch, ROW)
+                monkeypatch.setattr("mpizero.parallel.private.Engine", no_memory)
+            comm.barrier()
+            with pytest.raises(OutOfMemoryError, match="no memory for parameters"):
+                model.train(*part(comm, *tokens(8)))
+            for use in (model.get_parameters, model.parameters_sha256):
+                with pytest.raises(RuntimeError, match="closed"):
+                    use()
+
+    run_in_threads(2, run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mpizero as mz
@@ -161,7 +162,10 @@ def test_a_load_that_moves_the_rate_says_so(saved_by: Any, read_by: Any, told: s
         loaded(saved_by, read_by)
 
 
-@pytest.mark.parametrize("rate", [0.1, mz.optim.cosine(0.1, 10), lambda s: 0.1 / (1 + s)])
+RATES = [0.1, mz.optim.cosine(0.1, 10), lambda s: 0.1 / (1 + s), mz.optim.cosine(np.float32(0.1), 10)]
+
+
+@pytest.mark.parametrize("rate", RATES)
 def test_a_load_that_moves_no_rate_is_silent(rate: Any) -> None:
     loaded(rate, rate)
 
