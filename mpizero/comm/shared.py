@@ -22,6 +22,7 @@ from mpizero.types import Array
 ALIGNMENT = 64
 #: What must stay free where most MPIs keep windows, for what MPI adds to each.
 RESERVE = 1 << 20
+_ZEROS = "/dev/zero"
 #: Seconds to wait for a group that takes memory at this moment.
 _TURN = 30.0
 
@@ -71,23 +72,26 @@ def _turn(first: bool) -> Iterator[None]:
             os.close(file)
 
 
-def _take(memory: Array) -> bool:
-    """Zero ``memory`` and tell whether all of its pages are there.
+def _take(memory: Array) -> OSError | None:
+    """Zero ``memory``, so that all of its pages are there; return what keeps this rank from it. Not collective.
 
     [Note: pages] A store to a page for which there is no room ends the process with SIGBUS. Where the kernel itself
-    writes there, for a read from /dev/zero, the call fails instead.
+    writes there, for a read from /dev/zero, the call fails instead: with EFAULT. Whatever fails is returned and not
+    raised, since the other ranks wait to be told.
     """
-    file, done = os.open("/dev/zero", os.O_RDONLY | os.O_CLOEXEC), 0
+    done = 0
     try:
-        while done < memory.size:
-            done += os.readv(file, [memory[done:].data])
+        file = os.open(_ZEROS, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while done < memory.size:
+                if (read := os.readv(file, [memory[done:].data])) == 0:
+                    raise OSError(errno.ENODATA, "it ends, so it is not the device", _ZEROS)
+                done += read
+        finally:
+            os.close(file)
     except OSError as error:
-        if error.errno != errno.EFAULT:
-            raise
-        return False
-    finally:
-        os.close(file)
-    return True
+        return error
+    return None
 
 
 class MpiSharedMemory(SharedMemory):
@@ -118,10 +122,15 @@ class MpiSharedMemory(SharedMemory):
             self.buffer = whole[int(offset) : int(offset) + nbytes]
             part = -(-nbytes // comm.Get_size() // 4096) * 4096
             self._window.Lock_all(MPI.MODE_NOCHECK)
-            taken = np.array(_take(self.buffer[rank * part : (rank + 1) * part]), np.int32)
+            failure = _take(self.buffer[rank * part : (rank + 1) * part])
+            taken = np.array(failure is None, np.int32)
             comm.Allreduce(MPI.IN_PLACE, [taken, 1, MPI.INT32_T], MPI.MIN)
         if not taken:
             self.close()
+            full = failure is None or failure.errno == errno.EFAULT
+            told = comm.allgather("" if full else f"rank {rank} of its {comm.Get_size()} cannot zero it: {failure}")
+            if reasons := list(filter(None, told)):
+                raise SharedMemoryError(f"a window of {nbytes} bytes for {name!r} failed: {reasons[0]}")
             self._check(comm, 0 if rank == 0 else None, nbytes, name)
         self._window.Sync()
         comm.Barrier()

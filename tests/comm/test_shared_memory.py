@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import errno
+import os
+
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
@@ -90,6 +93,25 @@ def test_a_window_that_does_not_fit_is_refused_on_every_rank_alike(ranks):
 def test_the_error_of_a_full_node_says_what_to_do(world):
     with world.split_node() as node, pytest.raises(SharedMemoryError, match=r"/dev/shm has .*share_node_memory=False"):
         node.allocate_shared(2**60)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("what", ["no file can be opened", "it is another file"])
+def test_where_one_rank_cannot_take_its_pages_all_are_told_which_and_why(world, monkeypatch, what):
+    def opened(path, *options, **more):
+        if path == "/dev/zero" and what == "no file can be opened":
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+        return original("/dev/null" if path == "/dev/zero" else path, *options, **more)
+
+    original = os.open
+    with world.split_node() as node:
+        last = node.size - 1
+        if node.rank == last:
+            monkeypatch.setattr(os, "open", opened)
+        with pytest.raises(SharedMemoryError, match=rf"a window of 100000 bytes .*rank {last}.*/dev/zero"):
+            node.allocate_shared(100_000)
+        monkeypatch.undo()
+        node.allocate_shared(100_000).close()
 
 
 @pytest.mark.mpi(min_size=2)
