@@ -43,11 +43,16 @@ class Supervisor:
         """Seconds between two looks."""
         return min(tuple(self._listeners.values()), default=TICK)
 
+    @property
+    def lives(self) -> bool:
+        """Whether the thread runs: it does not where this user may have no more threads."""
+        return self._thread is not None and self._thread.is_alive()
+
     def add(self, listener: Callable[[float], None], tick: float = TICK) -> None:
         """Call ``listener`` from now on, at least every ``tick`` seconds. Not collective."""
         with self._changing:
             self._listeners[listener] = tick
-            if self._thread is None or not self._thread.is_alive():
+            if not self.lives:
                 self._stop = threading.Event()
                 thread = threading.Thread(target=self._run, args=(self._stop,), name=HEARTBEAT, daemon=True)
                 try:

@@ -112,9 +112,10 @@ class Watchdog:
                 faulthandler.register(signal.SIGUSR2, file=sys.__stderr__ or 2, all_threads=True)
                 self._tell_of_stacks()
             self._timer = LockTimer(self._log or sys.__stderr__ or 2)
-            self._timer.put_off(self._timeout + self._grace)
         self._running = True
         self._guard.supervisor.add(self._look, min(TICK, self._timeout / 10))
+        if self._timer is not None and self._guard.supervisor.lives:  # else nobody would put it off
+            self._timer.put_off(self._timeout + self._grace)
 
     def stop(self) -> None:
         """Stop to watch and remove what was written; a second call does nothing. Not collective."""

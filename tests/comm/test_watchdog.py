@@ -145,6 +145,37 @@ def test_a_listener_that_raises_is_reported_once_and_asked_again(capfd):
     assert capfd.readouterr().err.count("OSError: planted") == 1
 
 
+@pytest.mark.parametrize("threads", [True, False])
+def test_only_where_its_thread_runs_can_the_timer_end_a_process(monkeypatch, threads):
+    """Nobody puts the timer off where no thread can be started: a process that computes would be killed."""
+    armed = threading.Event()
+
+    class Timer:
+        def __init__(self, file):
+            pass
+
+        def put_off(self, seconds):
+            armed.set()
+
+        def close(self):
+            pass
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    def train(comm):
+        monkeypatch.setattr("mpizero.comm.watchdog.LockTimer", Timer)
+        watchdog = Watchdog(comm, timeout=5.0)
+        monkeypatch.setattr(watchdog._guard, "follows", lambda trace: True)  # as over MPI
+        monkeypatch.setattr(watchdog._guard, "supervisor", Supervisor())
+        if not threads:
+            monkeypatch.setattr(threading.Thread, "start", refuse)
+        with watchdog:
+            return armed.wait(20 if threads else 0)
+
+    assert run_in_threads(1, train) == [threads]
+
+
 @pytest.mark.mpi
 def test_it_watches_and_lets_go_over_mpi(world):
     for _ in range(3):
