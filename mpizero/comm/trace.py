@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
+from threading import Lock
 from time import monotonic
 from types import CodeType
 from typing import Any, NamedTuple
@@ -105,8 +106,8 @@ class CallTrace:
     """
 
     __slots__ = (
-        "_entries", "_last", "_numbers", "duties", "duty", "entered", "name", "operation", "sequence", "started", "tag",
-        "transfers",
+        "_changing", "_entries", "_last", "_numbers", "duties", "duty", "entered", "name", "operation", "sequence",
+        "started", "tag", "transfers",
     )  # fmt: skip
 
     def __init__(self, name: str) -> None:
@@ -119,6 +120,7 @@ class CallTrace:
         self.duty = ("", 0.0)
         self.duties = 0
         self.transfers: tuple[Transfer, ...] = ()
+        self._changing = Lock()  # a checkpoint's writer is a thread of its own
         self._numbers: dict[Call, int] = {}
         self._last: _Entry = (0, 0, (), None, 0)
         self._entries: list[_Entry] = [self._last] * REMEMBERED
@@ -174,11 +176,13 @@ class CallTrace:
         Not collective; in any thread. As long as bytes come, those who wait for this rank are not stuck.
         """
         transfer = Transfer(what)
-        self.transfers = (*self.transfers, transfer)
+        with self._changing:
+            self.transfers = (*self.transfers, transfer)
         try:
             yield transfer.advance
         finally:
-            self.transfers = tuple(other for other in self.transfers if other is not transfer)
+            with self._changing:
+                self.transfers = tuple(other for other in self.transfers if other is not transfer)
 
     def last(self) -> tuple[int, int]:
         """Return how many collectives have begun, and their number; both of one moment. Not collective."""

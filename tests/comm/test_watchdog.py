@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mpizero.comm.supervisor import HEARTBEAT, Supervisor
+from mpizero.comm.trace import CallTrace
 from mpizero.comm.watchdog import Watchdog
 from mpizero.errors import CollectiveError, ConfigError, PeerFailure
 from mpizero.testing import run_in_threads
@@ -174,6 +175,51 @@ def test_only_where_its_thread_runs_can_the_timer_end_a_process(monkeypatch, thr
             return armed.wait(20 if threads else 0)
 
     assert run_in_threads(1, train) == [threads]
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_files_of_two_threads_are_told_of_as_long_as_they_are_read_or_written(at_the_end):
+    """One thread comes in between another's look at what is going on and its note of that."""
+
+    class Slow(CallTrace):
+        @property
+        def transfers(self):
+            value, self.looked = self.going_on, getattr(self, "looked", None)
+            if self.looked is not None:
+                self.looked()
+            return value
+
+        @transfers.setter
+        def transfers(self, value):
+            self.going_on = value
+
+    def another():
+        with trace.transfer("another"):
+            entered.set()
+            leave.wait(20)
+
+    def interrupt():
+        trace.looked = None
+        thread.start()
+        entered.wait(0.2)  # it has to wait where the first one is not to be disturbed
+
+    trace, entered, leave = Slow("world"), threading.Event(), threading.Event()
+    thread = threading.Thread(target=another)
+    try:
+        if not at_the_end:
+            trace.looked = interrupt
+        with trace.transfer("one"):
+            if at_the_end:
+                trace.looked = interrupt
+            else:
+                assert entered.wait(20)
+                assert sorted(transfer.what for transfer in trace.transfers) == ["another", "one"]
+        assert entered.wait(20)
+        assert [transfer.what for transfer in trace.transfers] == ["another"]
+    finally:
+        leave.set()
+        thread.join(20)
+    assert trace.transfers == ()
 
 
 @pytest.mark.mpi
