@@ -9,12 +9,13 @@ from typing import Any, NoReturn
 
 from mpizero.comm.board import Slot
 
-#: Bytes of one rank's slot at most.
+#: Bytes of one rank's slot at most, as it is sent: what fits on a board, its age and its rank.
 SLOT_LIMIT = 33_000
+_SECONDS = (int, float)
 #: What readers of a slot count on, where it has such an entry.
 _KINDS: Mapping[str, type | tuple[type, ...]] = {
-    "age": (int, float),
-    "still": (int, float),
+    "age": _SECONDS,
+    "still": _SECONDS,
     "pid": int,
     "place": str,
     "state": str,
@@ -25,8 +26,15 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "marks": dict,
     "records": dict,
 }
-#: Entries that are lists of rows: how many cells these have at least. The seconds stand in the last of them.
-_ROWS = {"calls": 6, "duties": 4, "transfers": 3}
+#: Entries that every slot has.
+_ALWAYS = frozenset({"age", "place", "state", "still", "calls", "duties", "marks"})
+#: Entries that are lists of rows: what these consist of.
+_ROWS: Mapping[str, tuple[type | tuple[type, ...], ...]] = {
+    "calls": (str, str, int, str, str, _SECONDS),
+    "duties": (str, int, str, _SECONDS),
+    "transfers": (str, int, _SECONDS),
+}
+_MARK = (int, int)
 
 
 def checked(data: bytes, ranks: Collection[int], now: float) -> dict[int, Slot]:
@@ -49,18 +57,24 @@ def checked(data: bytes, ranks: Collection[int], now: float) -> dict[int, Slot]:
 
 
 def _check(slot: Any) -> None:
-    if not isinstance(slot, dict) or "age" not in slot:
+    if not isinstance(slot, dict) or not _ALWAYS.issubset(slot):
         raise ValueError("not a slot")
     for name in _KINDS.keys() & slot.keys():
-        if not isinstance(slot[name], _KINDS[name]) or isinstance(slot[name], bool):
+        if not _is(slot[name], _KINDS[name]):
             raise ValueError(f"{name} is of another type")
-    for name, cells in _ROWS.items():
-        for row in slot.get(name, ()):
-            seconds = row[cells - 1] if isinstance(row, list) and len(row) >= cells else None
-            if not isinstance(seconds, (int, float)) or isinstance(seconds, bool):
-                raise ValueError(f"{name} has other cells")
-    if not all(isinstance(mark, list) and mark for mark in slot.get("marks", {}).values()):
+    for name, kinds in _ROWS.items():
+        if not all(_consists(row, kinds) for row in slot.get(name, ())):
+            raise ValueError(f"{name} has other cells")
+    if not all(_consists(mark, _MARK) for mark in slot["marks"].values()):
         raise ValueError("marks are of another type")
+
+
+def _consists(row: Any, kinds: tuple[type | tuple[type, ...], ...]) -> bool:
+    return isinstance(row, list) and len(row) == len(kinds) and all(map(_is, row, kinds))
+
+
+def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _finite(number: str) -> float:

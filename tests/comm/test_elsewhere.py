@@ -12,9 +12,14 @@ import time
 import pytest
 
 from mpizero.comm import elsewhere as module
+from mpizero.comm import guard
 from mpizero.comm.board import Board
 from mpizero.comm.elsewhere import Door, Elsewhere, addresses
-from mpizero.comm.slots import SLOT_LIMIT
+from mpizero.comm.heartbeat import Heartbeat
+from mpizero.comm.peers import Peers
+from mpizero.comm.register import Register
+from mpizero.comm.slots import SLOT_LIMIT, checked
+from mpizero.comm.supervisor import Supervisor
 from mpizero.testing import run_in_threads
 
 #: Long against what an answer may take, short against what an attack would.
@@ -28,11 +33,17 @@ def patient(monkeypatch):
     monkeypatch.setattr(module, "_ALL_ANSWERS", PATIENCE)
 
 
+def slot_of(rank, seconds=0.0, **entries):
+    """Return what rank ``rank`` has written ``seconds`` ago, as far as others count on it."""
+    known = {"beat": time.monotonic() - seconds, "place": f"line of rank {rank}", "state": "working", "still": 0.0}
+    return known | {"calls": [], "duties": [], "marks": {}} | entries
+
+
 def asked(comm, per_node, meddle=lambda elsewhere: None):
     """Let every rank write a slot and ask; ranks stand on nodes of ``per_node``, boards know their own rank alone."""
     node = comm.rank // per_node
     board = Board((comm.rank,), comm.rank, None)
-    board.write({"beat": time.monotonic() - 2.0, "place": f"line of rank {comm.rank}"})
+    board.write(slot_of(comm.rank, 2.0))
     elsewhere = Elsewhere(board, f"node{node}", comm.allgather_object)
     try:
         meddle(elsewhere)
@@ -51,7 +62,7 @@ def pair(monkeypatch):
 
     def make(comm):
         board = Board((comm.rank,), comm.rank, None)
-        board.write({"beat": time.monotonic(), "place": f"line of rank {comm.rank}"})
+        board.write(slot_of(comm.rank))
         found[comm.rank] = Elsewhere(board, f"node{comm.rank}", comm.allgather_object)
 
     run_in_threads(2, make)
@@ -272,7 +283,7 @@ def whole(body):
 
 
 def test_whoever_knows_the_secret_can_answer(pair):
-    body = json.dumps({"1": {"age": 1, "place": "there", "later": "versions say more"}}).encode()
+    body = json.dumps({"1": slot_of(1, age=1, place="there", later="versions say more")}).encode()
     found, _ = answering(pair, whole(body))
     assert places(found) == {1: "there"}
 
@@ -308,6 +319,26 @@ def test_an_answer_in_small_bits_ends_with_the_time_for_all_of_it(pair, monkeypa
     assert seconds < 10  # of the 50 that the answer takes
 
 
+def body_of(**entries):
+    """Return the answer of rank 1: a whole slot, but for the entries given; those that are None are missing."""
+    slot = slot_of(1, age=1) | entries
+    return json.dumps({"1": {name: entry for name, entry in slot.items() if entry is not None}}).encode()
+
+
+CALL, DUTY = ["key", "name", 1, "barrier", "", 0.5], ["key", 1, "a step", 0.5]
+FILES = ["writing", 1, 0.5]
+
+
+def others_of(row, *cells):
+    """Return ``row`` with a cell too few, with one too many, and with each of its cells replaced by others."""
+    changed = [[*row[:i], cell, *row[i + 1 :]] for i, wrong in enumerate(cells) for cell in wrong]
+    return [row[0], row[:-1], [*row, 1], *changed]
+
+
+#: What a cell of text, of a whole number, and of seconds is not.
+NO_TEXT, NO_COUNT, NO_SECONDS = (1, None, ["key"]), ("1", 1.5, None, True), ("long", None, True)
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -315,26 +346,50 @@ def test_an_answer_in_small_bits_ends_with_the_time_for_all_of_it(pair, monkeypa
         b"no JSON",
         b"\xff\xfe",
         b"[]",
-        b'{"0": {"age": 1}}',  # a rank of another node
-        b'{"x": {"age": 1}}',
         b'{"1": []}',
         b'{"1": {}}',
-        b'{"1": {"age": NaN}}',
-        b'{"1": {"age": 1e999}}',
-        b'{"1": {"age": 1' + b"0" * 400 + b"}}",
-        b'{"1": {"age": "1"}}',
-        b'{"1": {"age": true}}',
-        b'{"1": {"age": 1, "place": 5}}',
-        b'{"1": {"age": 1, "pid": "1"}}',
-        b'{"1": {"age": 1, "calls": [["key"]]}}',
-        b'{"1": {"age": 1, "calls": [["key", "name", 1, "barrier", "", "long"]]}}',
-        b'{"1": {"age": 1, "duties": [1]}}',
-        b'{"1": {"age": 1, "marks": {"key": []}}}',
-        b'{"1": {"age": 1, "deep": ' + b"[" * 10_000 + b"]" * 10_000 + b"}}",
+        body_of().replace(b'"1"', b'"0"'),  # a rank of another node
+        body_of().replace(b'"1"', b'"x"'),
+        *(body_of(age="AGE").replace(b'"AGE"', age) for age in (b"NaN", b"1e999", b"1" + b"0" * 400)),
+        body_of(deep="DEEP").replace(b'"DEEP"', b"[" * 10_000 + b"]" * 10_000),
+        *(body_of(**{name: None}) for name in ("age", "place", "state", "still", "calls", "duties", "marks")),
+        *(body_of(age=age) for age in ("1", True)),
+        body_of(place=5),
+        body_of(state=5),
+        body_of(still="long"),
+        body_of(pid="1"),
+        *(body_of(calls=[c]) for c in others_of(CALL, NO_TEXT, NO_TEXT, NO_COUNT, NO_TEXT, NO_TEXT, NO_SECONDS)),
+        *(body_of(duties=[duty]) for duty in others_of(DUTY, NO_TEXT, NO_COUNT, NO_TEXT, NO_SECONDS)),
+        *(body_of(transfers=[files]) for files in others_of(FILES, NO_TEXT, NO_COUNT, NO_SECONDS)),
+        *(body_of(marks={"key": mark}) for mark in others_of([1, 1], NO_COUNT, NO_COUNT)),
     ],
 )
 def test_what_is_no_slot_is_left_out(pair, body):
     assert answering(pair, whole(body))[0] == {}
+
+
+def test_what_ranks_do_comes_as_it_was_said(pair):
+    told = {"calls": [CALL], "duties": [DUTY], "transfers": [FILES], "marks": {"key": [1, 1]}}
+    found, _ = answering(pair, whole(body_of(**told)))
+    assert {name: found[1][name] for name in told} == told
+
+
+def test_a_slot_as_ranks_write_it_is_taken():
+    def specification(comm):
+        register, trace = Register(), comm.trace
+        register.add(trace, range(comm.size), comm.rank)
+        heartbeat = Heartbeat(Peers(), register, Supervisor(), guard.current()._state, None)
+        with trace.common_duty("a step"), trace.transfer("writing"):
+            trace.entered = time.monotonic()
+            slot = heartbeat.slot(time.monotonic())
+            trace.entered = 0.0
+        assert all(slot[name] for name in ("calls", "duties", "transfers", "marks"))
+        return slot
+
+    (slot,) = run_in_threads(1, specification)
+    told = json.loads(json.dumps(slot))
+    found = checked(json.dumps({"1": slot | {"age": 1.0}}).encode(), {1}, 10.0)
+    assert found == {1: told | {"age": 1.0, "beat": 9.0}}
 
 
 # ------------------------------------------------------------------ where it listens
