@@ -49,7 +49,7 @@ _LOOPBACK = "127."
 
 @dataclass(frozen=True)
 class Door:
-    """Where a rank of another node listens, and the ranks whose slots it can have."""
+    """Where a rank of another node listens, and the ranks whose slots it can have; all by their world ranks."""
 
     rank: int
     address: tuple[str, int]
@@ -71,8 +71,8 @@ class Elsewhere:
         self._last: dict[int, Slot] = {}
         self._next, self._pause = 0.0, 0.5
         self._body, self._said = b"", float("-inf")
-        hosts = allgather(host)
-        if len(set(hosts)) == 1:
+        hosts: list[tuple[int, str]] = allgather((board.rank, host))
+        if len({name for _, name in hosts}) == 1:
             return
         if board.rank in board.ranks[:ANSWERING]:
             self._servers = list(_listening())
@@ -80,9 +80,9 @@ class Elsewhere:
         told = allgather((places, addresses() if places else [], secrets.token_bytes(32)))
         self._secret: bytes = told[0][2]
         self._known = {address for _, known, _ in told for address in known}
-        for rank, (name, (places, *_)) in enumerate(zip(hosts, told, strict=True)):
+        for (rank, name), (places, *_) in zip(hosts, told, strict=True):
             if name != host:
-                ranks = frozenset(other for other, theirs in enumerate(hosts) if theirs == name)
+                ranks = frozenset(other for other, theirs in hosts if theirs == name)
                 self._doors.setdefault(name, []).extend(Door(rank, tuple(place), ranks) for place in places)
         if self._servers:
             self._thread = threading.Thread(target=self._serve, name="mpizero-elsewhere", daemon=True)

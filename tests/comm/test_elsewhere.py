@@ -122,6 +122,26 @@ def test_one_rank_of_each_other_node_answers():
     assert set(results[2]) == {0, 1}
 
 
+@pytest.mark.parametrize("members", [(0, 2), (2, 3), (5, 1, 4)])
+def test_ranks_of_a_part_of_the_world_find_each_other(members):
+    """Boards and doors know ranks by their numbers in the world, whatever their places among those who meet."""
+
+    def specification(comm):
+        rank = members[comm.rank]
+        board = Board((rank,), rank, None)
+        board.write(slot_of(rank))
+        elsewhere = Elsewhere(board, f"node{rank}", comm.allgather_object)
+        try:
+            found = elsewhere.read()
+            comm.barrier()
+            return places(found)
+        finally:
+            elsewhere.close()
+
+    expected = [{other: f"line of rank {other}" for other in members if other != rank} for rank in members]
+    assert run_in_threads(len(members), specification) == expected
+
+
 def test_one_node_has_nobody_to_ask():
     assert run_in_threads(2, lambda comm: asked(comm, 2)) == [{}, {}]
 
