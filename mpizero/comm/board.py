@@ -14,7 +14,7 @@ import mmap
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpizero.comm.scratch import folders
@@ -69,14 +69,14 @@ class Board:
 
     def write(self, slot: Slot) -> None:
         """Replace this rank's slot. Not collective; one thread at a time."""
-        data, marks = _encode(slot), list(slot.get("marks", {}).items())
+        data, marks = encode(slot), list(slot.get("marks", {}).items())
         while len(data) > _SLOT - _HEADER.size and "records" in slot:  # the oldest calls
             left = {key: rows[len(rows) // 4 + 1 :] for key, rows in slot["records"].items()}
             slot = slot | {"records": left} if any(left.values()) else {k: v for k, v in slot.items() if k != "records"}
-            data = _encode(slot)
+            data = encode(slot)
         while len(data) > _SLOT - _HEADER.size and marks:  # the counts of communicators made long ago
             marks = marks[: len(marks) // 2]
-            data = _encode(slot | {"marks": dict(marks)})
+            data = encode(slot | {"marks": dict(marks)})
         data = data[: _SLOT - _HEADER.size]
         start = _SLOT * (self._own + 1)
         self._version += 2
@@ -130,8 +130,9 @@ class Board:
         return bool(_CLAIM.unpack_from(self._map, 0)[0])
 
 
-def _encode(slot: Slot) -> bytes:
-    return json.dumps(slot, separators=(",", ":")).encode()
+def encode(slots: Mapping[Any, Any]) -> bytes:
+    """Return a slot, or slots by rank, as they are stored and sent: without spaces. Not collective."""
+    return json.dumps(slots, separators=(",", ":")).encode()
 
 
 def open_board(rank: int, members: Sequence[int], host: str, allgather: Callable[[Any], list[Any]]) -> Board:

@@ -17,7 +17,6 @@ import contextlib
 import errno
 import fcntl
 import hmac
-import json
 import secrets
 import socket
 import struct
@@ -28,7 +27,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from mpizero.comm.board import Board, Slot
+from mpizero.comm.board import Board, Slot, encode
 from mpizero.comm.slots import SLOT_LIMIT, checked
 from mpizero.comm.talks import Script, Talk, Talks
 
@@ -169,7 +168,7 @@ class Elsewhere:
         if now - self._said > _SAME:
             slots = {rank: slot for rank, slot in self._board.read().items() if "beat" in slot}
             aged = {rank: slot | {"age": max(0.0, now - slot["beat"])} for rank, slot in slots.items()}
-            self._body, self._said = json.dumps(aged).encode(), now
+            self._body, self._said = encode(aged), now
         return self._body
 
     # ------------------------------------------------------------------ who listens

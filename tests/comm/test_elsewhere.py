@@ -308,6 +308,16 @@ def test_whoever_knows_the_secret_can_answer(pair):
     assert places(found) == {1: "there"}
 
 
+def test_every_slot_that_fits_on_a_board_fits_into_an_answer(pair):
+    board, marks = pair[1]._board, {}
+    while board.read_one(1)["marks"] == json.loads(json.dumps(marks)):  # until the board leaves some of them out
+        marks[f"{len(marks):016x}"] = (1 << 20, 1 << 46)
+        board.write(slot_of(1, marks=marks))
+    board.write(slot_of(1, marks=dict(list(marks.items())[:-1])))
+    assert len(board.read_one(1)["marks"]) == len(marks) - 1 > 500
+    assert pair[0].read()[1]["marks"] == board.read_one(1)["marks"]
+
+
 def test_a_huge_answer_is_not_taken(pair):
     room = SLOT_LIMIT + 1
     taken = []
