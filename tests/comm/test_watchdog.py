@@ -96,11 +96,11 @@ def test_watchdogs_of_many_threads_share_one_thread_which_looks_at_no_frames(mon
 
 def test_threads_that_wait_for_one_that_writes_are_left_alone_while_bytes_come():
     def save(comm):
-        with Watchdog(comm, timeout=0.4):
+        with Watchdog(comm, timeout=1.5):
             if comm.rank == 1:
                 with comm.trace.transfer("writing") as advance:
-                    for _ in range(8):
-                        time.sleep(0.15)
+                    for _ in range(6):
+                        time.sleep(0.4)
                         advance(1)
             comm.barrier()
         return True
