@@ -192,6 +192,6 @@ def _load(job: Job, path: str, comm: Communicator) -> Saved:
                 f"cannot resume from {path}: data: the training samples are not those of the saved run; "
                 "give the same data, or start in another checkpoint.folder"
             )
-        persistence.restore(job.model.engine, reader)
+        persistence.restore(job.model.loadable_engine, reader)
     job.model.invalidate_cache()
     return saved
