@@ -114,13 +114,13 @@ def problem_of_next_save(run: Path) -> str:
     return "" if left == [os.path.basename(target)] else f"after the next save there is {left}"
 
 
-def problem_of_ending(ended: Ended) -> str:
-    """Say what is wrong with the end of a job that should have failed."""
+def problem_of_ending(ended: Ended, *, expected: bool = True) -> str:
+    """Say what is wrong with the end of a job that should have failed; with ``expected`` false, that should not."""
     if ended.late:
         return f"still running after {ended.seconds:.0f} s"
     if ended.strays:
         return f"{ended.strays} processes were left behind"
-    return "" if ended.status else f"exit status 0; {ended.err[-300:]}"
+    return "" if bool(ended.status) == expected else f"exit status {ended.status}; {ended.err[-300:]}"
 
 
 def quiet() -> contextlib.redirect_stderr[io.StringIO]:

@@ -207,13 +207,14 @@ def stuck_in_hdf5(ended: Ended) -> bool:
 def problem_of_refusal(ended: Ended, run_folder: Path, error: str) -> str:
     """Say what is wrong after a save that the system refused: one error, nothing left, the last good one whole.
 
-    What ranks leave that the watchdog has ended, the next save removes.
+    Where the new checkpoint is written and only an old one cannot be removed, the job tells so and goes on. What ranks
+    leave that the watchdog has ended, the next save removes.
     """
     text = {"ENOSPC": "No space left on device", "EIO": "Input/output error"}[error]
-    told = "was not written" in ended.err or "cannot remove old checkpoints" in ended.err
-    if problem := problem_of_ending(ended):
+    kept = "old checkpoint not removed" in ended.err and acknowledged(run_folder) > 1
+    if problem := problem_of_ending(ended, expected=not kept):
         return problem
-    stuck = stuck_in_hdf5(ended)
+    told, stuck = kept or "was not written" in ended.err, stuck_in_hdf5(ended)
     if text not in ended.err or not (told or stuck) or "Traceback" in ended.err:
         return f"not a clear error: {ended.err[-600:]}"
     if hidden(run_folder) and not stuck:

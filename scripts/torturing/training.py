@@ -143,8 +143,8 @@ def kill_at_random(torture: Torture, reference: Reference, how: str, count: int)
                     random.choice(["launcher", "all", *(f"rank {r}" for r in range(torture.options.ranks))]),
                 )
                 ended = run(command, folder / "job", torture.limit, plan)
-                if not plan.struck and not ended.status:
-                    break  # ranks may outlive their launcher for long enough to come to the end
+                if not ended.status and (not plan.struck or plan.seen == STEPS):
+                    break  # ranks may outlive their launcher for long enough to come to the end, and all may be there
                 problem = (
                     problem_of_ending(ended) if plan.struck else f"not reached step {plan.step}: {ended.err[-300:]}"
                 )
