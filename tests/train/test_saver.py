@@ -117,7 +117,8 @@ def test_a_save_beside_training_that_fails_ends_the_run_and_leaves_the_last_good
     outcome = mpizero.train(2, BESIDE, flags=["--resume"])
     assert outcome.status not in (0, ExitStatus.PREEMPTED)
     assert "planted at save.write, call 2" in outcome.err
-    assert steps(mpizero) == ["step_00000002"]
+    # A rank that is ended before it has removed its unfinished save leaves that to the next start.
+    assert [name for name in steps(mpizero) if not name.startswith(".tmp-")] == ["step_00000002"]
     assert not (mpizero.folder / "run" / "run_complete").exists()
 
 
