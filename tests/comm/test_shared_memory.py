@@ -108,10 +108,10 @@ def test_where_one_rank_cannot_take_its_pages_all_are_told_which_and_why(world, 
         last = node.size - 1
         if node.rank == last:
             monkeypatch.setattr(os, "open", opened)
-        with pytest.raises(SharedMemoryError, match=rf"a window of 100000 bytes .*rank {last}.*/dev/zero"):
-            node.allocate_shared(100_000)
+        with pytest.raises(SharedMemoryError, match=rf"a window of 800000 bytes .*rank {last}.*/dev/zero"):
+            node.allocate_shared(800_000)
         monkeypatch.undo()
-        node.allocate_shared(100_000).close()
+        node.allocate_shared(800_000).close()
 
 
 @pytest.mark.mpi(min_size=2)
