@@ -74,7 +74,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Left:
-    """What :func:`prune` would have removed, and could not.
+    """An old checkpoint that :func:`prune` could not remove.
 
     Attributes
     ----------

@@ -261,7 +261,7 @@ def _remove_if_unused(path: str, ours: bool) -> bool:
 
 
 def _is_recent(path: str) -> bool:
-    """Whether something in a folder has changed lately; also where that cannot be told."""
+    """Tell whether something in a folder has changed lately; true also where that cannot be told."""
     try:
         with os.scandir(path) as entries:
             dates = [entry.stat(follow_symlinks=False).st_mtime for entry in entries]

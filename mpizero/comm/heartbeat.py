@@ -1,4 +1,4 @@
-"""Where this rank stands, as it is told to the others on boards; no MPI is called for it."""
+"""Tell the other ranks, on boards and without MPI, where this one stands."""
 
 from __future__ import annotations
 

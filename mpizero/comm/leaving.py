@@ -1,4 +1,4 @@
-"""Whether the other ranks can do without one that has ended.
+"""Tell whether the other ranks can do without one that has ended.
 
 [Note: who may go on] A rank that lives may work for as long as it likes while this one waits for it at its end: pack
 files, run other programs, train with others. It is missed only by who cannot go on without it: who waits in a

@@ -32,7 +32,7 @@ class Talk:
 
     @property
     def events(self) -> int:
-        """What it waits for."""
+        """The events of a selector that it waits for: to read or to write."""
         return selectors.EVENT_WRITE if self._out else selectors.EVENT_READ
 
     def advance(self) -> None:

@@ -19,11 +19,6 @@ if not launchers():
     pytest.skip("no mpiexec beside the interpreter or on PATH", allow_module_level=True)
 
 
-@pytest.fixture(params=launchers(), ids=lambda pair: pair[0])
-def launcher(request):
-    return request.param
-
-
 @pytest.fixture
 def job(launcher, tmp_path):
     """Run one fault, and leave no process behind whatever happens."""
