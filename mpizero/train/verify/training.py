@@ -161,9 +161,16 @@ class Training:
 
     def gradient(self, batch: tuple[Any, Any]) -> Gradient:
         """Return loss and averaged gradient of a batch without changing anything."""
+        self._make_room(batch[0])
         totals, reduced = self.engine.gradients(*batch)
         values = gather_pieces(self.engine, self.engine.dtype, partial(_of, reduced))
         return Gradient(totals, values, self.engine.scalars.losses(), reduced)
+
+    def _make_room(self, x: Any) -> None:
+        """Take the memory that a step on these samples needs, as a training does before its first step."""
+        counts = self.model.batch_group.allgather_object(len(x) if hasattr(x, "__len__") else None, "samples")
+        if None not in counts and sum(counts):
+            self.model.reserve(sum(counts))
 
     def update(self, batch: tuple[Any, Any]) -> Update:
         """Make one training step and watch it."""
