@@ -6,6 +6,7 @@ import pytest
 import mpizero as mz
 from mpizero.errors import ConfigError
 from mpizero.testing import compare_layouts
+from tests.parallel.test_fallback import limit_windows
 from tests.testing import planted
 from tests.testing.planted import compared, finding, gpt, texts
 
@@ -44,6 +45,13 @@ def test_layouts_that_are_right_have_the_same_bits(layout):
     assert (report.agrees, other.steps, other.tolerance) == (True, 3, None)
     assert other.sha256 == one.sha256
     report.check()
+
+
+def test_a_layout_whose_gradients_find_no_shared_memory_is_compared_on_own_copies(monkeypatch, capsys):
+    limit_windows(monkeypatch, 20_000)  # the parameters have room, a row of gradients for each of two ranks has not
+    report = compared("ddp*2", model=lambda comm: gpt())
+    assert report.agrees, report
+    assert "every rank keeps its own copy" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
