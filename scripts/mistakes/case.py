@@ -1,0 +1,90 @@
+"""Declare and run one typical mistake: a function of a few lines, the first line of its docstring says what was done.
+
+    mpiexec -n 4 python scripts/mistakes/batches.py NAME
+
+runs one by hand; ``scripts/mistake_table.py`` runs all and prints what became of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What a mistake must lead to.
+
+    Attributes
+    ----------
+    says : tuple of str
+        Pieces that what the job writes must contain, all of them.
+    status : int or tuple of int
+        Exit status of the job, or those that may be, where the launcher's own is told instead.
+    ranks : tuple of int
+        Numbers of ranks to run it on.
+    names_line : bool
+        Whether the line of the mistake's file must be named.
+    environment : mapping of str to str
+        Variables to set.
+    """
+
+    says: tuple[str, ...]
+    status: int | tuple[int, ...]
+    ranks: tuple[int, ...] = (1, 2, 4)
+    names_line: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def mistake(*says: str, status: int | tuple[int, ...], **settings: Any) -> Callable[[Any], Any]:
+    """Declare a function as a mistake; see :class:`Mistake`."""
+
+    def declare(function: Any) -> Any:
+        function.mistake = Mistake(says, status, **settings)
+        return function
+
+    return declare
+
+
+def mistakes_of(module: Any) -> dict[str, Any]:
+    """Return the mistakes that a module declares, in its order."""
+    return {name: value for name, value in vars(module).items() if isinstance(getattr(value, "mistake", None), Mistake)}
+
+
+def main() -> None:
+    """Run the mistake that the command line names."""
+    cases = mistakes_of(sys.modules["__main__"])
+    if len(sys.argv) != 2 or sys.argv[1] not in cases:
+        raise SystemExit(f"expected one of {', '.join(cases)}")
+    cases[sys.argv[1]]()
+
+
+def rank() -> int:
+    """Return this process's rank in the world."""
+    from mpi4py import MPI
+
+    return int(MPI.COMM_WORLD.Get_rank())
+
+
+def samples(count: int = 8) -> tuple[Array, Array]:
+    """Return ``count`` samples for this rank: x of shape (count, 4) and y of shape (count, 2)."""
+    x = np.random.default_rng(rank()).normal(size=(count, 4)).astype(np.float32)
+    return x, x[:, :2] - x[:, 2:]
+
+
+def parameters() -> dict[str, Array]:
+    """Return start values of a linear model from 4 to 2 numbers."""
+    return {"weight": np.full((4, 2), 0.1, np.float32), "bias": np.zeros(2, np.float32)}
+
+
+def squares(parameters: Mapping[str, Array], batch: tuple[Any, Any]) -> tuple[float, dict[str, Array], float]:
+    """Return the sum of squared errors of a linear model, its gradient, and the number of samples."""
+    x, y = batch
+    error = x @ parameters["weight"] + parameters["bias"] - y
+    return float((error**2).sum()), {"weight": 2 * x.T @ error, "bias": 2 * error.sum(axis=0)}, float(len(x))
