@@ -47,13 +47,6 @@ def test_layouts_that_are_right_have_the_same_bits(layout):
     report.check()
 
 
-def test_a_layout_whose_gradients_find_no_shared_memory_is_compared_on_own_copies(monkeypatch, capsys):
-    limit_windows(monkeypatch, 20_000)  # the parameters have room, a row of gradients for each of two ranks has not
-    report = compared("ddp*2", model=lambda comm: gpt())
-    assert report.agrees, report
-    assert "every rank keeps its own copy" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [("tensor=2, data=2", "float64"), ("context=2", "float32"), ("pipeline=2, tensor=2", "float32")],
@@ -92,6 +85,13 @@ def test_a_wrong_divisor_is_named_with_what_was_counted(monkeypatch, layout, ran
     assert (found.step, found.quantity) == (1, "gradient")
     assert f"wrong count: every gradient is {ranks} times too small, and {ranks} is the number of ranks" in str(found)
     assert found.found * ranks == pytest.approx(found.expected)
+
+
+def test_a_fault_is_explained_also_where_the_gradients_find_no_shared_memory(monkeypatch, capsys):
+    limit_windows(monkeypatch, 20_000)  # the parameters have room, a row of gradients for each of two ranks has not
+    planted.wrong_divisor(monkeypatch)
+    assert "wrong count: every gradient is 2 times too small" in str(finding("ddp*2"))
+    assert "every rank keeps its own copy" in capsys.readouterr().err
 
 
 def test_a_wrong_divisor_is_seen_within_a_tolerance_too(monkeypatch):
