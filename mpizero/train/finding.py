@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from mpizero import checkpoint
 from mpizero.checkpoint.folders import step_folders
 from mpizero.errors import CheckpointError
+from mpizero.train.output import show
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -29,7 +31,7 @@ def is_checkpoint(path: Path) -> bool:
 def find_checkpoint(path: Path) -> Path:
     """Return the checkpoint that a path means: itself, or the newest good one of a run.
 
-    Not collective.
+    Not collective. Says on standard error which damaged ones it passes over, and what it takes instead.
     """
     if is_checkpoint(path):
         return path
@@ -37,6 +39,8 @@ def find_checkpoint(path: Path) -> Path:
         passed: list[str] = []
         found = checkpoint.newest(folder, report=passed.append)
         if found is not None:
+            for line in (*passed, f"taken instead: {found}") if passed else ():
+                show(f"mpizero: {line}", sys.stderr)
             return Path(found)
         if passed:
             raise CheckpointError(f"{folder}: no good checkpoint in it; {passed[0]}")

@@ -29,6 +29,7 @@ class Told:
     status: int
     out: str
     error: str
+    err: str = ""
 
 
 @pytest.fixture
@@ -52,7 +53,8 @@ def tool(trained, tmp_path, capsys, monkeypatch):
             status, error = int(failure.status), str(failure)
         except SystemExit as ended:
             status, error = int(ended.code or 0), "usage"
-        return Told(status, capsys.readouterr().out, error)
+        told = capsys.readouterr()
+        return Told(status, told.out, error, told.err)
 
     return run
 
@@ -165,6 +167,17 @@ def test_what_cannot_be_opened_is_not_called_damaged(tool):
     assert re.match(r" +4 .*unreadable", tool("checkpoint", "inspect", "run").out.splitlines()[1])
     (first, _) = json.loads(tool("checkpoint", "inspect", "run", "--json").out)["checkpoints"]
     assert (first["sound"], first["damaged"]) == (False, False)
+
+
+@pytest.mark.parametrize(
+    "words", [("export", "run", "out.npz", "--format", "npz"), ("diff", "run", "run")], ids=["export", "diff"]
+)
+def test_a_command_that_takes_an_older_checkpoint_for_a_damaged_one_says_so(tool, words):
+    manifest = Path("run/checkpoints/step_00000006/manifest.json")
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    told = tool("checkpoint", *words)
+    assert told.status == 0, told
+    assert re.search(r"checkpoint passed over: .*step_00000006.*\n.*taken instead: .*step_00000004", told.err)
 
 
 def test_verify_takes_the_newest_whether_it_is_good_or_not(tool):
