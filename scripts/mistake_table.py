@@ -56,7 +56,7 @@ class Row:
 def topics(only: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each file of mistakes with what it declares."""
     for path in sorted(MISTAKES.glob("*.py")):
-        if path.stem != "case" and (not only or path.stem in only):
+        if path.stem not in ("case", "__init__") and (not only or path.stem in only):
             yield path.stem, mistakes_of(importlib.import_module(path.stem))
 
 
