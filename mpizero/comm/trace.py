@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
+from os import sep
 from pathlib import Path
 from threading import Lock
 from time import monotonic
@@ -45,6 +46,9 @@ _Entry = tuple[int, int, Call, CodeType | None, int]
 
 #: As the code objects of this package have them.
 _OWN_FILES = frozenset(map(str, Path(__file__).parent.glob("*.py")))
+#: Where the package lies, and its programs, which use it as any other does.
+_LIBRARY = f"{Path(__file__).parents[1]}{sep}"
+_PROGRAMS = f"{_LIBRARY}train{sep}"
 
 
 class Record(NamedTuple):
@@ -140,6 +144,20 @@ class CallTrace:
         self.started = sequence
         return sequence
 
+    def enter(self, operation: Call) -> None:
+        """Record what the user has asked this rank for, which takes a number like a collective. Not collective.
+
+        The line is the user's: the first outside of this package, or in its command line.
+        """
+        frame = sys._getframe(1)
+        while _is_library(frame.f_code.co_filename) and frame.f_back is not None:
+            frame = frame.f_back
+        sequence, own = self.started + 1, self._numbers.get(operation)
+        number = hash((self._last[1], self._learn(operation) if own is None else own, sequence))
+        entry = (sequence, number, operation, frame.f_code, frame.f_lasti)
+        self._entries[sequence % REMEMBERED] = self._last = entry
+        self.started = sequence
+
     def count(self) -> int:
         """Count a collective and return its number, without a record; see [Note: counted calls]. Not collective."""
         sequence = self.started = self.started + 1
@@ -215,6 +233,10 @@ class CallTrace:
             if entry[0] > place:
                 return None
         return None
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(_LIBRARY) and not file.startswith(_PROGRAMS)
 
 
 def _after(entry: _Entry, sequence: int) -> int:

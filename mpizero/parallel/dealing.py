@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero.comm import Communicator, ProcessGrid
+from mpizero.comm.operations import meet
 from mpizero.crc import crc32
 from mpizero.errors import DataError
 from mpizero.layout import Grains
+from mpizero.layout.nodes import GROUPS
 from mpizero.types import Array, Group
 
 
@@ -42,29 +44,49 @@ class GlobalBatch:
     samples: int
 
 
-def _described(array: Array) -> int:
+def is_array(value: Any) -> bool:
+    """Tell whether a batch is an array with samples on its first axis. Not collective."""
+    return hasattr(value, "shape") and value.ndim > 0
+
+
+def _described(*arrays: Array) -> int:
     """Return a number that differs between arrays that cannot be joined."""
-    text = f"{array.dtype}{array.shape[1:]}"
+    text = " ".join(f"{array.dtype}{array.shape[1:]}" for array in arrays)
     return int.from_bytes(text.encode()[:256], "little") % (2**61 - 1)
 
 
-def same_batch(grid: ProcessGrid, x: Any, y: Any) -> None:
-    """Check that the ranks of each replica have the same samples. Collective over all ranks.
+def _meet(grid: ProcessGrid, x: Any, y: Any) -> Array:
+    """Send the first message of a step: return the samples of every rank of the world, -1 where x and y differ.
+
+    Collective over all ranks.
 
     Raises
     ------
+    CollectiveMismatch
+        On all ranks, if not all make a step on a batch.
     DataError
-        On all ranks, naming the first rank that differs from the first of its replica.
+        On all ranks, if the ranks of a replica have other samples, naming the first rank that differs from the first of
+        its replica; if a rank's x and y differ in length, or ranks differ in type or shape, or there are no samples.
     """
-    if grid.model.size == 1:
-        return
-    mine = np.array([_digest(x), _digest(y)], np.int64)
-    table = np.empty((grid.world.size, 2), np.int64)
-    grid.world.allgather(mine, table.reshape(-1), "same batch")
+    arrays, digests = is_array(x) and is_array(y), 0
+    count = 1 if not arrays else len(x) if len(x) == len(y) else -1
+    if grid.model.size > 1:
+        digests = (_digest(x) << 32 | _digest(y)) - (1 << 63)
+    table = meet(grid.world, (count, _described(x, y) if arrays else -1, digests))
+    if grid.model.size > 1:
+        _check_replicas(grid, table[:, 2])
+    counts = table[:, 0]
+    if (counts < 0).any() or (table[:, 1] != table[0, 1]).any() or counts.sum() == 0:
+        _refuse(grid.world, x, y, counts)
+    return counts
+
+
+def _check_replicas(grid: ProcessGrid, digests: Array) -> None:
+    """Check that the ranks of each replica have the same samples. Not collective: every rank has the same digests."""
     for rank in range(grid.world.size):
-        first = grid.axes.group(rank, ("pipeline", "tensor", "context"))[0]
-        if (table[rank] != table[first]).any():
-            what = "x" if table[rank, 0] != table[first, 0] else "y"
+        first = grid.axes.group(rank, GROUPS["model"])[0]
+        if digests[rank] != digests[first]:
+            what = "x" if digests[rank] >> 32 != digests[first] >> 32 else "y"
             raise DataError(
                 f"rank {rank} has another {what} than rank {first}: the ranks of one replica (they differ in "
                 "pipeline, tensor and context only) must train on the same samples; give each replica's ranks the same "
@@ -79,7 +101,7 @@ def _digest(value: Any) -> int:
 
 
 def deal(
-    comm: Communicator,
+    grid: ProcessGrid,
     x: Any,
     y: Any,
     grain_size: Callable[[int], int],
@@ -88,13 +110,13 @@ def deal(
 ) -> GlobalBatch:
     """Exchange samples so that every rank has those of its grains.
 
-    Collective over ``comm``. Rank r's samples follow rank r-1's in the global batch. Nothing travels when every rank
-    already has what it needs.
+    Collective over all ranks; the first message of a step. Rank r's samples follow rank r-1's in the global batch.
+    Nothing travels when every rank already has what it needs.
 
     Parameters
     ----------
-    comm : Communicator
-        The data group.
+    grid : ProcessGrid
+        The ranks; samples are dealt to those of its batch group.
     x, y : array with samples on the first axis, or any other object
         A batch that is not an array is one grain of one sample on its rank.
     grain_size : callable
@@ -106,17 +128,15 @@ def deal(
 
     Raises
     ------
+    CollectiveMismatch
+        On all ranks, if not all make a step.
     DataError
-        On all ranks, if the batch is empty, or x and y differ in length, or ranks differ in type or shape.
+        On all ranks, if the batch is empty, or x and y differ in length, or ranks differ in type or shape, or the ranks
+        of a replica have other samples.
     """
-    arrays = hasattr(x, "shape") and hasattr(y, "shape") and x.ndim > 0 and y.ndim > 0
-    local = [len(x), len(y), _described(x), _described(y)] if arrays else [1, 1, -1, -1]
-    table = np.empty((comm.size, 4), np.int64)
-    comm.allgather(np.array(local, np.int64), table.reshape(-1), "batch sizes")
-    if (table[:, 0] != table[:, 1]).any() or (table[:, 2:] != table[0, 2:]).any() or table[:, 0].sum() == 0:
-        _refuse(comm, x, y, table)
-    counts = table[:, 0].tolist()
-    if not arrays:
+    comm = grid.batch
+    counts = _meet(grid, x, y)[list(grid.axes.group(grid.world.rank, GROUPS["batch"]))].tolist()
+    if not (is_array(x) and is_array(y)):
         number = list(owners(comm.size)).index(comm.rank)
         return GlobalBatch({number: Grain(number, ((x, y, number),))}, comm.size, comm.size)
     grains = Grains(sum(counts), grain_size(sum(counts)))
@@ -143,8 +163,8 @@ def in_contexts(batch: GlobalBatch, group: Group, *, waves: bool) -> GlobalBatch
     return GlobalBatch(grains, batch.count * group.size, batch.samples)
 
 
-def _refuse(comm: Communicator, x: Any, y: Any, table: Array) -> None:
-    if table[:, 0].sum() == 0:
+def _refuse(comm: Communicator, x: Any, y: Any, counts: Array) -> None:
+    if not counts.any():
         raise DataError("the global batch has no samples on any rank")
     shown = [f"{type(v).__name__} {getattr(v, 'dtype', '')}{getattr(v, 'shape', '')}" for v in (x, y)]
     listed = "; ".join(

@@ -28,7 +28,7 @@ from mpizero.parallel.blas import settle_blas
 from mpizero.parallel.buckets import make_tuner
 from mpizero.parallel.compute import blocks_of
 from mpizero.parallel.config import ShardingConfig
-from mpizero.parallel.dealing import GlobalBatch, deal, in_contexts, same_batch
+from mpizero.parallel.dealing import GlobalBatch, deal, in_contexts
 from mpizero.parallel.evaluation import evaluate
 from mpizero.parallel.feedback import GradientExchange
 from mpizero.parallel.gradient_store import GradientStore
@@ -289,9 +289,8 @@ class Engine:
 
     def _deal(self, x: Any, y: Any, *, waves: bool) -> GlobalBatch:
         """Bring samples to the ranks that compute their grains, and begin to count."""
-        same_batch(self.grid, x, y)
         owners = self._ring.owners if waves and self._ring is not None else partial(contiguous_owners, self.grid)
-        batch = deal(self.grid.batch, x, y, self.config.grain_size, owners, self.config.accumulate)
+        batch = deal(self.grid, x, y, self.config.grain_size, owners, self.config.accumulate)
         self.workplace.check_batch(x, y)
         if self.grid.context.size > 1:
             batch = in_contexts(batch, self.grid.context_group, waves=waves)

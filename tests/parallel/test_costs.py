@@ -31,8 +31,7 @@ from tests.traced import traced_peak
 COUNTED = PARTS[: PARTS.index("group buffers")]
 #: What the tags of the engine's own collectives are for; all others are those of split layers.
 TAGS = {
-    "batch sizes": "control",
-    "same batch": "control",
+    "operation": "control",
     "losses": "control",
     "samples": "samples",
     "gradients": "gradients",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
+from mpizero.comm import ProcessGrid
 from mpizero.errors import ConfigError, LayoutError, RemoteError
 from mpizero.parallel.dealing import deal
 from mpizero.testing import run_in_threads
@@ -150,7 +151,8 @@ def test_batches_that_are_no_arrays_are_one_grain_a_rank(world: Any) -> None:
 def test_such_a_grain_is_numbered_by_its_ranks_place_also_where_nodes_are_not_consecutive() -> None:
     def run(comm: Any) -> int:
         order = (0, 2, 1, 3)  # two nodes, dealt to like cards
-        batch = deal(comm, "text", None, lambda n: n, lambda count: list(order[:count]), 1)
+        with ProcessGrid.create(comm) as grid:
+            batch = deal(grid, "text", None, lambda n: n, lambda count: list(order[:count]), 1)
         return next(iter(batch.grains))
 
     assert run_in_threads(4, run) == [0, 2, 1, 3]

@@ -310,7 +310,6 @@ class Traffic:
 
     def _control(self) -> Sent:
         grid, count = self.grid, self.training.step.grains.count * self.grid.context.size
-        same_batch = one(16 * (grid.world.size - 1)) if grid.model.size > 1 else Sent()
-        sizes = one(32 * (grid.batch.size - 1))
+        first = one(32 * (grid.world.size - 1))
         losses = one((32 * max(1, -(-count // grid.data.size)) + 8) * (grid.world.size - 1))
-        return same_batch + sizes + losses
+        return first + losses

@@ -1,0 +1,92 @@
+"""What all ranks have been asked to do together is compared before any of them does it.
+
+[Note: operations] A public call that is collective (``train``, ``evaluate``, ``save_model``, ``close``) is an
+operation. Its name and the user's line are recorded in the trace of the communicator of all ranks, like a collective,
+and its first message is the same for every operation under every strategy: the number that stands for all that this
+rank has called so far, with up to three figures that the operation wants to know of all ranks. So two ranks that are
+asked for different things meet in one message, whatever memory they share, and end with both names and both lines
+before a window is touched. A step sends its sample counts in it: no message more than it has to send anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+import numpy as np
+
+from mpizero.comm.communicator import Communicator
+from mpizero.types import Array
+
+#: Integers of 64 bits that an operation may send in its first message.
+FIGURES = 3
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Operated(Protocol):
+    """What has collective methods."""
+
+    def operated(self) -> tuple[Communicator, str]:
+        """Return the ranks that make the calls, and which of several objects of theirs it is; "" for the first."""
+
+
+O = TypeVar("O", bound=Operated)  # noqa: E741 - of "operated"
+
+
+def record(comm: Communicator, operation: str, which: str = "") -> None:
+    """Note that this rank has been asked for an operation, and where. Not collective, but all ranks do alike."""
+    if comm.size > 1:
+        comm.trace.enter((operation, which))
+
+
+def meet(comm: Communicator, figures: Sequence[int] = ()) -> Array:
+    """Send the first message of an operation: return the figures of all ranks, a row each.
+
+    Collective over ``comm``.
+
+    Raises
+    ------
+    CollectiveMismatch
+        On every rank, if not all have been asked for the same: names both operations, their ranks and lines.
+    """
+    mine = np.zeros(1 + FIGURES, np.int64)
+    mine[1 : 1 + len(figures)] = figures
+    if comm.size == 1:
+        return mine.reshape(1, -1)[:, 1:]
+    mine[0] = comm.trace.number
+    table = np.empty((comm.size, mine.size), np.int64)
+    comm.allgather(mine, table.reshape(-1), "operation")
+    if (table[:, 0] != table[0, 0]).any():
+        raise comm.mismatch()
+    return table[:, 1:]
+
+
+def collective(method: Callable[Concatenate[O, P], R]) -> Callable[Concatenate[O, P], R]:
+    """Make a method an operation that is compared before it begins: one message of 32 bytes a rank.
+
+    See :func:`recorded` for methods whose own first message is :func:`meet`.
+    """
+
+    @wraps(method)
+    def call(self: O, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        comm, which = self.operated()
+        record(comm, f"{type(self).__name__}.{method.__name__}", which)
+        meet(comm)
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+def recorded(method: Callable[Concatenate[O, P], R]) -> Callable[Concatenate[O, P], R]:
+    """Make a method an operation that is compared in its own first message, or, without one, in that of the next."""
+
+    @wraps(method)
+    def call(self: O, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        comm, which = self.operated()
+        record(comm, f"{type(self).__name__}.{method.__name__}", which)
+        return method(self, *args, **kwargs)
+
+    return call
