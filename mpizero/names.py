@@ -83,3 +83,17 @@ def shown(name: object) -> str:
     """Return a name for messages: quoted, on one line, not too long. Not collective."""
     text = repr(name)  # which escapes what cannot be shown
     return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """Return ``" (did you mean 'weight'?)"`` with the known name most like ``name``, or "" without one.
+
+    Not collective. For the end of a message about a name that is unknown; upper and lower case count as alike.
+    """
+    import difflib  # wanted only when something is wrong already
+
+    alike: dict[str, str] = {}
+    for text in known:
+        alike.setdefault(text.lower(), text)
+    found = difflib.get_close_matches(str(name).lower(), alike, n=1)
+    return f" (did you mean {shown(alike[found[0]])}?)" if found else ""

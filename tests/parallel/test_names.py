@@ -12,7 +12,7 @@ import mpizero as mz
 from mpizero import checkpoint
 from mpizero.checkpoint import LocalArray, tools
 from mpizero.errors import ConfigError, MpizeroError
-from mpizero.names import NAME_LIMIT, NAME_PARTS, SLOT_LIMIT, check_names, fault_of
+from mpizero.names import NAME_LIMIT, NAME_PARTS, SLOT_LIMIT, check_names, fault_of, nearest
 from mpizero.testing import run_in_threads
 from mpizero.train.cli import build_parser
 
@@ -210,3 +210,9 @@ def test_what_is_not_refused_can_be_saved_read_and_verified(tmp_path_factory, na
 @given(st.text())
 def test_names_without_a_fault_can_be_shown(name):
     assert fault_of(name) or name.isprintable()
+
+
+def test_the_known_name_most_like_an_unknown_one_is_suggested() -> None:
+    assert nearest("wieght", ["weight", "bias"]) == " (did you mean 'weight'?)"
+    assert nearest("weight", ["Weight", "WEIGHTS"]) == " (did you mean 'Weight'?)"
+    assert nearest("x", ["weight", "bias"]) == nearest("weight", []) == ""
