@@ -48,6 +48,7 @@ from mpizero.errors import (
     RemoteError,
 )
 from mpizero.launched import BY_MPI
+from mpizero.names import nearest
 
 #: Seconds between the failure of a rank and the hard end of its process, whatever MPI does.
 HARD_STOP = 4.0
@@ -57,8 +58,8 @@ _AGREEMENT, _AGREEMENT_AT_START = 0.7, 2.0
 #: Seconds for which ranks that fail because of another rank, or second, wait to be ended.
 _CONSEQUENCE = 2.0
 _OTHER_NODE = 0.3
-#: "collectives": each is compared before it starts.
-DEBUG = "MPIZERO_DEBUG"
+#: "collectives": each is compared before it starts. "gradients": every step looks for some that no layer has written.
+DEBUG, DEBUGGED = "MPIZERO_DEBUG", ("collectives", "gradients")
 
 _NORMAL = 2**62
 _KEYBOARD_INTERRUPT = 130
@@ -76,8 +77,8 @@ class Guard:
         self.patience = PATIENCE
         self.heartbeat: Heartbeat | None = None
         self.lookout: Lookout | None = None
-        self.debug = os.environ.get(DEBUG, "")
-        self.verifies = self.debug == "collectives"
+        self.debug = frozenset(filter(None, map(str.strip, os.environ.get(DEBUG, "").split(","))))
+        self.verifies = "collectives" in self.debug
         self.register = Register()
         self.context: dict[str, Any] = {}
         self._leaving = ""
@@ -104,8 +105,11 @@ class Guard:
         if threading.excepthook is threading.__excepthook__:
             threading.excepthook = self._on_thread_exception
         atexit.register(self._on_exit)
-        if self.debug not in ("", "collectives"):
-            raise ConfigError(f'{DEBUG}={self.debug!r}: expected "collectives", or nothing')
+        for word in sorted(self.debug.difference(DEBUGGED)):
+            raise ConfigError(
+                f'{DEBUG}={word!r}: expected "collectives", "gradients", both with a comma between, or nothing'
+                f"{nearest(word, DEBUGGED)}"
+            )
 
     def follow(self, trace: CallTrace, comm: Any) -> tuple[int, ...]:
         """Put a communicator on the register and return its world ranks, who meet if they have not yet.

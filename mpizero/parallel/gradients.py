@@ -25,6 +25,7 @@ from mpizero.parallel.dealing import GlobalBatch, Grain
 from mpizero.parallel.feedback import GradientExchange
 from mpizero.parallel.memory import PAGE, Memory
 from mpizero.parallel.ownership import Share
+from mpizero.parallel.written import LentGradients
 from mpizero.types import Array
 
 
@@ -87,7 +88,7 @@ class GradientViews:
             entries = [entry for entry in unit.entries if entry.block == block]
             tree = views(buffer, [(e.local_name, e.gradient, e.spec.shape) for e in entries if e.gradient >= 0])
             frozen = views(self.scratch, [(e.local_name, 0, e.spec.shape) for e in entries if e.gradient < 0])
-            result[block] = _united(tree, frozen)
+            result[block] = LentGradients(_united(tree, frozen))
         return result
 
 

@@ -14,6 +14,7 @@ from mpizero.kernels.card import Card
 from mpizero.layout import FlatLayout, Unit
 from mpizero.layout.flat import views
 from mpizero.parallel.storage import ParameterStore, flat_names
+from mpizero.parallel.written import LentGradients
 from mpizero.types import Array
 
 #: Elements between the starts of two gradients on a card: products into them are then aligned as the BLAS likes it.
@@ -143,13 +144,15 @@ class UnitGradients:
         if unit.index not in self._views:
             places, _ = self._places[unit.index]
             self._views[unit.index] = {
-                block: views(
-                    self._buffer,
-                    [
-                        (e.local_name, places[e.block, e.local_name], e.spec.shape)
-                        for e in unit.entries
-                        if e.block == block
-                    ],
+                block: LentGradients(
+                    views(
+                        self._buffer,
+                        [
+                            (e.local_name, places[e.block, e.local_name], e.spec.shape)
+                            for e in unit.entries
+                            if e.block == block
+                        ],
+                    )
                 )
                 for block in unit.blocks
             }

@@ -27,6 +27,7 @@ from mpizero.parallel.scalars import GrainScalars
 from mpizero.parallel.stage import Stage
 from mpizero.parallel.storage import Lender
 from mpizero.parallel.workplace import Workplace
+from mpizero.parallel.written import WriteCheck
 from mpizero.types import EVALUATE, Run
 
 #: Instructions whose receives are posted ahead.
@@ -69,6 +70,8 @@ class PipelineRunner:
         The errors of layers that can wait until all ranks agree; see :func:`agreeable_errors`.
     workplace : Workplace, optional
         Where the layers compute; the host unless given.
+    marks : WriteCheck, optional
+        Looks whether layers write their gradients.
     """
 
     def __init__(
@@ -82,10 +85,11 @@ class PipelineRunner:
         counts: bool = True,
         agreeable: tuple[type[Exception], ...] = (Exception,),
         workplace: Workplace | None = None,
+        marks: WriteCheck | None = None,
     ) -> None:
         self.stage, self.store, self.comm, self.scalars = stage, store, comm, scalars
         self.loss_scale, self.counts, self.agreeable = loss_scale, counts, agreeable
-        self.criterion = stage.model.loss
+        self.criterion, self.marks = stage.model.loss, marks
         self.workplace = workplace or Workplace()
         self.courier = self.workplace.courier(comm)
         self.stage_of = stage.spread.chunks
@@ -109,7 +113,7 @@ class PipelineRunner:
         """Do all jobs, forward and backward. Collective over the pipeline, and the data group if sharded."""
         self._flights = {}
         self.ready()  # stages wait for each other in ways that ranks of a node must not
-        watched = [WatchedJob(job, self.scalars, self.store.timeline, self.workplace) for job in jobs]
+        watched = [WatchedJob(job, self.scalars, self.store.timeline, self.workplace, self.marks) for job in jobs]
         if not jobs:
             return
         # What a schedule pads is absent on every stage and every replica: nothing of it needs to be done.
@@ -122,6 +126,8 @@ class PipelineRunner:
             self.store.timeline.end("schedule", instruction, begun)
             self.courier.progress()
         self.courier.finish()
+        if self.marks is not None:
+            self.marks.end(failed=self.scalars.error is not None)
 
     def _execute(self, instruction: Instruction, watched: WatchedJob, run_of: RunOf) -> None:
         chunk, micro = instruction.chunk, instruction.micro

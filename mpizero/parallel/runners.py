@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mpizero.comm import guard
 from mpizero.parallel.compute import BlackBoxEvaluator, BlockEvaluator
 from mpizero.parallel.pipeline import PipelineRunner
 from mpizero.parallel.running import Runner, SequentialRunner, agreeable_errors
+from mpizero.parallel.written import WriteCheck
 
 if TYPE_CHECKING:
     from mpizero.parallel.engine import Engine
@@ -22,6 +24,8 @@ def make_runner(engine: Engine) -> Runner:
     }
     if not engine.block_model:
         return SequentialRunner(BlackBoxEvaluator(stage.model, engine.store), scalars, stage, **kinds)
+    always = "gradients" in guard.current().debug
+    kinds["marks"] = WriteCheck(stage.model.blocks, scalars.frozen, always=always)
     lender = engine.workplace.lender(engine.store)
     if grid.pipeline.size > 1:
         return PipelineRunner(stage, lender, grid.pipeline, scalars, scale, **kinds)

@@ -16,6 +16,7 @@ from mpizero.parallel.gradients import Job
 from mpizero.parallel.scalars import GrainScalars
 from mpizero.parallel.stage import Stage
 from mpizero.parallel.workplace import Workplace
+from mpizero.parallel.written import WriteCheck
 from mpizero.types import Run
 
 #: What a forward pass knows, from the index of its first sample.
@@ -61,16 +62,22 @@ class WatchedJob:
     Its samples are where the layers compute, and so are the views that gradients are written to.
     """
 
-    def __init__(self, job: Job, scalars: GrainScalars, timeline: Timeline, workplace: Workplace) -> None:
+    def __init__(
+        self, job: Job, scalars: GrainScalars, timeline: Timeline, workplace: Workplace, marks: WriteCheck | None
+    ) -> None:
         self.job, self.scalars, self.timeline = workplace.put_job(job), scalars, timeline
         self.workplace = workplace
+        self._marks = marks if marks is not None and marks.on else None
         self._written: dict[int, Any] = {}
         self._checked: set[str] = set()
 
     def target(self, unit: Unit) -> Any:
         """Lend the views that a unit's gradients are written to."""
         self._written[unit.index] = self.job.target(unit)
-        return self.workplace.target(unit, self._written[unit.index])
+        views = self.workplace.target(unit, self._written[unit.index])
+        if self._marks is not None:
+            self._marks.mark(views)
+        return views
 
     def ended(self, unit: Unit, block: str) -> None:
         """Check and pass on the gradients of a block of a unit that is not complete yet."""
@@ -99,7 +106,11 @@ class WatchedJob:
             return
         flat, ranges = self.job.flat(unit), unit.gradient_ranges[block]
         if not all(all_finite(flat[span.start : span.stop]) for span in ranges):
-            self.scalars.check(self.job.grain.number, block, views)
+            missed = None if self._marks is None else self._marks.missed(block, views)
+            if missed is not None:
+                self.scalars.fail_later(missed)
+            else:
+                self.scalars.check(self.job.grain.number, block, views)
         if self.scalars.watch is not None:
             self.scalars.watch(self.job.grain.number, self.job.number, block, views)
 
@@ -121,6 +132,8 @@ class SequentialRunner:
         The errors of layers that can wait until all ranks agree; see :func:`agreeable_errors`.
     workplace : Workplace, optional
         Where the evaluator computes; the host unless given.
+    marks : WriteCheck, optional
+        Looks whether layers write their gradients.
     """
 
     def __init__(
@@ -132,9 +145,11 @@ class SequentialRunner:
         counts: bool = True,
         agreeable: tuple[type[Exception], ...] = (Exception,),
         workplace: Workplace | None = None,
+        marks: WriteCheck | None = None,
     ) -> None:
         self.evaluator, self.scalars, self.stage = evaluator, scalars, stage
         self.counts, self.agreeable, self.workplace = counts, agreeable, workplace or Workplace()
+        self.marks = marks
 
     def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
         """Do all jobs in order. Collective if gradients or parameters are sharded."""
@@ -142,7 +157,10 @@ class SequentialRunner:
             if job.grain is None or self.scalars.error is not None:
                 self.evaluator.absent(job.done)
             else:
-                self._compute(WatchedJob(job, self.scalars, self.evaluator.store.timeline, self.workplace), run_of)
+                timeline = self.evaluator.store.timeline
+                self._compute(WatchedJob(job, self.scalars, timeline, self.workplace, self.marks), run_of)
+        if self.marks is not None:
+            self.marks.end(failed=self.scalars.error is not None)
         self.ready()  # what nobody here has read: others of the node may wait for it
 
     def _compute(self, watched: WatchedJob, run_of: RunOf) -> None:

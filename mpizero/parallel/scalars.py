@@ -92,9 +92,10 @@ class GrainScalars:
         self.count = 0
         self.samples = 0
         self.error: Exception | None = None
+        self._late: Exception | None = None
         #: Is shown the gradients of every micro-batch before anything is added: grain, micro-batch, block and views.
         self.watch: Callable[[int, int, str, Any], None] | None = None
-        self._frozen = frozenset(e.spec.name for e in layout.entries if e.gradient < 0)
+        self.frozen = frozenset(e.spec.name for e in layout.entries if e.gradient < 0)
         self._mine: dict[int, list[float]] = {}
         self._bad: dict[int, _Bad] = {}
         self._step = 0
@@ -105,7 +106,7 @@ class GrainScalars:
         """Start a new global batch, that of step number ``step``. Not collective."""
         self.count, self.samples, self._step = batch.count, batch.samples, step
         self._per_rank = -(-batch.count // self.grid.data.size)
-        self._mine, self._bad, self.error = {}, {}, None
+        self._mine, self._bad, self.error, self._late = {}, {}, None, None
         self._spans = {g: (grain.micro_batches[0][2], grain.micro_batches[-1]) for g, grain in batch.grains.items()}
 
     def add(self, grain: int, loss: float, weight: float) -> None:
@@ -125,13 +126,20 @@ class GrainScalars:
             error = refused(error, "computing a micro-batch", COMPUTING_ADVICE)
         self.error = self.error if self.error is not None else error
 
+    def fail_later(self, error: Exception) -> None:
+        """Remember an error with which this rank can go on, as ranks of its tensor group do. Not collective.
+
+        It is raised where the ranks agree, unless something else has failed.
+        """
+        self._late = self._late or error
+
     def check(self, grain: int, block: str, views: Any) -> None:
         """Remember the first gradient of a grain that is not finite. Not collective."""
         if grain in self._bad:
             return
         for name, view in flat_names(views):
             flat, tensor = view.reshape(-1), joined(block, name)
-            if tensor not in self._frozen and not kernels.all_finite(flat):
+            if tensor not in self.frozen and not kernels.all_finite(flat):
                 self._bad[grain] = _Bad(2, -self._order[block], tensor, f"the gradient of {tensor!r} is not finite")
                 return
 
@@ -154,6 +162,7 @@ class GrainScalars:
             What a rank's own grains raised; on the other ranks a RemoteError that tells it.
         """
         size, rate = self.everyone.size, self._asked(ask_rate)
+        self.error, self._late = self.error or self._late, None
         number = self.everyone.contract_number()
         local = np.full(4 * max(1, self._per_rank) + 1, -1.0)
         for place, (grain, (loss, weight)) in enumerate(self._mine.items()):
