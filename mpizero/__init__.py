@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mpizero.optim import Lion as Lion
     from mpizero.optim import ParameterGroup as ParameterGroup
     from mpizero.optim import RMSprop as RMSprop
+    from mpizero.parallel import BadSteps as BadSteps
     from mpizero.parallel import DDPModel as DDPModel
     from mpizero.parallel import DDPOptimizer as DDPOptimizer
     from mpizero.parallel import FSDPModel as FSDPModel
@@ -75,6 +76,7 @@ _NAMES = {
     "mpizero.comm": ("InMemoryCommunicator", "ProcessGrid"),
     "mpizero.optim": ("LAMB", "SGD", "Adam", "AdamW", "DynamicLossScale", "Lion", "ParameterGroup", "RMSprop"),
     "mpizero.parallel": (
+        "BadSteps",
         "DDPModel",
         "DDPOptimizer",
         "FSDPModel",

@@ -24,10 +24,12 @@ from mpizero.parallel.optimizers import (
 )
 from mpizero.parallel.replay import Replay, replay_bad_step
 from mpizero.parallel.report import NonFinite, StepReport
+from mpizero.parallel.skipping import BadSteps
 from mpizero.parallel.timing import BlockTimes, measure_blocks, measured_costs
 
 __all__ = [
     "BadStep",
+    "BadSteps",
     "BlockTimes",
     "DDPModel",
     "DDPOptimizer",

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from mpizero import kernels
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.comm.exact import gather_spans
-from mpizero.errors import LayoutError
+from mpizero.errors import LayoutError, NonFiniteError
 from mpizero.optim import validation
 from mpizero.parallel.core import Pending
 from mpizero.parallel.engine import Engine
@@ -74,16 +75,21 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
 
         Rank r's samples follow rank r-1's; a rank may have none. With ``auto_sync_gradients=False`` nothing is
         updated: the gradient stays pending until ``synchronize_gradients`` and the optimizer's ``step``.
+
+        Raises
+        ------
+        NonFiniteError
+            After too many skipped steps in a row, by the configuration's ``bad_steps``.
         """
         self._pending = None
         if not self._config.auto_sync_gradients:
             totals = self._pend(lambda engine: (engine.local_gradients(x, y), None)).totals
-            return totals.loss / totals.weight
+            return totals.mean
         if self._mean_every:
             return self._train_alone(x, y)
-        self.last_step = self._with_room(lambda engine: engine.train(x, y))
-        self.invalidate_cache()
-        return self.last_step.loss
+        report = self._with_room(lambda engine: engine.train(x, y))
+        self._stepped(report)
+        return report.loss
 
     def compute_gradients(self, x: Any, y: Any, loss: Any = None) -> Gradients:
         """Return the gradient of the mean loss without changing the parameters.
@@ -112,7 +118,7 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
             if entry.gradient >= 0:
                 start = layout.gradient_bases[entry.unit] + entry.gradient
                 values[entry.offset : entry.offset + entry.spec.size] += row[start : start + entry.spec.size]
-        return Gradients(values, totals.weight, totals.loss / totals.weight, False)
+        return Gradients(values, totals.weight, totals.mean, False)
 
     def synchronize_gradients(self) -> Gradients:
         """Average the pending gradient over the data group, weighted by sample count.
@@ -136,6 +142,8 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
             If the gradient is not synchronized, or not of this model.
         ConfigError
             If the learning rate is no finite number, or not the same on all ranks.
+        NonFiniteError
+            If the gradient is not finite on some rank.
         """
         share = self.engine.store.share
         layout = self.engine.layout
@@ -176,6 +184,12 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
                 f"apply_gradients needs {expected} values, {whose}, got an array of shape {values.shape}: that of "
                 "another model or layout"
             )
+        if not kernels.all_finite(np.ascontiguousarray(values)):
+            raise NonFiniteError(
+                f"apply_gradients: the gradient is infinite or NaN, and the mean loss was {gradients.loss:g}: the "
+                "parameters are as before; look at the values before they are applied, or use train or the optimizer's "
+                "step, which skip such a step"
+            )
 
     def apply_pending(self) -> None:
         """Update the parameters from the pending gradient with the bound optimizer; what ``optimizer.step`` does.
@@ -186,13 +200,16 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
         ------
         RuntimeError
             If no gradient is pending.
+        NonFiniteError
+            As ``train``.
         """
         totals, reduced, sent = self._reduced_pending("step")
         self._pending = None
-        self.last_step = self.engine.step(totals, reduced, sent)
-        self.invalidate_cache()
+        report = self.engine.step(totals, reduced, sent)
         if self._mean_every:
-            self._settle(self.last_step)
+            self._settle_own(report)
+        else:
+            self._stepped(report)
 
     def evaluate(self, x: Any, y: Any) -> tuple[float, float, int | None]:
         """Return loss sum, weight and number of right answers over all ranks' samples, without training.
@@ -238,7 +255,7 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
             data = engine.grid.data
             spans = [Share(engine.layout, rank, data.size).spans for rank in range(data.size)]
             gather_spans(data, [values[s.start : s.stop] for s in share.spans], values, spans)
-        return Gradients(values, totals.weight, totals.loss / totals.weight, True)
+        return Gradients(values, totals.weight, totals.mean, True)
 
     def check_integrity(self) -> None:
         """Compare all copies of parameters and optimizer state, and both with their last hash where one is held.

@@ -16,6 +16,7 @@ from mpizero.kernels.card_products import SIXTEEN_BITS
 from mpizero.layout import Axes, Grains
 from mpizero.optim import DynamicLossScale
 from mpizero.parallel.bucketsize import check_bucket, elements_of
+from mpizero.parallel.skipping import BadSteps
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,6 +68,9 @@ class ShardingConfig:
     direct_messages : bool
         Whether the layers' messages go from card to card where a probe proves that MPI can; False: always through the
         host's memory.
+    bad_steps : BadSteps
+        What becomes of steps that are skipped because a loss or a gradient is not finite: by default a line on standard
+        error about each, and an error after five in a row (docs/bad_numbers.md).
     mixed_precision : {None, "bfloat16", "float16"}
         Rounds the operands of products on cards to 16 bits; they are added in float32, and everything else is in
         float32. "float16" brings a dynamic loss scale with it, unless the optimizer is given one.
@@ -90,6 +94,7 @@ class ShardingConfig:
     optimizer_device: str | None = None
     direct_messages: bool = True
     mixed_precision: str | None = None
+    bad_steps: BadSteps = BadSteps()
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing, each with its name."""
@@ -103,6 +108,10 @@ class ShardingConfig:
         for name in ("clip", "timeout"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+        if not isinstance(self.bad_steps, BadSteps):
+            raise ConfigError(
+                f"bad_steps={self.bad_steps!r}: expected mpizero.BadSteps(limit=..., warn=..., callback=...)"
+            )
         codec_of(self.gradient_compression)
         check_bucket(self.bucket_mb, self.gradient_compression)
         if self.device not in ("cpu", "cuda"):
@@ -220,7 +229,8 @@ class ShardingConfig:
 
     def comparable(self) -> dict[str, Any]:
         """Return everything but the communicator, which must be the same on every rank."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "comm"}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "comm"}
+        return {**values, "bad_steps": (self.bad_steps.limit, self.bad_steps.warn)}
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some values changed."""

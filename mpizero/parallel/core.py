@@ -23,6 +23,7 @@ from mpizero.parallel.placement import Placement, placement
 from mpizero.parallel.private import check_movable, in_private_memory
 from mpizero.parallel.report import StepReport
 from mpizero.parallel.scalars import Totals
+from mpizero.parallel.skipping import SkippedSteps
 from mpizero.parallel.spread import Spread
 from mpizero.types import Array
 
@@ -71,6 +72,7 @@ class ShardedCore(ABC):
         self._cache: Array | None = None
         self._mean_every = 0
         self.last_step: StepReport | None = None
+        self._skipped = SkippedSteps(config.bad_steps)
         self._on_before_initialize_sharding()
         self._initialize_sharding()
 
@@ -101,6 +103,12 @@ class ShardedCore(ABC):
             self._engine = None  # what is left of the model where a rank has no room for a copy of its own either
             self._engine = in_private_memory(engine, self._spread, error)
             return step(self.engine)
+
+    def _stepped(self, report: StepReport) -> None:
+        """Remember a step, and do what the configuration says where it was skipped. Not collective."""
+        self.last_step = report
+        self.invalidate_cache()
+        self._skipped.see(report, speaks=self.engine.grid.world.rank == 0)
 
     def reserve(self, global_batch: int) -> None:
         """Take the shared memory that steps on ``global_batch`` samples need, before the first of them.

@@ -227,7 +227,7 @@ class Engine:
         self.integrity.after_step(self.step_number)
         return StepReport(
             updater.step_count,
-            totals.loss / totals.weight,
+            totals.mean,
             totals.weight,
             rate,
             norm,

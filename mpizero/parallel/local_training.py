@@ -34,9 +34,21 @@ class LocalTraining(ParameterAccess):
 
     def _train_alone(self, x: Any, y: Any) -> float:
         with all_ranks(self._config.communicator):
-            report = self.engine.train(x, y)
-        self.invalidate_cache()
+            report = self._stepped_alone(self.engine.train(x, y))
         return self._settle(report)
+
+    def _settle_own(self, report: StepReport) -> None:
+        """End a step that was made from a pending gradient."""
+        with all_ranks(self._config.communicator):
+            report = self._stepped_alone(report)
+        self._settle(report)
+
+    def _stepped_alone(self, report: StepReport) -> StepReport:
+        """Remember this rank's own step, in which it was rank 0 of one. Not collective."""
+        found = tuple(replace(bad, rank=self.rank) for bad in report.non_finite)
+        report = replace(report, non_finite=found, skipped=str(found[0]) if found else None)
+        self._stepped(report)
+        return report
 
     def _settle(self, report: StepReport) -> float:
         """Average when it is time, and return the mean loss of all ranks' batches."""

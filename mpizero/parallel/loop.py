@@ -10,7 +10,7 @@ import numpy as np
 
 from mpizero.comm.agreement import all_ranks
 from mpizero.data import ArraySource, batches
-from mpizero.errors import ConfigError, DataError
+from mpizero.errors import ConfigError, DataError, NonFiniteError
 from mpizero.layout import Grains
 from mpizero.parallel.best import BestParameters
 from mpizero.types import Array
@@ -124,6 +124,12 @@ def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOption
                 optimizer.step()
         record = {"epoch": epoch, "loss": float(np.mean(losses)), **_validated(optimizer, valid)}
         history.append(record)
+        if not math.isfinite(record["validation_loss"]) and not math.isfinite(best):
+            raise NonFiniteError(
+                f"optimize: the validation loss of epoch {epoch} is {record['validation_loss']:g} (the training loss "
+                f"{record['loss']:g}), and none before was finite: look at the data, of which {len(valid)} samples "
+                "validate, or lower the learning rate"
+            )
         if not math.isfinite(best) or record["validation_loss"] < best - options.minimum_improvement:
             best, best_epoch = record["validation_loss"], epoch
             kept.take()

@@ -143,6 +143,12 @@ class ShardedOptimizer:
         ----------
         data : (x, y) arrays, the same on every rank, or a data source
             Samples on the first axis.
+
+        Raises
+        ------
+        NonFiniteError
+            If the first epoch ends with a validation loss that is not finite, or too many steps in a row are skipped
+            (the configuration's ``bad_steps``). Later epochs with such a loss are no improvement.
         """
         return run_loop(self, data, self.options)
 

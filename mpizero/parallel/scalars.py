@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +36,11 @@ class Totals(NamedTuple):
     loss: float
     weight: float
     problems: tuple[NonFinite, ...]
+
+    @property
+    def mean(self) -> float:
+        """The mean loss; NaN where the weight is infinite, since then it is nobody's."""
+        return self.loss / self.weight if math.isfinite(self.weight) else math.nan
 
 
 class _Bad(NamedTuple):

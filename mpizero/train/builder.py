@@ -15,7 +15,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.errors import DataError
 from mpizero.layout import Grains
-from mpizero.parallel import HybridShardedModel, HybridShardedOptimizer, ShardingConfig, distribute
+from mpizero.parallel import BadSteps, HybridShardedModel, HybridShardedOptimizer, ShardingConfig, distribute
 from mpizero.train.checks import rejected
 from mpizero.train.config import Config, DataSection, GptSection, MlpSection, OptimizerSection
 from mpizero.train.layout import ParallelSection
@@ -306,6 +306,7 @@ def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
         ranks_per_node=parallel.ranks_per_node,
         bucket_mb=parallel.bucket_mb,
         check_every=train.check_every,
+        bad_steps=BadSteps(limit=None, warn=False),  # numbers.py keeps the samples first, and says where
         **computing_settings(config),
     )
 

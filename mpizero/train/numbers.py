@@ -7,15 +7,14 @@ from collections import deque
 from typing import Any
 
 from mpizero.data.batches import sample_order
-from mpizero.errors import DataError, NonFiniteError, RemoteError
+from mpizero.errors import DataError, RemoteError
 from mpizero.layout import Grains
-from mpizero.parallel import StepReport, dump_bad_step
+from mpizero.parallel import BadSteps, StepReport, dump_bad_step
+from mpizero.parallel.skipping import SkippedSteps
 from mpizero.train.builder import Job, widths_of
 from mpizero.train.progress import Progress
 from mpizero.train.runfolder import RunFolder
 
-#: So many steps in a row without a finite gradient, those not counted that only lower the loss scale, end the run.
-MAX_SKIPPED = 5
 #: Bad steps of a run whose samples are kept.
 MAX_DUMPS = 5
 #: A loss so many times as large as the largest of so many steps before is told of, once there are enough of them.
@@ -56,7 +55,7 @@ class NumberWatch:
     def __init__(self, job: Job, folder: RunFolder, progress: Progress) -> None:
         self.job, self.folder, self.progress = job, folder, progress
         self.spikes = LossSpikes()
-        self._skipped = 0
+        self._skipped = SkippedSteps(BadSteps())
 
     def see(self, step: int, report: StepReport, batch: tuple[Any, Any]) -> dict[str, Any]:
         """Look at a step, and return what its line of metrics says more.
@@ -68,16 +67,15 @@ class NumberWatch:
         NonFiniteError
             After five skipped steps in a row at which the loss scale was not the reason, or could not be lowered.
         """
-        if report.backing_off:
-            self.progress.say(
-                f"step {step} skipped, parameters unchanged: {report.skipped}; the loss scale falls from "
-                f"{report.loss_scale:g} to {report.next_loss_scale:g}, which is not counted among the {MAX_SKIPPED} "
-                "skipped steps that end a run"
+        if skipped := self._skipped.told(report):
+            kept = "" if report.backing_off else self._keep(step, batch)
+            self.progress.say("; ".join(filter(None, (skipped, kept))))
+            self._skipped.enforce(
+                report,
+                "lower optimizer.lr, set train.clip, or look at the data; the checkpoints in "
+                f"{self.folder.checkpoints} are from before; {kept}",
             )
             return {"skipped": report.skipped}
-        if report.skipped:
-            return self._see_skipped(step, report, batch)
-        self._skipped = 0
         told = self.spikes.see(report.loss)
         if told is None:
             return {}
@@ -94,20 +92,6 @@ class NumberWatch:
         """
         if self.job.config.train.check_every:
             self.job.model.check_integrity()
-
-    def _see_skipped(self, step: int, report: StepReport, batch: tuple[Any, Any]) -> dict[str, Any]:
-        self._skipped += 1
-        kept = self._keep(step, batch)
-        self.progress.say(
-            f"step {step} skipped, parameters unchanged: {report.skipped} "
-            f"({self._skipped} in a row, {MAX_SKIPPED} end the run); {kept}"
-        )
-        if self._skipped >= MAX_SKIPPED:
-            raise NonFiniteError(
-                f"step {step}: skipped {MAX_SKIPPED} steps in a row: {report.skipped}; lower optimizer.lr, set "
-                f"train.clip, or look at the data; the checkpoints in {self.folder.checkpoints} are from before; {kept}"
-            )
-        return {"skipped": report.skipped}
 
     def _keep(self, step: int, batch: tuple[Any, Any]) -> str:
         """Keep the samples of a skipped step; return what to say of it. Collective over the job's ranks.
