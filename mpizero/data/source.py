@@ -57,7 +57,7 @@ class Source(ABC):
         Raises
         ------
         DataError
-            An index that is not in ``range(len(source))``.
+            An index that is not in ``range(len(source))``, or :meth:`read` gives other numbers of samples than asked.
         """
         wanted = np.asarray(indices)
         if wanted.size == 0:
@@ -68,7 +68,25 @@ class Source(ABC):
         if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
             bad = int(wanted.min() if wanted.min() < 0 else wanted.max())
             raise DataError(f"sample {bad} does not exist: there are {len(self)}")
-        return self.read(wanted)
+        found = self.read(wanted)
+        self._check_read(found, len(wanted))
+        return found
+
+    def _check_read(self, found: Any, count: int) -> None:
+        source: Source = self
+        while isinstance(source, Subset):  # which reads from what it is a part of
+            source = source.source
+        kind = type(source).__name__
+        if not isinstance(found, tuple) or len(found) != 2:
+            got = f"a tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
+            raise DataError(f"{kind}.read must return the pair (x, y), it returned {got}")
+        for name, values in zip("xy", found, strict=True):
+            shape = getattr(values, "shape", None)
+            if shape is not None and (not shape or shape[0] != count):
+                raise DataError(
+                    f"{kind}.read was asked for {count} samples and returned {name} of shape {tuple(shape)}: expected "
+                    "one sample for each index, in that order, on the first axis"
+                )
 
     @cached_property
     def fingerprint(self) -> str:

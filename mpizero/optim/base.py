@@ -12,6 +12,7 @@ import numpy as np
 from mpizero import kernels
 from mpizero.errors import ConfigError
 from mpizero.kernels import pool
+from mpizero.names import nearest
 from mpizero.optim import validation
 from mpizero.types import Array, Dtype, LearningRate, ParameterSpec
 
@@ -41,6 +42,10 @@ class ParameterGroup:
         validation.number(owner, "lr_scale", self.lr_scale)
         if self.weight_decay is not None:
             validation.number(owner, "weight_decay", self.weight_decay)
+
+    def matches(self, name: str) -> bool:
+        """Tell whether the group is for the parameter of this name. Not collective."""
+        return self.pattern == name or fnmatchcase(name, self.pattern)
 
 
 def rate_at(owner: str, lr: LearningRate, step: int) -> float:
@@ -111,9 +116,25 @@ class FlatOptimizer:
 
         Not collective.
         """
-        fitting = (group.pattern == spec.name or fnmatchcase(spec.name, group.pattern) for group in self.groups)
-        matches = (i for i, fits in enumerate(fitting) if fits)
+        matches = (i for i, group in enumerate(self.groups) if group.matches(spec.name))
         return 2 * next(matches, len(self.groups)) + int(spec.decay)
+
+    def check_groups(self, names: Sequence[str]) -> None:
+        """Check that every group is for some of a model's parameters. Not collective.
+
+        Raises
+        ------
+        ConfigError
+            If a pattern matches none of ``names``.
+        """
+        for group in self.groups:
+            if not any(map(group.matches, names)):
+                parts = {f"{name[:place]}.*" for name in names for place, c in enumerate(name) if c == "."}
+                shown = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+                raise ConfigError(
+                    f"{type(self).__name__}: ParameterGroup({group.pattern!r}) matches no parameter"
+                    f"{nearest(group.pattern, (*names, *sorted(parts)))}: the parameters are {shown}"
+                )
 
     def hyper(self, step: int, group: int, dtype: Dtype, lr: float | None = None) -> Array:
         """Return the kernel's scalars for ``step`` (1 is the first), formed in float64 and rounded to ``dtype`` once.

@@ -12,6 +12,7 @@ import numpy as np
 from mpizero.errors import CollectiveError, LayoutError, PeerFailure
 from mpizero.layout import Unit
 from mpizero.layout.flat import joined
+from mpizero.parallel.answers import check_names, gradient, loss_and_weight, samples_text
 from mpizero.parallel.storage import Lender, ParameterStore, flat_names
 from mpizero.types import EVALUATE, BlackBoxModel, BlockModel, Init, ParameterSpec, Run
 
@@ -117,6 +118,7 @@ class BlockEvaluator:
                         clock.end("forward", block, begun)
             begun = clock.begin()
             loss, weight, cache = self.criterion.forward(x, y)
+            loss, weight = loss_of(self.criterion, loss, weight, samples_text(run.first_sample, y))
             clock.end("forward", "loss", begun)
             begun = clock.begin()
             d = self.criterion.backward(cache, self.loss_scale())
@@ -165,7 +167,7 @@ class BlockEvaluator:
         if prediction is None:
             return 0.0, 0.0, None
         loss, weight, _ = self.criterion.forward(prediction, y)
-        return loss, weight, prediction
+        return *loss_of(self.criterion, loss, weight), prediction
 
     @contextmanager
     def using_loss(self, loss: Any) -> Iterator[None]:
@@ -185,6 +187,7 @@ class BlackBoxEvaluator:
         self.model, self.store = model, store
         self.units = store.layout.units
         self.frozen = frozenset(e.spec.name for e in store.layout.entries if not e.spec.trainable)
+        self.trained = {e.spec.name: None for e in store.layout.entries if e.spec.trainable}.keys()
 
     def gradients(
         self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone, ended: BlockEnded | None = None
@@ -193,17 +196,20 @@ class BlackBoxEvaluator:
 
         ``ended`` is never called: all gradients come at the end.
         """
-        left = deque(reversed(self.units))
+        left, function = deque(reversed(self.units)), self.model.loss_and_grad
         params = self._parameters()
         try:
             begun = self.store.timeline.begin()
-            loss, grads, weight = self._loss_and_grad(params, x, y)
+            where = samples_text(run.first_sample, x)
+            loss, grads, weight = self._loss_and_grad(params, x, y, where)
             self.store.timeline.end("backward", "loss and gradient", begun)
             del params
+            check_names(function, grads, self.trained, self.frozen)
             while left:
                 for block, views in target(left[0]).items():
                     for name, view in flat_names(views):
-                        self._copy(joined(block, name), grads, view)
+                        if (parameter := joined(block, name)) not in self.frozen:
+                            view[...] = gradient(function, parameter, grads[parameter], view, where)
                 done(left.popleft())
         except (CollectiveError, PeerFailure):
             raise
@@ -262,24 +268,21 @@ class BlackBoxEvaluator:
                 self.store.memory.barrier("black box")
             return found
 
-    def _loss_and_grad(self, params: Mapping[str, Any], x: Any, y: Any) -> tuple[float, Mapping[str, Any], float]:
+    def _loss_and_grad(
+        self, params: Mapping[str, Any], x: Any, y: Any, where: str = ""
+    ) -> tuple[float, Mapping[str, Any], float]:
         with _explained("loss_and_grad"):
             result = self.model.loss_and_grad(params, (_read_only(x), _read_only(y)))
         if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[1], Mapping):
             kinds = [type(v).__name__ for v in result] if isinstance(result, tuple) else type(result).__name__
             raise LayoutError(f"loss_and_grad must return (loss_sum, gradients by name, weight), it returned {kinds}")
-        loss, grads, weight = result
-        return float(loss), grads, float(weight)
+        loss, weight = loss_and_weight(self.model.loss_and_grad, "loss_and_grad", result[0], result[2], where)
+        return loss, result[1], weight
 
-    def _copy(self, name: str, grads: Mapping[str, Any], view: Any) -> None:
-        if name in self.frozen:
-            return
-        if name not in grads:
-            raise LayoutError(f"loss_and_grad returned no gradient for {name!r}; it returned {sorted(grads)[:8]}")
-        value = np.asarray(grads[name])
-        if value.shape != view.shape:
-            raise LayoutError(f"the gradient of {name!r} has shape {value.shape}, its parameter has {view.shape}")
-        view[...] = value
+
+def loss_of(criterion: Any, loss: Any, weight: Any, where: str = "") -> tuple[float, float]:
+    """Return what a loss layer gave for ``where`` as numbers; see :func:`loss_and_weight`. Not collective."""
+    return loss_and_weight(criterion.forward, f"{type(criterion).__name__}.forward", loss, weight, where)
 
 
 def _read_only(value: Any) -> Any:

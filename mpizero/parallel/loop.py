@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -124,21 +125,44 @@ def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOption
                 optimizer.step()
         record = {"epoch": epoch, "loss": float(np.mean(losses)), **_validated(optimizer, valid)}
         history.append(record)
-        if not math.isfinite(record["validation_loss"]) and not math.isfinite(best):
-            raise NonFiniteError(
-                f"optimize: the validation loss of epoch {epoch} is {record['validation_loss']:g} (the training loss "
-                f"{record['loss']:g}), and none before was finite: look at the data, of which {len(valid)} samples "
-                "validate, or lower the learning rate"
-            )
+        _look_at(record, losses, optimizer, known=math.isfinite(best))
         if not math.isfinite(best) or record["validation_loss"] < best - options.minimum_improvement:
             best, best_epoch = record["validation_loss"], epoch
             kept.take()
         optimizer.note_stall(options.patience is not None and epoch - best_epoch >= options.patience)
         if stop := optimizer.should_early_stop():
             break
+    if not math.isfinite(best):
+        raise _nothing_finite(len(history), history[-1])
     if options.restore_best and best_epoch != len(history) - 1:
         kept.give_back()
     return OptimizationResult(tuple(history), best_epoch, best, kept, per_epoch * len(history), stop)
+
+
+def _look_at(record: dict[str, float], losses: list[float], optimizer: ShardedOptimizer, *, known: bool) -> None:
+    """Tell of a validation loss that is not finite; ``known`` says whether one before was. Not collective.
+
+    Raises
+    ------
+    NonFiniteError
+        If nothing of the epoch is finite, nor was any validation loss before: there is nothing to hope for.
+    """
+    loss, config = record["validation_loss"], optimizer.config
+    if math.isfinite(loss):
+        return
+    if not known and not np.isfinite(losses).any():
+        raise _nothing_finite(int(record["epoch"]) + 1, record)
+    if config.bad_steps.warn and config.communicator.rank == 0:
+        told = f"mpizero: optimize: the validation loss of epoch {record['epoch']} is {loss:g}, which is no improvement"
+        print(told, file=sys.stderr, flush=True)
+
+
+def _nothing_finite(epochs: int, record: dict[str, float]) -> NonFiniteError:
+    return NonFiniteError(
+        f"optimize: no validation loss of {epochs} epoch(s) was finite; in the last one it was "
+        f"{record['validation_loss']:g}, and the training loss {record['loss']:g}: look at the samples of both, or "
+        "lower the learning rate"
+    )
 
 
 def _validated(optimizer: ShardedOptimizer, valid: Any) -> dict[str, float]:

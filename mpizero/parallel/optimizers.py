@@ -93,6 +93,8 @@ class ShardedOptimizer:
                     f"got {type(model).__name__} of {model.strategy!r}"
                 )
             specs = [entry.spec for entry in model.layout.parameters]
+            if isinstance(optimizer, optim.FlatOptimizer):
+                optimizer.check_groups([spec.name for spec in specs])
             groups = {optimizer.group_of(spec) for spec in specs}
             scalars = {group: optimizer.hyper(1, group, np.float64) for group in sorted(groups)}
         settings = {"name": persistence.optimizer_name(optimizer), "slots": optimizer.slots, "scalars": scalars}
@@ -147,8 +149,8 @@ class ShardedOptimizer:
         Raises
         ------
         NonFiniteError
-            If the first epoch ends with a validation loss that is not finite, or too many steps in a row are skipped
-            (the configuration's ``bad_steps``). Later epochs with such a loss are no improvement.
+            If nothing of the first epoch is finite, no validation loss ever is, or too many steps in a row are skipped
+            (the configuration's ``bad_steps``). An epoch whose validation loss is not finite is no improvement.
         """
         return run_loop(self, data, self.options)
 

@@ -42,6 +42,28 @@ class Totals(NamedTuple):
         """The mean loss; NaN where the weight is infinite, since then it is nobody's."""
         return self.loss / self.weight if math.isfinite(self.weight) else math.nan
 
+    def divisor(self, scale: float, dtype: np.dtype[Any]) -> Array:
+        """Return what the summed gradient is divided by, of the gradient's type: the weight times the loss scale.
+
+        Not collective; the same on every rank.
+
+        Raises
+        ------
+        DataError
+            If that type cannot hold it: the gradient would become zero, or infinite.
+        """
+        limits = np.finfo(dtype)
+        with np.errstate(over="ignore"):
+            divisor = np.array([self.weight * scale], dtype)
+        if math.isfinite(self.weight) and not limits.tiny <= divisor[0] <= limits.max:
+            scaled = f", times the loss scale {scale:g}," if scale != 1.0 else ""
+            raise DataError(
+                f"the global batch has weight {self.weight:g}, which{scaled} is beyond {dtype} ({limits.tiny:g} to "
+                f"{limits.max:g}), in which the gradient is divided by it: only the ratios of weights count, so divide "
+                "or multiply all of them by one number"
+            )
+        return divisor
+
 
 class _Bad(NamedTuple):
     """What is not finite in a grain; smaller is earlier: loss, weight, gradients from the last block to the first."""

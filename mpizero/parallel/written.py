@@ -9,7 +9,6 @@ other bits was computed. Later steps pay nothing; ``MPIZERO_DEBUG=gradients`` lo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from mpizero.kernels import to_host
 from mpizero.layout.flat import joined
 from mpizero.names import nearest
 from mpizero.nn.layer import Layer
+from mpizero.parallel.answers import named
 from mpizero.parallel.storage import flat_names
 
 #: By bytes of an element: the integer type that shows its bits, and those of a quiet NaN with an arbitrary payload.
@@ -127,10 +127,9 @@ def _method(layer: Any) -> str:
     """Name the method that writes a layer's gradients, with its place in the source."""
     for kind in type(layer).__mro__:
         for method in ("backward_weights", "backward"):
-            code = getattr(vars(kind).get(method), "__code__", None)
-            if code is None:
+            if method not in vars(kind):
                 continue
             if kind is Layer:
                 return f"{type(layer).__name__} defines no backward_weights"
-            return f"{kind.__name__}.{method} at {Path(code.co_filename).name}:{code.co_firstlineno}"
+            return named(vars(kind)[method], f"{kind.__name__}.{method}")
     return f"{type(layer).__name__}.backward"

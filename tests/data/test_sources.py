@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 import pytest
 
+import mpizero as mz
 from mpizero import data
 from mpizero.data import text as text_module
 from mpizero.errors import ConfigError, DataError
@@ -465,3 +466,30 @@ def test_fingerprints_tell_data_apart(numbers, corpus):
     prints = [whole, train, valid, data.TextSource(corpus, 5), numbers(5), numbers(6), numbers(5).split(0.2)[0]]
     assert len({source.fingerprint for source in prints}) == len(prints)
     assert data.TextSource(f"{corpus}/**/*.txt", 4).fingerprint == whole.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        ((np.ones((5, 2)), np.ones(8)), r"was asked for 8 samples and returned x of shape \(5, 2\)"),
+        ((np.ones((8, 2)), np.ones(9)), r"was asked for 8 samples and returned y of shape \(9,\)"),
+        ((np.ones((8, 2)), np.float64(1)), r"returned y of shape \(\)"),
+        (None, r"must return the pair \(x, y\), it returned NoneType"),
+        ((np.ones((8, 2)),), r"must return the pair \(x, y\), it returned a tuple of 1"),
+    ],
+)
+def test_a_source_that_gives_other_samples_than_asked_is_named(found, told):
+    class Short(data.Source):
+        def __len__(self):
+            return 100
+
+        def read(self, indices):
+            return found
+
+        def describe(self):
+            return {}
+
+    with mz.ShardingConfig() as config:
+        for source in (Short(), Short().split(0.1)[0]):
+            with pytest.raises(DataError, match=rf"Short.read .*{told}"):
+                next(data.batches(source, config, 8))

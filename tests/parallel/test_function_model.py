@@ -10,7 +10,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.comm import ProcessGrid
-from mpizero.errors import ConfigError, LayoutError, RemoteError
+from mpizero.errors import ConfigError, DataError, LayoutError, RemoteError
 from mpizero.parallel.dealing import deal
 from mpizero.testing import run_in_threads
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, layouts, sharded
@@ -27,6 +27,30 @@ GOOD = {"a": np.ones((2, 3)), "b": np.ones(3)}
         ((1.0, GOOD), r"must return \(loss_sum, gradients by name, weight\), it returned .'float', 'dict'"),
         (None, "must return .* it returned NoneType"),
         ((1.0, [1, 2], 1.0), "must return .* it returned .'float', 'list', 'float'"),
+        (
+            (1.0, {**GOOD, "bb": np.ones(3)}, 1.0),
+            r"gradient for 'bb', which is no parameter .*the parameters are .'a', 'b'",
+        ),
+        ((1.0, {"a": GOOD["a"], "B": np.ones(3)}, 1.0), r"for 'B', which is no parameter \(did you mean 'b'\?\)"),
+        *(
+            (
+                (1.0, {**GOOD, "b": GOOD["b"].astype(kind)}, 1.0),
+                f"returned an array of {kind} of shape .3,. as the gradient of 'b'",
+            )
+            for kind in ("bool", "int64", "<U32", "object", "float16", "complex128")
+        ),
+        *(
+            (
+                (loss, GOOD, 1.0),
+                "loss_and_grad .<lambda> at test_function_model.py:.* returned .* as the loss of sample",
+            )
+            for loss in ("1.5", b"1", None, 1j, np.complex128(1), np.ones(2), True, np.array("1"))
+        ),
+        *(
+            ((1.0, GOOD, weight), "returned .* as the weight of sample .*: expected one real")
+            for weight in ("1", None, 1j, np.ones(2))
+        ),
+        ((1.0, GOOD, -1.0), "returned -1 as the weight of sample .*: expected a number >= 0"),
     ],
 )
 def test_a_wrong_answer_on_one_rank_is_told_to_all(result: Any, told: str) -> None:
@@ -35,7 +59,7 @@ def test_a_wrong_answer_on_one_rank_is_told_to_all(result: Any, told: str) -> No
         for memory in MEMORIES:
             model, _ = sharded("zero3", comm, mz.FunctionModel(START, lambda p, b: answer), micro_batch=1, **memory)
             with model:
-                with pytest.raises((LayoutError, RemoteError), match=told):
+                with pytest.raises((LayoutError, DataError, RemoteError), match=told):
                     model.train(np.ones((1, 1)), np.ones((1, 1)))
                 np.testing.assert_array_equal(model.get_parameters(), np.ones(9))
 
@@ -178,5 +202,47 @@ def test_lists_of_two_ranks_and_arrays_do_not_mix() -> None:
         model, _ = sharded("zero1", comm, mz.FunctionModel(START, lambda p, b: (1.0, GOOD, 1.0)))
         with model, pytest.raises(mz.errors.DataError, match="rank 0: x ndarray.*rank 1: x list"):
             model.train(np.ones((1, 1)) if comm.rank == 0 else [1], np.ones((1, 1)))
+
+    run_in_threads(2, run)
+
+
+def test_numbers_in_arrays_of_one_element_and_gradients_of_another_precision_are_taken() -> None:
+    hashes = set()
+    for loss, weight, kind in (
+        (1.0, 2.0, np.float64),
+        (np.ones((1, 1)), np.float32(2), np.float32),
+        (1, np.int64(2), list),
+    ):
+        grads = {name: value.tolist() if kind is list else value.astype(kind) for name, value in GOOD.items()}
+        model, _ = sharded("zero1", None, mz.FunctionModel(START, lambda p, b, a=(loss, grads, weight): a))
+        with model:
+            assert model.train(np.ones((2, 1)), np.ones((2, 1))) == 0.5
+            hashes.add(model.parameters_sha256())
+    assert len(hashes) == 1
+
+
+def test_a_grain_of_weight_zero_pads_a_batch() -> None:
+    def padded(p: Any, batch: Any) -> Any:
+        used = batch[0][:, :1] > 0
+        return float(used.sum()), {"a": np.full((2, 3), float(used.sum())), "b": np.ones(3)}, float(used.sum())
+
+    model, _ = sharded("zero1", None, mz.FunctionModel(START, padded), micro_batch=1)
+    with model:
+        assert model.train(np.array([[1.0], [0.0], [1.0]]), np.zeros((3, 1))) == 1.0
+        assert model.last_step.weight == 2.0
+
+
+@pytest.mark.parametrize("weight", [1e39, 1e-46])
+def test_a_weight_that_the_gradients_type_cannot_hold_is_refused_and_nothing_changes(weight: float) -> None:
+    start = {"w": np.ones(3, np.float32)}
+
+    def run(comm: Any) -> None:
+        for strategy in STRATEGIES:
+            model, _ = sharded(strategy, comm, mz.FunctionModel(start, lambda p, b: (1.0, {"w": p["w"]}, weight)))
+            with model:
+                for call in (model.train, model.compute_gradients):
+                    with pytest.raises(DataError, match=r"has weight .e.*, which is beyond float32 .*only the ratios"):
+                        call(np.ones((1, 1)), np.ones((1, 1)))
+                np.testing.assert_array_equal(model.get_parameters(), np.ones(3))
 
     run_in_threads(2, run)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.errors import DataError
+from mpizero.errors import DataError, LayoutError, RemoteError
 from mpizero.testing import run_in_threads
 from tests.parallel.models import gpt, layouts, mlp, part, points, sharded, step_whose_sum_overflows, ten, tokens
 
@@ -79,7 +79,7 @@ def test_a_frozen_parameters_gradient_is_nobodys_business() -> None:
 
 
 def test_a_weight_that_divides_nothing_is_refused_and_one_that_is_not_finite_skipped() -> None:
-    weights = iter([0.0, -1.0, np.nan, np.inf])
+    weights = iter([0.0, 0.0, np.nan, np.inf])
     wrapped = mz.FunctionModel({"w": np.ones(3)}, lambda p, b: (1.0, {"w": np.ones(3)}, next(weights)))
     model, _ = sharded("zero1", None, wrapped)
     with model:
@@ -157,3 +157,44 @@ def test_clipping_follows_the_textbook() -> None:
         clipped.train(x, y)
         assert clipped.last_step.gradient_norm == pytest.approx(norm, rel=1e-6)
         np.testing.assert_allclose(clipped.get_parameters(), before - gradient * (0.1 / norm), rtol=1e-5, atol=1e-7)
+
+
+def test_a_weight_that_the_loss_scale_lifts_out_of_float32_is_refused_and_nothing_changes() -> None:
+    class Heavy(mz.nn.CrossEntropy):
+        def forward(self, prediction: Any, target: Any) -> Any:
+            loss, weight, cache = super().forward(prediction, target)
+            return loss, weight * 1e30, cache
+
+    wrapped = mlp()
+    wrapped = type("Model", (), {"blocks": wrapped.blocks, "loss": Heavy(), "dtype": wrapped.dtype, "seed": 0})()
+    model, optimizer = sharded("zero1", None, wrapped)
+    with model:
+        model.engine.bind(optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=2.0**40, largest=2.0**40))
+        before = model.parameters_sha256()
+        with pytest.raises(
+            DataError, match=r"has weight 4e\+30, which, times the loss scale 1.09951e\+12, is beyond float32"
+        ):
+            model.train(*points(4))
+        assert model.parameters_sha256() == before
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"), [("1", "returned '1' .str. as the loss of samples 0 to 3"), (None, "None as")]
+)
+def test_a_loss_layer_that_gives_no_number_is_named(loss: Any, told: str) -> None:
+    class Wrong(mz.nn.CrossEntropy):
+        def forward(self, prediction: Any, target: Any) -> Any:
+            return loss, 1.0, super().forward(prediction, target)[2]
+
+    plain = mlp()
+    wrapped = type("Model", (), {"blocks": plain.blocks, "loss": Wrong(), "dtype": plain.dtype, "seed": 0})()
+
+    def run(comm: Any) -> None:
+        for make in (mz.ZeRO1Model, mz.PipelineParallelModel):
+            with mz.ShardingConfig(comm=comm, micro_batch=4) as config, make(wrapped, config) as model:
+                with pytest.raises((LayoutError, RemoteError), match=rf"Wrong.forward.* at test_numbers.*{told}"):
+                    model.train(*part(model.batch_group, *points(4)))
+                with pytest.raises((LayoutError, RemoteError), match="as the loss: expected one real number"):
+                    model.evaluate(*part(model.batch_group, *points(4)))
+
+    run_in_threads(2, run)

@@ -352,3 +352,24 @@ def test_local_sgd_needs_whole_parameters_and_a_sensible_interval() -> None:
         mz.LocalSGDOptimizer(mz.SGD(lr=0.1), config, every=0)
     with mz.ZeRO2Model(mlp(), config) as model, pytest.raises(ConfigError, match="strategy 'ddp'"):
         mz.LocalSGDOptimizer(mz.SGD(lr=0.1), config).set_model(model)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        (
+            "hiden.*",
+            r"matches no parameter \(did you mean 'hidden.\*'\?\): the parameters are 'hidden.0.linear.weight'",
+        ),
+        ("output.linear.wieght", r"\(did you mean 'output.linear.weight'\?\)"),
+        ("[", "matches no parameter: the parameters are"),
+    ],
+)
+def test_a_group_for_no_parameter_is_refused_and_suggests(pattern: str, told: str) -> None:
+    def run(comm: Any) -> None:
+        for strategy in ("zero1", "zero3"):
+            groups = [mz.ParameterGroup("*.bias"), mz.ParameterGroup(pattern, lr_scale=0.1)]
+            with pytest.raises(ConfigError, match=told):
+                sharded(strategy, comm, mlp(), mz.AdamW(lr=0.1, groups=groups))
+
+    run_in_threads(2, run)

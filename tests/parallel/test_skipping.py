@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import ConfigError, NonFiniteError, RemoteError
 from mpizero.testing import run_in_threads
 from tests.parallel.models import STRATEGIES, mlp, part, points, sharded, ten
@@ -145,17 +144,43 @@ def test_ranks_that_train_alone_count_alone_and_end_together(capsys: pytest.Capt
     assert all(" on rank 1, samples" in line for line in lines(capsys))
 
 
-def test_samples_that_are_not_finite_from_the_start_end_optimize() -> None:
-    x = np.full((20, 10), np.nan)
-    options = mz.OptimizationOptions(epochs=50, batch_size=10)
-    with InMemoryCommunicator.group(1)[0] as comm, mz.ShardingConfig(comm=comm) as config:
-        for policy in (mz.BadSteps(), mz.BadSteps(limit=None, warn=False)):
-            config = config.replace(bad_steps=policy)
-            with mz.ZeRO1Model(ten(), config) as model:
-                optimizer = mz.ZeRO1Optimizer(mz.SGD(lr=0.1), config, options=options)
-                optimizer.set_model(model)
-                with pytest.raises(NonFiniteError, match="the validation loss of epoch 0 is nan"):
-                    optimizer.optimize((x, x))
+def optimized(x: Any, comm: Any, *, fails_validation: bool = False, **settings: Any) -> Any:
+    """Two epochs over samples, half of which validate."""
+    options = mz.OptimizationOptions(epochs=2, batch_size=len(x) // 4, validation=0.5)
+    config = mz.ShardingConfig(comm=comm, **settings)
+    with mz.ZeRO1Model(ten(), config) as model:
+        if fails_validation:
+            model.evaluate = lambda x, y: (math.nan, 1.0, None)  # type: ignore[method-assign]
+        optimizer = mz.ZeRO1Optimizer(mz.SGD(lr=1e-3), config, options=options)
+        optimizer.set_model(model)
+        return optimizer.optimize((x, x))
+
+
+@pytest.mark.parametrize("policy", [mz.BadSteps(), mz.BadSteps(limit=None, warn=False)])
+def test_samples_that_are_not_finite_from_the_start_end_optimize_with_its_first_epoch(policy: mz.BadSteps) -> None:
+    def run(comm: Any) -> None:
+        with pytest.raises(NonFiniteError, match=r"no validation loss of 1 epoch\(s\) was finite.* training loss nan"):
+            optimized(np.full((20, 10), np.nan), comm, bad_steps=policy)
+
+    run_in_threads(2, run)
+
+
+def test_validation_samples_that_are_not_finite_are_told_and_end_optimize(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(
+        NonFiniteError, match=r"no validation loss of 2 epoch\(s\) was finite; .* it was nan, and the tr"
+    ):
+        optimized(np.ones((20, 10)), None, fails_validation=True)
+    assert lines(capsys) == [
+        f"mpizero: optimize: the validation loss of epoch {epoch} is nan, which is no improvement" for epoch in (0, 1)
+    ]
+
+
+def test_one_sample_that_is_not_finite_skips_its_step_and_optimize_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    source = mz.data.ArraySource(np.arange(200.0).reshape(20, 10), np.ones((20, 10)))
+    source.x[source.split(0.5)[0].origin(np.arange(1))] = np.inf
+    result = optimized(source.x, None)
+    assert math.isfinite(result.best_loss)
+    assert len(lines(capsys)) == 2  # once an epoch
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,150 @@
+"""What a user's function or loss has returned: taken if it is what was asked for, else refused by its name."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpizero.errors import DataError, LayoutError
+from mpizero.names import nearest, shown
+from mpizero.types import Array
+
+#: Kinds of NumPy's types that a number may have: float, int, unsigned, and void as of JAX's bfloat16.
+_NUMBERS = "fiuV"
+_WEIGHT = "how much the samples count, for a plain mean their number; 0 for those that shall not"
+
+
+def samples_text(first: int, x: Any) -> str:
+    """Return which samples of the global batch a function was given, for messages. Not collective."""
+    count = len(x) if hasattr(x, "__len__") else 1
+    return f"samples {first} to {first + count - 1} of the global batch" if count > 1 else f"sample {first}"
+
+
+def named(function: Any, name: str) -> str:
+    """Return the name of a user's function, with where it begins in the source if that is known. Not collective."""
+    function = inspect.unwrap(getattr(function, "func", function))  # of a functools.partial, or decorated
+    code, own = getattr(function, "__code__", None), getattr(function, "__qualname__", name)
+    if code is None:
+        return name
+    own = own.rpartition("<locals>.")[2]
+    place = f"{own} at {Path(code.co_filename).name}:{code.co_firstlineno}"
+    return place if own == name else f"{name} ({place})"
+
+
+def loss_and_weight(
+    function: Callable[..., Any], name: str, loss: Any, weight: Any, where: str = ""
+) -> tuple[float, float]:
+    """Return what ``function`` gave for ``where``, a loss sum and a weight, as numbers. Not collective.
+
+    Infinite and NaN are numbers here: the step is skipped, and says so.
+
+    Raises
+    ------
+    LayoutError
+        If one is no real number.
+    DataError
+        If the weight is negative.
+    """
+    found_loss, found_weight = _number(loss), _number(weight)
+    at = f" of {where}" if where else ""
+    if found_loss is None:
+        raise LayoutError(
+            f"{named(function, name)} returned {_described(loss)} as the loss{at}: expected one real number, the sum "
+            "of the samples' losses"
+        )
+    if found_weight is None:
+        raise LayoutError(
+            f"{named(function, name)} returned {_described(weight)} as the weight{at}: expected one real number, "
+            f"{_WEIGHT}"
+        )
+    if found_weight < 0:
+        raise DataError(
+            f"{named(function, name)} returned {found_weight:g} as the weight{at}: expected a number >= 0, {_WEIGHT}"
+        )
+    return found_loss, found_weight
+
+
+def _number(value: Any) -> float | None:
+    kind = getattr(getattr(value, "dtype", None), "kind", "f")
+    if value is not None and not isinstance(value, bool | str | bytes | bytearray | complex) and kind in _NUMBERS:
+        try:
+            whole = getattr(value, "shape", ()) and math.prod(value.shape) == 1
+            return float(value.reshape(()) if whole else value)
+        except (TypeError, ValueError):
+            pass
+    return None
+
+
+def _described(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    if shape is not None and hasattr(value, "dtype"):
+        return f"an array of {value.dtype} of shape {tuple(shape)}" if shape else f"{shown(value)} ({value.dtype})"
+    return "None" if value is None else f"{shown(value)} ({type(value).__name__})"
+
+
+def check_names(function: Callable[..., Any], grads: Mapping[str, Any], trained: Set[str], frozen: Set[str]) -> None:
+    """Check that gradients are those of the trained parameters; those of frozen ones may be among them.
+
+    Not collective.
+
+    Raises
+    ------
+    LayoutError
+        If one is missing, or none of a parameter's.
+    """
+    if grads.keys() == trained:
+        return
+    for name in grads:
+        if name not in trained and name not in frozen:
+            raise LayoutError(
+                f"{named(function, 'loss_and_grad')} returned a gradient for {shown(name)}, which is no parameter"
+                f"{nearest(name, trained)}: the parameters are {_some(trained)}"
+            )
+    for name in trained:
+        if name not in grads:
+            raise LayoutError(
+                f"{named(function, 'loss_and_grad')} returned no gradient for {name!r}; it returned {_some(grads)}"
+            )
+
+
+def _some(names: Any, most: int = 8) -> str:
+    listed = sorted(map(str, names))
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return f"{listed[:most]}{more}"
+
+
+def gradient(function: Callable[..., Any], name: str, value: Any, view: Array, where: str) -> Array:
+    """Return the gradient of a parameter that a function gave for ``where`` as an array for ``view``. Not collective.
+
+    Raises
+    ------
+    LayoutError
+        If it has another shape, or is not of floating-point numbers of at least 32 bits.
+    """
+    array = np.asarray(value)
+    if array.dtype.kind != "f" or array.itemsize < 4:
+        raise LayoutError(
+            f"{named(function, 'loss_and_grad')} returned {_described(array)} as the gradient of {name!r} by {where}: "
+            f"expected float32 or float64; {_way_out(array)}"
+        )
+    if array.shape != view.shape:
+        raise LayoutError(
+            f"{named(function, 'loss_and_grad')}: the gradient of {name!r} has shape {array.shape}, its parameter has "
+            f"{view.shape}, by {where}"
+        )
+    return array
+
+
+def _way_out(array: Array) -> str:
+    if array.dtype.kind == "c":
+        return "the gradient of a real loss by real parameters is real: hold complex parameters as pairs of real ones"
+    if array.dtype.kind == "f" or array.itemsize == 2:
+        return "sums of many samples lose digits in 16 bits: compute it in float32"
+    if array.dtype.kind == "O":
+        return "numbers of different kinds, or things that are no numbers, stand in it"
+    return "if these are the right values, convert them: value.astype(numpy.float32)"
