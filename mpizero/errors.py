@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 
+from mpizero.frames import rendered
 from mpizero.text import printable
 
 
@@ -23,15 +24,23 @@ class ExitStatus(IntEnum):
 class MpizeroError(Exception):
     """Base of all deliberate errors; the command line prints them as one line, without a traceback.
 
+    Where one ends a job, the line names the user's own that led to it; ``MPIZERO_TRACEBACK=1`` shows the traceback.
     Their text is fit for a terminal, whatever it quotes: names, keys and values from files of others stand in it
     escaped (:func:`mpizero.text.printable`), and nobody who raises one has to think of it.
     """
 
     status: ExitStatus = ExitStatus.RANK_FAILED
 
+    #: Where in a model it arose, if there: "block 'encoder.2'".
+    place: str = ""
+
     def __str__(self) -> str:
-        """Return the message, without anything that a terminal would obey."""
-        return printable(super().__str__(), keep="\n")
+        """Return the message, without anything that a terminal would obey; it begins with the place in the model."""
+        return printable(", ".join(filter(None, [self.place, super().__str__()])), keep="\n")
+
+    def _render_traceback_(self) -> list[str]:
+        """Show the user's own line first: IPython and Jupyter ask for this."""
+        return rendered(self)
 
 
 class ConfigError(MpizeroError, ValueError):

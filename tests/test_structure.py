@@ -15,6 +15,7 @@ PACKAGE = ROOT / "mpizero"
 #: A module imports lower floors or its own package.
 FLOORS = {
     "text": -1,  # errors quote files of others
+    "frames": -1,  # ... and name the user's own lines
     "errors": 0,
     "types": 0,
     "crc": 0,
@@ -50,6 +51,7 @@ DOORS = {
 }
 #: Modules that may read the process's environment.
 ENVIRONMENT = {
+    "mpizero.frames",
     "mpizero.faults",
     "mpizero.train.cli",
     "mpizero.comm.guard",

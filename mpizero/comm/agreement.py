@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.lastwords import ranks_text
+from mpizero.comm.lastwords import describe, ranks_text
 from mpizero.errors import CollectiveError, ConfigError, MpizeroError, PeerFailure, RemoteError
 
 _SHOWN = 200
@@ -48,7 +48,7 @@ def all_ranks(comm: Communicator, tag: str = "all_ranks") -> Iterator[None]:
     comm.allreduce(failed, "max", tag=tag)
     if not failed[0]:
         return
-    reports = comm.allgather_object(None if error is None else (isinstance(error, RemoteError), _describe(error)), tag)
+    reports = comm.allgather_object(None if error is None else (isinstance(error, RemoteError), describe(error)), tag)
     if error is not None:
         raise error
     ranks = [rank for rank, report in enumerate(reports) if report is not None]
@@ -106,10 +106,6 @@ def _is_common(comm: Communicator, name: str, value: Any) -> bool:
     digests = np.empty((comm.size, digest.size), np.uint8)
     comm.allgather(digest.copy(), digests, tag=f"agree {name}"[:80])
     return bool((digests == digests[0]).all())
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _children(value: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 from mpizero.comm.board import Slot
 from mpizero.comm.contract import Lookout
 from mpizero.comm.heartbeat import Heartbeat
-from mpizero.comm.lastwords import await_delivery, describe, format_error, write
+from mpizero.comm.lastwords import await_delivery, describe, format_error, told, write
 from mpizero.comm.leaving import BLOCKED, PATIENCE, Departure, minimum
 from mpizero.comm.libraryexit import LibraryExit
 from mpizero.comm.peers import Peers
@@ -187,9 +187,9 @@ class Guard:
             status = self._agree_to_fail(mpi, error) if mpi and together else None
             if status is None and mpi:
                 delay = 0.0 if together else self._is_consequence(error, mpi)
-                self.end(mpi, self.lines(describe(error)), error.status, delay)
+                self.end(mpi, self.lines(told(error)), error.status, delay)
             if status is None:
-                write(f"{describe(error)}\n")
+                write(f"{told(error)}\n")
             self._exit(error.status if status is None else status)
         elif mpi is None:
             self._excepthook(kind, error, trace)
@@ -264,7 +264,7 @@ class Guard:
             return None
         self._agreed = True
         if found == mine:
-            write(f"{describe(error)}\n")
+            write(f"{told(error)}\n")
         return found & 0xFF
 
     def _exit(self, status: int) -> NoReturn:

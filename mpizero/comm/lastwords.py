@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 from types import TracebackType
 
+from mpizero.frames import shows_all, users_line
 from mpizero.text import printable
 
 # Seconds for last words to be read from this rank's pipe, at most, and to travel from there to the terminal.
@@ -20,9 +21,20 @@ _DELIVERY, _FORWARDING = 1.0, 0.1
 
 
 def describe(error: BaseException) -> str:
-    """Return one line for an error that is the user's to mend, and the further lines that it brings."""
+    """Return one line for an error that is the user's to mend, and the further lines that it brings.
+
+    The line ends with the user's own: the innermost of the error's traceback, where there is one.
+    """
     first = f"{type(error).__name__}: {' '.join(str(error).split()) or 'no further description'}"
+    line = users_line(error.__traceback__)
+    if line is not None and str(line) not in first:
+        first = f"{first} ({line})"
     return "\n".join([first, *getattr(error, "details", ())])
+
+
+def told(error: BaseException) -> str:
+    """Return what to print of an error that is the user's to mend: one line, or all of it where the user asks so."""
+    return format_error(error, error.__traceback__) if shows_all() else describe(error)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

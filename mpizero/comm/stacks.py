@@ -19,38 +19,21 @@ import gc
 import os
 import re
 import sys
-import sysconfig
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
 from mpizero.comm.scratch import nameless_file
+from mpizero.frames import Line, is_users
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+) .*:")
 _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
-_LIBRARY = sysconfig.get_path("stdlib") + os.sep
-_INSTALLED = f"{os.sep}site-packages{os.sep}"
 _COMM = str(Path(__file__).resolve().parent) + os.sep
-
 
 #: Held where collections are turned off and on again, by several threads of one process.
 _LOOKING = threading.Lock()
-
-
-class Line(NamedTuple):
-    """One line of a stack."""
-
-    file: str
-    number: int
-    function: str
-
-    def __str__(self) -> str:
-        """Give "file:line in function"."""
-        return f"{Path(self.file).name}:{self.number} in {self.function}"
 
 
 def frame_of(thread: int) -> FrameType | None:
@@ -96,10 +79,6 @@ def innermost(frame: FrameType | None) -> list[Line]:
 def place(stack: Sequence[Line]) -> str:
     """Describe the line of the user's own code that a thread is in, and the line of a library beneath it."""
     inner = next((line for line in stack if not line.file.startswith(_COMM)), None)
-    outer = next((line for line in stack if _is_users(line.file)), None)
+    outer = next((line for line in stack if is_users(line.file)), None)
     lines = [outer] if inner is outer else [outer, inner]
     return " > ".join(str(line) for line in lines if line is not None)
-
-
-def _is_users(file: str) -> bool:
-    return not file.startswith((_PACKAGE, _LIBRARY, "<frozen")) and _INSTALLED not in file

@@ -98,9 +98,9 @@ def _on_first_rank(work: Callable[[argparse.Namespace], int], options: argparse.
         with _one_line_errors():
             return work(options)
     except MpizeroError as error:
-        from mpizero.comm.lastwords import describe, write
+        from mpizero.comm.lastwords import told, write
 
-        write(f"{describe(error)}\n")
+        write(f"{told(error)}\n")
         return int(error.status)
 
 

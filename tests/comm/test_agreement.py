@@ -31,6 +31,10 @@ def fails_on(*ranks, with_error=ValueError):
     return section
 
 
+#: The user's own line in an agreed section, as errors name it.
+PLANTED = f"test_agreement.py:{fails_on.__code__.co_firstlineno + 4} in section"
+
+
 def test_a_section_without_errors_changes_nothing():
     assert run_in_threads(3, fails_on()) == [0, 1, 2]
 
@@ -38,12 +42,12 @@ def test_a_section_without_errors_changes_nothing():
 def test_the_failing_rank_keeps_its_error_and_the_others_learn_of_it():
     found = run_in_threads(3, lambda comm: outcome(lambda: fails_on(1)(comm)))
     assert found[1] == (ValueError, "planted on 1")
-    assert found[0] == found[2] == (RemoteError, "rank 1 raised; rank 1: ValueError: planted on 1")
+    assert found[0] == found[2] == (RemoteError, f"rank 1 raised; rank 1: ValueError: planted on 1 ({PLANTED})")
 
 
 def test_all_failing_ranks_are_named_with_the_first_error():
     found = run_in_threads(5, lambda comm: outcome(lambda: fails_on(1, 2, 4)(comm)))
-    assert found[0] == (RemoteError, "ranks 1-2, 4 raised; rank 1: ValueError: planted on 1")
+    assert found[0] == (RemoteError, f"ranks 1-2, 4 raised; rank 1: ValueError: planted on 1 ({PLANTED})")
 
 
 def test_an_outer_section_names_the_cause_and_not_the_echo():

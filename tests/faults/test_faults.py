@@ -163,28 +163,40 @@ def test_bad_input_is_one_line_for_the_job_and_its_own_exit_status(job, fault, r
     check_failed(ended, tracebacks=0)
     assert ended.status == 78
     assert len(ended.said) == 1
-    assert ended.said[0].endswith("ConfigError: [optimizer] lr = nan: must be a finite number > 0")
+    function = "fail_together" if fault == "config_error_everywhere" else "<module>"
+    assert re.fullmatch(
+        rf"ConfigError: \[optimizer\] lr = nan: must be a finite number > 0 \(program.py:\d+ in {function}\)",
+        ended.said[0],
+    )
+
+
+def test_bad_input_keeps_its_traceback_where_the_user_asks_for_it(job, monkeypatch):
+    monkeypatch.setenv("MPIZERO_TRACEBACK", "1")
+    ended = job("config_error_everywhere", 4)
+    check_failed(ended, tracebacks=1)
+    assert ended.status == 78
 
 
 def test_bad_input_is_one_line_under_the_runner_of_mpi4py(job):
     ended = job("config_error_everywhere", runner=("-m", "mpi4py"))
     assert ended.status == 78
     assert len(ended.said) == 1
-    assert ended.said[0].endswith("ConfigError: [optimizer] lr = nan: must be a finite number > 0")
+    assert "ConfigError: [optimizer] lr = nan: must be a finite number > 0 (program.py:" in ended.said[0]
 
 
 def test_bad_input_of_one_rank_ends_all_with_its_line_and_status(job):
     ended = job("data_error", ranks=4, victim=2)
     check_failed(ended, tracebacks=0)
     assert ended.status == 65
-    assert [line.partition("] ")[2] for line in ended.said] == ["at step 5, phase forward:", "DataError: planted"]
+    lines = [re.sub(r"^\[rank .*?\] |\d+(?= in )", "", line) for line in ended.said]
+    assert lines == ["at step 5, phase forward:", "DataError: planted (program.py: in raise_data_error)"]
 
 
 def test_bad_input_in_an_agreed_section_is_one_line(job):
     ended = job("agreed_data_error", ranks=4, victim=2)
     check_failed(ended, tracebacks=0)
     assert ended.status == 65
-    assert ended.said == ["DataError: planted"]
+    assert re.fullmatch(r"DataError: planted \(program.py:\d+ in fail_together\)", *ended.said)
 
 
 def test_an_error_in_an_agreed_section_has_the_traceback_of_the_rank_that_raised(job):

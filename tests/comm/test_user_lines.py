@@ -1,0 +1,101 @@
+"""An error of one line ends with the user's own line: not one of this package, of Python, or of an installed one."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+
+import pytest
+
+import mpizero
+from mpizero.comm.lastwords import describe, told
+from mpizero.errors import ConfigError
+from mpizero.frames import TRACEBACK
+
+LIBRARY = sysconfig.get_path("purelib")
+STDLIB = sysconfig.get_path("stdlib")
+COMMAND = f"{sysconfig.get_path('scripts')}/mpizero"
+OWN = mpizero.__file__.replace("__init__", "invented")
+
+
+def raised(*files):
+    """Return an error that has come through a function ``f`` of each of these files, the outermost first."""
+
+    def fail():
+        raise ConfigError("planted")
+
+    inner = fail
+    for file in reversed(files):
+        space = {"inner": inner}
+        exec(compile("def f():\n    inner()", file, "exec"), space)
+        inner = space["f"]
+    with pytest.raises(ConfigError) as caught:
+        inner()
+    trace = caught.value.__traceback__.tb_next  # without this function, which is a user's too, and ``fail``
+    return caught.value.with_traceback(_without_last(trace))
+
+
+def _without_last(trace):
+    if trace.tb_next is None:
+        return None
+    trace.tb_next = _without_last(trace.tb_next)
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        (["/home/me/train.py"], "train.py:2 in f"),
+        (["/home/me/train.py", OWN], "train.py:2 in f"),
+        (["/home/me/train.py", "/home/me/net.py", OWN, OWN], "net.py:2 in f"),
+        (["/home/me/train.py", OWN, "/home/me/net.py"], "net.py:2 in f"),  # a layer or function of the user's
+        (["/home/me/train.py", OWN, f"{LIBRARY}/numpy/x.py"], "train.py:2 in f"),
+        (["/home/me/train.py", f"{STDLIB}/contextlib.py", OWN], "train.py:2 in f"),
+        ([f"{LIBRARY}/mpi4py/run.py", "train.py", OWN], "train.py:2 in f"),
+        (["<stdin>", OWN], "<stdin>:2 in f"),
+        ([COMMAND, f"{LIBRARY}/theirs/main.py", OWN, f"{LIBRARY}/h5py/x.py", OWN], "main.py:2 in f"),
+    ],
+)
+def test_the_innermost_line_of_the_user_is_named(files, named):
+    assert describe(raised(*files)) == f"ConfigError: planted ({named})"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        [COMMAND, OWN],
+        [COMMAND, OWN, f"{LIBRARY}/h5py/x.py", OWN],
+        ["<frozen runpy>", OWN, f"{STDLIB}/contextlib.py", OWN],
+        [f"{STDLIB}/threading.py", OWN],
+    ],
+)
+def test_a_command_of_this_package_has_no_line_of_the_user(files):
+    assert describe(raised(*files)) == "ConfigError: planted"
+
+
+def test_a_line_that_the_error_names_itself_is_not_named_twice():
+    error = raised("/home/me/train.py")
+    error.args = ("calls differ: rank 0: barrier at train.py:2 in f",)
+    assert describe(error) == "ConfigError: calls differ: rank 0: barrier at train.py:2 in f"
+
+
+def test_all_frames_are_shown_where_the_user_asks_for_them(monkeypatch):
+    error = raised("/home/me/train.py", OWN)
+    monkeypatch.setenv(TRACEBACK, "1")
+    assert told(error).count("\n  File ") == 2
+    assert told(error).startswith("Traceback")
+    monkeypatch.setenv(TRACEBACK, "0")
+    assert told(error) == describe(error)
+
+
+def test_ipython_shows_the_user_the_last_own_line_first_and_no_other(tmp_path, monkeypatch):
+    """IPython calls ``_render_traceback_`` of an exception's class, and prints the lines that it returns."""
+    script = tmp_path / "cell.py"
+    script.write_text("def f():\n    inner()")
+    error = raised("/home/me/train.py", str(script), OWN)
+    shown = error._render_traceback_()
+    assert shown[:2] == [f'  File "{script}", line 2, in f', "    inner()"]
+    assert shown[2] == "ConfigError: planted"
+    assert not any("invented" in line for line in shown)
+    monkeypatch.setenv(TRACEBACK, "1")
+    assert error._render_traceback_() == "".join(traceback.format_exception(error)).splitlines()
