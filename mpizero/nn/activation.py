@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from mpizero import kernels
 from mpizero.errors import ConfigError
-from mpizero.nn.layer import Layer, namespace
+from mpizero.nn.layer import Layer, namespace, require_floats
 from mpizero.types import EVALUATE, Array, Params, Run
 
 
@@ -19,6 +19,7 @@ class Activation(Layer):
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Apply the activation to every element. Not collective."""
+        require_floats(x, type(self).__name__)
         xp = namespace(x)
         x = xp.ascontiguousarray(x)
         y = xp.empty_like(x)

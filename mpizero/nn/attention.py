@@ -14,11 +14,21 @@ from typing import Any
 import numpy as np
 
 from mpizero import kernels
-from mpizero.errors import ConfigError
+from mpizero.errors import ConfigError, DataError
 from mpizero.nn.affine import Affine
 from mpizero.nn.dropout import Dropout, Window
 from mpizero.nn.graph import Graph, Place
-from mpizero.nn.layer import Layer, known, multiply, namespace, operand, require_positive, splits, vector
+from mpizero.nn.layer import (
+    Layer,
+    known,
+    multiply,
+    namespace,
+    operand,
+    require_positive,
+    require_sequences,
+    splits,
+    vector,
+)
 from mpizero.nn.linear import Linear
 from mpizero.nn.operations import Operations
 from mpizero.nn.split.attention import SplitAttention
@@ -87,6 +97,7 @@ class CausalSelfAttention(Affine):
 
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Attend within each sample of ``x`` (samples, length, dim). Not collective."""
+        require_sequences(x, self.dim, "CausalSelfAttention")
         into_qkv, projection, _ = self._layers
         qkv, qkv_cache = into_qkv.product(params["qkv"], x, run)
         mixed, seen = self.attend(qkv, into_qkv.last_bias(params["qkv"]), run)
@@ -119,6 +130,8 @@ class CausalSelfAttention(Affine):
         number there: dropout masks depend on it.
         """
         xp, (samples, length, _) = namespace(qkv), qkv.shape
+        if not length:
+            raise DataError("CausalSelfAttention: takes sequences of at least one place, the input has none")
         apart = xp.empty_like(qkv, shape=(3, samples, self.heads, length, self.dim // self.heads))
         work, qkv = _Heads(self, apart, run, first_head), xp.ascontiguousarray(qkv)
         mixed: Array = xp.empty_like(qkv, shape=(samples, length, self.dim))

@@ -120,7 +120,7 @@ class ContextEmbedding(TokenEmbedding):
         run, zigzag = placed(run, x, self.group)
         if x.ndim != 2 or zigzag.length > self.sequence:
             raise DataError(
-                f"the model takes ids of shape (samples, length <= {self.sequence}), the input has shape "
+                f"TokenEmbedding: takes ids of shape (samples, length <= {self.sequence}), the input has shape "
                 f"{tuple(x.shape)} of sequences of {zigzag.length}; cut the input or build the model with a longer "
                 "sequence"
             )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from mpizero import kernels
 from mpizero.errors import ConfigError
 from mpizero.nn.graph import Graph, Place
-from mpizero.nn.layer import Layer, namespace, require_rate, vector
+from mpizero.nn.layer import Layer, namespace, require_floats, require_rate, vector
 from mpizero.types import EVALUATE, Array, Params, Run
 
 
@@ -46,6 +46,7 @@ class Dropout(Layer):
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Mask ``x`` (samples, ...) in training; otherwise return ``x`` itself. Not collective."""
+        require_floats(x, "Dropout")
         if not self.drops(x, run):
             return x, None
         return self.mask(x, run), run

@@ -10,7 +10,7 @@ from mpizero import kernels
 from mpizero.errors import DataError
 from mpizero.nn.dropout import Dropout
 from mpizero.nn.graph import Graph, Place
-from mpizero.nn.layer import Layer, as_ids, namespace, require_positive, splits
+from mpizero.nn.layer import Layer, as_ids, namespace, require_array, require_numbers, require_positive, splits
 from mpizero.nn.operations import Operations
 from mpizero.nn.split.embedding import SplitEmbedding, SplitTokenEmbedding
 from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, Run
@@ -88,9 +88,10 @@ class Position(Layer):
         DataError
             ``x`` has another shape.
         """
+        require_numbers(x, "Position")
         if x.ndim != 3 or x.shape[1] > self.sequence or x.shape[2] != self.features:
             raise DataError(
-                f"Position takes (samples, length <= {self.sequence}, {self.features}), the input has shape "
+                f"Position: takes (samples, length <= {self.sequence}, {self.features}), the input has shape "
                 f"{tuple(x.shape)}"
             )
         return x + params["weight"][: x.shape[1]], None
@@ -159,9 +160,10 @@ class TokenEmbedding(Layer):
 
     def require_ids(self, x: Array) -> None:
         """Raise :class:`DataError` unless ``x`` has the shape of ids. Not collective."""
+        require_array(x, "TokenEmbedding")
         if x.ndim != 2 or x.shape[1] > self.sequence:
             raise DataError(
-                f"the model takes ids of shape (samples, length <= {self.sequence}), the input has shape "
+                f"TokenEmbedding: takes ids of shape (samples, length <= {self.sequence}), the input has shape "
                 f"{tuple(x.shape)}; cut the input or build the model with a longer sequence"
             )
 

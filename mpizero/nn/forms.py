@@ -9,7 +9,7 @@ from mpizero import kernels
 from mpizero.nn.activation import Activation
 from mpizero.nn.affine import Affine
 from mpizero.nn.dropout import Dropout
-from mpizero.nn.layer import Layer, known, namespace
+from mpizero.nn.layer import Layer, known, namespace, require_numbers, require_sequences
 from mpizero.nn.norm import LayerNorm
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Params, Run
@@ -98,6 +98,9 @@ class BlockForm(Layer):
         """Map ``x`` (samples, length, dim) to the same shape. Collective where the layers are."""
         norm1, attention, norm2, feed_forward = self._layers
         drop1, drop2 = self._dropouts
+        require_sequences(x, norm1.features, "TransformerBlock")
+        require_numbers(x, "TransformerBlock")
+        x = namespace(x).asarray(x, params["norm1"]["weight"].dtype)
         a, norm1_cache = norm1.forward(params["norm1"], x, run)
         a, attention_cache = attention.product(params["attention"], a, run)
         h = self._joined(a, attention.last_bias(params["attention"]), drop1, x, run)

@@ -17,6 +17,8 @@ from mpizero.nn.graph import Graph, Place
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
 
+_FLOATS = frozenset({np.dtype(np.float32), np.dtype(np.float64)})
+
 
 class Layer(ABC):
     """A differentiable function of parameters and input, described but not holding either.
@@ -162,20 +164,52 @@ def known(dx: Array | None) -> Array:
 
 def as_rows(x: Array, features: int, dtype: np.dtype[Any], where: str) -> Array:
     """View ``x`` as a contiguous matrix of ``features`` columns and of ``dtype``; copies only if it must."""
+    require_numbers(x, where)
     if x.shape[-1:] != (features,):
-        raise DataError(f"{where} takes {features} features on the last axis, the input has shape {tuple(x.shape)}")
+        raise DataError(f"{where}: takes {features} features on the last axis, the input has shape {tuple(x.shape)}")
     rows = x.reshape(-1, features) if x.size else x.reshape(int(np.prod(x.shape[:-1])), features)
     matrix: Array = namespace(x).ascontiguousarray(rows, dtype=dtype)
     return matrix
 
 
+def require_array(x: Any, where: str, what: str = "input") -> None:
+    """Raise :class:`DataError` unless ``x`` is an array of NumPy or CuPy."""
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise DataError(f"{where}: takes arrays, the {what} is of type {type(x).__name__}; give numpy.asarray of it")
+
+
+def require_numbers(x: Any, where: str, what: str = "input") -> None:
+    """Raise :class:`DataError` unless ``x`` is an array of real numbers."""
+    require_array(x, where, what)
+    if x.dtype.kind not in "biuf":
+        advice = "; give its parts as real numbers" if x.dtype.kind == "c" else ""
+        raise DataError(f"{where}: takes real numbers, the {what} has dtype {x.dtype}{advice}")
+
+
+def require_floats(x: Any, where: str, what: str = "input") -> None:
+    """Raise :class:`DataError` unless ``x`` is an array of float32 or float64: what kernels take."""
+    require_array(x, where, what)
+    if x.dtype not in _FLOATS:
+        advice = "; cast it with astype(numpy.float32)" if x.dtype.kind in "biuf" else ""
+        raise DataError(f"{where}: takes float32 or float64, the {what} has dtype {x.dtype}{advice}")
+
+
+def require_sequences(x: Any, features: int | None, where: str) -> None:
+    """Raise :class:`DataError` unless ``x`` is an array of (samples, length, features); None takes any features."""
+    require_array(x, where)
+    if x.ndim != 3 or features not in (None, x.shape[2]):
+        shown = "features" if features is None else features
+        raise DataError(f"{where}: takes (samples, length, {shown}), the input has shape {tuple(x.shape)}")
+
+
 def as_ids(x: Array, bound: int, where: str) -> Array:
     """Return integer ids as contiguous int64 after checking that all lie in [0, ``bound``)."""
+    require_array(x, where)
     if x.dtype.kind not in "iu":
-        raise DataError(f"{where} takes integer ids, the input has dtype {x.dtype}; cast it with astype(numpy.int64)")
+        raise DataError(f"{where}: takes integer ids, the input has dtype {x.dtype}; cast it with astype(numpy.int64)")
     if x.size and (int(x.min()) < 0 or int(x.max()) >= bound):
         raise DataError(
-            f"{where} takes ids from 0 to {bound - 1}, the input has ids from {int(x.min())} to {int(x.max())}; "
+            f"{where}: takes ids from 0 to {bound - 1}, the input has ids from {int(x.min())} to {int(x.max())}; "
             "make the vocabulary larger or map the ids into it"
         )
     ids: Array = namespace(x).ascontiguousarray(x, dtype=np.int64)

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.errors import DataError
-from mpizero.nn.layer import namespace, vector
+from mpizero.nn.layer import namespace, require_array, require_floats, require_numbers, vector
 from mpizero.types import Array
 
 
@@ -34,6 +34,9 @@ class CrossEntropy:
         cache : Any
             For :meth:`backward`.
         """
+        require_floats(prediction, "CrossEntropy", "prediction")
+        if prediction.ndim < 1:
+            raise DataError("CrossEntropy: takes logits of (..., classes), the prediction is a single number")
         classes = prediction.shape[-1]
         targets = self.as_targets(target, prediction.shape[:-1], classes)
         xp = namespace(prediction)
@@ -47,10 +50,11 @@ class CrossEntropy:
 
         Not collective.
         """
+        require_array(target, "CrossEntropy", "target")
         if target.shape != shape or target.dtype.kind not in "iu":
             raise DataError(
-                f"CrossEntropy takes integer targets of shape {tuple(shape)}, "
-                f"it was given {target.dtype} of shape {tuple(target.shape)}"
+                f"CrossEntropy: takes class numbers, integers of shape {tuple(shape)}, for logits of shape "
+                f"{(*shape, classes)}; the target is {target.dtype} of shape {tuple(target.shape)}"
             )
         if target.size and int(target.max()) >= classes:
             raise DataError(f"CrossEntropy: target {int(target.max())} is not below the number of classes, {classes}")
@@ -87,14 +91,14 @@ class MeanSquaredError:
         cache : Any
             For :meth:`backward`.
         """
+        require_floats(prediction, "MeanSquaredError", "prediction")
+        require_numbers(target, "MeanSquaredError", "target")
         given, shape = tuple(target.shape), tuple(prediction.shape)
         if given != shape and (*given, 1) != shape and given != (*shape, 1):
             raise DataError(
-                f"MeanSquaredError takes targets of the prediction's shape {shape}, where one of both may lack a last "
-                f"axis of size 1; it was given shape {given}"
+                f"MeanSquaredError: takes targets of the prediction's shape {shape}, where one of both may lack a last "
+                f"axis of size 1; the target has shape {given}"
             )
-        if target.dtype.kind not in "biuf":
-            raise DataError(f"MeanSquaredError takes targets of real numbers, it was given {target.dtype}")
         xp = namespace(prediction)
         difference = prediction - xp.asarray(target, dtype=prediction.dtype).reshape(prediction.shape)
         samples = prediction.shape[0]

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpizero.errors import ConfigError, DataError
 from mpizero.nn.activation import named_activation
-from mpizero.nn.layer import Layer, namespace, require_positive
+from mpizero.nn.layer import Layer, namespace, require_numbers, require_positive
 from mpizero.nn.linear import Linear
 from mpizero.nn.loss import CrossEntropy, MeanSquaredError
 from mpizero.nn.model import export_computation_graph
@@ -32,8 +32,11 @@ class Select(Layer):
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Copy ``x`` (..., features) without the features that are not active. Not collective."""
+        require_numbers(x, "Select")
         if x.shape[-1:] != (self.features,):
-            raise DataError(f"the model takes {self.features} features, the input has shape {tuple(x.shape)}")
+            raise DataError(
+                f"Select: takes {self.features} features on the last axis, the input has shape {tuple(x.shape)}"
+            )
         y = namespace(x).zeros_like(x)
         y[..., list(self.active)] = x[..., list(self.active)]
         return y, None

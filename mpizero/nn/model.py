@@ -13,6 +13,7 @@ from mpizero.layout.flat import nested
 from mpizero.nn.graph import FORMAT, Graph, Place
 from mpizero.nn.initialize import initial_values
 from mpizero.nn.layer import Layer, namespace
+from mpizero.nn.located import located
 from mpizero.nn.operations import Operations
 from mpizero.nn.split.model import run_on
 from mpizero.types import EVALUATE, Array, BlockModel, ParameterSpec, Params, Run
@@ -93,7 +94,7 @@ def evaluate(model: BlockModel, params: Mapping[str, Params], x: Array, run: Run
     """
     run = run_on(model, x, run)
     for block, layer in model.blocks.items():
-        x = layer.forward(params.get(block, {}), x, run)[0]
+        x = located("block", block, layer.forward, params.get(block, {}), x, run)[0]
     return x
 
 
@@ -135,7 +136,7 @@ def loss_and_gradients(
     run = run_on(model, x, run)
     caches = []
     for block, layer in model.blocks.items():
-        x, cache = layer.forward(params[block], x, run)
+        x, cache = located("block", block, layer.forward, params[block], x, run)
         caches.append(cache)
     loss_sum, weight, loss_cache = model.loss.forward(x, target)
     dy: Array | None = model.loss.backward(loss_cache, scale)
@@ -144,7 +145,8 @@ def loss_and_gradients(
     for (block, layer), cache in zip(reversed(list(model.blocks.items())), reversed(caches), strict=True):
         if dy is None:
             raise LayoutError(f"no gradient reaches block {block!r}: the block after it returns none for its input")
-        dy = layer.backward(params[block], cache, dy, nest(_block_items(block, layer, uses)))
+        grads = nest(_block_items(block, layer, uses))
+        dy = located("block", block, layer.backward, params[block], cache, dy, grads)
     gradients = {spec.name: uses[spec.name] for spec in specs if spec.tied is None}
     for spec in specs:
         if spec.tied in gradients:

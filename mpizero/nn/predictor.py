@@ -30,7 +30,7 @@ class GPTPredictor:
 
         dim, layers, heads, vocabulary, sequence = self.sizes
         if x.ndim != 2 or x.shape[1] > sequence:
-            raise DataError(f"the predictor takes ids of shape (samples, length <= {sequence}), not {tuple(x.shape)}")
+            raise DataError(f"the predictor: takes ids of shape (samples, length <= {sequence}), not {tuple(x.shape)}")
         ids = as_ids(np.asarray(x), vocabulary, "the predictor")
         length = ids.shape[1]
         out = np.empty((*ids.shape, vocabulary), self.packed.dtype)

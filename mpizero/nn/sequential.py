@@ -9,6 +9,7 @@ from typing import Any
 from mpizero.errors import ConfigError
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.layer import Layer
+from mpizero.nn.located import located
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Group, Params, Run
 
@@ -40,7 +41,7 @@ class Sequential(Layer):
         """Apply the layers first to last. Not collective."""
         caches = []
         for name, layer in self.layers:
-            x, cache = layer.forward(params.get(name, {}), x, run)
+            x, cache = located("layer", name, layer.forward, params.get(name, {}), x, run)
             caches.append(cache)
         return x, caches
 
@@ -53,7 +54,8 @@ class Sequential(Layer):
                 if any(spec.trainable for spec in layer.specs()):
                     raise ConfigError(f"Sequential: no gradient reaches {name!r}: the layer after it returns none")
                 continue
-            gradient, pending = layer.backward_input(params.get(name, {}), layer_cache, gradient)
+            back = layer.backward_input
+            gradient, pending = located("layer", name, back, params.get(name, {}), layer_cache, gradient)
             pendings.append(pending)
         return gradient, pendings
 
@@ -61,7 +63,8 @@ class Sequential(Layer):
         """Overwrite the gradients of all layers, last to first. Not collective."""
         reached = zip(reversed(self.layers), reversed(cache), pending, strict=False)
         for (name, layer), layer_cache, layer_pending in reached:
-            layer.backward_weights(params.get(name, {}), layer_cache, layer_pending, grads.get(name, {}))
+            given = params.get(name, {}), layer_cache, layer_pending, grads.get(name, {})
+            located("layer", name, layer.backward_weights, *given)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Follow the shape through all layers. Not collective."""

@@ -9,9 +9,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mpizero.comm.timeline import Timeline
 from mpizero.errors import CollectiveError, LayoutError, PeerFailure
 from mpizero.layout import Unit
 from mpizero.layout.flat import joined
+from mpizero.nn.located import located
 from mpizero.parallel.answers import check_names, gradient, loss_and_weight, samples_text
 from mpizero.parallel.storage import Lender, ParameterStore, flat_names
 from mpizero.types import EVALUATE, BlackBoxModel, BlockModel, Init, ParameterSpec, Run
@@ -113,9 +115,8 @@ class BlockEvaluator:
             for unit in self.units:
                 with passed.unit(unit) as params:
                     for block in unit.blocks:
-                        begun = clock.begin()
-                        x, caches[block] = self.blocks[block].forward(params[block], x, run)
-                        clock.end("forward", block, begun)
+                        forward = self.blocks[block].forward
+                        x, caches[block] = in_block(clock, "forward", block, forward, params[block], x, run)
             begun = clock.begin()
             loss, weight, cache = self.criterion.forward(x, y)
             loss, weight = loss_of(self.criterion, loss, weight, samples_text(run.first_sample, y))
@@ -127,9 +128,9 @@ class BlockEvaluator:
                 with passed.unit(unit) as params:
                     grads = target(unit)
                     for block in reversed(unit.blocks):
-                        begun = clock.begin()
-                        d = self.blocks[block].backward(params[block], caches.pop(block), d, grads[block])
-                        clock.end("backward", block, begun)
+                        backward, cache = self.blocks[block].backward, caches.pop(block)
+                        given = params[block], cache, d, grads[block]
+                        d = in_block(clock, "backward", block, backward, *given)
                         if ended is not None:
                             ended(unit, block)
                 passed.done(unit)
@@ -153,7 +154,7 @@ class BlockEvaluator:
                 with passed.unit(unit) as params:
                     for block in unit.blocks:
                         if x is not None:
-                            x, _ = self.blocks[block].forward(params[block], x, run)
+                            x, _ = located("block", block, self.blocks[block].forward, params[block], x, run)
         except (CollectiveError, PeerFailure):
             raise
         except Exception:
@@ -303,6 +304,14 @@ def _explained(function: str) -> Iterator[None]:
         if any(word in str(error) for word in ("read-only", "readonly", "writable", "writeable")):
             error.add_note(f"The arrays that {function} gets are read-only: let it copy what it changes, x = x.copy()")
         raise
+
+
+def in_block(clock: Timeline, phase: str, block: str, method: Callable[..., Any], *args: Any) -> Any:
+    """Return what a layer's method returns, with its time noted and its errors placed. Collective where it is."""
+    begun = clock.begin()
+    result = located("block", block, method, *args)
+    clock.end(phase, block, begun)
+    return result
 
 
 def with_next(units: Iterable[Unit]) -> Iterator[tuple[Unit, Unit | None]]:

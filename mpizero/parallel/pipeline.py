@@ -20,7 +20,7 @@ from mpizero.errors import CollectiveError, LayoutError, PeerFailure
 from mpizero.kernels import to_host
 from mpizero.layout import Instruction, Schedule, Unit, build_schedule
 from mpizero.parallel.answers import samples_text
-from mpizero.parallel.compute import loss_of, with_next
+from mpizero.parallel.compute import in_block, loss_of, with_next
 from mpizero.parallel.courier import Route, key_of
 from mpizero.parallel.gradients import Job
 from mpizero.parallel.running import RunOf, WatchedJob
@@ -180,9 +180,7 @@ class PipelineRunner:
         for unit, following in with_next(self.units[chunk]):
             with self.store.unit(unit, following) as params, self._computing(flight) as working:
                 for block in unit.blocks if working else ():
-                    begun = self.store.timeline.begin()
-                    value, cache = self.stage.model.blocks[block].forward(params[block], value, run)
-                    self.store.timeline.end("forward", block, begun)
+                    value, cache = self._call("forward", block, "forward", params[block], value, run)
                     if run.training:
                         flight.caches[block] = cache
         if chunk < len(self.stage_of) - 1:
@@ -203,10 +201,8 @@ class PipelineRunner:
             with self.store.unit(unit, following) as params, self._computing(flight) as working:
                 grads = watched.target(unit) if working else {}
                 for block in reversed(unit.blocks) if working else ():
-                    layer = self.stage.model.blocks[block]
-                    begun = self.store.timeline.begin()
-                    d = layer.backward(params[block], flight.caches.pop(block), d, grads[block])
-                    self.store.timeline.end("backward", block, begun)
+                    cache = flight.caches.pop(block)
+                    d = self._call("backward", block, "backward", params[block], cache, d, grads[block])
             watched.done(unit)
         self._send_back(chunk, micro, watched, d)
         del self._flights[chunk, micro]
@@ -216,10 +212,8 @@ class PipelineRunner:
         for unit, following in with_next(reversed(self.units[chunk])):
             with self.store.unit(unit, following) as params, self._computing(flight) as working:
                 for block in reversed(unit.blocks) if working else ():
-                    layer = self.stage.model.blocks[block]
-                    begun = self.store.timeline.begin()
-                    d, flight.pending[block] = layer.backward_input(params[block], flight.caches[block], d)
-                    self.store.timeline.end("backward", block, begun)
+                    given = params[block], flight.caches[block], d
+                    d, flight.pending[block] = self._call("backward", block, "backward_input", *given)
         self._send_back(chunk, micro, watched, d)
 
     def _backward_weights(self, chunk: int, micro: int, watched: WatchedJob) -> None:
@@ -228,11 +222,13 @@ class PipelineRunner:
             with self.store.unit(unit, following) as params, self._computing(flight) as working:
                 grads = watched.target(unit) if working else {}
                 for block in reversed(unit.blocks) if working else ():
-                    cache, pending = flight.caches.pop(block), flight.pending.pop(block)
-                    begun = self.store.timeline.begin()
-                    self.stage.model.blocks[block].backward_weights(params[block], cache, pending, grads[block])
-                    self.store.timeline.end("backward", block, begun)
+                    given = params[block], flight.caches.pop(block), flight.pending.pop(block), grads[block]
+                    self._call("backward", block, "backward_weights", *given)
             watched.done(unit)
+
+    def _call(self, phase: str, block: str, method: str, *args: Any) -> Any:
+        """Return what a method of a block's layer returns."""
+        return in_block(self.store.timeline, phase, block, getattr(self.stage.model.blocks[block], method), *args)
 
     def _begin_backward(self, chunk: int, micro: int, watched: WatchedJob) -> tuple[_Flight, Any]:
         flight, d = self._flights[chunk, micro], None

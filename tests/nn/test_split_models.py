@@ -493,7 +493,7 @@ def test_targets_that_cannot_be_used_are_named_on_every_rank():
         logits = np.zeros((1, 2, 6 - group.rank), np.float32)
         with pytest.raises(DataError, match="target 11 is not below the number of classes, 11"):
             loss.forward(logits, np.array([[0, 11]]))
-        with pytest.raises(DataError, match=r"integer targets of shape \(1, 2\)"):
+        with pytest.raises(DataError, match=r"integers of shape \(1, 2\)"):
             loss.forward(logits, np.zeros((1, 3), int))
 
     on_ranks(2, work)

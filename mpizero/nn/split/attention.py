@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpizero.errors import ConfigError
 from mpizero.nn.affine import Affine
-from mpizero.nn.layer import Layer, known
+from mpizero.nn.layer import Layer, known, require_sequences
 from mpizero.nn.operations import Operations
 from mpizero.nn.split.linear import ColumnLinear, RowLinear
 from mpizero.nn.split.parts import divisors, own_range
@@ -73,6 +73,7 @@ class SplitAttention(Affine):
 
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Attend within each sample of ``x`` (samples, length or own places, dim). Collective over the group."""
+        require_sequences(x, self.whole.dim, "CausalSelfAttention")
         into_qkv, projection = self._layers
         qkv, qkv_cache = into_qkv.product(params["qkv"], x, run)
         bias, first = into_qkv.last_bias(params["qkv"]), self.group.rank * self._own.heads

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mpizero.nn.activation import Activation, named_activation
 from mpizero.nn.dropout import Dropout, Window
 from mpizero.nn.forms import BlockForm, FeedForwardForm
-from mpizero.nn.layer import Layer, known
+from mpizero.nn.layer import Layer, known, require_sequences
 from mpizero.nn.norm import LayerNorm
 from mpizero.nn.operations import Operations
 from mpizero.nn.regions import Gather, Split
@@ -128,6 +128,7 @@ class AlongSequence(Layer):
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Give each rank its places of ``x`` (samples, length, ...), and join the results. Collective."""
+        require_sequences(x, None, "TransformerBlock")
         cut, join = Split(self.group, 1, x.shape[1]), Gather(self.group, 1, x.shape[1])
         y, cache = self.layer.forward(params, cut.forward(x), replace(run, length=x.shape[1]))
         return join.forward(y), (cut, cache, join)

@@ -90,7 +90,7 @@ class SplitModel:
 
     def run_on(self, x: Array, run: Run) -> Run:
         """Add to ``run`` what blocks must know of the whole ``x``; without it they ask each other. Not collective."""
-        return replace(run, length=x.shape[1]) if self.sequences and x.ndim > 1 else run
+        return replace(run, length=x.shape[1]) if self.sequences and getattr(x, "ndim", 0) > 1 else run
 
     def whole_prediction(self, y: Array) -> Array:
         """Return the prediction as one process would give it, from what the last block returned here.
