@@ -18,6 +18,8 @@ _PACKAGE = tuple({f"{path}{os.sep}" for path in (Path(__file__).parent, Path(__f
 #: Of Python itself, and of the commands that packages bring.
 _PYTHON = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "scripts"))
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+#: The file of functions that were made of text: the ``__init__`` of a dataclass, but also a program of ``python -c``.
+_GENERATED = "<string>"
 
 
 class Line(NamedTuple):
@@ -53,8 +55,9 @@ def users_line(trace: TracebackType | None) -> Line | None:
 
 def _lines(trace: TracebackType | None) -> Iterator[Line]:
     while trace is not None:
-        code = trace.tb_frame.f_code
-        yield Line(code.co_filename, trace.tb_lineno, code.co_name)
+        code, module = trace.tb_frame.f_code, trace.tb_frame.f_globals
+        if code.co_filename != _GENERATED or "__file__" not in module:
+            yield Line(code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
 
 

@@ -73,6 +73,13 @@ def test_a_command_of_this_package_has_no_line_of_the_user(files):
     assert describe(raised(*files)) == "ConfigError: planted"
 
 
+def test_the_lines_of_a_dataclass_that_nobody_wrote_are_not_the_users():
+    with pytest.raises(ConfigError) as caught:
+        mpizero.nn.GPT(dim=7, layers=1, heads=2, sequence=4)
+    here = f"test_user_lines.py:{caught.traceback[0].lineno + 1} in {caught.traceback[0].name}"
+    assert describe(caught.value).endswith(f" ({here})")
+
+
 def test_a_line_that_the_error_names_itself_is_not_named_twice():
     error = raised("/home/me/train.py")
     error.args = ("calls differ: rank 0: barrier at train.py:2 in f",)
