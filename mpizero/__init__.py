@@ -117,7 +117,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
     if name not in _MODULES and name not in _HOME:
-        raise AttributeError(f"module 'mpizero' has no attribute {name!r}")
+        import_module("mpizero.names").unknown_names("mpizero", __all__)(name)
     import_module("mpizero.comm.guard").install_in_job()
     if name in _MODULES:
         return import_module(f"mpizero.{name}")

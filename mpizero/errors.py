@@ -49,6 +49,18 @@ class ConfigError(MpizeroError, ValueError):
     status = ExitStatus.CONFIG
 
 
+class ArgumentError(MpizeroError, TypeError):
+    """Arguments that a class or function does not take: the message names what was given and what is taken."""
+
+    status = ExitStatus.CONFIG
+
+
+class UnknownNameError(MpizeroError, AttributeError):
+    """A name that a module of this package does not have."""
+
+    status = ExitStatus.CONFIG
+
+
 class GridError(ConfigError):
     """Group sizes that do not fit the number of ranks."""
 

@@ -1,16 +1,114 @@
-"""Which names parameters may have: those that a checkpoint can hold as they are, and a terminal can show."""
+"""Which names parameters may have (those that a checkpoint can hold and a terminal can show), and which was meant."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from inspect import Parameter, signature
+from typing import Any, TypeVar
 from unicodedata import is_normalized
 
-from mpizero.errors import ConfigError
+from mpizero.errors import ArgumentError, ConfigError, UnknownNameError
+
+T = TypeVar("T", bound=Callable[..., Any])
 
 #: Characters of a parameter's name and of a slot's at most, so that ``optimizer/<slot>/<name>`` fits a path.
 NAME_LIMIT, SLOT_LIMIT, PATH_LIMIT = 440, 60, 512
 #: Parts of a name, and of a path, at most: each is a group of the HDF5 file, which takes room.
 NAME_PARTS, PATH_PARTS = 24, 32
+#: What other libraries call things, in lower case, and what that is here.
+ELSEWHERE: Mapping[str, Sequence[str]] = {
+    "learning_rate": ("lr",),
+    "alpha": ("lr",),
+    "step_size": ("lr",),
+    "lr": ("learning_rate", "lr_scale"),
+    "beta1": ("betas",),
+    "beta2": ("betas",),
+    "beta": ("betas", "momentum"),
+    "epsilon": ("eps",),
+    "decay": ("weight_decay",),
+    "l2": ("weight_decay",),
+    "params": ("groups", "parameters"),
+    "param_groups": ("groups",),
+    "batch_size": ("micro_batch", "global_batch", "batch"),
+    "microbatch": ("micro_batch",),
+    "gradient_accumulation_steps": ("accumulate",),
+    "grad_accum": ("accumulate",),
+    "max_grad_norm": ("clip",),
+    "gradient_clipping": ("clip",),
+    "clip_norm": ("clip",),
+    "compression": ("gradient_compression",),
+    "communicator": ("comm",),
+    "num_threads": ("threads",),
+    "fp16": ("mixed_precision",),
+    "bf16": ("mixed_precision",),
+    "precision": ("mixed_precision", "dtype"),
+    "tp": ("tensor_parallel_size",),
+    "pp": ("pipeline_parallel_size",),
+    "dp": ("data_parallel_size",),
+    "cp": ("context_parallel_size",),
+    "tensor": ("tensor_parallel_size",),
+    "pipeline": ("pipeline_parallel_size",),
+    "num_stages": ("pipeline_parallel_size",),
+    "stage": ("zero_stage",),
+    "in_features": ("inputs", "features"),
+    "out_features": ("outputs",),
+    "in_channels": ("inputs",),
+    "out_channels": ("outputs",),
+    "use_bias": ("bias",),
+    "num_embeddings": ("items", "vocabulary"),
+    "embedding_dim": ("features",),
+    "normalized_shape": ("features",),
+    "p": ("rate",),
+    "embed_dim": ("dim",),
+    "d_model": ("dim",),
+    "n_embd": ("dim",),
+    "hidden_size": ("dim", "hidden"),
+    "hidden_sizes": ("hidden",),
+    "num_heads": ("heads",),
+    "n_head": ("heads",),
+    "nhead": ("heads",),
+    "num_layers": ("layers",),
+    "n_layer": ("layers",),
+    "depth": ("layers",),
+    "block_size": ("sequence",),
+    "max_length": ("sequence",),
+    "context_length": ("sequence",),
+    "seq_len": ("sequence",),
+    "length": ("sequence",),
+    "vocab_size": ("vocabulary",),
+    "total_steps": ("steps",),
+    "num_steps": ("steps",),
+    "warmup_steps": ("warmup",),
+    "min_lr": ("end",),
+    "model": ("wrapped_model", "parameters"),
+    "optimizer": ("wrapped_optimizer",),
+    "mse": ("MeanSquaredError",),
+    "mseloss": ("MeanSquaredError",),
+    "l2loss": ("MeanSquaredError",),
+    "crossentropyloss": ("CrossEntropy",),
+    "softmaxcrossentropy": ("CrossEntropy",),
+    "multiheadattention": ("CausalSelfAttention",),
+    "selfattention": ("CausalSelfAttention",),
+    "dense": ("Linear",),
+    "module": ("Layer",),
+    "transformer": ("GPT", "TransformerBlock"),
+    "swish": ("SiLU",),
+    "ddp": ("DDPModel",),
+    "dataparallel": ("DDPModel",),
+    "distributeddataparallel": ("DDPModel",),
+    "fsdp": ("FSDPModel",),
+    "fullyshardeddataparallel": ("FSDPModel",),
+    "pipelinemodel": ("PipelineParallelModel",),
+    "tensormodel": ("TensorParallelModel",),
+    "hybridmodel": ("HybridShardedModel",),
+    "config": ("ShardingConfig", "config"),
+    "blackboxmodel": ("FunctionModel",),
+    "cosineannealinglr": ("cosine",),
+    "dataloader": ("batches",),
+    "tensordataset": ("ArraySource",),
+    "dataset": ("ArraySource",),
+}
 RULE = (
     f"printable characters of any language (in Unicode's normal form NFC), in parts joined by /, of which none is "
     f"empty, '.' or '..' or has a space at an end; at most {NAME_LIMIT} characters in {NAME_PARTS} parts"
@@ -95,5 +193,65 @@ def nearest(name: object, known: Iterable[str]) -> str:
     alike: dict[str, str] = {}
     for text in known:
         alike.setdefault(text.lower(), text)
-    found = difflib.get_close_matches(str(name).lower(), alike, n=1)
-    return f" (did you mean {shown(alike[found[0]])}?)" if found else ""
+    word = str(name).lower()
+    elsewhere = [ours for ours in ELSEWHERE.get(word, ()) if ours.lower() in alike]
+    found = elsewhere or [alike[text] for text in difflib.get_close_matches(word, alike, n=1)]
+    return f" (did you mean {shown(found[0])}?)" if found else ""
+
+
+def explains(target: T) -> T:
+    """Decorate a public class or function: arguments that it does not take are an error that says what it takes.
+
+    Python's own error would do without a suggestion, and not know that ``learning_rate`` is called ``lr`` here.
+    Signature and documentation stay as they are. Not collective.
+    """
+    if isinstance(target, type):
+        init = target.__init__  # type: ignore[misc]
+        setattr(target, "__init__", _explained(init, bound=1))  # noqa: B010 - for mypy
+        return target
+    return _explained(target)  # type: ignore[return-value]
+
+
+def _explained(function: Callable[..., Any], bound: int = 0) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            if fault := _fault_of_call(function, args, kwargs, bound):
+                name = type(args[0]).__name__ if bound else function.__name__
+                raise ArgumentError(f"{name}: {fault}") from None
+            raise
+
+    return call
+
+
+def _fault_of_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], bound: int) -> str:
+    """Say why a function cannot be called like this; "" if it can. ``bound`` arguments are not the caller's."""
+    given = signature(function)
+    try:
+        given.bind(*args, **kwargs)
+    except TypeError as error:
+        parameters = list(given.parameters.values())[bound:]
+        known = [p.name for p in parameters if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)]
+        takes = f"it takes {', '.join(known)}" if known else "it takes none"
+        unknown = next((key for key in kwargs if key not in known), None)
+        if unknown is not None:
+            return f"there is no argument {shown(unknown)}{nearest(unknown, known)}; {takes}"
+        positional = [p.name for p in parameters if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
+        if len(args) - bound > len(positional):
+            return f"{len(args) - bound} given without a name, at most {len(positional)} can be; {takes}"
+        return f"{error}; {takes}"
+    return ""
+
+
+def unknown_names(module: str, known: Sequence[str]) -> Callable[[str], Any]:
+    """Return a module's ``__getattr__``, for names that it does not have: an error with the nearest that it has.
+
+    Not collective.
+    """
+
+    def missing(name: str) -> Any:
+        raise UnknownNameError(f"module {module!r} has no attribute {name!r}{nearest(name, known)}")
+
+    return missing

@@ -10,11 +10,13 @@ from typing import Any, Self
 import numpy as np
 
 from mpizero.errors import ConfigError
+from mpizero.names import explains
 from mpizero.types import Array
 
 LossAndGrad = Callable[[Mapping[str, Array], tuple[Any, Any]], tuple[float, Mapping[str, Array], float]]
 
 
+@explains
 class FunctionModel:
     """Wrap any code that computes a loss and its gradient, so that every strategy can train it.
 

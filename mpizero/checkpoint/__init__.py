@@ -1,5 +1,7 @@
 """Checkpoints: global named arrays in one HDF5 file and a manifest, written and read on any number of ranks."""
 
+from typing import TYPE_CHECKING
+
 from mpizero.checkpoint.folders import Found, Left, newest, prune, sound, step_folder, step_of, survey
 from mpizero.checkpoint.image import from_bytes, to_bytes
 from mpizero.checkpoint.pending import PendingSave, begin
@@ -16,6 +18,7 @@ from mpizero.errors import (
     CheckpointMissingError,
     CheckpointVersionError,
 )
+from mpizero.names import unknown_names
 
 __all__ = [
     "ALIGNMENT",
@@ -45,3 +48,6 @@ __all__ = [
     "verify",
     "write",
 ]
+
+if not TYPE_CHECKING:  # a checker of types would take any name for known
+    __getattr__ = unknown_names(__name__, __all__)

@@ -1,10 +1,13 @@
 """Training data: sources of samples, the validation split, and batches that do not depend on the number of ranks."""
 
+from typing import TYPE_CHECKING
+
 from mpizero.data.arrays import ArraySource, NpySource, digits
 from mpizero.data.batches import Batches, batches, sample_order
 from mpizero.data.hdf5 import Hdf5Source
 from mpizero.data.source import Source, Subset
 from mpizero.data.text import TextSource
+from mpizero.names import unknown_names
 
 __all__ = [
     "ArraySource",
@@ -18,3 +21,6 @@ __all__ = [
     "digits",
     "sample_order",
 ]
+
+if not TYPE_CHECKING:  # a checker of types would take any name for known
+    __getattr__ = unknown_names(__name__, __all__)

@@ -12,12 +12,14 @@ from numpy.typing import ArrayLike
 from mpizero.crc import crc32
 from mpizero.data.source import Indices, Source, check_lengths, check_samples, native
 from mpizero.errors import DataError
+from mpizero.names import explains
 from mpizero.types import Array
 
 #: Where scikit-learn keeps the digits in its package.
 DIGITS = ("datasets", "data", "digits.csv.gz")
 
 
+@explains
 class ArraySource(Source):
     """Samples of two arrays in memory, the same on every rank.
 
@@ -52,6 +54,7 @@ class ArraySource(Source):
         return found
 
 
+@explains
 class NpySource(Source):
     """Samples of two ``.npy`` files, mapped into memory.
 

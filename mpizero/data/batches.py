@@ -12,6 +12,7 @@ from mpizero.data.source import Indices, Source
 from mpizero.errors import ConfigError, DataError
 from mpizero.kernels import cpu
 from mpizero.layout.grains import Grains
+from mpizero.names import explains
 from mpizero.types import Array
 
 
@@ -87,6 +88,7 @@ class Batches:
         return samples
 
 
+@explains
 def batches(
     source: Source,
     config: BatchConfig,

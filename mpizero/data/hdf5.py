@@ -9,9 +9,11 @@ import numpy as np
 
 from mpizero.data.source import Indices, Source, check_lengths, check_samples, native
 from mpizero.errors import DataError
+from mpizero.names import explains
 from mpizero.types import Array
 
 
+@explains
 class Hdf5Source(Source):
     """Samples of two datasets of an HDF5 file, read when asked for.
 

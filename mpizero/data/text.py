@@ -18,6 +18,7 @@ import numpy as np
 
 from mpizero.data.source import VALIDATION, Indices, Source
 from mpizero.errors import ConfigError, DataError
+from mpizero.names import explains
 from mpizero.types import Array
 
 #: Files that stay mapped into memory at a time; the rest are mapped again when needed.
@@ -28,6 +29,7 @@ LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "
 Path = str | os.PathLike[str]
 
 
+@explains
 class TextSource(Source):
     """Next-byte prediction on text: sample i is the bytes ``i * sequence`` to ``(i + 1) * sequence``, inclusive.
 

@@ -1,5 +1,8 @@
 """Layers with hand-written backward passes, losses, and the models made of them; no MPI."""
 
+from typing import TYPE_CHECKING
+
+from mpizero.names import unknown_names
 from mpizero.nn.activation import GELU, ReLU, SiLU, Tanh
 from mpizero.nn.attention import CausalSelfAttention
 from mpizero.nn.block import FeedForward, TransformerBlock
@@ -88,3 +91,6 @@ __all__ = [
     "torch_name",
     "whole_prediction",
 ]
+
+if not TYPE_CHECKING:  # a checker of types would take any name for known
+    __getattr__ = unknown_names(__name__, __all__)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from mpizero import kernels
 from mpizero.errors import ConfigError
+from mpizero.names import explains
 from mpizero.nn.layer import Layer, namespace, require_floats
 from mpizero.types import EVALUATE, Array, Params, Run
 
@@ -52,6 +53,7 @@ class Activation(Layer):
         backward(x.reshape(-1), dy.reshape(-1), dx.reshape(-1))
 
 
+@explains
 @dataclass(frozen=True)
 class GELU(Activation):
     """Gaussian error linear unit in its tanh form (Hendrycks and Gimpel, 2016; GPT-2's choice)."""
@@ -69,6 +71,7 @@ class GELU(Activation):
         return y.reshape(x.shape), rows.reshape(x.shape)
 
 
+@explains
 @dataclass(frozen=True)
 class SiLU(Activation):
     """Sigmoid linear unit, ``x * sigmoid(x)``."""
@@ -76,6 +79,7 @@ class SiLU(Activation):
     kernel: ClassVar[str] = "silu"
 
 
+@explains
 @dataclass(frozen=True)
 class ReLU(Activation):
     """Rectified linear unit, ``max(x, 0)``, with slope 0 at 0."""
@@ -83,6 +87,7 @@ class ReLU(Activation):
     kernel: ClassVar[str] = "relu"
 
 
+@explains
 @dataclass(frozen=True)
 class Tanh(Activation):
     """Hyperbolic tangent."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.errors import ConfigError, DataError
+from mpizero.names import explains
 from mpizero.nn.affine import Affine
 from mpizero.nn.dropout import Dropout, Window
 from mpizero.nn.graph import Graph, Place
@@ -46,6 +47,7 @@ CACHE, DEVICE = 1 << 18, 1 << 28
 Part = tuple[slice, slice]
 
 
+@explains
 @dataclass(frozen=True)
 class CausalSelfAttention(Affine):
     """Let each place of a sequence attend to itself and the places before it.

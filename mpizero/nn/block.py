@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from mpizero.names import explains
 from mpizero.nn.activation import Activation, named_activation
 from mpizero.nn.attention import CausalSelfAttention
 from mpizero.nn.dropout import Dropout
@@ -17,6 +18,7 @@ from mpizero.nn.split.block import AlongSequence, SplitBlock, SplitFeedForward
 from mpizero.types import Group, Init
 
 
+@explains
 @dataclass(frozen=True)
 class FeedForward(FeedForwardForm):
     """Two linear layers with an activation between them, place by place.
@@ -68,6 +70,7 @@ class FeedForward(FeedForwardForm):
         return projection.trace(graph, f"{name}.projection", place)
 
 
+@explains
 @dataclass(frozen=True)
 class TransformerBlock(BlockForm):
     """Pre-norm block: ``h = x + attention(norm1(x))``, then ``h + feed_forward(norm2(h))``.

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from mpizero import kernels
 from mpizero.errors import ConfigError
+from mpizero.names import explains
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.layer import Layer, namespace, require_floats, require_rate, vector
 from mpizero.types import EVALUATE, Array, Params, Run
@@ -27,6 +28,7 @@ class Window(NamedTuple):
     plane_step: int = 0
 
 
+@explains
 @dataclass(frozen=True)
 class Dropout(Layer):
     """Zero each element with probability ``rate`` and scale the others by ``1 / (1 - rate)``, in training only.

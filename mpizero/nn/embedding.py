@@ -8,6 +8,7 @@ from typing import Any
 
 from mpizero import kernels
 from mpizero.errors import DataError
+from mpizero.names import explains
 from mpizero.nn.dropout import Dropout
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.layer import Layer, as_ids, namespace, require_array, require_numbers, require_positive, splits
@@ -16,6 +17,7 @@ from mpizero.nn.split.embedding import SplitEmbedding, SplitTokenEmbedding
 from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, Run
 
 
+@explains
 @dataclass(frozen=True)
 class Embedding(Layer):
     """Look up row ``id`` of ``weight`` (items, features) for every integer id; takes no weight decay.
@@ -65,6 +67,7 @@ class Embedding(Layer):
         return SplitEmbedding(self, group) if splits(self, Embedding, group) else self
 
 
+@explains
 @dataclass(frozen=True)
 class Position(Layer):
     """Add row t of ``weight`` (sequence, features) to every sample's place t; takes no weight decay."""
@@ -107,6 +110,7 @@ class Position(Layer):
         grads["weight"][length:] = 0
 
 
+@explains
 @dataclass(frozen=True)
 class TokenEmbedding(Layer):
     """Turn token ids into vectors: token table plus position table, then dropout. A language model's first block.

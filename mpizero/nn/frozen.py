@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mpizero.names import explains
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.layer import Layer
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
 
 
+@explains
 @dataclass(frozen=True)
 class Frozen(Layer):
     """Use a layer without training it: its parameters have no gradient and no optimizer state.

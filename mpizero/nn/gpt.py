@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mpizero.names import explains
 from mpizero.nn.block import TransformerBlock
 from mpizero.nn.checkpointed import Checkpointed
 from mpizero.nn.embedding import TokenEmbedding
@@ -33,6 +34,7 @@ _TOKEN_TABLE = "embedding.token.weight"
 _SITES_PER_BLOCK = 3
 
 
+@explains
 @dataclass(frozen=True)
 class LanguageHead(HeadForm):
     """Final norm, then projection onto the vocabulary: a language model's last block.
@@ -65,6 +67,7 @@ class LanguageHead(HeadForm):
         return projection.trace(graph, f"{name}.projection", norm.trace(graph, f"{name}.norm", source))
 
 
+@explains
 @dataclass(frozen=True)
 class GPT:
     """A GPT as blocks: "embedding", "blocks.0", ..., "head".

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from mpizero.names import explains
 from mpizero.nn.affine import Affine
 from mpizero.nn.layer import Layer, as_rows, matmul, require_positive, splits, sum_rows
 from mpizero.nn.operations import Operations, linear_operations
@@ -13,6 +14,7 @@ from mpizero.nn.split.linear import SplitLinear, SplitProjection
 from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, Run
 
 
+@explains
 @dataclass(frozen=True)
 class Linear(Affine):
     """Compute ``y = x @ weight + bias`` on the last axis.
@@ -84,6 +86,7 @@ class Linear(Affine):
         return linear_operations(prod(shape[:-1]), self.inputs, self.outputs, self.input_gradient)
 
 
+@explains
 @dataclass(frozen=True)
 class Projection(Layer):
     """Compute ``logits = x @ weight.T``, with ``weight`` (classes, features) stored as an embedding's table is.

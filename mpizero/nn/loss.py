@@ -9,10 +9,12 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.errors import DataError
+from mpizero.names import explains
 from mpizero.nn.layer import namespace, require_array, require_floats, require_numbers, vector
 from mpizero.types import Array
 
 
+@explains
 @dataclass(frozen=True)
 class CrossEntropy:
     """Softmax followed by the negative log-likelihood of integer targets; negative targets are ignored."""
@@ -70,6 +72,7 @@ class CrossEntropy:
         return gradient.reshape(shape)
 
 
+@explains
 @dataclass(frozen=True)
 class MeanSquaredError:
     """Squared error, averaged over a sample's outputs and summed over samples."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.errors import ConfigError, DataError
+from mpizero.names import explains
 from mpizero.nn.activation import named_activation
 from mpizero.nn.layer import Layer, namespace, require_numbers, require_positive
 from mpizero.nn.linear import Linear
@@ -23,6 +24,7 @@ from mpizero.nn.split.model import SplitModel
 from mpizero.types import EVALUATE, Array, BlockModel, Group, Init, Params, Run
 
 
+@explains
 @dataclass(frozen=True)
 class Select(Layer):
     """Keep some of the input's features and replace the others by zeros."""
@@ -46,6 +48,7 @@ class Select(Layer):
         return self.forward({}, dy)
 
 
+@explains
 @dataclass(frozen=True)
 class MLP:
     """A fully connected network as blocks: "hidden.0", "hidden.1", ..., "output".

@@ -7,6 +7,7 @@ from typing import Any
 
 from mpizero import kernels
 from mpizero.errors import ConfigError
+from mpizero.names import explains
 from mpizero.nn.layer import Layer, as_rows, namespace, require_positive, vector
 from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
 
@@ -17,6 +18,7 @@ def _require(where: str, features: int, eps: float) -> None:
         raise ConfigError(f"{where}: eps={eps!r} must be greater than 0")
 
 
+@explains
 @dataclass(frozen=True)
 class LayerNorm(Layer):
     """Shift and scale each row to mean 0 and variance 1, then apply ``weight`` and ``bias``. Ba et al., 2016."""
@@ -67,6 +69,7 @@ class LayerNorm(Layer):
         grads["weight"][...], grads["bias"][...] = pending
 
 
+@explains
 @dataclass(frozen=True)
 class RMSNorm(Layer):
     """Scale each row to root mean square 1, then apply ``weight``. Zhang and Sennrich, 2019."""

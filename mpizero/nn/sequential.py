@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpizero.errors import ConfigError
+from mpizero.names import explains
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.layer import Layer
 from mpizero.nn.located import located
@@ -14,6 +15,7 @@ from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Group, Params, Run
 
 
+@explains
 @dataclass(frozen=True, init=False)
 class Sequential(Layer):
     """Apply layers in order.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from mpizero.names import unknown_names
 from mpizero.optim.adapted import AdaptedOptimizer, adapt, learning_rate
 from mpizero.optim.base import FlatOptimizer, ParameterGroup
 from mpizero.optim.optimizers import LAMB, SGD, Adam, AdamW, Lion, RMSprop
@@ -28,3 +31,6 @@ __all__ = [
     "learning_rate",
     "linear",
 ]
+
+if not TYPE_CHECKING:  # a checker of types would take any name for known
+    __getattr__ = unknown_names(__name__, __all__)

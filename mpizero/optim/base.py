@@ -12,11 +12,12 @@ import numpy as np
 from mpizero import kernels
 from mpizero.errors import ConfigError
 from mpizero.kernels import pool
-from mpizero.names import nearest
+from mpizero.names import explains, nearest
 from mpizero.optim import validation
 from mpizero.types import Array, Dtype, LearningRate, ParameterSpec
 
 
+@explains
 @dataclass(frozen=True)
 class ParameterGroup:
     """Settings for the parameters whose dotted name matches a pattern; the first matching group counts.
@@ -59,6 +60,7 @@ def rate_at(owner: str, lr: LearningRate, step: int) -> float:
     return validation.number(owner, f"lr({step})", lr(step)) if callable(lr) else float(lr)
 
 
+@explains
 @dataclass(frozen=True, kw_only=True)
 class FlatOptimizer:
     """An elementwise optimizer over flat arrays; it never sees a model, a rank or a communicator.

@@ -11,11 +11,13 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.errors import ConfigError
+from mpizero.names import explains
 from mpizero.optim import validation
 from mpizero.optim.base import FlatOptimizer
 from mpizero.types import Array, LearningRate
 
 
+@explains
 @dataclass(frozen=True, kw_only=True)
 class SGD(FlatOptimizer):
     """Gradient descent, with momentum and Nesterov's variant (Sutskever et al. 2013).
@@ -57,6 +59,7 @@ class SGD(FlatOptimizer):
         return lr, decay, self.momentum, keep, *((1.0, self.momentum) if self.nesterov else (0.0, 1.0))
 
 
+@explains
 @dataclass(frozen=True, kw_only=True)
 class Adam(FlatOptimizer):
     """Adam (Kingma & Ba 2015); weight decay is added to the gradient.
@@ -92,6 +95,7 @@ class Adam(FlatOptimizer):
         return decay, *rates, lr * first, second, self.eps
 
 
+@explains
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019); arguments as :class:`Adam`."""
@@ -103,6 +107,7 @@ class AdamW(Adam):
         return 1.0 - lr * decay, *rates, lr * first, second, self.eps
 
 
+@explains
 @dataclass(frozen=True, kw_only=True)
 class RMSprop(FlatOptimizer):
     """RMSprop (Tieleman & Hinton 2012), neither centred nor with momentum.
@@ -132,6 +137,7 @@ class RMSprop(FlatOptimizer):
         return lr, decay, self.alpha, 1.0 - self.alpha, self.eps
 
 
+@explains
 @dataclass(frozen=True, kw_only=True)
 class Lion(FlatOptimizer):
     """Lion (Chen et al. 2023), with decoupled weight decay.
@@ -158,6 +164,7 @@ class Lion(FlatOptimizer):
         return 1.0 - lr * decay, lr, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 0.0
 
 
+@explains
 @dataclass(frozen=True, kw_only=True)
 class LAMB(Adam):
     """LAMB (You et al. 2020): Adam's step, as long as a fraction ``lr`` of each tensor's own norm.

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from mpizero.errors import ConfigError, NonFiniteError
+from mpizero.names import explains
 from mpizero.optim import validation
 
 
@@ -27,6 +28,7 @@ def clip_factor(norm: float, limit: float) -> float:
     return 1.0 if norm <= limit else limit / norm
 
 
+@explains
 @dataclass(frozen=True, kw_only=True)
 class DynamicLossScale:
     """How the loss scale follows overflows (Micikevicius et al. 2018).

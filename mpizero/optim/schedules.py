@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from mpizero.errors import ConfigError
+from mpizero.names import explains
 from mpizero.optim import validation
 
 
@@ -54,16 +55,19 @@ class Schedule:
         return self.end + (self.lr - self.end) * left
 
 
+@explains
 def constant(lr: float, warmup: int = 0) -> Schedule:
     """Return a schedule that stays at ``lr`` after the warm-up. Not collective."""
     return Schedule(shape="constant", lr=lr, warmup=warmup)
 
 
+@explains
 def linear(lr: float, steps: int, warmup: int = 0, end: float = 0.0) -> Schedule:
     """Return a schedule that falls to ``end`` in a straight line. Not collective."""
     return Schedule(shape="linear", lr=lr, steps=steps, warmup=warmup, end=end)
 
 
+@explains
 def cosine(lr: float, steps: int, warmup: int = 0, end: float = 0.0) -> Schedule:
     """Return a schedule that falls to ``end`` along half a cosine. Not collective."""
     return Schedule(shape="cosine", lr=lr, steps=steps, warmup=warmup, end=end)

@@ -14,11 +14,13 @@ from mpizero.comm.watchdog import Watchdog
 from mpizero.errors import ConfigError
 from mpizero.kernels.card_products import SIXTEEN_BITS
 from mpizero.layout import Axes, Grains
+from mpizero.names import explains
 from mpizero.optim import DynamicLossScale
 from mpizero.parallel.bucketsize import check_bucket, elements_of
 from mpizero.parallel.skipping import BadSteps
 
 
+@explains
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardingConfig:
     """How a model is spread over ranks; validated on construction.

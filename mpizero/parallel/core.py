@@ -15,7 +15,7 @@ from mpizero.comm.startup import agree_to_start
 from mpizero.errors import CheckpointError, ConfigError, SharedMemoryError
 from mpizero.layout import FlatLayout, Span
 from mpizero.layout.flat import joined
-from mpizero.names import check_names
+from mpizero.names import check_names, explains
 from mpizero.parallel.compute import blocks_of
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.engine import Engine
@@ -38,6 +38,7 @@ class Pending(NamedTuple):
     sent: int
 
 
+@explains
 class ShardedCore(ABC):
     """Construction, bookkeeping and closing of a sharded model.
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError
+from mpizero.names import explains
 from mpizero.parallel.base import ShardedModelBase
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.optimizers import ShardedOptimizer
@@ -75,6 +76,7 @@ class SpreadModel(ShardedModelBase):
         return twin
 
 
+@explains
 class HybridShardedModel(SpreadModel):
     """Pipeline x tensor x data parallelism, with any ZeRO stage over the data group.
 
@@ -149,6 +151,7 @@ class HybridShardedModel(SpreadModel):
         super().__init__(wrapped_model, config, spread, zero_stage)
 
 
+@explains
 class TensorParallelModel(SpreadModel):
     """Every layer's matrices split over the tensor group; the ranks that remain are replicas.
 
@@ -179,6 +182,7 @@ class TensorParallelModel(SpreadModel):
         super().__init__(wrapped_model, config, Spread(tensor=size), zero_stage)
 
 
+@explains
 class PipelineParallelModel(SpreadModel):
     """Blocks split over stages, through which micro-batches flow by a schedule; the ranks that remain are replicas.
 

@@ -13,6 +13,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.data import ArraySource, batches
 from mpizero.errors import ConfigError, DataError, NonFiniteError
 from mpizero.layout import Grains
+from mpizero.names import explains
 from mpizero.parallel.best import BestParameters
 from mpizero.types import Array
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from mpizero.parallel.optimizers import ShardedOptimizer
 
 
+@explains
 @dataclass(frozen=True, kw_only=True)
 class OptimizationOptions:
     """What ``optimize`` does.

@@ -6,6 +6,7 @@ from typing import Any
 
 from mpizero.comm.inmemory import InMemoryCommunicator
 from mpizero.errors import ConfigError
+from mpizero.names import explains
 from mpizero.parallel.base import ShardedModelBase
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.optimizers import (
@@ -65,6 +66,7 @@ MODELS: dict[str, tuple[type[ShardedModelBase], type[ShardedOptimizer]]] = {
 }
 
 
+@explains
 def distribute(
     model: Any, optimizer: Any, *, strategy: str = "zero2", config: ShardingConfig | None = None, comm: Any = None
 ) -> tuple[ShardedModelBase, ShardedOptimizer]:

@@ -13,6 +13,7 @@ import numpy as np
 from mpizero import checkpoint, optim
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.errors import ConfigError, LayoutError
+from mpizero.names import explains
 from mpizero.parallel import persistence
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.gathering import gather_pieces
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from mpizero.parallel.base import ShardedModelBase
 
 
+@explains
 class ShardedOptimizer:
     """An optimizer bound to a sharded model; makes exactly one stateful update a step.
 

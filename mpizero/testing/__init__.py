@@ -7,6 +7,7 @@
 from typing import TYPE_CHECKING, Any
 
 from mpizero.comm.threads import run_in_threads
+from mpizero.names import unknown_names
 from mpizero.testing.identities import adjoint_test, taylor_test
 from mpizero.testing.ranks import assert_same_as_serial, parallel_assert
 from mpizero.train.verify.findings import Finding, Report, Verdict
@@ -33,4 +34,4 @@ def __getattr__(name: str) -> Any:
         from mpizero.train.verify.compare import compare_layouts
 
         return compare_layouts
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return unknown_names(__name__, __all__)(name)

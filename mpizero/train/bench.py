@@ -15,8 +15,8 @@ from mpizero import nn, optim
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError
+from mpizero.names import nearest
 from mpizero.parallel import ShardingConfig, distribute
-from mpizero.train.checks import did_you_mean
 from mpizero.train.memory import proportional, settle
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
@@ -59,7 +59,7 @@ class MemoryRequest:
         names = tuple(name.strip() for name in strategies.split(",") if name.strip())
         for name in names:
             if name not in STRATEGIES:
-                hint = did_you_mean(name, STRATEGIES)
+                hint = nearest(name, STRATEGIES)
                 raise ConfigError(f"--strategies {strategies}: {name} is none of {', '.join(STRATEGIES)}{hint}")
         if not names:
             raise ConfigError(f"--strategies {strategies!r}: must name at least one of {', '.join(STRATEGIES)}")

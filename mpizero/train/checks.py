@@ -5,11 +5,12 @@ from __future__ import annotations
 import datetime
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from mpizero.errors import ConfigError
+from mpizero.names import nearest
 from mpizero.text import printable
 
 
@@ -237,7 +238,7 @@ def choice(*words: str) -> Check:
 
     def check(value: Any) -> str:
         if not isinstance(value, str) or value not in words:
-            raise ValueError("must be one of " + ", ".join(map(shown, words)) + did_you_mean(value, words))
+            raise ValueError("must be one of " + ", ".join(map(shown, words)) + nearest(value, words))
         return value
 
     return check
@@ -261,14 +262,3 @@ def many(check: Check, *, least: int = 0, count: int | None = None) -> Check:
             raise ValueError(f"each value {error}") from None
 
     return check_all
-
-
-def did_you_mean(value: object, known: Sequence[str]) -> str:
-    """Return a hint for a misspelt word, or nothing.
-
-    Not collective.
-    """
-    import difflib  # wanted only when something is wrong already
-
-    close = difflib.get_close_matches(str(value).lower(), known, n=1, cutoff=0.6)
-    return f"; did you mean {shown(close[0])}?" if close else ""

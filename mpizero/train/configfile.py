@@ -13,7 +13,8 @@ from typing import Any
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError
-from mpizero.train.checks import SettingError, did_you_mean, rejected, shown
+from mpizero.names import nearest
+from mpizero.train.checks import SettingError, rejected, shown
 from mpizero.train.config import (
     MODELS,
     OPTIMIZERS,
@@ -190,7 +191,7 @@ def config_of(tables: Tables) -> Config:
     for section, content in tables.items():
         if section not in SECTIONS:
             known = ", ".join(f"[{name}]" for name in SECTIONS)
-            raise SettingError(section, f"{section}: unknown section{did_you_mean(section, SECTIONS)}; known: {known}")
+            raise SettingError(section, f"{section}: unknown section{nearest(section, SECTIONS)}; known: {known}")
         if not isinstance(content, dict):
             raise rejected(section, content, f"must be a section: [{section}] with its settings below it")
     for section in ("model", "data"):
@@ -229,6 +230,6 @@ def _section(kind: Any, tables: Tables, kinds: Mapping[str, Any] | None = None) 
         owners = [name for name, other in (kinds or {}).items() if key in {item.name for item in fields(other)}]
         name = given.get("name", "adamw")
         whose = f"not a setting of {name} but of {', '.join(owners)}" if owners else "unknown key"
-        hint = "" if owners else did_you_mean(key, known)
+        hint = "" if owners else nearest(key, known)
         raise SettingError(f"{title}.{key}", f"{title}.{key}: {whose}{hint}; known: {', '.join(known)}")
     return kind(**given)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpizero.train.checks import did_you_mean, many, text
+from mpizero.names import nearest
+from mpizero.train.checks import many, text
 
 
 def arrays(value: Any) -> Any:
@@ -33,7 +34,7 @@ def table(*keys: str, hint: str = "") -> Any:
             raise ValueError(allowed)
         for key in value:
             if key not in keys:
-                raise ValueError(f"{allowed}; {key} is unknown{did_you_mean(key, keys)}")
+                raise ValueError(f"{allowed}; {key} is unknown{nearest(key, keys)}")
         for key in keys:
             if key not in value:
                 raise ValueError(f"{allowed}; {key} is missing")

@@ -19,7 +19,7 @@ CASES = {
     "missing data": (["data.text=nothing.txt"], DATA, "nothing.txt"),
     "empty data": (["data.text=empty.txt"], DATA, "empty.txt"),
     "less than one sequence": (["data.text=short.txt"], DATA, "short.txt"),
-    "unknown key": (["train.stepps=3"], CONFIG, 'did you mean "steps"'),
+    "unknown key": (["train.stepps=3"], CONFIG, "did you mean 'steps'"),
     "no batch": (["train.global_batch=0"], CONFIG, "train.global_batch = 0"),
     "negative batch": (["train.micro_batch=-1"], CONFIG, "train.micro_batch = -1"),
     "grain above batch": (["train.micro_batch=7"], CONFIG, "train.micro_batch = 7"),
