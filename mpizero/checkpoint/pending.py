@@ -23,6 +23,7 @@ from mpizero.checkpoint.publish import TemporaryFolder, publish
 from mpizero.checkpoint.skeleton import ALIGNMENT
 from mpizero.checkpoint.snapshot import SnapshotBuffer
 from mpizero.checkpoint.table import LocalArray
+from mpizero.comm import operations
 from mpizero.comm.communicator import CallTrace, Communicator
 
 #: How far the writing thread stands back (``nice``) where training or other ranks want the core, too.
@@ -147,6 +148,7 @@ class PendingSave:
             return
         if self.ended:
             raise RuntimeError(f"the save of {self.target} was discarded or has failed: begin another")
+        operations.begin(self._comm, "PendingSave.commit")
         with self._lent:
             try:
                 with agreed(self._comm, self._plan.prefix):

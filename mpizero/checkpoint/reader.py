@@ -207,6 +207,10 @@ class Reader:
             self._owns_comm = False
             self._comm.close()
 
+    def checksums(self) -> dict[str, tuple[int, ...]]:
+        """Return the CRC32s of the blocks of every array, by path, as they are told beside it. Not collective."""
+        return {path: stored.checksums for path, stored in self._manifest.arrays.items()}
+
     def check(self, expected: Mapping[str, tuple[tuple[int, ...], Any]], complete: bool = True) -> None:
         """Raise :class:`CheckpointError` listing arrays that are missing, different or (if ``complete``) too many.
 

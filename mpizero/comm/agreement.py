@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NoReturn
 
 import numpy as np
 
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.lastwords import describe, ranks_text
+from mpizero.comm.operations import meet
+from mpizero.crc import crc32
 from mpizero.errors import CollectiveError, ConfigError, MpizeroError, PeerFailure, RemoteError
 
 _SHOWN = 200
 
 
 @contextmanager
-def all_ranks(comm: Communicator, tag: str = "all_ranks") -> Iterator[None]:
+def all_ranks(comm: Communicator, tag: str = "all_ranks", *, first: bool = False) -> Iterator[None]:
     """Leave the block on every rank, or raise on every rank.
 
-    Collective over ``comm``: one small reduction. Inside the block, collectives of ``comm`` and operations that can
+    Collective over ``comm``: one small reduction; with ``first`` the first message of an operation, which compares what
+    the ranks have been asked for, too. Inside the block, collectives of ``comm`` and operations that can
     fail on one rank only must not be mixed: the others would wait in the collective. A failed collective is raised
     at once, without agreement, since the ranks may not come to one any more.
 
@@ -44,10 +48,21 @@ def all_ranks(comm: Communicator, tag: str = "all_ranks") -> Iterator[None]:
         raise
     except Exception as caught:
         error = caught
-    failed = np.array([error is not None], np.int8)
-    comm.allreduce(failed, "max", tag=tag)
-    if not failed[0]:
-        return
+    if first:
+        failed = meet(comm, (error is not None,))[:, 0].any()
+    else:
+        mine = np.array([error is not None], np.int8)
+        comm.allreduce(mine, "max", tag=tag)
+        failed = mine.any()
+    if failed:
+        raise_together(comm, error, tag)
+
+
+def raise_together(comm: Communicator, error: Exception | None, tag: str) -> NoReturn:
+    """Raise on every rank, since at least one has an ``error``: its own, or what that of another was.
+
+    Collective over ``comm``.
+    """
     reports = comm.allgather_object(None if error is None else (isinstance(error, RemoteError), describe(error)), tag)
     if error is not None:
         raise error
@@ -99,6 +114,72 @@ def agree_all(comm: Communicator, values: Mapping[str, Any], error: type[Mpizero
     if not _is_common(comm, next(iter(values), ""), list(values.items())):
         for name, value in values.items():
             agree_equal(comm, name, value, error)
+
+
+def agree_arrays(comm: Communicator, what: str, give: Callable[[], Mapping[str, Any]], first: int = 0) -> None:
+    """Raise on every rank unless all give the same arrays; the first message of an operation.
+
+    Collective over ``comm``: 32 bytes a rank while they agree. Arrays are compared by name, type, shape and bytes, by
+    their CRC32: NaN equals itself, 0.0 is not -0.0.
+
+    Parameters
+    ----------
+    comm : Communicator
+        The ranks.
+    what : str
+        What was called, for the error.
+    give : callable
+        Returns what this rank was given: arrays, or what becomes one, by name. What it raises, all ranks raise.
+    first : int
+        The first of the ranks with which this one is compared.
+
+    Raises
+    ------
+    CollectiveMismatch
+        As :func:`mpizero.comm.operations.meet`.
+    ConfigError
+        Names the first rank and the first name that differ, and what was given under it.
+    """
+    error: Exception | None = None
+    arrays: dict[str, Any] = {}
+    whole = 0
+    try:
+        arrays = {name: np.asarray(value) for name, value in give().items()}
+        for name, array in arrays.items():
+            whole = _checksum(name, array, whole)
+    except Exception as caught:
+        error = caught
+    told = meet(comm, (error is not None, whole, first))
+    if told[:, 0].any():
+        raise_together(comm, error, what)
+    if (told[:, 1] == told[told[:, 2], 1]).all():
+        return
+    checksums = [_checksum(name, array) for name, array in arrays.items()]
+    table = comm.allgather_object(checksums, what)
+    rank = next(rank for rank in range(comm.size) if table[rank] != table[told[rank, 2]])
+    other = int(told[rank, 2])
+    pairs = zip_longest(table[rank], table[other])
+    place = next(place for place, (given, expected) in enumerate(pairs) if given != expected)
+    mine = [(name, _given(array)) for name, array in arrays.items()][place : place + 1] or [("", "nothing")]
+    shown = comm.allgather_object(mine, what)
+    (name, given), (known, expected) = shown[rank][0], shown[other][0]
+    raise ConfigError(
+        f"{what}: {name or known} of rank {rank} is not that of rank {other}: {given}, not {expected}; every rank must "
+        "give the same, bit for bit, for example what rank 0 has: comm.bcast(values, root=0)"
+    )
+
+
+def _checksum(name: str, array: Any, start: int = 0) -> int:
+    start = crc32(f"{name} {array.dtype.str} {array.shape}".encode(), start)
+    if array.dtype == object:
+        return crc32(repr(array).encode(), start)
+    return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8), start)
+
+
+def _given(array: Any) -> str:
+    if array.size == 1:
+        return repr(array.item())[:_SHOWN]
+    return f"{array.dtype} of shape {array.shape} with checksum {_checksum('', array):08x}"
 
 
 def _is_common(comm: Communicator, name: str, value: Any) -> bool:

@@ -17,6 +17,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 import numpy as np
 
 from mpizero.comm.communicator import Communicator
+from mpizero.errors import CollectiveError
 from mpizero.types import Array
 
 #: Integers of 64 bits that an operation may send in its first message.
@@ -29,7 +30,7 @@ R = TypeVar("R")
 class Operated(Protocol):
     """What has collective methods."""
 
-    def operated(self) -> tuple[Communicator, str]:
+    def _operated(self) -> tuple[Communicator, str]:
         """Return the ranks that make the calls, and which of several objects of theirs it is; "" for the first."""
 
 
@@ -56,36 +57,53 @@ def meet(comm: Communicator, figures: Sequence[int] = ()) -> Array:
     mine[1 : 1 + len(figures)] = figures
     if comm.size == 1:
         return mine.reshape(1, -1)[:, 1:]
+    if comm.out_of_step is not None:  # a close() in a ``finally``: the others may have gone
+        raise comm.out_of_step
     mine[0] = comm.trace.number
     table = np.empty((comm.size, mine.size), np.int64)
-    comm.allgather(mine, table.reshape(-1), "operation")
-    if (table[:, 0] != table[0, 0]).any():
-        raise comm.mismatch()
+    try:
+        comm.allgather(mine, table.reshape(-1), "operation")
+        if (table[:, 0] != table[0, 0]).any():
+            raise comm.mismatch()
+    except CollectiveError as error:
+        comm.out_of_step = error
+        raise
     return table[:, 1:]
 
 
-def collective(method: Callable[Concatenate[O, P], R]) -> Callable[Concatenate[O, P], R]:
-    """Make a method an operation that is compared before it begins: one message of 32 bytes a rank.
+def begin(comm: Communicator, operation: str, which: str = "") -> None:
+    """Compare what all ranks have been asked for. Collective over ``comm``: one message of 32 bytes a rank.
 
-    See :func:`recorded` for methods whose own first message is :func:`meet`.
+    Raises
+    ------
+    CollectiveMismatch
+        As :func:`meet`.
     """
+    record(comm, operation, which)
+    meet(comm)
+
+
+def collective(method: Callable[Concatenate[O, P], R]) -> Callable[Concatenate[O, P], R]:
+    """Make a method an operation that is compared before it begins, see :func:`begin`."""
 
     @wraps(method)
     def call(self: O, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        comm, which = self.operated()
-        record(comm, f"{type(self).__name__}.{method.__name__}", which)
-        meet(comm)
+        comm, which = self._operated()
+        begin(comm, f"{type(self).__name__}.{method.__name__}", which)
         return method(self, *args, **kwargs)
 
     return call
 
 
 def recorded(method: Callable[Concatenate[O, P], R]) -> Callable[Concatenate[O, P], R]:
-    """Make a method an operation that is compared in its own first message, or, without one, in that of the next."""
+    """Make a method an operation that is compared in its own first message; see :func:`meet`.
+
+    One that sends none (a gradient of local steps) is compared in the first message of the next.
+    """
 
     @wraps(method)
     def call(self: O, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        comm, which = self.operated()
+        comm, which = self._operated()
         record(comm, f"{type(self).__name__}.{method.__name__}", which)
         return method(self, *args, **kwargs)
 

@@ -110,8 +110,8 @@ class CallTrace:
     """
 
     __slots__ = (
-        "_changing", "_entries", "_last", "_numbers", "duties", "duty", "entered", "name", "operation", "sequence",
-        "started", "tag", "transfers",
+        "_amid", "_changing", "_entries", "_last", "_numbers", "duties", "duty", "entered", "name", "operation",
+        "sequence", "started", "tag", "transfers",
     )  # fmt: skip
 
     def __init__(self, name: str) -> None:
@@ -126,6 +126,7 @@ class CallTrace:
         self.transfers: tuple[Transfer, ...] = ()
         self._changing = Lock()  # a checkpoint's writer is a thread of its own
         self._numbers: dict[Call, int] = {}
+        self._amid: dict[int, str] = {}
         self._last: _Entry = (0, 0, (), None, 0)
         self._entries: list[_Entry] = [self._last] * REMEMBERED
 
@@ -147,7 +148,8 @@ class CallTrace:
     def enter(self, operation: Call) -> None:
         """Record what the user has asked this rank for, which takes a number like a collective. Not collective.
 
-        The line is the user's: the first outside of this package, or in its command line.
+        The line is the user's: the first outside of this package, or in its command line. An error that is being
+        handled is told with it: what one rank does in a ``finally`` is not what went wrong.
         """
         frame = sys._getframe(1)
         while _is_library(frame.f_code.co_filename) and frame.f_back is not None:
@@ -157,6 +159,9 @@ class CallTrace:
         entry = (sequence, number, operation, frame.f_code, frame.f_lasti)
         self._entries[sequence % REMEMBERED] = self._last = entry
         self.started = sequence
+        if (error := sys.exc_info()[1]) is not None:
+            self._amid[sequence] = _described(error)
+            self._amid.pop(sequence - REMEMBERED, None)
 
     def count(self) -> int:
         """Count a collective and return its number, without a record; see [Note: counted calls]. Not collective."""
@@ -218,7 +223,8 @@ class CallTrace:
         for sequence in range(max(1, started + 1 - REMEMBERED), started + 1):
             entry = self._before(sequence)
             if entry is not None and entry[0] == sequence:
-                found.append(Record(*entry[:2], describe(entry[2]), _line(entry[3], entry[4])))
+                where = _line(entry[3], entry[4]) + self._amid.get(sequence, "")
+                found.append(Record(*entry[:2], describe(entry[2]), where))
             elif entry is not None:
                 tag = f" {self.tag!r}" if sequence == self.sequence and self.tag else ""
                 found.append(Record(sequence, _after(entry, sequence), f"node_barrier{tag}", _COUNTED))
@@ -233,6 +239,18 @@ class CallTrace:
             if entry[0] > place:
                 return None
         return None
+
+
+def _described(error: BaseException) -> str:
+    """Describe an error amid which something is called, with the user's line that it comes from."""
+    trace, line = error.__traceback__, ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not line or not _is_library(code.co_filename):
+            line = f" at {Path(code.co_filename).name}:{trace.tb_lineno} in {code.co_name}"
+        trace = trace.tb_next
+    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    return f", after {text[:_SHOWN]}{line}"
 
 
 def _is_library(file: str) -> bool:

@@ -26,6 +26,7 @@ from mpizero.checkpoint.regular import read_regular
 from mpizero.checkpoint.strict import is_count, is_number, parse
 from mpizero.checkpoint.tools.npz import NUMBERS, read_arrays
 from mpizero.comm.agreement import all_ranks
+from mpizero.comm.operations import record
 from mpizero.comm.startup import versions
 from mpizero.errors import CheckpointError, DataError
 from mpizero.parallel.base import ShardedModelBase
@@ -104,7 +105,8 @@ def dump_bad_step(
     report, comm = model.last_step, model.config.communicator
     if report is None or not report.non_finite:
         return None
-    with all_ranks(comm):
+    record(comm, "dump_bad_step")
+    with all_ranks(comm, first=True):
         for name, value in zip("xy", batch, strict=True):
             if not isinstance(value, np.ndarray) or value.dtype.kind not in NUMBERS:
                 kind = getattr(value, "dtype", type(value).__name__)

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from mpizero import kernels
-from mpizero.comm.agreement import agree_equal, all_ranks
+from mpizero.comm.agreement import agree_arrays, agree_equal
 from mpizero.comm.exact import gather_spans
+from mpizero.comm.operations import collective, recorded
 from mpizero.errors import LayoutError, NonFiniteError
+from mpizero.layout.nodes import GROUPS
 from mpizero.optim import validation
 from mpizero.parallel.core import Pending
 from mpizero.parallel.engine import Engine
@@ -70,6 +72,7 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
         If an argument is None or no model.
     """
 
+    @recorded
     def train(self, x: Any, y: Any) -> float:
         """Train one step on this rank's samples of the global batch; return the mean loss over all of it.
 
@@ -91,6 +94,7 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
         self._stepped(report)
         return report.loss
 
+    @recorded
     def compute_gradients(self, x: Any, y: Any, loss: Any = None) -> Gradients:
         """Return the gradient of the mean loss without changing the parameters.
 
@@ -120,6 +124,7 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
                 values[entry.offset : entry.offset + entry.spec.size] += row[start : start + entry.spec.size]
         return Gradients(values, totals.weight, totals.mean, False)
 
+    @collective
     def synchronize_gradients(self) -> Gradients:
         """Average the pending gradient over the data group, weighted by sample count.
 
@@ -131,6 +136,7 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
         totals, reduced, _ = self._reduced_pending("synchronize_gradients")
         return self._gradients(totals, reduced)
 
+    @recorded
     def apply_gradients(self, gradients: Gradients, learning_rate: float) -> None:
         """Subtract ``learning_rate`` times a synchronized gradient from the parameters.
 
@@ -141,17 +147,26 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
         LayoutError
             If the gradient is not synchronized, or not of this model.
         ConfigError
-            If the learning rate is no finite number, or not the same on all ranks.
+            If the learning rate is no finite number, or not the same on all ranks, or a gradient that is replicated
+            (DDP, ZeRO-1) is not: names the first rank and parameter that differ.
         NonFiniteError
             If the gradient is not finite on some rank.
         """
-        share = self.engine.store.share
-        layout = self.engine.layout
-        with all_ranks(self._config.communicator):
+        engine, comm = self.engine, self._config.communicator
+        share, layout, grid = engine.store.share, engine.layout, engine.grid
+        replicated = not (engine.placement.shard_gradients or self._mean_every)
+
+        def given() -> dict[str, Any]:
             self._check_gradients(gradients)
             number = validation.number("apply_gradients", "learning_rate", learning_rate, low=-math.inf)
-        agree_equal(self._config.communicator, "the learning_rate of apply_gradients", number)
-        rate = self.engine.dtype.type(number)
+            parts = ((e.spec.name, e.span) for e in (layout.parameters if replicated else ()))
+            values = {f"the gradient of {name!r}": gradients.values[s.start : s.stop] for name, s in parts}
+            return {"the learning_rate": number, **values}
+
+        agree_arrays(comm, "apply_gradients", given, grid.axes.group(comm.rank, GROUPS["data"])[0] if replicated else 0)
+        if grid.model.size > 1:
+            agree_equal(comm, "the learning_rate of apply_gradients", float(learning_rate))
+        rate = engine.dtype.type(float(learning_rate))
         for unit, span, offset in zip(layout.units, share.spans, share.offsets, strict=True):
             start = offset if self.engine.placement.shard_gradients else span.start
             self.engine.store.owned(unit.index)[:] -= rate * gradients.values[start : start + span.size]
@@ -191,6 +206,7 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
                 "step, which skip such a step"
             )
 
+    @recorded
     def apply_pending(self) -> None:
         """Update the parameters from the pending gradient with the bound optimizer; what ``optimizer.step`` does.
 
@@ -203,14 +219,19 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
         NonFiniteError
             As ``train``.
         """
-        totals, reduced, sent = self._reduced_pending("step")
-        self._pending = None
-        report = self.engine.step(totals, reduced, sent)
-        if self._mean_every:
-            self._settle_own(report)
-        else:
-            self._stepped(report)
+        engine, (totals, _, sent) = self.engine, self._waiting("step")
 
+        def reduced() -> Array:
+            found = self._reduced_pending("step")[1]
+            self._pending = None
+            return found
+
+        if self._mean_every:
+            self._settle(lambda engine: engine.step(totals, reduced, sent))
+        else:
+            self._stepped(engine.step(totals, reduced, sent))
+
+    @recorded
     def evaluate(self, x: Any, y: Any) -> tuple[float, float, int | None]:
         """Return loss sum, weight and number of right answers over all ranks' samples, without training.
 
@@ -219,7 +240,13 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
         return self._evaluate_alone(x, y) if self._mean_every else self.engine.evaluate(x, y)
 
     def predict(self, x: Any) -> Any:
-        """Return the prediction for this rank's ``x``; ranks may ask for different numbers of samples."""
+        """Return the prediction for this rank's ``x``; ranks may ask for different numbers of samples.
+
+        Collective where parameters are sharded (ZeRO-3, FSDP) or layers are split over ranks, whatever memory they
+        share; elsewhere each rank may ask alone.
+        """
+        if self._spread is not None or self.engine.placement.shard_parameters:
+            self._begin("predict")
         return self.engine.runner.predict(x)
 
     def _pend(self, compute: Callable[[Engine], tuple[Totals, Array | None]]) -> Pending:
@@ -233,10 +260,13 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
         self._pending = self._with_room(computed)
         return self._pending
 
-    def _reduced_pending(self, name: str) -> tuple[Totals, Array, int]:
-        engine, pending = self.engine, self._pending
-        if pending is None:
+    def _waiting(self, name: str) -> Pending:
+        if self._pending is None:
             raise RuntimeError(f"{name}: no gradient exists yet; call train or compute_gradients first")
+        return self._pending
+
+    def _reduced_pending(self, name: str) -> tuple[Totals, Array, int]:
+        engine, pending = self.engine, self._waiting(name)
         reduced = pending.reduced if pending.reduced is not None else engine.reduce_local(pending.totals)
         self._pending = pending._replace(reduced=reduced)
         return pending.totals, reduced, pending.sent
@@ -257,6 +287,7 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
             gather_spans(data, [values[s.start : s.stop] for s in share.spans], values, spans)
         return Gradients(values, totals.weight, totals.mean, True)
 
+    @collective
     def check_integrity(self) -> None:
         """Compare all copies of parameters and optimizer state, and both with their last hash where one is held.
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from mpizero.comm import Communicator, ProcessGrid, as_communicator
 from mpizero.comm.codecs import codec_of
+from mpizero.comm.operations import begin
 from mpizero.comm.watchdog import Watchdog
 from mpizero.errors import ConfigError
 from mpizero.kernels.card_products import SIXTEEN_BITS
@@ -179,6 +180,11 @@ class ShardingConfig:
         grids: dict[tuple[Axes | None, bool], ProcessGrid] = self.__dict__.setdefault("_made_grids", {})
         return grids
 
+    def number_model(self) -> str:
+        """Return what tells a new model from the others of this configuration: "" for the first. Not collective."""
+        number = self.__dict__["_models"] = self.__dict__.get("_models", 0) + 1
+        return f"model {number}" if number > 1 else ""
+
     @cached_property
     def _watchdog(self) -> Watchdog:
         return Watchdog(self.communicator, self.timeout or math.inf)
@@ -190,6 +196,7 @@ class ShardingConfig:
         """
         made = self.__dict__
         if "communicator" in made:
+            begin(self.communicator, "ShardingConfig.close")
             self.communicator.free_left_behind()
         if "_watchdog" in made:
             made.pop("_watchdog").stop()

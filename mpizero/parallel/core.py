@@ -11,6 +11,7 @@ import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
+from mpizero.comm.operations import begin, collective
 from mpizero.comm.startup import agree_to_start
 from mpizero.errors import CheckpointError, ConfigError, SharedMemoryError
 from mpizero.layout import FlatLayout, Span
@@ -68,6 +69,8 @@ class ShardedCore(ABC):
         if not isinstance(config, ShardingConfig):
             raise TypeError(f"{type(self).__name__} needs a ShardingConfig, got {config!r}")
         self._wrapped, self._config = wrapped_model, config
+        self._which = config.number_model()
+        begin(config.communicator, "make a model", self._which)
         self._engine: Engine | None = None
         self._pending: Pending | None = None
         self._cache: Array | None = None
@@ -81,6 +84,9 @@ class ShardedCore(ABC):
 
     def _on_before_initialize_sharding(self) -> None:  # noqa: B027  (a hook that most need not)
         """Do what a subclass must do before its parameters are placed."""
+
+    def _on_before_close(self) -> None:  # noqa: B027
+        """End what needs the engine. Collective."""
 
     def _initialize_sharding(self) -> None:
         """Place parameters, gradients and state; a subclass may extend it."""
@@ -111,6 +117,7 @@ class ShardedCore(ABC):
         self.invalidate_cache()
         self._skipped.see(report, speaks=self.engine.grid.world.rank == 0)
 
+    @collective
     def reserve(self, global_batch: int) -> None:
         """Take the shared memory that steps on ``global_batch`` samples need, before the first of them.
 
@@ -142,6 +149,16 @@ class ShardedCore(ABC):
         """Take this rank's part, and every copy's, from a full vector."""
         self.engine.whole.fill(values)
         self.invalidate_cache()
+
+    def _operated(self) -> tuple[Communicator, str]:
+        """Return the ranks whose collective calls are compared, and which of their models this is. Not collective."""
+        _ = self.loadable_engine
+        return self._config.communicator, self._which
+
+    def _begin(self, operation: str) -> None:
+        """Compare a call that is collective under some circumstances only, which all ranks share. Collective then."""
+        comm, which = self._operated()
+        begin(comm, f"{type(self).__name__}.{operation}", which)
 
     # ------------------------------------------------------------------ properties (not collective)
 
@@ -249,10 +266,15 @@ class ShardedCore(ABC):
     # ------------------------------------------------------------------ closing
 
     def close(self) -> None:
-        """Free windows; a second call does nothing."""
-        engine, self._engine = self._engine, None
-        self._pending = self._cache = None
-        if engine is not None:
+        """Finish a save that was begun, and free windows; a second call does nothing."""
+        if self._engine is None:
+            return
+        self._begin("close")
+        try:
+            self._on_before_close()
+        finally:
+            engine, self._engine = self._engine, None
+            self._pending = self._cache = None
             engine.close()
 
     def __enter__(self) -> Self:

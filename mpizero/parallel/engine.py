@@ -162,7 +162,7 @@ class Engine:
         self.loss_scale = None if loss_scale is None else loss_scale.start()
         if self.updater is not None:
             self.updater.release()
-        with all_ranks(self.grid.world, "optimizer state"):
+        with all_ranks(self.grid.world, first=True):
             self.exchange.compress(self.config.gradient_compression)
             self.updater = self.workplace.updater(
                 optimizer, self.store, self.memory, replicated=self.exchange.replicated, in_rows=self._ring is None
@@ -201,13 +201,14 @@ class Engine:
             report = replace(report, bucket_mb=self.exchange.bucket_mb, buckets_tried=tried, bytes_sent=sent)
         return report
 
-    def step(self, totals: Totals, reduced: Array, sent: int) -> StepReport:
-        """Update from a gradient that :meth:`gradients` or :meth:`reduce_local` gave, unless it is not finite.
+    def step(self, totals: Totals, reduce: Callable[[], Array], sent: int) -> StepReport:
+        """Update from the gradient that ``reduce``, which is collective, returns, unless it is not finite.
 
         ``sent`` is what ``grid.bytes_sent`` was before the gradient was computed.
         """
-        self.memory.barrier("step")  # who still reads parameters reads the old ones
         self.scalars.agree_on_rate(self._bound().ask_rate)  # it may have changed since the gradient was agreed on
+        reduced = reduce()
+        self.memory.barrier("step")  # who still reads parameters reads the old ones
         return self._finish(totals, sent, lambda: self.apply(self._bound().where_used(reduced)))
 
     def _finish(self, totals: Totals, sent: int, update: Callable[[], Outcome]) -> StepReport:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpizero import optim
 from mpizero.comm.codecs import codec_of
+from mpizero.comm.operations import recorded
 from mpizero.errors import ConfigError
 from mpizero.parallel.bucketsize import check_bucket
 from mpizero.parallel.config import ShardingConfig
@@ -52,6 +53,7 @@ class GradientCompressionOptimizer(ShardedOptimizer):
         check_bucket(config.bucket_mb, compression)
         self.compression = compression
 
+    @recorded
     def set_model(self, model: ShardedModelBase) -> None:
         """Bind to a model and compress its gradients from now on. Collective over the model's ranks.
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.comm.agreement import agree_equal
+from mpizero.comm.operations import collective
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import nested
 from mpizero.parallel.compute import blocks_of
@@ -18,6 +19,7 @@ from mpizero.types import Array
 class Inspection(ParameterAccess):
     """Feature importance, computation graph and compiled prediction, delegated to the wrapped model."""
 
+    @collective
     def feature_importance(self) -> dict[str, float]:
         """Return the wrapped model's importance of each feature, on current parameters. Collective.
 
@@ -37,6 +39,7 @@ class Inspection(ParameterAccess):
         return tuple(indices)
 
     @active_feature_indices.setter
+    @collective
     def active_feature_indices(self, indices: Sequence[int]) -> None:
         chosen = tuple(int(i) for i in indices)
         agree_equal(self._config.communicator, "active_feature_indices", chosen)
@@ -56,6 +59,7 @@ class Inspection(ParameterAccess):
         graph: dict[str, Any] = self._delegate("export_computation_graph")()
         return graph
 
+    @collective
     def jit_compile(self) -> Callable[[Array], Array]:
         """Return a compiled prediction function on a copy of the current parameters. Collective.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mpizero.comm.operations import collective, recorded
 from mpizero.errors import ConfigError
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.optimizers import ShardedOptimizer
@@ -38,6 +39,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
             raise ConfigError(f"every={every!r}: expected a whole number >= 1")
         self.every = every
 
+    @collective
     def set_model(self, model: ShardedModelBase) -> None:
         """Give every rank its own copy of the model. Collective over the model's ranks."""
         self._check(model)
@@ -45,6 +47,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
         model.engine.bind(self.wrapped_optimizer, self.loss_scale)
         self._model = model
 
+    @recorded
     def average_parameters(self) -> None:
         """Replace every rank's parameters by their mean now. Collective."""
         self.model.average_parameters()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
 
 from mpizero.comm.agreement import all_ranks
+from mpizero.comm.operations import collective, recorded
 from mpizero.parallel.engine import Engine
 from mpizero.parallel.means import mean_over_ranks
 from mpizero.parallel.placement import placement
@@ -20,6 +22,7 @@ from mpizero.types import Array
 class LocalTraining(ParameterAccess):
     """Leave the group, train alone, meet for means. Collective over the model's ranks, where nothing else is said."""
 
+    @recorded
     def become_local(self, every: int) -> None:
         """Train alone from now on, on private parameters, averaged every ``every`` steps; see LocalSGDOptimizer."""
         values, card = self.get_parameters(), self.engine.workplace.card_number
@@ -28,20 +31,16 @@ class LocalTraining(ParameterAccess):
         self._mean_every, self._pending = every, None
         self._update_local_shard_from_full(values)
 
+    @collective
     def average_parameters(self) -> None:
         """Replace private parameters by their mean over the ranks."""
+        self._average()
+
+    def _average(self) -> None:
         self._update_local_shard_from_full(mean_over_ranks(self._config.communicator, self.engine.store.values))
 
     def _train_alone(self, x: Any, y: Any) -> float:
-        with all_ranks(self._config.communicator):
-            report = self._stepped_alone(self.engine.train(x, y))
-        return self._settle(report)
-
-    def _settle_own(self, report: StepReport) -> None:
-        """End a step that was made from a pending gradient."""
-        with all_ranks(self._config.communicator):
-            report = self._stepped_alone(report)
-        self._settle(report)
+        return self._settle(lambda engine: engine.train(x, y))
 
     def _stepped_alone(self, report: StepReport) -> StepReport:
         """Remember this rank's own step, in which it was rank 0 of one. Not collective."""
@@ -50,12 +49,14 @@ class LocalTraining(ParameterAccess):
         self._stepped(report)
         return report
 
-    def _settle(self, report: StepReport) -> float:
-        """Average when it is time, and return the mean loss of all ranks' batches."""
+    def _settle(self, step: Callable[[Engine], StepReport]) -> float:
+        """Make a step, average when it is time, and return the mean loss of all ranks' batches."""
         comm = self._config.communicator
+        with all_ranks(comm, first=True):
+            report = self._stepped_alone(step(self.engine))
         sent = comm.counters.bytes_sent
         if self.engine.step_number % self._mean_every == 0:
-            self.average_parameters()
+            self._average()
         loss, weight = self._sum_over_ranks([report.loss * report.weight, report.weight]).tolist()
         self.last_step = replace(report, loss=loss / weight, weight=weight, bytes_sent=comm.counters.bytes_sent - sent)
         return self.last_step.loss
@@ -63,7 +64,7 @@ class LocalTraining(ParameterAccess):
     def _evaluate_alone(self, x: Any, y: Any) -> tuple[float, float, int | None]:
         """Sum what every rank finds on its own samples, maybe none, with its own parameters."""
         found: tuple[float, float, int | None] = (0.0, 0.0, 0)
-        with all_ranks(self._config.communicator):
+        with all_ranks(self._config.communicator, first=True):
             if not hasattr(x, "shape") or len(x):
                 found = self.engine.evaluate(x, y)
         loss, weight, right = found

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from mpizero import checkpoint, optim
-from mpizero.comm.agreement import agree_equal, all_ranks
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import agree_arrays, agree_equal, all_ranks
+from mpizero.comm.operations import collective, meet, recorded
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.names import explains
 from mpizero.parallel import persistence
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.gathering import gather_pieces
 from mpizero.parallel.loop import OptimizationOptions, OptimizationResult, run_loop
+from mpizero.parallel.reading import opened_alike
 from mpizero.parallel.update import Updater
 from mpizero.parallel.whole import take
 from mpizero.types import Array
@@ -70,6 +73,7 @@ class ShardedOptimizer:
 
     # ------------------------------------------------------------------ binding and stepping
 
+    @collective
     def set_model(self, model: ShardedModelBase) -> None:
         """Bind to a model and allocate the state for what this rank owns. Collective over the model's ranks.
 
@@ -108,6 +112,10 @@ class ShardedOptimizer:
         """What else must be the same on all ranks."""
         return {}
 
+    def _operated(self) -> tuple[Communicator, str]:
+        """Return the ranks whose collective calls are compared, and which of their models is meant. Not collective."""
+        return (self.config.communicator, "") if self._model is None else self._model._operated()
+
     @property
     def model(self) -> ShardedModelBase:
         """The bound model."""
@@ -127,6 +135,7 @@ class ShardedOptimizer:
             raise RuntimeError("the model has been given another optimizer meanwhile: call set_model again")
         return updater
 
+    @recorded
     def step(self) -> None:
         """Update the parameters from the model's pending gradient. Collective.
 
@@ -140,6 +149,7 @@ class ShardedOptimizer:
         """
         self.model.apply_pending()
 
+    @collective
     def optimize(self, data: Any) -> OptimizationResult:
         """Train for ``options.epochs`` epochs over ``data``, with validation and early stop. Collective.
 
@@ -156,11 +166,10 @@ class ShardedOptimizer:
         """
         return run_loop(self, data, self.options)
 
+    @recorded
     def should_early_stop(self) -> bool:
         """Tell whether the validation loss has stalled on any rank. Collective."""
-        flag = np.array([self._stalled], np.int32)
-        self.config.communicator.allreduce(flag, "max", "early stop")
-        return bool(flag[0])
+        return bool(meet(self.config.communicator, (self._stalled,))[:, 0].any())
 
     def note_stall(self, stalled: bool) -> None:
         """Record whether this rank has seen the validation loss stall. Not collective."""
@@ -168,14 +177,16 @@ class ShardedOptimizer:
 
     # ------------------------------------------------------------------ state
 
+    @collective
     def reset(self) -> None:
-        """Forget the state, as if no step had been made. Not collective; call it on every rank."""
+        """Forget the state, as if no step had been made. Collective."""
         self._updater.reset()
         self.model.engine.exchange.forget()
         self.model.engine.integrity.forget()
         self.model.engine.loss_scale = None if self.loss_scale is None else self.loss_scale.start()
         self._stalled = False
 
+    @collective
     def synchronize_optimizer_state(self) -> int:
         """Bring the state of all ranks into agreement. Collective.
 
@@ -206,6 +217,7 @@ class ShardedOptimizer:
         everyone.allreduce(total, "sum", "repaired")
         return int(total[0])
 
+    @collective
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state on every rank: step count, and full arrays by slot and name. Collective."""
         updater, engine = self._updater, self.model.engine
@@ -219,23 +231,36 @@ class ShardedOptimizer:
             }
         return {"step_count": updater.step_count, "state": slots}
 
+    @recorded
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what ``state_dict`` returned, on any layout. Not collective; call it with the same on every rank.
+        """Take what ``state_dict`` returned, the same on every rank, on any layout. Collective.
 
         Raises
         ------
         LayoutError
             If a slot, name or shape is missing or differs; nothing is changed then.
+        ConfigError
+            If ranks give different states: names the first rank and array that differ.
         """
-        updater, slots, whole = self._updater, state["state"], self.model.engine.whole
-        if set(slots) != set(updater.state):
-            raise LayoutError(f"state has slots {sorted(slots)}, the optimizer's are {sorted(updater.optimizer.slots)}")
-        for slot, arrays in slots.items():
-            for piece in updater.pieces:
-                spec = whole.home(piece.entry.spec).spec
-                if spec.name not in arrays or np.shape(arrays[spec.name]) != spec.shape:
-                    raise LayoutError(f"state {slot!r} has no array {spec.name!r} of shape {spec.shape}")
-        held = updater.host_state()
+        updater, whole = self._updater, self.model.engine.whole
+
+        def given() -> dict[str, Any]:
+            slots = state["state"]
+            if set(slots) != set(updater.state):
+                mine = sorted(updater.optimizer.slots)
+                raise LayoutError(f"state has slots {sorted(slots)}, the optimizer's are {mine}")
+            found = {"the step count": int(state["step_count"])}
+            for slot, arrays in sorted(slots.items()):
+                for spec in (entry.spec for entry in whole.layout.parameters if entry.spec.trainable):
+                    if spec.name not in arrays or np.shape(arrays[spec.name]) != spec.shape:
+                        raise LayoutError(f"state {slot!r} has no array {spec.name!r} of shape {spec.shape}")
+                    found[f"{slot!r} of parameter {spec.name!r}"] = arrays[spec.name]
+            return found
+
+        comm = self.config.communicator
+        # Local steps leave every rank a state of its own.
+        agree_arrays(comm, "load_state_dict", given, 0 if self.model.engine.grid.world.size == comm.size else comm.rank)
+        slots, held = state["state"], updater.host_state()
         for slot, arrays in slots.items():
             for piece in updater.pieces:
                 flat = np.asarray(arrays[whole.home(piece.entry.spec).spec.name]).reshape(-1)
@@ -245,19 +270,20 @@ class ShardedOptimizer:
         self.model.engine.integrity.forget()
         updater.step_count, updater.last_rate = int(state["step_count"]), None
 
+    @collective
     def serialize(self) -> bytes:
         """Return the state as an HDF5 image, the same bytes on every rank. Collective."""
         return checkpoint.to_bytes(
             self.model.optimizer_arrays(), self.model.checkpoint_attributes(), self.config.communicator
         )
 
+    @recorded
     def deserialize(self, data: bytes) -> None:
-        """Take what ``serialize`` returned, on any layout. Collective."""
-        with all_ranks(self.config.communicator):
-            reader = checkpoint.from_bytes(data)
-        with reader:
+        """Take what ``serialize`` returned, the same bytes on every rank, on any layout. Collective."""
+        with opened_alike(self.config.communicator, "deserialize", data) as reader:
             persistence.restore_state(self.model.loadable_engine, reader)
 
+    @collective
     def save(self, path: str | Path) -> None:
         """Write the state to the folder ``path``, in place of what was there. Collective."""
         model = self.model
@@ -265,6 +291,7 @@ class ShardedOptimizer:
             path, model.optimizer_arrays(), model.checkpoint_attributes(), self.config.communicator, replace=True
         )
 
+    @collective
     def load(self, path: str | Path) -> None:
         """Read what ``save`` wrote, on any layout. Collective.
 

@@ -8,14 +8,16 @@ an equal part of them, and passes them around in pieces of bounded size, out of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from mpizero import checkpoint
 from mpizero.checkpoint import LocalArray
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import all_ranks
+from mpizero.comm.agreement import agree_arrays, all_ranks
 from mpizero.comm.exact import EXCHANGE_ELEMENTS
 from mpizero.errors import CollectiveError, PeerFailure
 from mpizero.layout import Partition, Span
@@ -93,6 +95,31 @@ class HalfLoaded:
             f"verified could not be read again ({self.reason}): load one whole, with the optimizer's state, by "
             "load_model, load_state or deserialize, or make a new model"
         )
+
+
+@contextmanager
+def opened_alike(comm: Communicator, what: str, data: bytes) -> Iterator[checkpoint.Reader]:
+    """Open a serialized model, the same on every rank; the first message of an operation. Collective over ``comm``.
+
+    Its arrays are compared by the checksums that stand beside them, by which reading verifies them.
+
+    Raises
+    ------
+    CheckpointError
+        Damaged, foreign or hostile bytes; on every rank.
+    ConfigError
+        As :func:`mpizero.comm.agreement.agree_arrays`.
+    """
+    readers = []
+
+    def given() -> dict[str, Any]:
+        readers.append(reader := checkpoint.from_bytes(data))
+        named = {f"array {path!r}": np.array(sums, np.uint32) for path, sums in sorted(reader.checksums().items())}
+        return {**named, "the attributes": repr(sorted(reader.attributes.items()))}
+
+    agree_arrays(comm, what, given)
+    with readers[0] as reader:
+        yield reader
 
 
 def fill(engine: Engine, reader: ArrayReader, arrays: Sequence[HeldArray]) -> None:

@@ -13,9 +13,11 @@ import numpy as np
 from mpizero import checkpoint
 from mpizero.checkpoint import LocalArray, PendingSave, SnapshotBuffer
 from mpizero.comm.agreement import all_ranks
+from mpizero.comm.operations import collective, recorded
 from mpizero.parallel import persistence, rates
 from mpizero.parallel.core import ShardedCore
 from mpizero.parallel.means import mean_over_ranks
+from mpizero.parallel.reading import opened_alike
 
 
 class Saving(ShardedCore):
@@ -30,6 +32,8 @@ class Saving(ShardedCore):
         Not collective, except for a model that trains by local steps: the mean of the ranks' parameters, with the
         optimizer state of rank 0.
         """
+        if self._mean_every:
+            self._begin("checkpoint_arrays")
         mean = mean_over_ranks(self._config.communicator, self.engine.store.values) if self._mean_every else None
         return self._written(persistence.local_arrays(self.engine, values=mean))
 
@@ -39,18 +43,22 @@ class Saving(ShardedCore):
 
     def checkpoint_attributes(self) -> dict[str, Any]:
         """Return what a checkpoint must know besides arrays; collective where ``checkpoint_arrays`` is."""
+        if self._mean_every:
+            self._begin("checkpoint_attributes")
         found = {"mpizero": persistence.attributes(self.engine), rates.ATTRIBUTE: rates.recorded(self.engine.updater)}
         return self._config.communicator.broadcast_object(found) if self._mean_every else found
 
     def _written(self, arrays: list[LocalArray]) -> list[LocalArray]:
         return arrays if self.rank == 0 or not self._mean_every else [replace(a, pieces=()) for a in arrays]
 
+    @collective
     def restore_arrays(self, reader: Any) -> None:
         """Take parameters and optimizer state from an open checkpoint, as safe as :meth:`load_model`."""
         persistence.restore(self.loadable_engine, reader)
         self._pending = None
         self.invalidate_cache()
 
+    @collective
     def save_model(
         self,
         path: str | Path,
@@ -71,11 +79,12 @@ class Saving(ShardedCore):
         backend, replace, alignment
             As for :func:`mpizero.checkpoint.write`.
         """
-        self.finish_save()
+        self._finish_save()
         arrays, found = self.checkpoint_arrays(), self.checkpoint_attributes() | dict(attributes or {})
         comm = self._config.communicator
         checkpoint.write(path, arrays, found, comm, backend, replace, alignment=alignment)
 
+    @collective
     def begin_save(
         self,
         path: str | Path,
@@ -91,7 +100,7 @@ class Saving(ShardedCore):
         ``with`` block of the model that an error ends discards. One copy of what this rank saves is kept for the next
         time.
         """
-        self.finish_save()
+        self._finish_save()
         self.reserve_snapshot()
         arrays, found = self.checkpoint_arrays(), self.checkpoint_attributes() | dict(attributes or {})
         comm, buffer = self._config.communicator, self._snapshot
@@ -111,21 +120,24 @@ class Saving(ShardedCore):
             )
         self._snapshot.reserve(self._written(persistence.local_arrays(self.engine, fetch=False)))
 
+    @collective
     def finish_save(self) -> None:
         """Commit the save that :meth:`begin_save` has started, if there is one that has not ended."""
+        self._finish_save()
+
+    def _finish_save(self) -> None:
         pending, self._saving = self._saving, None
         if pending is not None and not pending.ended:
             pending.commit()
 
-    def close(self) -> None:
-        """Finish a save that was begun, and free windows; a second call does nothing."""
+    def _on_before_close(self) -> None:
+        """Finish a save that was begun."""
         try:
-            self.finish_save()
+            self._finish_save()
         finally:
             if self._snapshot is not None:
                 self._snapshot.close()
                 self._snapshot = None
-            super().close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -135,6 +147,7 @@ class Saving(ShardedCore):
             self._saving.discard()
         super().__exit__(kind, error, trace)
 
+    @collective
     def load_model(self, path: str | Path, *, strict_layout: bool = False) -> None:
         """Read what ``save_model`` wrote, on any number of ranks and any strategy.
 
@@ -155,17 +168,18 @@ class Saving(ShardedCore):
         self._pending = None
         self.invalidate_cache()
 
+    @collective
     def serialize(self) -> bytes:
         """Return parameters and optimizer state as an HDF5 image, the same bytes on every rank."""
         return checkpoint.to_bytes(self.checkpoint_arrays(), self.checkpoint_attributes(), self._config.communicator)
 
+    @recorded
     def deserialize(self, data: bytes) -> None:
         """Take what ``serialize`` returned; ``data`` is the same on every rank. As safe as :meth:`load_model`."""
-        with all_ranks(self._config.communicator):
-            reader = checkpoint.from_bytes(data)
-        with reader:
+        with opened_alike(self._config.communicator, "deserialize", data) as reader:
             self.restore_arrays(reader)
 
+    @collective
     def save_state(self, file: IO[bytes]) -> None:
         """Write :meth:`serialize`'s bytes to an open binary file (of rank 0; the others may pass any)."""
         data = self.serialize()
@@ -174,6 +188,7 @@ class Saving(ShardedCore):
                 file.write(data)
                 file.flush()
 
+    @collective
     def load_state(self, file: IO[bytes]) -> None:
         """Read what ``save_state`` wrote, from an open binary file of each rank."""
         with all_ranks(self._config.communicator):

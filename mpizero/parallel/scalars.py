@@ -11,6 +11,7 @@ import numpy as np
 from mpizero import kernels
 from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.agreement import all_ranks, grouped
+from mpizero.comm.operations import meet
 from mpizero.comm.trace import MODULUS
 from mpizero.errors import CollectiveError, ConfigError, DataError, PeerFailure
 from mpizero.layout import FlatLayout
@@ -219,20 +220,24 @@ class GrainScalars:
         return Totals(float(loss), float(weight), problems)
 
     def agree_on_rate(self, ask_rate: Callable[[], float]) -> None:
-        """Compare the learning rate of a step whose gradient was agreed on before. Collective over all ranks.
+        """Compare the learning rate of a step whose gradient was agreed on before, in the first message of that step.
+
+        Collective over all ranks.
 
         Raises
         ------
+        CollectiveMismatch
+            If not all ranks make a step.
         ConfigError
             As :meth:`agree`.
         Exception
             What was given to :meth:`fail` on one rank; on the other ranks a RemoteError that tells it.
         """
-        told, rate = np.empty((self.everyone.size, 2)), self._asked(ask_rate)
-        self.everyone.allgather(np.array([rate, self.error is not None]), told.reshape(-1), "rate")
+        rate = np.array(self._asked(ask_rate), np.float64)
+        told = meet(self.grid.world, (int(rate.view(np.int64)), self.error is not None))
         if told[:, 1].any():
             self._fail_together()
-        self._same_rate(told[:, 0])
+        self._same_rate(np.ascontiguousarray(told[:, 0]).view(np.float64))
 
     def _asked(self, ask_rate: Callable[[], float] | None) -> float:
         try:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero.comm.agreement import all_ranks
+from mpizero.comm.operations import record
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import joined, nested
 from mpizero.nn.initialize import initial_values
@@ -79,7 +80,8 @@ def measured_costs(model: BlockModel, x: Array, y: Array, config: ShardingConfig
     """
     comm = config.communicator
     costs: list[float] = []
-    with all_ranks(comm, "measured costs"):
+    record(comm, "measured_costs")
+    with all_ranks(comm, first=True):
         if comm.rank == 0:
             costs = [sum(times) for times in measure_blocks(model, x, y, repeats).values()]
     result: list[float] = comm.broadcast_object(costs, 0, "measured costs")

@@ -12,8 +12,10 @@ from typing import Any, Self
 import numpy as np
 
 from mpizero.checkpoint.tools import npz
-from mpizero.comm.agreement import all_ranks
+from mpizero.comm.agreement import agree_arrays, all_ranks
+from mpizero.comm.operations import collective, meet, recorded
 from mpizero.errors import LayoutError, SharedMemoryError
+from mpizero.layout import Entry
 from mpizero.parallel.core import ShardedCore
 from mpizero.parallel.persistence import copy_state
 from mpizero.parallel.private import in_private_memory
@@ -23,52 +25,64 @@ from mpizero.types import Array
 class ParameterAccess(ShardedCore):
     """Read, set, export and copy all parameters. Collective, where nothing else is said."""
 
+    @recorded
     def gather_full_parameters(self) -> Array:
         """Return all parameters, 1-D in declared order; the same read-only array until parameters change."""
         whole = self.engine.whole
-        cached = np.array([self._cache is not None], np.int8)
-        if whole.gathers:  # a rank that forgot its cache alone must not gather alone
-            self._config.communicator.allreduce(cached, "min", "cached parameters")
-        if self._cache is None or not cached[0]:
+        # A rank that forgot its cache alone must not gather alone.
+        cached = meet(self._config.communicator, (self._cache is not None,))[:, 0]
+        if self._cache is None or not cached.all():
             self._cache = whole.vector()
             self._cache.flags.writeable = False
         return self._cache
 
+    @recorded
     def get_parameters(self) -> Array:
         """Return a copy of all parameters, 1-D in declared order."""
         return self.gather_full_parameters().copy()
 
+    @recorded
     def set_parameters(self, values: Array) -> None:
         """Set all parameters from the same full vector on every rank.
 
         Raises
         ------
         ValueError
-            If its length is not the number of parameters.
+            If its length is not the number of parameters, or ranks give different values: ConfigError then, which names
+            the first rank and parameter that differ.
         """
-        self._update_local_shard_from_full(self._checked(values))
+        self._update_local_shard_from_full(self._checked("set_parameters", values))
 
+    @recorded
     def with_parameters(self, values: Array) -> Self:
-        """Return a new sharded model of the same wrapped model with other parameters."""
-        values = self._checked(values)
+        """Return a new sharded model of the same wrapped model with other parameters, the same on every rank."""
+        values = self._checked("with_parameters", values)
         copy = self._twin(self._wrapped)
         copy._update_local_shard_from_full(values)
         return copy
 
-    def _checked(self, values: Array) -> Array:
-        with all_ranks(self._config.communicator):
-            array = np.asarray(values, self.engine.dtype)
+    def _checked(self, operation: str, values: Array) -> Array:
+        array = np.empty(0)
+
+        def given() -> dict[str, Array]:
+            nonlocal array
+            array, found = np.asarray(values, self.engine.dtype), np.asarray(values)
             if array.shape != (self.parameter_count,):
                 raise ValueError(
                     f"got {array.size} values in an array of shape {array.shape}; the model has {self.parameter_count} "
                     f"parameters and takes an array of shape ({self.parameter_count},)"
                 )
+            return {_called(e): found[e.span.start : e.span.stop] for e in self.layout.parameters}
+
+        agree_arrays(self._config.communicator, operation, given)
         return array
 
+    @recorded
     def named_parameters(self) -> dict[str, Array]:
         """Return full copies of all parameters by name, on every rank."""
         return self.engine.whole.named(self.gather_full_parameters())
 
+    @recorded
     def load_named(self, arrays: Mapping[str, Array]) -> None:
         """Set all parameters from arrays by name, the same on every rank (a dictionary, or an open ``.npz``).
 
@@ -76,24 +90,29 @@ class ParameterAccess(ShardedCore):
         ------
         LayoutError
             If names or shapes differ from the model's.
+        ConfigError
+            If ranks give different arrays: names the first rank and parameter that differ.
         """
-        with all_ranks(self._config.communicator):
-            values = self._arranged(arrays)
+        values = np.empty(self.parameter_count, self.engine.dtype)
+        agree_arrays(self._config.communicator, "load_named", lambda: self._arrange(arrays, values))
         self._update_local_shard_from_full(values)
 
-    def _arranged(self, arrays: Mapping[str, Array]) -> Array:
+    def _arrange(self, arrays: Mapping[str, Array], values: Array) -> dict[str, Array]:
+        """Fill a full vector from arrays by name, and return what was given for each parameter. Not collective."""
         entries = {entry.spec.name: entry for entry in self.layout.parameters}
         missing, unknown = sorted(entries.keys() - arrays.keys()), sorted(arrays.keys() - entries.keys())
         if missing or unknown:
             raise LayoutError(f"parameters do not match the model: missing {missing[:5]}, unknown {unknown[:5]}")
-        values = np.empty(self.parameter_count, self.engine.dtype)
+        given = {}
         for name, entry in entries.items():
             array = np.asarray(arrays[name])
             if array.shape != entry.spec.shape:
                 raise LayoutError(f"parameter {name!r} has shape {array.shape}, the model's has {entry.spec.shape}")
             values[entry.span.start : entry.span.stop] = array.reshape(-1)
-        return values
+            given[_called(entry)] = array
+        return given
 
+    @recorded
     def export_npz(self, path: str | Path) -> None:
         """Write all parameters by name to one ``.npz`` file, of exactly this name."""
         named = self.named_parameters()
@@ -101,15 +120,17 @@ class ParameterAccess(ShardedCore):
             if self.rank == 0:
                 npz.write_arrays(path, named)
 
+    @recorded
     def import_npz(self, path: str | Path) -> None:
         """Set all parameters from an ``.npz`` file that every rank can read; nothing in it is unpickled.
 
         The file may be compressed; it is refused where its arrays are larger than this model's can be.
         """
-        with all_ranks(self._config.communicator):
+        with all_ranks(self._config.communicator, first=True):
             arrays = npz.read_arrays(os.path.realpath(path), 16 * self.parameter_count)
         self.load_named(arrays)
 
+    @collective
     def parameters_sha256(self) -> str:
         """Return the hash over all parameters' bytes in declared order; a rank gathers one unit at a time."""
         digest = hashlib.sha256()
@@ -119,12 +140,14 @@ class ParameterAccess(ShardedCore):
 
     # ------------------------------------------------------------------ copies
 
+    @recorded
     def clone(self) -> Self:
         """Return a sharded model with the same configuration and communicator and its own copy of the parameters."""
         copy = self._twin(self._wrapped)
         copy.engine.store.copy_from(self.engine.store)
         return copy
 
+    @recorded
     def deep_copy(self) -> Self:
         """Return a clone with its own wrapped model and, where an optimizer is bound, its own optimizer state.
 
@@ -144,3 +167,7 @@ class ParameterAccess(ShardedCore):
     def _twin(self, wrapped: Any) -> Self:
         """Return a new model of the same kind with start values."""
         return type(self)(wrapped, self._config)
+
+
+def _called(entry: Entry) -> str:
+    return f"parameter {entry.spec.name!r}"

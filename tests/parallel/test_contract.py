@@ -238,7 +238,7 @@ def test_gradients_are_full_for_stages_0_and_1_and_owned_for_2_and_3(world: Any)
         (lambda g: g, "0.1", ConfigError, "learning_rate='0.1' is not allowed"),
         (lambda g: g, math.nan, ConfigError, "learning_rate=nan is not allowed"),
         (lambda g: g, None, ConfigError, "learning_rate=None is not allowed"),
-        (lambda g: g, 0.2, ConfigError, "learning_rate of apply_gradients differs between ranks: ranks 0, 2: 0.1"),
+        (lambda g: g, 0.2, ConfigError, "the learning_rate of rank 1 is not that of rank 0: 0.2, not 0.1"),
     ],
 )
 def test_apply_gradients_says_what_it_takes_and_changes_nothing(

@@ -277,7 +277,7 @@ class Training:
         pieces = self.engine.pieces()
         self.updater.watch = lambda reduced: seen.append(_spread(reduced, pieces, values))
         try:
-            report = self.engine.step(gradient.totals, gradient.reduced, 0)
+            report = self.engine.step(gradient.totals, lambda: gradient.reduced, 0)
         finally:
             self.updater.watch = None
         self.model.invalidate_cache()
