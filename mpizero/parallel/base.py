@@ -245,7 +245,7 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
         Collective where parameters are sharded (ZeRO-3, FSDP) or layers are split over ranks, whatever memory they
         share; elsewhere each rank may ask alone.
         """
-        if self._spread is not None or self.engine.placement.shard_parameters:
+        if self.shards_parameters:
             self._begin("predict")
         return self.engine.runner.predict(x)
 

@@ -51,7 +51,9 @@ class BestParameters:
         return sum(values.nbytes for values in (self._whole, self._owned) if values is not None)
 
     def gathered(self) -> Array:
-        """Return all parameters; the first time, collective over the model's ranks where they hold parts."""
+        """Return all parameters; the first time, collective over the model's ranks where their strategy shards them."""
+        if self._model is not None and self._model.shards_parameters:
+            self._model._begin("best_parameters")
         if self._whole is None:
             assert self._model is not None
             assert self._owned is not None

@@ -168,6 +168,11 @@ class ShardedCore(ABC):
         return placement(self.strategy)
 
     @property
+    def shards_parameters(self) -> bool:
+        """Whether a rank may hold a part of the parameters only: by the strategy, whatever memory the ranks share."""
+        return self._spread is not None or self._placement.shard_parameters
+
+    @property
     def batch_group(self) -> Communicator:
         """The ranks that share a global batch: ``data.batches(..., group=model.batch_group)`` deals it to them."""
         return self.engine.grid.batch

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpizero.comm.agreement import all_ranks
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import agree_arrays, all_ranks
 from mpizero.data import ArraySource, batches
 from mpizero.errors import ConfigError, DataError, NonFiniteError
 from mpizero.layout import Grains
@@ -19,6 +20,10 @@ from mpizero.types import Array
 
 if TYPE_CHECKING:
     from mpizero.parallel.optimizers import ShardedOptimizer
+
+
+#: Bytes of each array of training data that are compared between ranks, spread evenly over its samples.
+_COMPARED = 1 << 24
 
 
 @explains
@@ -106,12 +111,8 @@ class OptimizationResult:
 def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOptions) -> OptimizationResult:
     """Run the loop of ``optimizer.optimize``. Collective."""
     model, comm, config = optimizer.model, optimizer.config.communicator, optimizer.config
-    with all_ranks(comm):
-        source = ArraySource(*data) if isinstance(data, tuple) else data
-        train, valid = source.split(options.validation) if options.validation else (source, source)
-        batch = min(options.batch_size, len(train))
-        if batch < 1 or len(valid) < 1:
-            raise DataError(f"{len(source)} samples leave {len(train)} to train, {len(valid)} to validate: need both")
+    train, valid = _same_data(comm, data, options)
+    batch = min(options.batch_size, len(train))
     per_epoch = len(train) // batch
     history: list[dict[str, float]] = []
     best, best_epoch, kept = math.nan, 0, BestParameters(model)
@@ -165,6 +166,31 @@ def _nothing_finite(epochs: int, record: dict[str, float]) -> NonFiniteError:
         f"{record['validation_loss']:g}, and the training loss {record['loss']:g}: look at the samples of both, or "
         "lower the learning rate"
     )
+
+
+def _same_data(comm: Communicator, data: Any, options: OptimizationOptions) -> tuple[Any, Any]:
+    """Return the samples to train and to validate with, if all ranks give the same.
+
+    Collective, the first message of ``optimize``. Of arrays a bounded number of samples is compared, of a source, whose
+    samples may take long to read, how many there are.
+    """
+    parts: list[Any] = []
+
+    def given() -> dict[str, Any]:
+        source = ArraySource(*data) if isinstance(data, tuple) else data
+        parts.extend(source.split(options.validation) if options.validation else (source, source))
+        train, valid = map(len, parts)
+        if train < 1 or valid < 1:
+            raise DataError(f"{len(source)} samples leave {train} to train, {valid} to validate: need both")
+        found: dict[str, Any] = {"the options": repr(options), "the number of samples": len(source)}
+        for name, array in zip("xy", data if isinstance(data, tuple) else (), strict=False):
+            bytes_each = max(1, np.asarray(array[:1]).nbytes)
+            count = min(len(array), max(1, _COMPARED // bytes_each))
+            found[f"the data ({name})"] = np.asarray(array)[np.linspace(0, len(array) - 1, count).astype(np.int64)]
+        return found
+
+    agree_arrays(comm, "optimize", given)
+    return parts[0], parts[1]
 
 
 def _validated(optimizer: ShardedOptimizer, valid: Any) -> dict[str, float]:

@@ -149,7 +149,7 @@ class ShardedOptimizer:
         """
         self.model.apply_pending()
 
-    @collective
+    @recorded
     def optimize(self, data: Any) -> OptimizationResult:
         """Train for ``options.epochs`` epochs over ``data``, with validation and early stop. Collective.
 
@@ -160,6 +160,8 @@ class ShardedOptimizer:
 
         Raises
         ------
+        ConfigError
+            If ranks give other data (arrays are compared in evenly spread samples) or have other options.
         NonFiniteError
             If nothing of the first epoch is finite, no validation loss ever is, or too many steps in a row are skipped
             (the configuration's ``bad_steps``). An epoch whose validation loss is not finite is no improvement.

@@ -180,6 +180,20 @@ def test_a_prediction_is_compared_where_parameters_are_sharded_and_free_elsewher
     assert re.search(r"rank 0: ZeRO3Model.predict at .*; rank 1: ZeRO3Model.train at ", told), told
 
 
+def test_the_best_parameters_are_asked_for_together_where_a_strategy_shards_them_also_on_one_node() -> None:
+    def run(comm: Any, strategy: str) -> None:
+        model, optimizer = sharded(strategy, comm)
+        with model:
+            result = optimizer.optimize(points(16))
+            if comm.rank == 0:
+                _ = result.best_parameters
+            model.train(*part(comm, *points(8)))
+
+    run_in_threads(2, lambda comm: run(comm, "zero2"))
+    told = told_on(2, lambda comm: run(comm, "zero3"))
+    assert re.search(r"rank 0: ZeRO3Model.best_parameters at .*; rank 1: ZeRO3Model.train at ", told), told
+
+
 def test_what_a_rank_does_amid_an_error_is_told_with_the_error() -> None:
     """A ``finally`` of one rank is not what went wrong."""
 
@@ -295,6 +309,16 @@ SETTERS: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
     ),
 }
 VECTORS = (np.ones((2, 7)), np.zeros((2, 11)))
+SETTERS |= {
+    "optimize": (
+        lambda m, o, c: o.optimize((differing(c, np.ones((8, 7))), np.zeros((8, 11)))),
+        r"optimize: the data \(x\) of rank 2 is not that of rank 0: float64 of shape \(8, 7\)",
+    ),
+    "optimize on each rank's own samples": (
+        lambda m, o, c: o.optimize((np.ones((8 + c.rank, 7)), np.zeros((8 + c.rank, 11)))),
+        "optimize: the number of samples of rank 1 is not that of rank 0: 9, not 8",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", SETTERS)
