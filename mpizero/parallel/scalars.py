@@ -160,7 +160,7 @@ class GrainScalars:
 
         It is raised where the ranks agree, unless something else has failed.
         """
-        self._late = self._late or error
+        self._late = self._late if self._late is not None else error
 
     def check(self, grain: int, block: str, views: Any) -> None:
         """Remember the first gradient of a grain that is not finite. Not collective."""
@@ -191,7 +191,7 @@ class GrainScalars:
             What a rank's own grains raised; on the other ranks a RemoteError that tells it.
         """
         size, rate = self.everyone.size, self._asked(ask_rate)
-        self.error, self._late = self.error or self._late, None
+        self.error, self._late = self.error if self.error is not None else self._late, None
         number = self.everyone.contract_number()
         local = np.full(4 * max(1, self._per_rank) + 1, -1.0)
         for place, (grain, (loss, weight)) in enumerate(self._mine.items()):
