@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,10 +19,17 @@ _NUMBERS = "fiuV"
 _WEIGHT = "how much the samples count, for a plain mean their number; 0 for those that shall not"
 
 
-def samples_text(first: int, x: Any) -> str:
-    """Return which samples of the global batch a function was given, for messages. Not collective."""
-    count = len(x) if hasattr(x, "__len__") else 1
-    return f"samples {first} to {first + count - 1} of the global batch" if count > 1 else f"sample {first}"
+class Given(NamedTuple):
+    """Samples of the global batch that a function was given, for messages: the first one's number, and the batch."""
+
+    first: int
+    batch: Any
+
+    def __str__(self) -> str:
+        """Return which samples they are."""
+        count = len(self.batch) if hasattr(self.batch, "__len__") else 1
+        last = self.first + count - 1
+        return f"samples {self.first} to {last} of the global batch" if count > 1 else f"sample {self.first}"
 
 
 def named(function: Any, name: str) -> str:
@@ -37,9 +44,9 @@ def named(function: Any, name: str) -> str:
 
 
 def loss_and_weight(
-    function: Callable[..., Any], name: str, loss: Any, weight: Any, where: str = ""
+    function: Callable[..., Any], loss: Any, weight: Any, given: Given | None = None
 ) -> tuple[float, float]:
-    """Return what ``function`` gave for ``where``, a loss sum and a weight, as numbers. Not collective.
+    """Return what ``function`` gave, a loss sum and a weight, as numbers. Not collective.
 
     Infinite and NaN are numbers here: the step is skipped, and says so.
 
@@ -50,8 +57,12 @@ def loss_and_weight(
     DataError
         If the weight is negative.
     """
+    if type(loss) is float and type(weight) is float and weight >= 0:  # as usual: every micro-batch comes here
+        return loss, weight
     found_loss, found_weight = _number(loss), _number(weight)
-    at = f" of {where}" if where else ""
+    at = "" if given is None else f" of {given}"
+    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    name = f"{type(owner).__name__}.{name}" if name == "forward" else "loss_and_grad"
     if found_loss is None:
         raise LayoutError(
             f"{named(function, name)} returned {_described(loss)} as the loss{at}: expected one real number, the sum "
@@ -118,8 +129,8 @@ def _some(names: Any, most: int = 8) -> str:
     return f"{listed[:most]}{more}"
 
 
-def gradient(function: Callable[..., Any], name: str, value: Any, view: Array, where: str) -> Array:
-    """Return the gradient of a parameter that a function gave for ``where`` as an array for ``view``. Not collective.
+def gradient(function: Callable[..., Any], name: str, value: Any, view: Array, given: Given) -> Array:
+    """Return the gradient of a parameter that a function gave as an array for ``view``. Not collective.
 
     Raises
     ------
@@ -129,13 +140,13 @@ def gradient(function: Callable[..., Any], name: str, value: Any, view: Array, w
     array = np.asarray(value)
     if array.dtype.kind != "f" or array.itemsize < 4:
         raise LayoutError(
-            f"{named(function, 'loss_and_grad')} returned {_described(array)} as the gradient of {name!r} by {where}: "
+            f"{named(function, 'loss_and_grad')} returned {_described(array)} as the gradient of {name!r} by {given}: "
             f"expected float32 or float64; {_way_out(array)}"
         )
     if array.shape != view.shape:
         raise LayoutError(
             f"{named(function, 'loss_and_grad')}: the gradient of {name!r} has shape {array.shape}, its parameter has "
-            f"{view.shape}, by {where}"
+            f"{view.shape}, by {given}"
         )
     return array
 

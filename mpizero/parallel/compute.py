@@ -14,7 +14,7 @@ from mpizero.errors import CollectiveError, LayoutError, PeerFailure
 from mpizero.layout import Unit
 from mpizero.layout.flat import joined
 from mpizero.nn.located import located
-from mpizero.parallel.answers import check_names, gradient, loss_and_weight, samples_text
+from mpizero.parallel.answers import Given, check_names, gradient, loss_and_weight
 from mpizero.parallel.storage import Lender, ParameterStore, flat_names
 from mpizero.types import EVALUATE, BlackBoxModel, BlockModel, Init, ParameterSpec, Run
 
@@ -119,7 +119,7 @@ class BlockEvaluator:
                         x, caches[block] = in_block(clock, "forward", block, forward, params[block], x, run)
             begun = clock.begin()
             loss, weight, cache = self.criterion.forward(x, y)
-            loss, weight = loss_of(self.criterion, loss, weight, samples_text(run.first_sample, y))
+            loss, weight = loss_and_weight(self.criterion.forward, loss, weight, Given(run.first_sample, y))
             clock.end("forward", "loss", begun)
             begun = clock.begin()
             d = self.criterion.backward(cache, self.loss_scale())
@@ -168,7 +168,7 @@ class BlockEvaluator:
         if prediction is None:
             return 0.0, 0.0, None
         loss, weight, _ = self.criterion.forward(prediction, y)
-        return *loss_of(self.criterion, loss, weight), prediction
+        return *loss_and_weight(self.criterion.forward, loss, weight), prediction
 
     @contextmanager
     def using_loss(self, loss: Any) -> Iterator[None]:
@@ -201,8 +201,8 @@ class BlackBoxEvaluator:
         params = self._parameters()
         try:
             begun = self.store.timeline.begin()
-            where = samples_text(run.first_sample, x)
-            loss, grads, weight = self._loss_and_grad(params, x, y, where)
+            given = Given(run.first_sample, x)
+            loss, grads, weight = self._loss_and_grad(params, x, y, given)
             self.store.timeline.end("backward", "loss and gradient", begun)
             del params
             check_names(function, grads, self.trained, self.frozen)
@@ -210,7 +210,7 @@ class BlackBoxEvaluator:
                 for block, views in target(left[0]).items():
                     for name, view in flat_names(views):
                         if (parameter := joined(block, name)) not in self.frozen:
-                            view[...] = gradient(function, parameter, grads[parameter], view, where)
+                            view[...] = gradient(function, parameter, grads[parameter], view, given)
                 done(left.popleft())
         except (CollectiveError, PeerFailure):
             raise
@@ -270,20 +270,15 @@ class BlackBoxEvaluator:
             return found
 
     def _loss_and_grad(
-        self, params: Mapping[str, Any], x: Any, y: Any, where: str = ""
+        self, params: Mapping[str, Any], x: Any, y: Any, given: Given | None = None
     ) -> tuple[float, Mapping[str, Any], float]:
         with _explained("loss_and_grad"):
             result = self.model.loss_and_grad(params, (_read_only(x), _read_only(y)))
         if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[1], Mapping):
             kinds = [type(v).__name__ for v in result] if isinstance(result, tuple) else type(result).__name__
             raise LayoutError(f"loss_and_grad must return (loss_sum, gradients by name, weight), it returned {kinds}")
-        loss, weight = loss_and_weight(self.model.loss_and_grad, "loss_and_grad", result[0], result[2], where)
+        loss, weight = loss_and_weight(self.model.loss_and_grad, result[0], result[2], given)
         return loss, result[1], weight
-
-
-def loss_of(criterion: Any, loss: Any, weight: Any, where: str = "") -> tuple[float, float]:
-    """Return what a loss layer gave for ``where`` as numbers; see :func:`loss_and_weight`. Not collective."""
-    return loss_and_weight(criterion.forward, f"{type(criterion).__name__}.forward", loss, weight, where)
 
 
 def _read_only(value: Any) -> Any:

@@ -19,8 +19,8 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CollectiveError, LayoutError, PeerFailure
 from mpizero.kernels import to_host
 from mpizero.layout import Instruction, Schedule, Unit, build_schedule
-from mpizero.parallel.answers import samples_text
-from mpizero.parallel.compute import in_block, loss_of, with_next
+from mpizero.parallel.answers import Given, loss_and_weight
+from mpizero.parallel.compute import in_block, with_next
 from mpizero.parallel.courier import Route, key_of
 from mpizero.parallel.gradients import Job
 from mpizero.parallel.running import RunOf, WatchedJob
@@ -163,7 +163,7 @@ class PipelineRunner:
                 if working:
                     begun = self.store.timeline.begin()
                     loss, weight, flight.loss = self.criterion.forward(value, y)
-                    loss, weight = loss_of(self.criterion, loss, weight, samples_text(first, y))
+                    loss, weight = loss_and_weight(self.criterion.forward, loss, weight, Given(first, y))
                     self.store.timeline.end("forward", "loss", begun)
                     self._count(watched, loss, weight)
 
@@ -312,7 +312,7 @@ class PipelineRunner:
             return 0.0, 0.0, None
         with self._computing(_Flight(self.scalars.fail)):
             loss, weight, _ = self.criterion.forward(value, y)
-            loss, weight = loss_of(self.criterion, loss, weight)
+            loss, weight = loss_and_weight(self.criterion.forward, loss, weight)
             return loss, weight, to_host(self.stage.whole_scores(value))
         return 0.0, 0.0, None  # and go on: the other micro-batches still come
 

@@ -31,6 +31,10 @@ _MARK_BITS = 2
 MAX_TOLD = 16
 
 
+#: By bytes of an element: the least and the largest number of full precision.
+_LIMITS = {size: (float(np.finfo(f"f{size}").tiny), float(np.finfo(f"f{size}").max)) for size in (4, 8)}
+
+
 class Totals(NamedTuple):
     """Sums over the global batch; ``problems`` are its grains that are not finite, the first one first."""
 
@@ -53,17 +57,15 @@ class Totals(NamedTuple):
         DataError
             If that type cannot hold it: the gradient would become zero, or infinite.
         """
-        limits = np.finfo(dtype)
-        with np.errstate(over="ignore"):
-            divisor = np.array([self.weight * scale], dtype)
-        if math.isfinite(self.weight) and not limits.tiny <= divisor[0] <= limits.max:
+        divisor, (least, most) = self.weight * scale, _LIMITS[dtype.itemsize]
+        if not least <= divisor <= most and math.isfinite(self.weight):
             scaled = f", times the loss scale {scale:g}," if scale != 1.0 else ""
             raise DataError(
-                f"the global batch has weight {self.weight:g}, which{scaled} is beyond {dtype} ({limits.tiny:g} to "
-                f"{limits.max:g}), in which the gradient is divided by it: only the ratios of weights count, so divide "
-                "or multiply all of them by one number"
+                f"the global batch has weight {self.weight:g}, which{scaled} is beyond {dtype} ({least:g} to "
+                f"{most:g}), in which the gradient is divided by it: only the ratios of weights count, so divide or "
+                "multiply all of them by one number"
             )
-        return divisor
+        return np.array([divisor], dtype)
 
 
 class _Bad(NamedTuple):
