@@ -55,6 +55,16 @@ class ArgumentError(MpizeroError, TypeError):
     status = ExitStatus.CONFIG
 
 
+class StateError(MpizeroError, RuntimeError):
+    """A call that comes too early, too late or twice: on a model that is closed, or has no gradient yet."""
+
+
+class UnsupportedError(MpizeroError, NotImplementedError):
+    """What a model, layer or function of this kind cannot do; the message names what can, or what to add."""
+
+    status = ExitStatus.CONFIG
+
+
 class UnknownNameError(MpizeroError, AttributeError):
     """A name that a module of this package does not have."""
 

@@ -8,7 +8,9 @@ from inspect import Parameter, signature
 from typing import Any, TypeVar
 from unicodedata import is_normalized
 
-from mpizero.errors import ArgumentError, ConfigError, UnknownNameError
+import numpy as np
+
+from mpizero.errors import ArgumentError, ConfigError, LayoutError, UnknownNameError
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -181,6 +183,23 @@ def shown(name: object) -> str:
     """Return a name for messages: quoted, on one line, not too long. Not collective."""
     text = repr(name)  # which escapes what cannot be shown
     return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def real_array(values: Any, what: str) -> np.ndarray[Any, Any]:
+    """Return ``values`` as an array of real numbers; :class:`LayoutError` if ``what`` is none. Not collective."""
+    if isinstance(values, Mapping):
+        inner = ", ".join(repr(str(key)) for key in list(values)[:3])
+        raise LayoutError(
+            f"{what} is a mapping of {inner}, not an array: flatten the names, as in {{'layer.weight': array}}"
+        )
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # a ragged list
+        raise LayoutError(f"{what} is a {type(values).__name__} that makes no array: {error}") from None
+    if array.dtype.kind not in "biuf":
+        advice = "; give its real and imaginary parts as two" if array.dtype.kind == "c" else ""
+        raise LayoutError(f"{what} is of type {array.dtype}, not an array of real numbers{advice}")
+    return array
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from mpizero.errors import ConfigError
-from mpizero.names import explains
+from mpizero.names import explains, nearest, real_array
 from mpizero.types import Array
 
 LossAndGrad = Callable[[Mapping[str, Array], tuple[Any, Any]], tuple[float, Mapping[str, Array], float]]
@@ -54,17 +54,32 @@ class FunctionModel:
         predict: Callable[[Mapping[str, Array], Any], Any] | None = None,
         frozen: Collection[str] = (),
     ) -> None:
+        if not isinstance(parameters, Mapping):
+            raise ConfigError(
+                f"FunctionModel: parameters are arrays by name, such as {{'weight': array}}; got "
+                f"{type(parameters).__name__}"
+            )
         if not parameters:
             raise ConfigError("FunctionModel needs at least one named parameter")
-        dtypes = {name: np.asarray(value).dtype for name, value in parameters.items()}
-        kinds = sorted({str(dtype) for dtype in dtypes.values()})
+        arrays = {name: real_array(value, f"parameter {name!r}") for name, value in parameters.items()}
+        dtypes = {name: str(array.dtype) for name, array in arrays.items()}
+        kinds = sorted(set(dtypes.values()))
         if len(kinds) > 1 or kinds[0] not in ("float32", "float64"):
-            raise ConfigError(f"all parameters must be float32, or all float64; got {dtypes}")
+            odd = next(name for name, kind in dtypes.items() if kind != kinds[0] or len(kinds) == 1)
+            raise ConfigError(
+                f"all parameters must be float32, or all float64: {odd!r} is {dtypes[odd]}"
+                + (f", {next(iter(dtypes))!r} is {next(iter(dtypes.values()))}" if len(kinds) > 1 else "")
+            )
+        if isinstance(frozen, str):
+            raise ConfigError(f"FunctionModel: frozen is a collection of names, got one string: give [{frozen!r}]")
         if unknown := sorted(set(frozen) - set(parameters)):
-            raise ConfigError(f"frozen names {unknown}, but the parameters are {sorted(parameters)}")
+            hint = nearest(unknown[0], map(str, parameters))
+            raise ConfigError(f"frozen names {unknown}, but the parameters are {sorted(parameters)}{hint}")
         if not callable(loss_and_grad):
             raise ConfigError(f"loss_and_grad must be a function, got {loss_and_grad!r}")
-        self.parameters = MappingProxyType(dict(parameters))
+        if predict is not None and not callable(predict):
+            raise ConfigError(f"predict must be a function, got {predict!r}")
+        self.parameters = MappingProxyType(arrays)
         self.dtype = np.dtype(kinds[0])
         self.frozen = frozenset(frozen)
         self.loss_and_grad = loss_and_grad

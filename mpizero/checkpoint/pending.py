@@ -25,6 +25,7 @@ from mpizero.checkpoint.snapshot import SnapshotBuffer
 from mpizero.checkpoint.table import LocalArray
 from mpizero.comm import operations
 from mpizero.comm.communicator import CallTrace, Communicator
+from mpizero.errors import StateError
 
 #: How far the writing thread stands back (``nice``) where training or other ranks want the core, too.
 _NICE = 10
@@ -147,7 +148,7 @@ class PendingSave:
         if self._committed:
             return
         if self.ended:
-            raise RuntimeError(f"the save of {self.target} was discarded or has failed: begin another")
+            raise StateError(f"the save of {self.target} was discarded or has failed: begin another")
         operations.begin(self._comm, "PendingSave.commit")
         with self._lent:
             try:

@@ -6,6 +6,7 @@ from typing import Any
 
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.inmemory import InMemoryCommunicator
+from mpizero.errors import ArgumentError
 
 
 def as_communicator(comm: Any = None, name: str = "world") -> Communicator:
@@ -27,6 +28,6 @@ def as_communicator(comm: Any = None, name: str = "world") -> Communicator:
         from mpizero.comm.mpi import MpiCommunicator  # mpi4py starts MPI where it is imported
 
         return MpiCommunicator(comm, name=name)
-    raise TypeError(
+    raise ArgumentError(
         f"comm must be an mpi4py communicator, an mpizero Communicator or None, got {type(comm).__name__}: {comm!r}"
     )

@@ -21,7 +21,7 @@ from mpizero.comm.requests import MpiReceive, MpiRequest
 from mpizero.comm.shared import MpiSharedMemory, free_space
 from mpizero.comm.trace import Call
 from mpizero.comm.transport import Request, SharedMemory
-from mpizero.errors import CollectiveError, CollectiveMismatch, ExitStatus, MpizeroError
+from mpizero.errors import ArgumentError, CollectiveError, CollectiveMismatch, ExitStatus, MpizeroError
 from mpizero.layout import Span
 from mpizero.types import Array
 
@@ -76,7 +76,7 @@ class MpiCommunicator(Communicator):
 
     def __init__(self, comm: MPI.Comm, *, limit: int = MESSAGE_LIMIT, name: str = "world") -> None:
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-            raise TypeError(f"comm must be a live mpi4py intracommunicator, got {comm!r}")
+            raise ArgumentError(f"comm must be a live mpi4py intracommunicator, got {comm!r}")
         guard.install()
         # [Note: split, never dup] A duplicate of a Cartesian communicator keeps what makes Open MPI 4.1.4 write
         # wrong HDF5 data; a split does not, and no message of the user can meet one of ours.

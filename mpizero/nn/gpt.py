@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mpizero.errors import UnsupportedError
 from mpizero.names import explains
 from mpizero.nn.block import TransformerBlock
 from mpizero.nn.checkpointed import Checkpointed
@@ -185,7 +186,7 @@ class GPT:
 
     def with_active_features(self, indices: tuple[int, ...]) -> GPT:
         """Refuse: a text may hold any item of the vocabulary. Not collective."""
-        raise NotImplementedError("a GPT cannot ignore vocabulary items: every id of a text takes part in its context")
+        raise UnsupportedError("a GPT cannot ignore vocabulary items: every id of a text takes part in its context")
 
     def export_computation_graph(self) -> dict[str, Any]:
         """Describe the model as JSON values; see :func:`mpizero.nn.export_computation_graph`. Not collective."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpizero import kernels
-from mpizero.errors import ConfigError, DataError
+from mpizero.errors import ConfigError, DataError, UnsupportedError
 from mpizero.kernels import blas, card_products
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.operations import Operations
@@ -92,7 +92,7 @@ class Layer(ABC):
         The default is for layers without products; a layer made of children must count for itself.
         """
         if self.children():
-            raise NotImplementedError(f"{type(self).__name__} does not count its products: define operations()")
+            raise UnsupportedError(f"{type(self).__name__} does not count its products: define operations()")
         return Operations()
 
     def trace(self, graph: Graph, name: str, source: Place) -> Place:
@@ -101,7 +101,7 @@ class Layer(ABC):
         A layer made of children must say how they are joined, so it overrides this method.
         """
         if self.children():
-            raise NotImplementedError(f"{type(self).__name__} does not say how its layers are joined: define trace()")
+            raise UnsupportedError(f"{type(self).__name__} does not say how its layers are joined: define trace()")
         return graph.add_layer(self, name, source, self.output_shape(source.shape))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.errors import LayoutError
+from mpizero.errors import LayoutError, UnsupportedError
 from mpizero.layout.flat import nested
 from mpizero.nn.graph import FORMAT, Graph, Place
 from mpizero.nn.initialize import initial_values
@@ -171,7 +171,7 @@ def model_operations(model: BlockModel, input_shape: tuple[int, ...]) -> dict[st
     counts = {}
     for block, layer in model.blocks.items():
         if not isinstance(layer, Layer):
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"block {block!r} is a {type(layer).__name__}, which does not count its products; "
                 "derive it from mpizero.nn.Layer"
             )
@@ -200,7 +200,7 @@ def export_computation_graph(model: BlockModel, input_shape: tuple[int, ...]) ->
     graph, place = Graph(), Place("x", input_shape)
     for block, layer in model.blocks.items():
         if not isinstance(layer, Layer):
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"block {block!r} is a {type(layer).__name__}, which does not describe its computation; "
                 "derive it from mpizero.nn.Layer"
             )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpizero import kernels
+from mpizero.errors import ArgumentError
 from mpizero.names import check_slots
 from mpizero.optim.base import FlatOptimizer, rate_at
 from mpizero.types import Array, Dtype, ParameterSpec
@@ -89,17 +90,19 @@ class AdaptedOptimizer:
 
     def _check_entries(self, given: Mapping[str, Any], step: int, size: int) -> None:
         if given.get(_STEP) != step:
-            raise TypeError(f"{self.name}: state['step'] is the number of the step (1 is the first) and not to be set")
+            raise ArgumentError(
+                f"{self.name}: state['step'] is the number of the step (1 is the first) and not to be set"
+            )
         for name, value in given.items():
             if name == _STEP:
                 continue
             if name not in self.slots:
-                raise TypeError(
+                raise ArgumentError(
                     f"{self.name}: state[{name!r}] appeared after the first update; expected {self.slots or 'no state'}"
                 )
             if getattr(value, "shape", None) != (size,):
                 found = f"an array of shape {value.shape}" if hasattr(value, "shape") else f"{value!r}"
-                raise TypeError(
+                raise ArgumentError(
                     f"{self.name}: state[{name!r}] is {found}; expected an array of shape ({size},). "
                     "A step count is in state['step']"
                 )
@@ -118,7 +121,9 @@ class AdaptedOptimizer:
         try:
             return copy.deepcopy(self.optimizer)
         except Exception as error:
-            raise TypeError(f"{self.name}: cannot be copied ({error}), so it cannot be tried on sample data") from error
+            raise ArgumentError(
+                f"{self.name}: cannot be copied ({error}), so it cannot be tried on sample data"
+            ) from error
 
     def _verify_elementwise(self) -> None:
         """Compare updates of the whole with updates of its parts, bit for bit, over three steps.
@@ -140,7 +145,7 @@ class AdaptedOptimizer:
             for cut in cuts:
                 parts.apply(results[1][cut], g[cut].copy(), {k: a[cut] for k, a in states[1].items()}, hyper)
         if not np.array_equal(results[0], results[1], equal_nan=True):
-            raise TypeError(
+            raise ArgumentError(
                 f"{self.name}.update is not elementwise: updating a part of the parameters gives other values than "
                 "updating all of them. Norms and means over all elements cannot be sharded this way; for a step "
                 "count use state['step'], not a counter of calls"
@@ -168,9 +173,9 @@ def _adapted(optimizer: Any) -> Any:
     if isinstance(optimizer, (FlatOptimizer, AdaptedOptimizer)):
         return optimizer
     if isinstance(optimizer, type):
-        raise TypeError(f"expected an optimizer, got the class {optimizer.__name__}: call it to make one")
+        raise ArgumentError(f"expected an optimizer, got the class {optimizer.__name__}: call it to make one")
     if not callable(getattr(optimizer, "update", None)):
-        raise TypeError(
+        raise ArgumentError(
             f"{type(optimizer).__name__} is not a gradient-based optimizer: it has no method "
             "update(params, grads, state)"
         )

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from mpizero import kernels
-from mpizero.errors import ConfigError
+from mpizero.errors import ArgumentError, ConfigError
 from mpizero.names import explains
 from mpizero.optim import validation
 from mpizero.optim.base import FlatOptimizer
@@ -225,4 +225,4 @@ class LAMB(Adam):
         TypeError
             Always; ``direction`` and ``apply_direction`` do the work.
         """
-        raise TypeError("LAMB needs per-tensor norms: use direction, trust_ratio and apply_direction")
+        raise ArgumentError("LAMB needs per-tensor norms: use direction, trust_ratio and apply_direction")

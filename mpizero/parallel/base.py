@@ -13,7 +13,7 @@ from mpizero import kernels
 from mpizero.comm.agreement import agree_arrays, agree_equal
 from mpizero.comm.exact import gather_spans
 from mpizero.comm.operations import collective, recorded
-from mpizero.errors import LayoutError, NonFiniteError
+from mpizero.errors import ArgumentError, LayoutError, NonFiniteError, StateError
 from mpizero.layout.nodes import GROUPS
 from mpizero.optim import validation
 from mpizero.parallel.core import Pending
@@ -178,14 +178,14 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
     def _check_gradients(self, gradients: Any) -> None:
         dtype = self.engine.dtype
         if not isinstance(gradients, Gradients):
-            raise TypeError(
+            raise ArgumentError(
                 "apply_gradients takes the Gradients that compute_gradients or synchronize_gradients returned, got "
                 f"{type(gradients).__name__}"
             )
         values = gradients.values
         if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
             got = f"{values.dtype} array" if isinstance(values, np.ndarray) else type(values).__name__
-            raise TypeError(f"apply_gradients: the values of the Gradients are a {dtype} array, got {got}")
+            raise ArgumentError(f"apply_gradients: the values of the Gradients are a {dtype} array, got {got}")
         if not gradients.synchronized:
             raise LayoutError(
                 "apply_gradients takes a synchronized gradient, this one holds the rank's own sums: call "
@@ -262,7 +262,7 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
 
     def _waiting(self, name: str) -> Pending:
         if self._pending is None:
-            raise RuntimeError(f"{name}: no gradient exists yet; call train or compute_gradients first")
+            raise StateError(f"{name}: no gradient exists yet; call train or compute_gradients first")
         return self._pending
 
     def _reduced_pending(self, name: str) -> tuple[Totals, Array, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mpizero.errors import ArgumentError
 from mpizero.parallel.gathering import gather_owned
 from mpizero.types import Array
 
@@ -70,7 +71,7 @@ class BestParameters:
             If they are spread over the ranks.
         """
         if self._whole is None:
-            raise TypeError(
+            raise ArgumentError(
                 "the best parameters are spread over the ranks: ask for best_parameters on all of them first"
             )
         return {"_model": None, "_owned": None, "_whole": self._whole}

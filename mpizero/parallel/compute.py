@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpizero.comm.timeline import Timeline
-from mpizero.errors import CollectiveError, LayoutError, PeerFailure
+from mpizero.errors import ArgumentError, CollectiveError, LayoutError, PeerFailure, UnsupportedError
 from mpizero.layout import Unit
 from mpizero.layout.flat import joined
 from mpizero.nn.located import located
@@ -233,7 +233,7 @@ class BlackBoxEvaluator:
             return None
         predict = getattr(self.model, "predict", None)
         if predict is None:
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"{type(self.model).__name__} has no predict function: give one, FunctionModel(..., predict=...)"
             )
         with _explained("predict"):
@@ -253,7 +253,7 @@ class BlackBoxEvaluator:
     def using_loss(self, loss: Any) -> Iterator[None]:
         """Refuse another loss: a black box contains its own. Not collective."""
         if loss is not None:
-            raise NotImplementedError("a black box computes its own loss: another one cannot be put in its place")
+            raise UnsupportedError("a black box computes its own loss: another one cannot be put in its place")
         yield
 
     def _parameters(self) -> dict[str, Any]:
@@ -335,7 +335,7 @@ def blocks_of(model: Any) -> dict[str, tuple[ParameterSpec, ...]]:
             name: (ParameterSpec("", np.shape(a), Init(), np.ndim(a) > 1, name not in frozen),)
             for name, a in model.parameters.items()
         }
-    raise TypeError(
+    raise ArgumentError(
         f"{type(model).__name__} is not a model: it needs 'blocks', 'loss', 'dtype' and 'seed' (a sequence of layers), "
         "or 'parameters' and 'loss_and_grad' (a function; wrap it in mpizero.FunctionModel)"
     )

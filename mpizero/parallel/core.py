@@ -13,7 +13,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.operations import begin, collective
 from mpizero.comm.startup import agree_to_start
-from mpizero.errors import CheckpointError, ConfigError, SharedMemoryError
+from mpizero.errors import ArgumentError, CheckpointError, ConfigError, SharedMemoryError, StateError
 from mpizero.layout import FlatLayout, Span
 from mpizero.layout.flat import joined
 from mpizero.names import check_names, explains
@@ -67,7 +67,7 @@ class ShardedCore(ABC):
 
     def __init__(self, wrapped_model: Any, config: ShardingConfig) -> None:
         if not isinstance(config, ShardingConfig):
-            raise TypeError(f"{type(self).__name__} needs a ShardingConfig, got {config!r}")
+            raise ArgumentError(f"{type(self).__name__} needs a ShardingConfig, got {config!r}")
         self._wrapped, self._config = wrapped_model, config
         self._which = config.number_model()
         begin(config.communicator, "make a model", self._which)
@@ -93,7 +93,7 @@ class ShardedCore(ABC):
         communicator = self._config.communicator
         with all_ranks(communicator):
             if self._wrapped is None:
-                raise TypeError(f"{type(self).__name__} needs a model, got None")
+                raise ArgumentError(f"{type(self).__name__} needs a model, got None")
             blocks = blocks_of(self._wrapped)
             check_names(joined(block, spec.name) for block, specs in blocks.items() for spec in specs)
         agree_to_start(communicator, self._plans(blocks))
@@ -197,7 +197,7 @@ class ShardedCore(ABC):
     def loadable_engine(self) -> Engine:
         """The engine, also where it is half loaded: to load it whole."""
         if self._engine is None:
-            raise RuntimeError(
+            raise StateError(
                 f"this {type(self).__name__} is closed and its memory is freed: make a new one, and save or read "
                 "parameters before close() or the end of its with block"
             )

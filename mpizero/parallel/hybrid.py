@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from mpizero.comm.agreement import all_ranks
-from mpizero.errors import ConfigError
+from mpizero.errors import ArgumentError, ConfigError
 from mpizero.names import explains
 from mpizero.parallel.base import ShardedModelBase
 from mpizero.parallel.config import ShardingConfig
@@ -228,5 +228,5 @@ class HybridShardedOptimizer(ShardedOptimizer):
 
 def _all_ranks_of(config: ShardingConfig) -> int:
     if not isinstance(config, ShardingConfig):
-        raise TypeError(f"a sharded model needs a ShardingConfig, got {config!r}")
+        raise ArgumentError(f"a sharded model needs a ShardingConfig, got {config!r}")
     return config.communicator.size

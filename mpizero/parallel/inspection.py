@@ -9,7 +9,7 @@ import numpy as np
 
 from mpizero.comm.agreement import agree_equal
 from mpizero.comm.operations import collective
-from mpizero.errors import ConfigError
+from mpizero.errors import ConfigError, UnsupportedError
 from mpizero.layout.flat import nested
 from mpizero.parallel.compute import blocks_of
 from mpizero.parallel.vector import ParameterAccess
@@ -74,7 +74,7 @@ class Inspection(ParameterAccess):
 
     def _delegate(self, name: str) -> Any:
         if not hasattr(self._wrapped, name):
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"{type(self._wrapped).__name__} has no {name!r}: a wrapped model that offers it makes this work"
             )
         return getattr(self._wrapped, name)

@@ -14,7 +14,7 @@ from mpizero import checkpoint, optim
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_arrays, agree_equal, all_ranks
 from mpizero.comm.operations import collective, meet, recorded
-from mpizero.errors import ConfigError, LayoutError
+from mpizero.errors import ArgumentError, ConfigError, LayoutError, StateError
 from mpizero.names import explains
 from mpizero.parallel import persistence
 from mpizero.parallel.config import ShardingConfig
@@ -63,7 +63,7 @@ class ShardedOptimizer:
         loss_scale: optim.DynamicLossScale | None = None,
     ) -> None:
         if config is None:
-            raise TypeError(f"{type(self).__name__} needs a ShardingConfig, got None")
+            raise ArgumentError(f"{type(self).__name__} needs a ShardingConfig, got None")
         self.wrapped_optimizer = optim.adapt(wrapped_optimizer)
         self.config = config
         self.options = options if options is not None else OptimizationOptions()
@@ -120,7 +120,7 @@ class ShardedOptimizer:
     def model(self) -> ShardedModelBase:
         """The bound model."""
         if self._model is None:
-            raise RuntimeError(f"{type(self).__name__} has no model yet: call set_model first")
+            raise StateError(f"{type(self).__name__} has no model yet: call set_model first")
         return self._model
 
     @property
@@ -132,7 +132,7 @@ class ShardedOptimizer:
     def _updater(self) -> Updater:
         updater = self.model.engine.updater
         if updater is None or updater.optimizer is not self.wrapped_optimizer:
-            raise RuntimeError("the model has been given another optimizer meanwhile: call set_model again")
+            raise StateError("the model has been given another optimizer meanwhile: call set_model again")
         return updater
 
     @recorded

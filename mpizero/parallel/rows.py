@@ -11,6 +11,7 @@ import numpy as np
 from mpizero.comm import ProcessGrid
 from mpizero.comm.exact import RowsToSum
 from mpizero.comm.turns import program_array, tree_sum
+from mpizero.errors import StateError
 from mpizero.layout import FlatLayout, Grains, RowsPlan, Span, Unit, rows_plan
 from mpizero.parallel.behind import SumsBehind
 from mpizero.parallel.dealing import GlobalBatch
@@ -207,7 +208,7 @@ class GradientRows:
 
     def _current(self) -> RowsPlan:
         if self.plan is None:
-            raise RuntimeError("no gradient exists yet: call train or compute_gradients first")
+            raise StateError("no gradient exists yet: call train or compute_gradients first")
         return self.plan
 
     def reserve(self, count: int) -> None:

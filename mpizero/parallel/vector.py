@@ -16,6 +16,7 @@ from mpizero.comm.agreement import agree_arrays, all_ranks
 from mpizero.comm.operations import collective, meet, recorded
 from mpizero.errors import LayoutError, SharedMemoryError
 from mpizero.layout import Entry
+from mpizero.names import real_array
 from mpizero.parallel.core import ShardedCore
 from mpizero.parallel.persistence import copy_state
 from mpizero.parallel.private import in_private_memory
@@ -66,9 +67,14 @@ class ParameterAccess(ShardedCore):
 
         def given() -> dict[str, Array]:
             nonlocal array
-            array, found = np.asarray(values, self.engine.dtype), np.asarray(values)
+            if isinstance(values, Mapping):
+                raise LayoutError(
+                    f"one vector of all parameters is taken, got a {type(values).__name__} by name: use load_named"
+                )
+            found = real_array(values, "the vector of all parameters")
+            array = found.astype(self.engine.dtype, copy=False)
             if array.shape != (self.parameter_count,):
-                raise ValueError(
+                raise LayoutError(
                     f"got {array.size} values in an array of shape {array.shape}; the model has {self.parameter_count} "
                     f"parameters and takes an array of shape ({self.parameter_count},)"
                 )
@@ -100,12 +106,16 @@ class ParameterAccess(ShardedCore):
     def _arrange(self, arrays: Mapping[str, Array], values: Array) -> dict[str, Array]:
         """Fill a full vector from arrays by name, and return what was given for each parameter. Not collective."""
         entries = {entry.spec.name: entry for entry in self.layout.parameters}
+        if not isinstance(arrays, Mapping):
+            raise LayoutError(
+                f"load_named takes arrays by name, got {type(arrays).__name__}: for one vector use set_parameters"
+            )
         missing, unknown = sorted(entries.keys() - arrays.keys()), sorted(arrays.keys() - entries.keys())
         if missing or unknown:
             raise LayoutError(f"parameters do not match the model: missing {missing[:5]}, unknown {unknown[:5]}")
         given = {}
         for name, entry in entries.items():
-            array = np.asarray(arrays[name])
+            array = real_array(arrays[name], f"parameter {name!r}")
             if array.shape != entry.spec.shape:
                 raise LayoutError(f"parameter {name!r} has shape {array.shape}, the model's has {entry.spec.shape}")
             values[entry.span.start : entry.span.stop] = array.reshape(-1)
