@@ -61,15 +61,15 @@ class FunctionModel:
             )
         if not parameters:
             raise ConfigError("FunctionModel needs at least one named parameter")
+        if odd := [name for name in parameters if not isinstance(name, str)]:
+            raise ConfigError(f"FunctionModel: names of parameters are strings, got {odd[0]!r}")
         arrays = {name: real_array(value, f"parameter {name!r}") for name, value in parameters.items()}
         dtypes = {name: str(array.dtype) for name, array in arrays.items()}
         kinds = sorted(set(dtypes.values()))
         if len(kinds) > 1 or kinds[0] not in ("float32", "float64"):
-            odd = next(name for name, kind in dtypes.items() if kind != kinds[0] or len(kinds) == 1)
-            raise ConfigError(
-                f"all parameters must be float32, or all float64: {odd!r} is {dtypes[odd]}"
-                + (f", {next(iter(dtypes))!r} is {next(iter(dtypes.values()))}" if len(kinds) > 1 else "")
-            )
+            first = {kind: name for name, kind in reversed(dtypes.items())}
+            told = ", ".join(f"{name!r} is {kind}" for kind, name in first.items())
+            raise ConfigError(f"all parameters must be float32, or all float64; {told}")
         if isinstance(frozen, str):
             raise ConfigError(f"FunctionModel: frozen is a collection of names, got one string: give [{frozen!r}]")
         if unknown := sorted(set(frozen) - set(parameters)):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from mpizero.checkpoint.failures import Attempt, agreed, on_root, raise_first
 from mpizero.checkpoint.manifest import canonical_json
+from mpizero.checkpoint.regular import path_of
 from mpizero.checkpoint.skeleton import ALIGNMENT, Skeleton, build, check_alignment
 from mpizero.checkpoint.table import Claim, LocalArray, Table, check_array, merge
 from mpizero.comm.communicator import Communicator
@@ -89,7 +90,8 @@ def make_plan(
     Collective over ``comm``; all ranks raise the same error or none. Where the layout of ``again`` is of the same
     arrays on every rank, what it knows is taken, in one exchange; else it is filled.
     """
-    where = os.path.realpath(os.fspath(folder)) if comm.rank == 0 else ""
+    path = path_of(folder)  # all ranks refuse what is none
+    where = os.path.realpath(path) if comm.rank == 0 else ""
     known = KnownLayout() if again is None else again.layout
     same = again if known.alignment == alignment else None
     target, local, table, attributes, number, opened = agree_on_arrays(comm, arrays, attributes, _prefix, where, same)

@@ -18,7 +18,7 @@ from mpizero.checkpoint.checksum import BLOCK, cut, in_cache, judge
 from mpizero.checkpoint.direct import as_bytes
 from mpizero.checkpoint.failures import agreed, on_root
 from mpizero.checkpoint.manifest import MANIFEST_LIMIT, MANIFEST_NAME, STATE_NAME, Manifest, StoredArray, decode
-from mpizero.checkpoint.regular import open_regular
+from mpizero.checkpoint.regular import open_regular, path_of
 from mpizero.checkpoint.stage import standing
 from mpizero.checkpoint.table import LocalArray, Table, check_array
 from mpizero.comm import as_communicator
@@ -378,7 +378,7 @@ def _open(world: Communicator, folder: str | os.PathLike[str], owns_comm: bool) 
     prefix = "cannot open checkpoint"
 
     def read() -> tuple[str, bytes]:
-        target = standing(os.path.abspath(os.fspath(folder)))
+        target = standing(os.path.abspath(path_of(folder)))
         return target, read_manifest(target)[0]
 
     target, data = on_root(world, prefix, read)

@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 
-from mpizero.errors import CheckpointError
+from mpizero.errors import ArgumentError, CheckpointError
 
 
 def open_regular(path: str) -> int:
@@ -21,6 +21,13 @@ def open_regular(path: str) -> int:
         os.close(file)
         raise CheckpointError(f"{path}: not a regular file")
     return file
+
+
+def path_of(folder: str | os.PathLike[str]) -> str:
+    """Return a path as a string; :class:`ArgumentError` if it is none. Not collective."""
+    if not isinstance(folder, str | os.PathLike):
+        raise ArgumentError(f"the folder of a checkpoint is a path, a string or pathlib.Path; got {folder!r:.80}")
+    return os.fspath(folder)
 
 
 def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:

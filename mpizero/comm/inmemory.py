@@ -19,7 +19,7 @@ from mpizero.comm.communicator import Communicator
 from mpizero.comm.contract import mismatch
 from mpizero.comm.trace import CallTrace
 from mpizero.comm.transport import Request, SharedMemory
-from mpizero.errors import CollectiveError, PeerFailure, SharedMemoryError
+from mpizero.errors import CollectiveError, ConfigError, PeerFailure, SharedMemoryError
 from mpizero.layout import Span
 from mpizero.types import Array
 
@@ -168,8 +168,8 @@ class InMemoryCommunicator(Communicator):
     @classmethod
     def group(cls, size: int, name: str = "world") -> list[Self]:
         """Make the ``size`` communicators of a new group, one for each thread. Not collective."""
-        if size < 1:
-            raise ValueError(f"a group needs at least one rank, got {size}")
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+            raise ConfigError(f"a group needs a whole number of ranks, at least one; got {size!r}")
         group = _Group(_Job(size), range(size))
         return [cls(group, rank, name) for rank in range(size)]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mpizero.comm.inmemory import InMemoryCommunicator
-from mpizero.errors import PeerFailure
+from mpizero.errors import ArgumentError, PeerFailure
 
 T = TypeVar("T")
 
@@ -19,6 +19,8 @@ def run_in_threads(size: int, function: Callable[[InMemoryCommunicator], T]) -> 
     raised here. A thread that ends while others wait for it, and threads that all wait, are errors too: it ends always
     unless ``function`` itself loops forever.
     """
+    if not callable(function):
+        raise ArgumentError(f"run_in_threads: function must be one of a communicator, got {function!r}")
     communicators = InMemoryCommunicator.group(size)
     results: dict[int, T] = {}
     errors: list[BaseException] = []

@@ -9,7 +9,7 @@ import numpy as np
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.comm.communicator import Communicator
 from mpizero.data.source import Indices, Source
-from mpizero.errors import ConfigError, DataError
+from mpizero.errors import ArgumentError, ConfigError, DataError
 from mpizero.kernels import cpu
 from mpizero.layout.grains import Grains
 from mpizero.names import explains
@@ -131,6 +131,8 @@ def batches(
     MpizeroError
         Ranks that differ in data or arguments.
     """
+    if not hasattr(config, "communicator"):
+        raise ArgumentError(f"batches: config is a ShardingConfig, got {config!r:.80}")
     comm = config.communicator
     with all_ranks(comm):
         if not isinstance(source, Source):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from mpizero import kernels
 from mpizero.errors import ConfigError
-from mpizero.names import explains
+from mpizero.names import explains, nearest
 from mpizero.nn.layer import Layer, namespace, require_floats
 from mpizero.types import EVALUATE, Array, Params, Run
 
@@ -100,6 +100,7 @@ _BY_NAME: dict[str, Activation] = {"gelu": GELU(), "silu": SiLU(), "relu": ReLU(
 
 def named_activation(name: str) -> Activation:
     """Return the activation called ``name``: "gelu", "silu", "relu" or "tanh". Not collective."""
-    if name not in _BY_NAME:
-        raise ConfigError(f"activation={name!r} is not known; choose one of {', '.join(_BY_NAME)}")
+    if not isinstance(name, str) or name not in _BY_NAME:
+        hint = nearest(name, _BY_NAME)
+        raise ConfigError(f"activation={name!r} is not known; choose one of {', '.join(_BY_NAME)}{hint}")
     return _BY_NAME[name]

@@ -79,7 +79,7 @@ class CausalSelfAttention(Affine):
         require_positive("CausalSelfAttention", dim=self.dim, heads=self.heads)
         if self.dim % self.heads:
             raise ConfigError(
-                f"dim={self.dim} is not divisible by heads={self.heads}; "
+                f"CausalSelfAttention: dim={self.dim} is not divisible by heads={self.heads}; "
                 f"choose heads that divide dim, or dim={self.dim - self.dim % self.heads or self.heads}"
             )
         Dropout(self.dropout, self.site)

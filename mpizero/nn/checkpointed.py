@@ -7,7 +7,7 @@ from typing import Any
 
 from mpizero.names import explains
 from mpizero.nn.graph import Graph, Place
-from mpizero.nn.layer import Layer
+from mpizero.nn.layer import Layer, require_layer
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
 
@@ -22,6 +22,9 @@ class Checkpointed(Layer):
     """
 
     layer: Layer
+
+    def __post_init__(self) -> None:
+        require_layer("Checkpointed", self.layer)
 
     def specs(self) -> tuple[ParameterSpec, ...]:
         """Describe the wrapped layer's parameters under their own names. Not collective."""

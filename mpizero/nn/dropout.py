@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpizero import kernels
 from mpizero.errors import ConfigError
 from mpizero.names import explains
@@ -43,8 +45,8 @@ class Dropout(Layer):
 
     def __post_init__(self) -> None:
         require_rate("Dropout", self.rate)
-        if self.site < 0:
-            raise ConfigError(f"Dropout: site={self.site} must not be negative")
+        if isinstance(self.site, bool) or not isinstance(self.site, (int, np.integer)) or self.site < 0:
+            raise ConfigError(f"Dropout: site={self.site!r} must be an integer, not negative")
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Mask ``x`` (samples, ...) in training; otherwise return ``x`` itself. Not collective."""

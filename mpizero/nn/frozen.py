@@ -7,7 +7,7 @@ from typing import Any
 
 from mpizero.names import explains
 from mpizero.nn.graph import Graph, Place
-from mpizero.nn.layer import Layer
+from mpizero.nn.layer import Layer, require_layer
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
 
@@ -21,6 +21,9 @@ class Frozen(Layer):
     """
 
     layer: Layer
+
+    def __post_init__(self) -> None:
+        require_layer("Frozen", self.layer)
 
     def specs(self) -> tuple[ParameterSpec, ...]:
         """Describe the wrapped layer's parameters as not trainable. Not collective."""

@@ -15,7 +15,7 @@ from mpizero.errors import ConfigError, DataError, UnsupportedError
 from mpizero.kernels import blas, card_products
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.operations import Operations
-from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
+from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, Run
 
 _FLOATS = frozenset({np.dtype(np.float32), np.dtype(np.float64)})
 
@@ -232,6 +232,18 @@ def splits(layer: Layer, kind: type[Layer], group: Group) -> bool:
     return group.size > 1
 
 
+def require_layer(where: str, layer: Any) -> None:
+    """Raise :class:`ConfigError` unless ``layer`` is one, with the methods that every layer has."""
+    if isinstance(layer, type) or not callable(getattr(layer, "specs", None)):
+        raise ConfigError(f"{where} takes a layer, got {layer!r:.80}")
+
+
+def require_init(where: str, init: Any) -> None:
+    """Raise :class:`ConfigError` unless ``init`` is an :class:`~mpizero.types.Init` or None."""
+    if init is not None and not isinstance(init, Init):
+        raise ConfigError(f'{where}: init={init!r} must be None or an mpizero.types.Init, such as Init("normal", 0.02)')
+
+
 def require_positive(where: str, **values: int) -> None:
     """Raise :class:`ConfigError` naming the first of ``values`` that is not a positive integer."""
     for name, value in values.items():
@@ -241,5 +253,5 @@ def require_positive(where: str, **values: int) -> None:
 
 def require_rate(where: str, rate: float) -> None:
     """Raise :class:`ConfigError` unless ``rate`` is a dropout rate, 0 <= rate < 1."""
-    if not 0.0 <= rate < 1.0:
+    if isinstance(rate, bool) or not isinstance(rate, (int, float, np.number)) or not 0.0 <= rate < 1.0:
         raise ConfigError(f"{where}: the dropout rate {rate!r} must be at least 0 and less than 1")

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpizero.names import explains
 from mpizero.nn.affine import Affine
-from mpizero.nn.layer import Layer, as_rows, matmul, require_positive, splits, sum_rows
+from mpizero.nn.layer import Layer, as_rows, matmul, require_init, require_positive, splits, sum_rows
 from mpizero.nn.operations import Operations, linear_operations
 from mpizero.nn.split.linear import SplitLinear, SplitProjection
 from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, Run
@@ -43,6 +43,7 @@ class Linear(Affine):
 
     def __post_init__(self) -> None:
         require_positive("Linear", inputs=self.inputs, outputs=self.outputs)
+        require_init("Linear", self.init)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
         """Describe ``weight`` and, where there is one, ``bias``. Not collective."""

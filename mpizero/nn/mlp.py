@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -31,6 +31,11 @@ class Select(Layer):
 
     features: int
     active: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        require_positive("Select", features=self.features)
+        if any(not 0 <= index < self.features for index in self.active):
+            raise ConfigError(f"Select: active={self.active!r} must lie in 0 to {self.features - 1}")
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Copy ``x`` (..., features) without the features that are not active. Not collective."""
@@ -92,6 +97,8 @@ class MLP:
 
     def __post_init__(self) -> None:
         require_positive("MLP", features=self.features, outputs=self.outputs)
+        if not isinstance(self.hidden, Iterable) or isinstance(self.hidden, str):
+            raise ConfigError(f"MLP: hidden={self.hidden!r} must be the widths of the hidden layers, such as (64, 32)")
         object.__setattr__(self, "hidden", tuple(self.hidden))
         for index, width in enumerate(self.hidden):
             require_positive("MLP", **{f"hidden[{index}]": width})
@@ -101,6 +108,8 @@ class MLP:
         require_seed("MLP", self.seed)
         object.__setattr__(self, "dtype", model_dtype("MLP", self.dtype))
         if self.active_features is not None:
+            if isinstance(self.active_features, str) or not isinstance(self.active_features, Iterable):
+                raise ConfigError(f"MLP: active_features={self.active_features!r} must be a sequence of integers")
             object.__setattr__(self, "active_features", tuple(sorted({int(i) for i in self.active_features})))
             if any(not 0 <= i < self.features for i in self.active_features):
                 raise ConfigError(f"MLP: active_features={self.active_features} must lie in 0 to {self.features - 1}")

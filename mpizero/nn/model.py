@@ -93,6 +93,10 @@ def evaluate(model: BlockModel, params: Mapping[str, Params], x: Array, run: Run
         ``run.training`` turns dropout on.
     """
     run = run_on(model, x, run)
+    if without := [block for block, layer in model.blocks.items() if layer.specs() and block not in params]:
+        raise LayoutError(
+            f"there are no parameters of block {without[0]!r}: evaluate takes what bind(model, named) gives"
+        )
     for block, layer in model.blocks.items():
         x = located("block", block, layer.forward, params.get(block, {}), x, run)[0]
     return x
@@ -132,6 +136,8 @@ def loss_and_gradients(
         The gradient of ``scale * loss_sum`` for each trainable name: arrays of ``slots`` where it was given.
     """
     params = bind(model, named)
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise LayoutError(f"a batch is a pair (x, target), got a {type(batch).__name__}")
     x, target = batch
     run = run_on(model, x, run)
     caches = []

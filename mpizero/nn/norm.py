@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from mpizero import kernels
 from mpizero.errors import ConfigError
 from mpizero.names import explains
@@ -14,8 +16,8 @@ from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
 
 def _require(where: str, features: int, eps: float) -> None:
     require_positive(where, features=features)
-    if not eps > 0.0:
-        raise ConfigError(f"{where}: eps={eps!r} must be greater than 0")
+    if isinstance(eps, bool) or not isinstance(eps, (int, float, np.number)) or not eps > 0.0:
+        raise ConfigError(f"{where}: eps={eps!r} must be a number greater than 0")
 
 
 @explains

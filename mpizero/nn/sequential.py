@@ -29,6 +29,8 @@ class Sequential(Layer):
     layers: tuple[tuple[str, Layer], ...]
 
     def __init__(self, layers: Mapping[str, Layer] | Iterable[Layer]) -> None:
+        if isinstance(layers, Layer) or not isinstance(layers, Iterable):
+            raise ConfigError(f"Sequential takes a list or mapping of layers, got {layers!r}: give [layer, ...]")
         named = layers.items() if isinstance(layers, Mapping) else ((str(i), layer) for i, layer in enumerate(layers))
         object.__setattr__(self, "layers", tuple(named))
         for name, layer in self.layers:

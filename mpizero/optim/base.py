@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
@@ -84,9 +84,13 @@ class FlatOptimizer:
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        if not callable(self.lr):
+        if callable(self.lr):
+            validation.schedule(owner, "lr", self.lr)
+        else:
             validation.number(owner, "lr", self.lr)
         validation.number(owner, "weight_decay", self.weight_decay)
+        if isinstance(self.groups, ParameterGroup | str) or not isinstance(self.groups, Iterable):
+            raise ConfigError(f"{owner}: groups is a sequence of ParameterGroup objects, got {self.groups!r}")
         object.__setattr__(self, "groups", tuple(self.groups))
         for group in self.groups:
             if not isinstance(group, ParameterGroup):

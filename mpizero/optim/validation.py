@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -53,6 +54,18 @@ def flag(owner: str, name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{owner}: {name}={value!r} is not allowed; expected True or False")
     return value
+
+
+def schedule(owner: str, name: str, value: Callable[..., Any]) -> None:
+    """Raise :class:`ConfigError` if ``value`` cannot be called with the number of a step alone."""
+    try:
+        inspect.signature(value).bind(0)
+    except TypeError as error:
+        raise ConfigError(
+            f"{owner}: {name} is called as {name}(step), which this function does not take: {error}"
+        ) from None
+    except ValueError:  # a function of C that does not tell what it takes
+        return
 
 
 def count(owner: str, name: str, value: Any, low: int = 0) -> int:

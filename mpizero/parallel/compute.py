@@ -10,12 +10,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpizero.comm.timeline import Timeline
-from mpizero.errors import ArgumentError, CollectiveError, LayoutError, PeerFailure, UnsupportedError
+from mpizero.errors import CollectiveError, LayoutError, PeerFailure, UnsupportedError
 from mpizero.layout import Unit
 from mpizero.layout.flat import joined
 from mpizero.nn.located import located
 from mpizero.parallel.answers import Given, check_names, gradient, loss_and_weight
 from mpizero.parallel.storage import Lender, ParameterStore, flat_names
+from mpizero.parallel.usable import check_model
 from mpizero.types import EVALUATE, BlackBoxModel, BlockModel, Init, ParameterSpec, Run
 
 #: Lends the views that a unit's gradients are written to.
@@ -329,13 +330,10 @@ def blocks_of(model: Any) -> dict[str, tuple[ParameterSpec, ...]]:
     """
     if isinstance(model, BlockModel):
         return {name: tuple(block.specs()) for name, block in model.blocks.items()}
-    if isinstance(model, BlackBoxModel):
-        frozen = frozenset(getattr(model, "frozen", ()))
-        return {
-            name: (ParameterSpec("", np.shape(a), Init(), np.ndim(a) > 1, name not in frozen),)
-            for name, a in model.parameters.items()
-        }
-    raise ArgumentError(
-        f"{type(model).__name__} is not a model: it needs 'blocks', 'loss', 'dtype' and 'seed' (a sequence of layers), "
-        "or 'parameters' and 'loss_and_grad' (a function; wrap it in mpizero.FunctionModel)"
-    )
+    if not isinstance(model, BlackBoxModel):
+        check_model(model)
+    frozen = frozenset(getattr(model, "frozen", ()))
+    return {
+        name: (ParameterSpec("", np.shape(a), Init(), np.ndim(a) > 1, name not in frozen),)
+        for name, a in model.parameters.items()
+    }

@@ -8,6 +8,8 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+
 from mpizero.comm import Communicator, ProcessGrid, as_communicator
 from mpizero.comm.codecs import codec_of
 from mpizero.comm.operations import begin
@@ -101,16 +103,18 @@ class ShardingConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing, each with its name."""
-        for name in ("minimum_parameter_group_size", "accumulate", "threads"):
-            _whole(name, getattr(self, name))
-        _whole("check_every", self.check_every, least=0)
+        for name in ("minimum_parameter_group_size", "accumulate", "threads", "check_every"):
+            self._set(name, _whole(name, getattr(self, name), least=int(name != "check_every")))
         for name in ("micro_batch", "ranks_per_node"):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name))
-        _positive("learning_rate", self.learning_rate)
-        for name in ("clip", "timeout"):
-            if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
+                self._set(name, _whole(name, getattr(self, name)))
+        for name in ("learning_rate", "clip", "timeout"):
+            if getattr(self, name) is not None or name == "learning_rate":
+                self._set(name, _positive(name, getattr(self, name)))
+        for name in ("auto_sync_gradients", "share_node_memory", "direct_messages"):
+            if not isinstance(getattr(self, name), bool | np.bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected True or False")
+            self._set(name, bool(getattr(self, name)))
         if not isinstance(self.bad_steps, BadSteps):
             raise ConfigError(
                 f"bad_steps={self.bad_steps!r}: expected mpizero.BadSteps(limit=..., warn=..., callback=...)"
@@ -131,6 +135,9 @@ class ShardingConfig:
             raise ConfigError(
                 f"mixed_precision={self.mixed_precision!r} is for cards: give device='cuda' with it, or leave it out"
             )
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     @classmethod
     def default(cls, comm: Any = None) -> Self:
@@ -173,6 +180,10 @@ class ShardingConfig:
                 axes=axes,
             )
         return grids[axes, private]
+
+    def holds(self, grid: ProcessGrid) -> bool:
+        """Tell whether ``grid`` was made for this configuration since it was closed last. Not collective."""
+        return any(made is grid for made in self._grids.values())
 
     @property
     def _grids(self) -> dict[tuple[Axes | None, bool], ProcessGrid]:
@@ -255,11 +266,14 @@ def micro_size(global_batch: int, micro_batch: int | None, accumulate: int) -> i
     return micro_batch or Grains.default_size(-(-global_batch // accumulate))
 
 
-def _whole(name: str, value: object, least: int = 1) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+def _whole(name: str, value: object, least: int = 1) -> int:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name}={value!r}: expected a whole number >= {least}")
+    return int(value)
 
 
-def _positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+def _positive(name: str, value: object) -> int | float:
+    known = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if not known or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]
         raise ConfigError(f"{name}={value!r}: expected a finite number > 0")
+    return value if isinstance(value, int) else float(value)  # type: ignore[arg-type]

@@ -26,6 +26,7 @@ from mpizero.parallel.report import StepReport
 from mpizero.parallel.scalars import Totals
 from mpizero.parallel.skipping import SkippedSteps
 from mpizero.parallel.spread import Spread
+from mpizero.parallel.usable import check_model
 from mpizero.types import Array
 
 T = TypeVar("T")
@@ -94,6 +95,7 @@ class ShardedCore(ABC):
         with all_ranks(communicator):
             if self._wrapped is None:
                 raise ArgumentError(f"{type(self).__name__} needs a model, got None")
+            check_model(self._wrapped)
             blocks = blocks_of(self._wrapped)
             check_names(joined(block, spec.name) for block, specs in blocks.items() for spec in specs)
         agree_to_start(communicator, self._plans(blocks))
@@ -196,6 +198,11 @@ class ShardedCore(ABC):
     @property
     def loadable_engine(self) -> Engine:
         """The engine, also where it is half loaded: to load it whole."""
+        if self._engine is not None and not self._config.holds(self._engine.grid):
+            raise StateError(
+                f"the configuration of this {type(self).__name__} is closed, and the communicators are freed that the "
+                "model works with: close the model first, or make both in one with statement, the configuration first"
+            )
         if self._engine is None:
             raise StateError(
                 f"this {type(self).__name__} is closed and its memory is freed: make a new one, and save or read "

@@ -18,6 +18,7 @@ from mpizero.errors import ArgumentError, ConfigError, LayoutError, StateError
 from mpizero.names import explains
 from mpizero.parallel import persistence
 from mpizero.parallel.config import ShardingConfig
+from mpizero.parallel.core import ShardedCore
 from mpizero.parallel.gathering import gather_pieces
 from mpizero.parallel.loop import OptimizationOptions, OptimizationResult, run_loop
 from mpizero.parallel.reading import opened_alike
@@ -62,8 +63,12 @@ class ShardedOptimizer:
         options: OptimizationOptions | None = None,
         loss_scale: optim.DynamicLossScale | None = None,
     ) -> None:
-        if config is None:
-            raise ArgumentError(f"{type(self).__name__} needs a ShardingConfig, got None")
+        if not isinstance(config, ShardingConfig):
+            raise ArgumentError(f"{type(self).__name__} needs a ShardingConfig, got {config!r}")
+        if loss_scale is not None and not isinstance(loss_scale, optim.DynamicLossScale):
+            raise ArgumentError(f"{type(self).__name__}: loss_scale is a DynamicLossScale or None, got {loss_scale!r}")
+        if options is not None and not isinstance(options, OptimizationOptions):
+            raise ArgumentError(f"{type(self).__name__}: options are OptimizationOptions, got {options!r:.80}")
         self.wrapped_optimizer = optim.adapt(wrapped_optimizer)
         self.config = config
         self.options = options if options is not None else OptimizationOptions()
@@ -82,6 +87,10 @@ class ShardedOptimizer:
         ConfigError
             If the model has another configuration or strategy, or ranks bind different optimizers.
         """
+        if not isinstance(model, ShardedCore):
+            raise ArgumentError(
+                f"set_model takes a sharded model, such as ZeRO2Model(model, config); got {type(model).__name__}"
+            )
         self._check(model)
         model.engine.bind(self.wrapped_optimizer, self.loss_scale)
         self._model = model

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpizero.errors import ConfigError
+from mpizero.names import nearest
 
 
 @dataclass(frozen=True)
@@ -51,5 +52,7 @@ def placement(strategy: str) -> Placement:
         If there is no such row.
     """
     if strategy not in PLACEMENTS:
-        raise ConfigError(f"unknown strategy {strategy!r}: choose one of {', '.join(PLACEMENTS)}")
+        raise ConfigError(
+            f"unknown strategy {strategy!r}: choose one of {', '.join(PLACEMENTS)}{nearest(strategy, PLACEMENTS)}"
+        )
     return PLACEMENTS[strategy]

@@ -16,7 +16,7 @@ from mpizero.comm.agreement import agree_arrays, all_ranks
 from mpizero.comm.operations import collective, meet, recorded
 from mpizero.errors import LayoutError, SharedMemoryError
 from mpizero.layout import Entry
-from mpizero.names import real_array
+from mpizero.names import nearest, real_array
 from mpizero.parallel.core import ShardedCore
 from mpizero.parallel.persistence import copy_state
 from mpizero.parallel.private import in_private_memory
@@ -112,7 +112,8 @@ class ParameterAccess(ShardedCore):
             )
         missing, unknown = sorted(entries.keys() - arrays.keys()), sorted(arrays.keys() - entries.keys())
         if missing or unknown:
-            raise LayoutError(f"parameters do not match the model: missing {missing[:5]}, unknown {unknown[:5]}")
+            hint = nearest(unknown[0], missing or entries) if unknown else ""
+            raise LayoutError(f"parameters do not match the model: missing {missing[:5]}, unknown {unknown[:5]}{hint}")
         given = {}
         for name, entry in entries.items():
             array = real_array(arrays[name], f"parameter {name!r}")

@@ -1,0 +1,152 @@
+"""What a user gives in the wrong place, of the wrong type, or too late is refused where it is given, in one line."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.errors import MpizeroError
+from mpizero.types import Init
+
+X, Y = np.ones((8, 4), np.float32), np.ones((8, 2), np.float32)
+
+
+def parameters():
+    return {"weight": np.full((4, 2), 0.1, np.float32), "bias": np.zeros(2, np.float32)}
+
+
+def squares(parameters, batch):
+    x, y = batch
+    error = x @ parameters["weight"] + parameters["bias"] - y
+    return float((error**2).sum()), {"weight": 2 * x.T @ error, "bias": 2 * error.sum(0)}, float(len(x))
+
+
+def black_box(**arguments):
+    return mz.FunctionModel(**({"parameters": parameters(), "loss_and_grad": squares} | arguments))
+
+
+def network(**changes):
+    parts = {"blocks": {"a": mz.nn.Linear(4, 2)}, "loss": mz.nn.MeanSquaredError(), "dtype": "f4", "seed": 0}
+    return SimpleNamespace(**(parts | changes))
+
+
+def placed(model):
+    return mz.ZeRO2Model(model, mz.ShardingConfig())
+
+
+def bound(**arguments):
+    model = placed(black_box())
+    optimizer = mz.ZeRO2Optimizer(mz.SGD(), model.config, **arguments)
+    optimizer.set_model(model)
+    return optimizer
+
+
+def closed_configuration(use):
+    config = mz.ShardingConfig()
+    model = mz.ZeRO2Model(black_box(), config)
+    model.train(X, Y)
+    config.close()
+    use(model)
+
+
+MISTAKES = {
+    # parameters
+    "nested parameters": (lambda: black_box(parameters={"a": {"w": X}}), "'a' is a mapping of 'w'.*flatten the names"),
+    "a list of parameters": (lambda: black_box(parameters=[X]), "arrays by name, .* got list"),
+    "a ragged parameter": (lambda: black_box(parameters={"a": [[1.0], [1.0, 2.0]]}), "'a' is a list that makes no arr"),
+    "no parameter": (lambda: black_box(parameters={"a": None}), "'a' is of type object"),
+    "mixed types": (lambda: black_box(parameters={"a": X, "b": X.astype("f8")}), "'b' is float64, 'a' is float32"),
+    "a number as a name": (lambda: black_box(parameters={0: X}), "names of parameters are strings, got 0"),
+    "one frozen name": (lambda: black_box(frozen="bias"), r"got one string: give \['bias'\]"),
+    "a frozen typo": (lambda: black_box(frozen=["biass"]), r"did you mean 'bias'\?"),
+    "a list of gradients": (
+        lambda: placed(black_box(loss_and_grad=lambda p, b: (1.0, [X], 1.0))).train(X, Y),
+        "'list'",
+    ),
+    "a mapping as a vector": (lambda: placed(black_box()).set_parameters(parameters()), "got a dict.*use load_named"),
+    "a vector by name": (lambda: placed(black_box()).load_named(X), "got ndarray: .* use set_parameters"),
+    "an unknown name": (lambda: placed(black_box()).load_named({"wieght": X, "bias": Y}), r"did you mean 'weight'\?"),
+    "complex values": (lambda: placed(black_box()).set_parameters(np.zeros(10, complex)), "real and imaginary parts"),
+    # models
+    "a layer as a model": (lambda: placed(mz.nn.Linear(3, 2)), "Linear is not a model: it needs 'blocks'"),
+    "a class as a model": (lambda: placed(mz.nn.GPT), "GPT is a class, not a model: call it"),
+    "a list of blocks": (lambda: placed(network(blocks=[mz.nn.Linear(4, 2)])), "blocks must be layers by name"),
+    "no blocks": (lambda: placed(network(blocks={})), "at least one"),
+    "a class as a block": (lambda: placed(network(blocks={"a": mz.nn.Linear})), "block 'a' .* the class Linear"),
+    "no layer": (lambda: placed(network(blocks={"a": 3})), "block 'a' .* is 3, not a layer: it has no method specs"),
+    "a class as a loss": (lambda: placed(network(loss=mz.nn.CrossEntropy)), "the class CrossEntropy.*call it"),
+    "a name as a loss": (lambda: placed(network(loss="mse")), "'mse', not a loss: it has no method forward"),
+    "an unknown dtype": (lambda: placed(network(dtype="flot")), "type 'flot' are not supported .* use float32"),
+    "no seed": (lambda: placed(network(seed=None)), "seed=None: expected a whole number"),
+    "arguments in another order": (lambda: mz.ZeRO2Model(mz.ShardingConfig(), black_box()), "needs a ShardingConfig"),
+    # a life that is over
+    "a closed model": (lambda: closed_configuration(lambda model: (model.close(), model.train(X, Y))), "closed"),
+    "train after close": (lambda: closed_configuration(lambda m: m.train(X, Y)), "close the model first"),
+    "save after close": (lambda: closed_configuration(lambda m: m.save_model("run")), "close the model first"),
+    "hash after close": (lambda: closed_configuration(lambda m: m.parameters_sha256()), "close the model first"),
+    # optimizers
+    "a class as an optimizer": (lambda: mz.ZeRO2Optimizer(mz.AdamW, mz.ShardingConfig()), "the class AdamW: call it"),
+    "no configuration": (lambda: mz.ZeRO2Optimizer(mz.SGD(), "x"), "needs a ShardingConfig, got 'x'"),
+    "a bare model": (lambda: mz.ZeRO2Optimizer(mz.SGD(), mz.ShardingConfig()).set_model(black_box()), "sharded model"),
+    "a number as a loss scale": (lambda: bound(loss_scale=1024.0), "a DynamicLossScale or None, got 1024.0"),
+    "a mapping of options": (lambda: bound(options={"epochs": 3}), "options are OptimizationOptions"),
+    "one group": (lambda: mz.SGD(groups=mz.ParameterGroup("a")), "a sequence of ParameterGroup objects"),
+    "a schedule without a step": (lambda: mz.SGD(lr=lambda: 0.1), r"called as lr\(step\)"),
+    "an unknown strategy": (lambda: mz.distribute(black_box(), mz.SGD(), strategy="zero4"), r"did you mean 'zero"),
+    # settings
+    "a word for a flag": (
+        lambda: mz.ShardingConfig(auto_sync_gradients="no"),
+        "gradients='no': expected True",
+    ),
+    "a number for a flag": (lambda: mz.ShardingConfig(share_node_memory=3), "share_node_memory=3: expected True"),
+    "a rate of text": (lambda: mz.nn.GPT(8, 1, 2, 4, dropout="0.1"), "dropout rate '0.1' must be"),
+    "an eps of text": (lambda: mz.nn.LayerNorm(4, eps="x"), "eps='x' must be a number"),
+    "a site of text": (lambda: mz.nn.Dropout(0.1, site="a"), "site='a' must be an integer"),
+    "one width": (lambda: mz.nn.MLP(4, 8, 2), "hidden=8 must be the widths"),
+    "features of text": (lambda: mz.nn.MLP(4, [8], 2, active_features="01"), "active_features='01' must be"),
+    "an activation typo": (lambda: mz.nn.MLP(4, [8], 2, activation="rellu"), r"did you mean 'relu'\?"),
+    "one layer": (lambda: mz.nn.Sequential(mz.nn.Linear(1, 1)), r"give \[layer, ...\]"),
+    "nothing to keep": (lambda: mz.nn.Checkpointed(3), "Checkpointed takes a layer, got 3"),
+    "nothing to freeze": (lambda: mz.nn.Frozen(mz.nn.Linear), "Frozen takes a layer"),
+    "a feature beyond": (lambda: mz.nn.Select(3, (5,)), "must lie in 0 to 2"),
+    "start values by name": (lambda: mz.nn.Linear(3, 2, init="zeros"), "init='zeros' must be None or"),
+    # functions
+    "no batch": (lambda: mz.nn.loss_and_gradients(network(dtype=np.dtype("f4")), FLAT, (X,)), r"a pair \(x, target\)"),
+    "flat parameters": (lambda: mz.nn.evaluate(network(), FLAT, X), r"block 'a': evaluate takes what bind"),
+    "a batch without config": (lambda: mz.data.batches(mz.data.ArraySource(X, Y), None, 2), "is a ShardingConfig"),
+    "threads in another order": (lambda: mz.testing.run_in_threads(len, 2), "a function|must be one|whole number"),
+    "no ranks": (lambda: mz.InMemoryCommunicator.group(0), "at least one; got 0"),
+    "no folder": (lambda: placed(black_box()).save_model(3), "a path, a string or pathlib.Path; got 3"),
+    "nothing to open": (lambda: mz.checkpoint.open_checkpoint(3), "a path, a string or pathlib.Path; got 3"),
+}
+FLAT = {"a.weight": X.T[:, :2], "a.bias": Y[0]}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_use_is_one_error_that_says_what_is_right(mistake):
+    wrong, said = MISTAKES[mistake]
+    with pytest.raises(MpizeroError, match=said) as caught:
+        wrong()
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_of_numpy_are_numbers():
+    config = mz.ShardingConfig(micro_batch=np.int64(4), learning_rate=np.float32(0.5), share_node_memory=np.bool(True))
+    assert (config.micro_batch, config.learning_rate, config.share_node_memory) == (4, 0.5, True)
+    assert {type(value) for value in (config.micro_batch, config.learning_rate)} == {int, float}
+    mz.nn.Linear(3, 2, init=Init("zeros"))
+
+
+def test_a_model_may_be_closed_after_its_configuration():
+    config = mz.ShardingConfig()
+    model = mz.ZeRO2Model(black_box(), config)
+    config.close()
+    model.close()
+
+
+def test_lists_of_numbers_are_arrays():
+    model = placed(mz.FunctionModel({"w": [1.0, 2.0]}, lambda p, b: (float(p["w"].sum()), {"w": p["w"]}, 1.0)))
+    np.testing.assert_array_equal(model.get_parameters(), [1.0, 2.0])
