@@ -136,9 +136,10 @@ def loss_and_gradients(
         The gradient of ``scale * loss_sum`` for each trainable name: arrays of ``slots`` where it was given.
     """
     params = bind(model, named)
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise LayoutError(f"a batch is a pair (x, target), got a {type(batch).__name__}")
-    x, target = batch
+    try:
+        x, target = batch
+    except (TypeError, ValueError):
+        raise LayoutError(f"a batch is a pair (x, target), got a {type(batch).__name__}") from None
     run = run_on(model, x, run)
     caches = []
     for block, layer in model.blocks.items():

@@ -198,7 +198,7 @@ class ShardedCore(ABC):
     @property
     def loadable_engine(self) -> Engine:
         """The engine, also where it is half loaded: to load it whole."""
-        if self._engine is not None and not self._config.holds(self._engine.grid):
+        if self._engine is not None and not self._engine.config.holds(self._engine.grid):
             raise StateError(
                 f"the configuration of this {type(self).__name__} is closed, and the communicators are freed that the "
                 "model works with: close the model first, or make both in one with statement, the configuration first"

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from mpizero.checkpoint.tools import Listed
 
 _PATH = "a run's folder (newest good checkpoint), its checkpoint folder, or one checkpoint"
+#: How the names of files in each format of ``export`` end.
+_ENDINGS = {"safetensors": (".safetensors",), "npz": (".npz",), "hdf5": (".h5", ".hdf5")}
 _TYPES = "bfloat16, float16, float32 or float64"
 
 
@@ -94,11 +96,11 @@ def _add_export(commands: Any) -> None:
         help="write arrays into a safetensors, .npz or plain HDF5 file",
         description="Write a checkpoint's parameters into one new file, verified, a block at a time. "
         "parameters/NAME becomes NAME; optimizer arrays keep their names.",
-        epilog="Example: python -m mpizero checkpoint export run model.safetensors --format safetensors",
+        epilog="Example: python -m mpizero checkpoint export run model.safetensors",
     )
     parser.add_argument("path", metavar="PATH", help=_PATH)
     parser.add_argument("out", metavar="OUT", help="the new file")
-    parser.add_argument("--format", choices=("safetensors", "npz", "hdf5"), required=True, help="of the new file")
+    parser.add_argument("--format", choices=tuple(_ENDINGS), help="of the new file; by default its name tells it")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--parameters-only", action="store_true", help="no optimizer arrays (default)")
     which.add_argument("--state", action="store_true", help="optimizer arrays too")
@@ -230,6 +232,17 @@ def _diff(options: argparse.Namespace) -> int:
     return int(ExitStatus.OK) if found.equal else 1
 
 
+def _format_of(out: str) -> str:
+    """Return the format that a new file's name tells."""
+    found = next((form for form, endings in _ENDINGS.items() if out.lower().endswith(endings)), None)
+    if found is None:
+        known = ", ".join(ending for endings in _ENDINGS.values() for ending in endings)
+        raise ConfigError(
+            f"{out}: the name tells no format: end it with one of {known}, or give --format {'|'.join(_ENDINGS)}"
+        )
+    return found
+
+
 def _export(options: argparse.Namespace) -> int:
     from mpizero import checkpoint
     from mpizero.checkpoint.tools import export, export_bytes
@@ -237,12 +250,13 @@ def _export(options: argparse.Namespace) -> int:
     from mpizero.train.finding import find_checkpoint
     from mpizero.train.progress import ByteProgress
 
+    form = options.format or _format_of(options.out)
     path = find_checkpoint(Path(options.path))
     selection = {"state": options.state, "dtype": options.dtype, "pattern": options.pattern}
     with checkpoint.open_checkpoint(path) as reader:
         total = export_bytes(reader, state=options.state, pattern=options.pattern)
         with ByteProgress(total, "export") as progress:
-            items = export(reader, options.out, options.format, **selection, replace=options.force, report=progress)
+            items = export(reader, options.out, form, **selection, replace=options.force, report=progress)
     size = sum(item.nbytes for item in items)
     show(f"{options.out}: {len(items)} arrays, {amount(size)}B, from {path}")
     return int(ExitStatus.OK)

@@ -203,7 +203,7 @@ def test_diff_tells_what_differs(tool):
 
 def test_what_was_exported_is_imported_bit_for_bit(tool):
     pytest.importorskip("safetensors")
-    assert tool("checkpoint", "export", "run", "all.safetensors", "--format", "safetensors", "--state").status == 0
+    assert tool("checkpoint", "export", "run", "all.safetensors", "--state").status == 0
     assert tool("checkpoint", "import", "all.safetensors", "back", "--like", "run").status == 0
     for name in ("manifest.json", "state.h5"):
         assert Path("back", name).read_bytes() == Path("run/checkpoints/step_00000006", name).read_bytes()
@@ -251,6 +251,11 @@ def test_an_import_like_a_checkpoint_resumes_at_its_step(tool, mpizero):
         (["inspect", "."], ExitStatus.DATA, "holds no checkpoint"),
         (["diff", "run", "nothing"], ExitStatus.DATA, "nothing: no such file or folder"),
         (["export", "run", "x", "--format", "zip"], ExitStatus.CONFIG, "usage"),
+        (
+            ["export", "run", "x.pt"],
+            ExitStatus.CONFIG,
+            "x.pt: the name tells no format: end it with",
+        ),
         (
             ["export", "run", "x", "--format", "npz", "--dtype", "int8"],
             ExitStatus.CONFIG,
