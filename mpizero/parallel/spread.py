@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
+
+import numpy as np
 
 from mpizero.errors import ConfigError
 from mpizero.layout import Axes, balanced_chunks, chunk_stages, explicit_cuts
+from mpizero.nn.located import located
 from mpizero.types import ParameterSpec
 
 
@@ -43,6 +47,10 @@ class Spread:
     virtual_stages: int = 1
     cuts: Sequence[int] | None = None
     costs: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        _require_sequence("cuts", self.cuts, "the number of the first block of every later stage")
+        _require_sequence("costs", self.costs, "a number for every block, in order")
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -85,12 +93,21 @@ class Spread:
 
     def _costs(self, blocks: Mapping[str, Sequence[ParameterSpec]], model: Any) -> list[float]:
         if self.costs is not None:
+            if odd := [cost for cost in self.costs if not isinstance(cost, Real)]:
+                raise ConfigError(f"costs has {odd[0]!r}: expected a number for every block, in order")
             if len(self.costs) != len(blocks):
                 raise ConfigError(
-                    f"costs has {len(self.costs)} numbers, the model has {len(blocks)} blocks: {', '.join(blocks)}"
+                    f"costs has {len(self.costs)} numbers, the model has {len(blocks)} blocks: {', '.join(blocks)}; "
+                    "give one each, or leave costs out"
                 )
             return [float(cost) for cost in self.costs]
-        counted = block_operations(model)
+        try:
+            counted = block_operations(model)
+        except Exception as error:  # of a user's layer, or of a shape that its layers do not take
+            raise ConfigError(
+                f"the pipeline cannot be balanced: {type(error).__name__}: {error}; give costs=, a number a block, "
+                "such as measured_costs(model, x, y, config) finds, or cuts=, the first block of every later stage"
+            ) from error
         if counted is not None and any(counted.values()):
             return [float(counted[name]) for name in blocks]
         return [float(sum(spec.size for spec in specs)) for specs in blocks.values()]
@@ -98,6 +115,11 @@ class Spread:
     def comparable(self) -> dict[str, Any]:
         """Return what must be the same on every rank."""
         return {**self.__dict__, "cuts": self.cuts and tuple(self.cuts), "costs": self.costs and tuple(self.costs)}
+
+
+def _require_sequence(name: str, value: Any, expected: str) -> None:
+    if value is not None and (isinstance(value, str | Mapping) or not isinstance(value, Sequence | np.ndarray)):
+        raise ConfigError(f"{name}={value!r:.60}: expected {expected}, as a list")
 
 
 def block_operations(model: Any) -> dict[str, float] | None:
@@ -112,6 +134,6 @@ def block_operations(model: Any) -> dict[str, float] | None:
     for name, layer in model.blocks.items():
         if not hasattr(layer, "operations"):
             return None
-        found[name] = float(sum(layer.operations(shape)))
+        found[name] = float(sum(located("block", name, layer.operations, shape)))
         shape = layer.output_shape(shape)
     return found

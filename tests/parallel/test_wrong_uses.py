@@ -9,6 +9,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import MpizeroError
+from mpizero.testing import run_in_threads
 from mpizero.types import Init
 
 X, Y = np.ones((8, 4), np.float32), np.ones((8, 2), np.float32)
@@ -42,6 +43,18 @@ def bound(**arguments):
     optimizer = mz.ZeRO2Optimizer(mz.SGD(), model.config, **arguments)
     optimizer.set_model(model)
     return optimizer
+
+
+class Uncounted(mz.nn.Sequential):
+    """A layer of others that does not say what it computes."""
+
+    operations = mz.nn.Layer.operations
+
+
+def pipeline(**how):
+    blocks = {"a": mz.nn.Linear(4, 4), "b": Uncounted([mz.nn.Linear(4, 2)])}
+    model = network(blocks=blocks, sample_shape=(4,), dtype=np.dtype("f4"))
+    return run_in_threads(2, lambda comm: mz.PipelineParallelModel(model, mz.ShardingConfig(comm=comm), **how))
 
 
 def closed_configuration(use):
@@ -113,6 +126,12 @@ MISTAKES = {
     "nothing to freeze": (lambda: mz.nn.Frozen(mz.nn.Linear), "Frozen takes a layer"),
     "a feature beyond": (lambda: mz.nn.Select(3, (5,)), "must lie in 0 to 2"),
     "start values by name": (lambda: mz.nn.Linear(3, 2, init="zeros"), "init='zeros' must be None or"),
+    # pipelines
+    "a layer that does not count": (lambda: pipeline(), "'b', Uncounted does not count .* give costs=.* or cuts="),
+    "one cut": (lambda: pipeline(cuts=1), "cuts=1: expected the number of the first block"),
+    "costs by name": (lambda: pipeline(costs={"a": 1, "b": 2}), "costs={.*: expected a number for every block, in"),
+    "too few costs": (lambda: pipeline(costs=[1]), "costs has 1 numbers, the model has 2 blocks: a, b; give one each"),
+    "costs of text": (lambda: pipeline(costs=["1", "2"]), "costs has '1': expected a number"),
     # functions
     "no batch": (lambda: mz.nn.loss_and_gradients(network(dtype=np.dtype("f4")), FLAT, (X,)), r"a pair \(x, target\)"),
     "flat parameters": (lambda: mz.nn.evaluate(network(), FLAT, X), r"block 'a': evaluate takes what bind"),
