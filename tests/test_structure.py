@@ -20,6 +20,7 @@ FLOORS = {
     "types": 0,
     "crc": 0,
     "launched": 0,
+    "fingerprint": 0,
     "names": 1,
     "faults": 1,
     "layout": 1,

@@ -55,13 +55,13 @@ def all_ranks(comm: Communicator, tag: str = "all_ranks", *, first: bool = False
         comm.allreduce(mine, "max", tag=tag)
         failed = mine.any()
     if failed:
-        raise_together(comm, error, tag)
+        raise_on_all(comm, error, tag)
 
 
-def raise_together(comm: Communicator, error: Exception | None, tag: str) -> NoReturn:
-    """Raise on every rank, since at least one has an ``error``: its own, or what that of another was.
+def raise_on_all(comm: Communicator, error: Exception | None, tag: str) -> NoReturn:
+    """Raise ``error`` on the ranks that have one, and RemoteError on the others, which have none.
 
-    Collective over ``comm``.
+    Collective over ``comm``, once all know that a rank has one.
     """
     reports = comm.allgather_object(None if error is None else (isinstance(error, RemoteError), describe(error)), tag)
     if error is not None:
@@ -100,22 +100,6 @@ def agree_equal(comm: Communicator, name: str, value: Any, error: type[MpizeroEr
         value = _children(value)[differing]
 
 
-def agree_all(comm: Communicator, values: Mapping[str, Any], error: type[MpizeroError] = ConfigError) -> None:
-    """Raise on every rank unless each of ``values``, by name, is the same on all.
-
-    Collective over ``comm``; 32 bytes a rank while the ranks agree, however many values there are. The names are the
-    same on all ranks.
-
-    Raises
-    ------
-    MpizeroError
-        Like :func:`agree_equal`, for the first value that differs.
-    """
-    if not _is_common(comm, next(iter(values), ""), list(values.items())):
-        for name, value in values.items():
-            agree_equal(comm, name, value, error)
-
-
 def agree_arrays(comm: Communicator, what: str, give: Callable[[], Mapping[str, Any]], first: int = 0) -> None:
     """Raise on every rank unless all give the same arrays; the first message of an operation.
 
@@ -151,7 +135,7 @@ def agree_arrays(comm: Communicator, what: str, give: Callable[[], Mapping[str, 
         error = caught
     told = meet(comm, (error is not None, whole, first))
     if told[:, 0].any():
-        raise_together(comm, error, what)
+        raise_on_all(comm, error, what)
     if (told[:, 1] == told[told[:, 2], 1]).all():
         return
     checksums = [_checksum(name, array) for name, array in arrays.items()]

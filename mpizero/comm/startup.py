@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
-from mpizero.comm.agreement import agree_all
+from mpizero.comm.alike import agree_alike
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.launch import mpi_facts
 
@@ -39,16 +39,17 @@ def _software() -> dict[str, str]:
     return {**versions(), "byte order": sys.byteorder, **mpi}
 
 
-def agree_to_start(comm: Communicator, plans: Mapping[str, Any]) -> None:
-    """Raise on every rank unless all run the same software and have the same ``plans``.
+def agree_to_start(comm: Communicator, plans: Callable[[], Mapping[str, Any]]) -> None:
+    """Raise on every rank unless all run the same software and have the same plans.
 
-    Collective over ``comm``: one message of 32 bytes a rank while they agree. ``plans`` are values by name, as
-    :func:`mpizero.comm.agreement.agree_equal` takes them; ``mpizero train`` calls this with its configuration, and
-    every sharded model with its parameter table.
+    Collective over ``comm``: one message of 32 bytes a rank while they agree. ``plans`` returns subjects by name, as
+    :func:`mpizero.comm.alike.agree_alike` takes them; ``mpizero train`` calls this with its configuration, and every
+    sharded model with all that it is made of. It is the first message of both, so ranks that are to do different
+    things meet here and not in the middle of them.
 
     Raises
     ------
     ConfigError
         Names the first version, setting or parameter that differs, its values and their ranks.
     """
-    agree_all(comm, {"the software": _software(), **plans})
+    agree_alike(comm, lambda: {"the software": _software(), **plans()}, "agree to start")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
@@ -19,6 +19,7 @@ from mpizero.layout.flat import joined
 from mpizero.names import check_names, explains
 from mpizero.parallel.compute import blocks_of
 from mpizero.parallel.config import ShardingConfig
+from mpizero.parallel.description import describe_model
 from mpizero.parallel.engine import Engine
 from mpizero.parallel.placement import Placement, placement
 from mpizero.parallel.private import check_movable, in_private_memory
@@ -91,15 +92,8 @@ class ShardedCore(ABC):
 
     def _initialize_sharding(self) -> None:
         """Place parameters, gradients and state; a subclass may extend it."""
-        communicator = self._config.communicator
-        with all_ranks(communicator):
-            if self._wrapped is None:
-                raise ArgumentError(f"{type(self).__name__} needs a model, got None")
-            check_model(self._wrapped)
-            blocks = blocks_of(self._wrapped)
-            check_names(joined(block, spec.name) for block, specs in blocks.items() for spec in specs)
-        agree_to_start(communicator, self._plans(blocks))
-        communicator.free_left_behind()
+        agree_to_start(self._config.communicator, self._plans)
+        self._config.communicator.free_left_behind()
         self._engine = Engine(self._wrapped, self._config, self._placement, self._spread)
 
     def _with_room(self, step: Callable[[Engine], T]) -> T:
@@ -137,15 +131,15 @@ class ShardedCore(ABC):
                 raise ConfigError(f"reserve({global_batch!r}): expected a whole number of samples >= 1")
         self._with_room(lambda engine: engine.reserve(global_batch))
 
-    def _plans(self, blocks: Mapping[str, Any]) -> dict[str, Any]:
+    def _plans(self) -> dict[str, Any]:
         """Return what must be the same on all ranks, by name; a subclass may add to it. Not collective."""
-        dtype = str(np.dtype(self._wrapped.dtype))
-        plans: dict[str, Any] = {"the parameter table": {"dtype": dtype, **blocks}}
-        plans["the order of parameters"] = list(blocks)  # of a mapping made from a set it differs by process
-        if not hasattr(self._wrapped, "blocks"):
-            plans["the start values"] = dict(self._wrapped.parameters)
-        plans["the sharding configuration"] = self._config.comparable()
-        return plans
+        if self._wrapped is None:
+            raise ArgumentError(f"{type(self).__name__} needs a model, got None")
+        check_model(self._wrapped)
+        blocks = blocks_of(self._wrapped)
+        check_names(joined(block, spec.name) for block, specs in blocks.items() for spec in specs)
+        plans: dict[str, Any] = {"strategy": self.strategy, "ShardingConfig": self._config.comparable()}
+        return {**plans, **describe_model(self._wrapped, blocks)}
 
     def _update_local_shard_from_full(self, values: Array) -> None:
         """Take this rank's part, and every copy's, from a full vector."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
-from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ArgumentError, ConfigError
 from mpizero.names import explains
 from mpizero.parallel.base import ShardedModelBase
@@ -45,23 +44,18 @@ class SpreadModel(ShardedModelBase):
             raise ConfigError(f"zero_stage={self.zero_stage!r}: expected 0 (DDP), 1, 2 or 3")
         return placement(ZERO_STAGES[self.zero_stage])
 
-    def _on_before_initialize_sharding(self) -> None:
-        """Refuse, on all ranks alike, sizes that do not fit and a spread that is not the same everywhere."""
-        communicator = self._config.communicator
-        with all_ranks(communicator):
-            axes = self._spread.axes(communicator.size)
-            if axes.tensor > 1 and axes.context > 1:
-                raise ConfigError(
-                    f"tensor={axes.tensor} with context={axes.context}: layers can be split by features or by places "
-                    "of the sequence, not by both; choose one (tensor splits the sequence of norms and dropout too)"
-                )
-            _ = self._placement, self._spread.chunks
-
-    def _plans(self, blocks: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "the spread of the model": {**self._spread.comparable(), "zero": self.zero_stage},
-            **super()._plans(blocks),
-        }
+    def _plans(self) -> dict[str, Any]:
+        """Refuse sizes that do not fit."""
+        axes = self._spread.axes(self._config.communicator.size)
+        if axes.tensor > 1 and axes.context > 1:
+            raise ConfigError(
+                f"tensor={axes.tensor} with context={axes.context}: layers can be split by features or by places "
+                "of the sequence, not by both; choose one (tensor splits the sequence of norms and dropout too)"
+            )
+        _ = self._placement, self._spread.chunks
+        plans = super()._plans()
+        spread = {**self._spread.comparable(), "zero_stage": self.zero_stage}
+        return {"strategy": plans.pop("strategy"), "the spread of the model": spread, **plans}
 
     def become_local(self, every: int) -> None:
         """Refuse: local steps need the whole model on every rank."""

@@ -47,6 +47,10 @@ class LocalSGDOptimizer(ShardedOptimizer):
         model.engine.bind(self.wrapped_optimizer, self.loss_scale)
         self._model = model
 
+    @property
+    def _agreed(self) -> dict[str, Any]:
+        return {"every": self.every}
+
     @recorded
     def average_parameters(self) -> None:
         """Replace every rank's parameters by their mean now. Collective."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_arrays, all_ranks
+from mpizero.comm.alike import agree_alike
 from mpizero.data import ArraySource, batches
 from mpizero.errors import ConfigError, DataError, NonFiniteError
 from mpizero.layout import Grains
@@ -112,6 +113,7 @@ def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOption
     """Run the loop of ``optimizer.optimize``. Collective."""
     model, comm, config = optimizer.model, optimizer.config.communicator, optimizer.config
     train, valid = _same_data(comm, data, options)
+    agree_alike(comm, lambda: {"the options of optimize": options}, "optimize")
     batch = min(options.batch_size, len(train))
     per_epoch = len(train) // batch
     history: list[dict[str, float]] = []
@@ -182,7 +184,7 @@ def _same_data(comm: Communicator, data: Any, options: OptimizationOptions) -> t
         train, valid = map(len, parts)
         if train < 1 or valid < 1:
             raise DataError(f"{len(source)} samples leave {train} to train, {valid} to validate: need both")
-        found: dict[str, Any] = {"the options": repr(options), "the number of samples": len(source)}
+        found: dict[str, Any] = {"the number of samples": len(source)}
         for name, array in zip("xy", data if isinstance(data, tuple) else (), strict=False):
             bytes_each = max(1, np.asarray(array[:1]).nbytes)
             count = min(len(array), max(1, _COMPARED // bytes_each))

@@ -12,7 +12,8 @@ import numpy as np
 
 from mpizero import checkpoint, optim
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import agree_arrays, agree_equal, all_ranks
+from mpizero.comm.agreement import agree_arrays
+from mpizero.comm.alike import agree_alike
 from mpizero.comm.operations import collective, meet, recorded
 from mpizero.errors import ArgumentError, ConfigError, LayoutError, StateError
 from mpizero.names import explains
@@ -97,24 +98,32 @@ class ShardedOptimizer:
 
     def _check(self, model: ShardedModelBase) -> None:
         """Refuse a model that this optimizer does not fit, or an optimizer that differs between ranks. Collective."""
+        agree_alike(self.config.communicator, lambda: self._plans(model), "bind an optimizer")
+
+    def _plans(self, model: ShardedModelBase) -> dict[str, Any]:
+        """Return what must be the same on all ranks, by name. Not collective."""
         optimizer = self.wrapped_optimizer
-        with all_ranks(self.config.communicator):
-            if model.config is not self.config:
-                raise ConfigError("model and optimizer must share one ShardingConfig object")
-            if self.strategies and model.strategy not in self.strategies:
-                wanted = " or ".join(repr(strategy) for strategy in self.strategies)
-                raise ConfigError(
-                    f"{type(self).__name__} belongs to a model of strategy {wanted}, "
-                    f"got {type(model).__name__} of {model.strategy!r}"
-                )
-            specs = [entry.spec for entry in model.layout.parameters]
-            if isinstance(optimizer, optim.FlatOptimizer):
-                optimizer.check_groups([spec.name for spec in specs])
-            groups = {optimizer.group_of(spec) for spec in specs}
-            scalars = {group: optimizer.hyper(1, group, np.float64) for group in sorted(groups)}
-        settings = {"name": persistence.optimizer_name(optimizer), "slots": optimizer.slots, "scalars": scalars}
-        settings |= {"loss scale": self.loss_scale, **self._agreed}
-        agree_equal(self.config.communicator, "the optimizer", settings)
+        if model.config is not self.config:
+            raise ConfigError("model and optimizer must share one ShardingConfig object")
+        if self.strategies and model.strategy not in self.strategies:
+            wanted = " or ".join(repr(strategy) for strategy in self.strategies)
+            raise ConfigError(
+                f"{type(self).__name__} belongs to a model of strategy {wanted}, "
+                f"got {type(model).__name__} of {model.strategy!r}"
+            )
+        specs = [entry.spec for entry in model.layout.parameters]
+        if isinstance(optimizer, optim.FlatOptimizer):
+            optimizer.check_groups([spec.name for spec in specs])
+        groups = {optimizer.group_of(spec) for spec in specs}
+        scalars = {group: optimizer.hyper(1, group, np.float64) for group in sorted(groups)}
+        return {
+            "the class of the sharded optimizer": type(self).__name__,
+            "the optimizer": getattr(optimizer, "optimizer", optimizer),  # the user's own, not what adapts it
+            "the optimizer's state": optimizer.slots,
+            "the optimizer's first step": scalars,
+            "the loss scale": self.loss_scale,
+            **self._agreed,
+        }
 
     @property
     def _agreed(self) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def train(
         After five steps in a row without a finite gradient.
     """
     config.parallel.check_ranks(comm.size)
-    agree_to_start(comm, {"the configuration": config.to_dict()})
+    agree_to_start(comm, lambda: {"the configuration": config.to_dict()})
     folder, progress = RunFolder(config.checkpoint.folder), Progress(config.train.steps, active=comm.rank == 0)
     context = context or JobContext(StopSignals())
     try:

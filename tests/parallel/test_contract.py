@@ -111,13 +111,13 @@ def test_ranks_that_differ_are_told_apart_before_anything_is_placed() -> None:
         sharded("zero1", comm, mz.FunctionModel({name: np.zeros(3) for name in names}, ten().loss_and_grad))
 
     cases = {
-        "the optimizer": other_learning_rate,
-        "the parameter table": other_model,
-        "the start values": other_start,
-        "the order of parameters": other_order,
+        "learning rate 0.1 on rank 0, 0.2 on rank 1": other_learning_rate,
+        "outputs of the model 3 on rank 0, 4 on rank 1": other_model,
+        r"w of the start values .*\(10,\) \[0.5, .* on rank 0, .*\[1.5, .* on rank 1": other_start,
+        r"the order of parameters \['v', 'u'\] on rank 0, \['u', 'v'\] on rank 1": other_order,
     }
     for told, function in cases.items():
-        with pytest.raises(ConfigError, match=f"{told}.* differs between ranks"):
+        with pytest.raises(ConfigError, match=f"ranks differ: {told}"):
             run_in_threads(2, function)
 
 

@@ -55,9 +55,11 @@ GOOD = {"a": np.ones((2, 3)), "b": np.ones(3)}
 )
 def test_a_wrong_answer_on_one_rank_is_told_to_all(result: Any, told: str) -> None:
     def run(comm: Any) -> None:
-        answer = result if comm.rank == 1 else (1.0, GOOD, 1.0)
+        def answer(parameters: Any, batch: Any) -> Any:
+            return result if comm.rank == 1 else (1.0, GOOD, 1.0)
+
         for memory in MEMORIES:
-            model, _ = sharded("zero3", comm, mz.FunctionModel(START, lambda p, b: answer), micro_batch=1, **memory)
+            model, _ = sharded("zero3", comm, mz.FunctionModel(START, answer), micro_batch=1, **memory)
             with model:
                 with pytest.raises((LayoutError, DataError, RemoteError), match=told):
                     model.train(np.ones((1, 1)), np.ones((1, 1)))

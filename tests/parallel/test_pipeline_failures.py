@@ -384,9 +384,10 @@ def test_ranks_that_ask_for_different_spreads_are_told_apart() -> None:
             return error_of(lambda: mz.HybridShardedModel(gpt(), config, 2, **settings))
 
     for name, values in (("zero_stage", (1, 2)), ("schedule", ("gpipe", "1f1b")), ("cuts", ([1], [2]))):
+        shown = [str(tuple(value) if isinstance(value, list) else repr(value)) for value in values]
         for found in run_in_threads(2, lambda comm, n=name, v=values: run(comm, {n: v[comm.rank]})):
             assert found.startswith("ConfigError")
-            assert "differs between ranks" in found
+            assert f"{name} of the spread of the model {shown[0]} on rank 0, {shown[1]} on rank 1" in found
 
 
 def test_a_split_model_cannot_train_by_local_steps() -> None:

@@ -22,11 +22,11 @@ class OfRank:
     """A rate that depends on the rank from step 2 on, as one made of time or random numbers does."""
 
     def __init__(self, comm: Any) -> None:
-        self.extra, self.calls = 0.01 * (comm is not None and comm.rank == 1), 0
+        self._extra, self.calls = 0.01 * (comm is not None and comm.rank == 1), 0
 
     def __call__(self, step: int) -> float:
         self.calls += 1
-        return 0.1 if step == 0 else 0.1 + self.extra
+        return 0.1 if step == 0 else 0.1 + self._extra
 
 
 def refuses_to_mix(comm: Any, model: Any, rate: OfRank, step: Callable[[], object]) -> None:
@@ -38,7 +38,7 @@ def refuses_to_mix(comm: Any, model: Any, rate: OfRank, step: Callable[[], objec
         with pytest.raises(ConfigError, match=rf"the learning rate of step 2 .*{others}.*; rank 1: 0\.11"):
             step()
         assert (model.parameters_sha256(), model.serialize()) == before
-        rate.extra = 0.0
+        rate._extra = 0.0
         step()
         assert model.parameters_sha256() != before[0]
 

@@ -1,0 +1,307 @@
+"""What makes up an object, as bytes that are equal wherever the objects are: how ranks find out in what they differ.
+
+[Note: what counts] An object is its class and its fields; a function is its name, its code, its defaults, and the
+variables that it takes from around it and does not change. Nothing of it depends on the process: no addresses, no
+hashes of strings, no lines or paths of source files, no order of sets and dictionaries, nothing that a
+``cached_property`` keeps. Of classes and functions of installed packages the name stands for the code, of modules too.
+Three things are left out:
+
+- what may differ between ranks, by its name: fields and variables that begin with an underscore, are called ``rank`` or
+  ``device``, or end in ``_rank`` or ``_device``. Keys of dictionaries are no such names;
+- communicators, and the library's own sharded models;
+- what has no content that could be written down: open files, locks, random generators, objects of compiled code, and
+  arrays of more than 64 MiB. These are noted in :attr:`Fingerprint.left_out`.
+
+An object that has a method or property ``fingerprint`` is what that gives, whatever its fields are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import io
+import sys
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
+from enum import Enum
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpizero.fingerprint.code import is_standard, is_users, variables
+from mpizero.fingerprint.told import BY_REPR, PLAIN, all_plain, shown, words
+
+#: Bytes of an array, above which it is left out: whole data sets take seconds to read.
+LARGEST_ARRAY = 1 << 26
+#: Objects within one another, above which the innermost are left out.
+DEEPEST = 60
+
+_TENSORS = ("torch", "jax", "jaxlib")
+_COMMUNICATORS = ("mpi4py", "mpizero.comm", "mpizero.parallel")
+
+
+class Parts(NamedTuple):
+    """What a value consists of.
+
+    Attributes
+    ----------
+    kind : str
+        Its class, or what else must be equal before parts can be compared.
+    items : mapping of str to object
+        Parts by the step that leads to them, as a user writes it: ``.name``, ``[0]``, ``['key']``.
+    content : bytes
+        What has no parts.
+    left_out : str or None
+        Why the value is not compared; empty where that goes without saying.
+    """
+
+    kind: str
+    items: Mapping[str, Any] = types.MappingProxyType({})
+    content: bytes = b""
+    left_out: str | None = None
+
+
+class Fingerprint:
+    """Digests of values, each object looked at once; made anew for each comparison, since objects change.
+
+    Attributes
+    ----------
+    left_out : dict of str to str
+        What was not compared: where it stands, and what it is.
+    """
+
+    def __init__(self) -> None:
+        self.left_out: dict[str, str] = {}
+        self._known: dict[int, tuple[Any, bytes]] = {}
+        self._open: dict[int, int] = {}
+        self._classes: dict[type, dict[str, Any]] = {}
+        self._subject, self._steps = "", list[str]()
+
+    def digest(self, value: Any) -> bytes:
+        """Return bytes that are equal for equal values, in any process. Not collective."""
+        value = _python(value)
+        if type(value) in PLAIN:
+            return _plain(value)
+        key = id(value)
+        if key in self._known:
+            return self._known[key][1]
+        if key in self._open:
+            return b"around %d" % (len(self._open) - self._open[key])
+        self._open[key] = len(self._open)
+        parts = self.parts(value) if len(self._open) <= DEEPEST else Parts("", left_out="nested too deeply")
+        found = hashlib.sha256(_sized(parts.kind.encode(errors="backslashreplace")))
+        if parts.left_out:
+            self.left_out.setdefault(words(self._subject, self._steps), parts.left_out)
+        found.update(_sized(parts.content))
+        for step in sorted(parts.items):
+            self._steps.append(step)
+            found.update(_sized(step.encode(errors="backslashreplace")))
+            found.update(_sized(self.digest(parts.items[step])))
+            self._steps.pop()
+        del self._open[key]
+        self._known[key] = value, found.digest()  # the value, too: an id is of a living object
+        return self._known[key][1]
+
+    def digest_named(self, values: Mapping[str, Any]) -> bytes:
+        """Return the digest of several values; what is left out is told by their names. Not collective."""
+        found = hashlib.sha256()
+        for self._subject, value in values.items():
+            found.update(_sized(self._subject.encode()))
+            found.update(_sized(self.digest(value)))
+        return found.digest()
+
+    def parts(self, value: Any) -> Parts:
+        """Take a value apart by one level. Not collective."""
+        value = _python(value)
+        if type(value) in PLAIN:
+            return Parts(type(value).__name__, content=_plain(value))
+        if not isinstance(value, type) and hasattr(type(value), "fingerprint"):
+            given = value.fingerprint
+            return Parts(_name(type(value)), {".fingerprint": given() if callable(given) else given})
+        for kinds, rule in _RULES:
+            if isinstance(value, kinds):
+                return rule(self, value)
+        return _object(self, value)
+
+    def members(self, kind: type) -> dict[str, Any]:
+        """Return what the user's own classes among a class and its bases define. Not collective."""
+        if kind not in self._classes:
+            found: dict[str, Any] = {}
+            for base in reversed(kind.__mro__):
+                if is_users(getattr(sys.modules.get(base.__module__), "__file__", None), base.__module__):
+                    found |= {f".{name}": item for name, item in vars(base).items() if _is_member(name, item)}
+            self._classes[kind] = found
+        return self._classes[kind]
+
+
+# ---------------------------------------------------------------------- rules, the first that fits counts
+
+
+def _plain(value: Any) -> bytes:
+    return f"{type(value).__name__} {value!r}".encode(errors="backslashreplace")
+
+
+def _python(value: Any) -> Any:
+    """Take a scalar that Python has a type for as one of that: which of the two a rank has changes nothing."""
+    kinds = np.bool | np.integer | np.float64 | np.complex128 | np.str_ | np.bytes_
+    return value.item() if isinstance(value, np.generic) and isinstance(value, kinds) else value
+
+
+def _array(_: Fingerprint, value: Any) -> Parts:
+    if value.dtype.hasobject:
+        return Parts(f"array {value.shape}", {"": value.reshape(-1).tolist()})
+    if value.nbytes > LARGEST_ARRAY:
+        return Parts("array", left_out=f"an array of {value.nbytes >> 20} MiB")
+    kind = f"array {value.dtype.descr if value.dtype.names else value.dtype.str} {value.shape}"
+    memory = np.ascontiguousarray(value).view(np.ndarray).reshape(-1).view(np.uint8)
+    return Parts(kind, content=hashlib.sha256(memory.data).digest())
+
+
+def _mapping(fingerprint: Fingerprint, value: Any) -> Parts:
+    entries = list(value.items())
+    keys = [repr(k) if type(k) in PLAIN else shown(k) + fingerprint.digest(k).hex()[:8] for k, _ in entries]
+    ordered = f" in the order {keys}" if isinstance(value, OrderedDict) else ""
+    kind = "mapping" if type(value) in (dict, types.MappingProxyType) else _name(type(value))
+    return Parts(kind + ordered, {f"[{key}]": item for key, (_, item) in zip(keys, entries, strict=True)})
+
+
+def _sequence(_: Fingerprint, value: Any) -> Parts:
+    kind, items = _name(type(value)), [_python(item) for item in value]
+    if all_plain(items):
+        return Parts(kind, content=repr(items).encode(errors="backslashreplace"))
+    if hasattr(value, "_fields"):
+        return Parts(kind, dict(zip((f".{name}" for name in value._fields), value, strict=True)))
+    if all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in value):
+        named = {f"[{name!r}]": item for name, item in value}
+        if len(named) == len(value):
+            return Parts(f"{kind} of {list(named)}", named)
+    return Parts(f"{kind} of {len(value)}", {f"[{i}]": item for i, item in enumerate(value)})
+
+
+def _set(fingerprint: Fingerprint, value: Any) -> Parts:
+    return Parts(_name(type(value)), content=b"".join(map(_sized, sorted(map(fingerprint.digest, value)))))
+
+
+def _code(_: Fingerprint, value: types.CodeType) -> Parts:
+    numbers = value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags
+    content = repr((numbers, value.co_name, value.co_code, value.co_exceptiontable)).encode()
+    names = value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars
+    return Parts("code", {".constants": value.co_consts, ".names": sum(names, ())}, content)
+
+
+def _function(_: Fingerprint, value: Any) -> Parts:
+    code, items, named = value.__code__, dict[str, Any](), list[tuple[str, Any]]()
+    read, changed = variables(code)
+    if is_users(code.co_filename, value.__module__):
+        items[".code"] = code
+        named += [(name, value.__globals__[name]) for name in sorted(read) if name in value.__globals__]
+    arguments, defaults = code.co_varnames[: code.co_argcount], value.__defaults__ or ()
+    named += zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)
+    named += (value.__kwdefaults__ or {}).items()
+    for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not filled yet
+            named.append((name, cell.cell_contents))
+    items |= {f".{name}": item for name, item in named if _is_compared(name) and name not in changed}
+    return Parts(f"function {value.__module__}.{value.__qualname__}", items)
+
+
+def _object(fingerprint: Fingerprint, value: Any) -> Parts:
+    """Take an object apart by class and fields, if it has any that Python knows."""
+    kind = type(value)
+    name, package = _name(kind), kind.__module__.split(".")[0]
+    if kind.__module__.startswith(_COMMUNICATORS) and not is_dataclass(value):
+        return Parts("left out", left_out="")
+    if package in _TENSORS and hasattr(value, "dtype") and hasattr(value, "__array__"):
+        return _array(fingerprint, np.asarray(value.detach().cpu() if hasattr(value, "detach") else value))
+    if hasattr(value, "__wrapped__"):  # what caches or compiles a function
+        return Parts(name, {"": value.__wrapped__})
+    if isinstance(value, types.BuiltinFunctionType | np.ufunc):
+        return Parts(f"function {getattr(value, '__module__', '')}.{value.__name__}")
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    bare = not hasattr(value, "__dict__") and not any("__slots__" in vars(base) for base in kind.__mro__)
+    if bare or ((file is None or is_standard(file)) and not _is_record(value, kind)):
+        return Parts("left out", left_out=f"{kind.__qualname__}")
+    items = fingerprint.members(kind) | {f".{name}": item for name, item in _fields(value)}
+    if callable(getattr(kind, "extra_repr", None)) and callable(getattr(kind, "named_children", None)):  # of torch
+        items |= {".settings": value.extra_repr(), **{f".{part}": child for part, child in value.named_children()}}
+    return Parts(name, items)
+
+
+_RULES: tuple[tuple[Any, Callable[[Fingerprint, Any], Parts]], ...] = (
+    (Enum, lambda _, value: Parts(_name(type(value)), content=value.name.encode())),
+    (np.generic, lambda _, value: Parts(str(value.dtype), content=value.tobytes())),
+    (np.ndarray, _array),
+    (np.dtype, lambda _, value: Parts("dtype", content=repr(value.descr if value.names else value.str).encode())),
+    ((dict, types.MappingProxyType), _mapping),
+    ((list, tuple, deque), _sequence),
+    ((set, frozenset), _set),
+    (PurePath, lambda _, value: Parts("path", content=str(value).encode(errors="backslashreplace"))),
+    ((str, bytes, int, float, complex, *BY_REPR), lambda _, value: Parts(_name(type(value)), content=_bare(value))),
+    (type, lambda fingerprint, value: Parts(f"class {_name(value)}", fingerprint.members(value))),
+    (types.ModuleType, lambda _, value: Parts(f"module {value.__name__}")),
+    (types.FunctionType, _function),
+    (types.MethodType, lambda _, value: Parts("method", {"": value.__func__, ".self": value.__self__})),
+    (types.CodeType, _code),
+    (functools.partial, lambda _, v: Parts("partial", {"": v.func, ".args": v.args, ".keywords": v.keywords})),
+    (property, lambda _, value: Parts("property", {"": value.fget})),
+    ((staticmethod, classmethod), lambda _, value: Parts(_name(type(value)), {"": value.__func__})),
+    (io.IOBase, lambda _, value: Parts("left out", left_out=type(value).__qualname__)),
+    (functools.cached_property, lambda _, value: Parts("property", {"": value.func})),
+)
+
+
+# ---------------------------------------------------------------------- what the rules ask
+
+
+def _bare(value: Any) -> bytes:
+    """Write down a value of a subclass of Python's own types, whatever its ``repr`` is."""
+    for kind in (str, bytes, int, float, complex):
+        if isinstance(value, kind):
+            return kind.__repr__(value).encode(errors="backslashreplace")
+    return repr(value).encode(errors="backslashreplace")
+
+
+def _sized(content: bytes) -> bytes:
+    return len(content).to_bytes(8) + content
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _is_compared(name: str) -> bool:
+    return not name.startswith("_") and name not in ("rank", "device") and not name.endswith(("_rank", "_device"))
+
+
+def _is_member(name: str, item: Any) -> bool:
+    """Whether a class's attribute counts: no slot, and no method that a decorator has written."""
+    if isinstance(item, types.MemberDescriptorType | types.GetSetDescriptorType):
+        return False
+    return name == "__call__" or _is_compared(name)
+
+
+def _fields(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of an object that count, without what it has only kept for later."""
+    kind = type(value)
+    kept = {name for base in kind.__mro__ for name, item in vars(base).items() if _is_cache(item)}
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if _is_compared(name) and hasattr(value, name):
+                yield name, getattr(value, name)
+    for name, item in list(getattr(value, "__dict__", {}).items()):
+        if name not in kept and _is_compared(name):
+            yield name, item
+
+
+def _is_cache(item: Any) -> bool:
+    return isinstance(item, functools.cached_property)
+
+
+def _is_record(value: Any, kind: type) -> bool:
+    return is_dataclass(value) or issubclass(kind, types.SimpleNamespace | argparse.Namespace)

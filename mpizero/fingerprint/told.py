@@ -1,0 +1,68 @@
+"""How a message tells of a value, and of its place in another: in the words of whoever wrote it."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import fractions
+import functools
+import types
+import uuid
+from collections import deque
+from collections.abc import Iterable
+from enum import Enum
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+
+PLAIN = frozenset({bool, int, float, complex, str, bytes, bytearray, type(None), type(Ellipsis), type(NotImplemented)})
+BY_REPR = (
+    range, slice, decimal.Decimal, fractions.Fraction, uuid.UUID, datetime.date, datetime.time, datetime.timedelta,
+    datetime.tzinfo,
+)  # fmt: skip
+_SHOWN = 120
+
+
+def words(subject: str, steps: Iterable[str]) -> str:
+    """Say which part of a subject some steps lead to: "dropout of block 'encoder.2'". Not collective."""
+    first, *rest = [step for step in steps if step] or [""]
+    if first.startswith("['"):
+        first = first[2:-2]
+    path = first.removeprefix(".") + "".join(rest)
+    if path == "lr":
+        return "learning rate"
+    return f"{path} of {subject}" if path else subject
+
+
+def shown(value: Any) -> str:
+    """Return how a message tells of a value, without an address. Not collective."""
+    if isinstance(value, np.ndarray):
+        first = ", ".join(str(item) for item in value.reshape(-1)[:3].tolist())
+        return f"{value.dtype} array of shape {value.shape} [{first}{', ...' if value.size > 3 else ''}]"
+    if isinstance(value, functools.partial):
+        return f"partial of {shown(value.func)}"
+    if isinstance(value, types.MethodType):
+        return shown(value.__func__)
+    if isinstance(value, types.FunctionType | types.CodeType):
+        code = value if isinstance(value, types.CodeType) else value.__code__
+        return f"{code.co_qualname} at {Path(code.co_filename).name}:{code.co_firstlineno}"
+    if isinstance(value, type):
+        return value.__qualname__
+    if isinstance(value, set | frozenset):
+        text = "{" + ", ".join(sorted(map(shown, value))) + "}"
+    elif isinstance(value, np.generic):
+        text = repr(value.item())
+    elif type(value) in PLAIN or isinstance(value, (*BY_REPR, PurePath, np.dtype, Enum)) or all_plain(value):
+        text = repr(value)
+    elif type(value) in (list, tuple):
+        inner = ", ".join(type(item).__qualname__ if isinstance(item, list | tuple) else shown(item) for item in value)
+        text = f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    else:
+        return type(value).__qualname__
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def all_plain(value: Any) -> bool:
+    """Tell whether a sequence holds nothing but numbers, strings and the like. Not collective."""
+    return isinstance(value, list | tuple | deque) and PLAIN.issuperset(map(type, value))

@@ -1,0 +1,46 @@
+"""What ranks tell each other of a model before they place it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mpizero.fingerprint import LARGEST_ARRAY, Fingerprint
+from mpizero.layout.flat import joined
+from mpizero.types import ParameterSpec
+
+#: What is told of a model under a name of its own.
+_APART = frozenset({".blocks", ".loss", ".parameters"})
+
+
+def describe_model(model: Any, blocks: Mapping[str, tuple[ParameterSpec, ...]]) -> dict[str, Any]:
+    """Return what a model is made of, by name; what a user wrote comes before what follows from it. Not collective."""
+    told: dict[str, Any] = {"the class of the model": f"{type(model).__module__}.{type(model).__qualname__}"}
+    fields = Fingerprint().parts(model).items
+    told["the model"] = {step.removeprefix("."): item for step, item in fields.items() if step not in _APART}
+    if hasattr(model, "blocks"):
+        told["the names of the blocks"] = list(model.blocks)
+        told |= {f"block {name!r}": layer for name, layer in model.blocks.items()}
+        told["the order of layers"] = {name: _below(layer) for name, layer in model.blocks.items()}
+        told |= {"the loss": model.loss, "the seed": model.seed}
+    names = {joined(block, spec.name): spec for block, specs in blocks.items() for spec in specs}
+    told["the parameter table"] = {"dtype": np.dtype(model.dtype), **names}
+    told["the order of parameters"] = list(names)  # of a mapping made from a set it differs by process
+    if not hasattr(model, "blocks"):
+        told["the start values"] = {name: _in_pieces(values) for name, values in model.parameters.items()}
+    return told
+
+
+def _below(layer: Any) -> list[str]:
+    """List the layers that a layer is made of, in their order: a dictionary of layers has one, others do not."""
+    children = layer.children() if hasattr(layer, "children") else {}
+    return [joined(name, inner) for name, child in children.items() for inner in ("", *_below(child))]
+
+
+def _in_pieces(values: Any) -> Any:
+    """Cut what is too large to be looked at in one piece."""
+    array = np.asarray(values)
+    pieces = array.nbytes // LARGEST_ARRAY + 1
+    return array if pieces == 1 else np.array_split(array.reshape(-1), pieces)

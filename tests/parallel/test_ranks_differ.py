@@ -1,0 +1,299 @@
+"""Whatever one rank has that the others have not is told in one line, on all ranks, before they do anything."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.errors import ConfigError, RemoteError
+from mpizero.testing import run_in_threads
+from tests.parallel.models import gpt, mlp
+
+Place = Callable[[Any, bool], object]
+
+
+class Blocks:
+    """A model of blocks as users write them."""
+
+    dtype = np.dtype(np.float32)
+    seed = 0
+
+    def __init__(self, rate: float, loss: Any = None) -> None:
+        layers = {
+            f"encoder.{i}": mz.nn.TransformerBlock(8, 2, dropout=rate if i == 2 else 0.1, site=3 * i) for i in range(3)
+        }
+        self.blocks, self.loss = layers, loss or mz.nn.MeanSquaredError()
+
+
+class Own:
+    """An optimizer as users write them."""
+
+    slots = ("m",)
+    scale = 1.0
+
+    def __init__(self, rate: float = 0.1) -> None:
+        self.rate, self._seen = rate, object()
+
+    def update(self, params: Any, grads: Any, state: Any) -> None:
+        state["m"] += grads
+        params -= self.rate * self.scale * state["m"]
+
+
+class Faster(Own):
+    scale = 2.0
+
+
+class Wave(mz.nn.Layer):
+    """A layer without parameters, which is no dataclass."""
+
+    def __init__(self, frequency: float) -> None:
+        self.frequency = frequency
+
+    def forward(self, params: Any, x: Any, run: Any = None) -> Any:
+        return np.sin(self.frequency * x), x
+
+    def backward_input(self, params: Any, cache: Any, dy: Any) -> Any:
+        return dy * self.frequency * np.cos(self.frequency * cache), None
+
+
+def squares(scale: float = 1.0, table: Any = None) -> Any:
+    def loss_and_grad(parameters: Any, batch: Any) -> Any:
+        x, _ = batch
+        return scale * float((x @ parameters["w"]).sum()), {"w": scale * x.sum(0)}, float(len(x) + 0 * (table is None))
+
+    return loss_and_grad
+
+
+def cubes(parameters: Any, batch: Any) -> Any:
+    return 0.0, {"w": parameters["w"] ** 3}, 1.0
+
+
+def black_box(function: Any = None, frozen: Any = (), **more: Any) -> Any:
+    start = {"w": np.zeros(3), "v": np.zeros(2)}
+    return mz.FunctionModel(start, function or squares(), frozen=frozen, **more)
+
+
+def model(made: Callable[[bool], Any], strategy: type = mz.ZeRO1Model) -> Place:
+    return lambda comm, odd: strategy(made(odd), mz.ShardingConfig(comm=comm))
+
+
+def config(**settings: Any) -> Place:
+    """Rank 0 to the last but one take the default, the last one ``settings``."""
+    return lambda comm, odd: mz.ZeRO2Model(mlp(), mz.ShardingConfig(comm=comm, **(settings if odd else {})))
+
+
+def kind(usual: Callable[[Any, Any], Any], other: Callable[[Any, Any], Any]) -> Place:
+    return lambda comm, odd: (other if odd else usual)(gpt(), mz.ShardingConfig(comm=comm))
+
+
+def optimizer(made: Callable[[bool], Any], wrapper: Any = mz.ZeRO2Optimizer, strategy: Any = mz.ZeRO2Model) -> Place:
+    def bind(comm: Any, odd: bool) -> None:
+        settings = mz.ShardingConfig(comm=comm)
+        bound = wrapper(made(odd), settings)
+        with strategy(mlp(), settings) as placed:
+            bound.set_model(placed)
+
+    return bind
+
+
+def options(comm: Any, odd: bool) -> None:
+    settings = mz.ShardingConfig(comm=comm)
+    bound = mz.ZeRO2Optimizer(mz.SGD(), settings, options=mz.OptimizationOptions(epochs=3 if odd else 2))
+    with mz.ZeRO2Model(mlp(), settings) as placed:
+        bound.set_model(placed)
+        bound.optimize((np.zeros((8, 6), np.float32), np.zeros(8, int)))
+
+
+hybrid = functools.partial(mz.HybridShardedModel, schedule="gpipe")
+
+#: What one line says, with {0} for the ranks that agree and {1} for the one that does not.
+CASES: dict[str, Place] = {
+    "seed of the model 0 {0}, 7 {1}": model(lambda odd: gpt(seed=7 * odd)),
+    "activation of the model 'relu' {0}, 'tanh' {1}": model(lambda odd: mlp(activation="tanh" if odd else "relu")),
+    "heads of the model 2 {0}, 3 {1}": model(lambda odd: gpt(heads=2 + odd)),
+    "dropout of the model 0.1 {0}, 0.2 {1}": model(lambda odd: gpt(dropout=0.1 + 0.1 * odd)),
+    "active_features of the model (0, 1) {0}, (0, 2) {1}": model(lambda odd: mlp(active_features=(0, 1 + odd))),
+    "hidden of the model (7, 5) {0}, (7, 6) {1}": model(lambda odd: mlp(hidden=(7, 5 + odd))),
+    "dropout of block 'encoder.2' 0.1 {0}, 0.2 {1}": model(lambda odd: Blocks(0.1 + 0.1 * odd)),
+    "the class of the model ": model(lambda odd: mlp() if odd else gpt()),
+    "the loss MeanSquaredError {0}, CrossEntropy {1}": model(
+        lambda odd: Blocks(0.1, mz.nn.CrossEntropy() if odd else mz.nn.MeanSquaredError())
+    ),
+    "layers['1'].frequency of block 'a' 1.0 {0}, 2.0 {1}": model(
+        lambda odd: waves(mz.nn.Linear(4, 4), Wave(1.0 + odd))
+    ),
+    "loss_and_grad of the model squares.<locals>.loss_and_grad at": model(
+        lambda odd: black_box(cubes if odd else squares())
+    ),
+    "loss_and_grad.scale of the model 1.0 {0}, 2.0 {1}": model(lambda odd: black_box(squares(1.0 + odd))),
+    "loss_and_grad.table of the model int8 array of shape (2,) [0, 1] {0}, int8 array of shape (2,) [1, 2] {1}": model(
+        lambda odd: black_box(squares(table=np.arange(2, dtype=np.int8) + np.int8(odd)))
+    ),
+    "frozen of the model {{}} {0}, {{'v'}} {1}": model(lambda odd: black_box(frozen=("v",) if odd else ())),
+    "strategy zero2 {0}, zero3 {1}": kind(mz.ZeRO2Model, mz.ZeRO3Model),
+    "strategy ddp {0}, zero1 {1}": kind(mz.DDPModel, mz.ZeRO1Model),
+    "strategy zero3 {0}, hybrid {1}": kind(mz.ZeRO3Model, mz.HybridShardedModel),
+    "strategy tensor {0}, pipeline {1}": kind(mz.TensorParallelModel, mz.PipelineParallelModel),
+    "zero_stage of the spread of the model 1 {0}, 3 {1}": kind(hybrid, functools.partial(hybrid, zero_stage=3)),
+    "schedule of the spread of the model 'gpipe' {0}, '1f1b' {1}": kind(hybrid, mz.HybridShardedModel),
+    "share_node_memory of ShardingConfig True {0}, False {1}": config(share_node_memory=False),
+    "ranks_per_node of ShardingConfig None {0}, 1 {1}": config(ranks_per_node=1),
+    "timeout of ShardingConfig 600.0 {0}, 5.0 {1}": config(timeout=5.0),
+    "device of ShardingConfig 'cpu' {0}, 'cuda' {1}": config(device="cuda"),
+    "learning rate 0.1 {0}, 0.2 {1}": optimizer(lambda odd: mz.AdamW(lr=0.1 + 0.1 * odd)),
+    "betas of the optimizer (0.9, 0.999) {0}, (0.8, 0.999) {1}": optimizer(
+        lambda odd: mz.AdamW(betas=(0.8 if odd else 0.9, 0.999))
+    ),
+    "the optimizer AdamW {0}, SGD {1}": optimizer(lambda odd: mz.SGD() if odd else mz.AdamW()),
+    "groups[0].lr_scale of the optimizer 1.0 {0}, 0.5 {1}": optimizer(
+        lambda odd: mz.SGD(groups=[mz.ParameterGroup("output.*", lr_scale=0.5 if odd else 1.0)])
+    ),
+    "lr.steps of the optimizer 100 {0}, 200 {1}": optimizer(
+        lambda odd: mz.SGD(lr=mz.optim.linear(0.1, steps=200 if odd else 100))
+    ),
+    "lr.code.constants of the optimizer (None, 0.1, 1) {0}, (None, 0.2, 1) {1}": optimizer(
+        lambda odd: mz.SGD(lr=(lambda step: 0.2 / (step + 1)) if odd else (lambda step: 0.1 / (step + 1)))
+    ),
+    "rate of the optimizer 0.1 {0}, 0.2 {1}": optimizer(lambda odd: Own(0.1 + 0.1 * odd)),
+    "the optimizer Own {0}, Faster {1}": optimizer(lambda odd: Faster() if odd else Own()),
+    "the loss scale None {0}, DynamicLossScale {1}": optimizer(
+        lambda odd: mz.DynamicLossScale() if odd else None,
+        lambda scale, c: mz.ZeRO2Optimizer(mz.SGD(), c, loss_scale=scale),
+    ),
+    "every 4 {0}, 8 {1}": optimizer(
+        lambda odd: odd, lambda odd, c: mz.LocalSGDOptimizer(mz.SGD(), c, every=8 if odd else 4), mz.DDPModel
+    ),
+    "the class of the sharded optimizer DDPOptimizer {0}, LocalSGDOptimizer {1}": optimizer(
+        lambda odd: odd, lambda odd, c: (mz.LocalSGDOptimizer if odd else mz.DDPOptimizer)(mz.SGD(), c), mz.DDPModel
+    ),
+    "epochs of the options of optimize 2 {0}, 3 {1}": options,
+}  # fmt: skip
+
+
+def waves(*layers: Any) -> Any:
+    made = Blocks(0.1)
+    made.blocks = {"a": mz.nn.Sequential(layers)}
+    return made
+
+
+def found_by(comm: Any, place: Place) -> str:
+    """The error of a rank, of which the last one is odd."""
+    try:
+        place(comm, comm.rank == comm.size - 1)
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+def expected(text: str, size: int) -> str:
+    usual = "on rank 0" if size == 2 else f"on ranks 0-{size - 2}"
+    return f"ranks differ: {text.format(usual, f'on rank {size - 1}')}"
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_what_differs_is_told_on_all_ranks_in_one_line(text: str) -> None:
+    for size in (2, 4):
+        answers = run_in_threads(size, lambda comm: found_by(comm, CASES[text]))
+        assert len(set(answers)) == 1
+        assert answers[0].startswith(expected(text, size))
+        assert "\n" not in answers[0]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "strategy zero2 {0}, zero3 {1}",
+        "strategy zero3 {0}, hybrid {1}",
+        "share_node_memory of ShardingConfig True {0}, False {1}",
+        "ranks_per_node of ShardingConfig None {0}, 1 {1}",
+        "learning rate 0.1 {0}, 0.2 {1}",
+    ],
+)
+def test_the_same_over_mpi_also_among_some_of_the_ranks(world: Any, text: str) -> None:
+    assert found_by(world, CASES[text]).startswith(expected(text, world.size))
+    color = 0 if world.size < 4 or world.rank < 2 else 1
+    with world.split(color) as group:
+        assert found_by(group, CASES[text]).startswith(expected(text, group.size))
+
+
+def test_the_first_message_is_the_same_whatever_a_rank_is_about_to_do() -> None:
+    """32 bytes; so nothing that could mismatch comes before, and nothing else has to be sent while all agree."""
+
+    def first(comm: Any, place: Any) -> Any:
+        calls: list[tuple[str, int]] = []
+
+        def noted(send: Any, recv: Any, tag: str = "", own: Any = comm.allgather) -> None:
+            calls.append((tag, send.nbytes) if comm.trace.started == 0 else ("later", 0))
+            own(send, recv, tag)
+
+        comm.allgather = noted
+        with place(gpt(), mz.ShardingConfig(comm=comm, share_node_memory=False)):
+            return calls[0]
+
+    for place in (mz.DDPModel, mz.ZeRO3Model, mz.HybridShardedModel, mz.TensorParallelModel):
+        assert run_in_threads(2, lambda comm, place=place: first(comm, place)) == [("agree to start", 32)] * 2
+
+
+def test_what_may_differ_is_no_difference(capfd: Any) -> None:
+    class Watched(Own):
+        """Everything that a rank may have of its own."""
+
+        def __init__(self, comm: Any) -> None:
+            super().__init__()
+            self.comm, self.rank, self.local_rank, self.device = comm, comm.rank, comm.rank, f"cuda:{comm.rank}"
+            self._cache = {comm.rank: 1}
+            self.log = sys.stderr if comm.rank == 0 else None
+            self.rng = np.random.default_rng(comm.rank)
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            return self
+
+    def train(comm: Any) -> str:
+        table = dict.fromkeys(["relu", "tanh"] if comm.rank else ["tanh", "relu"], 1.0)
+        seen, last = set[Any](), {"loss": 0.0}
+
+        def loss_and_grad(parameters: Any, batch: Any) -> Any:
+            seen.add(comm.rank)
+            last["loss"] = float(comm.rank)
+            return squares(table["relu"])(parameters, batch)
+
+        settings = mz.ShardingConfig(comm=comm)
+        start = {"w": np.ones(3)}
+        for _ in range(2):
+            with mz.ZeRO1Model(mz.FunctionModel(start, loss_and_grad), settings) as placed:
+                mz.ZeRO1Optimizer(Watched(comm), settings).set_model(placed)
+                placed.train(np.ones((1, 3)), np.ones(1))
+        return placed.strategy
+
+    assert run_in_threads(3, train) == ["zero1"] * 3
+    lines = [line for line in capfd.readouterr().err.splitlines() if "not compared" in line]
+    assert lines == [
+        "mpizero: not compared between ranks: log of the optimizer (EncodedFile), rng of the optimizer (Generator); "
+        "an object may offer fingerprint()"
+    ]
+
+
+def test_a_fingerprint_that_fails_on_one_rank_is_told_to_all() -> None:
+    class Solver(Own):
+        def fingerprint(self) -> Any:
+            raise OSError("no mesh here")
+
+    def bind(comm: Any) -> str:
+        try:
+            optimizer(lambda odd: Solver() if odd else Own())(comm, comm.rank == 1)
+        except (OSError, RemoteError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    assert run_in_threads(3, bind) == [
+        "RemoteError: rank 1 raised; rank 1: OSError: no mesh here",
+        "OSError: no mesh here",
+        "RemoteError: rank 1 raised; rank 1: OSError: no mesh here",
+    ]

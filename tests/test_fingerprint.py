@@ -1,0 +1,388 @@
+"""Fingerprints: equal for equal values in any process and in any order, and different wherever a value is."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import io
+import itertools
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from mpizero.fingerprint import DEEPEST, LARGEST_ARRAY, Fingerprint, shown, words
+
+
+def digest(value: Any) -> bytes:
+    return Fingerprint().digest(value)
+
+
+class Colour(Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Pair(NamedTuple):
+    a: int
+    b: float
+
+
+@dataclass(frozen=True)
+class Layer:
+    rate: float = 0.1
+    shape: tuple[int, ...] = (2, 3)
+    inner: Any = None
+
+
+class Momentum:
+    """An optimizer as users write them."""
+
+    slots = ("m",)
+    rate = 0.1
+
+    def __init__(self, beta: float = 0.9) -> None:
+        self.beta = beta
+        self._seen = object()
+        self.rank = os.getpid()
+
+    def update(self, params: Any, grads: Any, state: Any) -> None:
+        params -= self.rate * grads * (1 - self.beta)
+
+
+class FasterMomentum(Momentum):
+    rate = 0.2
+
+
+class Slotted:
+    __slots__ = ("_b", "a")
+
+    def __init__(self, a: int) -> None:
+        self.a, self._b = a, object()
+
+
+class Cached:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    @functools.cached_property
+    def table(self) -> list[int]:
+        return [self.size]
+
+
+class Torchlike:
+    """What is asked of torch.nn.Module."""
+
+    def __init__(self, rate: float, **parts: Any) -> None:
+        self._rate, self._parts = rate, parts
+
+    def extra_repr(self) -> str:
+        return f"p={self._rate}"
+
+    def named_children(self) -> Any:
+        return self._parts.items()
+
+
+def make(scale: float, extra: Any = None) -> Any:
+    def loss(x: float, power: int = 2, *, offset: float = 0.0) -> Any:
+        return scale * x**power + offset, extra
+
+    return loss
+
+
+STEP = 0.1
+
+
+def reads_a_global(x: float) -> float:
+    return STEP * x
+
+
+def calls_another(x: float) -> float:
+    return reads_a_global(x) + 1
+
+
+#: Makers of values; each is made twice, and no two of different lines are alike.
+MAKERS: list[Any] = [
+    lambda: None,
+    lambda: True,
+    lambda: 1,
+    lambda: 1.0,
+    lambda: -0.0,
+    lambda: 0.0,
+    lambda: float("nan"),
+    lambda: "1",
+    lambda: b"1",
+    lambda: np.float32(1),
+    lambda: [1, 2],
+    lambda: (1, 2),
+    lambda: [[1], 2],
+    lambda: {1, 2},
+    lambda: {"a": 1},
+    lambda: {"a": 1.0},
+    lambda: {1: 1},
+    lambda: Pair(1, 2.0),
+    lambda: Pair(1, 3.0),
+    lambda: Colour.RED,
+    lambda: Colour.BLUE,
+    lambda: np.dtype(np.float32),
+    lambda: np.dtype(">f4"),
+    lambda: np.float32,
+    lambda: np.zeros(3),
+    lambda: np.array([0.0, -0.0, 0.0]),
+    lambda: np.zeros((3, 1)),
+    lambda: np.zeros(3, np.float32),
+    lambda: np.array(0.0),
+    lambda: np.zeros((0, 3)),
+    lambda: np.array([1, None, "x"], object),
+    lambda: np.array(["2026-01-01"], "M8[D]"),
+    lambda: np.zeros(2, [("a", "i4"), ("b", "f8")]),
+    lambda: PurePosixPath("/a"),
+    lambda: range(3),
+    lambda: Layer(),
+    lambda: Layer(rate=0.2),
+    lambda: Layer(inner=Layer()),
+    lambda: Layer(inner=[Layer(shape=(2, 4))]),
+    Momentum,
+    FasterMomentum,
+    lambda: Momentum(0.8),
+    lambda: Momentum,
+    lambda: FasterMomentum,
+    lambda: Momentum().update,
+    lambda: Slotted(1),
+    lambda: Slotted(2),
+    lambda: argparse.Namespace(rate=0.1),
+    lambda: functools.partial(int, base=2),
+    lambda: functools.partial(int, base=3),
+    lambda: make(1.0),
+    lambda: make(2.0),
+    lambda: make(1.0, extra=np.zeros(2)),
+    lambda: make(1.0, extra=make(3.0)),
+    lambda: lambda step: 0.1,
+    lambda: lambda step: 0.2,
+    lambda: lambda step: 0.1 / (step + 1),
+    lambda: lambda step: step in {"a", "b", "c"},
+    lambda: lambda step, rate=0.1: rate,
+    lambda: lambda step, rate=0.2: rate,
+    lambda: calls_another,
+    lambda: np.exp,
+    lambda: len,
+    lambda: np,
+    lambda: Torchlike(0.1),
+    lambda: Torchlike(0.1, inner=Torchlike(0.5)),
+    lambda: Torchlike(0.1, inner=Torchlike(0.6)),
+    lambda: [("a", Layer()), ("b", Layer(rate=0.2))],
+    lambda: [("b", Layer(rate=0.2)), ("a", Layer())],
+    lambda: OrderedDict(a=Layer(), b=1),
+    lambda: OrderedDict(b=1, a=Layer()),
+]
+
+
+def test_equal_values_are_equal_and_no_others():
+    first, again = ([digest(make()) for make in MAKERS] for _ in range(2))
+    assert first == again
+    alike = [(i, k) for i, k in itertools.combinations(range(len(first)), 2) if first[i] == first[k]]
+    assert not alike
+
+
+def test_the_order_of_sets_and_dictionaries_does_not_count():
+    entries = [("a", 1), ("b", Layer()), ((1, 2), "x"), (Colour.RED, {"p", "q"})]
+    assert len({digest(dict(order)) for order in itertools.permutations(entries)}) == 1
+    members = ["a", 1, (2, 3), Colour.RED, Layer()]
+    assert len({digest(set(order)) for order in itertools.permutations(members)}) == 1
+
+
+def test_a_scalar_of_numpy_is_that_of_python():
+    for scalar in (np.float64(0.1), np.int64(3), np.bool(True), np.str_("a")):
+        assert digest(scalar) == digest(scalar.item())
+        assert digest([scalar]) == digest([scalar.item()])
+
+
+def test_what_is_shared_is_like_copies_of_it():
+    """One rank made the object, another got it by pickle: nobody can tell, and nobody needs to."""
+    one = Layer(inner=[1, Layer()])
+    assert digest([one, one]) == digest([Layer(inner=[1, Layer()]), Layer(inner=[1, Layer()])])
+
+
+def test_objects_that_hold_one_another_come_to_an_end():
+    def around(rate: float) -> Any:
+        parent, child = argparse.Namespace(rate=rate), argparse.Namespace()
+        parent.child, child.parent, child.children = child, parent, [child]
+        return parent
+
+    assert digest(around(0.1)) == digest(around(0.1)) != digest(around(0.2))
+    deep: Any = 1
+    for _ in range(DEEPEST * 3):
+        deep = [deep, None, [deep]]
+    fingerprint = Fingerprint()
+    fingerprint.digest(deep)
+    assert "nested too deeply" in fingerprint.left_out.values()
+
+
+def test_names_that_may_differ_are_left_out():
+    def settings(value: Any) -> Any:
+        return argparse.Namespace(
+            rate=0.1, rank=value, local_rank=value, device=value, my_device=value, _cache=value, __dunder=value
+        )
+
+    def loss(value: Any) -> Any:
+        rank = local_rank = _log = value
+        return lambda x: (rank, local_rank, _log, x)
+
+    assert digest(settings(1)) == digest(settings(2))
+    assert digest(loss(1)) == digest(loss(2))
+    assert digest({"rank": 1}) != digest({"rank": 2})  # a key is no name of a variable
+
+
+def test_what_is_kept_for_later_does_not_count():
+    used = Cached(3)
+    assert used.table == [3]
+    assert digest(used) == digest(Cached(3)) != digest(Cached(4))
+
+
+def test_what_a_function_changes_does_not_count():
+    def counting(start: int) -> Any:
+        calls, history, seen, last = start, [start], {start}, {"x": start}
+
+        def loss(x: float) -> float:
+            nonlocal calls
+            calls += 1
+            history.append(x)
+            last["x"] = x
+            for value in history:
+                seen.add(value)
+            return x
+
+        return loss
+
+    assert digest(counting(0)) == digest(counting(5))
+
+
+def test_globals_that_a_function_reads_count(monkeypatch):
+    before = digest(calls_another)
+    monkeypatch.setattr(sys.modules[__name__], "STEP", 0.2)
+    assert digest(calls_another) != before
+    monkeypatch.undo()
+    assert digest(calls_another) == before
+
+
+def test_the_place_of_a_function_in_its_file_does_not_count():
+    def compiled(source: str, file: str) -> Any:
+        scope: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(source, file, "exec"), scope)
+        return scope["f"]
+
+    source = "def f(x):\n    return [x + 1 for _ in range(3)]\n"
+    expected = digest(compiled(source, "/home/a/train.py"))
+    assert digest(compiled("\n\n# later\n" + source, "/scratch/b/train.py")) == expected
+    assert digest(compiled(source.replace("3", "4"), "/home/a/train.py")) != expected
+
+
+def test_an_object_may_offer_its_fingerprint():
+    class Solver:
+        def __init__(self, mesh: int) -> None:
+            self.mesh, self.scratch = mesh, os.urandom(8)
+
+        def fingerprint(self) -> Any:
+            return {"mesh": self.mesh}
+
+    assert digest(Solver(1)) == digest(Solver(1)) != digest(Solver(2))
+
+
+def test_what_has_no_content_is_left_out_and_named(tmp_path):
+    class Model:
+        def __init__(self) -> None:
+            self.log = (tmp_path / "log").open("w")
+            self.lock, self.rng, self.logger = threading.Lock(), np.random.default_rng(), logging.getLogger()
+            self.steps, self.table = (i for i in range(3)), np.zeros(LARGEST_ARRAY + 1, np.uint8)
+            self.buffer = io.BytesIO(b"x")
+
+    fingerprint = Fingerprint()
+    first = Model()
+    found = fingerprint.digest_named({"the model": first})
+    first.log.close()
+    assert fingerprint.left_out == {
+        "log of the model": "TextIOWrapper",
+        "lock of the model": "lock",
+        "rng of the model": "Generator",
+        "logger of the model": "RootLogger",
+        "steps of the model": "generator",
+        "table of the model": "an array of 64 MiB",
+        "buffer of the model": "BytesIO",
+    }
+    other = Model()
+    other.log.close()
+    other.rng.normal(size=3)
+    assert Fingerprint().digest_named({"the model": other}) == found
+
+
+def test_communicators_are_left_out_without_a_word():
+    from mpizero.testing import run_in_threads
+
+    def found(comm: Any) -> Any:
+        fingerprint = Fingerprint()
+        return fingerprint.digest(argparse.Namespace(comm=comm, rate=0.1)), fingerprint.left_out
+
+    first, second = run_in_threads(2, found)
+    assert first == second
+    assert first[1] == {}
+
+
+PROGRAM = """
+from tests import test_fingerprint as t
+sets = [{f"n{i}" for i in range(50)}, {t.Colour.RED, "a", (1, 2)}, {name: 1 for name in {f"n{i}" for i in range(50)}}]
+print(t.digest([make() for make in t.MAKERS] + sets).hex())
+"""
+
+
+def test_every_process_finds_the_same():
+    """With another hash seed, another folder, and from source or from compiled files."""
+    root = Path(__file__).resolve().parents[1]
+    jobs = []
+    for seed, flags in (("0", []), ("1", ["-B"]), ("31415", [])):
+        environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONHASHSEED": seed}
+        command = [sys.executable, *flags, "-c", PROGRAM]
+        jobs.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, cwd="/" if flags else root))
+    answers = [job.communicate(timeout=120)[0] for job in jobs]
+    assert len(answers[0]) == 65
+    assert len(set(answers)) == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        ((), "block 'encoder.2'"),
+        ((".dropout",), "dropout of block 'encoder.2'"),
+        ((".layers", "['1']", ".rate"), "layers['1'].rate of block 'encoder.2'"),
+        (("['w']",), "w of block 'encoder.2'"),
+        ((".log", "", ".mode"), "log.mode of block 'encoder.2'"),
+    ],
+)
+def test_places_are_told_in_words(steps, text):
+    assert words("block 'encoder.2'", steps) == text
+
+
+def test_values_are_shown_without_addresses():
+    values = [make() for make in MAKERS] + [object(), threading.Lock(), make(1.0), [object()], {1: object()}]
+    texts = [shown(value) for value in values]
+    assert not [text for text in texts if "0x" in text]
+    assert shown(make(1.0)).startswith("make.<locals>.loss at test_fingerprint.py:")
+    assert shown([1, "a"]) == "[1, 'a']"
+    assert shown({"b", "a"}) == "{'a', 'b'}"
+    assert shown(np.float64(0.1)) == "0.1"
+    assert len(shown("x" * 1000)) < 200
+
+    def itself() -> Any:
+        inside: list[Any] = []
+        inside.append(inside)
+        return inside
+
+    assert shown(itself()) == "[list]"
