@@ -38,7 +38,7 @@ def words(subject: str, steps: Iterable[str]) -> str:
 def shown(value: Any) -> str:
     """Return how a message tells of a value, without an address. Not collective."""
     if isinstance(value, np.ndarray):
-        first = ", ".join(str(item) for item in value.reshape(-1)[:3].tolist())
+        first = ", ".join(f"{v:.7g}" if isinstance(v, float) else str(v) for v in value.flat[:3].tolist())
         return f"{value.dtype} array of shape {value.shape} [{first}{', ...' if value.size > 3 else ''}]"
     if isinstance(value, functools.partial):
         return f"partial of {shown(value.func)}"

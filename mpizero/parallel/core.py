@@ -66,6 +66,8 @@ class ShardedCore(ABC):
     label: ClassVar[str | None] = None
     #: How the model is spread besides data parallelism; None is not at all.
     _spread: Spread | None = None
+    #: Whether it is made of a model that the ranks have agreed on, whose own fields may have changed since.
+    _is_copy = False
 
     def __init__(self, wrapped_model: Any, config: ShardingConfig) -> None:
         if not isinstance(config, ShardingConfig):
@@ -139,7 +141,7 @@ class ShardedCore(ABC):
         blocks = blocks_of(self._wrapped)
         check_names(joined(block, spec.name) for block, specs in blocks.items() for spec in specs)
         plans: dict[str, Any] = {"strategy": self.strategy, "ShardingConfig": self._config.comparable()}
-        return {**plans, **describe_model(self._wrapped, blocks)}
+        return plans if self._is_copy else {**plans, **describe_model(self._wrapped, blocks)}
 
     def _update_local_shard_from_full(self, values: Array) -> None:
         """Take this rank's part, and every copy's, from a full vector."""

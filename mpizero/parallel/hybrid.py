@@ -66,6 +66,7 @@ class SpreadModel(ShardedModelBase):
 
     def _twin(self, wrapped: Any) -> Self:
         twin = type(self).__new__(type(self))  # past constructors that turn their arguments into this spread
+        twin._is_copy = True
         SpreadModel.__init__(twin, wrapped, self._config, self._spread, self.zero_stage)
         return twin
 

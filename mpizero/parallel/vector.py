@@ -177,7 +177,10 @@ class ParameterAccess(ShardedCore):
 
     def _twin(self, wrapped: Any) -> Self:
         """Return a new model of the same kind with start values."""
-        return type(self)(wrapped, self._config)
+        twin = type(self).__new__(type(self))
+        twin._is_copy = True
+        twin.__init__(wrapped, self._config)  # type: ignore[misc]
+        return twin
 
 
 def _called(entry: Entry) -> str:

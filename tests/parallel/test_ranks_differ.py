@@ -280,6 +280,22 @@ def test_what_may_differ_is_no_difference(capfd: Any) -> None:
     ]
 
 
+def test_a_copy_of_a_model_in_use_is_not_compared_anew() -> None:
+    """Objects of a user may have counted, kept and learned what they like meanwhile."""
+
+    class Counting(mz.FunctionModel):
+        calls = 0
+
+    def copied(comm: Any) -> list[int]:
+        wrapped = Counting({"w": np.ones(3)}, squares())
+        with mz.ZeRO1Model(wrapped, mz.ShardingConfig(comm=comm)) as placed:
+            wrapped.calls = comm.rank
+            with placed.clone() as clone, placed.deep_copy() as copy:
+                return [made.wrapped_model.calls for made in (clone, copy)]
+
+    assert run_in_threads(3, copied) == [[0, 0], [1, 1], [2, 2]]
+
+
 def test_a_fingerprint_that_fails_on_one_rank_is_told_to_all() -> None:
     class Solver(Own):
         def fingerprint(self) -> Any:
