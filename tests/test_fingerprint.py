@@ -17,6 +17,7 @@ from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import pytest
 
@@ -386,3 +387,27 @@ def test_values_are_shown_without_addresses():
         return inside
 
     assert shown(itself()) == "[list]"
+
+
+def test_a_tensor_counts_as_its_array_and_one_that_numpy_does_not_know_is_left_out():
+    class Tensor:
+        dtype = "float32"
+
+        def __init__(self, values: Any) -> None:
+            self.values = values
+
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            if self.values is None:
+                raise TypeError("bfloat16")
+            return np.array(self.values)
+
+    Tensor.__module__ = "torch"
+    assert digest(Tensor([1.0])) == digest(Tensor([1.0])) != digest(Tensor([2.0]))
+    fingerprint = Fingerprint()
+    fingerprint.digest_named({"the model": {"scale": Tensor(None)}})
+    assert list(fingerprint.left_out) == ["scale of the model"]
+
+
+def test_compiled_functions_count_as_what_they_were_made_of():
+    for compiled in (functools.lru_cache, numba.njit, np.vectorize):
+        assert digest(compiled(make(1.0))) == digest(compiled(make(1.0))) != digest(compiled(make(2.0)))

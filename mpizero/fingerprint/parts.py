@@ -162,6 +162,13 @@ def _array(_: Fingerprint, value: Any) -> Parts:
     return Parts(kind, content=hashlib.sha256(memory.data).digest())
 
 
+def _tensor(fingerprint: Fingerprint, value: Any) -> Parts:
+    try:
+        return _array(fingerprint, np.asarray(value.detach().cpu() if hasattr(value, "detach") else value))
+    except (TypeError, ValueError, RuntimeError):  # of a type that NumPy does not know, or without values yet
+        return Parts("left out", left_out=type(value).__qualname__)
+
+
 def _mapping(fingerprint: Fingerprint, value: Any) -> Parts:
     entries = list(value.items())
     keys = [repr(k) if type(k) in PLAIN else shown(k) + fingerprint.digest(k).hex()[:8] for k, _ in entries]
@@ -217,7 +224,7 @@ def _object(fingerprint: Fingerprint, value: Any) -> Parts:
     if kind.__module__.startswith(_COMMUNICATORS) and not is_dataclass(value):
         return Parts("left out", left_out="")
     if package in _TENSORS and hasattr(value, "dtype") and hasattr(value, "__array__"):
-        return _array(fingerprint, np.asarray(value.detach().cpu() if hasattr(value, "detach") else value))
+        return _tensor(fingerprint, value)
     if hasattr(value, "__wrapped__"):  # what caches or compiles a function
         return Parts(name, {"": value.__wrapped__})
     if isinstance(value, types.BuiltinFunctionType | np.ufunc):
