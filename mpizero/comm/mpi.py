@@ -21,7 +21,7 @@ from mpizero.comm.requests import MpiReceive, MpiRequest
 from mpizero.comm.shared import MpiSharedMemory, free_space
 from mpizero.comm.trace import Call
 from mpizero.comm.transport import Request, SharedMemory
-from mpizero.errors import ArgumentError, CollectiveError, CollectiveMismatch, ExitStatus, MpizeroError, StateError
+from mpizero.errors import ArgumentError, CollectiveError, CollectiveMismatch, ExitStatus, MpizeroError
 from mpizero.layout import Span
 from mpizero.types import Array
 
@@ -65,11 +65,6 @@ def _starts(counts: Sequence[int]) -> list[int]:
     return list(accumulate(counts, initial=0))[:-1]
 
 
-#: Communicators of ours that may be open at once. MPICH has 2,048 numbers for communicators and windows, and where they
-#: are used up ends with a segmentation fault: seen at 1,300 communicators with their models' windows.
-MOST_LIVE = 1200
-
-
 class MpiCommunicator(Communicator):
     """A communicator of our own, split off the one it is made from.
 
@@ -98,12 +93,7 @@ class MpiCommunicator(Communicator):
         self._adopt(own, limit, name, shares_memory=False)
 
     def _adopt(self, own: MPI.Comm, limit: int, name: str, shares_memory: bool) -> None:
-        if (live := len(guard.current().register.live)) >= MOST_LIVE:
-            raise StateError(
-                f"{live} communicators of mpizero are open in this process, and MPI has room for about 2,000, windows "
-                "included: close models and configurations that are no longer needed, by close() or a with statement, "
-                "or give all models one configuration"
-            )
+        guard.current().register.check_room()
         super().__init__(own.Get_rank(), own.Get_size(), name, shares_memory)
         self._comm = cast("MPI.Intracomm", own)
         self._limit = limit

@@ -277,7 +277,8 @@ class ShardedCore(ABC):
         """Finish a save that was begun, and free windows; a second call does nothing."""
         if self._engine is None:
             return
-        self._begin("close")
+        if self._engine.config.holds(self._engine.grid):  # else its communicators are freed already
+            self._begin("close")
         try:
             self._on_before_close()
         finally:

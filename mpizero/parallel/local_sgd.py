@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mpizero.comm.operations import collective, recorded
+from mpizero.comm.operations import recorded
 from mpizero.errors import ConfigError
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.optimizers import ShardedOptimizer
@@ -39,7 +39,6 @@ class LocalSGDOptimizer(ShardedOptimizer):
             raise ConfigError(f"every={every!r}: expected a whole number >= 1")
         self.every = every
 
-    @collective
     def set_model(self, model: ShardedModelBase) -> None:
         """Give every rank its own copy of the model. Collective over the model's ranks."""
         self._check(model)

@@ -14,7 +14,7 @@ from mpizero import checkpoint, optim
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_arrays
 from mpizero.comm.alike import agree_alike
-from mpizero.comm.operations import collective, meet, recorded
+from mpizero.comm.operations import begin, collective, meet, recorded
 from mpizero.errors import ArgumentError, ConfigError, LayoutError, StateError
 from mpizero.names import explains
 from mpizero.parallel import persistence
@@ -79,7 +79,6 @@ class ShardedOptimizer:
 
     # ------------------------------------------------------------------ binding and stepping
 
-    @collective
     def set_model(self, model: ShardedModelBase) -> None:
         """Bind to a model and allocate the state for what this rank owns. Collective over the model's ranks.
 
@@ -88,20 +87,23 @@ class ShardedOptimizer:
         ConfigError
             If the model has another configuration or strategy, or ranks bind different optimizers.
         """
-        if not isinstance(model, ShardedCore):
-            raise ArgumentError(
-                f"set_model takes a sharded model, such as ZeRO2Model(model, config); got {type(model).__name__}"
-            )
         self._check(model)
         model.engine.bind(self.wrapped_optimizer, self.loss_scale)
         self._model = model
 
     def _check(self, model: ShardedModelBase) -> None:
         """Refuse a model that this optimizer does not fit, or an optimizer that differs between ranks. Collective."""
+        begin(
+            self.config.communicator, "set_model"
+        )  # under no name of a class: which one differs is told below
         agree_alike(self.config.communicator, lambda: self._plans(model), "bind an optimizer")
 
     def _plans(self, model: ShardedModelBase) -> dict[str, Any]:
         """Return what must be the same on all ranks, by name. Not collective."""
+        if not isinstance(model, ShardedCore):
+            raise ArgumentError(
+                f"set_model takes a sharded model, such as ZeRO2Model(model, config); got {type(model).__name__}"
+            )
         optimizer = self.wrapped_optimizer
         if model.config is not self.config:
             raise ConfigError("model and optimizer must share one ShardingConfig object")
