@@ -32,7 +32,8 @@ class FunctionModel:
     loss_and_grad : callable
         ``loss_and_grad(parameters, (x, y)) -> (loss_sum, gradients, weight)``: the sum of the losses over the batch's
         samples, the gradient of that sum for every trainable parameter, and how much the batch weighs (for a plain
-        mean: the number of samples). It must not change its arguments: the arrays it gets, parameters and samples, are
+        mean: the number of samples; 0 for samples that only pad). Loss and weight are one real number each, gradients
+        are float32 or float64 arrays. It must not change its arguments: the arrays it gets, parameters and samples, are
         read-only views, and code that works in place gets NumPy's error for those. Let it copy what it changes
         (``x = x.copy()``), also before it gives away a bare pointer (``x.ctypes.data``), which no flag protects.
     predict : callable or None

@@ -27,7 +27,8 @@ class Layer(ABC):
     layers gives :meth:`children`, whose parameters are named by dotted path. The rules for every layer:
 
     - the first axis of ``x`` counts samples, and every output keeps it;
-    - ``x``, ``dy`` and parameters are never written to; gradients are overwritten, never added to;
+    - ``x``, ``dy`` and parameters are never written to; gradients are overwritten whole, ``grads[name][...] = value``,
+      never added to and never bound to another array: what ``grads`` names is used again and again;
     - a returned array is the caller's to overwrite unless it is one of the arguments or part of the cache.
     """
 
