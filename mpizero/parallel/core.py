@@ -27,7 +27,7 @@ from mpizero.parallel.report import StepReport
 from mpizero.parallel.scalars import Totals
 from mpizero.parallel.skipping import SkippedSteps
 from mpizero.parallel.spread import Spread
-from mpizero.parallel.usable import check_model
+from mpizero.parallel.usable import check_model, check_own_modules
 from mpizero.types import Array
 
 T = TypeVar("T")
@@ -95,6 +95,7 @@ class ShardedCore(ABC):
     def _initialize_sharding(self) -> None:
         """Place parameters, gradients and state; a subclass may extend it."""
         agree_to_start(self._config.communicator, self._plans)
+        check_own_modules(self._config.communicator, self._wrapped)
         self._config.communicator.free_left_behind()
         self._engine = Engine(self._wrapped, self._config, self._placement, self._spread)
 

@@ -93,9 +93,8 @@ class ShardedOptimizer:
 
     def _check(self, model: ShardedModelBase) -> None:
         """Refuse a model that this optimizer does not fit, or an optimizer that differs between ranks. Collective."""
-        begin(
-            self.config.communicator, "set_model"
-        )  # under no name of a class: which one differs is told below
+        # Under no name of a class: which one differs is told in words next.
+        begin(self.config.communicator, "set_model")
         agree_alike(self.config.communicator, lambda: self._plans(model), "bind an optimizer")
 
     def _plans(self, model: ShardedModelBase) -> dict[str, Any]:

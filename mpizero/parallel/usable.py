@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Mapping
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 
+from mpizero.comm import Communicator, InMemoryCommunicator
 from mpizero.errors import ArgumentError, ConfigError
 from mpizero.types import BlackBoxModel, BlockModel
 
@@ -50,6 +55,53 @@ def check_model(model: Any) -> None:
         known = False
     if not known or dtype is None:
         raise ConfigError(f"parameters of type {dtype!r} are not supported ({name}.dtype): use float32 or float64")
+
+
+def check_own_modules(comm: Communicator, model: Any) -> None:
+    """Refuse a PyTorch module that several ranks train, where ranks are threads of one process.
+
+    Collective over ``comm``. They would write to the same gradients at once, and each train on a mixture.
+
+    Raises
+    ------
+    ConfigError
+        On all ranks, naming the module's class and the first two ranks.
+    """
+    if comm.size == 1 or not isinstance(comm, InMemoryCommunicator) or isinstance(model, BlockModel):
+        return
+    found = comm.allgather_object(_trained_modules(model.loss_and_grad), "modules")
+    for rank, modules in enumerate(found):
+        for other in range(rank):
+            if common := sorted(modules.items() & found[other].items()):
+                raise ConfigError(
+                    f"ranks {other} and {rank} are threads of one process and train the same PyTorch module, a "
+                    f"{common[0][1]}: both would write to its gradients at once; let every rank make its own, for "
+                    "example by copy.deepcopy in the function that run_in_threads calls"
+                )
+
+
+def _trained_modules(function: Any) -> dict[int, str]:
+    """Return the PyTorch modules with parameters to train that a function refers to: class by identity."""
+    torch = sys.modules.get("torch")
+    found: dict[int, str] = {}
+    left = [function] if torch is not None else []
+    seen: set[int] = set()
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.nn.Module):  # type: ignore[union-attr]
+            if any(parameter.requires_grad for parameter in value.parameters()):
+                found[id(value)] = type(value).__name__
+        elif isinstance(value, partial):
+            left += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, MethodType):
+            left += [value.__func__, value.__self__, *vars(value.__self__).values()]
+        elif isinstance(value, FunctionType):
+            used = inspect.getclosurevars(value)
+            left += [*used.nonlocals.values(), *used.globals.values()]
+    return found
 
 
 def _check_part(what: str, kind: str, part: Any, methods: tuple[str, ...]) -> None:

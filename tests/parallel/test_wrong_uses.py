@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.errors import MpizeroError
+from mpizero.errors import ConfigError, MpizeroError
 from mpizero.testing import run_in_threads
 from mpizero.types import Init
 
@@ -169,3 +171,63 @@ def test_a_model_may_be_closed_after_its_configuration():
 def test_lists_of_numbers_are_arrays():
     model = placed(mz.FunctionModel({"w": [1.0, 2.0]}, lambda p, b: (float(p["w"].sum()), {"w": p["w"]}, 1.0)))
     np.testing.assert_array_equal(model.get_parameters(), [1.0, 2.0])
+
+
+class Module:
+    """What PyTorch's modules have that counts here."""
+
+    def __init__(self, trained=True):
+        self.trained = trained
+
+    def parameters(self):
+        return [SimpleNamespace(requires_grad=self.trained)]
+
+
+def made_with(module):
+    """Return a function that uses a module, as users write them: by a closure."""
+
+    def loss_and_grad(parameters, batch):
+        assert module is not None
+        return squares(parameters, batch)
+
+    return loss_and_grad
+
+
+SHARED, ALSO_SHARED = Module(), Module(trained=False)
+
+
+def by_a_global(parameters, batch):
+    assert SHARED is not None
+    return squares(parameters, batch)
+
+
+@pytest.mark.parametrize(
+    ("function", "shared"),
+    [
+        (lambda: made_with(SHARED), True),
+        (lambda: by_a_global, True),
+        (lambda: partial(by_a_global), True),
+        (lambda: made_with(Module()), False),
+        (lambda: made_with(ALSO_SHARED), False),  # of which nothing is trained
+        (lambda: squares, False),
+    ],
+    ids=["closure", "global", "partial", "own", "frozen", "none"],
+)
+def test_threads_that_train_one_module_of_pytorch_are_refused(monkeypatch, function, shared):
+    """Nothing would say that ranks add to each other's gradients: the loss just falls more slowly."""
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(nn=SimpleNamespace(Module=Module)))
+
+    def work(comm):
+        with (
+            mz.ShardingConfig(comm=comm) as config,
+            mz.ZeRO1Model(black_box(loss_and_grad=function()), config) as model,
+        ):
+            return model.train(X, Y)
+
+    if shared:
+        with pytest.raises(ConfigError, match=r"ranks 0 and 1 are threads .* the same PyTorch module, a Module"):
+            run_in_threads(2, work)
+    else:
+        run_in_threads(2, work)
+    with mz.ShardingConfig() as config:  # alone, a module is nobody else's
+        mz.ZeRO1Model(black_box(loss_and_grad=function()), config).close()
