@@ -100,6 +100,10 @@ class Run:
         What random numbers are keyed by, besides the place that they are for.
     first_sample : int
         The index, within the global batch, of the first sample of ``x``.
+    count : int
+        Samples of ``x``; 0 is unknown.
+    epoch : int
+        What :meth:`train` was told.
     length : int
         Of the whole sequences; 0 is unknown. Where ranks hold parts of sequences, none can read it off its own, since
         parts may differ by one place: layers that are not told ask the other ranks, with one small message each.
@@ -110,6 +114,13 @@ class Run:
     step: int = 0
     first_sample: int = 0
     length: int = 0
+    count: int = 0
+    epoch: int = 0
+
+    @property
+    def samples(self) -> range:
+        """The indices, within the global batch, of the samples of ``x``."""
+        return range(self.first_sample, self.first_sample + self.count)
 
 
 EVALUATE = Run()

@@ -23,6 +23,7 @@ FLOORS = {
     "fingerprint": 0,
     "names": 1,
     "faults": 1,
+    "sampletree": 1,
     "layout": 1,
     "kernels": 1,
     "comm": 2,  # its exact sums execute layout's tree programs with kernels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,6 +14,7 @@ from mpizero.crc import crc32
 from mpizero.data.source import Indices, Source, check_lengths, check_samples, native
 from mpizero.errors import DataError
 from mpizero.names import explains
+from mpizero.sampletree import SampleTree, map_arrays
 from mpizero.types import Array
 
 #: Where scikit-learn keeps the digits in its package.
@@ -21,12 +23,12 @@ DIGITS = ("datasets", "data", "digits.csv.gz")
 
 @explains
 class ArraySource(Source):
-    """Samples of two arrays in memory, the same on every rank.
+    """Samples of arrays in memory, the same on every rank.
 
     Parameters
     ----------
-    x, y : array_like
-        Inputs and targets, samples on the first axis.
+    x, y : array_like, or dictionary of such
+        Inputs and targets, samples on the first axis; of dictionaries, nested or not, samples are dictionaries too.
 
     Raises
     ------
@@ -34,23 +36,24 @@ class ArraySource(Source):
         No samples, different numbers of them, or elements that are not numbers.
     """
 
-    def __init__(self, x: ArrayLike, y: ArrayLike) -> None:
-        self.x = native(check_samples(_as_array(x, "x"), "x"))
-        self.y = native(check_samples(_as_array(y, "y"), "y"))
-        check_lengths(self.x, "x", self.y, "y")
+    def __init__(self, x: ArrayLike | Mapping[Any, Any], y: ArrayLike | Mapping[Any, Any]) -> None:
+        self.x, self.y = _taken(x, "x"), _taken(y, "y")
+        if isinstance(self.x, np.ndarray) and isinstance(self.y, np.ndarray):
+            check_lengths(self.x, "x", self.y, "y")
+        self._length = SampleTree.of(x=self.x, y=self.y).count()
 
     def __len__(self) -> int:
-        return len(self.x)
+        return self._length
 
-    def read(self, indices: Indices) -> tuple[Array, Array]:
+    def read(self, indices: Indices) -> tuple[Any, Any]:
         """Return the samples of valid indices, in that order. Not collective."""
-        return self.x[indices], self.y[indices]
+        return map_arrays(lambda a: a[indices], self.x), map_arrays(lambda a: a[indices], self.y)
 
     def describe(self) -> dict[str, Any]:
         """Return shapes, types and checksums. Not collective."""
         found: dict[str, Any] = {"kind": "arrays"}
-        for name, values in (("x", self.x), ("y", self.y)):
-            found[name] = (values.shape, values.dtype.str, crc32(values.data if values.size else b""))
+        for path, values in SampleTree.of(x=self.x, y=self.y).named:
+            found[path] = (values.shape, values.dtype.str, crc32(values.data if values.size else b""))
         return found
 
 
@@ -119,6 +122,15 @@ def _digits() -> tuple[Array, Array]:
 
     images, targets = load_digits(return_X_y=True)
     return images, targets
+
+
+def _taken(values: ArrayLike | Mapping[Any, Any], name: str) -> Any:
+    """Return samples, an array or dictionaries of arrays, ready to be given away."""
+    if not isinstance(values, Mapping):
+        return native(check_samples(_as_array(values, name), name))
+    if not values:
+        raise DataError(f"{name}: a dictionary without arrays")
+    return {key: _taken(inside, f"{name}[{key!r}]") for key, inside in values.items()}
 
 
 def _as_array(values: ArrayLike, name: str) -> Array:

@@ -13,7 +13,6 @@ from mpizero.errors import ArgumentError, ConfigError, DataError
 from mpizero.kernels import cpu
 from mpizero.layout.grains import Grains
 from mpizero.names import explains
-from mpizero.types import Array
 
 
 class BatchConfig(Protocol):
@@ -76,7 +75,7 @@ class Batches:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> tuple[Array, Array]:
+    def __next__(self) -> tuple[Any, Any]:
         if self._left == 0:
             raise StopIteration
         start = self.consumed

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mpizero.errors import ConfigError, DataError
 from mpizero.kernels import cpu
+from mpizero.sampletree import paths_of
 from mpizero.types import Array
 
 #: Share of the samples that :meth:`Source.split` holds back unless told otherwise.
@@ -26,6 +27,9 @@ Indices = NDArray[np.int64]
 class Source(ABC):
     """Numbered samples ``(x, y)``, the same on every rank; nothing is read before it is asked for.
 
+    ``x`` and ``y`` are arrays with samples on the first axis, or trees of such arrays: tuples, lists, dictionaries and
+    dataclasses, nested or not, of the same structure in every call.
+
     ``default_validation`` is the share that :meth:`split` holds back without an argument. ``in_order`` says that
     neighbouring samples belong together (text), so that a split takes the last samples and not a random choice.
     """
@@ -38,7 +42,7 @@ class Source(ABC):
         """Return the number of samples."""
 
     @abstractmethod
-    def read(self, indices: Indices) -> tuple[Array, Array]:
+    def read(self, indices: Indices) -> tuple[Any, Any]:
         """Return the samples of valid indices, in that order. Not collective."""
 
     @abstractmethod
@@ -49,8 +53,8 @@ class Source(ABC):
         """Return the numbers that samples have in the data as they were given, before any split. Not collective."""
         return indices
 
-    def samples(self, indices: ArrayLike) -> tuple[Array, Array]:
-        """Return the samples of ``indices``, in that order: ``(x, y)``, each with samples on its first axis.
+    def samples(self, indices: ArrayLike) -> tuple[Any, Any]:
+        """Return the samples of ``indices``, in that order: ``(x, y)``, every array with samples on its first axis.
 
         Not collective. Indices may repeat; an empty list gives arrays with no samples.
 
@@ -80,11 +84,11 @@ class Source(ABC):
         if not isinstance(found, tuple) or len(found) != 2:
             got = f"a tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
             raise DataError(f"{kind}.read must return the pair (x, y), it returned {got}")
-        for name, values in zip("xy", found, strict=True):
+        for path, values in paths_of(**dict(zip("xy", found, strict=True))):
             shape = getattr(values, "shape", None)
             if shape is not None and (not shape or shape[0] != count):
                 raise DataError(
-                    f"{kind}.read was asked for {count} samples and returned {name} of shape {tuple(shape)}: expected "
+                    f"{kind}.read was asked for {count} samples and returned {path} of shape {tuple(shape)}: expected "
                     "one sample for each index, in that order, on the first axis"
                 )
 
@@ -142,7 +146,7 @@ class Subset(Source):
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def read(self, indices: Indices) -> tuple[Array, Array]:
+    def read(self, indices: Indices) -> tuple[Any, Any]:
         """Return the samples of valid indices, in that order. Not collective."""
         return self.source.read(self._places(indices))
 

@@ -34,6 +34,7 @@ from mpizero.nn.ring import Zigzag, agreed_lengths, placed
 from mpizero.nn.ring_attention import RingSelfAttention
 from mpizero.nn.sequential import Sequential
 from mpizero.nn.split.model import SplitModel
+from mpizero.sampletree import leaves_of, map_leaves
 from mpizero.types import Array, BlockModel, Group, Loss, Run
 
 
@@ -134,21 +135,21 @@ def context_model(model: BlockModel, group: Group) -> BlockModel:
     return ContextModel(model, group, blocks)
 
 
-def cut_batch(x: Array, y: Array, group: Group) -> tuple[Array, Array]:
+def cut_batch(x: Any, y: Any, group: Group) -> tuple[Any, Any]:
     """Copy this rank's places out of a batch: chunks r and 2 * size - 1 - r of 2 * size.
 
     Not collective; every rank of ``group`` must have the same batch.
 
     Parameters
     ----------
-    x, y : Array
-        Ids and targets, (samples, length, ...); any length of at least 1.
+    x, y : Array, or tree of arrays
+        Ids and targets, each array (samples, length, ...) with one length of at least 1 for all of them.
     group : Group
         The context group.
 
     Returns
     -------
-    tuple of Array
+    tuple
         Contiguous arrays (samples, places, ...); ``x`` and ``y`` themselves where the group has one rank.
 
     Raises
@@ -156,16 +157,21 @@ def cut_batch(x: Array, y: Array, group: Group) -> tuple[Array, Array]:
     DataError
         On all ranks alike: the arrays have no sequence axis, or different ones.
     """
-    if x.ndim < 2 or x.shape[1] < 1 or y.shape[:2] != x.shape[:2]:
+    shapes = [tuple(getattr(leaf, "shape", ())) for value in (x, y) for leaf in leaves_of(value)] or [()]
+    if len(shapes[0]) < 2 or shapes[0][1] < 1 or any(shape[:2] != shapes[0][:2] for shape in shapes):
         raise DataError(
             "context parallelism cuts inputs and targets of (samples, length >= 1), "
-            f"it was given {tuple(x.shape)} and {tuple(y.shape)}; set context=1 for data without a sequence axis"
+            f"it was given {' and '.join(map(str, shapes))}; set context=1 for data without a sequence axis"
         )
     if group.size == 1:
         return x, y
-    first, second = Zigzag(x.shape[1], group.size).runs(group.rank)
-    cut_x, cut_y = (namespace(a).concatenate([a[:, first], a[:, second]], axis=1) for a in (x, y))
-    return cut_x, cut_y
+    first, second = Zigzag(shapes[0][1], group.size).runs(group.rank)
+
+    def cut(a: Array) -> Array:
+        places: Array = namespace(a).concatenate([a[:, first], a[:, second]], axis=1)
+        return places
+
+    return map_leaves(cut, x), map_leaves(cut, y)
 
 
 def _not_both(tensor: Group, context: Group) -> ConfigError:

@@ -6,30 +6,23 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mpizero.errors import DataError, LayoutError
 from mpizero.names import nearest, shown
-from mpizero.types import Array
+from mpizero.types import Array, Run
 
 #: Kinds of NumPy's types that a number may have: float, int, unsigned, and void as of JAX's bfloat16.
 _NUMBERS = "fiuV"
 _WEIGHT = "how much the samples count, for a plain mean their number; 0 for those that shall not"
 
 
-class Given(NamedTuple):
-    """Samples of the global batch that a function was given, for messages: the first one's number, and the batch."""
-
-    first: int
-    batch: Any
-
-    def __str__(self) -> str:
-        """Return which samples they are."""
-        count = len(self.batch) if hasattr(self.batch, "__len__") else 1
-        last = self.first + count - 1
-        return f"samples {self.first} to {last} of the global batch" if count > 1 else f"sample {self.first}"
+def samples_text(run: Run) -> str:
+    """Return which samples of the global batch a function was given, for messages. Not collective."""
+    first, last = run.first_sample, run.first_sample + run.count - 1
+    return f"samples {first} to {last} of the global batch" if run.count > 1 else f"sample {first}"
 
 
 def named(function: Any, name: str) -> str:
@@ -44,7 +37,7 @@ def named(function: Any, name: str) -> str:
 
 
 def loss_and_weight(
-    function: Callable[..., Any], loss: Any, weight: Any, given: Given | None = None
+    function: Callable[..., Any], loss: Any, weight: Any, given: Run | None = None
 ) -> tuple[float, float]:
     """Return what ``function`` gave, a loss sum and a weight, as numbers. Not collective.
 
@@ -60,7 +53,7 @@ def loss_and_weight(
     if type(loss) is float and type(weight) is float and weight >= 0:  # as usual: every micro-batch comes here
         return loss, weight
     found_loss, found_weight = _number(loss), _number(weight)
-    at = "" if given is None else f" of {given}"
+    at = "" if given is None else f" of {samples_text(given)}"
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
     name = f"{type(owner).__name__}.{name}" if name == "forward" else "loss_and_grad"
     if found_loss is None:
@@ -129,7 +122,7 @@ def _some(names: Any, most: int = 8) -> str:
     return f"{listed[:most]}{more}"
 
 
-def gradient(function: Callable[..., Any], name: str, value: Any, view: Array, given: Given) -> Array:
+def gradient(function: Callable[..., Any], name: str, value: Any, view: Array, given: Run) -> Array:
     """Return the gradient of a parameter that a function gave as an array for ``view``. Not collective.
 
     Raises
@@ -140,13 +133,13 @@ def gradient(function: Callable[..., Any], name: str, value: Any, view: Array, g
     array = np.asarray(value)
     if array.dtype.kind != "f" or array.itemsize < 4:
         raise LayoutError(
-            f"{named(function, 'loss_and_grad')} returned {_described(array)} as the gradient of {name!r} by {given}: "
-            f"expected float32 or float64; {_way_out(array)}"
+            f"{named(function, 'loss_and_grad')} returned {_described(array)} as the gradient of {name!r} by "
+            f"{samples_text(given)}: expected float32 or float64; {_way_out(array)}"
         )
     if array.shape != view.shape:
         raise LayoutError(
             f"{named(function, 'loss_and_grad')}: the gradient of {name!r} has shape {array.shape}, its parameter has "
-            f"{view.shape}, by {given}"
+            f"{view.shape}, by {samples_text(given)}"
         )
     return array
 

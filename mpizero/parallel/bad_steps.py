@@ -2,11 +2,12 @@
 
 [Note: the files of a bad step] ``step.json`` is what is known of the step, one JSON object: ``format`` ("mpizero bad
 step"), ``version`` (1), ``step``, ``run_step`` and ``seed`` (what dropout is keyed by), ``loss_scale``, ``micro_batch``
-(samples evaluated at a time), ``global_batch``, ``found`` (a list of ``rank``, ``tensor``, ``start``, ``stop``,
-``message``), ``grains`` (names of the files below), ``libraries`` (versions) and ``about`` (what the caller adds;
-`mpizero train`: its configuration). ``grain_00003.npz``, NumPy's own format without pickle,
-uncompressed, has ``x`` and ``y`` as they were trained on, ``samples`` (places in the global batch) and, where the
-caller knows them, ``indices`` (in the data).
+(samples evaluated at a time), ``global_batch``, ``epoch`` (where the step was told one), ``found`` (a list of ``rank``,
+``tensor``, ``start``, ``stop``, ``message``), ``grains`` (names of the files below), ``structure`` (of batches that are
+trees: what :func:`~mpizero.sampletree.outline` gives for ``x`` and ``y``), ``libraries`` (versions) and ``about`` (what
+the caller adds; `mpizero train`: its configuration). ``grain_00003.npz``, NumPy's own format without pickle,
+uncompressed, has ``x`` and ``y`` as they were trained on (of a tree ``x.0``, ``x.1``, ...), ``samples`` (places in the
+global batch) and, where the caller knows them, ``indices`` (in the data).
 """
 
 from __future__ import annotations
@@ -31,20 +32,23 @@ from mpizero.comm.startup import versions
 from mpizero.errors import CheckpointError, DataError
 from mpizero.parallel.base import ShardedModelBase
 from mpizero.parallel.report import NonFinite, StepReport
+from mpizero.sampletree import SampleTree, leaves_of, of_outline, outline
 from mpizero.types import Array
 
 FORMAT, VERSION = "mpizero bad step", 1
 #: Bytes of a ``step.json`` that is read at all.
 _LIMIT = 16 << 20
+#: The structure of x and y that are arrays, which no file needs to tell.
+_ARRAYS = {"x": "*", "y": "*"}
 _GRAIN = re.compile(r"grain_[0-9]{5,18}\.npz")
 
 
 @dataclass(frozen=True)
 class BadGrain:
-    """The samples of one grain: ``indices`` tell where in the data they are, None where nobody knows."""
+    """The samples of one grain, arrays or trees: ``indices`` tell where in the data they are, None if nobody knows."""
 
-    x: Array
-    y: Array
+    x: Any
+    y: Any
     samples: Array
     indices: Array | None = None
 
@@ -63,6 +67,7 @@ class BadStep:
     libraries: dict[str, str]
     about: dict[str, Any]
     grains: tuple[BadGrain, ...]
+    epoch: int = 0
 
 
 def dump_bad_step(
@@ -81,7 +86,7 @@ def dump_bad_step(
     ----------
     model : sharded model
         Its ``last_step`` was skipped.
-    batch : (array, array)
+    batch : (array, array), or trees of arrays
         What this rank gave to ``train``.
     folder : path
         Gets ``step_<number>``; one that exists already is left as it is.
@@ -107,42 +112,46 @@ def dump_bad_step(
         return None
     record(comm, "dump_bad_step")
     with all_ranks(comm, first=True):
-        for name, value in zip("xy", batch, strict=True):
-            if not isinstance(value, np.ndarray) or value.dtype.kind not in NUMBERS:
-                kind = getattr(value, "dtype", type(value).__name__)
-                raise DataError(f"{name} is {kind}: only arrays of numbers can be kept for a replay")
-    grains, total = _gather(model, batch, indices, report.non_finite)
+        x, y = batch
+        tree = SampleTree.of(x=x, y=y)
+        odd = [f"{path} is {leaf.dtype}" for path, leaf in tree.named if leaf.dtype.kind not in NUMBERS]
+        if why := tree.uncut or ", ".join(odd):
+            raise DataError(f"{why}: only arrays of numbers can be kept for a replay")
+        structure = {"x": outline(x, "x"), "y": outline(y, "y")}
+    grains, total = _gather(model, tree, indices, report.non_finite)
     path = Path(folder) / f"step_{report.non_finite[0].step:08d}"
     with all_ranks(comm):
         if comm.rank == 0 and not path.exists():
-            _write(path, _described(model, report, total) | {"about": dict(about or {})}, grains)
+            told = {} if structure == _ARRAYS else {"structure": structure}
+            _write(path, _described(model, report, total) | told | {"about": dict(about or {})}, grains)
     return path
 
 
 def _gather(
-    model: ShardedModelBase, batch: tuple[Array, Array], indices: Any, found: tuple[NonFinite, ...]
+    model: ShardedModelBase, tree: SampleTree, indices: Any, found: tuple[NonFinite, ...]
 ) -> tuple[dict[int, BadGrain], int]:
     """Return the grains that were found, by number, and the samples of the global batch. Collective."""
     group = model.batch_group
     counts = np.empty(group.size, np.int64)
-    group.allgather(np.array([len(batch[0])], np.int64), counts, "bad step")
+    group.allgather(np.array([own := tree.count()], np.int64), counts, "bad step")
     total, first = int(counts.sum()), int(counts[: group.rank].sum())
     size = model.config.grain_size(total)
     numbers = sorted({n for bad in found for n in range(bad.start // size, -(-bad.stop // size))})[: len(found) + 16]
-    arrays = [*map(np.asarray, batch), np.arange(first, first + len(batch[0]))]
+    arrays, known = [*tree.leaves, np.arange(first, first + own)], len(tree.leaves)
     if indices is not None:
         arrays.append(np.asarray(indices, np.int64))
     grains = {}
     for number in numbers:
-        start, stop = (min(max(place - first, 0), len(batch[0])) for place in (number * size, (number + 1) * size))
+        start, stop = (min(max(place - first, 0), own) for place in (number * size, (number + 1) * size))
         parts = group.allgather_object([array[start:stop] for array in arrays], "bad step")
-        grains[number] = BadGrain(*(np.concatenate(held) for held in zip(*parts, strict=True)))
+        whole = [np.concatenate(held) for held in zip(*parts, strict=True)]
+        grains[number] = BadGrain(*tree.build(iter(whole[:known])), *whole[known:])
     return grains, total
 
 
 def _described(model: ShardedModelBase, report: StepReport, total: int) -> dict[str, Any]:
-    config, found = model.config, report.non_finite
-    return {
+    config, found, epoch = model.config, report.non_finite, model.engine.asked.epoch
+    return ({"epoch": epoch} if epoch else {}) | {
         "format": FORMAT,
         "version": VERSION,
         "step": found[0].step,
@@ -164,8 +173,8 @@ def _write(path: Path, described: Mapping[str, Any], grains: Mapping[int, BadGra
     try:
         names = [f"grain_{number:05d}.npz" for number in grains]
         for name, grain in zip(names, grains.values(), strict=True):
-            known: dict[str, Any] = {} if grain.indices is None else {"indices": grain.indices}
-            np.savez(temporary / name, x=grain.x, y=grain.y, samples=grain.samples, **known)
+            held = _entries(grain.x, "x") | _entries(grain.y, "y") | {"samples": grain.samples}
+            np.savez(temporary / name, **held if grain.indices is None else {**held, "indices": grain.indices})
         text = json.dumps({**described, "grains": names}, indent=1, allow_nan=False)
         (temporary / "step.json").write_text(text + "\n", encoding="utf-8")
         temporary.rename(path)
@@ -198,6 +207,7 @@ def read_bad_step(path: str | os.PathLike[str]) -> BadStep:
     if type(version) is not int or version != VERSION:
         raise DataError(f"{file}: not a bad step of version {VERSION}")
     del told["format"], told["version"]
+    told = {"epoch": 0, "structure": _ARRAYS} | told
     if missing := sorted(_FIELDS.keys() - told.keys()):
         raise DataError(f"{file}: {missing[0]!r} is missing")
     if unknown := sorted(told.keys() - _FIELDS.keys()):
@@ -205,8 +215,8 @@ def read_bad_step(path: str | os.PathLike[str]) -> BadStep:
     for key, (sound, expected) in _FIELDS.items():
         if not sound(told[key]):
             raise DataError(f"{file}: {key} is {told[key]!r:.200}: expected {expected}")
-    names, found = told.pop("grains"), tuple(told.pop("found"))
-    return BadStep(**told, found=found, grains=tuple(_read_grain(folder / name) for name in names))
+    names, found, structure = told.pop("grains"), tuple(told.pop("found")), told.pop("structure")
+    return BadStep(**told, found=found, grains=tuple(_read_grain(folder / name, structure) for name in names))
 
 
 def _is_found(value: object) -> bool:
@@ -245,19 +255,45 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "a list of step, rank, tensor, start, stop and message",
     ),
     "libraries": (_are_texts, "texts by name"),
+    "epoch": _WHOLE,
+    "structure": (lambda value: isinstance(value, dict) and set(value) == {"x", "y"}, "an object of x and y"),
     "about": (lambda value: isinstance(value, dict), "an object"),
     "grains": (_are_names, "names of files beside it, as grain_00003.npz, each once"),
 }
 
 
-def _read_grain(file: Path) -> BadGrain:
+def _entries(value: Any, name: str) -> dict[str, Any]:
+    """Return the arrays of samples under the names that they have in a file."""
+    if isinstance(value, np.ndarray):
+        return {name: value}
+    return {f"{name}.{number}": leaf for number, leaf in enumerate(leaves_of(value))}
+
+
+def _read_grain(file: Path, structure: Mapping[str, Any]) -> BadGrain:
     try:
         held = read_arrays(file)
-        x, y, samples = held["x"], held["y"], held["samples"]
-    except (OSError, CheckpointError, KeyError) as error:
+        samples = held["samples"]
+        names = {name: [name] if told == "*" else _numbered(held, name) for name, told in structure.items()}
+        x, y = (_built(structure[name], [held[path] for path in names[name]]) for name in "xy")
+    except (OSError, CheckpointError, KeyError, ValueError) as error:
         raise DataError(f"{file}: not the samples of a grain: {error}") from None
-    if samples.ndim != 1 or not len(samples) or not x.ndim or not y.ndim or not len(x) == len(y) == len(samples):
-        raise DataError(f"{file}: x, y and samples have shapes {x.shape}, {y.shape} and {samples.shape}")
+    shapes = {path: held[path].shape for paths in names.values() for path in paths}
+    if samples.ndim != 1 or not len(samples) or any(shape[:1] != samples.shape for shape in shapes.values()):
+        told = [*(f"{path} {shape}" for path, shape in shapes.items()), f"samples {samples.shape}"]
+        raise DataError(f"{file}: arrays differ in their number of samples: {', '.join(told)}")
     if samples.dtype.kind not in "iu" or not 0 <= int(samples.min()) <= int(samples.max()) < 2**63:
         raise DataError(f"{file}: samples are {samples.dtype}: expected places in the global batch, whole numbers >= 0")
     return BadGrain(x, y, samples, held.get("indices"))
+
+
+def _built(structure: Any, leaves: list[Array]) -> Any:
+    rest = iter(leaves)
+    value = of_outline(structure, rest)
+    if next(rest, None) is not None:
+        raise ValueError("the file has more arrays than the structure")
+    return value
+
+
+def _numbered(held: Mapping[str, Array], name: str) -> list[str]:
+    count = sum(path.startswith(f"{name}.") for path in held)
+    return [f"{name}.{number}" for number in range(count)]

@@ -14,9 +14,10 @@ from mpizero.errors import CollectiveError, LayoutError, PeerFailure, Unsupporte
 from mpizero.layout import Unit
 from mpizero.layout.flat import joined
 from mpizero.nn.located import located
-from mpizero.parallel.answers import Given, check_names, gradient, loss_and_weight
+from mpizero.parallel.answers import check_names, gradient, loss_and_weight
 from mpizero.parallel.storage import Lender, ParameterStore, flat_names
 from mpizero.parallel.usable import check_model
+from mpizero.sampletree import map_arrays, map_leaves
 from mpizero.types import EVALUATE, BlackBoxModel, BlockModel, Init, ParameterSpec, Run
 
 #: Lends the views that a unit's gradients are written to.
@@ -45,7 +46,7 @@ class Evaluator(Protocol):
     def predict(self, x: Any) -> Any:
         """Return the prediction for this rank's ``x``."""
 
-    def loss(self, x: Any, y: Any) -> tuple[float, float, Any]:
+    def loss(self, x: Any, y: Any, run: Run) -> tuple[float, float, Any]:
         """Return the loss sum, the weight and the prediction."""
 
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:
@@ -120,7 +121,7 @@ class BlockEvaluator:
                         x, caches[block] = in_block(clock, "forward", block, forward, params[block], x, run)
             begun = clock.begin()
             loss, weight, cache = self.criterion.forward(x, y)
-            loss, weight = loss_and_weight(self.criterion.forward, loss, weight, Given(run.first_sample, y))
+            loss, weight = loss_and_weight(self.criterion.forward, loss, weight, run)
             clock.end("forward", "loss", begun)
             begun = clock.begin()
             d = self.criterion.backward(cache, self.loss_scale())
@@ -146,11 +147,11 @@ class BlockEvaluator:
         """Take part in every gather of a micro-batch that this rank does not have. Collective if sharded."""
         _Passage(self.store, self.units, done).finish()
 
-    def predict(self, x: Any) -> Any:
+    def predict(self, x: Any, run: Run = EVALUATE) -> Any:
         """Return the prediction for this rank's ``x``. Collective if sharded."""
         passed = _Passage(self.store, self.units, None)
         try:
-            run = EVALUATE if x is None else self.run_on(x, EVALUATE)
+            run = EVALUATE if x is None else self.run_on(x, run)
             for unit in self.units:
                 with passed.unit(unit) as params:
                     for block in unit.blocks:
@@ -163,9 +164,9 @@ class BlockEvaluator:
             raise
         return x
 
-    def loss(self, x: Any, y: Any) -> tuple[float, float, Any]:
+    def loss(self, x: Any, y: Any, run: Run) -> tuple[float, float, Any]:
         """Return the loss sum, the weight and the prediction. Collective if sharded."""
-        prediction = self.predict(x)
+        prediction = self.predict(x, run)
         if prediction is None:
             return 0.0, 0.0, None
         loss, weight, _ = self.criterion.forward(prediction, y)
@@ -202,8 +203,7 @@ class BlackBoxEvaluator:
         params = self._parameters()
         try:
             begun = self.store.timeline.begin()
-            given = Given(run.first_sample, x)
-            loss, grads, weight = self._loss_and_grad(params, x, y, given)
+            loss, grads, weight = self._loss_and_grad(params, x, y, run)
             self.store.timeline.end("backward", "loss and gradient", begun)
             del params
             check_names(function, grads, self.trained, self.frozen)
@@ -211,7 +211,7 @@ class BlackBoxEvaluator:
                 for block, views in target(left[0]).items():
                     for name, view in flat_names(views):
                         if (parameter := joined(block, name)) not in self.frozen:
-                            view[...] = gradient(function, parameter, grads[parameter], view, given)
+                            view[...] = gradient(function, parameter, grads[parameter], view, run)
                 done(left.popleft())
         except (CollectiveError, PeerFailure):
             raise
@@ -239,13 +239,17 @@ class BlackBoxEvaluator:
             )
         with _explained("predict"):
             result = predict(params, _read_only(x))
+        return map_leaves(self._own, result)
+
+    def _own(self, result: Any) -> Any:
+        """Return a copy of an array that is a view of the parameters."""
         shared = isinstance(result, np.ndarray) and np.may_share_memory(result, self.store.values)
         return result.copy() if shared else result
 
-    def loss(self, x: Any, y: Any) -> tuple[float, float, Any]:
+    def loss(self, x: Any, y: Any, run: Run) -> tuple[float, float, Any]:
         """Return the loss sum, the weight and no prediction. Collective if sharded."""
         params = self._parameters()
-        if x is None:
+        if x is None and y is None:
             return 0.0, 0.0, None
         loss, _, weight = self._loss_and_grad(params, x, y)
         return loss, weight, None
@@ -271,7 +275,7 @@ class BlackBoxEvaluator:
             return found
 
     def _loss_and_grad(
-        self, params: Mapping[str, Any], x: Any, y: Any, given: Given | None = None
+        self, params: Mapping[str, Any], x: Any, y: Any, given: Run | None = None
     ) -> tuple[float, Mapping[str, Any], float]:
         with _explained("loss_and_grad"):
             result = self.model.loss_and_grad(params, (_read_only(x), _read_only(y)))
@@ -283,9 +287,9 @@ class BlackBoxEvaluator:
 
 
 def _read_only(value: Any) -> Any:
-    """Return a view that cannot be written to of an array, which may be the user's own; anything else as it is."""
+    """Return views that cannot be written to of arrays, which may be the user's own; anything else as it is."""
     if not isinstance(value, np.ndarray):
-        return value
+        return map_arrays(_read_only, value)
     view = value.view()
     view.flags.writeable = False
     return view

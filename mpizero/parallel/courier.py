@@ -18,6 +18,7 @@ import numpy as np
 from mpizero.comm import Communicator, Request
 from mpizero.comm.group import contiguous
 from mpizero.errors import LayoutError
+from mpizero.sampletree import leaves_of
 from mpizero.types import Array
 
 #: The most axes of what is sent.
@@ -46,7 +47,11 @@ class _Shape(NamedTuple):
 
 def key_of(x: Any) -> Any:
     """Return what messages about a micro-batch ``x`` are known by: equal keys, equal messages. Not collective."""
-    return (x.shape, x.dtype.str) if hasattr(x, "shape") and hasattr(x, "dtype") else None
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return x.shape, x.dtype.str
+    leaves = leaves_of(x)
+    arrays = all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves)
+    return tuple((leaf.shape, leaf.dtype.str) for leaf in leaves) if leaves and arrays else None
 
 
 class Courier:

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from hashlib import blake2b
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from mpizero.comm import Communicator, ProcessGrid
+from mpizero.comm.agreement import all_ranks
 from mpizero.comm.operations import meet
 from mpizero.crc import crc32
 from mpizero.errors import DataError
 from mpizero.layout import Grains
 from mpizero.layout.nodes import GROUPS
+from mpizero.sampletree import SampleTree
 from mpizero.types import Array, Group
 
 
 class Grain(NamedTuple):
-    """The samples of one grain: in micro-batches, each with the global index of its first sample."""
+    """The samples of one grain: in micro-batches, each with the global index of its first sample.
+
+    ``stop`` is the index behind the last.
+    """
 
     number: int
     micro_batches: tuple[tuple[Any, Any, int], ...]
+    stop: int
+
+    def place(self, micro: int) -> tuple[int, int]:
+        """Return the index of a micro-batch's first sample, and the number of its samples. Not collective."""
+        first, behind = self.micro_batches[micro][2], micro + 1
+        return first, (self.micro_batches[behind][2] if behind < len(self.micro_batches) else self.stop) - first
 
 
 @dataclass(frozen=True)
@@ -44,19 +58,55 @@ class GlobalBatch:
     samples: int
 
 
-def is_array(value: Any) -> bool:
-    """Tell whether a batch is an array with samples on its first axis. Not collective."""
-    return hasattr(value, "shape") and value.ndim > 0
+class Asked(NamedTuple):
+    """What a call says besides its batch, the same on every rank."""
+
+    epoch: int = 0
+    gather: bool = False
 
 
-def _described(*arrays: Array) -> int:
-    """Return a number that differs between arrays that cannot be joined."""
-    text = " ".join(f"{array.dtype}{array.shape[1:]}" for array in arrays)
-    return int.from_bytes(text.encode()[:256], "little") % (2**61 - 1)
+NOTHING_MORE = Asked()
 
 
-def _meet(grid: ProcessGrid, x: Any, y: Any) -> Array:
-    """Send the first message of a step: return the samples of every rank of the world, -1 where x and y differ.
+class _Offer:
+    """What this rank gives to a step. What is wrong with it is told when all ranks know."""
+
+    def __init__(self, x: Any, y: Any, asked: Asked) -> None:
+        self.asked, self.problem, self.count = asked, "", 1
+        self.tree = SampleTree.nothing()
+        try:
+            if isinstance(asked.epoch, bool) or not isinstance(asked.epoch, int | np.integer) or asked.epoch < 0:
+                raise DataError(f"epoch={asked.epoch!r}: expected a whole number >= 0")
+            self.asked = asked._replace(epoch=int(asked.epoch))
+            self.tree = SampleTree.of(x=x, y=y)
+            self.count = self.tree.count()
+        except DataError as error:
+            self.problem, self.count = str(error), -1
+
+    @property
+    def number(self) -> int:
+        """A number that differs between what cannot be joined."""
+        text = f"{self.asked} {self.tree.form or 'not cut'}"
+        return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
+
+    def digests(self) -> dict[str, int]:
+        """Return a checksum of every array, by path. Not collective."""
+        return dict(zip(self.tree.paths, map(_digest, self.tree.leaves), strict=True))
+
+    def digest(self) -> int:
+        """Return the checksums of x and y in one number. Not collective."""
+        both = {"x": 0, "y": 0}
+        for path, checksum in self.digests().items():
+            both[path[0]] = crc32(checksum.to_bytes(4, "little"), both[path[0]])
+        return (both["x"] << 32 | both["y"]) - (1 << 63)
+
+
+def _digest(array: Array) -> int:
+    return crc32(array.tobytes(), crc32(f"{array.dtype}{array.shape}".encode()))
+
+
+def _meet(grid: ProcessGrid, offer: _Offer) -> Array:
+    """Send the first message of a step: return the samples of every rank of the world.
 
     Collective over all ranks.
 
@@ -66,27 +116,29 @@ def _meet(grid: ProcessGrid, x: Any, y: Any) -> Array:
         On all ranks, if not all make a step on a batch.
     DataError
         On all ranks, if the ranks of a replica have other samples, naming the first rank that differs from the first of
-        its replica; if a rank's x and y differ in length, or ranks differ in type or shape, or there are no samples.
+        its replica; if a rank's arrays differ in length, or ranks differ in structure, type or shape, or there are no
+        samples, or those of a replica cannot be cut.
     """
-    arrays, digests = is_array(x) and is_array(y), 0
-    count = 1 if not arrays else len(x) if len(x) == len(y) else -1
-    if grid.model.size > 1:
-        digests = (_digest(x) << 32 | _digest(y)) - (1 << 63)
-    table = meet(grid.world, (count, _described(x, y) if arrays else -1, digests))
-    if grid.model.size > 1:
-        _check_replicas(grid, table[:, 2])
+    replicas = grid.model.size > 1
+    table = meet(grid.world, (offer.count, offer.number, offer.digest() if replicas else 0))
     counts = table[:, 0]
-    if (counts < 0).any() or (table[:, 1] != table[0, 1]).any() or counts.sum() == 0:
-        _refuse(grid.world, x, y, counts)
+    sound, alike = (counts >= 0).all(), (table[:, 1] == table[0, 1]).all()
+    if sound and replicas:
+        _check_replicas(grid, offer, table[:, 2])
+    if not (sound and alike) or (replicas and offer.tree.uncut):
+        _refuse(grid.world, offer)
+    if not counts.any():
+        raise DataError("the global batch has no samples on any rank")
     return counts
 
 
-def _check_replicas(grid: ProcessGrid, digests: Array) -> None:
-    """Check that the ranks of each replica have the same samples. Not collective: every rank has the same digests."""
+def _check_replicas(grid: ProcessGrid, offer: _Offer, digests: Array) -> None:
+    """Check that the ranks of each replica have the same samples. Collective over all ranks only where not."""
     for rank in range(grid.world.size):
         first = grid.axes.group(rank, GROUPS["model"])[0]
         if digests[rank] != digests[first]:
-            what = "x" if digests[rank] >> 32 != digests[first] >> 32 else "y"
+            told = grid.world.allgather_object(offer.digests(), "batch")
+            what = next((path for path in told[rank] if told[rank][path] != told[first].get(path)), "batch")
             raise DataError(
                 f"rank {rank} has another {what} than rank {first}: the ranks of one replica (they differ in "
                 "pipeline, tensor and context only) must train on the same samples; give each replica's ranks the same "
@@ -94,10 +146,46 @@ def _check_replicas(grid: ProcessGrid, digests: Array) -> None:
             )
 
 
-def _digest(value: Any) -> int:
-    array = np.asarray(value)
-    data = array.tobytes() if array.dtype != object else repr(value).encode()
-    return crc32(data, crc32(f"{array.dtype}{array.shape}".encode()))
+def _refuse(comm: Communicator, offer: _Offer) -> NoReturn:
+    """Say which rank's batch is no batch, or how two differ. Collective over all ranks."""
+    tree = offer.tree
+    arrays = dict(zip(tree.paths, ((str(leaf.dtype), leaf.shape[1:]) for leaf in tree.leaves), strict=True))
+    ranks = comm.allgather_object((offer.problem, offer.asked, tree.uncut, arrays, tree.form), "batch")
+    _, asked, uncut, expected, form = ranks[0]
+    for rank, (problem, *_) in enumerate(ranks):
+        if problem:
+            raise DataError(f"rank {rank}: {problem}")
+    for rank, (_, told, held, found, other) in enumerate(ranks):
+        if told != asked:
+            raise DataError(f"rank 0 is asked for {_listed(asked, told)}, rank {rank} for {_listed(told, asked)}")
+        if bool(held) != bool(uncut):
+            raise DataError(
+                f"rank {rank if held else 0}: {held or uncut}, so its batch cannot be cut into samples as that of rank "
+                f"{0 if held else rank} can; {_SAME}"
+            )
+        for path in (path for path in {**expected, **found} if expected.get(path) != found.get(path)):
+            here, there = (_shown(arrays.get(path)) for arrays in (expected, found))
+            raise DataError(f"{path} is {here} on rank 0 and {there} on rank {rank}; {_SAME}")
+        if other != form:
+            raise DataError(f"the batch is {form:.300} on rank 0 and {other:.300} on rank {rank}; {_SAME}")
+    raise DataError(
+        f"{uncut}: ranks that share a batch (pipeline, tensor, context) can compare and cut arrays only; give arrays "
+        "with samples on the first axis, alone or in tuples, lists and dictionaries"
+    )
+
+
+_SAME = (
+    "every rank gives the same structure, types and sample shapes, in the same order, also where it has no samples: "
+    "empty arrays then, x[:0]"
+)
+
+
+def _listed(asked: Asked, other: Asked) -> str:
+    return ", ".join(f"{k}={v!r}" for k, v in asked._asdict().items() if v != getattr(other, k))
+
+
+def _shown(array: tuple[str, tuple[int, ...]] | None) -> str:
+    return "missing" if array is None else f"{array[0]} with samples of shape {array[1]}"
 
 
 def deal(
@@ -107,6 +195,8 @@ def deal(
     grain_size: Callable[[int], int],
     owners: Callable[[int], Sequence[int]],
     micro: int,
+    *,
+    asked: Asked = NOTHING_MORE,
 ) -> GlobalBatch:
     """Exchange samples so that every rank has those of its grains.
 
@@ -117,32 +207,50 @@ def deal(
     ----------
     grid : ProcessGrid
         The ranks; samples are dealt to those of its batch group.
-    x, y : array with samples on the first axis, or any other object
-        A batch that is not an array is one grain of one sample on its rank.
+    x, y : array with samples on the first axis, a tree of such arrays, or any other object
+        A batch that cannot be cut is one grain of one sample on its rank, which rank 0 warns of.
     grain_size : callable
         Samples of a grain, from the samples of the global batch.
     owners : callable
         The rank that computes each grain, from the number of grains.
     micro : int
         Micro-batches of a full grain.
+    asked : Asked
+        What must be the same on all ranks besides.
 
     Raises
     ------
     CollectiveMismatch
         On all ranks, if not all make a step.
     DataError
-        On all ranks, if the batch is empty, or x and y differ in length, or ranks differ in type or shape, or the ranks
-        of a replica have other samples.
+        On all ranks, if the batch is empty, or arrays differ in length, or ranks differ in structure, type or shape, or
+        the ranks of a replica have other samples, or those cannot be cut.
     """
-    comm = grid.batch
-    counts = _meet(grid, x, y)[list(grid.axes.group(grid.world.rank, GROUPS["batch"]))].tolist()
-    if not (is_array(x) and is_array(y)):
+    comm, offer = grid.batch, _Offer(x, y, asked)
+    counts = _meet(grid, offer)[list(grid.axes.group(grid.world.rank, GROUPS["batch"]))].tolist()
+    if offer.tree.uncut:
+        with all_ranks(grid.world):  # a warning may be an error
+            if grid.world.rank == 0:
+                _warn(offer.tree.uncut)
         number = list(owners(comm.size)).index(comm.rank)
-        return GlobalBatch({number: Grain(number, ((x, y, number),))}, comm.size, comm.size)
+        return GlobalBatch({number: Grain(number, ((x, y, number),), number + 1)}, comm.size, comm.size)
     grains = Grains(sum(counts), grain_size(sum(counts)))
     transfer = _transfer(grains, tuple(counts), tuple(owners(grains.count)), comm.rank)
-    x, y = transfer.exchange(comm, np.asarray(x)), transfer.exchange(comm, np.asarray(y))
-    return GlobalBatch(transfer.cut(x, y, -(-grains.size // micro)), grains.count, grains.samples)
+    tree = replace(offer.tree, leaves=tuple(transfer.exchange(comm, leaf) for leaf in offer.tree.leaves))
+    return GlobalBatch(transfer.cut(tree, -(-grains.size // micro)), grains.count, grains.samples)
+
+
+def _warn(uncut: str) -> None:
+    """Say at the line of the user, once, that results depend on the number of ranks. Not collective."""
+    depth, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "mpizero":
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(
+        f"{uncut}: a batch that holds it cannot be cut into samples, so all that a rank gives is one grain, "
+        "micro_batch has no effect, and the result depends on the number of ranks; give arrays with samples on the "
+        "first axis, alone or in tuples, lists and dictionaries",
+        stacklevel=depth,
+    )
 
 
 def in_contexts(batch: GlobalBatch, group: Group, *, waves: bool) -> GlobalBatch:
@@ -159,20 +267,8 @@ def in_contexts(batch: GlobalBatch, group: Group, *, waves: bool) -> GlobalBatch
     for grain in batch.grains.values():
         number = grain.number * group.size + group.rank if waves else group.rank * batch.count + grain.number
         parts = tuple((*cut_batch(x, y, group), first) for x, y, first in grain.micro_batches)
-        grains[number] = Grain(number, parts)
+        grains[number] = Grain(number, parts, grain.stop)
     return GlobalBatch(grains, batch.count * group.size, batch.samples)
-
-
-def _refuse(comm: Communicator, x: Any, y: Any, counts: Array) -> None:
-    if not counts.any():
-        raise DataError("the global batch has no samples on any rank")
-    shown = [f"{type(v).__name__} {getattr(v, 'dtype', '')}{getattr(v, 'shape', '')}" for v in (x, y)]
-    listed = "; ".join(
-        f"rank {r}: x {a}, y {b}" for r, (a, b) in enumerate(comm.allgather_object(tuple(shown), "batch"))
-    )
-    raise DataError(
-        f"x and y must have equally many samples, and the same type and sample shape on every rank, got {listed}"
-    )
 
 
 @lru_cache(maxsize=64)  # batches of the same sizes come again and again
@@ -220,7 +316,7 @@ class _Transfer:
         )
         return recv.reshape(sum(self.receives), *array.shape[1:])
 
-    def cut(self, x: Array, y: Array, micro: int) -> dict[int, Grain]:
+    def cut(self, tree: SampleTree, micro: int) -> dict[int, Grain]:
         """Cut this rank's samples into grains, and those into micro-batches of ``micro`` samples."""
         dealt, position = {}, 0
         for g in self.mine:
@@ -228,7 +324,7 @@ class _Transfer:
             parts = []
             for start in range(span.start, span.stop, micro):
                 size = min(micro, span.stop - start)
-                parts.append((x[position : position + size], y[position : position + size], start))
+                parts.append((*tree.cut(slice(position, position + size)), start))
                 position += size
-            dealt[g] = Grain(g, tuple(parts))
+            dealt[g] = Grain(g, tuple(parts), span.stop)
         return dealt

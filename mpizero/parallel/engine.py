@@ -28,7 +28,7 @@ from mpizero.parallel.blas import settle_blas
 from mpizero.parallel.buckets import make_tuner
 from mpizero.parallel.compute import blocks_of
 from mpizero.parallel.config import ShardingConfig
-from mpizero.parallel.dealing import GlobalBatch, deal, in_contexts
+from mpizero.parallel.dealing import NOTHING_MORE, GlobalBatch, deal, in_contexts
 from mpizero.parallel.evaluation import evaluate
 from mpizero.parallel.feedback import GradientExchange
 from mpizero.parallel.gradient_store import GradientStore
@@ -98,7 +98,7 @@ class Engine:
         self.updater: Updater | None = None
         self.integrity = Integrity(self.grid, self.store, config.check_every)
         self.loss_scale: optim.LossScaleState | None = None
-        self.step_number = 0
+        self.step_number, self.asked = 0, NOTHING_MORE
         #: What a load has left amid two states; the model refuses to be used then.
         self.half_loaded: HalfLoaded | None = None
         self.store.begin(model)
@@ -291,15 +291,16 @@ class Engine:
     def _deal(self, x: Any, y: Any, *, waves: bool) -> GlobalBatch:
         """Bring samples to the ranks that compute their grains, and begin to count."""
         owners = self._ring.owners if waves and self._ring is not None else partial(contiguous_owners, self.grid)
-        batch = deal(self.grid, x, y, self.config.grain_size, owners, self.config.accumulate)
+        batch = deal(self.grid, x, y, self.config.grain_size, owners, self.config.accumulate, asked=self.asked)
         self.workplace.check_batch(x, y)
         if self.grid.context.size > 1:
             batch = in_contexts(batch, self.grid.context_group, waves=waves)
         self.scalars.begin(batch, self.step_number + 1)
         return batch
 
-    def _run(self, first_sample: int) -> Run:
-        return Run(training=True, seed=getattr(self.model, "seed", 0), step=self.step_number, first_sample=first_sample)
+    def _run(self, first_sample: int, count: int) -> Run:
+        told = {"count": count, "epoch": self.asked.epoch}
+        return Run(True, getattr(self.model, "seed", 0), self.step_number, first_sample, **told)
 
     def _update(self, updater: Updater, totals: Totals, stack_row: int) -> Outcome:
         """Update and publish, unless the sum is not finite."""
@@ -389,7 +390,7 @@ class Engine:
         batch = self._deal(x, y, waves=False)
         with self.scalars.everyone.trace.common_duty("evaluation"):
             scores = self.stage.is_last and self.grid.here.tensor == 0  # losses are found here, and count
-            return evaluate(batch, self.runner, self.scalars, self._rounds(batch), scores=scores)
+            return evaluate(batch, self.runner, self.scalars, self._rounds(batch), self._run, scores=scores)
 
     def close(self) -> None:
         """Free the windows, and give BLAS its own number of threads back."""

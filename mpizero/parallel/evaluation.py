@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 
 from mpizero.parallel.dealing import GlobalBatch
-from mpizero.parallel.running import Runner
+from mpizero.parallel.running import Runner, RunOf
 from mpizero.parallel.scalars import GrainScalars
 from mpizero.types import Array
 
 
-def _are_scores(prediction: Array, targets: Array) -> bool:
+def _are_scores(prediction: Any, targets: Array) -> bool:
     """Tell whether predictions are one score a class, and targets numbers of classes."""
+    if not isinstance(prediction, np.ndarray):
+        return False
     return prediction.shape[:-1] == targets.shape and targets.dtype.kind in "iu"
 
 
 def evaluate(
-    batch: GlobalBatch, runner: Runner, scalars: GrainScalars, rounds: int, *, scores: bool
+    batch: GlobalBatch, runner: Runner, scalars: GrainScalars, rounds: int, run_of: RunOf, *, scores: bool
 ) -> tuple[float, float, int | None]:
     """Return loss sum, weight and right answers over all ranks' grains. Collective over all ranks.
 
@@ -30,6 +35,8 @@ def evaluate(
         Takes losses, weights and failures.
     rounds : int
         Forward passes that every rank takes part in.
+    run_of : callable
+        Gives what a training pass would be told.
     scores : bool
         Whether the losses of this rank's grains are found here, and count.
 
@@ -42,13 +49,14 @@ def evaluate(
     runner.ready()
     try:
         for grain in batch.grains.values():
-            for gx, gy, _ in grain.micro_batches:
+            for number, (gx, gy, _) in enumerate(grain.micro_batches):
                 done += 1
-                loss, weight, prediction = runner.loss(gx, gy)
+                run = replace(run_of(*grain.place(number)), training=False)
+                loss, weight, prediction = runner.loss(gx, gy, run)
                 if not scores or scalars.error is not None:
                     continue
                 scalars.add(grain.number, loss, weight)
-                scored = scored and prediction is not None and _are_scores(prediction, np.asarray(gy))
+                scored = scored and isinstance(gy, np.ndarray) and _are_scores(prediction, gy)
                 if scored:
                     right += int((prediction.argmax(-1) == gy).sum())
     except Exception as error:

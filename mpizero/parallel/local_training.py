@@ -16,6 +16,7 @@ from mpizero.parallel.placement import placement
 from mpizero.parallel.report import StepReport
 from mpizero.parallel.scalars import tree_total
 from mpizero.parallel.vector import ParameterAccess
+from mpizero.sampletree import count_samples
 from mpizero.types import Array
 
 
@@ -65,7 +66,7 @@ class LocalTraining(ParameterAccess):
         """Sum what every rank finds on its own samples, maybe none, with its own parameters."""
         found: tuple[float, float, int | None] = (0.0, 0.0, 0)
         with all_ranks(self._config.communicator, first=True):
-            if not hasattr(x, "shape") or len(x):
+            if count_samples(x, y):
                 found = self.engine.evaluate(x, y)
         loss, weight, right = found
         total = self._sum_over_ranks([loss, weight, right or 0, right is None]).tolist()

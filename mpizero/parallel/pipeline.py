@@ -19,7 +19,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CollectiveError, LayoutError, PeerFailure
 from mpizero.kernels import to_host
 from mpizero.layout import Instruction, Schedule, Unit, build_schedule
-from mpizero.parallel.answers import Given, loss_and_weight
+from mpizero.parallel.answers import loss_and_weight
 from mpizero.parallel.compute import in_block, with_next
 from mpizero.parallel.courier import Route, key_of
 from mpizero.parallel.gradients import Job
@@ -29,6 +29,7 @@ from mpizero.parallel.stage import Stage
 from mpizero.parallel.storage import Lender
 from mpizero.parallel.workplace import Workplace
 from mpizero.parallel.written import WriteCheck
+from mpizero.sampletree import as_arrays
 from mpizero.types import EVALUATE, Run
 
 #: Instructions whose receives are posted ahead.
@@ -154,16 +155,16 @@ class PipelineRunner:
                 watched.done(unit)
 
     def _forward(self, chunk: int, micro: int, watched: WatchedJob, run_of: RunOf) -> None:
-        x, y, first = self._samples(watched)
+        x, y, run = *self._samples(watched)[:2], run_of(*self._place(watched))
         flight = self._flights[chunk, micro] = _Flight(self.scalars.fail)
         self.most_caches = max(self.most_caches, len(self._flights))
-        value = self._pass_forward(chunk, micro, x, self.stage.run_on(x, run_of(first)), flight)
+        value = self._pass_forward(chunk, micro, x, self.stage.run_on(x, run), flight)
         if chunk == len(self.stage_of) - 1:
             with self._computing(flight) as working:
                 if working:
                     begun = self.store.timeline.begin()
                     loss, weight, flight.loss = self.criterion.forward(value, y)
-                    loss, weight = loss_and_weight(self.criterion.forward, loss, weight, Given(first, y))
+                    loss, weight = loss_and_weight(self.criterion.forward, loss, weight, run)
                     self.store.timeline.end("forward", "loss", begun)
                     self._count(watched, loss, weight)
 
@@ -262,6 +263,11 @@ class PipelineRunner:
         assert watched.job.grain is not None
         return watched.job.grain.micro_batches[watched.job.number]
 
+    @staticmethod
+    def _place(watched: WatchedJob) -> tuple[int, int]:
+        assert watched.job.grain is not None
+        return watched.job.grain.place(watched.job.number)
+
     @contextmanager
     def _computing(self, flight: _Flight) -> Iterator[bool]:
         """Tell whether there is something to compute, and note its failure: the collectives around it go on."""
@@ -285,8 +291,8 @@ class PipelineRunner:
     def predict(self, x: Any) -> Any:
         """Return the prediction for this rank's ``x``, the same for all stages. Collective over the pipeline."""
         errors: list[Exception] = []
-        own = None if x is None else self.workplace.put(self.stage.own_places(x))
-        value = self._forward_only(own, errors.append)
+        own = None if x is None else self.workplace.put(self.stage.own_places(as_arrays(x)))
+        value = self._forward_only(own, EVALUATE, errors.append)
         with all_ranks(self.comm, "predict"):  # so everything that was sent has arrived
             self.courier.finish()
             if errors:
@@ -301,13 +307,13 @@ class PipelineRunner:
         self.comm.broadcast(result, root, "prediction")
         return result
 
-    def loss(self, x: Any, y: Any) -> tuple[float, float, Any]:
+    def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
         """Return loss sum, weight and prediction where the last chunk is, nothing elsewhere.
 
         Collective over the pipeline. What a layer raises goes to the scalars.
         """
         x, y = self.workplace.put(x), self.workplace.put(y)
-        value = self._forward_only(x, self.scalars.fail)
+        value = self._forward_only(x, run, self.scalars.fail)
         if x is None or value is None or not self.stage.is_last:
             return 0.0, 0.0, None
         with self._computing(_Flight(self.scalars.fail)):
@@ -316,7 +322,7 @@ class PipelineRunner:
             return loss, weight, to_host(self.stage.whole_scores(value))
         return 0.0, 0.0, None  # and go on: the other micro-batches still come
 
-    def _forward_only(self, x: Any, fail: Callable[[Exception], None]) -> Any:
+    def _forward_only(self, x: Any, run: Run, fail: Callable[[Exception], None]) -> Any:
         if x is None:
             for chunk in self.stage.chunks:
                 for unit, following in with_next(self.units[chunk]):
@@ -324,7 +330,7 @@ class PipelineRunner:
                         pass
             return None
         self._predicted += 1  # messages of one route come in order; the number only keeps receives apart
-        value, run = None, self.stage.run_on(x, EVALUATE)
+        value, run = None, self.stage.run_on(x, run)
         for chunk in self.stage.chunks:
             value = self._pass_forward(chunk, -self._predicted, x, run, _Flight(fail))
         self.courier.progress()

@@ -16,6 +16,7 @@ from mpizero.parallel.base import ShardedModelBase
 from mpizero.parallel.compute import BlackBoxEvaluator, BlockEvaluator, Evaluator
 from mpizero.parallel.gradients import GradientViews
 from mpizero.parallel.storage import flat_names
+from mpizero.sampletree import SampleTree
 from mpizero.types import EVALUATE, Array, Loss, Params, Run
 
 
@@ -111,9 +112,11 @@ def replay_bad_step(step: BadStep | str | os.PathLike[str], model: ShardedModelB
         for at in range(0, len(grain.samples), step.micro_batch):
             part = slice(at, at + step.micro_batch)
             samples = grain.samples[part]
-            run = Run(training=True, seed=step.seed, step=step.run_step, first_sample=int(samples[0]))
+            told = {"count": len(samples), "epoch": step.epoch}
+            run = Run(True, step.seed, step.run_step, int(samples[0]), **told)
             trace = _Trace(model, step.loss_scale)
-            loss, weight = trace.follow(grain.x[part], grain.y[part], run)
+            x, y = SampleTree.of(x=grain.x, y=grain.y).cut(part)
+            loss, weight = trace.follow(x, y, run)
             result.append(Replay(run.first_sample, int(samples[-1]) + 1, loss, weight, tuple(trace.figures)))
     return result
 
@@ -133,11 +136,12 @@ class _Trace:
         if values is not None:
             self.figures.append(Figures.of(what, name, values))
 
-    def follow(self, x: Array, y: Array, run: Run) -> tuple[float, float]:
+    def follow(self, x: Any, y: Any, run: Run) -> tuple[float, float]:
         """Run one micro-batch forward and backward; return its loss sum and weight."""
         for entry in self.engine.layout.parameters:
             self.note("parameter", entry.spec.name, self.engine.store.values[entry.span.start : entry.span.stop])
-        self.note("input", "x", x)
+        for path, leaf in SampleTree.of(x=x).named:
+            self.note("input", path, leaf)
         at = len(self.figures)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             loss, weight = self._evaluator().gradients(x, y, run, self._target, self._done)

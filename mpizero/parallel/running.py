@@ -17,10 +17,11 @@ from mpizero.parallel.scalars import GrainScalars
 from mpizero.parallel.stage import Stage
 from mpizero.parallel.workplace import Workplace
 from mpizero.parallel.written import WriteCheck
-from mpizero.types import Run
+from mpizero.sampletree import as_arrays
+from mpizero.types import EVALUATE, Run
 
-#: What a forward pass knows, from the index of its first sample.
-RunOf = Callable[[int], Run]
+#: What a forward pass knows, from the index of its first sample and the number of them.
+RunOf = Callable[[int, int], Run]
 
 
 def agreeable_errors(grid: ProcessGrid) -> tuple[type[Exception], ...]:
@@ -49,7 +50,7 @@ class Runner(Protocol):
     def predict(self, x: Any) -> Any:
         """Return the prediction for this rank's ``x``."""
 
-    def loss(self, x: Any, y: Any) -> tuple[float, float, Any]:
+    def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
         """Return loss sum, weight and prediction; None for what another rank computes."""
 
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:
@@ -166,10 +167,11 @@ class SequentialRunner:
     def _compute(self, watched: WatchedJob, run_of: RunOf) -> None:
         grain, number = watched.job.grain, watched.job.number
         assert grain is not None
-        x, y, first = grain.micro_batches[number]
+        x, y, _ = grain.micro_batches[number]
         try:
             ended = watched.ended if self.workplace.tells_blocks else None
-            loss, weight = self.evaluator.gradients(x, y, run_of(first), watched.target, watched.done, ended)
+            run = run_of(*grain.place(number))
+            loss, weight = self.evaluator.gradients(x, y, run, watched.target, watched.done, ended)
             if self.counts:
                 self.scalars.add(grain.number, loss, weight)
         except Exception as error:  # the evaluator went on to take part in everything: all ranks come to agree
@@ -183,12 +185,13 @@ class SequentialRunner:
 
     def predict(self, x: Any) -> Any:
         """Return the prediction for this rank's ``x``. Collective if sharded."""
-        prediction = self.evaluator.predict(None if x is None else self.workplace.put(self.stage.own_places(x)))
+        own = None if x is None else self.workplace.put(self.stage.own_places(as_arrays(x)))
+        prediction = self.evaluator.predict(own)
         return None if x is None else to_host(self.stage.whole_prediction(prediction))
 
-    def loss(self, x: Any, y: Any) -> tuple[float, float, Any]:
+    def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
         """Return loss sum, weight and prediction. Collective if sharded."""
-        loss, weight, prediction = self.evaluator.loss(self.workplace.put(x), self.workplace.put(y))
+        loss, weight, prediction = self.evaluator.loss(self.workplace.put(x), self.workplace.put(y), run)
         return loss, weight, None if prediction is None else to_host(self.stage.whole_scores(prediction))
 
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:

@@ -138,7 +138,7 @@ class GrainScalars:
         self.count, self.samples, self._step = batch.count, batch.samples, step
         self._per_rank = -(-batch.count // self.grid.data.size)
         self._mine, self._bad, self.error, self._late = {}, {}, None, None
-        self._spans = {g: (grain.micro_batches[0][2], grain.micro_batches[-1]) for g, grain in batch.grains.items()}
+        self._spans = {g: (grain.micro_batches[0][2], grain.stop) for g, grain in batch.grains.items()}
 
     def add(self, grain: int, loss: float, weight: float) -> None:
         """Add the loss sum and weight of one micro-batch of a grain. Not collective."""
@@ -269,8 +269,7 @@ class GrainScalars:
         return tuple(found.values())[:MAX_TOLD]
 
     def _told(self, grain: int, bad: _Bad) -> NonFinite:
-        first, (x, _, last) = self._spans[grain]
-        stop = last + (len(x) if hasattr(x, "__len__") else 1)
+        first, stop = self._spans[grain]
         return NonFinite(self._step, self.everyone.rank, bad.tensor, first, stop, bad.message)
 
     def in_the_sum(self, tensor: str, parts: Sequence[Array], norm: float) -> NonFinite:

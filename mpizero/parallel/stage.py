@@ -16,6 +16,7 @@ from mpizero.layout import FlatLayout
 from mpizero.layout.flat import joined
 from mpizero.parallel.compute import blocks_of
 from mpizero.parallel.spread import Spread
+from mpizero.sampletree import leaves_of
 from mpizero.types import Array, BlockModel, Group, Layer, Loss, ParameterSpec, Run
 
 Specs = Mapping[str, tuple[ParameterSpec, ...]]
@@ -130,9 +131,10 @@ class Stage:
     def run_on(self, x: Any, run: Run) -> Run:
         """Add to ``run`` what split layers would ask one another about a micro-batch ``x``.
 
-        Collective over the context group; one message a micro-batch instead of one a layer.
+        Collective over the context group; one message a micro-batch instead of one a layer. The first array of a tree
+        tells how long sequences are.
         """
-        return run if self.spread.tensor * self.spread.context == 1 else nn.run_on(self.split, x, run)
+        return run if self.spread.tensor * self.spread.context == 1 else nn.run_on(self.split, leaves_of(x)[0], run)
 
     def own_loss(self, loss: Any) -> Any:
         """Return the form of ``loss`` that takes what this rank's last block gives. Not collective.

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from mpizero import optim
 from mpizero.comm import Communicator, CommunicatorGroup
 from mpizero.comm.direct import prove
@@ -30,6 +28,7 @@ from mpizero.parallel.mirror import CardAllocator, CardMirror, UnitGradients
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.storage import Lender, ParameterStore
 from mpizero.parallel.update import Updater
+from mpizero.sampletree import as_arrays, leaves_of, map_leaves
 from mpizero.types import Group
 
 
@@ -195,11 +194,12 @@ class CardWorkplace(Workplace):
     def check_batch(self, x: Any, y: Any) -> None:
         """Raise :class:`DataError` unless ``x`` and ``y`` are arrays of numbers. Not collective."""
         for values in (x, y):
-            self.card.check(np.asarray(values) if hasattr(values, "shape") else values)
+            for leaf in leaves_of(as_arrays(values)):
+                self.card.check(leaf)
 
     def put(self, values: Any) -> Any:
-        """Copy an array to the card. Not collective."""
-        return None if values is None else self.card.put(values)
+        """Copy an array, or those of a tree, to the card. Not collective."""
+        return map_leaves(self.card.put, values)
 
     def put_job(self, job: Job) -> Job:
         """Copy a job's samples to the card. Not collective."""

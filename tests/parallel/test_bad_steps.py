@@ -187,7 +187,7 @@ def test_a_good_step_leaves_nothing_and_a_batch_of_objects_is_refused(tmp_path: 
         model.train(*points(4))
         assert mz.dump_bad_step(model, points(4), tmp_path) is None
         model.train(*bad_points(4, 2))
-        with pytest.raises(DataError, match="x is object: only arrays of numbers"):
+        with pytest.raises(DataError, match="x is an array of objects: only arrays of numbers"):
             mz.dump_bad_step(model, (np.array([None] * 4), points(4)[1]), tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -17,6 +17,7 @@ from mpizero.errors import ConfigError
 from mpizero.layout import Grains
 from mpizero.optim import SGD
 from mpizero.parallel import ShardingConfig
+from mpizero.sampletree import SampleTree
 from mpizero.train.verify.findings import Finding, Report, Verdict
 from mpizero.train.verify.layouts import ONE_PROCESS, Layout
 from mpizero.train.verify.pair import UNREPEATED, Pair
@@ -123,8 +124,9 @@ def _dealt(batches: Sequence[tuple[Any, Any]]) -> Feed:
 
     def feed(config: ShardingConfig, group: Communicator) -> Iterator[tuple[Any, Any]]:
         for x, y in batches:
-            mine = Grains(len(x), config.grain_size(len(x))).samples_of(group.rank, group.size)
-            yield x[mine], y[mine]
+            tree = SampleTree.of(x=x, y=y)
+            count = tree.count()
+            yield tree.cut(Grains(count, config.grain_size(count)).samples_of(group.rank, group.size))
 
     return feed
 

@@ -24,6 +24,7 @@ from mpizero.parallel.scalars import Totals
 from mpizero.parallel.storage import flat_names
 from mpizero.parallel.update import Updater
 from mpizero.parallel.whole import take
+from mpizero.sampletree import SampleTree
 from mpizero.train.builder import lay_out
 from mpizero.train.verify.layouts import Layout
 from mpizero.types import Array
@@ -161,14 +162,15 @@ class Training:
 
     def gradient(self, batch: tuple[Any, Any]) -> Gradient:
         """Return loss and averaged gradient of a batch without changing anything."""
-        self._make_room(batch[0])
+        self._make_room(batch)
         totals, reduced = self.engine.gradients(*batch)
         values = gather_pieces(self.engine, self.engine.dtype, partial(_of, reduced))
         return Gradient(totals, values, self.engine.scalars.losses(), reduced)
 
-    def _make_room(self, x: Any) -> None:
+    def _make_room(self, batch: tuple[Any, Any]) -> None:
         """Take the memory that a step on these samples needs, as a training does before its first step."""
-        counts = self.model.batch_group.allgather_object(len(x) if hasattr(x, "__len__") else None, "samples")
+        tree = SampleTree.of(**dict(zip("xy", batch, strict=True)))
+        counts = self.model.batch_group.allgather_object(None if tree.uncut else tree.count(), "samples")
         if None not in counts and sum(counts):
             self.model.reserve(sum(counts))
 
