@@ -10,7 +10,7 @@ classes cannot be cut into samples, and neither can a tree that holds one.
 from __future__ import annotations
 
 from collections import UserDict, namedtuple
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -233,6 +233,22 @@ def map_arrays(function: Callable[[Array], Any], value: Any) -> Any:
         return function(value)
     tree = SampleTree.of(x=value)
     return value if tree.uncut else tree.build(map(function, tree.leaves))[0]
+
+
+def join(trees: Sequence[Any]) -> Any:
+    """Return one tree of the samples of some of the same structure, in their order. Not collective.
+
+    Raises
+    ------
+    DataError
+        Of more than one, if they cannot be joined.
+    """
+    if len(trees) == 1:
+        return trees[0]
+    looked = [SampleTree.of(x=tree) for tree in trees]
+    if odd := next((tree for tree in looked if tree.uncut or tree.form != looked[0].form), None):
+        raise DataError(f"samples cannot be joined: {odd.uncut or f'{looked[0].form} and {odd.form}'}")
+    return looked[0].build(map(np.concatenate, zip(*(tree.leaves for tree in looked), strict=True)))[0]
 
 
 def leaves_of(value: Any) -> list[Any]:

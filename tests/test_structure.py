@@ -24,6 +24,7 @@ FLOORS = {
     "names": 1,
     "faults": 1,
     "sampletree": 1,
+    "signatures": 1,
     "layout": 1,
     "kernels": 1,
     "comm": 2,  # its exact sums execute layout's tree programs with kernels

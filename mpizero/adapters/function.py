@@ -11,9 +11,10 @@ import numpy as np
 
 from mpizero.errors import ConfigError
 from mpizero.names import explains, nearest, real_array
+from mpizero.signatures import takes_run
 from mpizero.types import Array
 
-LossAndGrad = Callable[[Mapping[str, Array], tuple[Any, Any]], tuple[float, Mapping[str, Array], float]]
+LossAndGrad = Callable[..., tuple[float, Mapping[str, Array], float]]
 
 
 @explains
@@ -33,18 +34,28 @@ class FunctionModel:
         ``loss_and_grad(parameters, (x, y)) -> (loss_sum, gradients, weight)``: the sum of the losses over the batch's
         samples, the gradient of that sum for every trainable parameter, and how much the batch weighs (for a plain
         mean: the number of samples; 0 for samples that only pad). Loss and weight are one real number each, gradients
-        are float32 or float64 arrays. It must not change its arguments: the arrays it gets, parameters and samples, are
-        read-only views, and code that works in place gets NumPy's error for those. Let it copy what it changes
-        (``x = x.copy()``), also before it gives away a bare pointer (``x.ctypes.data``), which no flag protects.
+        are float32 or float64 arrays. ``x`` and ``y`` are NumPy arrays of some consecutive samples of the global batch,
+        alone or in tuples, lists, dictionaries and dataclasses. A function with a parameter ``run`` is told by that
+        keyword which they are: ``run.samples`` (indices in the global batch), ``run.step``, ``run.epoch`` (what
+        ``train`` was told), ``run.seed``, and ``run.training``, False in ``evaluate``. Noise keyed by these is the same
+        on any ranks, for example ``numpy.random.default_rng((run.seed, run.step, run.first_sample))``. The function
+        must not change its arguments: the arrays it gets, parameters and samples, are read-only views, and code that
+        works in place gets NumPy's error for those. Let it copy what it changes (``x = x.copy()``), also before it
+        gives away a bare pointer (``x.ctypes.data``), which no flag protects.
+    loss : callable or None
+        ``loss(parameters, (x, y)) -> (loss_sum, weight)``, the same without a gradient: what ``evaluate`` calls, which
+        calls ``loss_and_grad`` where there is none. It may take ``run``, too.
     predict : callable or None
-        ``predict(parameters, x)``, of which the same is true.
+        ``predict(parameters, x)``, whose arguments are read-only, too.
     frozen : collection of str
         Names that are not trained.
+    seed : int
+        What ``run.seed`` is.
 
     Raises
     ------
     ConfigError
-        If there is no parameter, types differ, or ``frozen`` names something unknown.
+        If there is no parameter, types differ, ``frozen`` names something unknown, or a function takes other arguments.
     """
 
     def __init__(
@@ -52,8 +63,10 @@ class FunctionModel:
         parameters: Mapping[str, Array],
         loss_and_grad: LossAndGrad,
         *,
+        loss: Callable[..., tuple[float, float]] | None = None,
         predict: Callable[[Mapping[str, Array], Any], Any] | None = None,
         frozen: Collection[str] = (),
+        seed: int = 0,
     ) -> None:
         if not isinstance(parameters, Mapping):
             raise ConfigError(
@@ -83,7 +96,15 @@ class FunctionModel:
         self.parameters = MappingProxyType(arrays)
         self.dtype = np.dtype(kinds[0])
         self.frozen = frozenset(frozen)
-        self.loss_and_grad = loss_and_grad
+        takes_run(loss_and_grad, "loss_and_grad", "parameters", "batch")
+        if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
+            raise ConfigError(f"seed={seed!r}: expected a whole number from 0 to 2**64 - 1")
+        self.loss_and_grad, self.seed = loss_and_grad, int(seed)
+        if loss is not None:
+            if not callable(loss):
+                raise ConfigError(f"loss must be a function, got {loss!r}")
+            takes_run(loss, "loss", "parameters", "batch")
+            self.loss = loss
         if predict is not None:
             self.predict = predict
 

@@ -13,6 +13,8 @@ from mpizero.errors import ArgumentError, ConfigError, DataError
 from mpizero.kernels import cpu
 from mpizero.layout.grains import Grains
 from mpizero.names import explains
+from mpizero.sampletree import join
+from mpizero.types import Run
 
 
 class BatchConfig(Protocol):
@@ -75,16 +77,34 @@ class Batches:
     def __iter__(self) -> Self:
         return self
 
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0, of the first sample of the last global batch: for ``model.train(x, y, epoch=...)``."""
+        return max(0, self.consumed - self._batch) // len(self._source)
+
     def __next__(self) -> tuple[Any, Any]:
         if self._left == 0:
             raise StopIteration
         start = self.consumed
         order = sample_order(start + self._own.start, start + self._own.stop, len(self._source), self._seed)
-        samples = self._source.samples(order)
+        samples = self._told(order, start) if self._source.takes_run else self._source.samples(order)
         self.consumed += self._batch
         if self._left is not None:
             self._left -= 1
         return samples
+
+    def _told(self, order: Indices, start: int) -> tuple[Any, Any]:
+        """Read samples with what a source wants to be told of them, each epoch's for itself."""
+        length, done, parts = len(self._source), 0, list[Any]()
+        while done < order.size or not parts:
+            first = self._own.start + done
+            epoch, inside = divmod(start + first, length)
+            count = min(order.size - done, length - inside)
+            run = Run(True, self._seed, start // self._batch, first, count=count, epoch=epoch)
+            parts.append(self._source.samples(order[done : done + count], run=run))
+            done += count
+        x, y = join(parts)
+        return x, y
 
 
 @explains

@@ -14,7 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 from mpizero.errors import ConfigError, DataError
 from mpizero.kernels import cpu
 from mpizero.sampletree import paths_of
-from mpizero.types import Array
+from mpizero.signatures import takes_run
+from mpizero.types import EVALUATE, Array, Run
 
 #: Share of the samples that :meth:`Source.split` holds back unless told otherwise.
 VALIDATION = 0.05
@@ -29,6 +30,12 @@ class Source(ABC):
 
     ``x`` and ``y`` are arrays with samples on the first axis, or trees of such arrays: tuples, lists, dictionaries and
     dataclasses, nested or not, of the same structure in every call.
+
+    A source whose :meth:`read` has a parameter ``run`` is told by that keyword what samples are read for, so that it
+    may change them at random, the same on any ranks: ``run.epoch``, ``run.step`` (the number of the global batch),
+    ``run.samples`` (their indices in the global batch), ``run.seed`` (that of the sample order), and ``run.training``.
+    Key random numbers by sample, for example by ``(run.seed, run.epoch, index)``, not by call: ranks read other parts.
+    Outside of :func:`~mpizero.data.batches`, ``run.training`` is False.
 
     ``default_validation`` is the share that :meth:`split` holds back without an argument. ``in_order`` says that
     neighbouring samples belong together (text), so that a split takes the last samples and not a random choice.
@@ -53,7 +60,12 @@ class Source(ABC):
         """Return the numbers that samples have in the data as they were given, before any split. Not collective."""
         return indices
 
-    def samples(self, indices: ArrayLike) -> tuple[Any, Any]:
+    @property
+    def takes_run(self) -> bool:
+        """Whether :meth:`read` is told of the run."""
+        return takes_run(self.read, f"{type(self).__name__}.read", "indices")
+
+    def samples(self, indices: ArrayLike, *, run: Run | None = None) -> tuple[Any, Any]:
         """Return the samples of ``indices``, in that order: ``(x, y)``, every array with samples on its first axis.
 
         Not collective. Indices may repeat; an empty list gives arrays with no samples.
@@ -72,7 +84,8 @@ class Source(ABC):
         if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
             bad = int(wanted.min() if wanted.min() < 0 else wanted.max())
             raise DataError(f"sample {bad} does not exist: there are {len(self)}")
-        found = self.read(wanted)
+        told = {"run": run or Run(count=wanted.size)} if self.takes_run else {}
+        found = self.read(wanted, **told)
         self._check_read(found, len(wanted))
         return found
 
@@ -146,9 +159,15 @@ class Subset(Source):
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def read(self, indices: Indices) -> tuple[Any, Any]:
+    def read(self, indices: Indices, *, run: Run = EVALUATE) -> tuple[Any, Any]:
         """Return the samples of valid indices, in that order. Not collective."""
-        return self.source.read(self._places(indices))
+        told: dict[str, Any] = {"run": run} if self.takes_run else {}
+        return self.source.read(self._places(indices), **told)
+
+    @property
+    def takes_run(self) -> bool:
+        """Whether the source that this is a part of is told of the run."""
+        return self.source.takes_run
 
     def origin(self, indices: Indices) -> Indices:
         """Return the numbers that samples have in the data as they were given. Not collective."""

@@ -37,9 +37,11 @@ def named(function: Any, name: str) -> str:
 
 
 def loss_and_weight(
-    function: Callable[..., Any], loss: Any, weight: Any, given: Run | None = None
+    function: Callable[..., Any], loss: Any, weight: Any, given: Run | None = None, name: str = "loss_and_grad"
 ) -> tuple[float, float]:
     """Return what ``function`` gave, a loss sum and a weight, as numbers. Not collective.
+
+    ``name`` is what the library calls it, unless it is the ``forward`` of a loss layer.
 
     Infinite and NaN are numbers here: the step is skipped, and says so.
 
@@ -54,8 +56,8 @@ def loss_and_weight(
         return loss, weight
     found_loss, found_weight = _number(loss), _number(weight)
     at = "" if given is None else f" of {samples_text(given)}"
-    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-    name = f"{type(owner).__name__}.{name}" if name == "forward" else "loss_and_grad"
+    if getattr(function, "__name__", "") == "forward":
+        name = f"{type(getattr(function, '__self__', None)).__name__}.forward"
     if found_loss is None:
         raise LayoutError(
             f"{named(function, name)} returned {_described(loss)} as the loss{at}: expected one real number, the sum "

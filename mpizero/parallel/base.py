@@ -13,11 +13,14 @@ from mpizero import kernels
 from mpizero.comm.agreement import agree_arrays, agree_equal
 from mpizero.comm.exact import gather_spans
 from mpizero.comm.operations import collective, recorded
-from mpizero.errors import ArgumentError, LayoutError, NonFiniteError, StateError
+from mpizero.errors import ArgumentError, ConfigError, LayoutError, NonFiniteError, StateError
+from mpizero.layout import FlatLayout
 from mpizero.layout.nodes import GROUPS
 from mpizero.optim import validation
 from mpizero.parallel.core import Pending
+from mpizero.parallel.dealing import Asked
 from mpizero.parallel.engine import Engine
+from mpizero.parallel.gathering import gather_pieces
 from mpizero.parallel.inspection import Inspection
 from mpizero.parallel.local_training import LocalTraining
 from mpizero.parallel.metadata import ModelMetadata, describe
@@ -36,19 +39,36 @@ class Gradients:
     values : 1-D array
         Synchronized: the averaged gradient, whole for DDP and ZeRO-1, of the owned ranges for ZeRO-2 and 3 (as long as
         ``local_parameter_shard``). Otherwise this rank's weighted sum over all parameters. Frozen parameters: zeros.
-        With pipeline or tensor parallelism "all" are those that the rank's stage and tensor part hold.
+        With pipeline or tensor parallelism "all" are those that the rank's stage and tensor part hold. Where it was
+        gathered it is the averaged gradient of the whole model, in the order of ``get_parameters``, on every rank.
     weight : float
         Total weight of the global batch.
     loss : float
         Mean loss over the global batch.
     synchronized : bool
         Whether the values are summed over the ranks.
+    layout : FlatLayout or None
+        Names and places of the values, where they are gathered.
     """
 
     values: Array
     weight: float
     loss: float
     synchronized: bool
+    layout: FlatLayout | None = None
+
+    def named(self) -> dict[str, Array]:
+        """Return views of a gathered gradient by parameter, in their shapes. Not collective.
+
+        Raises
+        ------
+        LayoutError
+            If it is not gathered.
+        """
+        if self.layout is None:
+            raise LayoutError("this rank has a part of the gradient: ask for all, compute_gradients(x, y, gather=True)")
+        entries = self.layout.parameters
+        return {e.spec.name: self.values[e.span.start : e.span.stop].reshape(e.spec.shape) for e in entries}
 
 
 class ShardedModelBase(Inspection, LocalTraining, Saving):
@@ -73,18 +93,29 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
     """
 
     @recorded
-    def train(self, x: Any, y: Any) -> float:
+    def train(self, x: Any, y: Any, *, epoch: int = 0) -> float:
         """Train one step on this rank's samples of the global batch; return the mean loss over all of it.
 
         Rank r's samples follow rank r-1's; a rank may have none. With ``auto_sync_gradients=False`` nothing is
         updated: the gradient stays pending until ``synchronize_gradients`` and the optimizer's ``step``.
 
+        Parameters
+        ----------
+        x, y : array, or tree of arrays
+            This rank's samples of the global batch, samples on the first axis of every array; tuples, lists,
+            dictionaries and dataclasses of arrays are cut and dealt to ranks like one array. A rank without samples
+            gives empty arrays of the same types.
+        epoch : int
+            Told to functions and layers as ``run.epoch``; nothing else depends on it. The same on all ranks.
+
         Raises
         ------
+        DataError
+            If batches do not fit together, naming rank, array and both.
         NonFiniteError
             After too many skipped steps in a row, by the configuration's ``bad_steps``.
         """
-        self._pending = None
+        self._pending, self.engine.asked = None, Asked(epoch)
         if not self._config.auto_sync_gradients:
             totals = self._pend(lambda engine: (engine.local_gradients(x, y), None)).totals
             return totals.mean
@@ -95,16 +126,32 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
         return report.loss
 
     @recorded
-    def compute_gradients(self, x: Any, y: Any, loss: Any = None) -> Gradients:
+    def compute_gradients(self, x: Any, y: Any, loss: Any = None, *, epoch: int = 0, gather: bool = False) -> Gradients:
         """Return the gradient of the mean loss without changing the parameters.
 
         Parameters
         ----------
-        x, y : array
-            This rank's samples of the global batch.
+        x, y : array, or tree of arrays
+            This rank's samples of the global batch, as in :meth:`train`.
         loss : Loss or None
             Used in place of the model's own; not for black boxes.
+        epoch : int
+            As in :meth:`train`.
+        gather : bool
+            Return the gradient of all parameters, in the order of ``get_parameters``, on every rank and with the same
+            bits under every strategy.
+
+        Raises
+        ------
+        ConfigError
+            If it shall be gathered with ``auto_sync_gradients=False``, before it is summed.
         """
+        if gather and not self._config.auto_sync_gradients:
+            raise ConfigError(
+                "compute_gradients(gather=True) with auto_sync_gradients=False: these are the rank's own sums; call "
+                "synchronize_gradients(gather=True) after it"
+            )
+        self.engine.asked = Asked(epoch, bool(gather))
 
         def compute(engine: Engine) -> tuple[Totals, Array | None]:
             with engine.runner.using_loss(loss):
@@ -113,7 +160,7 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
 
         totals, reduced, _ = self._pend(compute)
         if reduced is not None:
-            return self._gradients(totals, reduced)
+            return self._gradients(totals, reduced, gather=gather)
         engine = self.engine
         layout = engine.layout
         values = np.zeros(layout.size, engine.dtype)
@@ -125,8 +172,10 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
         return Gradients(values, totals.weight, totals.mean, False)
 
     @collective
-    def synchronize_gradients(self) -> Gradients:
+    def synchronize_gradients(self, *, gather: bool = False) -> Gradients:
         """Average the pending gradient over the data group, weighted by sample count.
+
+        ``gather`` as in :meth:`compute_gradients`; the same on all ranks.
 
         Raises
         ------
@@ -134,7 +183,7 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
             If there is no gradient yet.
         """
         totals, reduced, _ = self._reduced_pending("synchronize_gradients")
-        return self._gradients(totals, reduced)
+        return self._gradients(totals, reduced, gather=gather)
 
     @recorded
     def apply_gradients(self, gradients: Gradients, learning_rate: float) -> None:
@@ -155,21 +204,26 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
         engine, comm = self.engine, self._config.communicator
         share, layout, grid = engine.store.share, engine.layout, engine.grid
         replicated = not (engine.placement.shard_gradients or self._mean_every)
+        gathered = gradients.layout if isinstance(gradients, Gradients) else None
 
         def given() -> dict[str, Any]:
             self._check_gradients(gradients)
             number = validation.number("apply_gradients", "learning_rate", learning_rate, low=-math.inf)
-            parts = ((e.spec.name, e.span) for e in (layout.parameters if replicated else ()))
-            values = {f"the gradient of {name!r}": gradients.values[s.start : s.stop] for name, s in parts}
-            return {"the learning_rate": number, **values}
+            parts = (gathered or layout).parameters if gathered or replicated else ()
+            named = {f"the gradient of {e.spec.name!r}": gradients.values[e.span.start : e.span.stop] for e in parts}
+            return {"the learning_rate": number, **named}
 
-        agree_arrays(comm, "apply_gradients", given, grid.axes.group(comm.rank, GROUPS["data"])[0] if replicated else 0)
+        same_data = grid.axes.group(comm.rank, GROUPS["data"])[0] if replicated and not gathered else 0
+        agree_arrays(comm, "apply_gradients", given, same_data)
         if grid.model.size > 1:
             agree_equal(comm, "the learning_rate of apply_gradients", float(learning_rate))
-        rate = engine.dtype.type(float(learning_rate))
+        rate, values = engine.dtype.type(float(learning_rate)), gradients.values
+        if gathered:
+            values = engine.whole.owned(values)
+        owned = gathered is not None or engine.placement.shard_gradients
         for unit, span, offset in zip(layout.units, share.spans, share.offsets, strict=True):
-            start = offset if self.engine.placement.shard_gradients else span.start
-            self.engine.store.owned(unit.index)[:] -= rate * gradients.values[start : start + span.size]
+            start = offset if owned else span.start
+            self.engine.store.owned(unit.index)[:] -= rate * values[start : start + span.size]
         self.engine.exchange.finish(1.0, updated=True)
         self.engine.store.publish()
         self._pending = None
@@ -193,8 +247,10 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
             )
         sharded = self.engine.placement.shard_gradients
         expected = self.shard_size if sharded else self.engine.layout.size
+        whose = "those of the ranges that this rank owns" if sharded else "all that this rank's stage and part hold"
+        if gradients.layout is not None:
+            expected, whose = self.parameter_count, "one for each parameter"
         if values.shape != (expected,):
-            whose = "those of the ranges that this rank owns" if sharded else "all that this rank's stage and part hold"
             raise LayoutError(
                 f"apply_gradients needs {expected} values, {whose}, got an array of shape {values.shape}: that of "
                 "another model or layout"
@@ -271,9 +327,12 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
         self._pending = pending._replace(reduced=reduced)
         return pending.totals, reduced, pending.sent
 
-    def _gradients(self, totals: Totals, reduced: Array) -> Gradients:
-        """Arrange a reduced gradient in parameter order: the owned ranges, or all of them where replicated."""
+    def _gradients(self, totals: Totals, reduced: Array, *, gather: bool) -> Gradients:
+        """Arrange a reduced gradient in parameter order: the owned ranges, or all where replicated or gathered."""
         engine, share = self.engine, self.engine.store.share
+        if gather:
+            whole = gather_pieces(engine, engine.dtype, lambda p: reduced[p.gradient : p.gradient + p.size])
+            return Gradients(whole, totals.weight, totals.mean, True, engine.whole.layout)
         sharded = engine.placement.shard_gradients
         values = np.zeros(self.shard_size if sharded else engine.layout.size, engine.dtype)
         for piece in engine.pieces():

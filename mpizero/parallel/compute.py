@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, Protocol
 
 import numpy as np
 
 from mpizero.comm.timeline import Timeline
-from mpizero.errors import CollectiveError, LayoutError, PeerFailure, UnsupportedError
+from mpizero.errors import CollectiveError, ConfigError, LayoutError, PeerFailure, UnsupportedError
 from mpizero.layout import Unit
 from mpizero.layout.flat import joined
 from mpizero.nn.located import located
@@ -18,6 +18,7 @@ from mpizero.parallel.answers import check_names, gradient, loss_and_weight
 from mpizero.parallel.storage import Lender, ParameterStore, flat_names
 from mpizero.parallel.usable import check_model
 from mpizero.sampletree import map_arrays, map_leaves
+from mpizero.signatures import takes_run
 from mpizero.types import EVALUATE, BlackBoxModel, BlockModel, Init, ParameterSpec, Run
 
 #: Lends the views that a unit's gradients are written to.
@@ -191,6 +192,8 @@ class BlackBoxEvaluator:
         self.units = store.layout.units
         self.frozen = frozenset(e.spec.name for e in store.layout.entries if not e.spec.trainable)
         self.trained = {e.spec.name: None for e in store.layout.entries if e.spec.trainable}.keys()
+        self._takes_run = takes_run(model.loss_and_grad, "loss_and_grad", "parameters", "batch")
+        self._own_loss = _loss_function(model)
 
     def gradients(
         self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone, ended: BlockEnded | None = None
@@ -251,8 +254,15 @@ class BlackBoxEvaluator:
         params = self._parameters()
         if x is None and y is None:
             return 0.0, 0.0, None
-        loss, _, weight = self._loss_and_grad(params, x, y)
-        return loss, weight, None
+        if self._own_loss is None:
+            loss, _, weight = self._loss_and_grad(params, x, y, run)
+            return loss, weight, None
+        function, takes = self._own_loss
+        with _explained("loss"):
+            result = function(params, (_read_only(x), _read_only(y)), **({"run": run} if takes else {}))
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise LayoutError(f"loss must return (loss_sum, weight), it returned {_kinds(result)}")
+        return *loss_and_weight(function, *result, run, "loss"), None
 
     @contextmanager
     def using_loss(self, loss: Any) -> Iterator[None]:
@@ -275,15 +285,30 @@ class BlackBoxEvaluator:
             return found
 
     def _loss_and_grad(
-        self, params: Mapping[str, Any], x: Any, y: Any, given: Run | None = None
+        self, params: Mapping[str, Any], x: Any, y: Any, run: Run
     ) -> tuple[float, Mapping[str, Any], float]:
+        function = self.model.loss_and_grad
         with _explained("loss_and_grad"):
-            result = self.model.loss_and_grad(params, (_read_only(x), _read_only(y)))
+            result = function(params, (_read_only(x), _read_only(y)), **({"run": run} if self._takes_run else {}))
         if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[1], Mapping):
-            kinds = [type(v).__name__ for v in result] if isinstance(result, tuple) else type(result).__name__
-            raise LayoutError(f"loss_and_grad must return (loss_sum, gradients by name, weight), it returned {kinds}")
-        loss, weight = loss_and_weight(self.model.loss_and_grad, result[0], result[2], given)
+            told = "(loss_sum, gradients by name, weight)"
+            raise LayoutError(f"loss_and_grad must return {told}, it returned {_kinds(result)}")
+        loss, weight = loss_and_weight(function, result[0], result[2], run)
         return loss, result[1], weight
+
+
+def _loss_function(model: Any) -> tuple[Callable[..., Any], bool] | None:
+    """Return a black box's loss without a gradient, and whether it takes ``run``; None where it has none."""
+    function = getattr(model, "loss", None)
+    if not callable(function):
+        return None
+    with suppress(ConfigError):  # something else of this name: loss_and_grad gives the same
+        return function, takes_run(function, "loss", "parameters", "batch")
+    return None
+
+
+def _kinds(result: Any) -> Any:
+    return [type(v).__name__ for v in result] if isinstance(result, tuple) else type(result).__name__
 
 
 def _read_only(value: Any) -> Any:

@@ -108,6 +108,7 @@ class ShardedCore(ABC):
             check_movable(engine, error)
             self._engine = None  # what is left of the model where a rank has no room for a copy of its own either
             self._engine = in_private_memory(engine, self._spread, error)
+            self._engine.asked = engine.asked
             return step(self.engine)
 
     def _stepped(self, report: StepReport) -> None:
@@ -266,7 +267,7 @@ class ShardedCore(ABC):
     @property
     def default_loss_function(self) -> Any:
         """The model's own loss; None for a black box, whose function contains it."""
-        return getattr(self._wrapped, "loss", None)
+        return getattr(self._wrapped, "loss", None) if hasattr(self._wrapped, "blocks") else None
 
     def invalidate_cache(self) -> None:
         """Forget the gathered parameters. Not collective."""

@@ -125,7 +125,7 @@ def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOption
         for _ in range(per_epoch):
             with all_ranks(comm):  # reading may fail on one rank
                 x, y = next(stream)
-            losses.append(model.train(x, y))
+            losses.append(model.train(x, y, epoch=epoch))
             if not config.auto_sync_gradients:
                 optimizer.step()
         record = {"epoch": epoch, "loss": float(np.mean(losses)), **_validated(optimizer, valid)}

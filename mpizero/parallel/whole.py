@@ -15,7 +15,7 @@ import numpy as np
 
 from mpizero.comm import ProcessGrid
 from mpizero.errors import LayoutError
-from mpizero.layout import Entry, FlatLayout, Unit
+from mpizero.layout import Entry, FlatLayout, Span, Unit
 from mpizero.layout.axes import Coordinates
 from mpizero.layout.parts import part_rows, part_runs, part_shape, put_rows, take_rows
 from mpizero.parallel.storage import ParameterStore
@@ -211,12 +211,22 @@ class GlobalView:
         store = self.store
         store.memory.barrier("fill")  # who still reads, reads the old values
         for unit, span in zip(store.layout.units, store.share.spans, strict=True):
-            owned = store.owned(unit.index)
-            for entry, part in store.layout.pieces(span):
-                home = self.home(entry.spec)
-                target = owned[part.start - span.start : part.stop - span.start]
-                take(entry.spec, values[home.span.start : home.span.stop], part.start - entry.offset, target)
+            self._fill_range(values, span, store.owned(unit.index))
         store.publish()
+
+    def owned(self, values: Array) -> Array:
+        """Return what this rank owns of a full vector: the concatenation of its ranges. Not collective."""
+        share = self.store.share
+        found = np.empty(share.size, values.dtype)
+        for span, offset in zip(share.spans, share.offsets, strict=True):
+            self._fill_range(values, span, found[offset : offset + span.size])
+        return found
+
+    def _fill_range(self, values: Array, span: Span, out: Array) -> None:
+        """Copy a range of what this rank holds from a full vector."""
+        for entry, part in self.store.layout.pieces(span):
+            home, target = self.home(entry.spec), out[part.start - span.start : part.stop - span.start]
+            take(entry.spec, values[home.span.start : home.span.stop], part.start - entry.offset, target)
 
     # ------------------------------------------------------------------ questions (not collective)
 

@@ -140,7 +140,7 @@ class Trainer:
             started = time.perf_counter()
             x, y = next(stream)
             self.stop.ask(self.saver.busy)
-            self.job.model.train(x, y)
+            self.job.model.train(x, y, epoch=stream.epoch)
             verdict = self.stop.answer()
             self.step += 1
             seconds = time.perf_counter() - started

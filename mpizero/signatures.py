@@ -1,0 +1,40 @@
+"""Which functions of a user's want to be told of the run, by the names of their parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from mpizero.errors import ConfigError
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def takes_run(function: Callable[..., Any], name: str, *given: str) -> bool:
+    """Tell whether a function takes ``run`` by keyword, behind arguments of the names ``given``. Not collective.
+
+    Of a function that does not show its signature (compiled code) it is taken that it does not.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be called with these arguments.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return False
+    found = list(signature.parameters.values())
+    first = [parameter.name for parameter in found[: len(given)] if parameter.kind in _POSITIONAL]
+    own = signature.parameters.get("run")
+    takes = own is not None and own.kind in (own.KEYWORD_ONLY, own.POSITIONAL_OR_KEYWORD) and "run" not in first
+    try:
+        signature.bind(*given, **({"run": None} if takes else {}))
+    except TypeError as error:
+        called = getattr(function, "__qualname__", name).rpartition("<locals>.")[2]
+        raise ConfigError(
+            f"{name} is called as {name}({', '.join(given)}), or with run=... as well where it takes that, but it is "
+            f"{called}{signature}: {error}"
+        ) from None
+    return takes

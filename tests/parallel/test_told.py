@@ -1,0 +1,275 @@
+"""What functions and sources are told, so that noise of their own is the same on any ranks; whole gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.errors import ConfigError, DataError, LayoutError
+from mpizero.testing import run_in_threads
+from mpizero.types import Array
+from tests.parallel.models import STRATEGIES, gpt, hard_function, layouts, mlp, part, points, sharded, tokens, vectors
+
+
+def noisy(seen: set[Any] | None = None, **more: Any) -> mz.FunctionModel:
+    """A function that adds noise to its samples, keyed by all that it is told."""
+    whole = hard_function()
+
+    def loss_and_grad(p: Any, batch: Any, *, run: Any) -> Any:
+        x, y = batch
+        assert len(run.samples) == len(x)
+        assert run.samples[0] == run.first_sample
+        if seen is not None:
+            seen.add((run.seed, run.step, run.epoch, run.training, tuple(run.samples)))
+        keys = [(run.seed, run.step, run.epoch, sample) for sample in run.samples]
+        noise = np.array([np.random.default_rng(key).normal(size=x.shape[1]) for key in keys])
+        return whole.loss_and_grad(p, (x + noise if run.training else x, y))
+
+    return mz.FunctionModel(whole.parameters, loss_and_grad, frozen=["scale"], **more)
+
+
+def check_noise(comm: Any, size: int) -> None:
+    """Three epochs of a step each, the seed, and an evaluation: the same everywhere, and of every micro-batch."""
+
+    def trained(comm: Any, strategy: str, seed: int, **memory: Any) -> tuple[Any, ...]:
+        seen = set[Any]()
+        model, _ = sharded(strategy, comm, noisy(seen, seed=seed), micro_batch=4, accumulate=2, **memory)
+        with model:
+            batch = part(comm, *vectors(11))
+            losses = [model.train(*batch, epoch=epoch) for epoch in (0, 0, 3)]
+            gradient = model.compute_gradients(*batch, epoch=5, gather=True)
+            return losses, gradient.values.tobytes(), model.evaluate(*batch), model.parameters_sha256(), seen
+
+    *expected, every = trained(None, "ddp", 7)
+    assert {told[:4] for told in every} == {(7, 0, 0, True), (7, 1, 0, True), (7, 2, 3, True), (7, 3, 5, True)} | {
+        (7, 3, 5, False)
+    }
+    assert sorted(told[4] for told in every if told[1] == 0) == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10)]
+    for strategy, memory in layouts(size):
+        *found, seen = trained(comm, strategy, 7, **memory)
+        assert found == expected, (strategy, memory)
+        assert seen <= every
+    assert trained(comm, "zero1", 8)[3] != expected[3], "another seed is other noise"
+
+
+@pytest.mark.mpi
+def test_noise_of_a_function_is_the_same_on_any_ranks(world: Any) -> None:
+    check_noise(world, world.size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_noise_of_a_function_is_the_same_in_threads(size: int) -> None:
+    run_in_threads(size, lambda comm: check_noise(comm, size))
+
+
+def test_an_epoch_is_the_same_on_all_ranks_and_a_whole_number() -> None:
+    def run(comm: Any) -> None:
+        model, _ = sharded("zero1", comm, noisy())
+        with model:
+            x, y = vectors(4)
+            with pytest.raises(DataError, match="rank 0 is asked for epoch=1, rank 2 for epoch=0"):
+                model.train(x, y, epoch=int(comm.rank < 2))
+            with pytest.raises(DataError, match="rank 1: epoch=1.5: expected a whole number >= 0"):
+                model.train(x, y, epoch=1.5 if comm.rank == 1 else 1)
+            with pytest.raises(DataError, match="rank 0 is asked for gather=False, rank 1 for gather=True"):
+                model.compute_gradients(x, y, gather=comm.rank > 0)
+
+    run_in_threads(3, run)
+
+
+def nothing(p: Any, batch: Any) -> Any:
+    return 1.0, {"w": np.ones(3)}, 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            {"loss_and_grad": lambda p, x, y: None},
+            r"loss_and_grad is called as loss_and_grad\(parameters, batch\), .*'y'",
+        ),
+        (
+            {"loss_and_grad": lambda p, b, *, context: None},
+            r"or with run=\.\.\. .* <lambda>\(p, b, \*, context\).*context",
+        ),
+        ({"loss": lambda p: None}, r"loss is called as loss\(parameters, batch\)"),
+        ({"loss": 3}, "loss must be a function, got 3"),
+        ({"seed": -1}, "seed=-1: expected a whole number"),
+    ],
+)
+def test_functions_that_cannot_be_called_are_refused_when_they_are_given(given: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        mz.FunctionModel({"w": np.ones(3)}, **{"loss_and_grad": nothing, **given})
+
+
+def test_what_old_functions_take_besides_is_left_alone() -> None:
+    def old(p: Any, batch: Any, seed: int = 3, step: float = 0.1, **more: Any) -> Any:
+        assert (seed, step, more) == (3, 0.1, {})
+        return 1.0, {"w": np.ones(3)}, 1.0
+
+    for function in (old, lambda run, batch: (1.0, {"w": np.ones(3)}, 1.0)):
+        model, _ = sharded("ddp", None, mz.FunctionModel({"w": np.zeros(3)}, function))
+        with model:
+            assert model.train(np.ones((2, 1)), np.ones(2)) == 1.0
+
+
+def test_evaluate_calls_a_loss_without_gradient_where_there_is_one() -> None:
+    def never(p: Any, batch: Any) -> Any:
+        raise AssertionError("evaluate needs no gradient")
+
+    def loss(p: Any, batch: Any, *, run: Any) -> Any:
+        assert not run.training
+        return float((run.first_sample + 1) * batch[0]["x"].sum()), float(len(batch[1]))
+
+    def run(comm: Any) -> Any:
+        x = np.arange(12.0).reshape(6, 2)
+        found = []
+        for strategy in STRATEGIES:
+            wrapped = mz.FunctionModel({"w": np.zeros(3)}, never, loss=loss)
+            model, _ = sharded(strategy, comm, wrapped, micro_batch=2)
+            with model:
+                mine, y = part(comm, x, np.ones(6))
+                found.append(model.evaluate({"x": mine}, y))
+                assert model.default_loss_function is None
+        return found
+
+    expected = (1 * 6.0 + 3 * 22.0 + 5 * 38.0, 6.0, None)
+    for size in (1, 2, 3):
+        assert run_in_threads(size, run) == [[expected] * 4] * size
+
+    wrong = mz.FunctionModel({"w": np.zeros(3)}, nothing, loss=lambda p, b: 3.0)
+    model, _ = sharded("ddp", None, wrong)
+    with model, pytest.raises(LayoutError, match=r"loss must return \(loss_sum, weight\), it returned float"):
+        model.evaluate(np.ones((2, 1)), np.ones(2))
+
+
+# ---------------------------------------------------------------------- sources
+
+LENGTH = 10
+
+
+class Augmented(mz.data.Source):
+    """A source that changes samples at random, once an epoch."""
+
+    def __init__(self) -> None:
+        self.runs: list[Any] = []
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def read(self, indices: Any, *, run: Any) -> Any:
+        self.runs.append(run)
+        assert len(run.samples) == len(indices)
+        keys = [
+            (run.seed, run.epoch, run.step, place, index) for place, index in zip(run.samples, indices, strict=True)
+        ]
+        noise = np.array([np.random.default_rng(key).normal() for key in keys])
+        return {"x": indices + (noise if run.training else 0.0)}, indices
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "augmented"}
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_source_that_is_told_of_the_run_gives_the_same_batches_on_any_ranks(split: bool) -> None:
+    def run(comm: Any) -> tuple[list[Array], list[int], Any]:
+        source = Augmented()
+        chosen = source.split(0.2)[0] if split else source
+        stream = mz.data.batches(chosen, mz.ShardingConfig(comm=comm, micro_batch=1), 7, seed=5, steps=4)
+        read, epochs = [], []
+        for x, _ in stream:
+            read.append(x["x"])
+            epochs.append(stream.epoch)
+        assert source.samples([1, 2])[0]["x"].tolist() == [1.0, 2.0], "outside of batches nothing is trained"
+        return read, epochs, source.runs
+
+    ((one, epochs, runs),) = run_in_threads(1, run)
+    length = 8 if split else LENGTH
+    assert epochs == [7 * step // length for step in range(4)]
+    assert {(r.seed, r.step, r.epoch) for r in runs[:-1]} >= {(5, 1, 0), (5, 1, 1), (5, 2, 1)}
+    for size in (2, 3, 4):
+        parts = [read for read, *_ in run_in_threads(size, run)]
+        for step, whole in enumerate(one):
+            np.testing.assert_array_equal(np.concatenate([part[step] for part in parts]), whole)
+
+
+# ---------------------------------------------------------------------- whole gradients
+
+
+def gathered(comm: Any, strategy: str, **more: Any) -> Any:
+    wrapped = hard_function() if more.pop("black_box", False) else mlp()
+    model, _ = sharded(strategy, comm, wrapped, micro_batch=2, **more)
+    with model:
+        batch = part(comm, *(vectors(9) if wrapped.__class__ is mz.FunctionModel else points(9)))
+        before = model.parameters_sha256()
+        gradient = model.compute_gradients(*batch, gather=True)
+        assert model.parameters_sha256() == before
+        named = gradient.named()
+        assert {name: a.shape for name, a in named.items()} == {n: a.shape for n, a in model.named_parameters().items()}
+        assert np.concatenate([a.reshape(-1) for a in named.values()]).tobytes() == gradient.values.tobytes()
+        model.apply_gradients(gradient, 0.5)
+        wanted = mz_difference(gradient, model)
+        return gradient.values.tobytes(), gradient.loss, gradient.weight, model.parameters_sha256(), wanted
+
+
+def mz_difference(gradient: Any, model: Any) -> bool:
+    """Whether the parameters are the start values less half of the gradient."""
+    start = model.with_parameters(model.get_parameters() + model.engine.dtype.type(0.5) * gradient.values)
+    with start:
+        return bool(np.allclose(start.get_parameters() - 0.5 * gradient.values, model.get_parameters()))
+
+
+@pytest.mark.mpi
+def test_a_gathered_gradient_has_the_same_bits_on_all_ranks_under_every_strategy(world: Any) -> None:
+    for black_box in (True, False):
+        expected = gathered(None, "ddp", black_box=black_box)
+        assert expected[-1]
+        for strategy, memory in layouts(world.size):
+            assert gathered(world, strategy, black_box=black_box, **memory) == expected, (strategy, memory)
+
+
+def test_a_gathered_gradient_is_that_of_the_whole_model_where_it_is_split_too() -> None:
+    """Of a model with a tied table that stages and tensor ranks share: pipelines give the same bits."""
+    x, y = tokens(8)
+
+    def run(comm: Any, kind: str, **sizes: Any) -> Any:
+        config = mz.ShardingConfig(comm=comm, micro_batch=1)
+        model = getattr(mz, kind)(gpt(dropout=0.0), config, **sizes)
+        with config, model:
+            mine = part(model.batch_group, x, y)
+            gradient = model.compute_gradients(*mine, gather=True)
+            values, named = gradient.values, gradient.named()
+            assert list(named) == list(model.named_parameters())
+            model.apply_gradients(gradient, 0.1)
+            return values, model.get_parameters()
+
+    expected, after = run(None, "DDPModel")
+    for size, kind, sizes, same in (
+        (2, "PipelineParallelModel", {"pipeline_parallel_size": 2}, True),
+        (4, "HybridShardedModel", {"pipeline_parallel_size": 2, "zero_stage": 2}, True),
+        (2, "TensorParallelModel", {"tensor_parallel_size": 2}, False),
+    ):
+        for values, parameters in run_in_threads(size, lambda comm, k=kind, s=sizes: run(comm, k, **s)):
+            np.testing.assert_allclose(values, expected, rtol=1e-3, atol=1e-6)
+            np.testing.assert_allclose(parameters, after, rtol=1e-3, atol=1e-6)
+            assert not same or (values.tobytes(), parameters.tobytes()) == (expected.tobytes(), after.tobytes())
+
+
+def test_a_part_of_a_gradient_says_how_to_get_all_of_it() -> None:
+    x, y = points(4)
+    model, _ = sharded("zero2", None)
+    with model:
+        with pytest.raises(LayoutError, match="compute_gradients.x, y, gather=True"):
+            model.compute_gradients(x, y).named()
+        gradient = model.compute_gradients(x, y, gather=True)
+        with pytest.raises(LayoutError, match="needs 107 values, one for each parameter, got an array of shape .3,"):
+            model.apply_gradients(mz.Gradients(np.ones(3, np.float32), 1.0, 1.0, True, gradient.layout), 0.1)
+    model, _ = sharded("zero2", None, auto_sync_gradients=False)
+    with model:
+        with pytest.raises(ConfigError, match=r"call synchronize_gradients\(gather=True\) after it"):
+            model.compute_gradients(x, y, gather=True)
+        model.compute_gradients(x, y)
+        assert model.synchronize_gradients(gather=True).values.tobytes() == gradient.values.tobytes()
