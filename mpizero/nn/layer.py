@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -13,6 +15,7 @@ import numpy as np
 from mpizero import kernels
 from mpizero.errors import ConfigError, DataError, UnsupportedError
 from mpizero.kernels import blas, card_products
+from mpizero.layout.flat import nested
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, Run
@@ -74,7 +77,14 @@ class Layer(ABC):
         return dx
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Give one sample's output shape from one sample's input shape. Not collective."""
+        """Give one sample's output shape from one sample's input shape. Not collective.
+
+        The default is the input's shape; of a layer made of children that does not count its products either, that of
+        what :meth:`forward` gives.
+        """
+        if type(self).operations is Layer.operations and self.children():
+            with suppress(NotImplementedError):
+                return _tried(self, shape)[1]
         return shape
 
     def split(self, group: Group) -> Layer:
@@ -90,11 +100,15 @@ class Layer(ABC):
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Count the operations of this rank's products for one sample, from the whole input's shape. Not collective.
 
-        The default is for layers without products; a layer made of children must count for itself.
+        The default is for layers without products of their own: those of the children that :meth:`forward` calls,
+        each as often as it is called. For that ``forward`` runs once on zeros, with children that compute nothing.
+
+        Raises
+        ------
+        NotImplementedError
+            If ``forward`` cannot run like that, or calls not all children where they can be seen, as attributes.
         """
-        if self.children():
-            raise UnsupportedError(f"{type(self).__name__} does not count its products: define operations()")
-        return Operations()
+        return _tried(self, shape)[0] if self.children() else Operations()
 
     def trace(self, graph: Graph, name: str, source: Place) -> Place:
         """Add this layer to a computation graph and return the place of its output. Not collective.
@@ -104,6 +118,60 @@ class Layer(ABC):
         if self.children():
             raise UnsupportedError(f"{type(self).__name__} does not say how its layers are joined: define trace()")
         return graph.add_layer(self, name, source, self.output_shape(source.shape))
+
+
+class _Counted:
+    """Stands for a layer while the one it belongs to is tried: its products are counted, and nothing is computed."""
+
+    def __init__(self, layer: Layer, calls: list[tuple[Layer, Operations]]) -> None:
+        self._layer, self._calls = layer, calls
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Count the products of a call, and return zeros for its output. Not collective."""
+        shape = tuple(x.shape[1:])
+        self._calls.append((self._layer, self._layer.operations(shape)))
+        dtype = x.dtype if x.dtype.kind == "f" else np.float32
+        return np.zeros((len(x), *self._layer.output_shape(shape)), dtype), None
+
+
+def _tried(layer: Layer, shape: tuple[int, ...]) -> tuple[Operations, tuple[int, ...]]:
+    """Return the products of all layers that a layer's forward calls for one sample, and the shape it gives."""
+    name, children = type(layer).__name__, list(layer.children().values())
+    calls: list[tuple[Layer, Operations]] = []
+
+    def watched(value: Any) -> Any:
+        if isinstance(value, Layer):
+            return _Counted(value, calls)
+        if type(value) in (list, tuple):
+            return type(value)(map(watched, value))
+        return {key: watched(held) for key, held in value.items()} if type(value) is dict else value
+
+    twin = copy(layer)
+    for attribute, value in getattr(layer, "__dict__", {}).items():
+        object.__setattr__(twin, attribute, watched(value))
+    params = nested({spec.name: np.broadcast_to(np.float32(0), spec.shape) for spec in layer.specs()})
+    try:
+        try:
+            y = twin.forward(params, np.zeros((1, *shape), np.float32))[0]
+        except Exception:
+            calls.clear()
+            y = twin.forward(params, np.zeros((1, *shape), np.int64))[0]  # ids
+        output = tuple(y.shape[1:])
+    except Exception as error:
+        raise NotImplementedError(
+            f"{name} does not count its products, and its forward cannot be tried on zeros of shape {(1, *shape)} "
+            f"({type(error).__name__}: {error}): define operations()"
+        ) from error
+    seen = {id(called) for called, _ in calls}
+    if any(id(child) not in seen for child in children):
+        raise NotImplementedError(
+            f"{name} does not count its products: define operations(), or keep its layers as attributes that forward "
+            "calls"
+        )
+    return sum((found for _, found in calls), Operations()), output
 
 
 def namespace(array: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from mpizero.nn import (
     MLP,
     CausalSelfAttention,
     Checkpointed,
+    Embedding,
     Frozen,
     Layer,
     Linear,
@@ -25,7 +28,7 @@ from mpizero.nn import (
     run_on,
     split_model,
 )
-from mpizero.types import Run
+from mpizero.types import EVALUATE, ParameterSpec, Run
 from tests.nn.tensor import Apart, Counted, on_ranks
 
 TRAINING = Run(training=True)
@@ -133,6 +136,42 @@ def test_known_formulas():
     assert CausalSelfAttention(64, 2).attend_operations(128) == Operations(2 * product, 4 * product)
     # Heads of 16 features: the scores are computed again.
     assert CausalSelfAttention(64, 4).attend_operations(128) == Operations(2 * product, 5 * product)
+
+
+@dataclass(frozen=True)
+class Twice(Layer):
+    """A user's layer that is made of ours, and says nothing but how to compute: one child is called two times."""
+
+    first: Layer
+    branches: tuple[Layer, ...]
+
+    def own_specs(self):
+        return (ParameterSpec("gain", (5,)),)
+
+    def children(self):
+        return {"first": self.first, "left": self.branches[0], "right": self.branches[1]}
+
+    def forward(self, params, x, run=EVALUATE):
+        h, _ = self.first.forward(params["first"], x, run)
+        h = np.maximum(h, 0) * params["gain"]
+        left, _ = self.branches[0].forward(params["left"], h, run)
+        left, _ = self.branches[0].forward(params["left"], left, run)
+        right, _ = self.branches[1].forward(params["right"], h, run)
+        return np.concatenate([left, right], axis=-1), None
+
+    def backward_input(self, params, cache, dy):
+        raise AssertionError("nobody goes backward to count")
+
+
+def test_a_layer_made_of_others_counts_what_its_forward_calls_each_time_it_calls_it():
+    layer = Twice(Linear(3, 5), (Linear(5, 5), Twice(Linear(5, 5), (Linear(5, 5), Linear(5, 2)))))
+    inner = 2 * (5 * 5 + 2 * 5 * 5 + 5 * 2)
+    product = 2 * (3 * 5 + 2 * 5 * 5) + inner
+    for shape, rows in (((3,), 1), ((7, 3), 7)):
+        assert layer.operations(shape) == Operations(*[rows * product] * 3)
+        assert layer.output_shape(shape) == (*shape[:-1], 5 + 7)
+    assert Sequential([layer, Linear(12, 4)]).operations((3,)).forward == product + 2 * 12 * 4
+    assert Twice(Embedding(4, 5), (Linear(5, 5), Linear(5, 1))).operations(()).forward == 2 * (5 * 5 * 2 + 5 * 1)
 
 
 def test_layers_that_cannot_be_counted_say_so():
