@@ -3,16 +3,158 @@
 from __future__ import annotations
 
 import case
+import numpy as np
 
 import mpizero as mz
+
+
+def world(**more):
+    """Return a configuration of all ranks."""
+    from mpi4py import MPI
+
+    return mz.ShardingConfig(comm=MPI.COMM_WORLD, **more)
+
+
+def linear(**more):
+    """Return a linear model of blocks, sharded."""
+    return mz.ZeRO1Model(mz.nn.MLP(4, (), 2, task="regression", dtype="float32"), world(**more))
+
+
+def pieces(parameters, batch):
+    """Return loss and gradient of a linear model whose input comes in two arrays."""
+    x, y = batch
+    return case.squares(parameters, (np.concatenate([x["left"], x["right"]], axis=1), y))
+
+
+def black_box(function=pieces, **more):
+    """Return a model of a function, sharded."""
+    return mz.ZeRO2Model(mz.FunctionModel(case.parameters(), function), world(**more))
+
+
+def halves(x):
+    """Return the input in two arrays."""
+    return {"left": x[:, :2], "right": x[:, 2:]}
 
 
 @case.mistake("DataError", "3", "features", status=65)
 def an_axis_too_short():
     """Train on samples with 3 features where the layer takes 4."""
-    model = mz.ZeRO1Model(mz.nn.Sequential([mz.nn.Linear(4, 2)], loss=mz.nn.MeanSquaredError()), mz.ShardingConfig())
     x, y = case.samples()
-    model.train(x[:, :3], y)
+    linear().train(x[:, :3], y)
+
+
+@case.mistake("DataError", "equally many samples", "x has 8, y has 7", status=65)
+def a_target_lost():
+    """Give one target less than there are samples."""
+    x, y = case.samples()
+    linear().train(x, y[:-1])
+
+
+@case.mistake("DataError", "x['left'] has 8, x['right'] has 5", "pad sequences", status=65)
+def arrays_of_different_lengths():
+    """Give a dictionary of arrays of which one is shorter."""
+    x, y = case.samples()
+    black_box().train({"left": x[:, :2], "right": x[:5, 2:]}, y)
+
+
+@case.mistake("x is float32 with samples of shape (4,) on rank 0 and float64", "on rank", status=65, ranks=(2, 4))
+def another_type_on_one_rank():
+    """Give double precision on the last rank alone."""
+    x, y = case.samples()
+    linear().train(x.astype(np.float64) if case.rank() == 1 else x, y)
+
+
+@case.mistake("x['right'] is float32", "on rank 0 and missing on rank 1", status=65, ranks=(2, 4))
+def a_key_missing_on_one_rank():
+    """Leave a key of the dictionary out on one rank."""
+    x, y = case.samples()
+    batch = halves(x)
+    if case.rank() == 1:
+        del batch["right"]
+    black_box().train(batch, y)
+
+
+@case.mistake("the batch is x dict(['left']", "on rank 0 and x dict(['right']", "same order", status=65, ranks=(2, 4))
+def keys_in_another_order_on_one_rank():
+    """Make the dictionary in another order on one rank."""
+    x, y = case.samples()
+    batch = halves(x)
+    black_box().train(dict(reversed(batch.items())) if case.rank() == 1 else batch, y)
+
+
+@case.mistake("x is float32", "on rank 0 and float64", "empty arrays then, x[:0]", status=65, ranks=(2, 4))
+def no_samples_as_an_empty_list_made_an_array():
+    """Give np.array([]) on a rank that has no samples."""
+    x, y = case.samples()
+    empty = np.array([])
+    linear().train(*((empty, empty) if case.rank() == 1 else (x, y)))
+
+
+@case.mistake("rank 1: x and y hold no arrays", "as that of rank 0 can", "x[:0]", status=65, ranks=(2, 4))
+def nothing_on_one_rank():
+    """Give None on a rank that has no samples."""
+    x, y = case.samples()
+    black_box().train(*((None, None) if case.rank() == 1 else (halves(x), y)))
+
+
+@case.mistake("no samples on any rank", status=65)
+def no_samples_at_all():
+    """Train on empty arrays everywhere."""
+    x, y = case.samples()
+    linear().train(x[:0], y[:0])
+
+
+@case.mistake("masked array, whose mask would be lost", "two arrays", status=65)
+def missing_values_as_a_mask():
+    """Give a masked array."""
+    x, y = case.samples()
+    linear().train(np.ma.masked_less(x, 0), y)
+
+
+@case.mistake("x is an array of objects", "micro_batch has no effect", "depends on the number of ranks", status=0)
+def ragged_samples():
+    """Give sequences of different lengths in an array of objects (it trains, with a warning)."""
+
+    def loss_and_grad(parameters, batch):
+        return 1.0, case.parameters(), 1.0
+
+    ragged = np.array([np.ones(2), np.ones(3)], dtype=object)
+    black_box(loss_and_grad, micro_batch=1).train(ragged, np.ones(2))
+
+
+@case.mistake("x[0][0] is a number (float), not an array: numpy.asarray", status=65)
+def a_list_of_lists():
+    """Give lists of numbers where an array is meant."""
+    x, y = case.samples()
+    linear().train(x.tolist(), y)
+
+
+@case.mistake("ranks that share a batch", "x['graph'] is a object", status=65, ranks=(2,))
+def objects_in_a_pipeline():
+    """Give objects of a class of one's own to a model cut into pipeline stages."""
+    model = mz.nn.MLP(4, (4,), 2, dtype="float32")
+    model = mz.PipelineParallelModel(model, world(), pipeline_parallel_size=2)
+    model.train({"graph": object()}, case.samples()[1])
+
+
+@case.mistake("ConfigError", "loss_and_grad is called as loss_and_grad(parameters, batch)", "'y'", status=78)
+def x_and_y_apart():
+    """Write loss_and_grad(parameters, x, y)."""
+    mz.FunctionModel(case.parameters(), lambda parameters, x, y: case.squares(parameters, (x, y)))
+
+
+@case.mistake("rank 0 is asked for epoch=0, rank 1 for epoch=1", status=65, ranks=(2, 4))
+def an_epoch_that_differs():
+    """Count epochs by rank."""
+    x, y = case.samples()
+    linear().train(x, y, epoch=min(case.rank(), 1))
+
+
+@case.mistake("this rank has a part of the gradient", "gather=True", status=70)
+def names_of_a_part_of_a_gradient():
+    """Ask for a gradient by name where ranks own parts of it."""
+    x, y = case.samples()
+    black_box(case.squares).compute_gradients(x, y).named()
 
 
 if __name__ == "__main__":
