@@ -160,3 +160,17 @@ class NonFiniteError(MpizeroError, ArithmeticError):
 
 class IntegrityError(MpizeroError):
     """State in memory has changed by itself; names tensor, elements and rank."""
+
+
+class ModelCheckError(MpizeroError, AssertionError):
+    """A model that is not what training takes it for; names all that is wrong with it.
+
+    Attributes
+    ----------
+    report : ModelReport
+        What :func:`mpizero.testing.check_model` has looked at.
+    """
+
+    def __init__(self, message: str, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report

@@ -1,4 +1,4 @@
-"""The kit for tests of code that uses mpizero: threads as ranks, layouts compared, Taylor and adjoint tests, fixtures.
+"""The kit for tests of code that uses mpizero: models checked, layouts compared, threads as ranks, fixtures.
 
 ``pytest_plugins = ["mpizero.testing.plugin"]`` in a top-level ``conftest.py`` brings the fixtures; run the tests with
 ``mpiexec -n 4 python -m mpi4py -m pytest --with-mpi``.
@@ -13,14 +13,18 @@ from mpizero.testing.ranks import assert_same_as_serial, parallel_assert
 from mpizero.train.verify.findings import Finding, Report, Verdict
 
 if TYPE_CHECKING:
+    from mpizero.train.modelcheck import ModelFinding, ModelReport, check_model
     from mpizero.train.verify.compare import compare_layouts
 
 __all__ = [
     "Finding",
+    "ModelFinding",
+    "ModelReport",
     "Report",
     "Verdict",
     "adjoint_test",
     "assert_same_as_serial",
+    "check_model",
     "compare_layouts",
     "parallel_assert",
     "run_in_threads",
@@ -30,6 +34,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load what needs the whole library when it is used: pytest imports this package at its start."""
+    if name in ("ModelFinding", "ModelReport", "check_model"):
+        from mpizero.train import modelcheck
+
+        return getattr(modelcheck, name)
     if name == "compare_layouts":
         from mpizero.train.verify.compare import compare_layouts
 

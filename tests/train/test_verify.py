@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mpizero import nn
 from mpizero.comm import as_communicator
 from mpizero.errors import ConfigError
 from mpizero.train.configfile import Document, parse_config
@@ -56,7 +57,8 @@ def test_layouts_in_threads_agree_and_are_listed(mpizero):
         0, "verify", "tiny.toml", "--steps", "2", "--layouts", "2; zero3*3, private; pipeline=2; tensor=2"
     )
     assert outcome.status == 0, outcome.err
-    head, one, *rest = outcome.out.splitlines()
+    model, head, one, *rest = outcome.out.splitlines()
+    assert model.startswith("model: right in 6 ways, ")
     assert head.split() == ["layout", "ranks", "steps", "sha256", "seconds", "verdict"]
     names = ["zero2*2", "zero3*3, private", "zero2*2, pipeline=2, schedule=1f1b", "zero2*2, tensor=2"]
     assert [line.split("  ")[0] for line in rest] == names
@@ -68,6 +70,8 @@ def test_layouts_in_threads_agree_and_are_listed(mpizero):
 def test_layouts_under_mpiexec_take_its_first_ranks(mpizero):
     outcome = mpizero(3, "verify", "tiny.toml", "--steps", "2", "--layouts", "1; 2; zero1*3", "--json")
     assert outcome.status == 0, outcome.err
+    assert outcome.result["model"]["right"]
+    assert "ranks: the same bits on all 3" in outcome.result["model"]["passed"]
     one, *others = outcome.result["layouts"]
     assert [v["ranks"] for v in others] == [1, 2, 3]
     assert {v["sha256"] for v in others} == {one["sha256"]}
@@ -139,6 +143,20 @@ def test_a_difference_is_told_to_programs_too(config, monkeypatch, capsys):
         None,
         "gradient before clipping",
     ]
+
+
+def test_a_model_that_is_wrong_on_one_process_too_is_said_before_any_layout(config, monkeypatch, capsys):
+    """All layouts would agree with one process, which is wrong itself."""
+    right = nn.CrossEntropy.backward
+    monkeypatch.setattr(nn.CrossEntropy, "backward", lambda self, cache, scale=1.0: right(self, cache, 2 * scale))
+    assert verify(config, as_communicator(None), options(json=False)) == 1
+    shown = capsys.readouterr()
+    assert "wrong: gradients of all" in shown.out
+    assert "it is 2 times what it must be: multiply it by 0.5" in shown.out
+    assert "one process" not in shown.out
+    assert "the model is wrong, so no layout was compared" in shown.err
+    assert verify(config, as_communicator(None), options(json=True)) == 1
+    assert json.loads(capsys.readouterr().out)["model"]["right"] is False
 
 
 def test_without_names_the_configurations_own_layout_comes_first(tmp_path):

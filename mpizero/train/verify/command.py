@@ -9,20 +9,26 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.data import batches
+from mpizero.data import Source, batches
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.parallel import ShardingConfig
 from mpizero.train.builder import build_model, build_optimizer, build_source, check_samples, computing_settings
 from mpizero.train.config import Config, GptSection, check_split
+from mpizero.train.modelcheck.check import examine
+from mpizero.train.modelcheck.findings import ModelReport
 from mpizero.train.progress import Progress
 from mpizero.train.verify.compare import compare_layouts
 from mpizero.train.verify.findings import Report
 from mpizero.train.verify.layouts import Layout, default_layouts, parse_layouts
 
-#: Exit status when a layout differs.
+#: Exit status when a layout differs, or the model itself is wrong.
 DIFFERS = 1
+#: Samples on which the model itself is checked.
+SAMPLES = 2
 
 
 def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> int:
@@ -45,6 +51,15 @@ def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> i
     def feed(sharding: ShardingConfig, group: Communicator) -> Iterator[Any]:
         return batches(source, sharding, config.train.global_batch, seed=config.train.seed, group=group)
 
+    # What follows compares layouts with one process: it says nothing of a model that is wrong on one, too.
+    model = examine(
+        build_model(config, source, validation), *source.samples(np.arange(_few(config, source))), comm=comm
+    )
+    if not model.right:
+        if comm.rank == 0:
+            print(json.dumps({"model": model.to_dict()}) if options.json else model, flush=True)
+            print("mpizero: the model is wrong, so no layout was compared", file=sys.stderr, flush=True)
+        return DIFFERS
     progress = Progress(options.steps * (len(layouts) + 1), active=comm.rank == 0)
     progress.begin()
     try:
@@ -62,7 +77,7 @@ def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> i
     finally:
         progress.close()
     if comm.rank == 0:
-        _print(report, as_json=options.json)
+        _print(report, model, as_json=options.json)
     return int(ExitStatus.OK) if report.agrees else DIFFERS
 
 
@@ -120,10 +135,16 @@ def _shown(progress: Progress) -> Callable[[str, int], None]:
     return show
 
 
-def _print(report: Report, *, as_json: bool) -> None:
+def _few(config: Config, source: Source) -> int:
+    """Return how many samples show what a model does."""
+    return min(SAMPLES, config.train.global_batch, len(source))
+
+
+def _print(report: Report, model: ModelReport, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(report.to_dict()), flush=True)
+        print(json.dumps({**report.to_dict(), "model": model.to_dict()}), flush=True)
         return
+    print(f"model: right in {len(model.passed)} ways, {model.evaluations} evaluations in {model.seconds:.1f} s")
     print(report, flush=True)
     if not report.agrees:
         count = len(report.findings)

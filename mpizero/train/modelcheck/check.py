@@ -1,0 +1,250 @@
+"""The whole check of one model, on one rank or with all ranks of a communicator beside each other."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.errors import ConfigError, DataError, ModelCheckError, MpizeroError
+from mpizero.parallel import ShardingConfig
+from mpizero.parallel.core import ShardedCore
+from mpizero.train.modelcheck.findings import ModelFinding, ModelReport, WrongAnswer
+from mpizero.train.modelcheck.gradient import check_gradient
+from mpizero.train.modelcheck.prediction import check_prediction
+from mpizero.train.modelcheck.repeats import Samples, check_again, check_layers, check_repeats
+from mpizero.train.modelcheck.slopes import Point, generic, scales_of, shaken
+from mpizero.train.modelcheck.subject import Answer, Blocks, Named, Subject, origin_of, subject_of
+from mpizero.train.modelcheck.sums import check_sums
+from mpizero.train.modelcheck.trees import content, sample_count
+from mpizero.types import Array
+
+
+def check_model(
+    model: Any,
+    x: Any,
+    y: Any,
+    *,
+    comm: Any = None,
+    parameters: Mapping[str, Array] | None = None,
+    seed: int = 0,
+) -> ModelReport:
+    """Check that a model is what training takes it for, and name everything that is wrong.
+
+    Collective over ``comm``. Looked at are: types, shapes and names of what it returns; that it gives the same bits
+    every time, whatever was evaluated before and wherever its arrays lie, and leaves its arguments alone; that loss,
+    gradients and weight of a batch are the sums of those of its pieces; that the gradient is that of the loss, for each
+    parameter, by differences along directions; what layers promise; that predictions are made sample by sample; and
+    that all ranks compute the same bits. A handful of samples is enough, and takes a second or less for small models:
+    the model is evaluated some hundred times.
+
+    Parameters
+    ----------
+    model : BlockModel or BlackBoxModel
+        What is given to the sharded models: layers in blocks, a :class:`~mpizero.FunctionModel`.
+    x, y : arrays, or nested tuples and mappings of them
+        Some samples, at least two and different from each other; the same on all ranks.
+    comm : mpi4py communicator, Communicator or None
+        The ranks that are compared, as in :class:`~mpizero.ShardingConfig`.
+    parameters : mapping of str to array, or None
+        Values around which to look, in place of the start values; the model is evaluated close to them, too.
+    seed : int
+        Of the directions.
+
+    Returns
+    -------
+    ModelReport
+        What was looked at, if nothing is wrong; ``print`` shows it.
+
+    Raises
+    ------
+    ModelCheckError
+        On all ranks, naming all that is wrong: what, which parameter, numbers, the probable cause and the way out.
+    TypeError
+        If ``model`` is not a model.
+    """
+    report = examine(model, x, y, comm=comm, parameters=parameters, seed=seed)
+    if not report.right:
+        told = "\n".join(f"- {line}" for line in report.told)
+        member = "predict" if {f.check for f in report.findings} == {"prediction"} else "loss_and_grad"
+        raise ModelCheckError(f"the model is wrong ({origin_of(model, member)})\n{told}", report)
+    return report
+
+
+def examine(
+    model: Any, x: Any, y: Any, *, comm: Any = None, parameters: Mapping[str, Array] | None = None, seed: int = 0
+) -> ModelReport:
+    """Return the report of :func:`check_model`, whatever it says. Collective over ``comm``."""
+    if isinstance(model, ShardedCore):
+        raise TypeError(f"check_model takes the model before it is sharded: {type(model).__name__}.wrapped_model")
+    started = time.monotonic()
+    with ShardingConfig(comm=comm) as config:
+        with all_ranks(config.communicator, "check_model"):
+            check = _Check(subject_of(model), Samples(x, y, sample_count(x, y)), seed)
+            check.run(parameters)
+        findings = _beside_others(check, config.communicator)
+    seconds = time.monotonic() - started
+    return ModelReport(findings, tuple(check.passed), tuple(check.notes), check.subject.evaluations, seconds)
+
+
+class _Check:
+    """One rank's part, with what it has found so far."""
+
+    def __init__(self, subject: Subject, batch: Samples, seed: int) -> None:
+        self.subject, self.batch = subject, batch
+        self.given = content((batch.x, batch.y))
+        self.rng = np.random.default_rng(seed)
+        self.findings: list[ModelFinding] = []
+        self.passed: list[str] = []
+        self.notes: list[str] = []
+        self.answers: list[Answer] = []
+
+    def run(self, parameters: Mapping[str, Array] | None) -> None:
+        """Look at everything; stop where what follows would mean nothing."""
+        try:
+            self._run(parameters)
+        except WrongAnswer as error:
+            self.findings += error.findings
+
+    def _run(self, parameters: Mapping[str, Array] | None) -> None:
+        subject, batch = self.subject, self.batch
+        start = self._start(parameters)
+        begun = subject.answer(start, batch.x, batch.y)
+        self.passed.append(f"values: loss {begun.loss:.6g}, weight {begun.weight:g}, {len(begun.gradients)} gradients")
+        scales = scales_of(subject, start, begun)
+        self.answers.append(begun)
+        if self._repeated(check_again(subject, batch, start, begun)):
+            return
+        here, there = (self._near(start, scales) for _ in range(2))
+        answer, findings = check_repeats(subject, batch, here, (there, start))
+        if self._repeated(findings):
+            return
+        self.answers.append(answer)
+        self.passed.append("repeats: the same bits every time, in any memory")
+        if isinstance(subject, Blocks):
+            if findings := check_layers(subject, batch, here):
+                self.findings += findings
+                return
+            self.passed.append("layers: they overwrite their gradients, and their halves are the whole")
+        self._sums(here)
+        self._gradient([here, there], start, scales)
+        self.findings += check_again(subject, batch, start, begun)
+        findings, line = check_prediction(subject, batch, here)
+        self.findings += findings
+        (self.passed if line and not findings else self.notes).append(line or "prediction: the model has none")
+
+    def _repeated(self, findings: list[ModelFinding]) -> bool:
+        if findings:
+            self.findings += findings
+            self.notes.append("sums, gradient and prediction were not looked at: the model does not repeat itself")
+        return bool(findings)
+
+    def _start(self, parameters: Mapping[str, Array] | None) -> Named:
+        start = self.subject.start()
+        if parameters is None:
+            return start
+        if wrong := sorted(set(start) ^ set(parameters)):
+            raise ConfigError(f"check_model: parameters= must have the model's names, {wrong[:8]} are not in both")
+        return {name: np.array(parameters[name], value.dtype).reshape(value.shape) for name, value in start.items()}
+
+    def _near(self, start: Named, scales: Mapping[str, float]) -> Named:
+        """Return a point near the start, or the start itself where the model can be evaluated only there."""
+        there = generic(self.subject, start, scales, self.rng)
+        try:
+            self.subject.answer(there, self.batch.x, self.batch.y)
+        except (WrongAnswer, ArithmeticError, ValueError):
+            return start
+        return there
+
+    def _sums(self, here: Named) -> None:
+        if self.batch.samples is None or self.batch.samples < 2:
+            self.notes.append("sums were not looked at: give a batch of arrays with at least two samples")
+            return
+
+        def noise() -> list[Answer]:
+            return [self.subject.answer(shaken(here, self.rng), self.batch.x, self.batch.y) for _ in range(3)]
+
+        findings, line = check_sums(self.subject, self.batch, here, self.answers[-1], noise)
+        self.findings += findings
+        if not findings:
+            self.passed.append(line)
+
+    def _gradient(self, places: list[Named], start: Named, scales: Mapping[str, float]) -> None:
+        def points_of(subject: Subject) -> Callable[[int], Point]:
+            @cache
+            def point(number: int) -> Point:
+                at = places[number] if number < len(places) else self._near(start, scales)
+                wide = {name: value.astype(subject.dtype) for name, value in at.items()}
+                return Point(subject, self.batch, wide, scales)
+
+            return point
+
+        own, wide = points_of(self.subject), self._wide(places[0])
+        if wide is not None and own(0).shows_right(self.rng):
+            findings, line, notes = check_gradient(points_of(wide), self.rng)
+            self.subject.evaluations += wide.evaluations
+        else:
+            findings, line, notes = check_gradient(own, self.rng)
+        self.findings += findings
+        self.notes += notes
+        if not findings:
+            self.passed.append(line)
+
+    def _wide(self, here: Named) -> Blocks | None:
+        """Return a float32 model of blocks in float64; None where it is none, or its layers do not follow."""
+        if not isinstance(self.subject, Blocks) or self.subject.dtype == np.float64:
+            return None
+        wide = self.subject.wide()
+        try:
+            answer = wide.answer({n: v.astype(np.float64) for n, v in here.items()}, self.batch.x, self.batch.y)
+        except (WrongAnswer, MpizeroError, ValueError, TypeError):
+            return None
+        return None if float(np.float32(answer.loss)) == answer.loss else wide
+
+    def digests(self) -> dict[tuple[int, str], str]:
+        """Return a hash of each thing that all ranks must compute alike, in the order of computing. Not collective."""
+        found = {}
+        for number, answer in enumerate(self.answers):
+            values = {"loss": np.array(answer.loss), "weight": np.array(answer.weight)}
+            values |= {f"gradient of {name!r}": value for name, value in answer.gradients.items()}
+            found.update({(number, k): hashlib.sha256(value.tobytes()).hexdigest()[:16] for k, value in values.items()})
+        return found
+
+
+def _beside_others(check: _Check, comm: Communicator) -> tuple[ModelFinding, ...]:
+    """Return what all ranks have found, and where they differ. Collective over ``comm``."""
+    if comm.size == 1:
+        check.notes.append("ranks: one only; under mpiexec -n 2 two are compared")
+        return tuple(check.findings)
+    everyone = comm.allgather_object((check.findings, check.digests(), _digest(check)), tag="check_model")
+    found: list[ModelFinding] = []
+    for findings, _, _ in everyone:
+        known = {(finding.check, finding.what, finding.cause) for finding in found}
+        found += [f for f in findings if (f.check, f.what, f.cause) not in known]  # numbers may differ
+    for rank, (_, digests, given) in enumerate(everyone):
+        if given != everyone[0][2]:
+            raise DataError(f"check_model: rank {rank} was given other samples or parameters than rank 0")
+        unlike = [what for what, digest in digests.items() if everyone[0][1].get(what, digest) != digest]
+        if unlike:
+            seen = f"rank {rank} computes other bits than rank 0 from the same parameters and samples"
+            cause = "something that a process has of its own: its rank, hash seed, threads or random numbers"
+            told = "compute everything from the arguments; sort what comes out of sets"
+            found.append(ModelFinding("ranks", unlike[0][1], seen, cause, told))
+            break
+    else:
+        check.passed.append(f"ranks: the same bits on all {comm.size}")
+    return tuple(found)
+
+
+def _digest(check: _Check) -> str:
+    found = hashlib.sha256()
+    for name, value in check.subject.start().items():
+        found.update(name.encode() + value.tobytes())
+    found.update(b"".join(check.given))
+    return found.hexdigest()

@@ -1,0 +1,103 @@
+"""What a check of a model has found, for people and for programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelFinding:
+    """One thing that is wrong with a model.
+
+    Attributes
+    ----------
+    check : str
+        "values", "repeats", "sum", "gradient", "prediction", "layers" or "ranks".
+    what : str
+        "loss", "weight", "prediction", "gradient of 'w'", "block 'hidden.0'", ...
+    seen : str
+        What was seen, with numbers.
+    cause : str
+        What it probably comes from.
+    remedy : str
+        The way out.
+    """
+
+    check: str
+    what: str
+    seen: str
+    cause: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.seen}; probably {self.cause}: {self.remedy}"
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What :func:`~mpizero.testing.check_model` looked at.
+
+    Attributes
+    ----------
+    findings : tuple of ModelFinding
+        What is wrong; empty if nothing is.
+    passed : tuple of str
+        A line for each check that found nothing, with what it measured.
+    notes : tuple of str
+        What could not be looked at, or is worth knowing.
+    evaluations : int
+        How often the model was evaluated.
+    seconds : float
+        How long it took.
+    """
+
+    findings: tuple[ModelFinding, ...]
+    passed: tuple[str, ...]
+    notes: tuple[str, ...]
+    evaluations: int
+    seconds: float
+
+    @property
+    def right(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values. Not collective."""
+        return {
+            "right": self.right,
+            "findings": [vars(finding) for finding in self.findings],
+            "passed": list(self.passed),
+            "notes": list(self.notes),
+            "evaluations": self.evaluations,
+            "seconds": self.seconds,
+        }
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """A line for each reason, which names all that it is the reason of."""
+        groups: dict[tuple[str, str], list[ModelFinding]] = {}
+        for finding in self.findings:
+            groups.setdefault((finding.check, finding.cause), []).append(finding)
+        return tuple(_of_group(group) for group in groups.values())
+
+    def __str__(self) -> str:
+        lines = [f"wrong: {line}" for line in self.told]
+        lines += [f"ok:    {line}" for line in self.passed]
+        lines += [f"note:  {line}" for line in self.notes]
+        return "\n".join(lines)
+
+
+def _of_group(group: list[ModelFinding]) -> str:
+    first, *others = group
+    listed = ", ".join(finding.what for finding in others[:6]) + (", ..." if len(others) > 6 else "")
+    return f"{first}{f' (and so with {listed})' if others else ''}"
+
+
+class WrongAnswer(Exception):  # noqa: N818 - never leaves the package
+    """The model's answer cannot be used at all: ends the check with these findings."""
+
+    def __init__(self, *findings: ModelFinding) -> None:
+        super().__init__()
+        self.findings = findings

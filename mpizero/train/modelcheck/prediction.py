@@ -1,0 +1,62 @@
+"""Is a prediction made sample by sample, and the same every time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpizero.train.modelcheck.findings import ModelFinding
+from mpizero.train.modelcheck.repeats import Samples
+from mpizero.train.modelcheck.subject import Named, Subject, place_of
+from mpizero.train.modelcheck.trees import content, cut, leaves
+from mpizero.train.verify.rounding import Rounding
+
+
+def check_prediction(subject: Subject, batch: Samples, here: Named) -> tuple[list[ModelFinding], str]:
+    """Compare the prediction for a batch with itself and with that for its pieces.
+
+    Not collective. The second result is the line of what was measured, empty if the model predicts nothing.
+    """
+    try:
+        whole = subject.predict(here, batch.x)
+    except NotImplementedError:
+        return [], ""
+    except (ValueError, TypeError, IndexError, RuntimeError, ArithmeticError, AttributeError) as error:
+        seen = f"{type(error).__name__} at {place_of(error)}: {error}"
+        return [_wrong(seen, "predict(parameters, x) that takes something else", "let it take named arrays and x")], ""
+    if content(subject.predict(here, batch.x)) != content(whole):
+        return [_wrong("differs from call to call", "dropout or noise in it", "leave random numbers out of it")], ""
+    if batch.samples is None or not _one_each(whole, batch.samples):
+        return [], "prediction: the same every time"
+    apart, middle = 0.0, max(1, batch.samples // 3)
+    for start, stop in ((0, middle), (middle, batch.samples)):
+        try:
+            piece = subject.predict(here, cut(batch.x, start, stop))
+        except (ValueError, TypeError, IndexError, RuntimeError, ArithmeticError) as error:
+            seen = f"{type(error).__name__} for {stop - start} samples at {place_of(error)}: {error}"
+            return [_wrong(seen, "a number of samples that is built in", "let it take any number of samples")], ""
+        apart = max(apart, _apart(piece, whole, slice(start, stop)))
+    if not apart <= 64 * Rounding(str(subject.dtype), 4096).of_sums:
+        seen = f"of a sample changes with those beside it, by {apart:.1e} of the largest"
+        return [_wrong(seen, "statistics of the batch", "predict each sample by itself")], ""
+    return [], f"prediction: sample by sample, apart by {apart:.1e} at most"
+
+
+def _one_each(whole: Any, count: int) -> bool:
+    found = list(leaves(whole))
+    return all(isinstance(v, np.ndarray) and v.ndim > 0 and len(v) == count and v.dtype.kind in "fiub" for v in found)
+
+
+def _apart(piece: Any, whole: Any, part: slice) -> float:
+    distances = [0.0]
+    for a, b in zip(leaves(piece), leaves(whole), strict=True):
+        if a.shape != b[part].shape:
+            return float("inf")
+        size = float(np.max(np.abs(b.astype(np.float64)), initial=0.0))
+        distances.append(float(np.max(np.abs(a.astype(np.float64) - b[part]), initial=0.0)) / (size or 1.0))
+    return max(distances)
+
+
+def _wrong(seen: str, cause: str, remedy: str) -> ModelFinding:
+    return ModelFinding("prediction", "prediction", seen, cause, remedy)

@@ -1,0 +1,132 @@
+"""Is it a function: the same twice, whatever happened before, and wherever its parameters lie."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpizero.train.modelcheck.findings import ModelFinding, WrongAnswer
+from mpizero.train.modelcheck.subject import Answer, Blocks, Named, Subject
+from mpizero.train.modelcheck.trees import content
+from mpizero.types import Array
+
+
+class Samples(NamedTuple):
+    """The batch that is looked at; ``samples`` is None where it cannot be cut."""
+
+    x: Any
+    y: Any
+    samples: int | None
+
+
+def unlike(found: Answer, expected: Answer) -> Iterator[tuple[str, str]]:
+    """Yield what differs in a bit, and how. Not collective."""
+    for what in ("loss", "weight"):
+        a, b = getattr(found, what), getattr(expected, what)
+        if np.float64(a).tobytes() != np.float64(b).tobytes():
+            yield what, f"{b!r}, then {a!r}"
+    for name, b in expected.gradients.items():
+        a = found.gradients[name]
+        if a.dtype != b.dtype or a.tobytes() != b.tobytes():
+            worst = np.unravel_index(int(np.argmax(np.abs(a - b))), a.shape) if a.size else ()
+            place = f" at {[int(i) for i in worst]}" if worst else ""
+            yield f"gradient of {name!r}", f"{b[worst]!s}{place}, then {a[worst]!s}"
+
+
+def random_states() -> dict[str, Any]:
+    """Return the state of every global generator that this process has. Not collective."""
+    states: dict[str, Any] = {"numpy.random": str(np.random.get_state()), "random": random.getstate()}  # noqa: NPY002
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "random"):
+        states["torch.random"] = torch.random.get_rng_state().numpy().tobytes()
+    return states
+
+
+def check_again(subject: Subject, batch: Samples, start: Named, begun: Answer) -> list[ModelFinding]:
+    """Evaluate once more what was evaluated first. Not collective."""
+    drawn = random_states()
+    again = subject.answer(start, *batch[:2])
+    used = [name for name, value in random_states().items() if value != drawn[name]]
+    when = "evaluated twice" if subject.evaluations == 2 else f"evaluated first, and after {subject.evaluations} others"
+    return _differ(again, begun, when, _of_noise(used))
+
+
+def check_repeats(
+    subject: Subject, batch: Samples, here: Named, elsewhere: tuple[Named, Named]
+) -> tuple[Answer, list[ModelFinding]]:
+    """Evaluate at several points in turn, in the same memory and in new memory; all answers at a point must be one.
+
+    Not collective. Returns the answer at ``here``.
+    """
+    x, y, _ = batch
+    before = content((x, y))
+    first = subject.answer(here, x, y)
+    if content((x, y)) != before:
+        told = "copy what is changed, x = x.copy(), also before its address is given away"
+        cause = "code that works in place through a bare pointer"
+        raise WrongAnswer(ModelFinding("repeats", "samples", "are changed by the evaluation", cause, told))
+    there, further = elsewhere
+    other = subject.answer(there, x, y)
+    subject.answer(further, x, y)
+    told = "compute everything from the arguments, each time"
+    cause = "a value that is kept from call to call, such as a counter, a running mean or a warm start"
+    if findings := _differ(subject.answer(here, x, y), first, "evaluated elsewhere in between", (cause, told)):
+        return first, findings
+    cause = "a cache that goes by the identity of the arrays: training changes their values in place"
+    findings = _differ(subject.answer(there, x, y, fresh=True), other, "given the same in other arrays", (cause, told))
+    return first, findings
+
+
+def _of_noise(used: list[str]) -> tuple[str, str]:
+    if used:
+        told = "key them by what they are for: numpy.random.default_rng((seed, step, number of the sample))"
+        return f"random numbers from the global generator {', '.join(used)}", told
+    cause = "random numbers of its own, a counter, or threads that add in no fixed order"
+    return cause, "compute everything from the arguments, and random numbers from a key"
+
+
+def _differ(found: Answer, expected: Answer, when: str, why: tuple[str, str]) -> list[ModelFinding]:
+    return [ModelFinding("repeats", what, f"{when}: {how}", *why) for what, how in unlike(found, expected)][:3]
+
+
+def check_layers(subject: Blocks, batch: Samples, here: Named) -> list[ModelFinding]:
+    """Check what layers promise: they overwrite gradients, their halves are the whole, the loss takes its scale.
+
+    Not collective.
+    """
+    one = subject.passed(here, batch[:2])[2]
+    two = subject.passed(here, batch[:2], fill=1.0)[2]
+    findings = []
+    for name in one:
+        if one[name].tobytes() != two[name].tobytes():
+            kept = not one[name].any()
+            seen = "is what its memory held before" if kept else "depends on what its memory held before"
+            cause = "grads[...] = array, which binds a name, or no write at all" if kept else "grads[...] += array"
+            told = "write all of it, grads[name][...] = array, rows that are not used too"
+            findings.append(ModelFinding("layers", f"gradient of {name!r}", seen, cause, told))
+    if findings:
+        return findings
+    halves = subject.passed(here, batch[:2], halves=True)[2]
+    findings = [
+        ModelFinding(
+            "layers",
+            f"gradient of {name!r}",
+            "is not the same from backward and from backward_input with backward_weights under twice the loss scale",
+            "a backward of its own that differs from its halves, or loss.backward(cache, scale) without the scale",
+            "let backward call both halves; multiply the gradient by scale",
+        )
+        for name in one
+        if not _equal(halves[name], one[name])
+    ]
+    every = len(findings) > 1 and len(findings) == sum(value.any() for value in one.values())
+    return findings[:1] if every else findings
+
+
+def _equal(found: Array, expected: Array) -> bool:
+    """Tell whether arrays are equal but for what twice the scale spares from underflow."""
+    tiny = 4 * np.finfo(expected.dtype).smallest_normal
+    return bool((np.abs(found - expected) <= np.where(np.abs(expected) < tiny, tiny, 0)).all())

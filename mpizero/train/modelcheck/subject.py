@@ -1,0 +1,269 @@
+"""Both kinds of models behind one face: parameters by name, a batch in, loss, gradients and weight out."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import traceback
+from collections.abc import Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from mpizero.nn.model import bind, evaluate, initial_parameters, model_specs, nest
+from mpizero.nn.split.model import run_on
+from mpizero.parallel.compute import blocks_of
+from mpizero.train.modelcheck.findings import ModelFinding, WrongAnswer
+from mpizero.train.modelcheck.trees import read_only
+from mpizero.types import Array, BlackBoxModel, BlockModel, Run
+
+Named = Mapping[str, Array]
+
+
+class Answer(NamedTuple):
+    """What a model says to a batch; the gradients are copies, of trainable parameters only."""
+
+    loss: float
+    gradients: dict[str, Array]
+    weight: float
+
+
+class Subject(Protocol):
+    """A model that is looked at. No method is collective."""
+
+    #: Trainable parameters.
+    names: tuple[str, ...]
+    dtype: np.dtype[Any]
+    #: How often it was evaluated.
+    evaluations: int
+
+    def start(self) -> dict[str, Array]:
+        """Return the start values of all parameters, frozen ones too."""
+
+    def answer(self, parameters: Named, x: Any, y: Any, first: int = 0, *, fresh: bool = False) -> Answer:
+        """Evaluate a batch whose first sample has number ``first``; ``fresh`` is in memory never used before."""
+
+    def loss(self, parameters: Named, x: Any, y: Any) -> float:
+        """Return the loss alone."""
+
+    def predict(self, parameters: Named, x: Any) -> Any:
+        """Return the prediction; NotImplementedError where there is none."""
+
+
+def subject_of(model: Any) -> Subject:
+    """Return a model's face; TypeError if it is none. Not collective."""
+    blocks_of(model)
+    return Blocks(model) if isinstance(model, BlockModel) else BlackBox(model)
+
+
+class BlackBox:
+    """A function of named arrays, called as training calls it: always in the same memory, which it may not write."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.evaluations = model, 0
+        self.shapes = {name: np.shape(value) for name, value in model.parameters.items()}
+        frozen = frozenset(getattr(model, "frozen", ()))
+        self.names = tuple(name for name in self.shapes if name not in frozen)
+        self.dtype = np.dtype(model.dtype)
+        self._memory = {name: np.zeros(shape, self.dtype) for name, shape in self.shapes.items()}
+
+    def start(self) -> dict[str, Array]:
+        """Return copies of the start values."""
+        return {name: np.array(value, self.dtype) for name, value in self.model.parameters.items()}
+
+    def _lent(self, parameters: Named, fresh: bool) -> dict[str, Array]:
+        if fresh:
+            return {name: np.array(parameters[name]) for name in self.shapes}
+        for name, array in self._memory.items():
+            array[...] = parameters[name]
+        return self._memory
+
+    def answer(self, parameters: Named, x: Any, y: Any, first: int = 0, *, fresh: bool = False) -> Answer:
+        """Call ``loss_and_grad``, and refuse what training could not use."""
+        self.evaluations += 1
+        lent = self._lent(parameters, fresh)
+        with np.errstate(all="ignore"):
+            given = self._called(lent, x, y)
+        for name, array in lent.items():
+            if array.tobytes() != parameters[name].tobytes():
+                raise WrongAnswer(_written(f"parameter {name!r}", "through a bare pointer"))
+        return self._examined(given)
+
+    def _called(self, lent: Named, x: Any, y: Any) -> Any:
+        try:
+            return self.model.loss_and_grad(read_only(lent), (read_only(x), read_only(y)))
+        except (ValueError, TypeError, BufferError) as error:
+            if any(word in str(error) for word in ("read-only", "readonly", "writable", "writeable")):
+                raise WrongAnswer(_written("arguments", f"at {place_of(error)}")) from error
+            raise
+
+    def loss(self, parameters: Named, x: Any, y: Any) -> float:
+        """Return the loss alone, for which the function computes all."""
+        return self.answer(parameters, x, y).loss
+
+    def predict(self, parameters: Named, x: Any) -> Any:
+        """Call ``predict``."""
+        function = getattr(self.model, "predict", None)
+        if function is None:
+            raise NotImplementedError
+        self.evaluations += 1
+        with np.errstate(all="ignore"):
+            return function(read_only(self._lent(parameters, False)), read_only(x))
+
+    def _examined(self, given: Any) -> Answer:
+        if not isinstance(given, tuple) or len(given) != 3 or not isinstance(given[1], Mapping):
+            kinds = [type(v).__name__ for v in given] if isinstance(given, tuple) else type(given).__name__
+            told = "return (loss_sum, gradients by name, weight)"
+            raise WrongAnswer(_value("what loss_and_grad returns", f"is {kinds}", "another order or number", told))
+        loss, gradients, weight = given
+        wrong = [*_of_number("loss", loss), *_of_number("weight", weight), *self._of_gradients(gradients)]
+        if not wrong and float(weight) < 0:
+            told = "return how much the batch counts, float(len(x)) for a mean over samples"
+            wrong.append(_value("weight", f"is {float(weight):g}", "a sign", told))
+        if wrong:
+            raise WrongAnswer(*wrong)
+        return Answer(float(loss), {name: np.array(gradients[name]) for name in self.names}, float(weight))
+
+    def _of_gradients(self, gradients: Mapping[str, Any]) -> list[ModelFinding]:
+        wrong = []
+        for name in gradients:
+            if name not in self.shapes:
+                near = difflib.get_close_matches(str(name), self.shapes, 1, 0)
+                told = f"use the names of the parameters, such as {near[0]!r}" if near else "leave it out"
+                wrong.append(_value(f"gradient of {name!r}", "is of no parameter", "another name", told))
+        for name in self.names:
+            what = f"gradient of {name!r}"
+            if name not in gradients:
+                told = "return one for every trainable parameter, zeros too, or name it in frozen="
+                wrong.append(_value(what, "is missing", "a parameter that was forgotten", told))
+                continue
+            value = np.asarray(gradients[name])
+            if value.dtype.kind != "f" or value.dtype.itemsize < 4:
+                cause = "a part that was never taken" if value.dtype.kind == "c" else "a conversion"
+                wrong.append(_value(what, f"is of type {value.dtype}", cause, f"return it as {self.dtype}"))
+            elif value.shape != self.shapes[name]:
+                seen = f"has shape {value.shape}, its parameter has {self.shapes[name]}"
+                wrong.append(_value(what, seen, "a sum over a wrong axis", "return it shaped like its parameter"))
+            elif not np.isfinite(value).all():
+                seen = f"has {int(np.sum(~np.isfinite(value)))} elements of {value.size} that are not finite"
+                told = "divide and take roots where they are defined; check_model(parameters=...) looks elsewhere"
+                wrong.append(_value(what, seen, "a singularity at these parameters", told))
+        return wrong
+
+
+class Blocks:
+    """A sequence of blocks, run as training runs it; each pass writes its gradients into memory with other values."""
+
+    def __init__(self, model: Any, dtype: Any = None) -> None:
+        self.model, self.evaluations = model, 0
+        if dtype is not None:
+            self.model = SimpleNamespace(blocks=model.blocks, loss=model.loss, dtype=np.dtype(dtype), seed=model.seed)
+        self.specs = model_specs(model)
+        self.names = tuple(spec.name for spec in self.specs if spec.trainable and spec.tied is None)
+        self.dtype = np.dtype(self.model.dtype)
+
+    def start(self) -> dict[str, Array]:
+        """Return the start values."""
+        return initial_parameters(self.model)
+
+    def wide(self) -> Blocks:
+        """Return the same blocks in float64, where differences of the loss show more."""
+        return Blocks(self.model, np.float64)
+
+    def answer(self, parameters: Named, x: Any, y: Any, first: int = 0, *, fresh: bool = False) -> Answer:
+        """Run forward and backward."""
+        loss, weight, uses = self.passed(parameters, (x, y), first)
+        gradients = {name: uses[name] for name in self.names}
+        for spec in self.specs:
+            if spec.tied in gradients and spec.trainable:
+                gradients[spec.tied] = gradients[spec.tied] + uses[spec.name]
+        return Answer(loss, gradients, weight)
+
+    def passed(
+        self, parameters: Named, batch: tuple[Any, Any], first: int = 0, *, fill: float = 0.0, halves: bool = False
+    ) -> tuple[float, float, dict[str, Array]]:
+        """Return loss, weight and the gradient of every use of a parameter, written over ``fill``.
+
+        ``halves`` runs the two halves of each backward pass, and twice the loss.
+        """
+        self.evaluations += 1
+        params, run, scale = bind(self.model, read_only(dict(parameters))), self._run(batch[0], first), 1.0 + halves
+        x, caches = read_only(batch[0]), []
+        uses: dict[str, Array] = {}
+        with np.errstate(all="ignore"):
+            for block, layer in self.model.blocks.items():
+                x, cache = layer.forward(params[block], x, run)
+                caches.append((block, layer, cache))
+            loss, weight, cache = self.model.loss.forward(x, read_only(batch[1]))
+            dy = self.model.loss.backward(cache, scale)
+            for block, layer, cache in reversed(caches):
+                views = {spec.name: np.full(spec.shape, fill, self.dtype) for spec in layer.specs()}
+                grads = nest(views.items())
+                if halves:
+                    dy, pending = layer.backward_input(params[block], cache, dy)
+                    layer.backward_weights(params[block], cache, pending, grads)
+                else:
+                    dy = layer.backward(params[block], cache, dy, grads)
+                uses.update((f"{block}.{name}", view / self.dtype.type(scale)) for name, view in views.items())
+        wrong = [*_of_number("loss", loss), *_of_number("weight", weight)]
+        if wrong:
+            raise WrongAnswer(*wrong)
+        return float(loss), float(weight), uses
+
+    def _run(self, x: Any, first: int) -> Run:
+        return run_on(self.model, x, Run(training=True, seed=self.model.seed, first_sample=first))
+
+    def loss(self, parameters: Named, x: Any, y: Any) -> float:
+        """Run forward only."""
+        self.evaluations += 1
+        with np.errstate(all="ignore"):
+            prediction = evaluate(self.model, bind(self.model, parameters), x, self._run(x, 0))
+            return float(self.model.loss.forward(prediction, y)[0])
+
+    def predict(self, parameters: Named, x: Any) -> Any:
+        """Run forward without dropout."""
+        self.evaluations += 1
+        return evaluate(self.model, bind(self.model, parameters), read_only(x))
+
+
+def place_of(error: BaseException) -> str:
+    """Return file and line of the innermost frame outside of this library. Not collective."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if f"{__name__.partition('.')[0]}/" not in frame.filename.replace("\\", "/")]
+    frame = (own or frames)[-1]
+    return f"{frame.filename.rpartition('/')[2]}:{frame.lineno} in {frame.name}"
+
+
+def origin_of(model: Any, member: str) -> str:
+    """Return where a model's own code stands: a member of a black box, the class of others. Not collective."""
+    function = getattr(model, member, type(model)) if isinstance(model, BlackBoxModel) else type(model)
+    while isinstance(function, partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        return f"{code.co_filename.rpartition('/')[2]}:{code.co_firstlineno} in {code.co_name}"
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def _of_number(what: str, value: Any) -> list[ModelFinding]:
+    array = np.asarray(value)
+    if array.size != 1 or array.dtype.kind not in "fiu":
+        shown = f"{array.dtype} of shape {array.shape}" if array.size != 1 else f"{value!r}"
+        return [_value(what, f"is {shown}", "a sum or conversion that is missing", "return one real number")]
+    if not math.isfinite(float(array.reshape(-1)[0])):
+        told = "check the samples, or give check_model(parameters=...) where the model can be evaluated"
+        return [_value(what, f"is {value} at these parameters", "start values or samples outside of the domain", told)]
+    return []
+
+
+def _value(what: str, seen: str, cause: str, remedy: str) -> ModelFinding:
+    return ModelFinding("values", what, seen, cause, remedy)
+
+
+def _written(what: str, where: str) -> ModelFinding:
+    told = "copy what is changed, x = x.copy(); training lends its own memory"
+    return ModelFinding("repeats", what, f"is written to {where}", "code that works in place", told)
