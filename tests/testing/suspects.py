@@ -442,7 +442,7 @@ WRONG: dict[str, tuple[Callable[[Any], Case], str, str]] = {
     "a penalty once a call": (spoilt(constant_penalty), "loss", "once a call"),
     "a penalty without its gradient": (spoilt(penalty_without_gradient), "gradient of 'c'", "a part of it"),
     "noise": (spoilt(noise), "loss", "the global generator numpy.random"),
-    "an unknown name": (spoilt(unknown_name), "gradient of 'bb'", "such as 'b'"),
+    "an unknown name": (spoilt(unknown_name), "gradient of 'bb'", "use the names of the parameters, 'a', 'b', 'c'"),
     "a missing name": (spoilt(missing_name), "gradient of 'b'", "is missing"),
     "a complex gradient": (spoilt(complex_gradient), "gradient of 'b'", "complex128"),
     "an integer gradient": (spoilt(integer_gradient), "gradient of 'b'", "int64"),

@@ -38,7 +38,7 @@ def test_all_that_is_wrong_is_named_at_once(rng):
     def spoil(p, batch, loss, gradients, weight):
         return loss, {"a": -gradients["a"], "b": gradients["b"], "c": 3 * gradients["c"]}, 1.0
 
-    with pytest.raises(ModelCheckError, match=r"wrong \(suspects.py:\d+ in loss_and_grad\)") as caught:
+    with pytest.raises(ModelCheckError, match=r"wrong \(loss_and_grad at suspects.py:\d+\)") as caught:
         check_model(*box(rng, spoil))
     found = caught.value.report.findings
     assert {finding.what for finding in found} == {"weight", "gradient of 'a'", "gradient of 'c'"}

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import math
-import traceback
 from collections.abc import Mapping
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from mpizero.frames import users_line
+from mpizero.names import nearest
 from mpizero.nn.model import bind, evaluate, initial_parameters, model_specs, nest
 from mpizero.nn.split.model import run_on
+from mpizero.parallel.answers import named
 from mpizero.parallel.compute import blocks_of
 from mpizero.train.modelcheck.findings import ModelFinding, WrongAnswer
 from mpizero.train.modelcheck.trees import read_only
@@ -131,9 +130,12 @@ class BlackBox:
         wrong = []
         for name in gradients:
             if name not in self.shapes:
-                near = difflib.get_close_matches(str(name), self.shapes, 1, 0)
-                told = f"use the names of the parameters, such as {near[0]!r}" if near else "leave it out"
-                wrong.append(_value(f"gradient of {name!r}", "is of no parameter", "another name", told))
+                told = f"use the names of the parameters, {', '.join(map(repr, list(self.shapes)[:8]))}"
+                wrong.append(
+                    _value(
+                        f"gradient of {name!r}", f"is of no parameter{nearest(name, self.shapes)}", "another name", told
+                    )
+                )
         for name in self.names:
             what = f"gradient of {name!r}"
             if name not in gradients:
@@ -230,23 +232,14 @@ class Blocks:
 
 
 def place_of(error: BaseException) -> str:
-    """Return file and line of the innermost frame outside of this library. Not collective."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if f"{__name__.partition('.')[0]}/" not in frame.filename.replace("\\", "/")]
-    frame = (own or frames)[-1]
-    return f"{frame.filename.rpartition('/')[2]}:{frame.lineno} in {frame.name}"
+    """Return the user's own line that raised. Not collective."""
+    return str(users_line(error.__traceback__) or "a line that is not known")
 
 
 def origin_of(model: Any, member: str) -> str:
     """Return where a model's own code stands: a member of a black box, the class of others. Not collective."""
-    function = getattr(model, member, type(model)) if isinstance(model, BlackBoxModel) else type(model)
-    while isinstance(function, partial):
-        function = function.func
-    function = inspect.unwrap(function)
-    code = getattr(function, "__code__", None)
-    if code is not None:
-        return f"{code.co_filename.rpartition('/')[2]}:{code.co_firstlineno} in {code.co_name}"
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+    function = getattr(model, member, None) if isinstance(model, BlackBoxModel) else None
+    return type(model).__name__ if function is None else named(function, member)
 
 
 def _of_number(what: str, value: Any) -> list[ModelFinding]:
