@@ -17,7 +17,7 @@ usage: scripts/test.sh [--quick] [--only PART]... [--help]
   mpich      tests with MPI on 1, 2, 3, 4 and 8 ranks (MPICH from PyPI, no system package needed)
   cuda       the GPU kernels in Numba's CUDA simulator
   ptx        the GPU kernels compiled to machine code by numba-cuda and ptxas, no card needed: errors, spills, doubles
-  torch      layers, losses, gradients and training compared with PyTorch's (its CPU build)
+  torch      layers, losses, gradients and training compared with PyTorch's (its CPU build); recipes with it and JAX
   openmpi    tests with MPI on 4 ranks of the system's Open MPI with parallel HDF5
   exactness  one training on every number of ranks and strategy, kinds of memory in turn: the same bits
   hybrid     one training on every pipeline x data, schedule and ZeRO stage: the same bits; split layers within rounding
@@ -104,9 +104,9 @@ install_cuda() {
     "$1/bin/pip" install -q -e . 'numba-cuda[cu13]' 'cuda-toolkit[nvcc]==13.*' pytest
 }
 
-# PyTorch's CPU build (another version may come with gigabytes for cards), over what the test environment has.
+# PyTorch's CPU build and JAX (another version may come with gigabytes for cards), over what the test environment has.
 install_torch() {
-    "$1/bin/pip" install -q torch==2.13.0 &&
+    "$1/bin/pip" install -q torch==2.13.0 jax==0.10.2 &&
         "$1/bin/python" - "$("$PY" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')" <<'LINK'
 import pathlib, sys, sysconfig
 link = pathlib.Path(sysconfig.get_paths()["purelib"], "test-environment.pth")
@@ -270,7 +270,9 @@ part_ptx() {
 part_torch() {
     wait_prepared torch || return 0
     "$TORCH_VENV/bin/python" scripts/compare_torch.py || return 1
-    PY=$TORCH_VENV/bin/python run_pytest torch 600 tests/peers
+    # Recipes run under the other environment's MPICH: mpi4py would take the system's library first.
+    MPI4PY_LIBMPI=$VENV/lib/libmpi.so.12 MPIZERO_MPIEXEC="$VENV/bin/mpiexec $TORCH_VENV/bin/python" \
+        PY=$TORCH_VENV/bin/python run_pytest torch 900 tests/peers
 }
 
 part_openmpi() {

@@ -49,7 +49,11 @@ def commands(page: Path) -> list[list[str]]:
     return [w[w.index("python") + 1 :] if "python" in w else w for w in words]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
+#: Each block of it is a program, run by tests/peers/test_recipes.py.
+RECIPES = ROOT / "docs" / "recipes.md"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python") and p != RECIPES], ids=lambda p: p.name)
 def test_python_of_the_docs_runs(page, tmp_path):
     """A page's blocks are one script, in a folder with some text."""
     (tmp_path / "corpus").mkdir()
@@ -65,6 +69,12 @@ def test_python_of_the_docs_runs(page, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_recipes_are_the_examples():
+    programs = sorted(path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py"))
+    assert sorted(blocks(RECIPES, "python")) == programs
+    assert blocks(RECIPES, "fortran") == [(ROOT / "examples" / "adjoint.f90").read_text(encoding="utf-8")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
@@ -89,7 +99,7 @@ def headings(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_links_lead_somewhere(page):
-    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", FENCE.sub("", page.read_text(encoding="utf-8"))):
         there = page.parent / target if target else page
         assert target.startswith("https://") or there.exists(), target
         assert not anchor or target.startswith("https://") or anchor in headings(there), f"{target}#{anchor}"
@@ -109,7 +119,7 @@ def test_timetables_of_the_docs_are_those_of_the_schedules():
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_files_named_in_the_docs_exist(page):
     text = page.read_text(encoding="utf-8")
-    for name in re.findall(r"`((?:scripts|docs|tests|mpizero)/[\w./-]*)`", text):
+    for name in re.findall(r"`((?:scripts|docs|tests|examples|mpizero)/[\w./-]*)`", text):
         assert (ROOT / name).exists(), name
 
 
