@@ -58,6 +58,7 @@ ENVIRONMENT = {
     "mpizero.faults",
     "mpizero.train.cli",
     "mpizero.comm.guard",
+    "mpizero.comm.launch",
     "mpizero.kernels.cache",
     "mpizero.kernels.blas",
 }

@@ -86,4 +86,4 @@ def from_bytes(data: bytes | bytearray | memoryview) -> Reader:
         raise CheckpointError(f"serialized model: {start} bytes of state instead of {manifest.state_bytes}")
     source = MemoryBytes(view[:start])
     check_structure(source, manifest, "serialized model")
-    return Reader(as_communicator(None), manifest, source, name)
+    return Reader(as_communicator("self"), manifest, source, name)

@@ -355,8 +355,9 @@ def open_checkpoint(folder: str | os.PathLike[str], comm: object = None) -> Read
     ----------
     folder : path
         The checkpoint; rank 0's path counts.
-    comm : communicator or None
-        mpi4py communicator, :class:`~mpizero.comm.communicator.Communicator`, or None for one process.
+    comm : communicator, "self" or None
+        mpi4py communicator, :class:`~mpizero.comm.communicator.Communicator`, "self" for this process alone, or None
+        for all ranks that a launcher has started.
 
     Raises
     ------

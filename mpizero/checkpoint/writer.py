@@ -47,8 +47,9 @@ def write(
         that it has no part of.
     attributes : dict
         JSON values, the same on every rank.
-    comm : communicator or None
-        mpi4py communicator, :class:`~mpizero.comm.communicator.Communicator`, or None for one process.
+    comm : communicator, "self" or None
+        mpi4py communicator, :class:`~mpizero.comm.communicator.Communicator`, "self" for this process alone, or None
+        for all ranks that a launcher has started.
     backend : {"direct", "mpio"}
         Each rank writes its bytes by itself, or through parallel HDF5. The resulting files are the same.
     replace : bool

@@ -125,6 +125,12 @@ class Board:
                 _CLAIM.pack_into(self._map, 0, self.rank + 1)
             return holder in (0, self.rank + 1)
 
+    def close(self) -> None:
+        """Let the file go; what is mapped stays until nobody writes to it any more. Not collective."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
     def claimed(self) -> bool:
         """Tell whether a rank of the node has spoken. Not collective."""
         return bool(_CLAIM.unpack_from(self._map, 0)[0])

@@ -1,33 +1,56 @@
-"""From what users have (an mpi4py communicator, one of ours, nothing) to a Communicator."""
+"""From what users have (an mpi4py communicator, one of ours, "self", nothing) to a Communicator."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from mpizero.comm.arrival import PATIENCE
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.inmemory import InMemoryCommunicator
+from mpizero.comm.launch import default_world, one_process
 from mpizero.errors import ArgumentError
 
 
-def as_communicator(comm: Any = None, name: str = "world") -> Communicator:
-    """Turn an mpi4py communicator, a Communicator or None (one process, no MPI) into a Communicator.
+def as_communicator(
+    comm: Any = None, name: str = "world", *, timeout: float | None = PATIENCE, embedded: bool = False
+) -> Communicator:
+    """Turn an mpi4py communicator, a Communicator, "self" or None into a Communicator.
 
     Collective over ``comm`` if it is an mpi4py communicator: it is split, never used itself, and the caller closes the
-    result. A Communicator is returned as it is.
+    result. A Communicator is returned as it is. None is all ranks where a launcher has started several (collective
+    over them, and starts MPI), and one process elsewhere; "self" is this process alone, without MPI. ``timeout`` are
+    the seconds that the ranks have to come to this call, ``embedded`` is :class:`~mpizero.ShardingConfig`'s.
 
     Raises
     ------
     TypeError
         If ``comm`` is something else.
+    ConfigError
+        If ``comm`` is None, and each of several processes that were started together sees itself alone.
     """
     if isinstance(comm, Communicator):
         return comm
     if comm is None:
-        return InMemoryCommunicator.group(1, name=name)[0]
+        comm = default_world()
+    if comm is None or comm == "self":
+        return one_process(name)
     if type(comm).__module__.split(".")[0] == "mpi4py" or hasattr(comm, "Split_type"):
         from mpizero.comm.mpi import MpiCommunicator  # mpi4py starts MPI where it is imported
 
-        return MpiCommunicator(comm, name=name)
+        return MpiCommunicator(comm, name=name, timeout=timeout, guest=embedded)
     raise ArgumentError(
-        f"comm must be an mpi4py communicator, an mpizero Communicator or None, got {type(comm).__name__}: {comm!r}"
+        'comm must be an mpi4py communicator, an mpizero Communicator, "self" (this process alone) or None (all ranks '
+        f"of the launcher), got {type(comm).__name__}: {comm!r}"
     )
+
+
+@contextmanager
+def lent(comm: Any = None) -> Iterator[Communicator]:
+    """Turn ``comm`` into a Communicator, and close it in the end if it had to be made. Collective over ``comm``."""
+    world = as_communicator(comm)
+    try:
+        yield world
+    finally:
+        if world is not comm:
+            world.close()

@@ -1,121 +1,186 @@
-"""Nobody fails alone: an error on one rank ends the job with that rank's traceback, and leaving early is an error.
-
-Works under plain ``mpiexec python script.py``. What it cannot see is ``os._exit``, which runs no Python code: there
-the launcher must notice (Open MPI's does; MPICH's takes status 0 for success), so a marker file has to tell success.
+"""Nobody fails alone: what watches over a process, from the first name of mpizero that it uses on.
 
 [Note: one holder] ``sys.excepthook``, ``threading.excepthook`` and ``atexit`` belong to the process, as MPI does, so
 there is one guard per process: ``_GUARD``, the only module state of the package. It holds what those hooks need and
 nothing that a computation reads.
 
-[Note: last words] Of all ranks that fail, one speaks. The ranks of a node ask their board who is first. Other nodes
-cannot ask, so nodes without rank 0 first wait for ``_OTHER_NODE`` seconds, in which a job that is being ended kills
-them. An error of bad input (MpizeroError) is usually raised by all ranks at once: each brings it into a minimum over
-the ranks, which names the lowest failing rank and its exit status; that rank speaks, and all leave without Abort.
-A RemoteError or PeerFailure only says that somebody else failed: it speaks only if nobody else does.
+[Note: a life] :func:`install_in_job` begins it when the first name is used in a launcher's job, and so does the first
+communicator. From then on the hooks tell of errors and of the end (:mod:`.hooks`, :mod:`.ending`), and where there are
+several ranks a thread tells the others of the node where this one stands. The last communicator that is closed ends
+it, and all is as before; the next one begins it again. A guest's communicators (``embedded``) do neither.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import os
+import signal
 import socket
 import sys
-import threading
-import time
-from collections.abc import Callable
-from types import TracebackType
-from typing import Any, NoReturn
+import warnings
+from collections.abc import Iterator
+from typing import Any
 
+from mpizero.comm.arrival import arriving
 from mpizero.comm.board import Slot
 from mpizero.comm.contract import Lookout
+from mpizero.comm.ending import Ending
 from mpizero.comm.heartbeat import Heartbeat
-from mpizero.comm.lastwords import await_delivery, describe, format_error, told, write
-from mpizero.comm.leaving import BLOCKED, PATIENCE, Departure, minimum
+from mpizero.comm.hooks import Hooks
 from mpizero.comm.libraryexit import LibraryExit
-from mpizero.comm.peers import Peers
-from mpizero.comm.register import Register
-from mpizero.comm.supervisor import Supervisor
+from mpizero.comm.roll import open_roll
+from mpizero.comm.scratch import folders
 from mpizero.comm.trace import CallTrace
 from mpizero.errors import (
-    CollectiveError,
-    CollectiveMismatch,
     ConfigError,
     ExitStatus,
-    MpizeroError,
-    PeerFailure,
-    RemoteError,
 )
-from mpizero.launched import BY_MPI
+from mpizero.launched import BY_MPI, RANK_PROCESS, Launch, is_rank, is_several, job_name, launched_rank, mark
 from mpizero.names import nearest
 
-#: Seconds between the failure of a rank and the hard end of its process, whatever MPI does.
-HARD_STOP = 4.0
-#: Seconds for which an error of bad input waits for the same error on the other ranks: they are in step once they
-#: share a communicator; before, one may still be loading the program.
-_AGREEMENT, _AGREEMENT_AT_START = 0.7, 2.0
-#: Seconds for which ranks that fail because of another rank, or second, wait to be ended.
-_CONSEQUENCE = 2.0
-_OTHER_NODE = 0.3
 #: "collectives": each is compared before it starts. "gradients": every step looks for some that no layer has written.
 DEBUG, DEBUGGED = "MPIZERO_DEBUG", ("collectives", "gradients")
+#: "1": this process belongs to another program, and nothing of it is touched; docs/embedding.md.
+EMBEDDED = "MPIZERO_EMBEDDED"
 
-_NORMAL = 2**62
-_KEYBOARD_INTERRUPT = 130
 
-
-class Guard:
-    """What the hooks of one process need; made once, see [Note: one holder]."""
+class Guard(Ending):
+    """Takes over the process for the communicators of mpizero, and gives it back; made once, see [Note: one holder]."""
 
     def __init__(self) -> None:
-        self.process = 0
-        self.rank, self.size, self.host = 0, 1, ""
-        self.launched = any(name in os.environ for name in BY_MPI)
-        self.peers = Peers()
-        self.supervisor = Supervisor()
-        self.patience = PATIENCE
-        self.heartbeat: Heartbeat | None = None
-        self.lookout: Lookout | None = None
+        super().__init__(launched=is_several(os.environ))
         self.debug = frozenset(filter(None, map(str.strip, os.environ.get(DEBUG, "").split(","))))
         self.verifies = "collectives" in self.debug
-        self.register = Register()
-        self.context: dict[str, Any] = {}
-        self._leaving = ""
-        self._agreed = False
-        self._asked: tuple[Any, dict[str, int]] = (0, {})
-        self._dying = threading.Lock()
         self._library_exit: LibraryExit | None = None
-        self._excepthook: Callable[..., Any] = sys.__excepthook__
-        self._unraisablehook: Callable[..., Any] = sys.__unraisablehook__
-        self._sys_exit: Callable[..., NoReturn] = sys.exit
+        self._imported = self._keeps = self.shows_stacks = False
+        #: The communicators that are watched over, with the ranks of those that were not split off another one.
+        self._watched: dict[CallTrace, tuple[int, ...]] = {}
 
     # ------------------------------------------------------------------ life
 
-    def install(self) -> None:
-        """Set the hooks; a second call does nothing. Not collective."""
-        if self.process == os.getpid():
+    def install_in_job(self) -> None:
+        """Begin to watch over this process where a launcher has started it as a rank; a second call does nothing.
+
+        Not collective; loads no MPI.
+        """
+        if not self._imported:
+            self._imported = True
+            rank = any(name in os.environ for name in BY_MPI) and is_rank(os.environ)
+            if (rank or "mpi4py.MPI" in sys.modules) and os.environ.get(EMBEDDED) != "1":
+                self.install()
+                self.is_guest()  # says what is wrong with another value
+
+    def install(self, *, keep: bool = False) -> None:
+        """Set the hooks, and begin to tell the other ranks of the node where this one stands. Not collective.
+
+        A second call does nothing. ``keep``: until the end of the process, which is ours alone.
+        """
+        self._keeps |= keep
+        if self.hooks is not None and self.hooks.live:
             return
-        self.process = os.getpid()
-        self.host = socket.gethostname()
-        self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
-        self._unraisablehook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
-        self._sys_exit, sys.exit = sys.exit, self._on_sys_exit
-        # A foreign hook for threads (pytest's) collects their errors for a report of its own.
-        if threading.excepthook is threading.__excepthook__:
-            threading.excepthook = self._on_thread_exception
-        atexit.register(self._on_exit)
+        self._imported, self.process, self.host = True, os.getpid(), socket.gethostname()
+        self.hooks = Hooks(self)
+        if is_several(os.environ):
+            os.environ[RANK_PROCESS] = mark(os.environ)
+            self.rank = self.peers.rank = launched_rank(os.environ)
+            folder = next((folder for folder in folders() if os.access(folder, os.W_OK)), "")
+            size = Launch.of(os.environ).size or 1
+            self.peers.roll = open_roll(job_name(os.environ), self.rank, size, folder, self.supervisor.complain)
+            self._tell()
         for word in sorted(self.debug.difference(DEBUGGED)):
             raise ConfigError(
                 f'{DEBUG}={word!r}: expected "collectives", "gradients", both with a comma between, or nothing'
                 f"{nearest(word, DEBUGGED)}"
             )
 
-    def follow(self, trace: CallTrace, comm: Any) -> tuple[int, ...]:
-        """Put a communicator on the register and return its world ranks, who meet if they have not yet.
+    def give_back(self) -> None:
+        """Put back all that was taken over, unless the process is ours alone. Not collective.
 
-        Collective over ``comm``, an mpi4py intracommunicator.
+        Done when the last communicator is closed, and by a guest's configuration.
         """
+        if self.process == os.getpid() and self.hooks is not None and not self._keeps:
+            self.hooks.give_back()
+            self._rest()
+
+    def leaves(self) -> None:
+        """Wait for the others at the end of the program, then rest."""
+        super().leaves()
+        self._rest()
+
+    def _rest(self) -> None:
+        heartbeat, self.heartbeat, self.lookout = self.heartbeat, None, None
+        if heartbeat is not None:
+            heartbeat.notes.clear()
+            self.supervisor.remove(heartbeat.look)
+        if self.shows_stacks:
+            self.shows_stacks = False
+            faulthandler.unregister(signal.SIGUSR2)
+        self.peers.close()
+        if self._library_exit is not None:
+            self._library_exit.close()
+            self._library_exit = None
+        os.environ.pop(RANK_PROCESS, None)
+        self.hooks, self.process = None, 0
+
+    def be_guest(self) -> None:
+        """Give back what the import has taken, where nothing is watched over yet. Not collective."""
+        self._imported = True
+        if not self._watched:
+            self.give_back()
+
+    def is_guest(self, embedded: bool = False) -> bool:
+        """Tell whether this process belongs to another program. Not collective."""
+        if (value := os.environ.get(EMBEDDED, "")) not in ("", "0", "1"):
+            raise ConfigError(f'{EMBEDDED}={value!r}: expected "1", or "0" or nothing')
+        return embedded or value == "1"
+
+    @contextlib.contextmanager
+    def making(self, trace: CallTrace, comm: Any, timeout: float | None, *, guest: bool) -> Iterator[Any]:
+        """Put a communicator on the register, which the block makes; it hands out what lets its ranks meet.
+
+        Collective over ``comm``, an mpi4py intracommunicator, as is what is handed out, for the new one.
+        """
+        if not guest:
+            self.install()
+        members = self.world_ranks(comm)
+        entry = self.register.add(trace, members, comm.Get_rank())
+        try:
+            if guest or len(members) == 1:
+                yield lambda own: members
+            else:
+                with arriving(entry, self.supervisor, timeout, self._known, self._end_stuck):
+                    yield lambda own: self._meet(own, members)
+        except BaseException:
+            self.register.remove(trace)
+            raise
+        if not guest:
+            self._watched[trace] = tuple(sorted(members))
+            if comm.Get_rank() == 0 and (mpi := sys.modules["mpi4py.MPI"]).Query_thread() < mpi.THREAD_MULTIPLE:
+                text = "MPI runs below thread level MULTIPLE: the watchdog cannot end a hanging job; "
+                text += "unset MPI4PY_RC_THREAD_LEVEL and mpi4py.rc.thread_level, or be a guest: embedded=True"
+                warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+    def _known(self) -> dict[int, Slot]:
+        own = {} if self.heartbeat is None else {self.rank: self.heartbeat.last}
+        return self.peers.on_roll() | self.peers.read() | own
+
+    def _end_stuck(self, text: str) -> None:
+        if not self.ending:
+            self.end_job(self.lines(text), ExitStatus.HANG)
+
+    def _meet(self, comm: Any, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Let the ranks of a communicator open what they tell each other by, unless they have. Collective over it."""
+        if not self.peers.met(members):
+            self.peers.meet(comm, members, self.host, self.supervisor.complain)
+        self._tell()
+        self._look_out()
+        if len(members) == self.size:
+            self.peers.leave_roll(all_met=True)
+        return members
+
+    def world_ranks(self, comm: Any) -> tuple[int, ...]:
+        """Return the ranks in COMM_WORLD of those of ``comm``, an mpi4py communicator. Not collective."""
         from mpi4py import MPI
 
         world = MPI.COMM_WORLD
@@ -125,261 +190,60 @@ class Guard:
         members = tuple(group.Translate_ranks(None, everyone))
         group.Free()
         everyone.Free()
-        self.register.add(trace, members, comm.Get_rank())
-        if len(members) > 1 and not self.peers.cover(members):
-            self.peers.meet(comm, members, self.host, self.supervisor.complain)
-            if self.heartbeat is None:
-                self._start(world)
-            else:
-                self.heartbeat.beat()
         return members
 
-    def _start(self, world: Any) -> None:
-        """Begin to tell the others where this rank stands, and to look at them. Not collective."""
-        self.heartbeat = Heartbeat(self.peers, self.register, self.supervisor, self._state, world)
-        self.lookout = Lookout(self.heartbeat, self._end_mismatch)
-        self.heartbeat.listeners.append(self.lookout.look)
+    def follow(self, trace: CallTrace, comm: Any, *, guest: bool) -> tuple[int, ...]:
+        """Put a communicator that was split off one of ours on the register; return its world ranks.
+
+        Not collective.
+        """
+        members = self.world_ranks(comm)
+        self.register.add(trace, members, comm.Get_rank())
+        if not guest:
+            self._watched[trace] = ()
+        return members
+
+    def forget(self, trace: CallTrace, *, free: bool) -> None:
+        """Take a closed communicator off the register; with the last one, give everything back.
+
+        Collective over its ranks, where ``free`` says that MPI lives.
+        """
+        self.register.remove(trace)
+        members = self._watched.pop(trace, None)
+        if members and members not in self._watched.values():
+            self.peers.part(members, free=free)
+        if members is not None and not self._watched:
+            self.give_back()
+
+    def _tell(self) -> None:
+        """Tell the others where this rank stands, from now on. Not collective."""
+        if self.heartbeat is not None:
+            self.heartbeat.beat()
+            return
+        self.heartbeat = Heartbeat(self.peers, self.register, self.supervisor, self._state)
         try:
             self.heartbeat.beat()
             self.supervisor.add(self.heartbeat.look)
-            self._library_exit = LibraryExit(self._on_library_exit)
         except Exception as error:  # what only helps to find a fault ends no run
             self.supervisor.complain(error)
 
-    def _end_mismatch(self, error: CollectiveMismatch) -> None:
-        if not self.ending:
-            self.end_job(self.lines(describe(error)), error.status)
-
-    def _state(self) -> Slot:
-        return {"state": self._leaving or "working", **self.context}
-
-    def _mpi(self, join: bool = False) -> Any:
-        """Return the MPI module while this process can use it and is not the only one, else None.
-
-        With ``join`` a rank that fails before it has loaded MPI does so now: MPICH's launcher does not notice the end
-        of a process that never came to MPI_Init, and the others would wait for it there.
-        """
-        if join and self.launched and self.process == os.getpid() and "mpi4py.MPI" not in sys.modules:
-            self._arm_hard_stop(0.0)
-            with contextlib.suppress(Exception):
-                from mpi4py import MPI  # noqa: F401
-            faulthandler.cancel_dump_traceback_later()
-        mpi = sys.modules.get("mpi4py.MPI")
-        if mpi is None or self.process != os.getpid() or not mpi.Is_initialized() or mpi.Is_finalized():
-            return None
-        if self.size == 1:  # no communicator with all ranks was made yet
-            self.rank, self.size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
-        return mpi if self.size > 1 else None
-
-    # ------------------------------------------------------------------ hooks
-
-    def _on_exception(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, origin: str = ""
-    ) -> None:
-        if self.process != os.getpid() or hasattr(sys, "ps1"):  # a forked child, or a person at the prompt
-            self._excepthook(kind, error, trace)
-            return
-        mpi = self._mpi(join=True)
-        if isinstance(error, MpizeroError):
-            # After a failed collective the ranks are not in step, and their communicators are of no more use.
-            together = not origin and not isinstance(error, CollectiveError)
-            together = together and (self._everyone is not None or not self.peers.groups)
-            status = self._agree_to_fail(mpi, error) if mpi and together else None
-            if status is None and mpi:
-                delay = 0.0 if together else self._is_consequence(error, mpi)
-                self.end(mpi, self.lines(told(error)), error.status, delay)
-            if status is None:
-                write(f"{told(error)}\n")
-            self._exit(error.status if status is None else status)
-        elif mpi is None:
-            self._excepthook(kind, error, trace)
-        else:
-            code = _KEYBOARD_INTERRUPT if issubclass(kind, KeyboardInterrupt) else ExitStatus.RANK_FAILED
-            delay = _AGREEMENT if self._is_consequence(error, mpi) else 0.0
-            self.end(mpi, self.lines(format_error(error, trace), origin), code, delay)
-
-    def _on_sys_exit(self, status: Any = None, /) -> NoReturn:
-        """Note what a program asks for: no hook is told of SystemExit, and at the end its status is forgotten."""
-        self._asked = (status, self.register.counts())
-        self._sys_exit(status)
-
-    def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
-        if args.exc_type is SystemExit or args.exc_value is None or self._mpi() is None:
-            threading.__excepthook__(args)
-        else:
-            name = args.thread.name if args.thread else "?"
-            self._on_exception(args.exc_type, args.exc_value, args.exc_traceback, f"in thread {name!r}")
-
-    def _on_unraisable(self, args: Any) -> None:
-        """Errors of functions registered with atexit come here; all others have no effect on the program."""
-        if "atexit" in (args.err_msg or "") and args.exc_value is not None and self._mpi() is not None:
-            self._on_exception(args.exc_type, args.exc_value, args.exc_traceback, "while leaving (atexit)")
-        else:
-            self._unraisablehook(args)
-
-    def _on_library_exit(self) -> None:
-        """Say what MPI has ended this process for, as far as the calls of the others tell; does not return then."""
-        if self.process != os.getpid() or self.lookout is None or not self._dying.acquire(blocking=False):
-            return
-        call = next((entry.trace for entry in self.register.live if entry.trace.entered), None)
-        error: CollectiveError | None = self.lookout.search(_OTHER_NODE if call is None else BLOCKED)
-        if error is None and call is not None:
-            error = CollectiveError(
-                f"the MPI library ended this process in {call.operation} {call.tag!r} of {call.name!r}"
-            )
-        if error is not None:
-            if self.speaks():
-                write(self.lines(describe(error)))
-                await_delivery()
-            else:
-                time.sleep(_AGREEMENT)
-            os._exit(ExitStatus.HANG)
-
-    @staticmethod
-    def _is_consequence(error: BaseException, mpi: Any) -> float:
-        """Seconds to give the rank that failed first; MPI itself reports dead peers to those that live."""
-        if isinstance(error, RemoteError | PeerFailure):
-            return _CONSEQUENCE
-        return _AGREEMENT if isinstance(error, mpi.Exception) else 0.0
-
-    # ------------------------------------------------------------------ ending together
-
-    @property
-    def _everyone(self) -> Any:
-        """The communicator of all ranks that only the guard uses; None if they have not met."""
-        return next((group.control for group in self.peers.groups if len(group.members) == self.size), None)
-
-    def _agree_to_fail(self, mpi: Any, error: MpizeroError) -> int | None:
-        """Return the common exit status if every rank ends now, after one of them has printed its error; else None.
-
-        Only where all ranks have met, or none: a rank that fails before its first communicator may use COMM_WORLD, for
-        it leaves.
-        """
-        second = isinstance(error, RemoteError | PeerFailure)
-        self._leaving = "failed"
-        mine = (second << 56) | (self.rank << 8) | int(error.status)
-        limit = _CONSEQUENCE if second else _AGREEMENT if self.peers.groups else _AGREEMENT_AT_START
-        found = minimum(mpi, [self._everyone or mpi.COMM_WORLD], mine, lambda waited: waited > limit)
-        if found is None:
-            return None
-        self._agreed = True
-        if found == mine:
-            write(f"{told(error)}\n")
-        return found & 0xFF
-
-    def _exit(self, status: int) -> NoReturn:
-        # -m mpi4py has noted status 1 for the error it saw pass, and would abort with it at the end.
-        if (runner := sys.modules.get("mpi4py.run")) is not None:
-            runner.set_abort_status(int(status))
-        raise SystemExit(int(status))
-
-    def _on_exit(self) -> None:
-        mpi = self._mpi()
-        if mpi is not None and self.peers.groups and not self._agreed and not self._dying.locked():
-            self._leaving = "leaving"
-            if self.heartbeat is not None:
-                self.heartbeat.beat()  # the last word of this rank on what it has called
-            status, counts = self._asked  # if collectives came after it, somebody has caught it
-            asked = status if counts == self.register.counts() else 0
-            departure = Departure(self.peers, self.register, asked, self.patience, self._end_early)
-            with contextlib.suppress(mpi.Exception):
-                minimum(mpi, [group.control for group in self.peers.groups], _NORMAL, departure.look)
-            if self.lookout is not None and (error := self.lookout.farewell()):
-                self._end_mismatch(error)
-        if self.process == os.getpid():
-            self.supervisor.stop()
-            self.peers.close()
-            if self._library_exit is not None:
-                self._library_exit.close()
-
-    def _end_early(self, reason: str) -> None:
-        if (mpi := self._mpi()) is not None:
-            text = f"left early: the program has ended here, but {reason}"
-            self.end(mpi, self.lines(text), ExitStatus.RANK_FAILED)
-
-    # ------------------------------------------------------------------ last words
-
-    def lines(self, text: str, origin: str = "") -> str:
-        """Put ``[rank r/N host]`` before every line; the first line says where the job stood."""
-        place = ", ".join(f"{name} {value}" for name, value in self.context.items())
-        head = " ".join(filter(None, [origin, f"at {place}" if place else ""]))
-        body = f"{head}:\n{text}" if head else text
-        prefix = f"[rank {self.rank}/{self.size} {self.host}]"
-        return "".join(f"{prefix} {line}".rstrip() + "\n" for line in body.splitlines())
-
-    def speaks(self) -> bool:
-        """Tell whether this rank is the one to say why the job ends. See [Note: last words]."""
-        if not self.peers.groups:  # nobody to ask: lower ranks first
-            time.sleep(min(0.1 * self.rank, _CONSEQUENCE) + (_OTHER_NODE if self.rank else 0.0))
-            return True
-        if not self.peers.leads:
-            time.sleep(_OTHER_NODE)
-        return self.peers.claim()
-
-    @property
-    def ending(self) -> bool:
-        """Whether this rank is about to end the job."""
-        return self._dying.locked()
-
-    def follows(self, trace: CallTrace) -> bool:
-        """Tell whether ``trace`` belongs to an MPI communicator of this process. Not collective."""
-        return any(entry.trace is trace for entry in self.register.live)
-
-    def end_job(self, text: str, status: int) -> None:
-        """End all ranks like :meth:`end`; returns only where MPI is gone already. Not collective."""
-        if (mpi := self._mpi()) is not None:
-            self.end(mpi, text, status)
-
-    def end(self, mpi: Any, text: str, status: int, delay: float = 0.0) -> NoReturn:
-        """Write ``text`` if no other rank has spoken, and end all ranks with ``status``. Does not return."""
-        if not self._dying.acquire(blocking=False):
-            threading.Event().wait()  # another thread of this rank is at it
-        self._arm_hard_stop(delay)
-        self._leaving = "failed"
-        time.sleep(delay)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        if self.speaks():
-            write(text)
-            await_delivery()
-        else:
-            time.sleep(_CONSEQUENCE)
-        if threading.current_thread() is threading.main_thread() or mpi.Query_thread() == mpi.THREAD_MULTIPLE:
-            mpi.COMM_WORLD.Abort(int(status))
-        os._exit(int(status))
-
-    @staticmethod
-    def _arm_hard_stop(delay: float) -> None:
-        nowhere = os.open(os.devnull, os.O_WRONLY)  # faulthandler wants somewhere to write; open until the end
-        faulthandler.dump_traceback_later(HARD_STOP + delay, exit=True, file=nowhere)
+    def _look_out(self) -> None:
+        """Compare what this rank calls with what the others call, from now on. Not collective."""
+        if self.lookout is None and self.heartbeat is not None:
+            self.lookout = Lookout(self.heartbeat, self._end_mismatch)
+            self.heartbeat.listeners.append(self.lookout.look)
+            self._library_exit = LibraryExit(self._on_library_exit)
 
 
 _GUARD = Guard()
 
 
-def install() -> None:
-    """End all ranks when this one fails or leaves early; done by the first MpiCommunicator. Not collective."""
-    _GUARD.install()
-
-
 def install_in_job() -> None:
-    """Install if a launcher has started this process, so that errors before the first communicator count too.
+    """Begin the supervised life of a rank: what the first name of mpizero that is used calls, and nothing else does.
 
-    Not collective; loads no MPI.
+    Not collective; loads no MPI. ``MPIZERO_EMBEDDED=1`` prevents it, ``ShardingConfig(embedded=True)`` takes it back.
     """
-    if _GUARD.launched or "mpi4py.MPI" in sys.modules:
-        _GUARD.install()
-
-
-def follow(trace: CallTrace, comm: Any) -> tuple[int, ...]:
-    """Register a new communicator. Collective over ``comm``, the mpi4py communicator behind ``trace``."""
-    return _GUARD.follow(trace, comm)
-
-
-def forget(trace: CallTrace) -> None:
-    """Take a closed communicator off the register. Not collective."""
-    _GUARD.register.remove(trace)
+    _GUARD.install_in_job()
 
 
 def set_context(step: int | None = None, phase: str | None = None) -> None:

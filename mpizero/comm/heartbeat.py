@@ -6,18 +6,20 @@ import contextlib
 import linecache
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from time import monotonic
 from types import FrameType
 from typing import Any
 
+from mpizero.comm.arrival import runs
 from mpizero.comm.board import Slot
 from mpizero.comm.peers import Peers
 from mpizero.comm.register import Register
 from mpizero.comm.stacks import frame_of, innermost, place, stacks
 from mpizero.comm.supervisor import Supervisor
-from mpizero.comm.trace import CallTrace, Record
+from mpizero.comm.trace import MAKING, CallTrace, Record
 
 #: Seconds in which a main thread at the same instruction is taken to stand still.
 _STILL = 0.5
@@ -72,7 +74,7 @@ def transfers(traces: Iterable[CallTrace], since: Callable[[float], float]) -> l
 class Heartbeat:
     """Writes where this rank stands on its boards, when the supervisor looks.
 
-    ``context`` gives further entries of the slot, ``world`` is mpi4py's COMM_WORLD.
+    ``context`` gives further entries of the slot.
     """
 
     def __init__(
@@ -81,7 +83,6 @@ class Heartbeat:
         register: Register,
         supervisor: Supervisor,
         context: Callable[[], dict[str, Any]],
-        world: Any,
     ) -> None:
         self.peers = peers
         self.register = register
@@ -90,7 +91,6 @@ class Heartbeat:
         self.last: Slot = {}
         self._supervisor = supervisor
         self._context = context
-        self._world = world
         self._watched = threading.main_thread().ident or 0
         self._asked: list[str] = []
         self._spot: tuple[int, int] = (0, 0)
@@ -127,8 +127,12 @@ class Heartbeat:
         slot: Slot = {"beat": now, "place": self._place, "still": since(self._since), "pid": os.getpid()}
         # A caught exception's frame may be gone at any moment; the board is a courtesy and never a fault of its own.
         with contextlib.suppress(Exception):
-            slot["library"] = library_call(frame, self._world) if frame and slot["still"] >= _STILL else ""
+            mpi = sys.modules.get("mpi4py.MPI")
+            stands = frame is not None and mpi is not None and slot["still"] >= _STILL
+            slot["library"] = library_call(frame, mpi.COMM_WORLD) if frame and mpi and stands else ""
         slot["calls"] = calls(self.register, since)
+        entries = tuple(self.register.live)
+        slot["making"] = {e.key: runs(e.members) for e in entries if e.trace.operation == MAKING}
         slot["transfers"] = transfers([entry.trace for entry in tuple(self.register.live)], since)
         slot["duties"] = [
             [e.key, e.trace.duties, what, since(begun)]

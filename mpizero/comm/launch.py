@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass
+from typing import Any
 
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.convert import as_communicator
+from mpizero.comm.inmemory import InMemoryCommunicator
 from mpizero.errors import ConfigError
+from mpizero.launched import Launch, is_rank, is_several
 
 _LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 
@@ -32,41 +36,73 @@ class MpiFacts:
     thread_level: str
 
 
-def world(launched: int | None = None, launcher: str = "", remedy: str = "") -> Communicator:
+def world() -> Communicator:
     """Return a communicator over all processes that were started together; one process without MPI is a world too.
 
     Collective over MPI's world; starts MPI. The caller closes the result.
-
-    Parameters
-    ----------
-    launched : int, optional
-        Number of processes that the launcher says it has started, None without a launcher.
-    launcher, remedy : str, optional
-        Its name, and what to do where MPI sees another number, for the error.
 
     Raises
     ------
     ConfigError
         The launcher has started more processes than MPI sees (it belongs to another MPI), or MPI cannot be loaded.
     """
-    launcher = launcher or "the launcher"
+    launch = Launch.of(os.environ)
+    launcher = launch.name or "the launcher"
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        if launched is None or launched == 1:
-            return as_communicator(None)
+        if launch.size in (None, 1):
+            return one_process()
         raise ConfigError(
-            f"{launcher} has started {launched} processes, but MPI cannot be loaded: {error}; "
+            f"{launcher} has started {launch.size} processes, but MPI cannot be loaded: {error}; "
             "install an MPI library, for example: pip install mpich"
         ) from None
-    size = MPI.COMM_WORLD.Get_size()
-    if launched is not None and size != launched:
+    from mpizero.comm.mpi import MpiCommunicator
+
+    _check_size(MPI, launch)
+    return MpiCommunicator(MPI.COMM_WORLD)
+
+
+def one_process(name: str = "world") -> Communicator:
+    """Return a communicator of this process alone, without MPI. Not collective."""
+    return InMemoryCommunicator.group(1, name=name)[0]
+
+
+def default_world() -> Any:
+    """Return what ``comm=None`` means: mpi4py's COMM_WORLD where a launcher has started several ranks, else None.
+
+    Not collective, but starts MPI where there are several. A program that a rank has started is no rank.
+
+    Raises
+    ------
+    ConfigError
+        Each of several processes sees itself alone, or MPI has been finalized.
+    """
+    launch, loaded = Launch.of(os.environ), sys.modules.get("mpi4py.MPI")
+    if not is_rank(os.environ) or (not is_several(os.environ) and (loaded is None or not loaded.Is_initialized())):
+        return None
+    way_out = 'comm="self" is this process alone'
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
         raise ConfigError(
-            f"{launcher} has started {launched} processes, but each sees {size}: it belongs to another MPI than the "
-            f"one that mpi4py has loaded, which is {' '.join(map(str, MPI.get_vendor()[:1]))}, or starts none; "
-            f"{remedy or 'use its own mpiexec'}"
+            f"comm=None is the world of {launch.name or 'the launcher'}, but MPI cannot be loaded: {error}; {way_out}"
+        ) from None
+    if MPI.Is_finalized():
+        raise ConfigError(f"comm=None is the launcher's world, but MPI has been finalized; {way_out}")
+    _check_size(MPI, launch, f"; {way_out}")
+    return MPI.COMM_WORLD if MPI.COMM_WORLD.Get_size() > 1 else None
+
+
+def _check_size(mpi: Any, launch: Launch, way_out: str = "") -> None:
+    """Raise unless MPI sees as many processes as the launcher says that it has started."""
+    size = mpi.COMM_WORLD.Get_size()
+    if launch.size not in (None, size):
+        raise ConfigError(
+            f"{launch.name} has started {launch.size} processes, but each sees {size}: it belongs to another MPI than "
+            f"the one that mpi4py has loaded, which is {' '.join(map(str, mpi.get_vendor()[:1]))}, or starts none; "
+            f"{launch.remedy or 'use its own mpiexec'}{way_out}"
         )
-    return as_communicator(MPI.COMM_WORLD)
 
 
 def mpi_facts() -> MpiFacts | None:

@@ -15,9 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from mpizero.comm.arrival import takes
 from mpizero.comm.board import Slot
 from mpizero.comm.peers import Peers
 from mpizero.comm.register import Register
+from mpizero.comm.roll import at_work
+from mpizero.comm.trace import MAKING
 
 #: Seconds that others must have waited for this rank before it counts as gone early.
 BLOCKED = 1.0
@@ -85,15 +88,34 @@ class Departure:
 
     def missed(self, waited: float) -> str:
         """Say why the others cannot end without this rank; "" if it may wait on. Not collective."""
-        if waited < BLOCKED or not (others := self._peers.members):
+        if waited < BLOCKED:
             return ""
         slots = self._peers.read_all(patiently=True)
-        for rank in sorted(set(slots).intersection(others)):
-            if reason := needs_me(self._register, rank, slots[rank]):
+        everyone = self._peers.on_roll() | slots
+        for rank in sorted(set(everyone).difference({self._peers.rank})):
+            if reason := needs_me(self._register, rank, everyone[rank]) or self._awaits(rank, everyone[rank]):
                 return reason
+        if not self._peers.groups:
+            return ""
         if waited > _ALONE and self._status not in (None, 0):
             return f"with exit status {self._status!r}, and the others go on"
         return self._standstill(slots)
+
+    def wait(self) -> None:
+        """Wait while ranks of this node are at work which have no communicator with this one. Not collective."""
+        begun = monotonic()
+        while any(map(at_work, self._peers.on_roll().values())):
+            self.look(monotonic() - begun)
+            time.sleep(_LOOK)
+
+    def _awaits(self, other: int, slot: Slot) -> str:
+        """Say that ``other`` is making a communicator which takes this rank, "" if it is not."""
+        known = self._register.counts()
+        making = slot.get("making", {})
+        for key, name, _, operation, _, since in slot["calls"]:
+            if operation == MAKING and since >= BLOCKED and key not in known and takes(making[key], self._peers.rank):
+                return f"rank {other} is {MAKING} {name!r} with it at {slot['place']}"
+        return ""
 
     def _standstill(self, slots: Mapping[int, Slot]) -> str:
         """Say that ranks wait for messages, and that all who could send them wait too or have left."""

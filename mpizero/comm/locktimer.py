@@ -67,6 +67,7 @@ class LockTimer:
         library, self._library = self._library, None
         if library is not None:
             library.timer_delete(self._timer)
+            faulthandler.unregister(_SIGNAL)
 
 
 def _with_timers() -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -13,6 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpizero.comm import guard
+from mpizero.comm.arrival import PATIENCE
 from mpizero.comm.checks import TAG_LIMIT
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.contract import first_mismatch
@@ -21,7 +21,7 @@ from mpizero.comm.requests import MpiReceive, MpiRequest
 from mpizero.comm.shared import MpiSharedMemory, free_space
 from mpizero.comm.trace import Call
 from mpizero.comm.transport import Request, SharedMemory
-from mpizero.errors import ArgumentError, CollectiveError, CollectiveMismatch, ExitStatus, MpizeroError
+from mpizero.errors import ArgumentError, CollectiveError, CollectiveMismatch, ExitStatus, MpizeroError, PeerFailure
 from mpizero.layout import Span
 from mpizero.types import Array
 
@@ -68,44 +68,47 @@ def _starts(counts: Sequence[int]) -> list[int]:
 class MpiCommunicator(Communicator):
     """A communicator of our own, split off the one it is made from.
 
-    Collective over ``comm``, an mpi4py intracommunicator. The first one of a process installs the guard that ends all
-    ranks when one fails. What is longer than ``limit`` bytes, of any operation, is cut into several messages.
+    Collective over ``comm``, an mpi4py intracommunicator; its ranks have ``timeout`` seconds to come, None is for ever.
+    What is longer than ``limit`` bytes, of any operation, is cut into several messages. Unless it is a ``guest``, the
+    guard watches over the process while there is one (:mod:`.guard`).
     """
 
     _native_errors = (MPI.Exception, BufferError, OverflowError)
 
-    def __init__(self, comm: MPI.Comm, *, limit: int = MESSAGE_LIMIT, name: str = "world") -> None:
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        *,
+        limit: int = MESSAGE_LIMIT,
+        name: str = "world",
+        timeout: float | None = PATIENCE,
+        guest: bool = False,
+    ) -> None:
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             raise ArgumentError(f"comm must be a live mpi4py intracommunicator, got {comm!r}")
-        guard.install()
-        # [Note: split, never dup] A duplicate of a Cartesian communicator keeps what makes Open MPI 4.1.4 write
-        # wrong HDF5 data; a split does not, and no message of the user can meet one of ours.
-        own = comm.Split(0, comm.Get_rank())
-        own.Set_errhandler(MPI.ERRORS_RETURN)
-        guard.current().verifies |= bool(own.allreduce(guard.current().verifies, MPI.MAX))  # on one rank is on all
-        if own.Get_rank() == 0 and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            warnings.warn(
-                "MPI runs below thread level MULTIPLE: the watchdog cannot end a hanging job; "
-                "unset MPI4PY_RC_THREAD_LEVEL and mpi4py.rc.thread_level",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        self._adopt(own, limit, name, shares_memory=False)
+        super().__init__(comm.Get_rank(), comm.Get_size(), name, shares_memory=False)
+        holder = guard.current()
+        guest = holder.is_guest(guest)
+        with holder.making(self.trace, comm, timeout, guest=guest) as meet:
+            # [Note: split, never dup] A duplicate of a Cartesian communicator keeps what makes Open MPI 4.1.4 write
+            # wrong HDF5 data; a split does not, and no message of the user can meet one of ours.
+            own = comm.Split(0, comm.Get_rank())
+            own.Set_errhandler(MPI.ERRORS_RETURN)
+            holder.verifies |= bool(own.allreduce(holder.verifies, MPI.MAX))  # on one rank is on all
+            members = meet(own)
+        self._adopt(own, limit, members, guest=guest)
 
-    def _adopt(self, own: MPI.Comm, limit: int, name: str, shares_memory: bool) -> None:
-        guard.current().register.check_room()
-        super().__init__(own.Get_rank(), own.Get_size(), name, shares_memory)
+    def _adopt(self, own: MPI.Comm, limit: int, members: tuple[int, ...], *, guest: bool) -> None:
         self._comm = cast("MPI.Intracomm", own)
-        self._limit = limit
-        members = guard.follow(self.trace, own)
+        self._limit, self._guest = limit, guest
         self._verifier: Verifier | None = None
         if guard.current().verifies and self.size > 1:
             self._verifier = Verifier(self._comm, self.trace, members)
 
-    @classmethod
-    def _of(cls, own: MPI.Comm, limit: int, name: str, shares_memory: bool = False) -> Self:
-        made = cls.__new__(cls)
-        made._adopt(own, limit, name, shares_memory)
+    def _of(self, own: MPI.Comm, name: str, *, shares_memory: bool) -> Self:
+        made = type(self).__new__(type(self))
+        Communicator.__init__(made, own.Get_rank(), own.Get_size(), name, shares_memory)
+        made._adopt(own, self._limit, guard.current().follow(made.trace, own, guest=self._guest), guest=self._guest)
         return made
 
     @property
@@ -278,7 +281,7 @@ class MpiCommunicator(Communicator):
     # ------------------------------------------------------------------ groups
 
     def _split(self, color: int, key: int, name: str) -> Communicator:
-        return self._of(self._comm.Split(color, key), self._limit, name, self.shares_memory)
+        return self._of(self._comm.Split(color, key), name, shares_memory=self.shares_memory)
 
     def _split_node(self, ranks_per_node: int | None, name: str) -> Communicator:
         node = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
@@ -286,7 +289,7 @@ class MpiCommunicator(Communicator):
             whole, place = node, node.Get_rank()
             node = whole.Split(place // ranks_per_node, place)
             whole.Free()
-        return self._of(node, self._limit, name, shares_memory=True)
+        return self._of(node, name, shares_memory=True)
 
     def _allocate_shared(self, nbytes: int) -> SharedMemory:
         return MpiSharedMemory(self._comm, nbytes, self.name)
@@ -305,7 +308,7 @@ class MpiCommunicator(Communicator):
 
     def close(self) -> None:
         """Free the communicator; a second call does nothing. Collective over the communicator."""
-        guard.forget(self.trace)
+        guard.current().forget(self.trace, free=not MPI.Is_finalized())
         if self._verifier is not None and not MPI.Is_finalized():
             self._verifier.close()
         self._verifier = None
@@ -314,7 +317,9 @@ class MpiCommunicator(Communicator):
         self._comm = cast("MPI.Intracomm", MPI.COMM_NULL)
 
     def abort(self, error: BaseException | None = None) -> None:
-        """End every rank of the job with the exit status of ``error``. Not collective; does not return."""
+        """End every rank of the job with the exit status of ``error``; a guest raises it here. Not collective."""
+        if self._guest:
+            raise error or PeerFailure(f"{self.name!r} was given up on rank {self.rank}")
         if error is not None:
             print(f"[rank {self.rank}] {type(error).__name__}: {error}", file=sys.stderr)
         sys.stderr.flush()

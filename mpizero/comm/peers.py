@@ -1,9 +1,9 @@
 """The ranks that this process has a communicator with, and what they can tell each other past MPI.
 
-[Note: who meets] A board and doors are made by ranks that make a communicator anyway: the first one, and each later one
-whose ranks do not all have a board in common already, wherever it comes from. Whether they have is the same on all of
-its ranks, since whoever is on a board knows all who are. Ranks that make no communicator are asked for nothing, so a
-process can belong to several such groups, which need not be the same as any other's.
+[Note: who meets] A board and doors are made by ranks that make a communicator of a user's anyway, the first of these
+ranks, and closed with the last of these ranks, which they close together: so all of them know at any moment whether
+they have met. What is split off it meets nobody. Ranks that make no communicator are asked for nothing, so a process
+can belong to several such groups, which need not be the same as any other's.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from mpizero.comm.board import Board, Slot, open_board
 from mpizero.comm.elsewhere import Elsewhere
+from mpizero.comm.roll import Roll
 
 T = TypeVar("T")
 
@@ -39,6 +40,12 @@ class Group:
     board: Board
     elsewhere: Elsewhere | None
 
+    def close(self) -> None:
+        """Answer no more, and write no more. Not collective."""
+        if self.elsewhere is not None:
+            self.elsewhere.close()
+        self.board.close()
+
 
 class Peers:
     """All groups of this process, read and written as one board."""
@@ -47,12 +54,14 @@ class Peers:
         self.rank = rank
         #: The larger ones last, which is the order in which :meth:`claim` asks.
         self.groups: list[Group] = []
+        #: Of those ranks of this node, too, with which this one has no communicator yet; None where there is none.
+        self.roll: Roll | None = None
 
     # ------------------------------------------------------------------ who
 
-    def cover(self, members: Sequence[int]) -> bool:
-        """Tell whether all of ``members`` have met already: then each of them says so. Not collective."""
-        return any(set(group.members).issuperset(members) for group in self.groups)
+    def met(self, members: Sequence[int]) -> bool:
+        """Tell whether just these ranks have met, which is the same on all of them. Not collective."""
+        return tuple(sorted(members)) in (group.members for group in self.groups)
 
     def meet(self, comm: Any, members: Sequence[int], host: str, complain: Callable[[BaseException], None]) -> None:
         """Open board and doors for the ranks of ``comm``, an mpi4py communicator. Collective over it.
@@ -66,6 +75,15 @@ class Peers:
         board = board or Board((self.rank,), self.rank, None)
         elsewhere = together(ask, lambda told: Elsewhere(board, host, told), complain)
         self.groups = sorted([*self.groups, Group(ranks, control, board, elsewhere)], key=_size)
+
+    def part(self, members: Sequence[int], *, free: bool) -> None:
+        """Close what ``members``, who have met, have opened. Collective over them if ``free``: if MPI lives."""
+        ranks = tuple(sorted(members))
+        for group in [group for group in self.groups if group.members == ranks]:
+            self.groups = [other for other in self.groups if other is not group]
+            group.close()
+            if free:
+                group.control.Free()
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -86,12 +104,18 @@ class Peers:
 
     def write(self, slot: Slot) -> None:
         """Replace this rank's slot. Not collective; one thread at a time."""
+        if self.roll is not None:
+            self.roll.write(slot)
         for group in self.groups:
             group.board.write(slot)
 
     def read(self) -> dict[int, Slot]:
         """Return the last slot of every rank of this node that has written one. Not collective."""
         return {rank: slot for group in self.groups for rank, slot in group.board.read().items()}
+
+    def on_roll(self) -> dict[int, Slot]:
+        """Return the last slots of other ranks that are on the roll. Not collective."""
+        return {} if self.roll is None else self.roll.read()
 
     def read_one(self, rank: int) -> Slot | None:
         """Return the last slot of one of :attr:`ranks`; None if it has written none. Not collective."""
@@ -116,13 +140,21 @@ class Peers:
 
     def claim(self) -> bool:
         """Tell whether this rank is the first of its node to ask; larger groups decide. Not collective."""
+        if not self.groups and self.roll is not None:
+            return self.roll.claim()
         return all(group.board.claim() for group in self.groups)
 
     def close(self) -> None:
-        """Answer no more. Not collective."""
+        """Answer no more, and strike this rank off the roll. Not collective."""
         for group in self.groups:
-            if group.elsewhere is not None:
-                group.elsewhere.close()
+            group.close()
+        self.leave_roll()
+
+    def leave_roll(self, *, all_met: bool = False) -> None:
+        """Close the roll; when all ranks have met, or the job ends, nobody needs it any more. Not collective."""
+        roll, self.roll = self.roll, None
+        if roll is not None:
+            roll.close(remove=all_met)
 
 
 def _size(group: Group) -> tuple[int, tuple[int, ...]]:

@@ -44,23 +44,28 @@ class Register:
     _inside: dict[CallTrace, list[Registration]] = field(default_factory=dict)
     _terms: dict[CallTrace, list[tuple[int, CallTrace]]] = field(default_factory=dict)
 
-    def add(self, trace: CallTrace, members: Sequence[int], place: int = 0) -> None:
-        """Start to follow ``trace``, of which this rank is member number ``place``. Not collective."""
-        group = tuple(members)
-        ordinal = self._ordinals[group] = self._ordinals.get(group, -1) + 1
-        key = f"{blake2b(repr(group).encode(), digest_size=4).hexdigest()}.{ordinal}"
-        self.live.append(Registration(trace, group, key, _weight(key, place, len(group))))
-        self._inside.clear()
-        self._terms.clear()
+    def add(self, trace: CallTrace, members: Sequence[int], place: int = 0) -> Registration:
+        """Start to follow ``trace``, of which this rank is member number ``place``. Not collective.
 
-    def check_room(self) -> None:
-        """Raise StateError if MPI may have no room for another communicator. Not collective."""
+        Raises
+        ------
+        StateError
+            If MPI may have no room for another communicator.
+        """
         if (live := len(self.live)) >= MOST_LIVE:
             raise StateError(
                 f"{live} communicators of mpizero are open in this process, and MPI has room for about 2,000, windows "
                 "included: close models and configurations that are no longer needed, by close() or a with statement, "
                 "or give all models one configuration"
             )
+        group = tuple(members)
+        ordinal = self._ordinals[group] = self._ordinals.get(group, -1) + 1
+        key = f"{blake2b(repr(group).encode(), digest_size=4).hexdigest()}.{ordinal}"
+        entry = Registration(trace, group, key, _weight(key, place, len(group)))
+        self.live.append(entry)
+        self._inside.clear()
+        self._terms.clear()
+        return entry
 
     def remove(self, trace: CallTrace) -> None:
         """Stop to follow ``trace``. Not collective."""

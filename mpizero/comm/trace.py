@@ -34,6 +34,8 @@ MODULUS = 2**47 - 115
 _SHOWN = 160
 #: Where a counted call stands.
 _COUNTED = "a place that is not recorded"
+#: What the ranks of a communicator do before it has any collective.
+MAKING = "making the communicator"
 #: Calls whose numbers are at hand.
 _LEARNT = 4096
 #: What the last part of these calls is.

@@ -25,20 +25,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from mpizero.comm import guard
+from mpizero.comm import guard, report
 from mpizero.comm.board import Slot
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.heartbeat import calls, transfers
-from mpizero.comm.lastwords import ranks_text, write
+from mpizero.comm.lastwords import write
 from mpizero.comm.locktimer import LockTimer
 from mpizero.comm.register import Register
 from mpizero.comm.stacks import place, stacks
 from mpizero.comm.supervisor import HEARTBEAT, TICK
 from mpizero.errors import CollectiveError, ConfigError, ExitStatus
 
-#: Heartbeats of silence after which a rank counts as stopped.
-_SILENT_TICKS = 8
-_MIN_SILENCE = 0.5
 #: Seconds for a silent rank to write its stacks before the job ends.
 _STACKS = 0.5
 
@@ -110,6 +107,7 @@ class Watchdog:
         if self._shared:
             with contextlib.suppress(ValueError, OSError, AttributeError, RuntimeError):  # a standard error of its own
                 faulthandler.register(signal.SIGUSR2, file=sys.__stderr__ or 2, all_threads=True)
+                self._guard.shows_stacks = True
                 self._tell_of_stacks()
             self._timer = LockTimer(self._log or sys.__stderr__ or 2)
         self._running = True
@@ -123,7 +121,7 @@ class Watchdog:
             return
         self._running = False
         self._guard.supervisor.remove(self._look)
-        # SIGUSR2 stays registered: without it a late signal of another rank would kill this one.
+        # SIGUSR2 stays registered while there are communicators: a late signal of another rank would kill this one.
         if self._timer is not None:
             self._timer.close()
         if self._log is not None:
@@ -186,10 +184,11 @@ class Watchdog:
     def _end(self, call: list[Any]) -> None:
         if self._shared:
             try:
-                report = self._report(call)
+                members = self._members(call)
+                said = report.stuck(call, members, self._slots(members), self._timeout, self._guard.supervisor.tick)
             except Exception as failure:  # the job ends all the same
-                report = [f"stuck: {_call(call)} has lasted {call[5]:.1f} s; no more is known: {failure!r}"]
-            text = self._guard.lines("\n".join(report))
+                said = [f"stuck: {report.described(call)} has lasted {call[5]:.1f} s; no more is known: {failure!r}"]
+            text = self._guard.lines("\n".join(said))
             if self._guard.speaks():
                 write(text)
                 self._ask_silent()
@@ -200,7 +199,9 @@ class Watchdog:
             for t in threading.enumerate()
             if t is not threading.current_thread() and t.name != HEARTBEAT
         )
-        error = CollectiveError(f"[rank {self._comm.rank}] {_call(call)} has lasted {call[5]:.1f} s; threads: {where}")
+        error = CollectiveError(
+            f"[rank {self._comm.rank}] {report.described(call)} has lasted {call[5]:.1f} s; threads: {where}"
+        )
         self._comm.abort(error)
 
     def _path(self, rank: int) -> Path:
@@ -226,54 +227,14 @@ class Watchdog:
                     slots[rank] = json.loads(self._path(rank).read_text())
         if any(rank not in slots for rank in members):
             slots = peers.read_all() | slots
-        now, wall = time.monotonic(), time.time()
-        return {rank: s | {"age": wall - s["wall"] if "wall" in s else now - s["beat"]} for rank, s in slots.items()}
-
-    def _report(self, call: list[Any]) -> list[str]:
-        """Lines for the call that lasts too long: what is missing, then where every rank stands."""
-        key, _, sequence, operation = call[:4]
-        members = self._members(call)
-        slots = self._slots(members)
-        missing = [r for r in members if r in slots and slots[r]["marks"].get(key, (sequence, 0))[0] < sequence]
-        unknown = [r for r in members if r not in slots]
-        others = {r: c for r in members if r in slots for c in slots[r]["calls"] if c[0] == key and c[2] == sequence}
-        differing = [r for r, c in others.items() if c[3] != operation]
-        verdict = [f"{ranks_text(missing)} not in it"] if missing else []
-        verdict += [f"{ranks_text(differing)} in another operation"] if differing else []
-        verdict += [f"nothing known of {ranks_text(unknown)} (another node)"] if unknown else []
-        if not verdict:
-            verdict = ["all ranks are in it: counts or types differ, or the library is stuck"]
-        head = f"stuck: {_call(call)} has lasted {call[5]:.1f} s (timeout {self._timeout:g} s): {'; '.join(verdict)}"
-        return [head, *(f"  rank {rank}: {self._stand(slot)}" for rank, slot in sorted(slots.items()))]
-
-    def _stand(self, slot: Slot) -> str:
-        context = ", ".join(f"{name} {slot[name]}" for name in ("step", "phase") if name in slot)
-        waits = [f"in {_call(c)} for {c[5] + slot['age']:.1f} s" for c in slot["calls"]]
-        doing = {"leaving": "at the end of the program", "failed": "failing"}.get(slot["state"], "at work")
-        files = [
-            f"{what}, {nbytes} bytes so far, the last {seconds + slot['age']:.1f} s ago"
-            for what, nbytes, seconds in slot.get("transfers", ())
-        ]
-        what = ", ".join([*waits, *files]) or (f"in {slot['library']}" if slot.get("library") else doing)
-        if self._is_silent(slot):
-            what = f"silent for {slot['age']:.1f} s (stopped, or holding the interpreter lock); last seen {what}"
-        return f"{what} at {slot['place']}{f' ({context})' if context else ''}"
+        return report.aged(slots)
 
     def _ask_silent(self) -> None:
         """Let ranks of this node that hold the interpreter lock write their stacks: the signal needs no lock."""
         asked = 0
         for rank, slot in self._slots(()).items():
-            if rank != self._rank and slot.get("stacks") and self._is_silent(slot):
+            if rank != self._rank and slot.get("stacks") and report.is_silent(slot, self._guard.supervisor.tick):
                 with contextlib.suppress(OSError):
                     os.kill(slot["pid"], signal.SIGUSR2)
                     asked += 1
         time.sleep(_STACKS if asked else 0.0)
-
-    def _is_silent(self, slot: Slot) -> bool:
-        return bool(slot["age"] > max(_SILENT_TICKS * self._guard.supervisor.tick, _MIN_SILENCE))
-
-
-def _call(call: list[Any]) -> str:
-    """Describe an entry of a slot's calls: key, communicator, sequence, operation, tag, seconds."""
-    _, name, sequence, operation, tag, _ = call
-    return f"{operation} #{sequence}{f' {tag!r}' if tag else ''} of {name!r}"

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpizero.comm import Communicator, ProcessGrid, as_communicator
+from mpizero.comm import Communicator, ProcessGrid, as_communicator, guard
 from mpizero.comm.codecs import codec_of
 from mpizero.comm.operations import begin
 from mpizero.comm.watchdog import Watchdog
@@ -30,8 +30,9 @@ class ShardingConfig:
 
     Parameters
     ----------
-    comm : mpi4py communicator, InMemoryCommunicator or None
-        The ranks that train together; None is one process. The library talks over a communicator of its own.
+    comm : mpi4py communicator, InMemoryCommunicator, "self" or None
+        The ranks that train together; the library talks over a communicator of its own. None is all ranks that a
+        launcher has started, one process without a launcher; "self" is this process alone.
     auto_sync_gradients : bool
         Whether ``compute_gradients`` and ``train`` sum gradients over the ranks. If not, ``train`` leaves this rank's
         gradient pending until ``synchronize_gradients`` and ``optimizer.step()``.
@@ -79,6 +80,9 @@ class ShardingConfig:
     mixed_precision : {None, "bfloat16", "float16"}
         Rounds the operands of products on cards to 16 bits; they are added in float32, and everything else is in
         float32. "float16" brings a dynamic loss scale with it, unless the optimizer is given one.
+    embedded : bool
+        Leaves the process alone, which belongs to another program: no hooks, signal handlers, threads, ports or
+        allocator options; errors are exceptions, and no timeout is kept (docs/embedding.md).
     """
 
     comm: Any = None
@@ -100,6 +104,7 @@ class ShardingConfig:
     direct_messages: bool = True
     mixed_precision: str | None = None
     bad_steps: BadSteps = BadSteps()
+    embedded: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing, each with its name."""
@@ -111,7 +116,7 @@ class ShardingConfig:
         for name in ("learning_rate", "clip", "timeout"):
             if getattr(self, name) is not None or name == "learning_rate":
                 self._set(name, _positive(name, getattr(self, name)))
-        for name in ("auto_sync_gradients", "share_node_memory", "direct_messages"):
+        for name in ("auto_sync_gradients", "share_node_memory", "direct_messages", "embedded"):
             if not isinstance(getattr(self, name), bool | np.bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected True or False")
             self._set(name, bool(getattr(self, name)))
@@ -119,6 +124,8 @@ class ShardingConfig:
             raise ConfigError(
                 f"bad_steps={self.bad_steps!r}: expected mpizero.BadSteps(limit=..., warn=..., callback=...)"
             )
+        if self.embedded:
+            guard.current().be_guest()
         codec_of(self.gradient_compression)
         check_bucket(self.bucket_mb, self.gradient_compression)
         if self.device not in ("cpu", "cuda"):
@@ -157,7 +164,16 @@ class ShardingConfig:
     @cached_property
     def communicator(self) -> Communicator:
         """The library's own communicator over ``comm``. The first access is collective."""
-        return as_communicator(self.comm)
+        made = as_communicator(self.comm, timeout=self.timeout, embedded=self.embedded)
+        if made.size > 1 and self.timeout is not None and not self.is_guest:
+            self.__dict__["_watchdog"] = watchdog = Watchdog(made, self.timeout)
+            watchdog.start()
+        return made
+
+    @property
+    def is_guest(self) -> bool:
+        """Whether the process belongs to another program: ``embedded``, or MPIZERO_EMBEDDED. Not collective."""
+        return guard.current().is_guest(self.embedded)
 
     @property
     def grid(self) -> ProcessGrid:
@@ -171,8 +187,6 @@ class ShardingConfig:
         """
         grids = self._grids
         if (axes, private) not in grids:
-            if not grids and self.timeout is not None and self.communicator.size > 1:
-                self._watchdog.start()
             grids[axes, private] = ProcessGrid.create(
                 self.communicator,
                 share_node_memory=self.share_node_memory and not private,
@@ -195,10 +209,6 @@ class ShardingConfig:
         """Return what tells a new model from the others of this configuration: "" for the first. Not collective."""
         number = self.__dict__["_models"] = self.__dict__.get("_models", 0) + 1
         return f"model {number}" if number > 1 else ""
-
-    @cached_property
-    def _watchdog(self) -> Watchdog:
-        return Watchdog(self.communicator, self.timeout or math.inf)
 
     def close(self) -> None:
         """Free the communicators made for this configuration and stop its watchdog. Collective.

@@ -73,7 +73,7 @@ class Engine:
         self._blas_threads = settle_blas(config.communicator, config.threads)
         self.block_model = isinstance(model, BlockModel)
         self.workplace = open_workplace(config, self.block_model, card)
-        if self.block_model:
+        if self.block_model and not config.is_guest:
             keep_freed_memory()
         self.dtype = np.dtype(model.dtype)
         if self.dtype not in (np.float32, np.float64):

@@ -28,7 +28,7 @@ class LocalTraining(ParameterAccess):
         """Train alone from now on, on private parameters, averaged every ``every`` steps; see LocalSGDOptimizer."""
         values, card = self.get_parameters(), self.engine.workplace.card_number
         self.engine.close()
-        self._engine = Engine(self._wrapped, self._config.replace(comm=None), placement(self.strategy), card=card)
+        self._engine = Engine(self._wrapped, self._config.replace(comm="self"), placement(self.strategy), card=card)
         self._mean_every, self._pending = every, None
         self._update_local_shard_from_full(values)
 

@@ -84,8 +84,8 @@ def distribute(
         The row of the placement table.
     config : ShardingConfig or None
         How the ranks work together; None takes the defaults over ``comm``.
-    comm : mpi4py communicator, InMemoryCommunicator or None
-        The ranks; only without ``config``, which has its own.
+    comm : mpi4py communicator, InMemoryCommunicator, "self" or None
+        The ranks, as :class:`ShardingConfig` takes them; only without ``config``, which has its own.
 
     Returns
     -------

@@ -105,7 +105,9 @@ def replay_bad_step(step: BadStep | str | os.PathLike[str], model: ShardedModelB
         If the files of the step are damaged.
     """
     if model.world_size != 1:
-        raise ConfigError(f"a replay runs in one process, the model is on {model.world_size}: use ShardingConfig()")
+        raise ConfigError(
+            f'a replay runs in one process, the model is on {model.world_size}: use ShardingConfig(comm="self")'
+        )
     step = step if isinstance(step, BadStep) else read_bad_step(step)
     result = []
     for grain in step.grains:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.comm import Communicator
+from mpizero.comm.convert import lent
 from mpizero.types import Array
 
 Point = Array | Mapping[str, Array]
@@ -107,14 +107,15 @@ def adjoint_test(
     adjoint: Callable[[Array], Array],
     x: Array,
     y: Array,
-    comm: Communicator | None = None,
+    comm: Any = None,
     *,
     rtol: float = 1e-12,
 ) -> float:
     """Prove that ``adjoint`` is the adjoint of the linear ``forward``: <F x, y> = <x, F* y>, summed over the ranks.
 
-    Collective over ``comm``. ``x`` and ``y`` are the parts of this rank, ``y`` shaped like ``forward(x)``; parts may be
-    empty. Every movement of data has an adjoint: a gather that of a scatter, a broadcast that of a sum.
+    Collective over ``comm``, as :class:`~mpizero.ShardingConfig` takes it. ``x`` and ``y`` are the parts of this rank,
+    ``y`` shaped like ``forward(x)``; parts may be empty. Every movement of data has an adjoint: a gather that of a
+    scatter, a broadcast that of a sum.
 
     Returns
     -------
@@ -132,8 +133,8 @@ def adjoint_test(
     left, right = (np.vdot(a.astype(np.float64), b.astype(np.float64)) for a, b in ((fx, y), (x, fy)))
     size = np.linalg.norm(fx) * np.linalg.norm(y) + np.linalg.norm(x) * np.linalg.norm(fy)
     sums = np.array([left, right, size])
-    if comm is not None:
-        comm.allreduce(sums, tag="adjoint_test")
+    with lent(comm) as world:
+        world.allreduce(sums, tag="adjoint_test")
     difference = float(abs(sums[0] - sums[1]) / max(sums[2], np.finfo(np.float64).tiny))
     if not difference <= rtol:
         raise AssertionError(

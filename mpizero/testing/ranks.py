@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.comm import Communicator
+from mpizero.comm.launch import one_process
 
 
 def parallel_assert(comm: Communicator, condition: object, message: str = "") -> None:
@@ -26,7 +27,7 @@ def parallel_assert(comm: Communicator, condition: object, message: str = "") ->
 
 
 def assert_same_as_serial(function: Callable[[Any], Any], comm: Communicator) -> None:
-    """Assert that ``function(comm)`` has on every rank the bits that ``function(None)`` has in one process.
+    """Assert that ``function(comm)`` has on every rank the bits that it has on a communicator of one process.
 
     Collective over ``comm``. The results are numbers, strings, arrays, or nested mappings and sequences of them; all of
     it is compared, arrays by dtype, shape and bytes, so that NaN equals itself and 0.0 differs from -0.0.
@@ -37,7 +38,7 @@ def assert_same_as_serial(function: Callable[[Any], Any], comm: Communicator) ->
         On every rank, naming the ranks that differ and where.
     """
     try:
-        difference = first_difference(function(comm), function(None))
+        difference = first_difference(function(comm), function(one_process()))
     except AssertionError as error:
         difference = str(error)
     parallel_assert(comm, not difference, difference)

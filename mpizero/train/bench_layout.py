@@ -185,7 +185,7 @@ class _Run:
     def described(self) -> str:
         return self.layout.describe(self.comm.size)
 
-    def config(self, comm: Communicator | None) -> ShardingConfig:
+    def config(self, comm: Communicator | str) -> ShardingConfig:
         """Return settings for one grain a replica, in micro-batches of one sample. Not collective."""
         count = self.request.micro_batches
         share = self.layout.share_node_memory
@@ -227,7 +227,7 @@ class _Run:
         plan = TrainingPlan(
             model=model,
             optimizer=optim.AdamW(lr=1e-4),
-            config=self.config(None),
+            config=self.config("self"),
             row=placement(self.layout.strategy),
             spread=self.layout.spread(),
             ranks=self.comm.size,

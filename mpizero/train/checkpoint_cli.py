@@ -151,7 +151,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
     path = Path(options.path)
     if is_checkpoint(path):
-        with checkpoint.open_checkpoint(path) as reader:
+        with checkpoint.open_checkpoint(path, "self") as reader:
             held = report.describe(reader, options)
         show(report.as_json(held) if options.json else report.description(held))
         return int(ExitStatus.OK)
@@ -192,7 +192,7 @@ def _verify_one(path: str) -> None:
     from mpizero.train.figures import amount
     from mpizero.train.progress import ByteProgress
 
-    with checkpoint.open_checkpoint(path) as reader:
+    with checkpoint.open_checkpoint(path, "self") as reader:
         count, name = len(reader.arrays), reader.name
         total = sum(dtype.itemsize * _size(shape) for shape, dtype in reader.arrays.values())
     started = time.perf_counter()
@@ -222,7 +222,7 @@ def _diff(options: argparse.Namespace) -> int:
         raise ConfigError(f"--tolerance {options.tolerance}: must be a finite number >= 0")
     names = [str(find_checkpoint(Path(path))) for path in (options.a, options.b)]
     with ExitStack() as stack:
-        a, b = (stack.enter_context(checkpoint.open_checkpoint(name)) for name in names)
+        a, b = (stack.enter_context(checkpoint.open_checkpoint(name, "self")) for name in names)
         sizes = (_size(s) * t.itemsize for path, (s, t) in a.arrays.items() if matches(path, options.pattern))
         progress = stack.enter_context(ByteProgress(sum(sizes), "diff"))
         found = compare(a, b, options.tolerance, options.pattern, progress)
@@ -253,7 +253,7 @@ def _export(options: argparse.Namespace) -> int:
     form = options.format or _format_of(options.out)
     path = find_checkpoint(Path(options.path))
     selection = {"state": options.state, "dtype": options.dtype, "pattern": options.pattern}
-    with checkpoint.open_checkpoint(path) as reader:
+    with checkpoint.open_checkpoint(path, "self") as reader:
         total = export_bytes(reader, state=options.state, pattern=options.pattern)
         with ByteProgress(total, "export") as progress:
             items = export(reader, options.out, form, **selection, replace=options.force, report=progress)

@@ -37,7 +37,7 @@ class Model:
 
 def like(path: str) -> Model:
     """Return what makes a checkpoint like another. Not collective."""
-    with checkpoint.open_checkpoint(find_checkpoint(Path(path))) as reader:
+    with checkpoint.open_checkpoint(find_checkpoint(Path(path)), "self") as reader:
         elements = element_types(reader)
         return Model(reader.attributes, {path: (reader.arrays[path][0], elements[path]) for path in elements})
 

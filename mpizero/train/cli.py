@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     accept_all_characters()
     options = build_parser().parse_args(arguments)
-    guard.install()
+    guard.current().install(keep=True)
     try:
         with _one_line_errors():
             status: int = options.run(options)
@@ -352,10 +352,8 @@ def _world() -> Communicator:
 
 def _launched_world() -> Communicator:
     from mpizero.comm.launch import world
-    from mpizero.train.launch import Launch
 
-    launch = Launch.of(os.environ)
-    return world(launch.size, launch.name, launch.remedy)
+    return world()
 
 
 def _version() -> str:

@@ -37,7 +37,7 @@ def find_checkpoint(path: Path) -> Path:
         return path
     for folder in (path / "checkpoints", path):
         passed: list[str] = []
-        found = checkpoint.newest(folder, report=passed.append)
+        found = checkpoint.newest(folder, "self", report=passed.append)
         if found is not None:
             for line in (*passed, f"taken instead: {found}") if passed else ():
                 show(f"mpizero: {line}", sys.stderr)

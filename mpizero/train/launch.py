@@ -1,58 +1,17 @@
-"""Who started the ranks, as their environment tells it, and whether MPI, Slurm and threads agree with that."""
+"""Whether MPI, Slurm and threads agree with what the environment says of the launcher."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from mpizero.comm import Communicator
+from mpizero.launched import Launch
 from mpizero.train import machine
 from mpizero.train.findings import Finding, counted
 from mpizero.train.walltime import Limit, slurm_limit
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What a process's environment says of its launcher.
-
-    Attributes
-    ----------
-    name : str
-        For example "srun --mpi=pmix"; "" without a launcher.
-    size, rank : int or None
-        The number of processes it has started, and which of them this is.
-    remedy : str
-        What to do when MPI sees another number.
-    """
-
-    name: str = ""
-    size: int | None = None
-    rank: int | None = None
-    remedy: str = ""
-
-    @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Launch:
-        """Read an environment.
-
-        Not collective. A launcher's own variables come before Slurm's, for mpiexec may have been started by Slurm; a
-        batch script's own process has no launcher.
-        """
-        kind = environment.get("SLURM_MPI_TYPE", "")
-        srun = f"srun --mpi={kind}" if kind else "srun"
-        step, task = _number(environment, "SLURM_STEP_NUM_TASKS"), _number(environment, "SLURM_PROCID")
-        direct = "use srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH); srun --mpi=list tells what there is"
-        own = "use the mpiexec that belongs to the MPI which mpi4py has loaded"
-        size, rank = _number(environment, "PMI_SIZE"), _number(environment, "PMI_RANK")
-        if (ranks := _number(environment, "OMPI_COMM_WORLD_SIZE")) is not None:
-            return cls("mpiexec of Open MPI", ranks, _number(environment, "OMPI_COMM_WORLD_RANK"), own)
-        if size is not None and (size, rank) == (step, task):
-            return cls(srun, size, rank, direct)
-        if size is not None:
-            return cls("mpiexec of MPICH's kind", size, rank, own)
-        return cls() if step is None else cls(srun, step, task, direct)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:

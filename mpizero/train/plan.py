@@ -122,7 +122,7 @@ def plan(config: Config, request: PlanRequest) -> Plan:
     if parallel.pipeline > 1:
         schedule, virtual = parallel.schedule, parallel.virtual_stages
         spread = replace(spread, schedule=schedule, virtual_stages=virtual, cuts=parallel.cuts)
-    sharding = build_sharding(config, cast("Communicator", None))  # whose ranks are never asked for
+    sharding = build_sharding(config, cast("Communicator", "self"))  # whose ranks are never asked for
     training = TrainingPlan(
         model=model,
         optimizer=build_optimizer(config),

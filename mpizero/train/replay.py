@@ -62,10 +62,10 @@ def replay(path: str, chosen: str | None, tell: Callable[[str], object]) -> Foun
     config = _config_of(step, path)
     model = _model_of(step, config, path)
     found = chosen or _newest_before(Path(path), step.step, tell)
-    with ShardingConfig() as sharding, DDPModel(model, sharding) as placed:
+    with ShardingConfig(comm="self") as sharding, DDPModel(model, sharding) as placed:
         told = "the start values"
         if found is not None:
-            with checkpoint.open_checkpoint(found) as reader:
+            with checkpoint.open_checkpoint(found, "self") as reader:
                 done = Saved.of(reader.attributes, found).step
                 persistence.restore(placed.engine, reader)
             told = f"step {done}, from {found}"

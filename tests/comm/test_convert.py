@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
 from mpizero.comm import InMemoryCommunicator, as_communicator
+from mpizero.launched import RANK_PROCESS, is_several, mark
 
 
-def test_nothing_becomes_a_communicator_of_one_that_does_everything():
-    comm = as_communicator(None)
+def test_self_becomes_a_communicator_of_one_that_does_everything():
+    comm = as_communicator("self")
     assert (comm.rank, comm.size, comm.shares_memory) == (0, 1, True)
     comm.allgather(np.arange(3), out := np.empty(3, np.int64))
     assert out.tolist() == [0, 1, 2]
@@ -41,3 +46,75 @@ def test_a_freed_mpi_communicator_is_refused():
 
     with pytest.raises(TypeError, match="live mpi4py intracommunicator"):
         as_communicator(MPI.COMM_NULL)
+
+
+@pytest.mark.mpi
+def test_nothing_is_all_ranks_of_the_launcher_and_self_one_process():
+    from mpi4py import MPI
+
+    assert as_communicator("self").size == 1
+    comm = as_communicator(None)
+    assert (comm.rank, comm.size) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+    comm.close()
+
+
+@pytest.mark.mpi
+def test_everything_that_takes_a_communicator_takes_nothing_for_all_ranks(tmp_path):
+    from mpi4py import MPI
+
+    import mpizero as mz
+    from mpizero import checkpoint
+
+    size = MPI.COMM_WORLD.size
+    folder = MPI.COMM_WORLD.bcast(str(tmp_path))
+    with mz.ShardingConfig(micro_batch=1) as config, mz.DDPModel(mz.nn.MLP(3, (4,), 2), config) as model:
+        assert (model.world_size, config.communicator.size) == (size, size)
+        model.save_model(f"{folder}/step_00000001")
+    model, optimizer = mz.distribute(mz.nn.MLP(3, (4,), 2), mz.SGD(lr=0.1))
+    assert model.world_size == size
+    model.close()
+    optimizer.config.close()
+    with checkpoint.open_checkpoint(f"{folder}/step_00000001") as reader:
+        assert reader._comm.size == size
+    assert mz.testing.adjoint_test(lambda x: x, lambda y: y, np.ones(2), np.ones(2)) == 0.0
+    report = mz.testing.compare_layouts(
+        lambda comm: mz.nn.MLP(3, (4,), 2, dtype="float64"), [(np.ones((4, 3)), np.zeros(4, int))], [str(size)]
+    )
+    assert [verdict.ranks for verdict in report.verdicts] == [1, size]
+
+
+def test_without_a_launcher_nothing_is_one_process_and_loads_no_mpi():
+    code = (
+        "import sys; import mpizero as mz; print(mz.ShardingConfig().communicator.size, 'mpi4py.MPI' in sys.modules, "
+        "sys.excepthook is sys.__excepthook__)"
+    )
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI", "SLURM"))}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=alone)
+    assert found.stdout.split() == ["1", "False", "True"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "several"),
+    [
+        ({}, False),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, False),
+        ({"PMI_RANK": "0", "PMI_SIZE": "3"}, True),
+        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"}, True),
+        ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.7.0"}, True),  # it does not say how many: MPI is asked
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, False),  # a batch script's own process
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8"}, True),  # srun; refused where each sees itself alone
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8", "PMI_RANK": "0", "PMI_SIZE": "1"}, False),  # mpiexec in it
+        ({"PMI_RANK": "0", "PMI_SIZE": "3", "PMI_FD": "999"}, False),  # a program that a rank has started
+    ],
+)
+def test_what_launchers_say_tells_whether_there_are_several_ranks(environment, several):
+    assert is_several(environment) is several
+
+
+def test_a_program_of_a_rank_is_told_by_what_the_rank_leaves_it():
+    ours = {"PMI_RANK": "0", "PMI_SIZE": "3", "PMIX_NAMESPACE": "job"}
+    here = mark(ours)
+    assert is_several(ours | {RANK_PROCESS: here})
+    parents = here.replace(str(os.getpid()), "1", 1)
+    assert not is_several(ours | {RANK_PROCESS: parents})
+    assert is_several(ours | {"PMIX_NAMESPACE": "mpiexec started by a rank", RANK_PROCESS: parents})

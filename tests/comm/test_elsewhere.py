@@ -408,7 +408,7 @@ def test_a_slot_as_ranks_write_it_is_taken():
     def specification(comm):
         register, trace = Register(), comm.trace
         register.add(trace, range(comm.size), comm.rank)
-        heartbeat = Heartbeat(Peers(), register, Supervisor(), guard.current()._state, None)
+        heartbeat = Heartbeat(Peers(), register, Supervisor(), guard.current()._state)
         with trace.common_duty("a step"), trace.transfer("writing"):
             trace.entered = time.monotonic()
             slot = heartbeat.slot(time.monotonic())

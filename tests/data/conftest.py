@@ -27,7 +27,7 @@ def ranks() -> Callable[..., Ranks]:
     """Make a configuration: ``ranks(comm, micro_batch=None)``; without a communicator it is one process."""
 
     def make(comm: Communicator | None = None, micro_batch: int | None = None) -> Ranks:
-        return Ranks(as_communicator(comm), micro_batch)
+        return Ranks(as_communicator("self" if comm is None else comm), micro_batch)
 
     return make
 

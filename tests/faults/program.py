@@ -67,7 +67,10 @@ def raise_chain():
 
 
 def raise_in_thread():
-    threading.Thread(target=raise_error, name="worker").start()
+    """Fail in a thread in which mpizero is at work."""
+    from mpizero.testing import adjoint_test
+
+    threading.Thread(target=adjoint_test, args=[lambda _: raise_error(), None, 0.0, 0.0], name="worker").start()
 
 
 def raise_at_exit():
@@ -112,6 +115,12 @@ def leave_while_the_others_compute():
         note_fault()
         sys.exit(3)
     time.sleep(60)
+
+
+def go_on_after_an_error_in_a_thread_of_the_program():
+    threading.Thread(target=raise_error, name="host's").start()
+    time.sleep(0.5)
+    COMM.barrier()
 
 
 def go_on_after_a_caught_exit():
@@ -193,8 +202,8 @@ def main():
         MPI.COMM_WORLD.Barrier()
     elif FAULT == "leave_while_the_others_compute":
         leave_while_the_others_compute()
-    elif FAULT == "go_on_after_a_caught_exit":
-        go_on_after_a_caught_exit()
+    elif FAULT.startswith("go_on_after"):
+        globals()[FAULT]()
     elif FAULT == "all_hold_the_lock":
         with Watchdog(COMM, timeout=0.3, grace=0.2):
             note_fault()

@@ -73,6 +73,12 @@ def test_an_error_on_one_rank_ends_all_with_its_traceback(job, fault, ranks, vic
         assert ended.said[0].endswith("at step 5, phase forward:")
 
 
+def test_an_error_in_a_thread_of_the_program_is_the_programs(job):
+    ended = job("go_on_after_an_error_in_a_thread_of_the_program")
+    assert ended.status == 0, ended.err
+    assert ended.err.count("Exception in thread host's:") == ended.err.count("Traceback") == 2
+
+
 def test_the_runner_of_mpi4py_changes_nothing(job):
     ended = job("raise", runner=("-m", "mpi4py"))
     check_failed(ended, tracebacks=1)

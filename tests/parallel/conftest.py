@@ -16,7 +16,9 @@ def place() -> Iterator[Callable[..., Sharded]]:
     made: list[Any] = []
 
     def make(model: Any, optimizer: Any, strategy: str, comm: Any = None, **settings: Any) -> Sharded:
-        config = mz.ShardingConfig(comm=comm, **{"minimum_parameter_group_size": 1, **settings})
+        config = mz.ShardingConfig(
+            comm="self" if comm is None else comm, **{"minimum_parameter_group_size": 1, **settings}
+        )
         sharded, bound = mz.distribute(model, optimizer, strategy=strategy, config=config)
         made.extend([sharded, config])
         return sharded, bound

@@ -35,7 +35,7 @@ def layouts(size: int) -> list[tuple[str, dict[str, Any]]]:
 
 def sharded(strategy: str, comm: Any, model: Any = None, optimizer: Any = None, **settings: Any) -> Any:
     """A placed model, whose configuration is closed with it, and its optimizer."""
-    config = mz.ShardingConfig(comm=comm, **{"minimum_parameter_group_size": 1, **settings})
+    config = mz.ShardingConfig(comm="self" if comm is None else comm, **{"minimum_parameter_group_size": 1, **settings})
     chosen = optimizer if optimizer is not None else mz.AdamW(lr=1e-2)
     placed, bound = mz.distribute(model if model is not None else mlp(), chosen, strategy=strategy, config=config)
 

@@ -61,7 +61,8 @@ class Trained(NamedTuple):
 def placed(case: Case, comm: Any, way: Way = ONE, **memory: Any) -> tuple[Any, Any]:
     """A model spread over ranks, whose configuration is closed with it, and its optimizer."""
     config = mz.ShardingConfig(
-        comm=comm, **{"micro_batch": 2, "minimum_parameter_group_size": 1, **case.config, **memory}
+        comm="self" if comm is None else comm,
+        **{"micro_batch": 2, "minimum_parameter_group_size": 1, **case.config, **memory},
     )
     model = mz.HybridShardedModel(case.model(), config, way.pipeline, way.tensor, **way.settings())
     optimizer = mz.HybridShardedOptimizer(case.optimizer(), config, loss_scale=case.loss_scale)
@@ -77,7 +78,7 @@ def placed(case: Case, comm: Any, way: Way = ONE, **memory: Any) -> tuple[Any, A
 
 def alone(case: Case) -> tuple[Any, Any]:
     """The same in one process, without any splitting: what all ways are compared with."""
-    config = mz.ShardingConfig(**{"micro_batch": 2, "minimum_parameter_group_size": 1, **case.config})
+    config = mz.ShardingConfig(comm="self", **{"micro_batch": 2, "minimum_parameter_group_size": 1, **case.config})
     model = mz.DDPModel(case.model(), config)
     optimizer = mz.DDPOptimizer(case.optimizer(), config, loss_scale=case.loss_scale)
     optimizer.set_model(model)

@@ -33,7 +33,9 @@ def trained(case: str, strategy: str, comm: Any, sizes: list[int] | None = None,
     x, y = tokens(settings.pop("samples"))
     model, optimizer = gpt(**settings.pop("model")), settings.pop("optimizer")()
     loss_scale = settings.pop("loss_scale")
-    with mz.ShardingConfig(comm=comm, minimum_parameter_group_size=1, **settings, **memory) as config:
+    with mz.ShardingConfig(
+        comm="self" if comm is None else comm, minimum_parameter_group_size=1, **settings, **memory
+    ) as config:
         sharded, bound = mz.distribute(model, optimizer, strategy=strategy, config=config)
         with sharded:
             if loss_scale is not None:

@@ -59,7 +59,7 @@ class Placed:
 
     def __init__(self, comm: Any, layout: Layout, dropout: float = 0.1) -> None:
         settings = {"clip": 0.5, "micro_batch": 1, "minimum_parameter_group_size": 1, **layout.memory}
-        self.config = mz.ShardingConfig(comm=comm, **settings)
+        self.config = mz.ShardingConfig(comm="self" if comm is None else comm, **settings)
         if layout.strategy:
             self.model, self.optimizer = mz.distribute(
                 gpt(dropout=dropout), mz.AdamW(lr=1e-2), strategy=layout.strategy, config=self.config

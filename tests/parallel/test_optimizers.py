@@ -122,7 +122,7 @@ def optimized(comm: Any, optimizer: Any = None, **options: Any) -> Any:
     x = rng.normal(size=(80, 6)).astype(np.float32)
     y = (x[:, 0] > 0).astype(np.int64) + (x[:, 1] > 0)
     settings = options.pop("settings", {})
-    config = mz.ShardingConfig(comm=comm, micro_batch=2, **settings)
+    config = mz.ShardingConfig(comm="self" if comm is None else comm, micro_batch=2, **settings)
     with config, mz.ZeRO2Model(mlp(), config) as model:
         chosen = optimizer if optimizer is not None else mz.AdamW(lr=0.02)
         bound = mz.ZeRO2Optimizer(
@@ -167,7 +167,9 @@ def best_of(comm: Any, kind: str, **settings: Any) -> Any:
     x = rng.normal(size=(80, 6)).astype(np.float32)
     y = (x[:, 0] > 0).astype(np.int64) + (x[:, 1] > 0)
     options = mz.OptimizationOptions(batch_size=8, validation=0.25, epochs=50, patience=2)
-    with mz.ShardingConfig(comm=comm, micro_batch=2, minimum_parameter_group_size=1, **settings) as config:
+    with mz.ShardingConfig(
+        comm="self" if comm is None else comm, micro_batch=2, minimum_parameter_group_size=1, **settings
+    ) as config:
         model: Any
         if kind == "hybrid":
             model = mz.HybridShardedModel(mlp(), config, pipeline_parallel_size=2, zero_stage=2)
@@ -258,7 +260,7 @@ def test_data_that_one_rank_cannot_read_stop_all_ranks() -> None:
 
 
 def local(comm: Any, every: int, steps: int, optimizer: Any, batch: Any) -> Any:
-    config = mz.ShardingConfig(comm=comm, micro_batch=2, **PRIVATE)
+    config = mz.ShardingConfig(comm="self" if comm is None else comm, micro_batch=2, **PRIVATE)
     with config, mz.DDPModel(mlp(), config) as model:
         bound = mz.LocalSGDOptimizer(optimizer, config, every=every)
         bound.set_model(model)

@@ -7,10 +7,11 @@ import json
 import pytest
 
 from mpizero.errors import ExitStatus
+from mpizero.launched import Launch
 from mpizero.testing import run_in_threads
 from mpizero.train import launch, machine
 from mpizero.train.doctor import check_gpu
-from mpizero.train.launch import Launch, check_launch, check_threads, check_time, difference
+from mpizero.train.launch import check_launch, check_threads, check_time, difference
 from mpizero.train.walltime import Limit
 
 STEP = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "8"}

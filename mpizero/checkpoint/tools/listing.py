@@ -58,7 +58,7 @@ def _listed(path: str) -> Listed:
     attributes: dict[str, Any] = {}
     damaged = False
     try:
-        with open_checkpoint(path) as reader:
+        with open_checkpoint(path, "self") as reader:
             attributes = reader.attributes
     except CheckpointError as error:
         problem, damaged = str(error), isinstance(error, CheckpointDamagedError)

@@ -68,7 +68,7 @@ def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> i
             feed,
             layouts,
             make_optimizer=lambda: build_optimizer(config),
-            comm=None if comm.size == 1 else comm,
+            comm="self" if comm.size == 1 else comm,
             steps=options.steps,
             tolerance=options.tolerance,
             progress=_shown(progress),

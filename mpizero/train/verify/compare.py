@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpizero.comm import Communicator, as_communicator
+from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
+from mpizero.comm.convert import lent
+from mpizero.comm.launch import default_world
 from mpizero.comm.threads import run_in_threads
 from mpizero.errors import ConfigError
 from mpizero.layout import Grains
@@ -71,8 +73,9 @@ def compare_layouts(
         For example "2", "zero3*4", "pipeline=2, data=2", "tensor=2"; docs/verify.md has all of it.
     make_optimizer : callable
         Returns a new optimizer; the default is plain SGD.
-    comm : mpi4py communicator, Communicator or None
-        Each layout takes its first ranks. None runs the ranks as threads of this process, without MPI.
+    comm : mpi4py communicator, Communicator, "self" or None
+        Each layout takes its first ranks. "self", and None where no launcher has started several ranks, runs the ranks
+        as threads of this process, without MPI.
     steps : int or None
         How many to compare; None is all of a sequence.
     tolerance : float or None
@@ -95,19 +98,9 @@ def compare_layouts(
     """
     task = _task(make_model, batches, make_optimizer, steps, settings)
     chosen = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
-    with nullcontext() if comm is None else _own(comm) as world:
+    comm = default_world() if comm is None else comm
+    with nullcontext() if comm is None or comm == "self" else lent(comm) as world:
         return _compare(task, chosen, world, tolerance, progress)
-
-
-@contextmanager
-def _own(comm: Any) -> Iterator[Communicator]:
-    """Lend a communicator over the ranks of ``comm``. Collective over it."""
-    world = as_communicator(comm)
-    try:
-        yield world
-    finally:
-        if world is not comm:
-            world.close()
 
 
 def _task(make_model: Any, batches: Any, make_optimizer: Any, steps: int | None, settings: Mapping[str, Any]) -> Task:
@@ -186,7 +179,7 @@ def record(task: Task, tell: Progress = _silent) -> Trace:
     Not collective.
     """
     started = time.monotonic()
-    with placed(task, None, ONE_PROCESS) as training:
+    with placed(task, "self", ONE_PROCESS) as training:
         steps, terms = [], float(max((side for e in training.layout.parameters for side in e.spec.shape), default=1))
         for number in range(task.steps + 1):
             training.train(min(number, 1))
@@ -279,6 +272,6 @@ class Comparison(NamedTuple):
 
     @contextmanager
     def _pair(self, comm: Communicator) -> Iterator[Pair]:
-        alone = placed(self.task, None, ONE_PROCESS) if comm.rank == 0 else nullcontext()
+        alone = placed(self.task, "self", ONE_PROCESS) if comm.rank == 0 else nullcontext()
         with placed(self.task, comm, self.layout) as training, alone as reference:
             yield Pair(comm, self.layout, training, reference, self.rounding)

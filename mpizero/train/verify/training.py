@@ -303,7 +303,7 @@ def _spread(reduced: Array, pieces: tuple[UpdatePiece, ...], like: Array) -> Arr
 
 
 @contextmanager
-def placed(task: Task, comm: Communicator | None, layout: Layout) -> Iterator[Training]:
+def placed(task: Task, comm: Communicator | str, layout: Layout) -> Iterator[Training]:
     """Lay a training out over the ranks of ``comm``, and free it at the end.
 
     Collective over ``comm``.

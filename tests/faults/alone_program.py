@@ -1,0 +1,49 @@
+"""One rank makes a model alone, started by test_alone.py under mpiexec: ``alone_program.py KIND FOLDER TIMEOUT``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+KIND, FOLDER, TIMEOUT = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
+(FOLDER / f"pid-{os.getpid()}").touch()
+
+from mpi4py import MPI  # noqa: E402
+
+RANK = MPI.COMM_WORLD.Get_rank()
+MEMBERS = (0, 2) if KIND == "part" else range(MPI.COMM_WORLD.Get_size())
+
+if KIND == "stranger" and RANK:
+    raise ValueError("planted")  # before it has anything of mpizero
+
+import mpizero as mz  # noqa: E402
+
+settings = {"hidden": (4,), "outputs": 2}
+layers = mz.nn.MLP(3, **settings)
+
+
+def work():
+    while True:
+        time.sleep(0.1)
+
+
+def main():
+    if KIND == "part":
+        pair = MPI.COMM_WORLD.Split(RANK % 2, RANK)
+    if RANK == 0:
+        (FOLDER / f"fault-{time.time()}").touch()
+        config = mz.ShardingConfig(comm=pair if KIND == "part" else None, timeout=TIMEOUT)
+        mz.ZeRO2Model(layers, config)
+    elif KIND == "work" or (KIND == "part" and RANK == 2):
+        work()
+    elif KIND == "barrier":
+        MPI.COMM_WORLD.Barrier()
+    elif KIND == "raise":
+        raise ValueError("planted")
+    elif KIND == "exit":
+        sys.exit(0)
+
+
+main()

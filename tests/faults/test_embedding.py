@@ -1,0 +1,81 @@
+"""What mpizero takes of a process: nothing as a guest, and all of it given back when the last communicator is closed.
+
+Every test starts mpiexec itself; see jobs.py for other launchers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.faults.jobs import launchers, run_job
+
+PROGRAM = Path(__file__).with_name("guest_program.py")
+
+if not launchers():
+    pytest.skip("no mpiexec beside the interpreter or on PATH", allow_module_level=True)
+
+
+@pytest.fixture
+def job(launcher, tmp_path):
+    def run(kind, ranks=2, **environment):
+        return run_job(launcher, tmp_path, [PROGRAM, kind, tmp_path], ranks, environment=environment)
+
+    return run
+
+
+def seen(folder):
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("seen-*.json"))]
+    assert len(found) == 2
+    assert found[0]["sha256"] == found[1]["sha256"]
+    return found
+
+
+def differing(a, b):
+    return {name: (a[name], b[name]) for name in a if a[name] != b[name]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "environment"),
+    [("guest_single_part", {}), ("guest_part", {}), ("environment_funneled_part", {"MPIZERO_EMBEDDED": "1"})],
+)
+def test_a_guest_on_some_ranks_changes_nothing_in_the_process_at_any_thread_level(job, tmp_path, kind, environment):
+    ended = job(kind, 4, **environment)
+    assert (ended.status, ended.err) == (0, "")
+    for rank in seen(tmp_path):
+        assert differing(rank["before"], rank["during"]) == {}
+        assert differing(rank["before"], rank["after"]) == {}
+
+
+def test_what_watches_over_a_process_is_given_back_with_its_last_communicator(job, tmp_path):
+    ended = job("watched")
+    assert (ended.status, ended.err) == (0, "")
+    hooks = {"excepthook", "unraisablehook", "thread hook", "exit", "threads", "handlers", "environment"}
+    for rank in seen(tmp_path):
+        assert hooks <= differing(rank["first"], rank["imported"]).keys()
+        assert hooks.isdisjoint(differing(rank["first"], rank["before"]))
+        assert hooks | {"atexit"} <= differing(rank["before"], rank["during"]).keys()
+        assert differing(rank["before"], rank["after"]).keys() <= {"atexit"}  # Python counts what was there, too
+
+
+def test_errors_of_a_guest_are_exceptions_on_all_of_its_ranks_and_end_nobody(job, tmp_path):
+    ended = job("errors", 4)
+    assert (ended.status, ended.err) == (0, "")
+    assert [(tmp_path / f"caught-{rank}").read_text() for rank in range(2)] == ["DataError nothing"] * 2
+
+
+def test_a_host_tells_of_its_error_before_the_job_is_ended(job):
+    ended = job("hosts_hook_speaks")
+    assert ended.status == 70
+    assert ended.out.splitlines().count("host: ValueError: planted") == 1
+    assert ended.said[-1].endswith("ValueError: planted")
+
+
+def test_a_program_that_a_rank_starts_is_no_rank(job, tmp_path):
+    ended = job("child")
+    assert (ended.status, ended.err) == (0, "")
+    for rank in range(2):
+        assert json.loads((tmp_path / f"child-{rank}").read_text()) == [["1", "True"]] * 2
+        assert (tmp_path / f"fork-{rank}").read_text() == "11"
