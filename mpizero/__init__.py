@@ -1,8 +1,9 @@
 """ZeRO, tensor, pipeline and hybrid parallel training over MPI, with the same bits on any number of ranks.
 
 Names are loaded on first use, so that ``import mpizero`` starts in milliseconds, needs no MPI and changes nothing in
-the process. The first name that a job under MPI uses installs the hooks which end all ranks when one fails:
-``sys.excepthook``, ``sys.unraisablehook``, ``sys.exit``, ``threading.excepthook``, ``atexit``; see ``comm/guard.py``.
+the process. The first name that a launcher's job uses begins to watch over it (``comm/guard.py``, ``install_in_job``):
+hooks which end all ranks when one fails, and where there are several a thread that tells the others where this one
+stands. ``MPIZERO_EMBEDDED=1`` prevents it; docs/embedding.md has all of it.
 """
 
 from __future__ import annotations

@@ -40,11 +40,11 @@ class State:
             for start, values in r.pieces
         )
 
-    def save(self, folder: Path | str, comm: object = None, backend: str = "direct", replace: bool = False) -> None:
+    def save(self, folder: Path | str, comm: object = "self", backend: str = "direct", replace: bool = False) -> None:
         rank, size = getattr(comm, "rank", 0), getattr(comm, "size", 1)
         checkpoint.write(folder, self.pieces(rank, size), self.attributes, comm, backend, replace)
 
-    def loads(self, folder: Path | str, comm: object = None) -> bool:
+    def loads(self, folder: Path | str, comm: object = "self") -> bool:
         wanted = self.pieces(getattr(comm, "rank", 0), getattr(comm, "size", 1), fill=False)
         with checkpoint.open_checkpoint(folder, comm) as reader:
             reader.read(wanted)

@@ -108,7 +108,7 @@ def test_training_s_own_messages_pass_between_begin_and_commit_of_an_mpi4py_comm
 def test_bytes_are_the_same_on_every_rank(world, state):
     image = checkpoint.to_bytes(state.pieces(world.rank, world.size), state.attributes, world)
     assert len(set(world.allgather_object(hashlib.sha256(image).hexdigest()))) == 1
-    assert image == checkpoint.to_bytes(state.whole(), state.attributes)
+    assert image == checkpoint.to_bytes(state.whole(), state.attributes, "self")
 
 
 def test_an_mpi4py_communicator_is_taken_as_it_is(world, folder, small):

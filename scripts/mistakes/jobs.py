@@ -1,0 +1,130 @@
+"""Mistakes with who takes part in a job, when, and for how long."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import case
+
+import mpizero as mz
+
+
+def network() -> mz.nn.MLP:
+    """Return a small model."""
+    return mz.nn.MLP(4, (8,), 2, dtype="float32")
+
+
+@case.mistake("left early", "rank 0 is making the communicator 'world' with it", status=70, ranks=(2, 4))
+def a_model_on_one_rank():
+    """Make a model on rank 0 only, while the others go to the end of the program."""
+    if case.rank() == 0:
+        mz.ZeRO2Model(network(), mz.ShardingConfig())
+
+
+@case.mistake("stuck: making the communicator 'world'", "not in it", "rank 1: at work", status=76, ranks=(2, 4))
+def a_model_on_one_rank_while_others_work():
+    """Make a model on rank 0 only, while the others work on."""
+    if case.rank() == 0:
+        mz.ZeRO2Model(network(), mz.ShardingConfig(timeout=3.0))
+    while True:
+        time.sleep(0.1)
+
+
+@case.mistake("stuck: making the communicator 'world'", "in Barrier of COMM_WORLD", status=76, ranks=(2, 4))
+def a_barrier_of_the_user_beside_a_model():
+    """Wait in a barrier of one's own, where rank 0 makes a model."""
+    from mpi4py import MPI
+
+    if case.rank() == 0:
+        mz.ZeRO2Model(network(), mz.ShardingConfig(timeout=3.0))
+    MPI.COMM_WORLD.Barrier()
+
+
+@case.mistake("FileNotFoundError", "missing.npz", status=70, ranks=(2, 4))
+def an_error_before_the_configuration():
+    """Fail on one rank before its configuration is made."""
+    import numpy as np
+
+    if case.rank() == 1:
+        np.load("missing.npz")
+    mz.ZeRO2Model(network(), mz.ShardingConfig())
+
+
+@case.mistake("left early", "is making the communicator 'world' with it", status=70, ranks=(2, 4))
+def a_good_exit_before_the_model():
+    """Leave by sys.exit(0) on one rank before the model is made."""
+    if case.rank() == 1:
+        sys.exit(0)
+    mz.ZeRO2Model(network(), mz.ShardingConfig())
+
+
+@case.mistake("ConfigError", "learning_rate=-1.0: expected a finite number > 0", status=78, ranks=(2, 4))
+def settings_that_are_wrong_on_one_rank():
+    """Give one rank a setting that is refused."""
+    mz.ZeRO2Model(network(), mz.ShardingConfig(learning_rate=-1.0 if case.rank() == 1 else 0.1))
+
+
+@case.mistake(
+    "TypeError", 'comm must be an mpi4py communicator, an mpizero Communicator, "self"', status=70, ranks=(2, 4)
+)
+def a_communicator_by_a_wrong_name():
+    """Ask for all ranks by a word."""
+    mz.ZeRO2Model(network(), mz.ShardingConfig(comm="world"))
+
+
+@case.mistake("TypeError", "live mpi4py intracommunicator", status=70, ranks=(2, 4))
+def a_communicator_that_was_freed():
+    """Train on a communicator that was freed."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Split(0, case.rank())
+    comm.Free()
+    mz.ZeRO2Model(network(), mz.ShardingConfig(comm=comm))
+
+
+@case.mistake("left early", "rank 0 is making the communicator 'world' with it", status=70, ranks=(2, 4))
+def a_checkpoint_opened_on_one_rank():
+    """Open a checkpoint on rank 0 only, without comm="self"."""
+    if case.rank() == 0:
+        mz.checkpoint.open_checkpoint("run/model")
+
+
+@case.mistake("ConfigError", "MPI has been finalized", 'comm="self"', status=78, ranks=(2, 4))
+def a_model_after_the_end_of_mpi():
+    """Make a model after MPI.Finalize()."""
+    from mpi4py import MPI
+
+    MPI.Finalize()
+    mz.ZeRO2Model(network(), mz.ShardingConfig())
+
+
+@case.mistake("DataError", "in thread 'trainer'", "features", status=65, ranks=(2, 4))
+def an_error_in_a_thread_that_trains():
+    """Train in a thread, and fail there on one rank while the others wait for their threads."""
+    model = mz.ZeRO2Model(network(), mz.ShardingConfig(timeout=20.0))
+    x, y = case.samples()
+
+    def train() -> None:
+        model.train(x[:, : 3 if case.rank() == 1 else 4], y)
+
+    thread = threading.Thread(target=train, name="trainer")
+    thread.start()
+    thread.join()
+
+
+@case.mistake("ConfigError", "embedded='yes': expected True or False", status=78)
+def a_guest_by_a_word():
+    """Ask to be a guest by a word."""
+    mz.ShardingConfig(embedded="yes")
+
+
+@case.mistake("ConfigError", "MPIZERO_EMBEDDED='yes'", status=78, environment={"MPIZERO_EMBEDDED": "yes"})
+def a_guest_by_a_wrong_variable():
+    """Set MPIZERO_EMBEDDED to something else than 1."""
+    mz.ZeRO2Model(network(), mz.ShardingConfig())
+
+
+if __name__ == "__main__":
+    case.main()
