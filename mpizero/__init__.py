@@ -1,15 +1,18 @@
 """ZeRO, tensor, pipeline and hybrid parallel training over MPI, with the same bits on any number of ranks.
 
 Names are loaded on first use, so that ``import mpizero`` starts in milliseconds, needs no MPI and changes nothing in
-the process. The first name that a launcher's job uses begins to watch over it (``comm/guard.py``, ``install_in_job``):
-hooks which end all ranks when one fails, and where there are several a thread that tells the others where this one
-stands. ``MPIZERO_EMBEDDED=1`` prevents it; docs/embedding.md has all of it.
+the process, but for a rank of a launcher's job: there it begins to watch over the process (``comm/guard.py``,
+``install_in_job``), with hooks which end all ranks when one fails, and where there are several with a thread that tells
+the others where this one stands. ``MPIZERO_EMBEDDED=1`` prevents it; docs/embedding.md has all of it.
 """
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from mpizero.launched import BY_MPI
 
 if TYPE_CHECKING:
     __version__: str
@@ -114,12 +117,11 @@ __all__ = [*_MODULES, *_HOME]
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name on first use, and see to it that no rank of an MPI job fails alone from then on."""
+    """Load a public name on first use."""
     if name == "__version__":
         return _version()
     if name not in _MODULES and name not in _HOME:
         import_module("mpizero.names").unknown_names("mpizero", __all__)(name)
-    import_module("mpizero.comm.guard").install_in_job()
     if name in _MODULES:
         return import_module(f"mpizero.{name}")
     value = getattr(import_module(_HOME[name]), name)
@@ -140,3 +142,7 @@ def _version() -> str:
         return version("mpizero")
     except PackageNotFoundError:  # a source tree that was never installed
         return "0+unknown"
+
+
+if any(name in os.environ for name in BY_MPI):
+    import_module("mpizero.comm.guard").install_in_job()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 #: Set by the launchers of MPICH and Open MPI, and by srun with PMI or PMIx, so that MPI can find the other ranks.
 BY_MPI = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
@@ -20,8 +19,7 @@ BY_NODE = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 RANK_PROCESS = "MPIZERO_RANK_PROCESS"
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """What a process's environment says of its launcher.
 
     Attributes
@@ -139,13 +137,15 @@ def job_name(environment: Mapping[str, str]) -> str:
 
 
 def _stat(process: int) -> list[str]:
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    with open(f"/proc/{process}/stat") as file:
+        return file.read().rpartition(")")[2].split()
 
 
 def _is_ranks(process: int) -> bool:
     """Tell whether a process has a rank in its environment; Slurm's own belong to root, and cannot be asked."""
     try:
-        names = {entry.partition(b"=")[0] for entry in Path(f"/proc/{process}/environ").read_bytes().split(b"\0")}
+        with open(f"/proc/{process}/environ", "rb") as file:
+            names = {entry.partition(b"=")[0] for entry in file.read().split(b"\0")}
     except PermissionError:
         return False
     return not names.isdisjoint(name.encode() for name in BY_MPI)

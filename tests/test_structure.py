@@ -55,6 +55,7 @@ DOORS = {
 #: Modules that may read the process's environment.
 ENVIRONMENT = {
     "mpizero.frames",
+    "mpizero",
     "mpizero.faults",
     "mpizero.train.cli",
     "mpizero.comm.guard",

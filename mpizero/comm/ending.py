@@ -112,7 +112,7 @@ class Ending:
             status = self._agree_to_fail(mpi, error) if mpi and together else None
             if status is None and mpi:
                 delay = 0.0 if together else self._is_consequence(error, mpi)
-                self.end(mpi, self.lines(told(error)), error.status, delay)
+                self.end(mpi, self.lines(told(error), origin), error.status, delay)
             if status is None:
                 write(f"{told(error)}\n")
             self._exit(error.status if status is None else status)

@@ -1,10 +1,10 @@
-"""Nobody fails alone: what watches over a process, from the first name of mpizero that it uses on.
+"""Nobody fails alone: what watches over a process, from the import of mpizero on.
 
 [Note: one holder] ``sys.excepthook``, ``threading.excepthook`` and ``atexit`` belong to the process, as MPI does, so
 there is one guard per process: ``_GUARD``, the only module state of the package. It holds what those hooks need and
 nothing that a computation reads.
 
-[Note: a life] :func:`install_in_job` begins it when the first name is used in a launcher's job, and so does the first
+[Note: a life] :func:`install_in_job` begins it when mpizero is imported in a launcher's job, and so does the first
 communicator. From then on the hooks tell of errors and of the end (:mod:`.hooks`, :mod:`.ending`), and where there are
 several ranks a thread tells the others of the node where this one stands. The last communicator that is closed ends
 it, and all is as before; the next one begins it again. A guest's communicators (``embedded``) do neither.
@@ -36,7 +36,7 @@ from mpizero.errors import (
     ConfigError,
     ExitStatus,
 )
-from mpizero.launched import BY_MPI, RANK_PROCESS, Launch, is_rank, is_several, job_name, launched_rank, mark
+from mpizero.launched import RANK_PROCESS, Launch, is_rank, is_several, job_name, launched_rank, mark
 from mpizero.names import nearest
 
 #: "collectives": each is compared before it starts. "gradients": every step looks for some that no layer has written.
@@ -60,16 +60,14 @@ class Guard(Ending):
     # ------------------------------------------------------------------ life
 
     def install_in_job(self) -> None:
-        """Begin to watch over this process where a launcher has started it as a rank; a second call does nothing.
+        """Begin to watch over this process if it is a launcher's rank and no guest; a second call does nothing.
 
         Not collective; loads no MPI.
         """
-        if not self._imported:
-            self._imported = True
-            rank = any(name in os.environ for name in BY_MPI) and is_rank(os.environ)
-            if (rank or "mpi4py.MPI" in sys.modules) and os.environ.get(EMBEDDED) != "1":
-                self.install()
-                self.is_guest()  # says what is wrong with another value
+        if not self._imported and is_rank(os.environ) and os.environ.get(EMBEDDED) != "1":
+            self.install()
+            self.is_guest()  # says what is wrong with another value
+        self._imported = True
 
     def install(self, *, keep: bool = False) -> None:
         """Set the hooks, and begin to tell the other ranks of the node where this one stands. Not collective.
@@ -239,7 +237,7 @@ _GUARD = Guard()
 
 
 def install_in_job() -> None:
-    """Begin the supervised life of a rank: what the first name of mpizero that is used calls, and nothing else does.
+    """Begin the supervised life of a rank: what the import of mpizero calls in a launcher's job.
 
     Not collective; loads no MPI. ``MPIZERO_EMBEDDED=1`` prevents it, ``ShardingConfig(embedded=True)`` takes it back.
     """

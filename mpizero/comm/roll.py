@@ -1,10 +1,9 @@
 """Where the ranks of a node stand before they have a communicator: a file of one slot each, found by the job's name.
 
 [Note: a roll] A board (:mod:`.board`) is opened by ranks that make a communicator together, so it cannot say who does
-not come to make it. The roll can: each rank of a job that uses mpizero opens it on its own, when it loads the first
-name, and it lasts until all ranks of the job have met, or have gone. It is read and written as a file, not mapped: a
-full file system is an error then, not a signal. What a killed job leaves is a few KB, which ``mpizero doctor --clean``
-removes.
+not come to make it. The roll can: each rank of a job that imports mpizero opens it on its own, and it lasts until all
+ranks of the job have met, or have gone. It is read and written as a file, not mapped: a full file system is an error
+then, not a signal. What a killed job leaves is a few KB, which ``mpizero doctor --clean`` removes.
 """
 
 from __future__ import annotations
