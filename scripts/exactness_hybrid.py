@@ -193,7 +193,7 @@ def alone(cases: Sequence[Case], steps: int) -> dict[str, Row]:
     """Train all cases in one process, by plain data parallelism."""
     found = {}
     for case in cases:
-        with mz.ShardingConfig(micro_batch=case.grain, clip=case.clip) as config:
+        with mz.ShardingConfig(comm="self", micro_batch=case.grain, clip=case.clip) as config:
             model, _ = mz.distribute(case.wrapped(), case.update(), strategy="ddp", config=config)
             with model:
                 losses = [model.train(x, y) for x, y in case.batches(steps, 0, 1)]

@@ -174,7 +174,7 @@ def main() -> None:
     x, y = text[:, :-1], text[:, 1:]
     values, slots, products = mz.nn.initial_parameters(gpt), gradient_slots(gpt), Products(args)
     counted = args.batch * sum(o.total for o in mz.nn.model_operations(gpt, (args.sequence,)).values())
-    config = mz.ShardingConfig(comm=None, micro_batch=args.batch)
+    config = mz.ShardingConfig(comm="self", micro_batch=args.batch)
     model, _ = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=args.strategy, config=config)
 
     def passes() -> None:
