@@ -20,7 +20,8 @@ from mpizero.nn.graph import Graph, Place
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, Run
 
-_FLOATS = frozenset({np.dtype(np.float32), np.dtype(np.float64)})
+#: Kinds of real numbers, and characters of the types that kernels take.
+_REAL, _FLOATS = frozenset("biuf"), frozenset("fd")
 
 
 class Layer(ABC):
@@ -249,16 +250,16 @@ def require_array(x: Any, where: str, what: str = "input") -> None:
 
 def require_numbers(x: Any, where: str, what: str = "input") -> None:
     """Raise :class:`DataError` unless ``x`` is an array of real numbers."""
-    require_array(x, where, what)
-    if x.dtype.kind not in "biuf":
+    if getattr(getattr(x, "dtype", None), "kind", "") not in _REAL:
+        require_array(x, where, what)
         advice = "; give its parts as real numbers" if x.dtype.kind == "c" else ""
         raise DataError(f"{where}: takes real numbers, the {what} has dtype {x.dtype}{advice}")
 
 
 def require_floats(x: Any, where: str, what: str = "input") -> None:
     """Raise :class:`DataError` unless ``x`` is an array of float32 or float64: what kernels take."""
-    require_array(x, where, what)
-    if x.dtype not in _FLOATS:
+    if getattr(getattr(x, "dtype", None), "char", "") not in _FLOATS:
+        require_array(x, where, what)
         advice = "; cast it with astype(numpy.float32)" if x.dtype.kind in "biuf" else ""
         raise DataError(f"{where}: takes float32 or float64, the {what} has dtype {x.dtype}{advice}")
 

@@ -11,16 +11,25 @@ from mpizero.errors import CollectiveError, MpizeroError, PeerFailure
 def located(kind: str, name: str, method: Callable[..., Any], *args: Any) -> Any:
     """Return ``method(*args)``; an error of a layer says in which "block" or "layer", the kind, of that name.
 
-    An error of this package begins with it, any other gets a note. Collective where the layer is.
+    Collective where the layer is.
     """
     try:
         return method(*args)
-    except (CollectiveError, PeerFailure):  # of the ranks, not of the model
-        raise
-    except MpizeroError as error:
-        error.place = ", ".join(filter(None, [f"{kind} {name!r}", error.place]))
-        raise
     except Exception as error:
+        place(error, kind, name, method)
+        raise
+
+
+def place(error: Exception, kind: str, name: str, method: Callable[..., Any]) -> None:
+    """Note in an error where it arose: one of this package begins with it, any other gets a note.
+
+    Not collective. Errors of the ranks, not of the model, stay as they are. To be used where :func:`located` would be
+    called for every layer of every micro-batch: a ``try`` that meets no error costs nothing.
+    """
+    if isinstance(error, CollectiveError | PeerFailure):
+        return
+    if isinstance(error, MpizeroError):
+        error.place = ", ".join(filter(None, [f"{kind} {name!r}", error.place]))
+    else:
         layer = type(getattr(method, "__self__", None)).__name__
         error.add_note(f"In {kind} {name!r}: {layer}.{getattr(method, '__name__', '')}")
-        raise

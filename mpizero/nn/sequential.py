@@ -10,7 +10,7 @@ from mpizero.errors import ConfigError
 from mpizero.names import explains
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.layer import Layer
-from mpizero.nn.located import located
+from mpizero.nn.located import place
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Group, Params, Run
 
@@ -44,9 +44,13 @@ class Sequential(Layer):
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Apply the layers first to last. Not collective."""
         caches = []
-        for name, layer in self.layers:
-            x, cache = located("layer", name, layer.forward, params.get(name, {}), x, run)
-            caches.append(cache)
+        try:
+            for name, layer in self.layers:
+                x, cache = layer.forward(params.get(name, {}), x, run)
+                caches.append(cache)
+        except Exception as error:
+            place(error, "layer", name, layer.forward)
+            raise
         return x, caches
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
@@ -58,8 +62,11 @@ class Sequential(Layer):
                 if any(spec.trainable for spec in layer.specs()):
                     raise ConfigError(f"Sequential: no gradient reaches {name!r}: the layer after it returns none")
                 continue
-            back = layer.backward_input
-            gradient, pending = located("layer", name, back, params.get(name, {}), layer_cache, gradient)
+            try:
+                gradient, pending = layer.backward_input(params.get(name, {}), layer_cache, gradient)
+            except Exception as error:
+                place(error, "layer", name, layer.backward_input)
+                raise
             pendings.append(pending)
         return gradient, pendings
 
@@ -67,8 +74,11 @@ class Sequential(Layer):
         """Overwrite the gradients of all layers, last to first. Not collective."""
         reached = zip(reversed(self.layers), reversed(cache), pending, strict=False)
         for (name, layer), layer_cache, layer_pending in reached:
-            given = params.get(name, {}), layer_cache, layer_pending, grads.get(name, {})
-            located("layer", name, layer.backward_weights, *given)
+            try:
+                layer.backward_weights(params.get(name, {}), layer_cache, layer_pending, grads.get(name, {}))
+            except Exception as error:
+                place(error, "layer", name, layer.backward_weights)
+                raise
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Follow the shape through all layers. Not collective."""

@@ -9,11 +9,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpizero.comm.timeline import Timeline
 from mpizero.errors import CollectiveError, ConfigError, LayoutError, PeerFailure, UnsupportedError
 from mpizero.layout import Unit
 from mpizero.layout.flat import joined
-from mpizero.nn.located import located
+from mpizero.nn.located import located, place
 from mpizero.parallel.answers import check_names, gradient, loss_and_weight
 from mpizero.parallel.storage import Lender, ParameterStore, flat_names
 from mpizero.parallel.usable import check_model
@@ -118,8 +117,13 @@ class BlockEvaluator:
             for unit in self.units:
                 with passed.unit(unit) as params:
                     for block in unit.blocks:
-                        forward = self.blocks[block].forward
-                        x, caches[block] = in_block(clock, "forward", block, forward, params[block], x, run)
+                        begun = clock.begin()
+                        try:
+                            x, caches[block] = self.blocks[block].forward(params[block], x, run)
+                        except Exception as error:
+                            place(error, "block", block, self.blocks[block].forward)
+                            raise
+                        clock.end("forward", block, begun)
             begun = clock.begin()
             loss, weight, cache = self.criterion.forward(x, y)
             loss, weight = loss_and_weight(self.criterion.forward, loss, weight, run)
@@ -131,9 +135,13 @@ class BlockEvaluator:
                 with passed.unit(unit) as params:
                     grads = target(unit)
                     for block in reversed(unit.blocks):
-                        backward, cache = self.blocks[block].backward, caches.pop(block)
-                        given = params[block], cache, d, grads[block]
-                        d = in_block(clock, "backward", block, backward, *given)
+                        begun = clock.begin()
+                        try:
+                            d = self.blocks[block].backward(params[block], caches.pop(block), d, grads[block])
+                        except Exception as error:
+                            place(error, "block", block, self.blocks[block].backward)
+                            raise
+                        clock.end("backward", block, begun)
                         if ended is not None:
                             ended(unit, block)
                 passed.done(unit)
@@ -329,14 +337,6 @@ def _explained(function: str) -> Iterator[None]:
         if any(word in str(error) for word in ("read-only", "readonly", "writable", "writeable")):
             error.add_note(f"The arrays that {function} gets are read-only: let it copy what it changes, x = x.copy()")
         raise
-
-
-def in_block(clock: Timeline, phase: str, block: str, method: Callable[..., Any], *args: Any) -> Any:
-    """Return what a layer's method returns, with its time noted and its errors placed. Collective where it is."""
-    begun = clock.begin()
-    result = located("block", block, method, *args)
-    clock.end(phase, block, begun)
-    return result
 
 
 def with_next(units: Iterable[Unit]) -> Iterator[tuple[Unit, Unit | None]]:

@@ -19,8 +19,9 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CollectiveError, LayoutError, PeerFailure
 from mpizero.kernels import to_host
 from mpizero.layout import Instruction, Schedule, Unit, build_schedule
+from mpizero.nn.located import located
 from mpizero.parallel.answers import loss_and_weight
-from mpizero.parallel.compute import in_block, with_next
+from mpizero.parallel.compute import with_next
 from mpizero.parallel.courier import Route, key_of
 from mpizero.parallel.gradients import Job
 from mpizero.parallel.running import RunOf, WatchedJob
@@ -229,7 +230,11 @@ class PipelineRunner:
 
     def _call(self, phase: str, block: str, method: str, *args: Any) -> Any:
         """Return what a method of a block's layer returns."""
-        return in_block(self.store.timeline, phase, block, getattr(self.stage.model.blocks[block], method), *args)
+        clock, bound = self.store.timeline, getattr(self.stage.model.blocks[block], method)
+        begun = clock.begin()
+        result = located("block", block, bound, *args)
+        clock.end(phase, block, begun)
+        return result
 
     def _begin_backward(self, chunk: int, micro: int, watched: WatchedJob) -> tuple[_Flight, Any]:
         flight, d = self._flights[chunk, micro], None
