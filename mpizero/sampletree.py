@@ -13,7 +13,7 @@ from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -131,7 +131,7 @@ class _Walk:
             leaf = _samples(value, path)
             self.leaves.append(leaf)
             self.paths.append(path)
-            return next, f"{leaf.dtype}{leaf.shape[1:]}"
+            return next, f"{_dtype_name(leaf.dtype)}{leaf.shape[1:]}"
         if depth == _DEPTH:
             raise DataError(f"{path[:200]}... is nested more than {_DEPTH} levels deep: does it hold itself?")
         parts = [
@@ -202,6 +202,9 @@ def _samples(value: Any, path: str) -> Array:
     if not array.ndim:
         raise _Uncut(f"{path} is a single {array.dtype} ({_class(value)}), without an axis of samples")
     return array
+
+
+_dtype_name = lru_cache(maxsize=256)(str)  # which takes longer than all else that is done with a leaf
 
 
 def _class(value: Any) -> str:

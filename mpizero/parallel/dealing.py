@@ -86,7 +86,7 @@ class _Offer:
     @property
     def number(self) -> int:
         """A number that differs between what cannot be joined."""
-        text = f"{self.asked} {self.tree.form or 'not cut'}"
+        text = f"{self.asked.epoch} {self.asked.gather} {self.tree.form or 'not cut'}"
         return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
 
     def digests(self) -> dict[str, int]:

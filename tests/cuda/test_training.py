@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -172,15 +173,42 @@ def test_what_is_missing_is_told_without_a_card(monkeypatch):
         cards.open_card(0)
 
 
+@pytest.mark.filterwarnings("ignore:.* cannot be cut into samples:UserWarning")
 def test_a_black_box_and_batches_without_numbers_are_refused():
     with mz.ShardingConfig(device="cuda", micro_batch=1) as config:
         box = mz.FunctionModel({"w": np.ones(2, np.float32)}, lambda parameters, batch: (0.0, parameters, 1.0))
         with pytest.raises(ConfigError, match="black box"):
             mz.DDPModel(box, config)
-        with mz.DDPModel(gpt(), config) as model, pytest.raises(DataError, match="not list"):
+        with mz.DDPModel(gpt(), config) as model, pytest.raises(DataError, match="arrays of numbers, not int"):
             model.train([[1, 2, 3]], [[2, 3, 4]])
     with pytest.raises(ConfigError, match="'cpu' or 'cuda'"):
         mz.ShardingConfig(device="gpu")
+
+
+@dataclass(frozen=True)
+class Joined(mz.nn.Layer):
+    """A first layer of the user's, whose input is a dictionary of arrays."""
+
+    def forward(self, params, x, run=None):
+        return mz.nn.layer.namespace(x["a"]).concatenate([x["a"], x["b"][0]], axis=1), None
+
+    def backward_input(self, params, cache, dy):
+        return None, None
+
+
+def test_trees_of_arrays_are_copied_to_the_card_leaf_by_leaf():
+    x = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+    y = np.arange(6) % 3
+    tree = {"a": x[:, :2], "b": (x[:, 2:],)}
+    found = []
+    for data, first in ((x, {}), (tree, {"joined": Joined()})):
+        wrapped = mz.nn.MLP(4, (5,), 3, dtype="float32")
+        wrapped = SimpleNamespace(
+            blocks={**first, **wrapped.blocks}, loss=wrapped.loss, dtype=wrapped.dtype, seed=wrapped.seed
+        )
+        with mz.ShardingConfig(device="cuda", micro_batch=2) as config, mz.ZeRO2Model(wrapped, config) as model:
+            found.append((model.train(data, y), model.evaluate(data, y), model.predict(data).tobytes()))
+    assert found[0] == found[1]
 
 
 def test_copies_longer_than_the_pinned_buffer_go_in_pieces(monkeypatch):
