@@ -40,7 +40,7 @@ with mz.DDPModel(function, config) as model:
     bounds = [(0, None)] * 3 + [(1e-3, 20)] * 3  # sizes, then rates: the order of the parameters
     found = minimize(of, model.get_parameters(), jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 300})
     model.set_parameters(found.x)
+    rates = ", ".join(f"{rate:.3f}" for rate in np.sort(model.named_parameters()["rate"]))
     digest, ranks = model.parameters_sha256(), model.world_size
     if model.rank == 0:
-        rates = ", ".join(f"{rate:.3f}" for rate in np.sort(model.named_parameters()["rate"]))
         print(f"rates {rates} after {found.nfev} evaluations, loss {found.fun:.3e}, {digest[:16]} on {ranks} ranks")

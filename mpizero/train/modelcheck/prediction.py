@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from mpizero.sampletree import leaves_of
 from mpizero.train.modelcheck.findings import ModelFinding
 from mpizero.train.modelcheck.repeats import Samples
 from mpizero.train.modelcheck.subject import Named, Subject, place_of
-from mpizero.train.modelcheck.trees import content, cut, leaves
+from mpizero.train.modelcheck.trees import content, cut
 from mpizero.train.verify.rounding import Rounding
 
 
@@ -44,13 +45,13 @@ def check_prediction(subject: Subject, batch: Samples, here: Named) -> tuple[lis
 
 
 def _one_each(whole: Any, count: int) -> bool:
-    found = list(leaves(whole))
+    found = leaves_of(whole)
     return all(isinstance(v, np.ndarray) and v.ndim > 0 and len(v) == count and v.dtype.kind in "fiub" for v in found)
 
 
 def _apart(piece: Any, whole: Any, part: slice) -> float:
     distances = [0.0]
-    for a, b in zip(leaves(piece), leaves(whole), strict=True):
+    for a, b in zip(leaves_of(piece), leaves_of(whole), strict=True):
         if a.shape != b[part].shape:
             return float("inf")
         size = float(np.max(np.abs(b.astype(np.float64)), initial=0.0))

@@ -1,45 +1,28 @@
-"""Batches as trees of arrays: cut, and given away so that they cannot be written to."""
+"""Batches cut as training cuts them, and given away so that they cannot be written to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-
-def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply a function to the leaves of nested tuples, lists and mappings. Not collective."""
-    if isinstance(tree, Mapping):
-        return {key: mapped(value, function) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(mapped(value, function) for value in tree))
-    if isinstance(tree, tuple | list):
-        return type(tree)(mapped(value, function) for value in tree)
-    return function(tree)
+from mpizero.errors import DataError
+from mpizero.sampletree import SampleTree, leaves_of, map_arrays, map_leaves
+from mpizero.types import Array
 
 
-def leaves(tree: Any) -> Iterator[Any]:
-    """Yield the leaves of nested tuples, lists and mappings. Not collective."""
-    if isinstance(tree, Mapping):
-        tree = tree.values()
-    elif not isinstance(tree, tuple | list):
-        yield tree
-        return
-    for value in tree:
-        yield from leaves(value)
-
-
-def sample_count(*trees: Any) -> int | None:
-    """Return the length of the first axis of all leaves; None where they have none in common. Not collective."""
-    found = list(leaves(trees))
-    counts = {len(leaf) if getattr(leaf, "ndim", 0) > 0 else -1 for leaf in found if leaf is not None}
-    return counts.pop() if len(counts) == 1 and -1 not in counts else None
+def sample_count(x: Any, y: Any) -> int | None:
+    """Return how many samples a batch has; None where it cannot be cut. Not collective."""
+    try:
+        tree = SampleTree.of(x=x, y=y)
+        return None if tree.uncut else tree.count()
+    except DataError:
+        return None
 
 
 def cut(tree: Any, start: int, stop: int) -> Any:
     """Return samples ``start:stop`` as contiguous arrays, as training gives them. Not collective."""
-    return mapped(tree, lambda leaf: None if leaf is None else np.ascontiguousarray(leaf[start:stop]))
+    return map_arrays(lambda array: np.ascontiguousarray(array[start:stop]), tree)
 
 
 def read_only(tree: Any) -> Any:
@@ -48,13 +31,13 @@ def read_only(tree: Any) -> Any:
     def view(leaf: Any) -> Any:
         if not isinstance(leaf, np.ndarray):
             return leaf
-        shown = leaf.view()
+        shown: Array = leaf.view()
         shown.flags.writeable = False
         return shown
 
-    return mapped(tree, view)
+    return map_leaves(view, tree)
 
 
 def content(tree: Any) -> tuple[bytes, ...]:
     """Return the bytes of all arrays. Not collective."""
-    return tuple(leaf.tobytes() for leaf in leaves(tree) if isinstance(leaf, np.ndarray))
+    return tuple(leaf.tobytes() for leaf in leaves_of(tree) if isinstance(leaf, np.ndarray))
