@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -122,9 +123,9 @@ def rank_keyed_dropout(monkeypatch: Any) -> None:
     """Dropout masks differ with the rank that draws them."""
     right = Engine._run
 
-    def run(self: Engine, first_sample: int) -> Run:
-        found = right(self, first_sample)
-        return Run(found.training, found.seed + self.grid.world.rank, found.step, found.first_sample)
+    def run(self: Engine, first_sample: int, count: int) -> Run:
+        found = right(self, first_sample, count)
+        return replace(found, seed=found.seed + self.grid.world.rank)
 
     monkeypatch.setattr(Engine, "_run", run)
 
