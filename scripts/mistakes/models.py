@@ -138,6 +138,17 @@ def statistics_of_the_batch():
     checked(normalized)
 
 
+@case.mistake("ModelCheckError", "random numbers not keyed by run.samples", status=70)
+def dropout_by_the_place_in_the_batch():
+    """Draw dropout masks by seed and step alone, so that each piece of a batch has the same."""
+
+    def dropped(parameters, batch, *, run):
+        x, y = batch
+        return case.squares(parameters, (x * (np.random.default_rng((run.seed, run.step)).random(x.shape) < 0.5), y))
+
+    checked(dropped)
+
+
 @case.mistake("ModelCheckError", "a number of samples that is built in", "cannot reshape", status=70)
 def a_built_in_number_of_samples():
     """Reshape every batch to the number of samples of the first."""

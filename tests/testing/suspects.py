@@ -157,6 +157,18 @@ def single_inside(rng: Any) -> Case:
     return mz.FunctionModel(start(rng), loss_and_grad), *dense(rng)
 
 
+def keyed_dropout(rng: Any) -> Case:
+    """Masks by sample, as the function is told which it is given."""
+    right = perceptron()
+
+    def loss_and_grad(p: Any, batch: Any, *, run: Run) -> Any:
+        x, y = batch
+        masks = [np.random.default_rng((run.seed, run.step, sample)).random(4) < 0.7 for sample in run.samples]
+        return right(p, (x * np.array(masks), y))
+
+    return mz.FunctionModel(start(rng), loss_and_grad, seed=int(rng.integers(99))), *dense(rng)
+
+
 def penalty(rng: Any) -> Case:
     def with_penalty(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
         changed = {name: g + 2e-2 * weight * p[name] for name, g in gradients.items()}
@@ -189,6 +201,7 @@ RIGHT: dict[str, Callable[[Any], Case]] = {
     "positive parameters of any size": physics,
     "float32 inside": single_inside,
     "penalty by weight": penalty,
+    "dropout by hand keyed by sample": keyed_dropout,
     "far from the minimum in float32": steep_gradient,
 }
 
@@ -327,6 +340,17 @@ def batch_norm(rng: Any) -> Case:
     return mz.FunctionModel(start(rng), loss_and_grad), *dense(rng)
 
 
+def dropout_by_place(rng: Any) -> Case:
+    """Masks by the place in the batch, which is another in another cut."""
+    right = perceptron()
+
+    def loss_and_grad(p: Any, batch: Any, *, run: Run) -> Any:
+        x, y = batch
+        return right(p, (x * (np.random.default_rng((run.seed, run.step)).random(x.shape) < 0.7), y))
+
+    return mz.FunctionModel(start(rng), loss_and_grad), *dense(rng)
+
+
 def built_in_number(rng: Any) -> Case:
     right = perceptron()
 
@@ -456,6 +480,7 @@ WRONG: dict[str, tuple[Callable[[Any], Case], str, str]] = {
     "a running mean": (running_mean, "loss", "running mean"),
     "an infinite gradient": (singular, "gradient of 'b'", "5 elements of 5 that are not finite"),
     "statistics of the batch": (batch_norm, "loss", "statistics of the batch"),
+    "dropout keyed by the place": (dropout_by_place, "loss", "random numbers not keyed by run.samples"),
     "a built-in number of samples": (built_in_number, "a piece of the batch", "built in"),
     "exchanged gradients": (exchanged, "gradient of 'u'", "the gradient of 'v' under this name"),
     "a transposed gradient": (transposed, "gradient of 'w'", "its transpose"),

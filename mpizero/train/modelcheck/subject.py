@@ -15,8 +15,9 @@ from mpizero.nn.model import bind, evaluate, initial_parameters, model_specs, ne
 from mpizero.nn.split.model import run_on
 from mpizero.parallel.answers import named
 from mpizero.parallel.compute import blocks_of
+from mpizero.signatures import takes_run
 from mpizero.train.modelcheck.findings import ModelFinding, WrongAnswer
-from mpizero.train.modelcheck.trees import read_only
+from mpizero.train.modelcheck.trees import read_only, sample_count
 from mpizero.types import Array, BlackBoxModel, BlockModel, Run
 
 Named = Mapping[str, Array]
@@ -67,6 +68,7 @@ class BlackBox:
         frozen = frozenset(getattr(model, "frozen", ()))
         self.names = tuple(name for name in self.shapes if name not in frozen)
         self.dtype = np.dtype(model.dtype)
+        self._takes_run = takes_run(model.loss_and_grad, "loss_and_grad", "parameters", "batch")
         self._memory = {name: np.zeros(shape, self.dtype) for name, shape in self.shapes.items()}
 
     def start(self) -> dict[str, Array]:
@@ -85,15 +87,16 @@ class BlackBox:
         self.evaluations += 1
         lent = self._lent(parameters, fresh)
         with np.errstate(all="ignore"):
-            given = self._called(lent, x, y)
+            given = self._called(lent, x, y, Run(True, getattr(self.model, "seed", 0), 0, first, count=_count(x, y)))
         for name, array in lent.items():
             if array.tobytes() != parameters[name].tobytes():
                 raise WrongAnswer(_written(f"parameter {name!r}", "through a bare pointer"))
         return self._examined(given)
 
-    def _called(self, lent: Named, x: Any, y: Any) -> Any:
+    def _called(self, lent: Named, x: Any, y: Any, run: Run) -> Any:
+        told = {"run": run} if self._takes_run else {}
         try:
-            return self.model.loss_and_grad(read_only(lent), (read_only(x), read_only(y)))
+            return self.model.loss_and_grad(read_only(lent), (read_only(x), read_only(y)), **told)
         except (ValueError, TypeError, BufferError) as error:
             if any(word in str(error) for word in ("read-only", "readonly", "writable", "writeable")):
                 raise WrongAnswer(_written("arguments", f"at {place_of(error)}")) from error
@@ -216,7 +219,8 @@ class Blocks:
         return float(loss), float(weight), uses
 
     def _run(self, x: Any, first: int) -> Run:
-        return run_on(self.model, x, Run(training=True, seed=self.model.seed, first_sample=first))
+        run = Run(training=True, seed=self.model.seed, first_sample=first, count=_count(x, None))
+        return run_on(self.model, x, run)
 
     def loss(self, parameters: Named, x: Any, y: Any) -> float:
         """Run forward only."""
@@ -229,6 +233,10 @@ class Blocks:
         """Run forward without dropout."""
         self.evaluations += 1
         return evaluate(self.model, bind(self.model, parameters), read_only(x))
+
+
+def _count(x: Any, y: Any) -> int:
+    return sample_count(x, y) or 1
 
 
 def place_of(error: BaseException) -> str:

@@ -105,5 +105,5 @@ def _cause(what: str, sums: Sums, joined: dict[str, Array]) -> tuple[str, str]:
     if len(counts) > 2 and np.abs(extra * (len(counts) - 2) - first * (len(counts) - 1)).max() <= near:
         told = "multiply it, and its gradient, by the weight of the batch, such as len(x)"
         return "a term that is added once a call, such as a penalty on the parameters", told
-    told = "compute each sample by itself, or let check_model's x be the whole unit that belongs together"
-    return "samples that see each other, such as the statistics of the batch", told
+    told = "compute each sample by itself, from its own numbers"
+    return "statistics of the batch, in which samples see each other, or random numbers not keyed by run.samples", told
