@@ -44,7 +44,7 @@ GOOD = {"a": np.ones((2, 3)), "b": np.ones(3)}
         *(
             (
                 (loss, GOOD, 1.0),
-                "loss_and_grad .<lambda> at test_function_model.py:.* returned .* as the loss of sample",
+                "loss_and_grad .answer at test_function_model.py:.* returned .* as the loss of sample",
             )
             for loss in ("1.5", b"1", None, 1j, np.complex128(1), np.ones(2), True, np.array("1"))
         ),

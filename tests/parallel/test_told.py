@@ -146,6 +146,18 @@ def test_evaluate_calls_a_loss_without_gradient_where_there_is_one() -> None:
         model.evaluate(np.ones((2, 1)), np.ones(2))
 
 
+def test_check_model_tells_functions_too_and_halves_of_a_tree_have_the_noise_of_the_whole() -> None:
+    def loss_and_grad(p: Any, batch: Any, *, run: Any) -> Any:
+        noise = np.array([np.random.default_rng((run.seed, sample)).normal() for sample in run.samples])
+        x = np.concatenate([batch["x"][0], batch["x"][1]], axis=1)
+        error = x @ p["w"] - batch["y"] + noise
+        return float((error**2).sum()), {"w": 2 * x.T @ error}, float(len(x))
+
+    x, y = vectors(8)
+    wrapped = mz.FunctionModel({"w": np.ones(7)}, lambda p, b, *, run: loss_and_grad(p, b[0], run=run), seed=2)
+    assert not mz.testing.check_model(wrapped, {"x": (x[:, :3], x[:, 3:]), "y": y[:, 0]}, None).findings
+
+
 # ---------------------------------------------------------------------- sources
 
 LENGTH = 10
