@@ -218,6 +218,20 @@ def test_a_zigzag_gives_every_place_to_one_rank_and_none_one_more_than_another(r
             assert places[rank].tolist() == [*chunks[rank], *chunks[-1 - rank]]
 
 
+def test_every_array_of_a_tree_is_cut_at_the_same_places():
+    def run(group):
+        ids = np.arange(2 * 13).reshape(2, 13)
+        tree = {"ids": ids, "more": (ids[..., None] * 1.5, None)}
+        x, y = cut_batch(tree, [ids + 1], group)
+        assert np.array_equal(x["more"][0][..., 0], x["ids"] * 1.5)
+        assert np.array_equal(y[0], x["ids"] + 1)
+        assert np.array_equal(x["ids"], cut_batch(ids, ids, group)[0])
+        with pytest.raises(DataError, match=r"\(2, 13\) and \(2, 12\)"):
+            cut_batch({"ids": ids, "short": ids[:, 1:]}, ids, group)
+
+    on_ranks(3, run)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_cut_batch_is_the_places_of_the_rank_in_memory_of_its_own(ranks):
     x, y = batch(17)
