@@ -69,26 +69,31 @@ def check_model(
     TypeError
         If ``model`` is not a model.
     """
-    report = examine(model, x, y, comm=comm, parameters=parameters, seed=seed)
-    if not report.right:
-        told = "\n".join(f"- {line}" for line in report.told)
-        member = "predict" if {f.check for f in report.findings} == {"prediction"} else "loss_and_grad"
-        raise ModelCheckError(f"the model is wrong ({origin_of(model, member)})\n{told}", report)
+    with ShardingConfig(comm=comm) as config:
+        report = _looked_at(model, Samples(x, y, sample_count(x, y)), config.communicator, parameters, seed)
+        if not report.right:  # raised before the communicator is freed: with the last one, the hooks would be gone
+            told = "\n".join(f"- {line}" for line in report.told)
+            member = "predict" if {f.check for f in report.findings} == {"prediction"} else "loss_and_grad"
+            raise ModelCheckError(f"the model is wrong ({origin_of(model, member)})\n{told}", report)
     return report
 
 
-def examine(
-    model: Any, x: Any, y: Any, *, comm: Any = None, parameters: Mapping[str, Array] | None = None, seed: int = 0
-) -> ModelReport:
+def examine(model: Any, x: Any, y: Any, *, comm: Any = None) -> ModelReport:
     """Return the report of :func:`check_model`, whatever it says. Collective over ``comm``."""
-    if isinstance(model, ShardedCore):
-        raise TypeError(f"check_model takes the model before it is sharded: {type(model).__name__}.wrapped_model")
-    started = time.monotonic()
     with ShardingConfig(comm=comm) as config:
-        with all_ranks(config.communicator, "check_model"):
-            check = _Check(subject_of(model), Samples(x, y, sample_count(x, y)), seed)
-            check.run(parameters)
-        findings = _beside_others(check, config.communicator)
+        return _looked_at(model, Samples(x, y, sample_count(x, y)), config.communicator, None, 0)
+
+
+def _looked_at(
+    model: Any, batch: Samples, comm: Communicator, parameters: Mapping[str, Array] | None, seed: int
+) -> ModelReport:
+    started = time.monotonic()
+    with all_ranks(comm, "check_model"):
+        if isinstance(model, ShardedCore):
+            raise TypeError(f"check_model takes the model before it is sharded: {type(model).__name__}.wrapped_model")
+        check = _Check(subject_of(model), batch, seed)
+        check.run(parameters)
+    findings = _beside_others(check, comm)
     seconds = time.monotonic() - started
     return ModelReport(findings, tuple(check.passed), tuple(check.notes), check.subject.evaluations, seconds)
 
