@@ -299,12 +299,12 @@ class Engine:
         return batch
 
     def _run(self, first_sample: int, count: int) -> Run:
-        told = {"count": count, "epoch": self.asked.epoch}
-        return Run(True, getattr(self.model, "seed", 0), self.step_number, first_sample, **told)
+        seed, epoch = getattr(self.model, "seed", 0), self.asked.epoch
+        return Run(True, seed, self.step_number, first_sample, count=count, epoch=epoch)
 
     def _update(self, updater: Updater, totals: Totals, stack_row: int) -> Outcome:
         """Update and publish, unless the sum is not finite."""
-        threads, divisor = self.config.threads, totals.divisor(self.current_loss_scale(), self.dtype)
+        threads, divisor = self.config.threads, self._divisor(totals)
         fuses = not self._needs_norm and updater.fusible and updater.ties is None
         if fuses and (self.grid.peers.size == 1 or self._ring is not None):
             with self.timeline.span("optimizer"):
@@ -319,6 +319,9 @@ class Engine:
         with self.timeline.span("reduction"):
             reduced = self._reduced(updater, divisor, stack_row)
         return self.apply(reduced)
+
+    def _divisor(self, totals: Totals) -> Array:
+        return totals.divisor(self.current_loss_scale(), self.dtype)
 
     @property
     def _needs_norm(self) -> bool:
@@ -341,7 +344,7 @@ class Engine:
         """Return the sums over the global batch and the averaged gradient, where :meth:`apply` takes it."""
         updater = self._bound()
         _, totals, row = self._forward_backward(x, y, self._ring is not None, summed=True)
-        reduced = self._reduced(updater, totals.divisor(self.current_loss_scale(), self.dtype), row)
+        reduced = self._reduced(updater, self._divisor(totals), row)
         self.memory.barrier("reduced")
         return totals, kernels.to_host(reduced)
 
@@ -357,8 +360,7 @@ class Engine:
 
     def reduce_local(self, totals: Totals) -> Array:
         """Sum pending local gradients over the ranks and divide by the weight."""
-        out = None if self._ring is None else self._ring.stack[0]
-        divisor = totals.divisor(self.current_loss_scale(), self.dtype)
+        divisor, out = self._divisor(totals), None if self._ring is None else self._ring.stack[0]
         reduced: Array = kernels.to_host(reduce_rows(self.rows, self.exchange, self._bound(), divisor, out))
         self.memory.barrier("reduced")
         return reduced
