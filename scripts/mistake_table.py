@@ -79,7 +79,7 @@ def verdict(ended: Ended | None, topic: str, expected: Mistake) -> str:
     wrong = [
         "" if ended.status in allowed else f"status {ended.status}, not {expected.status}",
         *("" if " ".join(piece.split()) in said else f"does not say {piece!r}" for piece in expected.says),
-        "" if not expected.names_line or re.search(rf"{topic}\.py:\d+", said) else "names no line",
+        "" if not expected.names_line or re.search(rf'{topic}\.py(:|", line )\d+', said) else "names no line",
     ]
     return ", ".join(filter(None, wrong)) or "ok"
 

@@ -232,7 +232,6 @@ def a_source_that_gives_fewer_samples():
     "MPIZERO_DEBUG='gradient'",
     "did you mean 'gradients'?",
     status=78,
-    names_line=False,
     environment={"MPIZERO_DEBUG": "collectives,gradient"},
 )
 def a_debug_switch_that_is_none():

@@ -30,7 +30,7 @@ def _trained(model: Any, optimizer: Any, config: mz.ShardingConfig, steps: int =
 
 
 def _differ(*says: str, **settings: Any) -> Any:
-    expected: dict[str, Any] = {"ranks": SEVERAL, "status": 78, "names_line": False, **settings}
+    expected: dict[str, Any] = {"ranks": SEVERAL, "status": 78, **settings}
     return case.mistake("ConfigError: ", *says, **expected)
 
 

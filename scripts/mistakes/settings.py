@@ -110,7 +110,7 @@ def an_unknown_strategy():
     mz.distribute(mz.FunctionModel(case.parameters(), case.squares), mz.SGD(), strategy="zero4")
 
 
-@case.mistake("ValueError: no convergence in cell 3", 'settings.py", line', status=(1, 70), names_line=False)
+@case.mistake("ValueError: no convergence in cell 3", 'settings.py", line', status=(1, 70))
 def an_error_of_the_users_function():
     """Raise an error in `loss_and_grad`: it keeps its traceback."""
 
@@ -124,7 +124,6 @@ def an_error_of_the_users_function():
     "ConfigError: threads=0",
     'settings.py", line',
     status=78,
-    names_line=False,
     environment={"MPIZERO_TRACEBACK": "1"},
 )
 def a_traceback_that_is_asked_for():

@@ -99,7 +99,6 @@ def a_class_for_a_layer():
     "In block 'encoder.2': Folded.forward",
     'shapes.py", line',
     status=(1, 70),
-    names_line=False,
 )
 def an_error_of_the_users_layer():
     """Raise an error in an own layer: it keeps its traceback and names the block."""
