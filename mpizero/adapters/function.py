@@ -76,7 +76,9 @@ class FunctionModel:
         if not parameters:
             raise ConfigError("FunctionModel needs at least one named parameter")
         if odd := [name for name in parameters if not isinstance(name, str)]:
-            raise ConfigError(f"FunctionModel: names of parameters are strings, got {odd[0]!r}")
+            raise ConfigError(
+                f"parameter {odd[0]!r}: its name is of type {type(odd[0]).__name__}; give it another, a string"
+            )
         arrays = {name: real_array(value, f"parameter {name!r}") for name, value in parameters.items()}
         dtypes = {name: str(array.dtype) for name, array in arrays.items()}
         kinds = sorted(set(dtypes.values()))

@@ -162,13 +162,13 @@ def _tried(layer: Layer, shape: tuple[int, ...]) -> tuple[Operations, tuple[int,
             y = twin.forward(params, np.zeros((1, *shape), np.int64))[0]  # ids
         output = tuple(y.shape[1:])
     except Exception as error:
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"{name} does not count its products, and its forward cannot be tried on zeros of shape {(1, *shape)} "
             f"({type(error).__name__}: {error}): define operations()"
         ) from error
     seen = {id(called) for called, _ in calls}
     if any(id(child) not in seen for child in children):
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"{name} does not count its products: define operations(), or keep its layers as attributes that forward "
             "calls"
         )

@@ -215,10 +215,14 @@ class ShardingConfig:
 
         Close the models first. A configuration that was never used, or was closed, has nothing to free.
         """
-        made = self.__dict__
-        if "communicator" in made:
+        if "communicator" in self.__dict__:
             begin(self.communicator, "ShardingConfig.close")
             self.communicator.free_left_behind()
+            self._free()
+
+    def _free(self) -> None:
+        """Close without comparing calls: ranks that have left by an error are known to be in step. Collective."""
+        made = self.__dict__
         if "_watchdog" in made:
             made.pop("_watchdog").stop()
         while self._grids:
@@ -239,7 +243,7 @@ class ShardingConfig:
         if error is None:
             self.close()
         elif "communicator" in self.__dict__:  # the other ranks may not have raised
-            self.communicator.leave_behind(self.close)
+            self.communicator.leave_behind(self._free)
 
     def loss_scale(self, given: DynamicLossScale | None) -> DynamicLossScale | None:
         """Return the loss scale to train with: what is given, or else what ``mixed_precision`` needs."""

@@ -281,6 +281,12 @@ class ShardedCore(ABC):
             return
         if self._engine.config.holds(self._engine.grid):  # else its communicators are freed already
             self._begin("close")
+        self._free()
+
+    def _free(self) -> None:
+        """Close without comparing calls: ranks that have left by an error are known to be in step. Collective."""
+        if self._engine is None:
+            return
         try:
             self._on_before_close()
         finally:
@@ -299,4 +305,4 @@ class ShardedCore(ABC):
         if error is None:
             self.close()
         elif self._engine is not None:  # the other ranks may not have raised
-            self._engine.grid.world.leave_behind(self.close)
+            self._engine.grid.world.leave_behind(self._free)

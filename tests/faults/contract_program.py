@@ -20,7 +20,8 @@ from mpizero.comm.watchdog import Watchdog
 KIND, FOLDER = sys.argv[1], Path(sys.argv[2])
 (FOLDER / f"pid-{os.getpid()}").touch()
 COMM = MpiCommunicator(MPI.COMM_WORLD)
-ODD = COMM.rank == COMM.size - 1
+#: Whether this rank is the one that differs; a name with an underscore is not compared between ranks.
+_ODD = COMM.rank == COMM.size - 1
 
 
 def note_fault():
@@ -34,13 +35,13 @@ def reduce_all(names):
 
 
 def order():
-    reduce_all(["b", "a"] if ODD else ["a", "b"])
+    reduce_all(["b", "a"] if _ODD else ["a", "b"])
     COMM.barrier("after")
     time.sleep(100)  # the numbers are wrong already, and nobody waits
 
 
 def order_at_the_end():
-    reduce_all(["b", "a"] if ODD else ["a", "b"])
+    reduce_all(["b", "a"] if _ODD else ["a", "b"])
 
 
 def order_of_a_set():
@@ -51,31 +52,31 @@ def order_of_a_set():
 
 
 def operation():
-    if ODD:
+    if _ODD:
         COMM.broadcast(np.ones(3), 0)
     else:
         COMM.allreduce(np.ones(3))
 
 
 def count():
-    COMM.allgather(np.ones(3 + ODD), np.empty((3 + ODD) * COMM.size), tag="x")
+    COMM.allgather(np.ones(3 + _ODD), np.empty((3 + _ODD) * COMM.size), tag="x")
     time.sleep(100)
 
 
 def dtype():
-    COMM.allreduce(np.ones(3, np.float32 if ODD else np.float64), tag="x")
+    COMM.allreduce(np.ones(3, np.float32 if _ODD else np.float64), tag="x")
     time.sleep(100)
 
 
 def extra():
-    if ODD:
+    if _ODD:
         COMM.barrier("one more")
     reduce_all(["a", "b"])
 
 
 def missing():
     with Watchdog(COMM, timeout=1.0):
-        if ODD:
+        if _ODD:
             time.sleep(100)
         reduce_all(["a"])
 
@@ -84,7 +85,7 @@ def blocks():
     """Expect more of rank 0 than it sends: no MPI says a word."""
     counts = np.ones(COMM.size, np.int64)
     expected = counts.copy()
-    expected[0] += ODD
+    expected[0] += _ODD
     COMM.alltoallv(np.ones(COMM.size), counts, np.empty(expected.sum()), expected, tag="turned")
     time.sleep(100)
 
@@ -102,7 +103,7 @@ def engine():
         x = np.ones((2 * COMM.size, 1))
         sharded.train(x, x)
         before = sharded.engine.store.values.tobytes()
-        reduce_all(["b", "a"] if ODD else ["a", "b"])
+        reduce_all(["b", "a"] if _ODD else ["a", "b"])
         note_fault()
         try:
             sharded.train(x, x)
@@ -115,7 +116,7 @@ def leave_while_the_others_train():
 
     def loss(parameters, batch):
         if sharded.last_step is not None:
-            if ODD:
+            if _ODD:
                 note_fault()
                 sys.exit(0)
             time.sleep(100)
