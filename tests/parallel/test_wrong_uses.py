@@ -77,7 +77,7 @@ MISTAKES = {
     "a ragged parameter": (lambda: black_box(parameters={"a": [[1.0], [1.0, 2.0]]}), "'a' is a list that makes no arr"),
     "no parameter": (lambda: black_box(parameters={"a": None}), "'a' is of type object"),
     "mixed types": (lambda: black_box(parameters={"a": X, "b": X.astype("f8")}), "'b' is float64, 'a' is float32"),
-    "a number as a name": (lambda: black_box(parameters={0: X}), "names of parameters are strings, got 0"),
+    "a number as a name": (lambda: black_box(parameters={0: X}), "parameter 0: its name is of type int"),
     "one frozen name": (lambda: black_box(frozen="bias"), r"got one string: give \['bias'\]"),
     "a frozen typo": (lambda: black_box(frozen=["biass"]), r"did you mean 'bias'\?"),
     "a list of gradients": (
