@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from mpizero.errors import ConfigError
@@ -14,7 +15,8 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 def takes_run(function: Callable[..., Any], name: str, *given: str) -> bool:
     """Tell whether a function takes ``run`` by keyword, behind arguments of the names ``given``. Not collective.
 
-    Of a function that does not show its signature (compiled code) it is taken that it does not.
+    Of a function that does not show its signature (compiled code) it is taken that it does not. What a decorator
+    returns is called as it takes arguments itself; it takes ``run`` if what it decorates does, too.
 
     Raises
     ------
@@ -25,16 +27,23 @@ def takes_run(function: Callable[..., Any], name: str, *given: str) -> bool:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return False
+    outer = signature
+    with suppress(TypeError, ValueError):  # of a decorator in compiled code
+        outer = inspect.signature(function, follow_wrapped=False)
     found = list(signature.parameters.values())
     first = [parameter.name for parameter in found[: len(given)] if parameter.kind in _POSITIONAL]
     own = signature.parameters.get("run")
     takes = own is not None and own.kind in (own.KEYWORD_ONLY, own.POSITIONAL_OR_KEYWORD) and "run" not in first
+    if takes:
+        with suppress(TypeError):
+            outer.bind(*given, run=None)
+            return True
     try:
-        signature.bind(*given, **({"run": None} if takes else {}))
+        outer.bind(*given)
     except TypeError as error:
         called = getattr(function, "__qualname__", name).rpartition("<locals>.")[2]
         raise ConfigError(
             f"{name} is called as {name}({', '.join(given)}), or with run=... as well where it takes that, but it is "
-            f"{called}{signature}: {error}"
+            f"{called}{outer}: {error}"
         ) from None
-    return takes
+    return False

@@ -106,7 +106,7 @@ class FunctionModel:
             if not callable(loss):
                 raise ConfigError(f"loss must be a function, got {loss!r}")
             takes_run(loss, "loss", "parameters", "batch")
-            self.loss = loss
+            self.loss, self.has_loss = loss, True
         if predict is not None:
             self.predict = predict
 

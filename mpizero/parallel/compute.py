@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 
-from mpizero.errors import CollectiveError, ConfigError, LayoutError, PeerFailure, UnsupportedError
+from mpizero.errors import CollectiveError, LayoutError, PeerFailure, UnsupportedError
 from mpizero.layout import Unit
 from mpizero.layout.flat import joined
 from mpizero.nn.located import located, place
@@ -306,13 +306,12 @@ class BlackBoxEvaluator:
 
 
 def _loss_function(model: Any) -> tuple[Callable[..., Any], bool] | None:
-    """Return a black box's loss without a gradient, and whether it takes ``run``; None where it has none."""
-    function = getattr(model, "loss", None)
-    if not callable(function):
-        return None
-    with suppress(ConfigError):  # something else of this name: loss_and_grad gives the same
-        return function, takes_run(function, "loss", "parameters", "batch")
-    return None
+    """Return a function model's loss without a gradient, and whether it takes ``run``; None where it has none.
+
+    A class of the user's own may have a method of this name that returns a mean, or a figure beside the loss.
+    """
+    function = model.loss if getattr(model, "has_loss", False) is True else None
+    return None if function is None else (function, takes_run(function, "loss", "parameters", "batch"))
 
 
 def _kinds(result: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,29 @@ def test_what_old_functions_take_besides_is_left_alone() -> None:
             assert model.train(np.ones((2, 1)), np.ones(2)) == 1.0
 
 
+def test_a_decorated_function_is_called_as_its_decorator_takes_it() -> None:
+    def scaled(function: Any) -> Any:
+        return functools.wraps(function)(lambda p, batch: function(p, batch, 2.0))
+
+    def silent(function: Any) -> Any:
+        return functools.wraps(function)(lambda p, batch: function(p, batch))
+
+    def logged(function: Any) -> Any:
+        return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+
+    def with_scale(p: Any, batch: Any, scale: float) -> Any:
+        return scale, {"w": np.ones(3)}, 1.0
+
+    def with_run(p: Any, batch: Any, run: Any = None) -> Any:
+        return float(run is not None), {"w": np.ones(3)}, 1.0
+
+    expected = [(scaled(with_scale), 2.0), (silent(with_run), 0.0), (logged(with_run), 1.0), (logged(nothing), 1.0)]
+    for function, loss in expected:
+        model, _ = sharded("ddp", None, mz.FunctionModel({"w": np.zeros(3)}, function))
+        with model:
+            assert model.train(np.ones((2, 1)), np.ones(2)) == loss
+
+
 def test_evaluate_calls_a_loss_without_gradient_where_there_is_one() -> None:
     def never(p: Any, batch: Any) -> Any:
         raise AssertionError("evaluate needs no gradient")
@@ -156,6 +180,27 @@ def test_check_model_tells_functions_too_and_halves_of_a_tree_have_the_noise_of_
     x, y = vectors(8)
     wrapped = mz.FunctionModel({"w": np.ones(7)}, lambda p, b, *, run: loss_and_grad(p, b[0], run=run), seed=2)
     assert not mz.testing.check_model(wrapped, {"x": (x[:, :3], x[:, 3:]), "y": y[:, 0]}, None).findings
+
+
+@pytest.mark.parametrize("given", [3.0, (3.0, 0.5), (3.0, {"accuracy": 0.5})])
+def test_a_method_loss_of_an_own_class_is_its_own_affair(given: Any) -> None:
+    """Such as a mean, maybe with a figure beside it, that its "loss_and_grad" differentiates."""
+
+    class Own:
+        dtype = np.dtype(np.float64)
+
+        def __init__(self) -> None:
+            self.parameters = {"w": np.zeros(3)}
+
+        def loss(self, p: Any, batch: Any) -> Any:
+            return given
+
+        def loss_and_grad(self, p: Any, batch: Any) -> Any:
+            return 2.0 * len(batch[1]), {"w": np.ones(3)}, float(len(batch[1]))
+
+    model, _ = sharded("zero1", None, Own())
+    with model:
+        assert model.evaluate(np.ones((4, 1)), np.ones(4)) == (8.0, 4.0, None)
 
 
 # ---------------------------------------------------------------------- sources
