@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 from mpizero.fingerprint import DEEPEST, LARGEST_ARRAY, Fingerprint, shown, words
 
@@ -243,6 +244,30 @@ def test_names_that_may_differ_are_left_out():
     assert digest({"rank": 1}) != digest({"rank": 2})  # a key is no name of a variable
 
 
+def test_a_rank_by_the_names_that_constants_and_arguments_have_is_left_out():
+    def loss(value: Any) -> Any:
+        RANK = MY_RANK = LOCAL_RANK = myrank = value  # noqa: N806
+        return lambda x: (RANK, MY_RANK, LOCAL_RANK, myrank, x)
+
+    def told(x: Any, rank: int, rate: float) -> Any:
+        return x
+
+    assert digest(loss(1)) == digest(loss(2))
+    partial = functools.partial
+    assert digest(partial(told, rank=1, rate=0.1)) == digest(partial(told, rank=2, rate=0.1))
+    assert digest(partial(told, rank=1, rate=0.1)) != digest(partial(told, rank=1, rate=0.2))
+
+
+def test_a_progress_bar_is_left_out_and_named():
+    class Model:
+        def __init__(self, **more: Any) -> None:
+            self.bar = tqdm(total=3, file=io.StringIO(), **more)
+
+    fingerprint = Fingerprint()
+    assert fingerprint.digest(Model()) == digest(Model(disable=True))
+    assert list(fingerprint.left_out.values()) == ["tqdm"]
+
+
 def test_what_is_kept_for_later_does_not_count():
     used = Cached(3)
     assert used.table == [3]
@@ -265,6 +290,44 @@ def test_what_a_function_changes_does_not_count():
         return loss
 
     assert digest(counting(0)) == digest(counting(5))
+
+
+def test_what_a_model_keeps_while_it_works_does_not_count():
+    """Layers and optimizers as many write them, placed a second time after some steps."""
+
+    class Own:
+        def __init__(self, rate: float) -> None:
+            self.rate, self.calls, self.input, self.history, self.largest = rate, 0, None, [], {}
+            self.scratch, self.step, self.other = None, 1.0, 1.0
+
+        def set_rate(self, rate: float) -> None:
+            self.rate = rate
+
+        def forward(self, params: Any, x: Any) -> Any:
+            self.input = x
+            self.calls += 1
+            self.history.append(x)
+            self._note(x)
+            return x
+
+        def _note(self, x: Any) -> None:
+            self.largest["x"] = x
+
+        def update(self, params: Any, grads: Any, state: Any) -> None:
+            self.scratch = grads
+            self.step *= 0.5
+            self.other = self.other / 2
+
+    used = Own(0.1)
+    used.forward({}, 3.0)
+    used.update(1.0, 2.0, {})
+    assert digest(used) != digest(Own(0.1)), "a rate that falls is a setting"
+    used.step = 1.0
+    assert digest(used) != digest(Own(0.1)), "a rate that falls is a setting"
+    used.other = 1.0
+    assert digest(used) == digest(Own(0.1))
+    used.set_rate(0.2)
+    assert digest(used) == digest(Own(0.2)) != digest(Own(0.1))
 
 
 def test_globals_that_a_function_reads_count(monkeypatch):
@@ -296,6 +359,28 @@ def test_an_object_may_offer_its_fingerprint():
             return {"mesh": self.mesh}
 
     assert digest(Solver(1)) == digest(Solver(1)) != digest(Solver(2))
+
+
+def test_a_method_fingerprint_that_wants_arguments_is_another():
+    class Molecule:
+        def __init__(self, atoms: int) -> None:
+            self.atoms = atoms
+
+        def fingerprint(self, radius: int) -> int:
+            return radius
+
+    assert digest(Molecule(1)) == digest(Molecule(1)) != digest(Molecule(2))
+
+
+def test_an_object_that_answers_to_any_name_or_refuses_oddly_is_taken_apart():
+    class Settings:
+        def __init__(self, **known: Any) -> None:
+            self.__dict__["known"] = known
+
+        def __getattr__(self, name: str) -> Any:
+            return self.__dict__["known"][name]
+
+    assert digest(Settings(rate=1)) == digest(Settings(rate=1)) != digest(Settings(rate=2))
 
 
 def test_what_has_no_content_is_left_out_and_named(tmp_path):

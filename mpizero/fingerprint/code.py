@@ -1,8 +1,9 @@
-"""Whose some code is, and which variables it takes from around it."""
+"""Whose some code is, which variables it takes from around it, and which fields of its object it changes."""
 
 from __future__ import annotations
 
 import dis
+import inspect
 import os
 import types
 from pathlib import Path
@@ -12,6 +13,9 @@ _OWN, _STANDARD = str(Path(__file__).parents[1]) + os.sep, str(Path(os.__file__)
 _CHANGES = (
     "add", "append", "appendleft", "clear", "extend", "insert", "pop", "popleft", "setdefault", "update", "write",
 )  # fmt: skip
+
+#: What the library calls of models, layers, losses, optimizers and schedules while it works.
+_CALLED = ("__call__", "backward", "forward", "loss", "loss_and_grad", "predict", "update")
 
 
 def is_standard(file: str) -> bool:
@@ -46,3 +50,35 @@ def variables(code: types.CodeType) -> tuple[set[str], set[str]]:
         ):
             changed.add(name)
     return read, changed
+
+
+def kept_by(kind: type) -> set[str]:
+    """Return the fields that the methods of a class change when the library calls them, and those that they call.
+
+    Not collective. Of what is changed, as little is seen as by :func:`variables`.
+    """
+    changed, left, seen = set[str](), list(_CALLED), set[str]()
+    while left:
+        name = left.pop()
+        method = inspect.getattr_static(kind, name, None)
+        if name in seen or not isinstance(method, types.FunctionType):
+            continue
+        seen.add(name)
+        left += method.__code__.co_names
+        changed |= variables(method.__code__)[1] | _stored(method.__code__)
+    return changed
+
+
+def _stored(code: types.CodeType) -> set[str]:
+    """Return the attributes of its first argument that a function assigns, by = or += and the like.
+
+    Without those that it multiplies: a rate that falls is a setting, a count that grows is none.
+    """
+    steps = [(each.opname, each.argval, each.argrepr) for each in dis.get_instructions(code)]
+    read, first = {name for operation, name, _ in steps if operation == "LOAD_ATTR"}, code.co_varnames[:1]
+    found = set[str]()
+    for (*_, sign), (before, value, _), (operation, name, _) in zip(steps, steps[1:], steps[2:], strict=False):
+        own = before == "SWAP" or (value[-1:] if isinstance(value, tuple) else (value,)) == first
+        if operation == "STORE_ATTR" and own and not (name in read and sign.strip("=") in ("*", "/", "**")):
+            found.add(name)
+    return found

@@ -3,16 +3,18 @@
 [Note: what counts] An object is its class and its fields; a function is its name, its code, its defaults, and the
 variables that it takes from around it and does not change. Nothing of it depends on the process: no addresses, no
 hashes of strings, no lines or paths of source files, no order of sets and dictionaries, nothing that a
-``cached_property`` keeps. Of classes and functions of installed packages the name stands for the code, of modules too.
+``cached_property`` keeps, nor a user's object in a field that its methods change when the library calls them. Of classes
+and functions of installed packages the name stands for the code, of modules too.
 Three things are left out:
 
-- what may differ between ranks, by its name: fields and variables that begin with an underscore, are called ``rank`` or
-  ``device``, or end in ``_rank`` or ``_device``. Keys of dictionaries are no such names;
+- what may differ between ranks, by its name: fields and variables that begin with an underscore, are called ``rank``,
+  ``myrank`` or ``device``, or end in ``_rank`` or ``_device``, in small or capital letters. Keys of dictionaries are no
+  such names;
 - communicators, and the library's own sharded models;
-- what has no content that could be written down: open files, locks, random generators, objects of compiled code, and
-  arrays of more than 64 MiB. These are noted in :attr:`Fingerprint.left_out`.
+- what has no content that could be written down: open files, locks, random generators, progress bars, objects of compiled
+  code, and arrays of more than 64 MiB. These are noted in :attr:`Fingerprint.left_out`.
 
-An object that has a method or property ``fingerprint`` is what that gives, whatever its fields are.
+An object that has a property ``fingerprint``, or a method without arguments, is what that gives, whatever its fields are.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ import argparse
 import contextlib
 import functools
 import hashlib
+import inspect
 import io
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import PurePath
@@ -33,7 +36,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpizero.fingerprint.code import is_standard, is_users, variables
+from mpizero.fingerprint.code import is_standard, is_users, kept_by, variables
 from mpizero.fingerprint.told import BY_REPR, PLAIN, all_plain, shown, words
 
 #: Bytes of an array, above which it is left out: whole data sets take seconds to read.
@@ -41,7 +44,10 @@ LARGEST_ARRAY = 1 << 26
 #: Objects within one another, above which the innermost are left out.
 DEEPEST = 60
 
+#: Packages whose objects only tell people how far things are.
+_TELLERS = ("alive_progress", "progressbar", "rich", "tensorboardX", "tqdm", "wandb")
 _TENSORS = ("torch", "jax", "jaxlib")
+_BY_RANK = ("rank", "myrank", "device")
 _COMMUNICATORS = ("mpi4py", "mpizero.comm", "mpizero.parallel")
 
 
@@ -80,6 +86,7 @@ class Fingerprint:
         self._known: dict[int, tuple[Any, bytes]] = {}
         self._open: dict[int, int] = {}
         self._classes: dict[type, dict[str, Any]] = {}
+        self._kept: dict[type, frozenset[str]] = {}
         self._subject, self._steps = "", list[str]()
 
     def digest(self, value: Any) -> bytes:
@@ -120,7 +127,7 @@ class Fingerprint:
         value = _python(value)
         if type(value) in PLAIN:
             return Parts(type(value).__name__, content=_plain(value))
-        if not isinstance(value, type) and hasattr(type(value), "fingerprint"):
+        if not isinstance(value, type) and _offers(type(value)):
             given = value.fingerprint
             return Parts(_name(type(value)), {".fingerprint": given() if callable(given) else given})
         for kinds, rule in _RULES:
@@ -137,6 +144,14 @@ class Fingerprint:
                     found |= {f".{name}": item for name, item in vars(base).items() if _is_member(name, item)}
             self._classes[kind] = found
         return self._classes[kind]
+
+    def kept(self, kind: type) -> frozenset[str]:
+        """Return the fields that objects of a class have for later only: no part of what they are. Not collective."""
+        if kind not in self._kept:
+            cached = {name for base in kind.__mro__ for name, item in vars(base).items() if _is_cache(item)}
+            users = is_users(getattr(sys.modules.get(kind.__module__), "__file__", None), kind.__module__)
+            self._kept[kind] = frozenset(cached | kept_by(kind) if users else cached)
+        return self._kept[kind]
 
 
 # ---------------------------------------------------------------------- rules, the first that fits counts
@@ -223,17 +238,19 @@ def _object(fingerprint: Fingerprint, value: Any) -> Parts:
     name, package = _name(kind), kind.__module__.split(".")[0]
     if kind.__module__.startswith(_COMMUNICATORS) and not is_dataclass(value):
         return Parts("left out", left_out="")
+    if package in _TELLERS:
+        return Parts("left out", left_out=kind.__qualname__)
     if package in _TENSORS and hasattr(value, "dtype") and hasattr(value, "__array__"):
         return _tensor(fingerprint, value)
-    if hasattr(value, "__wrapped__"):  # what caches or compiles a function
+    if _has(value, "__wrapped__"):  # what caches or compiles a function
         return Parts(name, {"": value.__wrapped__})
     if isinstance(value, types.BuiltinFunctionType | np.ufunc):
         return Parts(f"function {getattr(value, '__module__', '')}.{value.__name__}")
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    bare = not hasattr(value, "__dict__") and not any("__slots__" in vars(base) for base in kind.__mro__)
+    bare = not _has(value, "__dict__") and not any("__slots__" in vars(base) for base in kind.__mro__)
     if bare or ((file is None or is_standard(file)) and not _is_record(value, kind)):
         return Parts("left out", left_out=f"{kind.__qualname__}")
-    items = fingerprint.members(kind) | {f".{name}": item for name, item in _fields(value)}
+    items = fingerprint.members(kind) | {f".{name}": item for name, item in _fields(value, fingerprint.kept(kind))}
     if callable(getattr(kind, "extra_repr", None)) and callable(getattr(kind, "named_children", None)):  # of torch
         items |= {".settings": value.extra_repr(), **{f".{part}": child for part, child in value.named_children()}}
     return Parts(name, items)
@@ -254,7 +271,7 @@ _RULES: tuple[tuple[Any, Callable[[Fingerprint, Any], Parts]], ...] = (
     (types.FunctionType, _function),
     (types.MethodType, lambda _, value: Parts("method", {"": value.__func__, ".self": value.__self__})),
     (types.CodeType, _code),
-    (functools.partial, lambda _, v: Parts("partial", {"": v.func, ".args": v.args, ".keywords": v.keywords})),
+    (functools.partial, lambda _, v: Parts("partial", {"": v.func, ".args": v.args, ".keywords": _named(v.keywords)})),
     (property, lambda _, value: Parts("property", {"": value.fget})),
     ((staticmethod, classmethod), lambda _, value: Parts(_name(type(value)), {"": value.__func__})),
     (io.IOBase, lambda _, value: Parts("left out", left_out=type(value).__qualname__)),
@@ -282,7 +299,29 @@ def _name(kind: type) -> str:
 
 
 def _is_compared(name: str) -> bool:
-    return not name.startswith("_") and name not in ("rank", "device") and not name.endswith(("_rank", "_device"))
+    small = name.lower()
+    return not small.startswith("_") and small not in _BY_RANK and not small.endswith(("_rank", "_device"))
+
+
+def _named(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: item for name, item in values.items() if _is_compared(name)}
+
+
+def _has(value: Any, name: str) -> bool:
+    """Tell whether an object has an attribute, without asking code of the user's that may answer anything."""
+    return inspect.getattr_static(value, name, None) is not None
+
+
+def _offers(kind: type) -> bool:
+    """Tell whether objects of a class say themselves what they are made of."""
+    if not hasattr(kind, "fingerprint"):
+        return False
+    with contextlib.suppress(TypeError, ValueError):
+        found = inspect.getattr_static(kind, "fingerprint")
+        if isinstance(found, types.FunctionType):
+            inspect.signature(found).bind(None)
+        return True
+    return False
 
 
 def _is_member(name: str, item: Any) -> bool:
@@ -292,16 +331,14 @@ def _is_member(name: str, item: Any) -> bool:
     return name == "__call__" or _is_compared(name)
 
 
-def _fields(value: Any) -> Iterator[tuple[str, Any]]:
+def _fields(value: Any, kept: Set[str]) -> Iterator[tuple[str, Any]]:
     """Yield the fields of an object that count, without what it has only kept for later."""
-    kind = type(value)
-    kept = {name for base in kind.__mro__ for name, item in vars(base).items() if _is_cache(item)}
-    for base in kind.__mro__:
+    for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            if _is_compared(name) and hasattr(value, name):
+            if name not in kept and _is_compared(name) and hasattr(value, name):
                 yield name, getattr(value, name)
-    for name, item in list(getattr(value, "__dict__", {}).items()):
+    for name, item in list(value.__dict__.items()) if _has(value, "__dict__") else ():
         if name not in kept and _is_compared(name):
             yield name, item
 
