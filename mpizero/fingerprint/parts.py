@@ -3,18 +3,19 @@
 [Note: what counts] An object is its class and its fields; a function is its name, its code, its defaults, and the
 variables that it takes from around it and does not change. Nothing of it depends on the process: no addresses, no
 hashes of strings, no lines or paths of source files, no order of sets and dictionaries, nothing that a
-``cached_property`` keeps, nor a user's object in a field that its methods change when the library calls them. Of classes
-and functions of installed packages the name stands for the code, of modules too.
+``cached_property`` keeps, nor a user's object in a field that its methods change when the library calls them. Of
+classes and functions of installed packages the name stands for the code, of modules too.
 Three things are left out:
 
 - what may differ between ranks, by its name: fields and variables that begin with an underscore, are called ``rank``,
   ``myrank`` or ``device``, or end in ``_rank`` or ``_device``, in small or capital letters. Keys of dictionaries are no
   such names;
 - communicators, and the library's own sharded models;
-- what has no content that could be written down: open files, locks, random generators, progress bars, objects of compiled
-  code, and arrays of more than 64 MiB. These are noted in :attr:`Fingerprint.left_out`.
+- what has no content that could be written down: open files, locks, random generators, progress bars, objects of
+  compiled code, and arrays of more than 64 MiB. These are noted in :attr:`Fingerprint.left_out`.
 
-An object that has a property ``fingerprint``, or a method without arguments, is what that gives, whatever its fields are.
+An object that has a property ``fingerprint``, or a method without arguments, is what that gives, whatever its fields
+are.
 """
 
 from __future__ import annotations

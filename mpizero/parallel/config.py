@@ -262,9 +262,10 @@ class ShardingConfig:
         return None if isinstance(self.bucket_mb, str | None) else elements_of(self.bucket_mb, itemsize)
 
     def comparable(self) -> dict[str, Any]:
-        """Return everything but the communicator, which must be the same on every rank."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "comm"}
-        return {**values, "bad_steps": (self.bad_steps.limit, self.bad_steps.warn)}
+        """Return all that must be the same on every rank: not the communicator, nor who is told of bad steps."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        del values["comm"], values["bad_steps"]
+        return {**values, "bad_steps.limit": self.bad_steps.limit}
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some values changed."""
