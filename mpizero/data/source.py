@@ -60,8 +60,8 @@ class Source(ABC):
         """Return the numbers that samples have in the data as they were given, before any split. Not collective."""
         return indices
 
-    @property
-    def takes_run(self) -> bool:
+    @cached_property
+    def takes_run(self) -> bool:  # asked of every batch, and signatures take their time
         """Whether :meth:`read` is told of the run."""
         return takes_run(self.read, f"{type(self).__name__}.read", "indices")
 
@@ -94,8 +94,10 @@ class Source(ABC):
         while isinstance(source, Subset):  # which reads from what it is a part of
             source = source.source
         kind = type(source).__name__
-        if not isinstance(found, tuple) or len(found) != 2:
-            got = f"a tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            got = (
+                f"a {type(found).__name__} of {len(found)}" if isinstance(found, tuple | list) else type(found).__name__
+            )
             raise DataError(f"{kind}.read must return the pair (x, y), it returned {got}")
         for path, values in paths_of(**dict(zip("xy", found, strict=True))):
             shape = getattr(values, "shape", None)
@@ -164,7 +166,7 @@ class Subset(Source):
         told: dict[str, Any] = {"run": run} if self.takes_run else {}
         return self.source.read(self._places(indices), **told)
 
-    @property
+    @cached_property
     def takes_run(self) -> bool:
         """Whether the source that this is a part of is told of the run."""
         return self.source.takes_run

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -468,6 +469,37 @@ def test_fingerprints_tell_data_apart(numbers, corpus):
     assert data.TextSource(f"{corpus}/**/*.txt", 4).fingerprint == whole.fingerprint
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_a_source_may_give_its_pair_as_a_list_and_is_looked_at_once(told, monkeypatch):
+    class Listed(data.Source):
+        def __len__(self):
+            return 10
+
+        def read(self, indices):
+            return [indices.astype(float), indices]
+
+        def describe(self):
+            return {}
+
+    class Told(Listed):
+        def read(self, indices, *, run):
+            return super().read(indices)
+
+    looked = []
+    signature = inspect.signature
+    monkeypatch.setattr(inspect, "signature", lambda *args, **kwargs: looked.append(args) or signature(*args, **kwargs))
+    source = (Told() if told else Listed()).split(0.2)[0]
+    with mz.ShardingConfig() as config:
+        batches = data.batches(source, config, 6)
+        for _ in range(3):  # also across the end of an epoch
+            x, y = next(batches)
+            np.testing.assert_array_equal(x, y)
+            seen = len(looked)
+        x, y = next(batches)
+    assert x.shape == y.shape == (6,)
+    assert len(looked) == seen
+
+
 @pytest.mark.parametrize(
     ("found", "told"),
     [
@@ -476,6 +508,7 @@ def test_fingerprints_tell_data_apart(numbers, corpus):
         ((np.ones((8, 2)), np.float64(1)), r"returned y of shape \(\)"),
         (None, r"must return the pair \(x, y\), it returned NoneType"),
         ((np.ones((8, 2)),), r"must return the pair \(x, y\), it returned a tuple of 1"),
+        ([np.ones((8, 2))] * 3, r"must return the pair \(x, y\), it returned a list of 3"),
     ],
 )
 def test_a_source_that_gives_other_samples_than_asked_is_named(found, told):
