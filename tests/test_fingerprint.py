@@ -276,13 +276,14 @@ def test_what_is_kept_for_later_does_not_count():
 
 def test_what_a_function_changes_does_not_count():
     def counting(start: int) -> Any:
-        calls, history, seen, last = start, [start], {start}, {"x": start}
+        calls, history, seen, last, counts = start, [start], {start}, {"x": start}, {"x": start}
 
         def loss(x: float) -> float:
             nonlocal calls
             calls += 1
             history.append(x)
             last["x"] = x
+            counts["x"] += 1
             for value in history:
                 seen.add(value)
             return x
@@ -298,7 +299,7 @@ def test_what_a_model_keeps_while_it_works_does_not_count():
     class Own:
         def __init__(self, rate: float) -> None:
             self.rate, self.calls, self.input, self.history, self.largest = rate, 0, None, [], {}
-            self.scratch, self.step, self.other = None, 1.0, 1.0
+            self.scratch, self.step, self.other, self.sums = None, 1.0, 1.0, [0.0]
 
         def set_rate(self, rate: float) -> None:
             self.rate = rate
@@ -307,6 +308,7 @@ def test_what_a_model_keeps_while_it_works_does_not_count():
             self.input = x
             self.calls += 1
             self.history.append(x)
+            self.sums[0] += x
             self._note(x)
             return x
 

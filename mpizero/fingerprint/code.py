@@ -44,7 +44,7 @@ def variables(code: types.CodeType) -> tuple[set[str], set[str]]:
     for (operation, name), *later in zip(steps, steps[1:], steps[2:], strict=False):
         if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
             read.add(name)
-        stored = any(following == "STORE_SUBSCR" for following, _ in later)
+        stored = any(following == "STORE_SUBSCR" for following, _ in later) or later[1] == ("COPY", 2)  # a[i] += 1
         if operation in ("STORE_GLOBAL", "STORE_DEREF") or (
             operation.startswith("LOAD_") and isinstance(name, str) and (stored or later[0][1] in _CHANGES)
         ):
