@@ -106,7 +106,7 @@ class Layer(ABC):
 
         Raises
         ------
-        NotImplementedError
+        UnsupportedError
             If ``forward`` cannot run like that, or calls not all children where they can be seen, as attributes.
         """
         return _tried(self, shape)[0] if self.children() else Operations()
