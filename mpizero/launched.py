@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 #: Set by the launchers of MPICH and Open MPI, and by srun with PMI or PMIx, so that MPI can find the other ranks.
@@ -81,32 +81,39 @@ def is_rank(environment: Mapping[str, str]) -> bool:
 
     [Note: programs of a rank] A program that a rank starts inherits them, and a fork of it MPI's own memory too, but
     MPI ends a process that takes another one's place. MPICH's launcher keeps a socket open for each rank, which most
-    children do not inherit; and a rank of mpizero's leaves its process number and what leads to its launcher in
-    :data:`RANK_PROCESS`. An mpiexec that a rank starts leads elsewhere.
+    children do not inherit; a rank of mpizero's leaves its process number and what leads to its launcher in
+    :data:`RANK_PROCESS`; and one that is not watched over, or no more, has loaded mpi4py, and is above its programs.
+    An mpiexec that a rank starts leads elsewhere.
     """
     process, _, way = environment.get(RANK_PROCESS, "").partition(" ")
     own, _, here = mark(environment).partition(" ")
-    return (process in ("", own) or way != here) and _has_socket(environment)
+    return (process in ("", own) or way != here) and _has_socket(environment) and not _below_mpi(environment)
 
 
 def mark(environment: Mapping[str, str]) -> str:
     """Return the number of this process, and what leads it to its launcher. Not collective."""
-    names = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")
-    return " ".join([str(os.getpid()), *(environment.get(name, "-") for name in names), str(_socket(environment))])
+    return f"{os.getpid()} {_way(environment)}"
+
+
+def _way(environment: Mapping[str, str], process: int | None = None) -> str:
+    names = ("PMIX_NAMESPACE", "PMI_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    return " ".join([*(environment.get(name, "-") for name in names), str(_socket(environment, process))])
 
 
 def _has_socket(environment: Mapping[str, str]) -> bool:
     return not environment.get("PMI_FD", "").isdecimal() or _socket(environment) is not None
 
 
-def _socket(environment: Mapping[str, str]) -> int | None:
-    """Return the number by which the system knows the socket to MPICH's launcher; None if it is not open here."""
+def _socket(environment: Mapping[str, str], process: int | None = None) -> int | None:
+    """Return the number by which the system knows the socket to MPICH's launcher; None if it is not open there."""
     text = environment.get("PMI_FD", "")
+    if not text.isdecimal():
+        return None
     try:
-        found = os.fstat(int(text)) if text.isdecimal() else None
+        found = os.stat(int(text) if process is None else f"/proc/{process}/fd/{text}")
     except OSError:
         return None
-    return found.st_ino if found is not None and stat.S_ISSOCK(found.st_mode) else None
+    return found.st_ino if stat.S_ISSOCK(found.st_mode) else None
 
 
 def _first(environment: Mapping[str, str], names: tuple[str, ...], default: int) -> int:
@@ -122,18 +129,38 @@ def job_name(environment: Mapping[str, str]) -> str:
     """Return what the ranks of this node and job, and no others, call their job; "" where nothing tells.
 
     Not collective. PMIx names it. Otherwise it is the process that has started them: the nearest above this one that
-    is no rank's, for there may be shells between them.
+    is not of this rank, for there may be shells between them.
     """
     if namespace := environment.get("PMIX_NAMESPACE"):
         return "".join(c if c.isalnum() else "-" for c in namespace)
-    process = os.getpid()
+    *_, launcher = [os.getpid(), *_above(environment)]
     try:
-        while (process := int(_stat(process)[1])) > 1:
-            if not _is_ranks(process):
-                return f"{process}-{_stat(process)[19]}"  # and when it began: numbers of processes come again
+        launcher = int(_stat(launcher)[1])
+        return f"{launcher}-{_stat(launcher)[19]}" if launcher > 1 else ""  # when it began: numbers come again
+    except (OSError, IndexError, ValueError):  # no such file system
+        return ""
+
+
+def _above(environment: Mapping[str, str]) -> Iterator[int]:
+    """Return the processes of this rank above this one, the nearest first: shells, or the rank itself."""
+    process, way = os.getpid(), _way(environment)
+    try:
+        while (process := int(_stat(process)[1])) > 1 and _leads(process, way):
+            yield process
     except (OSError, IndexError, ValueError):
-        pass  # no such file system
-    return ""
+        pass
+
+
+def _below_mpi(environment: Mapping[str, str]) -> bool:
+    """Tell whether a process of this rank above this one has loaded mpi4py."""
+    try:
+        for process in _above(environment):
+            with open(f"/proc/{process}/maps", "rb") as file:
+                if b"/mpi4py/" in file.read():
+                    return True
+    except OSError:
+        pass
+    return False
 
 
 def _stat(process: int) -> list[str]:
@@ -141,11 +168,12 @@ def _stat(process: int) -> list[str]:
         return file.read().rpartition(")")[2].split()
 
 
-def _is_ranks(process: int) -> bool:
-    """Tell whether a process has a rank in its environment; Slurm's own belong to root, and cannot be asked."""
+def _leads(process: int, way: str) -> bool:
+    """Tell whether a process was started as a rank in this way; Slurm's own belong to root, and cannot be asked."""
     try:
         with open(f"/proc/{process}/environ", "rb") as file:
-            names = {entry.partition(b"=")[0] for entry in file.read().split(b"\0")}
+            entries = [os.fsdecode(entry).partition("=") for entry in file.read().split(b"\0")]
     except PermissionError:
         return False
-    return not names.isdisjoint(name.encode() for name in BY_MPI)
+    environment = {name: value for name, _, value in entries}
+    return not environment.keys().isdisjoint(BY_MPI) and _way(environment, process) == way

@@ -208,6 +208,44 @@ def child():
     WORLD.Barrier()
 
 
+def child_of_closed():
+    """Start a program, and fork, on a rank that is watched over no more, or never was; neither is one."""
+    import mpizero as mz
+
+    with mz.ShardingConfig(embedded=KIND.endswith("guest")) as config:
+        assert config.communicator.size == WORLD.Get_size()
+    assert "MPIZERO_RANK_PROCESS" not in os.environ
+    code = "import mpizero as mz; print(mz.ShardingConfig().communicator.size)"
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    if (process := os.fork()) == 0:
+        signal.alarm(20)
+        os._exit(mz.ShardingConfig().communicator.size + 10)
+    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    (FOLDER / f"child-{RANK}").write_text(json.dumps([ended.stdout.strip(), status]))
+    WORLD.Barrier()
+
+
+child_of_guest = child_of_closed
+
+
+def job_of_rank():
+    """Start a job of its own on a rank."""
+    from mpizero.launched import job_name
+
+    code = "import os; from mpizero.launched import is_rank, job_name; from mpi4py import MPI;"
+    code += "print(MPI.COMM_WORLD.Get_size(), is_rank(os.environ), job_name(os.environ))"
+    names = {job_name(os.environ)}
+    for _ in range(2):
+        command = ["mpiexec", "-n", "1", sys.executable, "-c", code]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+        size, rank, name = ended.stdout.split()
+        assert (size, rank) == ("1", "True")
+        names.add(name)
+    assert len(names) == 3
+    WORLD.Barrier()
+
+
 def hosts_hook_speaks():
     import mpizero as mz
 

@@ -79,3 +79,18 @@ def test_a_program_that_a_rank_starts_is_no_rank(job, tmp_path):
     for rank in range(2):
         assert json.loads((tmp_path / f"child-{rank}").read_text()) == [["1", "True"]] * 2
         assert (tmp_path / f"fork-{rank}").read_text() == "11"
+
+
+@pytest.mark.parametrize("kind", ["child_of_closed", "child_of_guest"])
+def test_nor_is_one_of_a_rank_that_is_not_watched_over(job, tmp_path, kind):
+    ended = job(kind)
+    assert (ended.status, ended.err) == (0, "")
+    for rank in range(2):
+        assert json.loads((tmp_path / f"child-{rank}").read_text()) == ["1", 11]
+
+
+def test_a_job_that_a_rank_starts_is_another_job(job, launcher):
+    if "openmpi" in str(launcher):
+        pytest.skip("Open MPI's mpiexec starts no job within a job")
+    ended = job("job_of_rank")
+    assert (ended.status, ended.err) == (0, "")
