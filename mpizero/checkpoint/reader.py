@@ -8,6 +8,7 @@ import os
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from glob import escape, glob
 from math import prod
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -149,7 +150,17 @@ def _check_folder(folder: str) -> None:
         try:
             os.lstat(os.path.join(folder, name))
         except FileNotFoundError:
-            raise CheckpointMissingError(f"{folder}: not a complete mpizero checkpoint: {name} is missing") from None
+            raise CheckpointMissingError(
+                f"{folder}: not a complete mpizero checkpoint: {name} is missing{_within(folder)}"
+            ) from None
+
+
+def _within(folder: str) -> str:
+    """Say that checkpoints lie deeper, where a run's folder or its folder of checkpoints was given."""
+    for deeper in (folder, os.path.join(folder, "checkpoints")):
+        if found := glob(os.path.join(escape(deeper), "step_*", MANIFEST_NAME)):
+            return f"; {len(found)} checkpoint(s) lie in {deeper}: mpizero.checkpoint.newest(folder) gives the newest"
+    return ""
 
 
 def check_structure(source: Bytes, manifest: Manifest, where: str) -> None:

@@ -54,7 +54,7 @@ def agree_alike(comm: Communicator, make: Callable[[], Mapping[str, Any]], tag: 
         raise_on_all(comm, error, tag)
     if (digests != digests[0]).any() and (found := _Search(comm, tag).among(subjects)):
         raise ConfigError(found)
-    if comm.rank == 0 and fingerprint.left_out:
+    if comm.rank == 0 and comm.size > 1 and fingerprint.left_out:
         places = ", ".join(f"{place} ({what})" for place, what in fingerprint.left_out.items())
         _tell_once(f"mpizero: not compared between ranks: {places}; an object may offer fingerprint()")
 

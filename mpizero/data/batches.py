@@ -135,7 +135,7 @@ def batches(
     seed : int
         Key of the sample order, 0 to 2**64 - 1.
     steps : int or None
-        Global batches to give; None never ends.
+        Global batches to give, those before ``consumed`` not counted; None never ends.
     consumed : int
         Samples already used: the ``consumed`` of an earlier iterator.
     group : Communicator or None
@@ -163,7 +163,8 @@ def batches(
             _check("steps", steps, 0)
         if not len(source):
             raise DataError("the source has no samples to train on")
-    arguments = {"data": source.fingerprint, "global_batch": global_batch, "seed": seed}
+    described = {"class": type(source).__name__, "samples": len(source), **source.describe()}
+    arguments = {"source": described, "global_batch": global_batch, "seed": seed}
     agree_equal(comm, "batches", {**arguments, "steps": steps, "consumed": consumed})
     return Batches(source, config, global_batch, seed, steps, consumed, group=comm if group is None else group)
 

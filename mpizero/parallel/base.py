@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -121,9 +122,21 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
             return totals.mean
         if self._mean_every:
             return self._train_alone(x, y)
+        if self.engine.updater is None:
+            self._tell_plain()
         report = self._with_room(lambda engine: engine.train(x, y))
         self._stepped(report)
         return report.loss
+
+    def _tell_plain(self) -> None:
+        """Say on rank 0 that plain SGD trains although an optimizer was made. Not collective."""
+        if self.rank == 0 and (unbound := next(iter(self._config.unbound), None)):
+            print(
+                f"mpizero: {type(unbound).__name__} was made with this configuration and is bound to no model: call "
+                f"its set_model(model); as it is, plain SGD with learning_rate={self._config.learning_rate} trains",
+                file=sys.stderr,
+                flush=True,
+            )
 
     @recorded
     def compute_gradients(self, x: Any, y: Any, loss: Any = None, *, epoch: int = 0, gather: bool = False) -> Gradients:
@@ -318,7 +331,11 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
 
     def _waiting(self, name: str) -> Pending:
         if self._pending is None:
-            raise StateError(f"{name}: no gradient exists yet; call train or compute_gradients first")
+            updated = "train has updated the parameters already, by " if self._config.auto_sync_gradients else ""
+            raise StateError(
+                f"{name}: no gradient waits for it: {updated}auto_sync_gradients={self._config.auto_sync_gradients}; "
+                "call compute_gradients before it, or train with auto_sync_gradients=False"
+            )
         return self._pending
 
     def _reduced_pending(self, name: str) -> tuple[Totals, Array, int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakSet
 
 import numpy as np
 
@@ -204,6 +205,12 @@ class ShardingConfig:
         # No cached_property: before Python 3.12 all threads, which meet when a grid is made, would share its lock.
         grids: dict[tuple[Axes | None, bool], ProcessGrid] = self.__dict__.setdefault("_made_grids", {})
         return grids
+
+    @property
+    def unbound(self) -> WeakSet[Any]:
+        """The optimizers that were made with this configuration and have no model yet. Not collective."""
+        found: WeakSet[Any] = self.__dict__.setdefault("_unbound", WeakSet())
+        return found
 
     def number_model(self) -> str:
         """Return what tells a new model from the others of this configuration: "" for the first. Not collective."""

@@ -45,6 +45,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
         model.become_local(self.every)
         model.engine.bind(self.wrapped_optimizer, self.loss_scale)
         self._model = model
+        self.config.unbound.discard(self)
 
     @property
     def _agreed(self) -> dict[str, Any]:

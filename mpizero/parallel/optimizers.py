@@ -76,6 +76,7 @@ class ShardedOptimizer:
         self.loss_scale = config.loss_scale(loss_scale)
         self._model: ShardedModelBase | None = None
         self._stalled = False
+        config.unbound.add(self)
 
     # ------------------------------------------------------------------ binding and stepping
 
@@ -89,7 +90,9 @@ class ShardedOptimizer:
         """
         self._check(model)
         model.engine.bind(self.wrapped_optimizer, self.loss_scale)
+        model.tell_unread()
         self._model = model
+        self.config.unbound.discard(self)
 
     def _check(self, model: ShardedModelBase) -> None:
         """Refuse a model that this optimizer does not fit, or an optimizer that differs between ranks. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,15 @@ import numpy as np
 
 from mpizero import checkpoint
 from mpizero.checkpoint import LocalArray, PendingSave, SnapshotBuffer
+from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.operations import collective, recorded
+from mpizero.crc import crc32
 from mpizero.parallel import persistence, rates
 from mpizero.parallel.core import ShardedCore
 from mpizero.parallel.means import mean_over_ranks
 from mpizero.parallel.reading import opened_alike
+from mpizero.text import printable
 
 
 class Saving(ShardedCore):
@@ -25,6 +29,8 @@ class Saving(ShardedCore):
 
     _saving: PendingSave | None = None
     _snapshot: SnapshotBuffer | None = None
+    #: The checkpoint that was loaded without the optimizer state in it.
+    _unread = ""
 
     def checkpoint_arrays(self) -> list[LocalArray]:
         """Return this rank's owned ranges of parameters and optimizer state, as views (of a copy of what a card holds).
@@ -73,7 +79,8 @@ class Saving(ShardedCore):
         Parameters
         ----------
         path : path
-            The checkpoint; a save begun before is finished first.
+            The checkpoint; rank 0's path counts, and it says so where others differ. A save begun before is finished
+            first.
         attributes : dict, optional
             More JSON values to keep beside the arrays, the same on every rank; see ``checkpoint.Reader.attributes``.
         backend, replace, alignment
@@ -82,6 +89,7 @@ class Saving(ShardedCore):
         self._finish_save()
         arrays, found = self.checkpoint_arrays(), self.checkpoint_attributes() | dict(attributes or {})
         comm = self._config.communicator
+        _tell_paths(comm, "save_model", path)
         checkpoint.write(path, arrays, found, comm, backend, replace, alignment=alignment)
 
     @collective
@@ -101,6 +109,7 @@ class Saving(ShardedCore):
         time.
         """
         self._finish_save()
+        _tell_paths(self._config.communicator, "begin_save", path)
         self.reserve_snapshot()
         arrays, found = self.checkpoint_arrays(), self.checkpoint_attributes() | dict(attributes or {})
         comm, buffer = self._config.communicator, self._snapshot
@@ -149,8 +158,9 @@ class Saving(ShardedCore):
 
     @collective
     def load_model(self, path: str | Path, *, strict_layout: bool = False) -> None:
-        """Read what ``save_model`` wrote, on any number of ranks and any strategy.
+        """Read what ``save_model`` wrote, on any number of ranks and any strategy; rank 0's path counts.
 
+        Without an optimizer only the parameters are read: bind it first to go on where a training ended.
         Everything is verified before it counts: where this raises, parameters and optimizer state are as before. A
         model in use with many parameters reads twice for that. Should a file be readable the first time and not the
         second, when parts of it have taken their place, the model refuses to be used, on every rank alike, until
@@ -163,10 +173,24 @@ class Saving(ShardedCore):
         CheckpointError
             On damage or another model, naming file, array and reason; with ``strict_layout`` also on another layout.
         """
+        _tell_paths(self._config.communicator, "load_model", path)
         with checkpoint.open_checkpoint(path, self._config.communicator) as reader:
-            persistence.restore(self.loadable_engine, reader, strict_layout=strict_layout)
+            persistence.restore(engine := self.loadable_engine, reader, strict_layout=strict_layout)
+            left = engine.updater is None and reader.attributes.get("mpizero", {}).get("optimizer")
+        self._unread = str(path) if left else ""
         self._pending = None
         self.invalidate_cache()
+
+    def tell_unread(self) -> None:
+        """Say on rank 0 that an optimizer begins without the state that was in a checkpoint. Not collective."""
+        if self._unread and self.rank == 0:
+            print(
+                f"mpizero: the optimizer begins anew: its state in {printable(self._unread)} was not read, for the "
+                "model had no optimizer yet; to go on where that training ended, call set_model before load_model",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._unread = ""
 
     @collective
     def serialize(self) -> bytes:
@@ -194,3 +218,16 @@ class Saving(ShardedCore):
         with all_ranks(self._config.communicator):
             data = file.read()
         self.deserialize(data)
+
+
+def _tell_paths(comm: Communicator, call: str, path: Any) -> None:
+    """Say on rank 0 that other ranks name another path, which does not count. Collective."""
+    mine = np.array([crc32(repr(path).encode())], np.int64)
+    table = np.empty(comm.size, np.int64)
+    comm.allgather(mine, table, "path")
+    if (table != table[0]).any():
+        paths = comm.allgather_object(str(path), "path")
+        rank = int(np.flatnonzero(table != table[0])[0])
+        if comm.rank == 0:
+            told = f"mpizero: {call}: rank 0's path counts, {paths[0]!r}; rank {rank} has given {paths[rank]!r}"
+            print(printable(told), file=sys.stderr, flush=True)

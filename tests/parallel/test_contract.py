@@ -218,7 +218,7 @@ def test_gradients_are_full_for_stages_0_and_1_and_owned_for_2_and_3(world: Any)
             full = model.get_parameters()
             model.apply_gradients(model.synchronize_gradients(), 0.5)
             np.testing.assert_array_equal(model.get_parameters(), full - np.float32(0.5) * expected)
-            with pytest.raises(RuntimeError, match="no gradient exists"):
+            with pytest.raises(RuntimeError, match="no gradient waits for it"):
                 model.synchronize_gradients()
     whole.close()
 
@@ -285,7 +285,7 @@ def test_a_gradient_of_a_failed_call_is_not_taken_for_the_next_step() -> None:
         model.compute_gradients(*points(4))
         with pytest.raises(DataError, match="no samples"):
             model.compute_gradients(points(4)[0][:0], points(4)[1][:0])
-        with pytest.raises(RuntimeError, match="no gradient exists"):
+        with pytest.raises(RuntimeError, match="no gradient waits for it"):
             optimizer.step()
 
 

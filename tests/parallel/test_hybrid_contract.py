@@ -204,7 +204,7 @@ def gradients_by_hand(job: Job, comm: Any, auto: bool) -> None:
         model.apply_gradients(found, 0.1)
         single.apply_gradients(single.compute_gradients(X, Y), 0.1)
         job.same(model.get_parameters(), single.get_parameters())
-        with pytest.raises(RuntimeError, match="no gradient exists yet"):
+        with pytest.raises(RuntimeError, match="no gradient waits for it"):
             model.synchronize_gradients()
         if not auto:
             before = model.parameters_sha256()

@@ -234,3 +234,69 @@ def test_threads_that_train_one_module_of_pytorch_are_refused(monkeypatch, funct
         run_in_threads(2, work)
     with mz.ShardingConfig() as config:  # alone, a module is nobody else's
         mz.ZeRO1Model(black_box(loss_and_grad=function()), config).close()
+
+
+# ---------------------------------------------------------------------- told, and nothing is refused
+
+
+def trained(config, path=None):
+    model, optimizer = mz.ZeRO2Model(black_box(), config), mz.ZeRO2Optimizer(mz.Adam(lr=0.1), config)
+    optimizer.set_model(model)
+    model.train(X, Y)
+    if path is not None:
+        model.save_model(path)
+    return model
+
+
+def test_an_optimizer_that_begins_without_the_state_that_was_loaded_past_it_is_told(tmp_path, capsys):
+    with mz.ShardingConfig() as config:
+        trained(config, tmp_path / "saved").close()
+        with mz.ZeRO2Model(black_box(), config) as model:
+            model.load_model(tmp_path / "saved")  # to predict: nothing to be said
+            assert capsys.readouterr().err == ""
+            mz.ZeRO2Optimizer(mz.Adam(lr=0.1), config).set_model(model)
+            assert "begins anew: its state in" in capsys.readouterr().err
+            model.load_model(tmp_path / "saved")
+            mz.ZeRO2Optimizer(mz.Adam(lr=0.1), config).set_model(model)
+            assert capsys.readouterr().err == ""
+
+
+def test_plain_sgd_in_the_place_of_an_optimizer_that_was_never_bound_is_told(capsys):
+    with mz.ShardingConfig() as config, mz.ZeRO2Model(black_box(), config) as model:
+        model.train(X, Y)
+        assert capsys.readouterr().err == ""
+    with mz.ShardingConfig() as config, mz.ZeRO2Model(black_box(), config) as model:
+        _forgotten = mz.ZeRO2Optimizer(mz.Adam(lr=0.1), config)
+        model.train(X, Y)
+        model.train(X, Y)
+        assert capsys.readouterr().err.count("ZeRO2Optimizer was made with this configuration and is bound to no") == 1
+
+
+def test_ranks_that_name_other_checkpoints_are_told_whose_counts(tmp_path, capfd):
+    def save(comm):
+        with mz.ShardingConfig(comm=comm) as config, trained(config) as model:
+            model.save_model(tmp_path / f"of{comm.rank}")
+
+    run_in_threads(2, save)
+    assert (tmp_path / "of0").exists()
+    assert not (tmp_path / "of1").exists()
+    assert "save_model: rank 0's path counts" in capfd.readouterr().err
+
+
+def test_a_folder_of_checkpoints_is_not_taken_for_one(tmp_path):
+    told = r"1 checkpoint\(s\) lie in .*mpizero.checkpoint.newest"
+    with (
+        mz.ShardingConfig() as config,
+        trained(config, tmp_path / "step_00000001") as model,
+        pytest.raises(MpizeroError, match=told),
+    ):
+        model.load_model(tmp_path)
+
+
+def test_a_step_after_train_is_told_that_train_has_updated(tmp_path):
+    with mz.ShardingConfig() as config, mz.ZeRO2Model(black_box(), config) as model:
+        optimizer = mz.ZeRO2Optimizer(mz.Adam(lr=0.1), config)
+        optimizer.set_model(model)
+        model.train(X, Y)
+        with pytest.raises(MpizeroError, match=r"step: no gradient waits for it: train has updated the parameters"):
+            optimizer.step()
