@@ -29,6 +29,7 @@ from mpizero.comm.lastwords import await_delivery, describe, format_error, told,
 from mpizero.comm.leaving import BLOCKED, PATIENCE, Departure, minimum
 from mpizero.comm.peers import Peers
 from mpizero.comm.register import Register
+from mpizero.comm.roll import at_work
 from mpizero.comm.supervisor import Supervisor
 from mpizero.comm.trace import CallTrace
 from mpizero.errors import (
@@ -48,6 +49,8 @@ _AGREEMENT, _AGREEMENT_AT_START = 0.7, 2.0
 #: Seconds for which ranks that fail because of another rank, or second, wait to be ended.
 _CONSEQUENCE = 2.0
 _OTHER_NODE = 0.3
+#: Seconds for which a rank that ends without MPI waits for others to begin: they would wait for it in MPI_Init.
+_COMING = 3.0
 
 _NORMAL = 2**62
 _KEYBOARD_INTERRUPT = 130
@@ -192,7 +195,9 @@ class Ending:
     def leaves(self) -> None:
         """Wait for the others at the end of the program, and end the job where they cannot end without this rank."""
         mpi = self._mpi()
-        if mpi is not None and not self._agreed and not self._dying.locked():
+        if mpi is None and self.launched and self.process == os.getpid() and "mpi4py.MPI" not in sys.modules:
+            self._leaves_before_mpi()
+        elif mpi is not None and not self._agreed and not self._dying.locked():
             self._leaving = "leaving"
             if self.heartbeat is not None:
                 self.heartbeat.beat()  # the last word of this rank on what it has called
@@ -208,6 +213,23 @@ class Ending:
         self.supervisor.stop()
         if self._asked[0] not in (None, 0):  # the launcher ends the others then
             self.peers.leave_roll(all_met=True)
+
+    def _leaves_before_mpi(self) -> None:
+        """Wait for the others of this node, and end them where one starts MPI: it would wait for this rank for ever."""
+        self._leaving = "leaving"
+        if self.heartbeat is not None:
+            self.heartbeat.beat()
+        begun, seen = time.monotonic(), {self.rank}
+        limit = begun + (PATIENCE if self._asked[0] in (None, 0) else _CONSEQUENCE)
+        while (now := time.monotonic()) < limit:
+            seen.update(others := self.peers.on_roll())
+            coming = self.peers.roll is not None and len(seen) < self.peers.roll.size and now < begun + _COMING
+            if not coming and not any(map(at_work, others.values())):
+                return
+            starts = [rank for rank, slot in others.items() if slot.get("starts") and at_work(slot)]
+            if starts and self._mpi(join=True) is not None:
+                self._end_early(f"rank {starts[0]} starts MPI, which takes all ranks, at {others[starts[0]]['place']}")
+            time.sleep(0.1)
 
     def _end_early(self, reason: str) -> None:
         if (mpi := self._mpi()) is not None:

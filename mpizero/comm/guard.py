@@ -213,6 +213,13 @@ class Guard(Ending):
         if members is not None and not self._watched:
             self.give_back()
 
+    def starts_mpi(self) -> None:
+        """Tell the others of this node that this rank will now wait for all ranks to start MPI. Not collective."""
+        if self.heartbeat is not None and "mpi4py.MPI" not in sys.modules:
+            self.heartbeat.notes["starts"] = True
+            self.heartbeat.look_again()
+            self._tell()
+
     def _tell(self) -> None:
         """Tell the others where this rank stands, from now on. Not collective."""
         if self.heartbeat is not None:

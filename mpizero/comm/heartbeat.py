@@ -104,6 +104,10 @@ class Heartbeat:
         for listener in tuple(self.listeners):
             listener(slot)
 
+    def look_again(self) -> None:
+        """Tell with the next slot where the main thread stands then, however lately it was looked at."""
+        self._looked = float("-inf")
+
     def beat(self, now: float | None = None) -> Slot:
         """Write the slot of this moment. Not collective."""
         with self._writing:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from mpizero.comm import guard
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.inmemory import InMemoryCommunicator
 from mpizero.errors import ConfigError
@@ -82,6 +83,7 @@ def default_world() -> Any:
     if not is_rank(os.environ) or (not is_several(os.environ) and (loaded is None or not loaded.Is_initialized())):
         return None
     way_out = 'comm="self" is this process alone'
+    guard.current().starts_mpi()
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

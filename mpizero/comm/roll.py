@@ -42,7 +42,7 @@ class Roll:
     """
 
     def __init__(self, name: str, rank: int, size: int, folder: str) -> None:
-        self._rank, self._size = rank, size
+        self._rank, self.size = rank, size
         self._left = False
         self._closing = threading.Lock()  # the number of a file that is closed may mean another one
         self._path = os.path.join(folder, f"mpizero-roll-{os.getuid()}-{name}")
@@ -63,7 +63,7 @@ class Roll:
         found: dict[int, Slot] = {}
         with self._closing:
             length = os.fstat(self._file).st_size if self._file >= 0 else 0
-            for rank in range(min(self._size, -(-length // _SLOT))):
+            for rank in range(min(self.size, -(-length // _SLOT))):
                 if rank != self._rank and (slot := self._read_one(rank)) is not None:
                     found[rank] = slot
         return found
@@ -84,7 +84,7 @@ class Roll:
         with self._closing:
             if self._file < 0:
                 return True
-            start = _SLOT * self._size
+            start = _SLOT * self.size
             fcntl.lockf(self._file, fcntl.LOCK_EX, _HEADER.size, start)
             try:
                 (holder,) = _HEADER.unpack(os.pread(self._file, _HEADER.size, start) or bytes(_HEADER.size))

@@ -10,6 +10,14 @@ from pathlib import Path
 KIND, FOLDER, TIMEOUT = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 (FOLDER / f"pid-{os.getpid()}").touch()
 
+if KIND in ("before_mpi", "before_mpi_3"):
+    import mpizero as mz
+
+    if next(os.environ[name] for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ) != "0":
+        sys.exit(3 if KIND.endswith("3") else 0)
+    (FOLDER / f"fault-{time.time()}").touch()
+    mz.ShardingConfig(timeout=TIMEOUT).communicator.barrier()
+
 from mpi4py import MPI  # noqa: E402
 
 RANK = MPI.COMM_WORLD.Get_rank()

@@ -39,6 +39,15 @@ def test_ranks_that_end_while_one_makes_a_model_end_the_job_soon(job, kind):
     )
 
 
+@pytest.mark.parametrize("kind", ["before_mpi", "before_mpi_3"])
+def test_ranks_that_end_before_they_start_mpi_end_the_job_that_would_wait_for_them_there(job, kind):
+    ended = job(kind)
+    assert ended.status in ((70,) if kind == "before_mpi" else (70, 3)), ended.err
+    assert ended.seconds < 2 * SOON
+    text = r"left early: the program has ended here, but rank \d starts MPI, which takes all ranks, at alone_program.py:\d+ in "
+    assert ended.status == 3 or (len(ended.said) == 1 and re.search(text, ended.said[0])), ended.err
+
+
 @pytest.mark.parametrize(
     ("kind", "doing"), [("work", "at work"), ("barrier", "in Barrier of COMM_WORLD"), ("part", "at work")]
 )
