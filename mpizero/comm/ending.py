@@ -219,11 +219,11 @@ class Ending:
         self._leaving = "leaving"
         if self.heartbeat is not None:
             self.heartbeat.beat()
-        begun, seen = time.monotonic(), {self.rank}
+        begun, roll = time.monotonic(), self.peers.roll
         limit = begun + (PATIENCE if self._asked[0] in (None, 0) else _CONSEQUENCE)
         while (now := time.monotonic()) < limit:
-            seen.update(others := self.peers.on_roll())
-            coming = self.peers.roll is not None and len(seen) < self.peers.roll.size and now < begun + _COMING
+            others = self.peers.on_roll()
+            coming = roll is not None and now < begun + _COMING and not roll.all_came()
             if not coming and not any(map(at_work, others.values())):
                 return
             starts = [rank for rank, slot in others.items() if slot.get("starts") and at_work(slot)]

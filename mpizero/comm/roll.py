@@ -21,6 +21,8 @@ from mpizero.comm.board import Slot, encode
 
 _SLOT = 16384
 _HEADER = struct.Struct("<I")  # length
+#: Instead of a length: the rank has been here.
+_GONE = 2**32 - 1
 
 
 class Roll:
@@ -42,7 +44,7 @@ class Roll:
     """
 
     def __init__(self, name: str, rank: int, size: int, folder: str) -> None:
-        self._rank, self.size = rank, size
+        self._rank, self._size = rank, size
         self._left = False
         self._closing = threading.Lock()  # the number of a file that is closed may mean another one
         self._path = os.path.join(folder, f"mpizero-roll-{os.getuid()}-{name}")
@@ -63,16 +65,23 @@ class Roll:
         found: dict[int, Slot] = {}
         with self._closing:
             length = os.fstat(self._file).st_size if self._file >= 0 else 0
-            for rank in range(min(self.size, -(-length // _SLOT))):
+            for rank in range(min(self._size, -(-length // _SLOT))):
                 if rank != self._rank and (slot := self._read_one(rank)) is not None:
                     found[rank] = slot
         return found
+
+    def all_came(self) -> bool:
+        """Tell whether every rank of the job has written a slot, also if it has gone. Not collective."""
+        none = bytes(_HEADER.size)
+        with self._closing:
+            slots = [os.pread(self._file, _HEADER.size, _SLOT * r) for r in range(self._size)] if self._file >= 0 else []
+        return all(slot not in (b"", none) for slot in slots)
 
     def _read_one(self, rank: int) -> Slot | None:
         for _ in range(100):  # it may be written at this moment
             data = os.pread(self._file, _SLOT, _SLOT * rank)
             (length,) = _HEADER.unpack_from(data.ljust(_HEADER.size, b"\0"))
-            if length == 0:
+            if length in (0, _GONE):
                 return None
             with contextlib.suppress(ValueError):
                 slot: Slot = json.loads(data[_HEADER.size : _HEADER.size + length])
@@ -84,7 +93,7 @@ class Roll:
         with self._closing:
             if self._file < 0:
                 return True
-            start = _SLOT * self.size
+            start = _SLOT * self._size
             fcntl.lockf(self._file, fcntl.LOCK_EX, _HEADER.size, start)
             try:
                 (holder,) = _HEADER.unpack(os.pread(self._file, _HEADER.size, start) or bytes(_HEADER.size))
@@ -102,7 +111,7 @@ class Roll:
         with self._closing, contextlib.suppress(OSError):
             self._left = True
             if self._file >= 0:
-                os.pwrite(self._file, _HEADER.pack(0), _SLOT * self._rank)
+                os.pwrite(self._file, _HEADER.pack(_GONE), _SLOT * self._rank)
         alone = not any(map(at_work, self.read().values()))
         with self._closing:
             file, self._file = self._file, -1
