@@ -74,7 +74,8 @@ class Roll:
         """Tell whether every rank of the job has written a slot, also if it has gone. Not collective."""
         none = bytes(_HEADER.size)
         with self._closing:
-            slots = [os.pread(self._file, _HEADER.size, _SLOT * r) for r in range(self._size)] if self._file >= 0 else []
+            ranks = range(self._size if self._file >= 0 else 0)
+            slots = [os.pread(self._file, _HEADER.size, _SLOT * rank) for rank in ranks]
         return all(slot not in (b"", none) for slot in slots)
 
     def _read_one(self, rank: int) -> Slot | None:
