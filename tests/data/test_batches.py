@@ -134,7 +134,7 @@ def test_only_sources_with_samples_give_batches(numbers, ranks):
 
 def test_ranks_with_other_data_or_arguments_are_told_so(numbers, ranks):
     def other_data(comm):
-        with pytest.raises(MpizeroError, match="data"):
+        with pytest.raises(MpizeroError, match=r"\['source'\]\['samples'\] differs"):
             data.batches(numbers(5 + (comm.rank == 2)), ranks(comm), 4)
 
     def other_seed(comm):
