@@ -90,7 +90,7 @@ def message(ended: Ended | None, expected: Mistake) -> str:
         return ""
     lines = (ended.err + "\n" + ended.out).splitlines()
     found = next((line for line in lines if expected.says and expected.says[0] in line), "")
-    return re.sub(r"^\[rank \d+/\d+ [^\]]*\] ", "", found)
+    return re.sub(r"^\[rank \d+/\d+ [^\]]*\] ", "", found).replace(f"{ROOT}/", "")
 
 
 def table(rows: list[Row]) -> str:
