@@ -237,7 +237,7 @@ def job_of_rank():
     code += "print(MPI.COMM_WORLD.Get_size(), is_rank(os.environ), job_name(os.environ))"
     names = {job_name(os.environ)}
     for _ in range(2):
-        command = ["mpiexec", "-n", "1", sys.executable, "-c", code]
+        command = [Path(sys.executable).with_name("mpiexec"), "-n", "1", sys.executable, "-c", code]
         ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
         size, rank, name = ended.stdout.split()
         assert (size, rank) == ("1", "True")
