@@ -23,7 +23,7 @@ from mpizero.checkpoint.publish import TemporaryFolder, publish
 from mpizero.checkpoint.skeleton import ALIGNMENT
 from mpizero.checkpoint.snapshot import SnapshotBuffer
 from mpizero.checkpoint.table import LocalArray
-from mpizero.comm import operations
+from mpizero.comm import calls
 from mpizero.comm.communicator import CallTrace, Communicator
 from mpizero.errors import StateError
 
@@ -98,7 +98,7 @@ class Writing:
 
 
 class PendingSave:
-    """A save whose values are taken and whose checkpoint does not exist yet; made by :func:`begin`.
+    """A save whose values are taken and whose checkpoint does not exist yet; made by :func:`check_call`.
 
     Only :meth:`commit` makes the checkpoint. A pending save that is dropped, or left when the process ends, leaves
     nothing.
@@ -136,7 +136,7 @@ class PendingSave:
     def commit(self) -> None:
         """Wait until all ranks have written, and make the checkpoint appear; a second call does nothing.
 
-        Collective over the communicator of :func:`begin`.
+        Collective over the communicator of :func:`check_call`.
 
         Raises
         ------
@@ -149,7 +149,7 @@ class PendingSave:
             return
         if self.ended:
             raise StateError(f"the save of {self.target} was discarded or has failed: begin another")
-        operations.begin(self._comm, "PendingSave.commit")
+        calls.check_call(self._comm, "PendingSave.commit")
         with self._lent:
             try:
                 with agreed(self._comm, self._plan.prefix):

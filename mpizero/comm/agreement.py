@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from mpizero.comm.calls import agree_on_call
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.lastwords import describe, ranks_text
-from mpizero.comm.operations import meet
 from mpizero.crc import crc32
 from mpizero.errors import CollectiveError, ConfigError, MpizeroError, PeerFailure, RemoteError
 
@@ -49,7 +49,7 @@ def all_ranks(comm: Communicator, tag: str = "all_ranks", *, first: bool = False
     except Exception as caught:
         error = caught
     if first:
-        failed = meet(comm, (error is not None,))[:, 0].any()
+        failed = agree_on_call(comm, (error is not None,))[:, 0].any()
     else:
         mine = np.array([error is not None], np.int8)
         comm.allreduce(mine, "max", tag=tag)
@@ -120,7 +120,7 @@ def agree_arrays(comm: Communicator, what: str, give: Callable[[], Mapping[str, 
     Raises
     ------
     CollectiveMismatch
-        As :func:`mpizero.comm.operations.meet`.
+        As :func:`mpizero.comm.calls.agree_on_call`.
     ConfigError
         Names the first rank and the first name that differ, and what was given under it.
     """
@@ -133,7 +133,7 @@ def agree_arrays(comm: Communicator, what: str, give: Callable[[], Mapping[str, 
             whole = _checksum(name, array, whole)
     except Exception as caught:
         error = caught
-    told = meet(comm, (error is not None, whole, first))
+    told = agree_on_call(comm, (error is not None, whole, first))
     if told[:, 0].any():
         raise_on_all(comm, error, what)
     if (told[:, 1] == told[told[:, 2], 1]).all():

@@ -27,7 +27,7 @@ from mpizero.checkpoint.regular import read_regular
 from mpizero.checkpoint.strict import is_count, is_number, parse
 from mpizero.checkpoint.tools.npz import NUMBERS, read_arrays
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.operations import record
+from mpizero.comm.calls import record_call
 from mpizero.comm.startup import versions
 from mpizero.errors import CheckpointError, DataError
 from mpizero.parallel.base import ShardedModelBase
@@ -110,7 +110,7 @@ def dump_bad_step(
     report, comm = model.last_step, model.config.communicator
     if report is None or not report.non_finite:
         return None
-    record(comm, "dump_bad_step")
+    record_call(comm, "dump_bad_step")
     with all_ranks(comm, first=True):
         x, y = batch
         tree = SampleTree.of(x=x, y=y)

@@ -12,8 +12,8 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.comm.agreement import agree_arrays, agree_equal
+from mpizero.comm.calls import collective, recorded
 from mpizero.comm.exact import gather_spans
-from mpizero.comm.operations import collective, recorded
 from mpizero.errors import ArgumentError, ConfigError, LayoutError, NonFiniteError, StateError
 from mpizero.layout import FlatLayout
 from mpizero.layout.nodes import GROUPS
@@ -315,7 +315,7 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
         share; elsewhere each rank may ask alone.
         """
         if self.shards_parameters:
-            self._begin("predict")
+            self._check_call("predict")
         return self.engine.runner.predict(x)
 
     def _pend(self, compute: Callable[[Engine], tuple[Totals, Array | None]]) -> Pending:

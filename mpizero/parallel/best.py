@@ -54,7 +54,7 @@ class BestParameters:
     def gathered(self) -> Array:
         """Return all parameters; the first time, collective over the model's ranks where their strategy shards them."""
         if self._model is not None and self._model.shards_parameters:
-            self._model._begin("best_parameters")
+            self._model._check_call("best_parameters")
         if self._whole is None:
             assert self._model is not None
             assert self._owned is not None

@@ -12,8 +12,8 @@ from weakref import WeakSet
 import numpy as np
 
 from mpizero.comm import Communicator, ProcessGrid, as_communicator, guard
+from mpizero.comm.calls import check_call
 from mpizero.comm.codecs import codec_of
-from mpizero.comm.operations import begin
 from mpizero.comm.watchdog import Watchdog
 from mpizero.errors import ConfigError
 from mpizero.kernels.card_products import SIXTEEN_BITS
@@ -223,7 +223,7 @@ class ShardingConfig:
         Close the models first. A configuration that was never used, or was closed, has nothing to free.
         """
         if "communicator" in self.__dict__:
-            begin(self.communicator, "ShardingConfig.close")
+            check_call(self.communicator, "ShardingConfig.close")
             self.communicator.free_left_behind()
             self._free()
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.operations import begin, collective
+from mpizero.comm.calls import check_call, collective
 from mpizero.comm.startup import agree_to_start
 from mpizero.errors import ArgumentError, CheckpointError, ConfigError, SharedMemoryError, StateError
 from mpizero.layout import FlatLayout, Span
@@ -74,7 +74,7 @@ class ShardedCore(ABC):
             raise ArgumentError(f"{type(self).__name__} needs a ShardingConfig, got {config!r}")
         self._wrapped, self._config = wrapped_model, config
         self._which = config.number_model()
-        begin(config.communicator, "make a model", self._which)
+        check_call(config.communicator, "make a model", self._which)
         self._engine: Engine | None = None
         self._pending: Pending | None = None
         self._cache: Array | None = None
@@ -150,15 +150,15 @@ class ShardedCore(ABC):
         self.engine.whole.fill(values)
         self.invalidate_cache()
 
-    def _operated(self) -> tuple[Communicator, str]:
+    def _callers(self) -> tuple[Communicator, str]:
         """Return the ranks whose collective calls are compared, and which of their models this is. Not collective."""
         _ = self.loadable_engine
         return self._config.communicator, self._which
 
-    def _begin(self, operation: str) -> None:
+    def _check_call(self, operation: str) -> None:
         """Compare a call that is collective under some circumstances only, which all ranks share. Collective then."""
-        comm, which = self._operated()
-        begin(comm, f"{type(self).__name__}.{operation}", which)
+        comm, which = self._callers()
+        check_call(comm, f"{type(self).__name__}.{operation}", which)
 
     # ------------------------------------------------------------------ properties (not collective)
 
@@ -280,7 +280,7 @@ class ShardedCore(ABC):
         if self._engine is None:
             return
         if self._engine.config.holds(self._engine.grid):  # else its communicators are freed already
-            self._begin("close")
+            self._check_call("close")
         self._free()
 
     def _free(self) -> None:

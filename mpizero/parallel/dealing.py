@@ -14,7 +14,7 @@ import numpy as np
 
 from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.operations import meet
+from mpizero.comm.calls import agree_on_call
 from mpizero.crc import crc32
 from mpizero.errors import DataError
 from mpizero.layout import Grains
@@ -120,7 +120,7 @@ def _meet(grid: ProcessGrid, offer: _Offer) -> Array:
         samples, or those of a replica cannot be cut.
     """
     replicas = grid.model.size > 1
-    table = meet(grid.world, (offer.count, offer.number, offer.digest() if replicas else 0))
+    table = agree_on_call(grid.world, (offer.count, offer.number, offer.digest() if replicas else 0))
     counts = table[:, 0]
     sound, alike = (counts >= 0).all(), (table[:, 1] == table[0, 1]).all()
     if sound and replicas:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpizero import optim
+from mpizero.comm.calls import recorded
 from mpizero.comm.codecs import codec_of
-from mpizero.comm.operations import recorded
 from mpizero.errors import ConfigError
 from mpizero.parallel.bucketsize import check_bucket
 from mpizero.parallel.config import ShardingConfig

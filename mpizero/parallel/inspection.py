@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.comm.agreement import agree_equal
-from mpizero.comm.operations import collective
+from mpizero.comm.calls import collective
 from mpizero.errors import ConfigError, UnsupportedError
 from mpizero.layout.flat import nested
 from mpizero.parallel.compute import blocks_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mpizero.comm.operations import recorded
+from mpizero.comm.calls import recorded
 from mpizero.errors import ConfigError
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.optimizers import ShardedOptimizer

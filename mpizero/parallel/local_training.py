@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.operations import collective, recorded
+from mpizero.comm.calls import collective, recorded
 from mpizero.parallel.engine import Engine
 from mpizero.parallel.means import mean_over_ranks
 from mpizero.parallel.placement import placement

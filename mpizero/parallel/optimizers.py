@@ -14,7 +14,7 @@ from mpizero import checkpoint, optim
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_arrays
 from mpizero.comm.alike import agree_alike
-from mpizero.comm.operations import begin, collective, meet, recorded
+from mpizero.comm.calls import agree_on_call, check_call, collective, recorded
 from mpizero.errors import ArgumentError, ConfigError, LayoutError, StateError
 from mpizero.names import explains
 from mpizero.parallel import persistence
@@ -97,7 +97,7 @@ class ShardedOptimizer:
     def _check(self, model: ShardedModelBase) -> None:
         """Refuse a model that this optimizer does not fit, or an optimizer that differs between ranks. Collective."""
         # Under no name of a class: which one differs is told in words next.
-        begin(self.config.communicator, "set_model")
+        check_call(self.config.communicator, "set_model")
         agree_alike(self.config.communicator, lambda: self._plans(model), "bind an optimizer")
 
     def _plans(self, model: ShardedModelBase) -> dict[str, Any]:
@@ -134,9 +134,9 @@ class ShardedOptimizer:
         """What else must be the same on all ranks."""
         return {}
 
-    def _operated(self) -> tuple[Communicator, str]:
+    def _callers(self) -> tuple[Communicator, str]:
         """Return the ranks whose collective calls are compared, and which of their models is meant. Not collective."""
-        return (self.config.communicator, "") if self._model is None else self._model._operated()
+        return (self.config.communicator, "") if self._model is None else self._model._callers()
 
     @property
     def model(self) -> ShardedModelBase:
@@ -193,7 +193,7 @@ class ShardedOptimizer:
     @recorded
     def should_early_stop(self) -> bool:
         """Tell whether the validation loss has stalled on any rank. Collective."""
-        return bool(meet(self.config.communicator, (self._stalled,))[:, 0].any())
+        return bool(agree_on_call(self.config.communicator, (self._stalled,))[:, 0].any())
 
     def note_stall(self, stalled: bool) -> None:
         """Record whether this rank has seen the validation loss stall. Not collective."""

@@ -15,7 +15,7 @@ from mpizero import checkpoint
 from mpizero.checkpoint import LocalArray, PendingSave, SnapshotBuffer
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.operations import collective, recorded
+from mpizero.comm.calls import collective, recorded
 from mpizero.crc import crc32
 from mpizero.parallel import persistence, rates
 from mpizero.parallel.core import ShardedCore
@@ -39,7 +39,7 @@ class Saving(ShardedCore):
         optimizer state of rank 0.
         """
         if self._mean_every:
-            self._begin("checkpoint_arrays")
+            self._check_call("checkpoint_arrays")
         mean = mean_over_ranks(self._config.communicator, self.engine.store.values) if self._mean_every else None
         return self._written(persistence.local_arrays(self.engine, values=mean))
 
@@ -50,7 +50,7 @@ class Saving(ShardedCore):
     def checkpoint_attributes(self) -> dict[str, Any]:
         """Return what a checkpoint must know besides arrays; collective where ``checkpoint_arrays`` is."""
         if self._mean_every:
-            self._begin("checkpoint_attributes")
+            self._check_call("checkpoint_attributes")
         found = {"mpizero": persistence.attributes(self.engine), rates.ATTRIBUTE: rates.recorded(self.engine.updater)}
         return self._config.communicator.broadcast_object(found) if self._mean_every else found
 

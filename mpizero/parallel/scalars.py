@@ -11,7 +11,7 @@ import numpy as np
 from mpizero import kernels
 from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.agreement import all_ranks, grouped
-from mpizero.comm.operations import meet
+from mpizero.comm.calls import agree_on_call
 from mpizero.comm.trace import MODULUS
 from mpizero.errors import CollectiveError, ConfigError, DataError, PeerFailure
 from mpizero.layout import FlatLayout
@@ -236,7 +236,7 @@ class GrainScalars:
             What was given to :meth:`fail` on one rank; on the other ranks a RemoteError that tells it.
         """
         rate = np.array(self._asked(ask_rate), np.float64)
-        told = meet(self.grid.world, (int(rate.view(np.int64)), self.error is not None))
+        told = agree_on_call(self.grid.world, (int(rate.view(np.int64)), self.error is not None))
         if told[:, 1].any():
             self._fail_together()
         self._same_rate(np.ascontiguousarray(told[:, 0]).view(np.float64))

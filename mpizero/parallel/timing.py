@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.operations import record
+from mpizero.comm.calls import record_call
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import joined, nested
 from mpizero.nn.initialize import initial_values
@@ -80,7 +80,7 @@ def measured_costs(model: BlockModel, x: Array, y: Array, config: ShardingConfig
     """
     comm = config.communicator
     costs: list[float] = []
-    record(comm, "measured_costs")
+    record_call(comm, "measured_costs")
     with all_ranks(comm, first=True):
         if comm.rank == 0:
             costs = [sum(times) for times in measure_blocks(model, x, y, repeats).values()]

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpizero.checkpoint.tools import npz
 from mpizero.comm.agreement import agree_arrays, all_ranks
-from mpizero.comm.operations import collective, meet, recorded
+from mpizero.comm.calls import agree_on_call, collective, recorded
 from mpizero.errors import LayoutError, SharedMemoryError
 from mpizero.layout import Entry
 from mpizero.names import nearest, real_array
@@ -31,7 +31,7 @@ class ParameterAccess(ShardedCore):
         """Return all parameters, 1-D in declared order; the same read-only array until parameters change."""
         whole = self.engine.whole
         # A rank that forgot its cache alone must not gather alone.
-        cached = meet(self._config.communicator, (self._cache is not None,))[:, 0]
+        cached = agree_on_call(self._config.communicator, (self._cache is not None,))[:, 0]
         if self._cache is None or not cached.all():
             self._cache = whole.vector()
             self._cache.flags.writeable = False

@@ -1,4 +1,4 @@
-"""One rank of a job whose last rank is asked for another operation than the others, by test_operations.py.
+"""One rank of a job whose last rank is asked for another operation than the others, by test_calls.py.
 
 ``operations_program.py ODD USUAL STRATEGY MEMORY FOLDER``; what an operation is, :data:`CALLS` says.
 """

@@ -1,6 +1,6 @@
-"""What all ranks have been asked to do together is compared before any of them does it.
+"""Compare what all ranks have been asked to do together before any of them does it.
 
-[Note: operations] A public call that is collective (``train``, ``evaluate``, ``save_model``, ``close``) is an
+[Note: calls] A public call that is collective (``train``, ``evaluate``, ``save_model``, ``close``) is an
 operation. Its name and the user's line are recorded in the trace of the communicator of all ranks, like a collective,
 and its first message is the same for every operation under every strategy: the number that stands for all that this
 rank has called so far, with up to three figures that the operation wants to know of all ranks. So two ranks that are
@@ -27,23 +27,23 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Operated(Protocol):
-    """What has collective methods."""
+class Collective(Protocol):
+    """Have collective methods, and know the ranks that call them."""
 
-    def _operated(self) -> tuple[Communicator, str]:
+    def _callers(self) -> tuple[Communicator, str]:
         """Return the ranks that make the calls, and which of several objects of theirs it is; "" for the first."""
 
 
-O = TypeVar("O", bound=Operated)  # noqa: E741 - of "operated"
+C = TypeVar("C", bound=Collective)
 
 
-def record(comm: Communicator, operation: str, which: str = "") -> None:
+def record_call(comm: Communicator, operation: str, which: str = "") -> None:
     """Note that this rank has been asked for an operation, and where. Not collective, but all ranks do alike."""
     if comm.size > 1:
         comm.trace.enter((operation, which))
 
 
-def meet(comm: Communicator, figures: Sequence[int] = ()) -> Array:
+def agree_on_call(comm: Communicator, figures: Sequence[int] = ()) -> Array:
     """Send the first message of an operation: return the figures of all ranks, a row each.
 
     Collective over ``comm``.
@@ -71,40 +71,40 @@ def meet(comm: Communicator, figures: Sequence[int] = ()) -> Array:
     return table[:, 1:]
 
 
-def begin(comm: Communicator, operation: str, which: str = "") -> None:
+def check_call(comm: Communicator, operation: str, which: str = "") -> None:
     """Compare what all ranks have been asked for. Collective over ``comm``: one message of 32 bytes a rank.
 
     Raises
     ------
     CollectiveMismatch
-        As :func:`meet`.
+        As :func:`agree_on_call`.
     """
-    record(comm, operation, which)
-    meet(comm)
+    record_call(comm, operation, which)
+    agree_on_call(comm)
 
 
-def collective(method: Callable[Concatenate[O, P], R]) -> Callable[Concatenate[O, P], R]:
-    """Make a method an operation that is compared before it begins, see :func:`begin`."""
+def _compared(
+    compare: Callable[[Communicator, str, str], None], method: Callable[Concatenate[C, P], R]
+) -> Callable[Concatenate[C, P], R]:
+    """Return a method that compares its name, by ``compare``, before it does anything else."""
 
     @wraps(method)
-    def call(self: O, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        comm, which = self._operated()
-        begin(comm, f"{type(self).__name__}.{method.__name__}", which)
+    def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        comm, which = self._callers()
+        compare(comm, f"{type(self).__name__}.{method.__name__}", which)
         return method(self, *args, **kwargs)
 
     return call
 
 
-def recorded(method: Callable[Concatenate[O, P], R]) -> Callable[Concatenate[O, P], R]:
-    """Make a method an operation that is compared in its own first message; see :func:`meet`.
+def collective(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
+    """Compare calls of a method between ranks before it begins, see :func:`check_call`."""
+    return _compared(check_call, method)
+
+
+def recorded(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
+    """Compare calls of a method between ranks in its own first message; see :func:`agree_on_call`.
 
     One that sends none (a gradient of local steps) is compared in the first message of the next.
     """
-
-    @wraps(method)
-    def call(self: O, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        comm, which = self._operated()
-        record(comm, f"{type(self).__name__}.{method.__name__}", which)
-        return method(self, *args, **kwargs)
-
-    return call
+    return _compared(record_call, method)
