@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from unicodedata import category
 
 #: Controls (escape sequences begin with one), invisible marks (they turn the direction of writing, or hide in names),
@@ -34,3 +35,8 @@ def _escaped(character: str) -> str:
         return character
     code = ord(character)
     return _SHORT.get(character) or (f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}")
+
+
+def notice(text: str) -> None:
+    """Write a line that begins with the package's name to standard error, fit for a terminal."""
+    print(f"mpizero: {printable(text)}", file=sys.stderr, flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import FunctionType
@@ -15,6 +14,7 @@ from mpizero.comm.communicator import Communicator
 from mpizero.comm.lastwords import ranks_text
 from mpizero.errors import ConfigError
 from mpizero.fingerprint import Fingerprint, Parts, shown, words
+from mpizero.text import notice
 
 #: A subject and the steps from there.
 _Place = tuple[str, tuple[str, ...]]
@@ -56,7 +56,7 @@ def agree_alike(comm: Communicator, make: Callable[[], Mapping[str, Any]], tag: 
         raise ConfigError(found)
     if comm.rank == 0 and comm.size > 1 and fingerprint.left_out:
         places = ", ".join(f"{place} ({what})" for place, what in fingerprint.left_out.items())
-        _tell_once(f"mpizero: not compared between ranks: {places}; an object may offer fingerprint()")
+        _tell_once(f"not compared between ranks: {places}; an object may offer fingerprint()")
 
 
 class _Search:
@@ -114,4 +114,4 @@ def by_ranks(texts: Sequence[str]) -> str:
 @lru_cache(maxsize=64)
 def _tell_once(text: str) -> None:
     """Write a line to standard error, unless the same was written before."""
-    print(text, file=sys.stderr, flush=True)
+    notice(text)

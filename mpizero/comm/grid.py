@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -14,6 +13,7 @@ from mpizero.comm.inmemory import InMemoryCommunicator
 from mpizero.errors import GridError
 from mpizero.layout.axes import Axes, Coordinates
 from mpizero.layout.nodes import GROUPS, SHARING, NodeOrder, by_node, inside_nodes, node_major, uneven_counts
+from mpizero.text import notice
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,9 @@ class ProcessGrid(NodeOrder):
         data = groups["data"]
         if (uneven := uneven_counts(axes, hosts)) and world.rank == 0:
             whose = "" if data.size == world.size else " of a data group"
-            print(
-                f"mpizero: nodes have {', '.join(map(str, uneven))} ranks{whose}; memory is shared only where all "
-                "nodes have the same number, so every rank keeps its own copy",
-                file=sys.stderr,
+            notice(
+                f"nodes have {', '.join(map(str, uneven))} ranks{whose}; memory is shared only where all "
+                "nodes have the same number, so every rank keeps its own copy"
             )
         members = axes.group(world.rank, GROUPS["data"])
         nodes = by_node(range(data.size) if uneven else [hosts[rank] for rank in members])

@@ -11,7 +11,6 @@ is too small is replaced only after such a comparison, since replacing is collec
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import accumulate
@@ -26,6 +25,7 @@ from mpizero.comm.trace import describe
 from mpizero.comm.transport import SharedMemory
 from mpizero.errors import SharedMemoryError
 from mpizero.layout import Partition
+from mpizero.text import notice
 from mpizero.types import Array
 
 #: Arrays start on a cache line of their own.
@@ -187,7 +187,7 @@ class Window:
         except SharedMemoryError as error:  # raised on all ranks alike
             self._has_room = False
             if self._rank == 0:
-                print(f"mpizero: {error}; group {self._node.name!r} goes on with messages", file=sys.stderr)
+                notice(f"{error}; group {self._node.name!r} goes on with messages")
         return self._has_room
 
     def _allocate(self, nbytes: int) -> None:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from mpizero.errors import ConfigError
 from mpizero.kernels.private import UnsafeFolderError, foreign, make_folder, own_folder
 from mpizero.launched import launched_place
+from mpizero.text import notice
 
 _DIGEST = 32
 _OTHER_SETTINGS = ("NUMBA_CACHE_DIR", "NUMBA_ENABLE_CUDASIM", "NUMBA_NUM_THREADS")  # they change no machine code
@@ -121,7 +122,7 @@ def place(cpu: str) -> Place:
     digest.update(repr((sys.version_info[:3], sys.abiflags, cpu, settings)).encode())
     found = _place(f"kernels-{digest.hexdigest()[:24]}")
     if found.refused and launched_place(os.environ) == 0:
-        print(f"mpizero: kernels: {found.refused}; {found.remedy}", file=sys.stderr, flush=True)
+        notice(f"kernels: {found.refused}; {found.remedy}")
     return found
 
 
@@ -158,7 +159,7 @@ def _read(path: Path) -> bytes | None:
     with open(number, "rb") as file:
         found = os.fstat(number)
         if wrong := foreign(found):
-            print(f"mpizero: kernels: {path} {wrong}: not loaded, but compiled again", file=sys.stderr, flush=True)
+            notice(f"kernels: {path} {wrong}: not loaded, but compiled again")
         if wrong or not stat.S_ISREG(found.st_mode):
             return None
         stored = file.read()

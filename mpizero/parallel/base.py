@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from mpizero.parallel.metadata import ModelMetadata, describe
 from mpizero.parallel.ownership import Share
 from mpizero.parallel.saving import Saving
 from mpizero.parallel.scalars import Totals
+from mpizero.text import notice
 from mpizero.types import Array
 
 
@@ -131,11 +131,9 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
     def _tell_plain(self) -> None:
         """Say on rank 0 that plain SGD trains although an optimizer was made. Not collective."""
         if self.rank == 0 and (unbound := next(iter(self._config.unbound), None)):
-            print(
-                f"mpizero: {type(unbound).__name__} was made with this configuration and is bound to no model: call "
-                f"its set_model(model); as it is, plain SGD with learning_rate={self._config.learning_rate} trains",
-                file=sys.stderr,
-                flush=True,
+            notice(
+                f"{type(unbound).__name__} was made with this configuration and is bound to no model: call "
+                f"its set_model(model); as it is, plain SGD with learning_rate={self._config.learning_rate} trains"
             )
 
     @recorded

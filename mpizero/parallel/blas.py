@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from threadpoolctl import ThreadpoolController
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.kernels.blas import library
+from mpizero.text import notice
 
 
 def settle_blas(comm: Communicator, threads: int) -> Any:
@@ -37,7 +37,7 @@ def settle_blas(comm: Communicator, threads: int) -> Any:
     builds = numpy_builds(controller.info()) + ([] if beside is None else [beside.name])
     message = different_builds(comm.allgather_object(builds, "BLAS builds"))
     if message is not None and comm.rank == 0:
-        print(f"mpizero: {message}", file=sys.stderr)
+        notice(message)
     return controller.limit(limits=threads, user_api="blas")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from mpizero.errors import ConfigError, DataError, NonFiniteError
 from mpizero.layout import Grains
 from mpizero.names import explains
 from mpizero.parallel.best import BestParameters
+from mpizero.text import notice
 from mpizero.types import Array
 
 if TYPE_CHECKING:
@@ -158,8 +158,7 @@ def _look_at(record: dict[str, float], losses: list[float], optimizer: ShardedOp
     if not known and not np.isfinite(losses).any():
         raise _nothing_finite(int(record["epoch"]) + 1, record)
     if config.bad_steps.warn and config.communicator.rank == 0:
-        told = f"mpizero: optimize: the validation loss of epoch {record['epoch']} is {loss:g}, which is no improvement"
-        print(told, file=sys.stderr, flush=True)
+        notice(f"optimize: the validation loss of epoch {record['epoch']} is {loss:g}, which is no improvement")
 
 
 def _nothing_finite(epochs: int, record: dict[str, float]) -> NonFiniteError:

@@ -6,7 +6,6 @@ translated to ranges of them.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from mpizero.errors import CheckpointError
 from mpizero.parallel import rates
 from mpizero.parallel.ownership import UpdatePiece
 from mpizero.parallel.reading import ArrayReader, HeldArray, HeldPiece, fill
+from mpizero.text import notice
 from mpizero.types import Array, ParameterSpec
 
 if TYPE_CHECKING:
@@ -254,10 +254,9 @@ def restore_state(engine: Engine, reader: ArrayReader) -> None:
 def _forget_residuals(engine: Engine) -> None:
     """Begin without residuals: they belong to one layout, so that no checkpoint holds them; rank 0 says so."""
     if engine.exchange.feedback and engine.grid.world.rank == 0:
-        print(
-            f"mpizero: checkpoints do not hold what gradient_compression={engine.exchange.compression!r} has not sent "
-            "yet: training goes on without it, and not with the bits of a run that was never interrupted",
-            file=sys.stderr,
+        notice(
+            f"checkpoints do not hold what gradient_compression={engine.exchange.compression!r} has not sent "
+            "yet: training goes on without it, and not with the bits of a run that was never interrupted"
         )
     engine.exchange.forget()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from socket import gethostname
 
@@ -18,6 +17,7 @@ from mpizero.parallel.ownership import Share
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.rows import contiguous_shares
 from mpizero.parallel.storage import SLOTS, ParameterStore
+from mpizero.text import notice
 
 
 def fits_shared_memory(
@@ -70,7 +70,7 @@ def fits_shared_memory(
 def tell_private(world: Communicator, reason: str) -> None:
     """Say once, on rank 0 of ``world``, why every rank keeps its own copy of a model. Not collective."""
     if world.rank == 0:
-        print(f"mpizero: every rank keeps its own copy of the model: {reason}", file=sys.stderr, flush=True)
+        notice(f"every rank keeps its own copy of the model: {reason}")
 
 
 def _window_bytes(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from mpizero.parallel import persistence, rates
 from mpizero.parallel.core import ShardedCore
 from mpizero.parallel.means import mean_over_ranks
 from mpizero.parallel.reading import opened_alike
-from mpizero.text import printable
+from mpizero.text import notice
 
 
 class Saving(ShardedCore):
@@ -184,11 +183,9 @@ class Saving(ShardedCore):
     def tell_unread(self) -> None:
         """Say on rank 0 that an optimizer begins without the state that was in a checkpoint. Not collective."""
         if self._unread and self.rank == 0:
-            print(
-                f"mpizero: the optimizer begins anew: its state in {printable(self._unread)} was not read, for the "
-                "model had no optimizer yet; to go on where that training ended, call set_model before load_model",
-                file=sys.stderr,
-                flush=True,
+            notice(
+                f"the optimizer begins anew: its state in {self._unread} was not read, for the "
+                "model had no optimizer yet; to go on where that training ended, call set_model before load_model"
             )
         self._unread = ""
 
@@ -229,5 +226,4 @@ def _tell_paths(comm: Communicator, call: str, path: Any) -> None:
         paths = comm.allgather_object(str(path), "path")
         rank = int(np.flatnonzero(table != table[0])[0])
         if comm.rank == 0:
-            told = f"mpizero: {call}: rank 0's path counts, {paths[0]!r}; rank {rank} has given {paths[rank]!r}"
-            print(printable(told), file=sys.stderr, flush=True)
+            notice(f"{call}: rank 0's path counts, {paths[0]!r}; rank {rank} has given {paths[rank]!r}")

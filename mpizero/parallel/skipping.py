@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from mpizero.errors import ConfigError, NonFiniteError
 from mpizero.parallel.report import StepReport
-from mpizero.text import printable
+from mpizero.text import notice
 
 _ADVICE = (
     "lower the learning rate, set ShardingConfig(clip=...), or look at the data: "
@@ -78,7 +77,7 @@ class SkippedSteps:
         if not told:
             return
         if self.policy.warn and speaks:
-            print(f"mpizero: {printable(told)}", file=sys.stderr, flush=True)
+            notice(told)
         if self.policy.callback is not None:
             self.policy.callback(report)
         self.enforce(report, _ADVICE)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from mpizero import checkpoint
 from mpizero.checkpoint.folders import step_folders
 from mpizero.errors import CheckpointError
-from mpizero.train.output import show
+from mpizero.text import notice
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -40,7 +39,7 @@ def find_checkpoint(path: Path) -> Path:
         found = checkpoint.newest(folder, "self", report=passed.append)
         if found is not None:
             for line in (*passed, f"taken instead: {found}") if passed else ():
-                show(f"mpizero: {line}", sys.stderr)
+                notice(line)
             return Path(found)
         if passed:
             raise CheckpointError(f"{folder}: no good checkpoint in it; {passed[0]}")

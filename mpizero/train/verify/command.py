@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.data import Source, batches
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.parallel import ShardingConfig
+from mpizero.text import notice
 from mpizero.train.builder import build_model, build_optimizer, build_source, check_samples, computing_settings
 from mpizero.train.config import Config, GptSection, check_split
 from mpizero.train.modelcheck.check import examine
@@ -58,7 +58,7 @@ def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> i
     if not model.right:
         if comm.rank == 0:
             print(json.dumps({"model": model.to_dict()}) if options.json else model, flush=True)
-            print("mpizero: the model is wrong, so no layout was compared", file=sys.stderr, flush=True)
+            notice("the model is wrong, so no layout was compared")
         return DIFFERS
     progress = Progress(options.steps * (len(layouts) + 1), active=comm.rank == 0)
     progress.begin()
@@ -149,4 +149,4 @@ def _print(report: Report, model: ModelReport, *, as_json: bool) -> None:
     if not report.agrees:
         count = len(report.findings)
         told = f"{count} of {len(report.verdicts) - 1} layouts {'differs' if count == 1 else 'differ'} from one process"
-        print(f"mpizero: {told}", file=sys.stderr, flush=True)
+        notice(told)
