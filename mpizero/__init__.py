@@ -1,9 +1,9 @@
 """ZeRO, tensor, pipeline and hybrid parallel training over MPI, with the same bits on any number of ranks.
 
 Names are loaded on first use, so that ``import mpizero`` starts in milliseconds, needs no MPI and changes nothing in
-the process, but for a rank of a launcher's job: there it begins to watch over the process (``comm/guard.py``,
-``install_in_job``), with hooks which end all ranks when one fails, and where there are several with a thread that tells
-the others where this one stands. ``MPIZERO_EMBEDDED=1`` prevents it; docs/embedding.md has all of it.
+the process, but for a rank of a launcher's job: there it begins to watch over the process (``install_in_job`` in
+``comm/supervision/guard.py``), with hooks which end all ranks when one fails, and where there are several with a thread
+that tells the others where this one stands. ``MPIZERO_EMBEDDED=1`` prevents it; docs/embedding.md has all of it.
 """
 
 from __future__ import annotations
@@ -145,4 +145,4 @@ def _version() -> str:
 
 
 if any(name in os.environ for name in BY_MPI):
-    import_module("mpizero.comm.guard").install_in_job()
+    import_module("mpizero.comm.supervision.guard").install_in_job()

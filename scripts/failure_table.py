@@ -34,7 +34,7 @@ def run(launcher: tuple[str, str], fault: str, ranks: int, debug: bool) -> Ended
     """Start one job and wait for its end."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        program = TESTS / ("program.py" if fault in FAILURES else "contract_program.py")
+        program = TESTS / ("program.py" if fault in FAILURES else "programs/contract_program.py")
         command = [program, fault, folder, *([ranks - 1] if fault in FAILURES else [])]
         environment = {"MPIZERO_DEBUG": "collectives"} if debug else {}
         with contextlib.redirect_stdout(io.StringIO()):

@@ -58,7 +58,7 @@ def train(options: argparse.Namespace, width: int, layers: int, steps: int) -> d
     from mpi4py import MPI
 
     import mpizero as mz
-    from mpizero.train.memory import peak_growth, proportional_growth
+    from mpizero.train.run.process_memory import peak_growth, proportional_growth
 
     config = mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=options.samples // 4, share_node_memory=False)
     net = mz.nn.MLP(width, (width,) * layers, CLASSES, activation="relu")

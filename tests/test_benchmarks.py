@@ -15,7 +15,7 @@ sys.path.insert(0, str(FOLDER))  # where Python finds `comparing` when it runs o
 
 from comparing.turns import Team, TeamError, in_turns, one_thread, pss  # noqa: E402
 
-from mpizero.train.performance.spread import Spread  # noqa: E402
+from mpizero.planning.repeated import Spread  # noqa: E402
 
 sys.path.remove(str(FOLDER))
 

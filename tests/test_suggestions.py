@@ -12,7 +12,7 @@ import pytest
 import mpizero as mz
 from mpizero.errors import ArgumentError, ConfigError, MpizeroError, UnknownNameError
 from mpizero.names import ELSEWHERE, explains, nearest
-from mpizero.train.configfile import Document, parse_config
+from mpizero.train.config.config_file import Document, parse_config
 
 #: Public classes and functions with what they cannot do without, and a wrong keyword with what is suggested.
 WRONG = [

@@ -2,15 +2,15 @@
 
 from typing import TYPE_CHECKING
 
+from mpizero.checkpoint.atomic_folder import remove_leftovers
 from mpizero.checkpoint.folders import Found, Left, newest, prune, sound, step_folder, step_of, survey
+from mpizero.checkpoint.format.skeleton import ALIGNMENT, ALIGNMENT_LIMIT
+from mpizero.checkpoint.format.table import LocalArray
+from mpizero.checkpoint.full_check import verify
 from mpizero.checkpoint.image import from_bytes, to_bytes
 from mpizero.checkpoint.pending import PendingSave, begin
 from mpizero.checkpoint.reader import Reader, open_checkpoint
-from mpizero.checkpoint.skeleton import ALIGNMENT, ALIGNMENT_LIMIT
 from mpizero.checkpoint.snapshot import SnapshotBuffer
-from mpizero.checkpoint.stage import remove_leftovers
-from mpizero.checkpoint.table import LocalArray
-from mpizero.checkpoint.verify import verify
 from mpizero.checkpoint.writer import check_backend, write
 from mpizero.errors import (
     CheckpointDamagedError,

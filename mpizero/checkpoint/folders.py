@@ -8,9 +8,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from mpizero.checkpoint.atomic_folder import STEP_NAME, remove_folder, remove_leftovers
 from mpizero.checkpoint.failures import borrowed, on_root, outcome_of
 from mpizero.checkpoint.reader import read_manifest
-from mpizero.checkpoint.stage import STEP_NAME, remove_folder, remove_leftovers
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
 
 _NAME = re.compile(STEP_NAME)

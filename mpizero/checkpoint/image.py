@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.checkpoint.direct import as_bytes, checksums
+from mpizero.checkpoint.backends.direct import as_bytes, checksums
 from mpizero.checkpoint.failures import agreed, borrowed, on_root
-from mpizero.checkpoint.manifest import MANIFEST_LIMIT, decode, encode
-from mpizero.checkpoint.plan import agree_on_arrays
+from mpizero.checkpoint.format.manifest import MANIFEST_LIMIT, decode, encode
+from mpizero.checkpoint.format.skeleton import build
+from mpizero.checkpoint.format.table import LocalArray
 from mpizero.checkpoint.publish import describe
 from mpizero.checkpoint.reader import MemoryBytes, Reader, check_structure
-from mpizero.checkpoint.skeleton import build
-from mpizero.checkpoint.table import LocalArray
+from mpizero.checkpoint.save_plan import agree_on_arrays
 from mpizero.comm import as_communicator
 from mpizero.comm.communicator import Communicator
 from mpizero.crc import crc32

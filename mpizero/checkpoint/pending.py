@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from mpizero.checkpoint.direct import Halted, PieceSums, open_state, write_pieces
+from mpizero.checkpoint.backends.direct import Halted, PieceSums, open_state, write_pieces
 from mpizero.checkpoint.failures import agreed, borrowed
-from mpizero.checkpoint.plan import Again, SavePlan, make_plan
+from mpizero.checkpoint.format.skeleton import ALIGNMENT
+from mpizero.checkpoint.format.table import LocalArray
 from mpizero.checkpoint.publish import TemporaryFolder, publish
-from mpizero.checkpoint.skeleton import ALIGNMENT
+from mpizero.checkpoint.save_plan import Again, SavePlan, make_plan
 from mpizero.checkpoint.snapshot import SnapshotBuffer
-from mpizero.checkpoint.table import LocalArray
 from mpizero.comm import calls
 from mpizero.comm.communicator import CallTrace, Communicator
 from mpizero.errors import StateError

@@ -6,16 +6,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from mpizero.checkpoint import direct
-from mpizero.checkpoint.direct import PieceSums
+from mpizero.checkpoint.atomic_folder import Stage, commit, discard, fill_file, open_stage
+from mpizero.checkpoint.backends import direct
+from mpizero.checkpoint.backends.direct import PieceSums
 from mpizero.checkpoint.failures import on_root, outcome_of
-from mpizero.checkpoint.manifest import MANIFEST_NAME, STATE_NAME, Manifest, StoredArray, encode
-from mpizero.checkpoint.plan import SavePlan
+from mpizero.checkpoint.format.manifest import MANIFEST_NAME, STATE_NAME, Manifest, StoredArray, encode
+from mpizero.checkpoint.format.skeleton import Skeleton
+from mpizero.checkpoint.format.table import Table
+from mpizero.checkpoint.full_check import verify_checksums
 from mpizero.checkpoint.reader import read_manifest
-from mpizero.checkpoint.skeleton import Skeleton
-from mpizero.checkpoint.stage import Stage, commit, discard, fill_file, open_stage
-from mpizero.checkpoint.table import Table
-from mpizero.checkpoint.verify import verify_checksums
+from mpizero.checkpoint.save_plan import SavePlan
 from mpizero.comm.communicator import Communicator
 from mpizero.crc import crc32
 from mpizero.errors import CheckpointDamagedError, CheckpointError

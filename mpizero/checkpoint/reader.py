@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from mpizero.checkpoint.checksum import BLOCK, cut, in_cache, judge
-from mpizero.checkpoint.direct import as_bytes
+from mpizero.checkpoint.atomic_folder import standing
+from mpizero.checkpoint.backends.direct import as_bytes
 from mpizero.checkpoint.failures import agreed, on_root
-from mpizero.checkpoint.manifest import MANIFEST_LIMIT, MANIFEST_NAME, STATE_NAME, Manifest, StoredArray, decode
-from mpizero.checkpoint.regular import open_regular, path_of
-from mpizero.checkpoint.stage import standing
-from mpizero.checkpoint.table import LocalArray, Table, check_array
+from mpizero.checkpoint.format.checksum import BLOCK, cut, in_cache, judge
+from mpizero.checkpoint.format.manifest import MANIFEST_LIMIT, MANIFEST_NAME, STATE_NAME, Manifest, StoredArray, decode
+from mpizero.checkpoint.format.regular_files import open_regular, path_of
+from mpizero.checkpoint.format.table import LocalArray, Table, check_array
 from mpizero.comm import as_communicator
 from mpizero.comm.communicator import Communicator
 from mpizero.crc import crc32

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpizero.checkpoint.plan import KnownLayout
-from mpizero.checkpoint.table import LocalArray
+from mpizero.checkpoint.format.table import LocalArray
+from mpizero.checkpoint.save_plan import KnownLayout
 from mpizero.kernels.pastcache import LINE, PAGE, copy_past_cache
 from mpizero.types import Array
 

@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mpizero.checkpoint import direct, mpio
-from mpizero.checkpoint.direct import PieceSums
+from mpizero.checkpoint.backends import direct, mpio
+from mpizero.checkpoint.backends.direct import PieceSums
 from mpizero.checkpoint.failures import agreed, borrowed
-from mpizero.checkpoint.plan import make_plan
+from mpizero.checkpoint.format.skeleton import ALIGNMENT
+from mpizero.checkpoint.format.table import LocalArray
 from mpizero.checkpoint.publish import TemporaryFolder, publish
-from mpizero.checkpoint.skeleton import ALIGNMENT
-from mpizero.checkpoint.table import LocalArray
+from mpizero.checkpoint.save_plan import make_plan
 from mpizero.comm.communicator import Communicator
 from mpizero.errors import ConfigError
 

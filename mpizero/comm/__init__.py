@@ -3,7 +3,7 @@
 from mpizero.comm.communicator import CallTrace, Communicator, Counters, Request, SharedMemory
 from mpizero.comm.convert import as_communicator
 from mpizero.comm.grid import ProcessGrid
-from mpizero.comm.group import CommunicatorGroup
+from mpizero.comm.group.model_group import CommunicatorGroup
 from mpizero.comm.inmemory import InMemoryCommunicator
 
 __all__ = [

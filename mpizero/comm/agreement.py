@@ -13,7 +13,7 @@ import numpy as np
 
 from mpizero.comm.calls import agree_on_call
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.lastwords import describe, ranks_text
+from mpizero.comm.exits.failure_report import describe, ranks_text
 from mpizero.crc import crc32
 from mpizero.errors import CollectiveError, ConfigError, MpizeroError, PeerFailure, RemoteError
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from mpizero.comm import checks
-from mpizero.comm.trace import Call, CallTrace
+from mpizero.comm.supervision.trace import Call, CallTrace
 from mpizero.comm.transport import POINT_TO_POINT, Counters, Request, SharedMemory, Transport
 from mpizero.errors import SharedMemoryError
 from mpizero.layout import Span

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mpizero.comm.arrival import PATIENCE
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.launch import default_world, one_process
+from mpizero.comm.startup.arrival import PATIENCE
+from mpizero.comm.startup.launch import default_world, one_process
 from mpizero.errors import ArgumentError
 
 

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.group import CommunicatorGroup
+from mpizero.comm.group.model_group import CommunicatorGroup
 from mpizero.comm.inmemory import InMemoryCommunicator
 from mpizero.errors import GridError
 from mpizero.layout.axes import Axes, Coordinates

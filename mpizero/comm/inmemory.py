@@ -16,8 +16,8 @@ from typing import Any, Self
 import numpy as np
 
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.contract import mismatch
-from mpizero.comm.trace import CallTrace
+from mpizero.comm.supervision.mismatch import mismatch
+from mpizero.comm.supervision.trace import CallTrace
 from mpizero.comm.transport import Request, SharedMemory
 from mpizero.errors import CollectiveError, ConfigError, PeerFailure, SharedMemoryError
 from mpizero.layout import Span

@@ -11,15 +11,15 @@ from typing import Any, Self, cast
 import numpy as np
 from mpi4py import MPI
 
-from mpizero.comm import guard
-from mpizero.comm.arrival import PATIENCE
 from mpizero.comm.checks import TAG_LIMIT
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.contract import first_mismatch
-from mpizero.comm.debug import VerifiedRequest, Verifier
 from mpizero.comm.requests import MpiReceive, MpiRequest
 from mpizero.comm.shared import MpiSharedMemory, free_space
-from mpizero.comm.trace import Call
+from mpizero.comm.startup.arrival import PATIENCE
+from mpizero.comm.supervision import guard
+from mpizero.comm.supervision.mismatch import first_mismatch
+from mpizero.comm.supervision.trace import Call
+from mpizero.comm.supervision.verification import VerifiedRequest, Verifier
 from mpizero.comm.transport import Request, SharedMemory
 from mpizero.errors import ArgumentError, CollectiveError, CollectiveMismatch, ExitStatus, MpizeroError, PeerFailure
 from mpizero.layout import Span

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
-from mpizero.comm.timeline import MESSAGE, Called, Timeline
-from mpizero.comm.trace import Call, CallTrace
+from mpizero.comm.supervision.timeline import MESSAGE, Called, Timeline
+from mpizero.comm.supervision.trace import Call, CallTrace
 from mpizero.errors import CollectiveError
 from mpizero.layout import Span
 from mpizero.types import Array

@@ -2,7 +2,7 @@
 
 For small batches on a CPU, where a call of NumPy costs more than the arithmetic it starts. There is no twin for
 device arrays: there the layers' own kernels and products are the faster way. Parameters come as one flat array in the
-order that :mod:`mpizero.nn.predictor` packs; weights are (inputs, outputs).
+order that :mod:`mpizero.nn.models.predictor` packs; weights are (inputs, outputs).
 """
 
 from __future__ import annotations

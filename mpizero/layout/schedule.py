@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mpizero.errors import ConfigError
-from mpizero.layout import programs
+from mpizero.layout import schedules
 from mpizero.layout.instructions import BACKWARD, BACKWARD_INPUT, FORWARD, Instruction
 from mpizero.layout.simulate import Costs, simulate
 from mpizero.layout.timetable import timetable
@@ -109,14 +109,17 @@ class _Row(NamedTuple):
 
 
 _ROWS = {
-    "gpipe": _Row(programs.gpipe),
-    "1f1b": _Row(programs.one_forward_one_backward),
+    "gpipe": _Row(schedules.gpipe),
+    "1f1b": _Row(schedules.one_forward_one_backward),
     "interleaved": _Row(
-        programs.interleaved, lambda virtual: virtual >= 2, "at least 2 (with 1 it is the schedule '1f1b')", padded=True
+        schedules.interleaved,
+        lambda virtual: virtual >= 2,
+        "at least 2 (with 1 it is the schedule '1f1b')",
+        padded=True,
     ),
-    "zero_bubble": _Row(programs.zero_bubble),
+    "zero_bubble": _Row(schedules.zero_bubble),
     "zero_bubble_v": _Row(
-        programs.zero_bubble_v,
+        schedules.zero_bubble_v,
         lambda virtual: virtual in {1, 2},
         "2 (or 1, the default: it always has two chunks a stage)",
         lambda stages, _: (*range(stages), *reversed(range(stages))),
@@ -186,7 +189,7 @@ def build_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1)
         len(stage_of),
         micros,
         stage_of,
-        tuple(tuple(programs.fuse(row.program(stage, stages, micros, virtual), stage_of)) for stage in range(stages)),
+        tuple(tuple(schedules.fuse(row.program(stage, stages, micros, virtual), stage_of)) for stage in range(stages)),
     )
     simulate(schedule, Costs.uniform(schedule.chunks))
     return schedule

@@ -3,22 +3,23 @@
 from typing import TYPE_CHECKING
 
 from mpizero.names import unknown_names
-from mpizero.nn.activation import GELU, ReLU, SiLU, Tanh
-from mpizero.nn.attention import CausalSelfAttention
-from mpizero.nn.block import FeedForward, TransformerBlock
-from mpizero.nn.checkpointed import Checkpointed
-from mpizero.nn.context import ContextModel, context_model, cut_batch
-from mpizero.nn.dropout import Dropout
-from mpizero.nn.embedding import Embedding, Position, TokenEmbedding
-from mpizero.nn.frozen import Frozen
-from mpizero.nn.gpt import GPT, LanguageHead
+from mpizero.nn.context.context_forms import ContextModel, context_model, cut_batch
+from mpizero.nn.context.ring import Zigzag
+from mpizero.nn.context.ring_attention import RingSelfAttention
+from mpizero.nn.freed_memory import keep_freed_memory
 from mpizero.nn.initialize import initial_values
 from mpizero.nn.layer import Layer
-from mpizero.nn.linear import Linear, Projection
+from mpizero.nn.layers.activation import GELU, ReLU, SiLU, Tanh
+from mpizero.nn.layers.attention import CausalSelfAttention
+from mpizero.nn.layers.block import FeedForward, TransformerBlock
+from mpizero.nn.layers.checkpointed import Checkpointed
+from mpizero.nn.layers.dropout import Dropout
+from mpizero.nn.layers.embedding import Embedding, Position, TokenEmbedding
+from mpizero.nn.layers.frozen import Frozen
+from mpizero.nn.layers.linear import Linear, Projection
+from mpizero.nn.layers.norm import LayerNorm, RMSNorm
 from mpizero.nn.loss import CrossEntropy, MeanSquaredError
-from mpizero.nn.memory import keep_freed_memory
-from mpizero.nn.mlp import MLP, Select
-from mpizero.nn.model import (
+from mpizero.nn.models.block_model import (
     bind,
     evaluate,
     export_computation_graph,
@@ -29,14 +30,13 @@ from mpizero.nn.model import (
     model_specs,
     nest,
 )
-from mpizero.nn.norm import LayerNorm, RMSNorm
+from mpizero.nn.models.gpt import GPT, LanguageHead
+from mpizero.nn.models.mlp import MLP, Select
+from mpizero.nn.models.weights import from_torch, to_torch, torch_name
 from mpizero.nn.operations import Operations
-from mpizero.nn.ring import Zigzag
-from mpizero.nn.ring_attention import RingSelfAttention
 from mpizero.nn.sequential import Sequential
 from mpizero.nn.split.linear import ColumnLinear, RowLinear
 from mpizero.nn.split.model import SplitModel, run_on, split_model, whole_prediction
-from mpizero.nn.weights import from_torch, to_torch, torch_name
 
 __all__ = [
     "GELU",

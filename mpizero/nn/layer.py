@@ -14,7 +14,7 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.errors import ConfigError, DataError, UnsupportedError
-from mpizero.kernels import blas, card_products
+from mpizero.kernels import blas, device_products
 from mpizero.layout.flat import nested
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.operations import Operations
@@ -183,11 +183,11 @@ def namespace(array: Any) -> Any:
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     """Compute the product of two matrices by the library that multiplies.
 
-    Not collective. See :mod:`mpizero.kernels.blas`, and :mod:`mpizero.kernels.card_products` for arrays of a card.
+    Not collective. See :mod:`mpizero.kernels.blas`, and :mod:`mpizero.kernels.device_products` for arrays of a card.
     """
     if isinstance(a, np.ndarray):
         return blas.matmul(a, b, out)
-    return card_products.matmul(a, b, out)
+    return device_products.matmul(a, b, out)
 
 
 def operand(x: Array) -> Any:
@@ -195,7 +195,7 @@ def operand(x: Array) -> Any:
 
     Not collective. What is cut out of it, or has its last two axes swapped, is an operand too.
     """
-    return x if isinstance(x, np.ndarray) else card_products.operand(x)
+    return x if isinstance(x, np.ndarray) else device_products.operand(x)
 
 
 def multiply(a: Any, b: Any, out: Array) -> None:
@@ -203,7 +203,7 @@ def multiply(a: Any, b: Any, out: Array) -> None:
     if isinstance(out, np.ndarray):
         np.matmul(a, b, out=out)
     else:
-        card_products.multiply(a, b, out)
+        device_products.multiply(a, b, out)
 
 
 def sum_rows(dy: Array, out: Array) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from mpizero import kernels
 from mpizero.errors import ArgumentError
 from mpizero.names import check_slots
-from mpizero.optim.base import FlatOptimizer, rate_at
+from mpizero.optim.flat_optimizer import FlatOptimizer, rate_at
 from mpizero.types import Array, Dtype, ParameterSpec
 
 _PROBE = 48

@@ -13,7 +13,7 @@ from mpizero import kernels
 from mpizero.errors import ArgumentError, ConfigError
 from mpizero.names import explains
 from mpizero.optim import validation
-from mpizero.optim.base import FlatOptimizer
+from mpizero.optim.flat_optimizer import FlatOptimizer
 from mpizero.types import Array, LearningRate
 
 

@@ -1,20 +1,21 @@
 """Sharded models and optimizers: one engine, one placement table, the strategies by name."""
 
-from mpizero.parallel.bad_steps import BadStep, dump_bad_step, read_bad_step
-from mpizero.parallel.base import Gradients, ShardedModelBase
 from mpizero.parallel.config import ShardingConfig
-from mpizero.parallel.gradient_compression import GradientCompressionOptimizer
-from mpizero.parallel.hybrid import (
+from mpizero.parallel.diagnostics.bad_steps import BadStep, dump_bad_step, read_bad_step
+from mpizero.parallel.diagnostics.replay import Replay, replay_bad_step
+from mpizero.parallel.diagnostics.skipped_steps import BadSteps
+from mpizero.parallel.model.base import Gradients, ShardedModelBase
+from mpizero.parallel.model.fit import OptimizationOptions, OptimizationResult
+from mpizero.parallel.model.gradient_compression import GradientCompressionOptimizer
+from mpizero.parallel.model.hybrid import (
     HybridShardedModel,
     HybridShardedOptimizer,
     PipelineParallelModel,
     TensorParallelModel,
 )
-from mpizero.parallel.local_sgd import LocalSGDOptimizer
-from mpizero.parallel.loop import OptimizationOptions, OptimizationResult
-from mpizero.parallel.metadata import ModelMetadata
-from mpizero.parallel.models import DDPModel, FSDPModel, ZeRO1Model, ZeRO2Model, ZeRO3Model, distribute
-from mpizero.parallel.optimizers import (
+from mpizero.parallel.model.local_sgd import LocalSGDOptimizer
+from mpizero.parallel.model.metadata import ModelMetadata
+from mpizero.parallel.model.optimizers import (
     DDPOptimizer,
     FSDPOptimizer,
     ShardedOptimizer,
@@ -22,10 +23,9 @@ from mpizero.parallel.optimizers import (
     ZeRO2Optimizer,
     ZeRO3Optimizer,
 )
-from mpizero.parallel.replay import Replay, replay_bad_step
-from mpizero.parallel.report import NonFinite, StepReport
-from mpizero.parallel.skipping import BadSteps
-from mpizero.parallel.timing import BlockTimes, measure_blocks, measured_costs
+from mpizero.parallel.model.strategies import DDPModel, FSDPModel, ZeRO1Model, ZeRO2Model, ZeRO3Model, distribute
+from mpizero.parallel.partition.block_timing import BlockTimes, measure_blocks, measured_costs
+from mpizero.parallel.step_report import NonFinite, StepReport
 
 __all__ = [
     "BadStep",

@@ -11,17 +11,18 @@ from weakref import WeakSet
 
 import numpy as np
 
-from mpizero.comm import Communicator, ProcessGrid, as_communicator, guard
+from mpizero.comm import Communicator, ProcessGrid, as_communicator
 from mpizero.comm.calls import check_call
-from mpizero.comm.codecs import codec_of
-from mpizero.comm.watchdog import Watchdog
+from mpizero.comm.reduce.codecs import codec_of
+from mpizero.comm.supervision import guard
+from mpizero.comm.supervision.watchdog import Watchdog
 from mpizero.errors import ConfigError
-from mpizero.kernels.card_products import SIXTEEN_BITS
+from mpizero.kernels.device_products import SIXTEEN_BITS
 from mpizero.layout import Axes, Grains
 from mpizero.names import explains
 from mpizero.optim import DynamicLossScale
-from mpizero.parallel.bucketsize import check_bucket, elements_of
-from mpizero.parallel.skipping import BadSteps
+from mpizero.parallel.diagnostics.skipped_steps import BadSteps
+from mpizero.parallel.gradients.bucket_size import check_bucket, elements_of
 
 
 @explains

@@ -16,39 +16,39 @@ import numpy as np
 
 from mpizero import kernels, optim
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.guard import set_context
-from mpizero.comm.timeline import Timeline
-from mpizero.comm.turns import program_array
+from mpizero.comm.reduce.segments import program_array
+from mpizero.comm.supervision.guard import set_context
+from mpizero.comm.supervision.timeline import Timeline
 from mpizero.errors import ConfigError, SharedMemoryError
 from mpizero.layout import FlatLayout, Grains
-from mpizero.nn.memory import keep_freed_memory
-from mpizero.parallel.across import Across
-from mpizero.parallel.behind import sums_behind
-from mpizero.parallel.blas import settle_blas
-from mpizero.parallel.buckets import make_tuner
-from mpizero.parallel.compute import blocks_of
+from mpizero.nn.freed_memory import keep_freed_memory
+from mpizero.parallel.batch.redistribute import NOTHING_MORE, GlobalBatch, deal, in_contexts
+from mpizero.parallel.batch.step_scalars import GrainScalars, Totals
+from mpizero.parallel.blas_threads import settle_blas
+from mpizero.parallel.checkpointing.restore import HalfLoaded
 from mpizero.parallel.config import ShardingConfig
-from mpizero.parallel.dealing import NOTHING_MORE, GlobalBatch, deal, in_contexts
-from mpizero.parallel.evaluation import evaluate
-from mpizero.parallel.feedback import GradientExchange
-from mpizero.parallel.gradient_store import GradientStore
+from mpizero.parallel.device.compute_device import deals_waves, open_workplace
+from mpizero.parallel.execution.evaluation import evaluate
+from mpizero.parallel.execution.evaluators import blocks_of
+from mpizero.parallel.execution.factory import make_runner
+from mpizero.parallel.gradients.accumulation import GradientRows, contiguous_owners
+from mpizero.parallel.gradients.bucket_tuner import make_tuner
+from mpizero.parallel.gradients.exchange import GradientExchange
+from mpizero.parallel.gradients.gradient_store import GradientStore
+from mpizero.parallel.gradients.overlap import sums_behind
 from mpizero.parallel.integrity import Integrity
-from mpizero.parallel.memory import Memory
-from mpizero.parallel.ownership import UpdatePiece
+from mpizero.parallel.optimizer.global_norm import Across
+from mpizero.parallel.optimizer.sharded_update import Updater, reduce_rows
+from mpizero.parallel.optimizer.tied_parameters import TieExchange
+from mpizero.parallel.parameters.allocator import Memory
+from mpizero.parallel.parameters.global_view import GlobalView
+from mpizero.parallel.parameters.memory_check import fits_shared_memory, tell_private
+from mpizero.parallel.parameters.shards import UpdatePiece
+from mpizero.parallel.parameters.store import ParameterStore
+from mpizero.parallel.partition.local_model import build_stage, trainable_names
+from mpizero.parallel.partition.parallel_layout import Spread
 from mpizero.parallel.placement import Placement
-from mpizero.parallel.reading import HalfLoaded
-from mpizero.parallel.report import Outcome, StepReport
-from mpizero.parallel.room import fits_shared_memory, tell_private
-from mpizero.parallel.rows import GradientRows, contiguous_owners
-from mpizero.parallel.runners import make_runner
-from mpizero.parallel.scalars import GrainScalars, Totals
-from mpizero.parallel.spread import Spread
-from mpizero.parallel.stage import build_stage, trainable_names
-from mpizero.parallel.storage import ParameterStore
-from mpizero.parallel.ties import TieExchange
-from mpizero.parallel.update import Updater, reduce_rows
-from mpizero.parallel.whole import GlobalView
-from mpizero.parallel.workplace import deals_waves, open_workplace
+from mpizero.parallel.step_report import Outcome, StepReport
 from mpizero.types import Array, BlockModel, Run
 
 

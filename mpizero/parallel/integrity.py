@@ -21,10 +21,10 @@ from mpizero.comm import ProcessGrid
 from mpizero.crc import crc32
 from mpizero.errors import IntegrityError
 from mpizero.kernels import to_host
-from mpizero.parallel.scalars import everyone_of
-from mpizero.parallel.storage import ParameterStore
-from mpizero.parallel.ties import home_of
-from mpizero.parallel.update import Updater
+from mpizero.parallel.batch.step_scalars import everyone_of
+from mpizero.parallel.optimizer.sharded_update import Updater
+from mpizero.parallel.optimizer.tied_parameters import home_of
+from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.types import Array, ParameterSpec, Part
 
 #: Damaged ranges that an error names, at most.

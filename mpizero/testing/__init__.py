@@ -10,7 +10,7 @@ from mpizero.comm.threads import run_in_threads
 from mpizero.names import unknown_names
 from mpizero.testing.identities import adjoint_test, taylor_test
 from mpizero.testing.ranks import assert_same_as_serial, parallel_assert
-from mpizero.train.verify.findings import Finding, Report, Verdict
+from mpizero.train.verify.verdicts import Finding, Report, Verdict
 
 if TYPE_CHECKING:
     from mpizero.train.modelcheck import ModelFinding, ModelReport, check_model

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.comm import Communicator
-from mpizero.comm.launch import one_process
+from mpizero.comm.startup.launch import one_process
 
 
 def parallel_assert(comm: Communicator, condition: object, message: str = "") -> None:

@@ -16,13 +16,14 @@ from mpizero import checkpoint, nn
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CheckpointError, ConfigError
-from mpizero.parallel import HybridShardedModel, ShardingConfig, persistence
+from mpizero.parallel import HybridShardedModel, ShardingConfig
+from mpizero.parallel.checkpointing import model_state
 from mpizero.text import printable
-from mpizero.train.checks import SettingError, whole
-from mpizero.train.config import GptSection, check_split
-from mpizero.train.finding import find_checkpoint
-from mpizero.train.layout import ParallelSection
-from mpizero.train.resume import Saved
+from mpizero.train.checkpoints.lookup import find_checkpoint
+from mpizero.train.config.parallel_section import ParallelSection
+from mpizero.train.config.sections import GptSection, check_split
+from mpizero.train.config.setting_checks import SettingError, whole
+from mpizero.train.run.resume import Saved
 from mpizero.types import Array
 
 #: What a model sees before the first byte when there is no prompt: a new line.
@@ -238,7 +239,7 @@ def open_language_model(
             else:
                 sharding = stack.enter_context(ShardingConfig(comm=comm, threads=threads))
                 spread = stack.enter_context(HybridShardedModel(model, sharding, **layout.arguments()))
-                persistence.restore(spread.engine, reader)
+                model_state.restore(spread.engine, reader)
                 loaded = SpreadModel(spread)
         yield loaded
 

@@ -12,14 +12,14 @@ import numpy as np
 
 from mpizero.errors import ConfigError
 from mpizero.layout import Simulation
-from mpizero.parallel.costs import TrainingPlan
+from mpizero.parallel.partition.parallel_layout import Spread
 from mpizero.parallel.placement import placement
-from mpizero.parallel.spread import Spread
-from mpizero.train.builder import build_model, build_optimizer, build_sharding, build_source
-from mpizero.train.checks import rejected
-from mpizero.train.config import Config, GptSection
-from mpizero.train.performance.floors import Floors
-from mpizero.train.performance.machinefile import Machine
+from mpizero.planning import TrainingPlan
+from mpizero.planning.machine_file import Machine
+from mpizero.planning.time_floors import Floors
+from mpizero.train.config.builder import build_model, build_optimizer, build_sharding, build_source
+from mpizero.train.config.sections import Config, GptSection
+from mpizero.train.config.setting_checks import rejected
 
 if TYPE_CHECKING:
     from mpizero.comm import Communicator

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpizero.layout.timetable import timetable
-from mpizero.parallel.costs import PARTS, PURPOSES, RankPlan
-from mpizero.train.figures import PREFIXES, amount, columns
-from mpizero.train.findings import counted
-from mpizero.train.performance.floors import Floors
+from mpizero.planning import PARTS, PURPOSES, RankPlan
+from mpizero.planning.time_floors import Floors
+from mpizero.train.cli.number_format import PREFIXES, amount, columns
+from mpizero.train.doctor.finding import counted
 from mpizero.train.plan import Plan
 
 #: Columns of a printed timetable, at most.

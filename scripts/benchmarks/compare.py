@@ -34,7 +34,7 @@ from typing import Any
 from comparing.ours import LIMIT, STRATEGIES, Ours, Products
 from comparing.turns import Team, TeamError, beside, in_turns, one_thread, pss, serve
 
-from mpizero.train.performance.spread import Spread
+from mpizero.planning.repeated import Spread
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = {

@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 import mpizero as mz
 from mpizero.comm.mpi import MpiCommunicator
-from mpizero.comm.trace import CallTrace
+from mpizero.comm.supervision.trace import CallTrace
 
 
 def count_only(self: CallTrace, call: tuple[Any, ...]) -> int:
@@ -123,7 +123,7 @@ def main() -> None:
 
 
 def _followed() -> list[Any]:
-    from mpizero.comm import guard
+    from mpizero.comm.supervision import guard
 
     return guard.current().register.live
 

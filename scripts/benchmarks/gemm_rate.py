@@ -29,13 +29,13 @@ import numpy as np
 
 import mpizero as mz
 from mpizero.kernels.blas import matmul
-from mpizero.nn.activation import Activation
-from mpizero.nn.affine import Affine
-from mpizero.nn.attention import CausalSelfAttention
-from mpizero.nn.forms import BlockForm
-from mpizero.nn.model import gradient_slots
-from mpizero.train.machine import blas
-from mpizero.train.performance.spread import Spread
+from mpizero.nn.layers.activation import Activation
+from mpizero.nn.layers.affine import Affine
+from mpizero.nn.layers.attention import CausalSelfAttention
+from mpizero.nn.layers.forms import BlockForm
+from mpizero.nn.models.block_model import gradient_slots
+from mpizero.planning.repeated import Spread
+from mpizero.train.doctor.machine_facts import blas
 from mpizero.types import Run
 
 VOCABULARY = 256

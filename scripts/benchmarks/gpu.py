@@ -26,9 +26,9 @@ import numpy as np
 from comparing.turns import in_turns
 
 import mpizero as mz
-from mpizero.kernels import card as cards
 from mpizero.kernels import cuda
-from mpizero.train.performance.spread import Spread
+from mpizero.kernels import device as cards
+from mpizero.planning.repeated import Spread
 
 PARTS = ("losses", "kernel", "train")
 LIMIT = 1e-4

@@ -29,7 +29,7 @@ import numpy as np
 from comparing.ours import data, timed
 from comparing.turns import Team, TeamError, beside, in_turns, one_thread, serve
 
-from mpizero.train.performance.spread import Spread
+from mpizero.planning.repeated import Spread
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
@@ -124,7 +124,7 @@ class Exchanges:
 
     def fused(self) -> Callable[[], None]:
         """Return what the engine does once the backward pass has left its gradients in the rows."""
-        from mpizero.comm.turns import program_array
+        from mpizero.comm.reduce.segments import program_array
 
         engine = self.model.engine
         rows, updater = engine.rows, engine.updater

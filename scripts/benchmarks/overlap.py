@@ -30,10 +30,11 @@ import numpy as np
 from mpi4py import MPI
 
 import mpizero as mz
-from mpizero.comm import exact
-from mpizero.parallel import engine, publication, storage
-from mpizero.parallel.bucketsize import elements_of
-from mpizero.parallel.watching import watching
+from mpizero.comm.reduce import exact
+from mpizero.parallel import engine
+from mpizero.parallel.diagnostics.tracing import watching
+from mpizero.parallel.gradients.bucket_size import elements_of
+from mpizero.parallel.parameters import publication, store
 
 WORLD = MPI.COMM_WORLD
 #: Steps within which a bucket is chosen, if there is one to choose.
@@ -83,12 +84,12 @@ def waiting() -> Iterator[None]:
         gathering.wait()
         return gathering
 
-    storage.begin_gather = publication.begin_gather = begun
+    store.begin_gather = publication.begin_gather = begun
     try:
         with waiting_for_sums():
             yield
     finally:
-        storage.begin_gather = publication.begin_gather = begin
+        store.begin_gather = publication.begin_gather = begin
 
 
 #: The ways to train, in the order of the table.

@@ -36,7 +36,7 @@ sys.path.insert(1, str(ROOT))  # the library of this checkout, wherever the scri
 from comparing.turns import Team, TeamError, beside, in_turns, one_thread, serve  # noqa: E402
 from growing.counted import LAYOUTS, rows  # noqa: E402
 
-from mpizero.train.performance.spread import Spread  # noqa: E402
+from mpizero.planning.repeated import Spread  # noqa: E402
 
 CONFIG = Path(__file__).resolve().parent / "growing" / "small.toml"
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")

@@ -19,7 +19,7 @@ from typing import Any
 
 from comparing.turns import beside, in_turns, one_thread
 
-from mpizero.train.performance.spread import Spread
+from mpizero.planning.repeated import Spread
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("python", "imports", "model", "step")
@@ -71,7 +71,7 @@ def memory(parameters: int, strategy: str) -> None:
 
     import mpizero as mz
     from mpizero.comm import as_communicator
-    from mpizero.train.bench import settled_size, wide_mlp
+    from mpizero.train.bench.strategy_memory import settled_size, wide_mlp
 
     comm = as_communicator(MPI.COMM_WORLD)
     config = mz.ShardingConfig(comm=comm, micro_batch=1)

@@ -17,9 +17,9 @@ import numpy as np
 
 from mpizero import checkpoint
 from mpizero.checkpoint import LocalArray, SnapshotBuffer
-from mpizero.checkpoint.plan import Again, make_plan
+from mpizero.checkpoint.save_plan import Again, make_plan
 from mpizero.comm import as_communicator
-from mpizero.comm.watchdog import Watchdog
+from mpizero.comm.supervision.watchdog import Watchdog
 
 #: Looked at when a save begins and ends, so that a log of system calls shows which belong to it.
 MARKS = ("/mpizero-torture-begin", "/mpizero-torture-end")
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str]) -> None:
     """Be one rank."""
     from mpi4py import MPI
 
-    from mpizero.comm import guard
+    from mpizero.comm.supervision import guard
 
     guard.install_in_job()
     folder, steps, how, keep = Path(arguments[0]), int(arguments[1]), arguments[2], int(arguments[3])

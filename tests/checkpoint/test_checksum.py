@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpizero.checkpoint.checksum import BLOCK, block_count, crc32_shifted, cut, judge
+from mpizero.checkpoint.format.checksum import BLOCK, block_count, crc32_shifted, cut, judge
 from mpizero.crc import crc32, crc32_combine
 
 

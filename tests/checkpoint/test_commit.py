@@ -16,7 +16,7 @@ import pytest
 
 from mpizero import checkpoint
 from mpizero.checkpoint import CheckpointIOError, tools
-from mpizero.checkpoint import stage as stage_module
+from mpizero.checkpoint import atomic_folder as stage_module
 from mpizero.errors import CheckpointError, ExitStatus, PeerFailure
 from mpizero.testing import run_in_threads
 from tests.checkpoint.sealed import seal
@@ -127,7 +127,7 @@ def test_a_failure_on_one_rank_is_the_same_error_on_all_and_leaves_nothing(state
 
 
 def test_a_bug_keeps_its_own_error_on_its_rank(small, tmp_path, monkeypatch):
-    from mpizero.checkpoint import direct
+    from mpizero.checkpoint.backends import direct
     from mpizero.errors import RemoteError
 
     original = direct.cut

@@ -9,7 +9,7 @@ import pytest
 
 from mpizero import checkpoint
 from mpizero.checkpoint import tools
-from mpizero.checkpoint.checksum import BLOCK
+from mpizero.checkpoint.format.checksum import BLOCK
 from mpizero.errors import CheckpointError, ConfigError
 from tests.traced import traced_peak
 

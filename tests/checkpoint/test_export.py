@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mpizero import checkpoint
 from mpizero.checkpoint import tools
-from mpizero.checkpoint.checksum import BLOCK
+from mpizero.checkpoint.format.checksum import BLOCK
 from mpizero.checkpoint.tools.elements import convert
 from mpizero.errors import CheckpointError, ConfigError
 from tests.traced import traced_peak
@@ -227,7 +227,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(opened_small, tmp_path, kind
     if kind == "safetensors":
         pytest.importorskip("safetensors")
     before = sorted(os.listdir(tmp_path))
-    monkeypatch.setattr("mpizero.checkpoint.stage.os.pwrite", _full)
+    monkeypatch.setattr("mpizero.checkpoint.atomic_folder.os.pwrite", _full)
     monkeypatch.setattr("mpizero.checkpoint.tools.npz.as_bytes", _full)
     monkeypatch.setattr("mpizero.checkpoint.tools.tensorfile.as_bytes", _full)
     with pytest.raises(OSError, match="No space left on device"):

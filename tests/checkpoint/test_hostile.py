@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 
 from mpizero import checkpoint, errors
-from mpizero.checkpoint.manifest import Manifest, StoredArray
-from mpizero.checkpoint.table import ARRAY_LIMIT
+from mpizero.checkpoint.format.manifest import Manifest, StoredArray
+from mpizero.checkpoint.format.table import ARRAY_LIMIT
 from mpizero.crc import crc32
 from mpizero.errors import CheckpointError
 from tests.checkpoint.sealed import seal
@@ -309,7 +309,7 @@ def test_looking_at_many_arrays_takes_time_in_proportion_to_their_number(small, 
     from argparse import Namespace
 
     from mpizero.checkpoint.tools import compare
-    from mpizero.train.checkpoint_report import describe
+    from mpizero.train.checkpoints.report import describe
 
     seal(folder, lambda b: many(b, 200, "parameters/e.{}"))
     with checkpoint.open_checkpoint(folder) as reader:

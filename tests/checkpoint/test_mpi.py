@@ -13,7 +13,7 @@ import pytest
 
 from mpizero import checkpoint
 from mpizero.checkpoint import CheckpointIOError, LocalArray
-from mpizero.comm import guard
+from mpizero.comm.supervision import guard
 from mpizero.errors import CheckpointError
 
 pytestmark = pytest.mark.mpi

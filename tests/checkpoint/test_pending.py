@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from mpizero import checkpoint
-from mpizero.checkpoint import CheckpointIOError, LocalArray, SnapshotBuffer, direct
+from mpizero.checkpoint import CheckpointIOError, LocalArray, SnapshotBuffer
+from mpizero.checkpoint.backends import direct
 from mpizero.errors import CheckpointError, RemoteError
 from mpizero.testing import run_in_threads
 

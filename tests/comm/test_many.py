@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import mpizero as mz
-from mpizero.comm import guard
+from mpizero.comm.supervision import guard
 from mpizero.errors import StateError
 
 
@@ -13,10 +13,10 @@ from mpizero.errors import StateError
 def test_configurations_that_are_never_closed_are_refused_before_mpi_has_no_room(monkeypatch):
     from mpi4py import MPI
 
-    from mpizero.comm import register
+    from mpizero.comm.supervision import registry
 
-    assert register.MOST_LIVE < 2048  # MPICH's numbers of communicators and windows
-    monkeypatch.setattr(register, "MOST_LIVE", len(guard.current().register.live) + 8)
+    assert registry.MOST_LIVE < 2048  # MPICH's numbers of communicators and windows
+    monkeypatch.setattr(registry, "MOST_LIVE", len(guard.current().register.live) + 8)
     kept = []
 
     def use_up():

@@ -10,9 +10,9 @@ import numpy as np
 from mpi4py import MPI
 
 import mpizero as mz
-from mpizero.comm import as_communicator, direct
-from mpizero.kernels import card as cards
-from mpizero.parallel import card_messages
+from mpizero.comm import as_communicator
+from mpizero.comm.group import device_p2p, gpu_aware
+from mpizero.kernels import device as cards
 
 LAYOUTS = {
     "pipeline": {"pipeline_parallel_size": 2},
@@ -25,8 +25,8 @@ VOCABULARY = 5
 def trained(comm, layout, *, directly):
     """Return losses, a hash of the parameters, what the run says of its messages, and how often they were copied."""
     drawn = np.random.default_rng(0).integers(0, VOCABULARY, (2, 4))
-    copied, to_host = [], card_messages.to_host
-    card_messages.to_host = lambda x: (isinstance(x, np.ndarray) or copied.append(x.nbytes), to_host(x))[1]
+    copied, to_host = [], device_p2p.to_host
+    device_p2p.to_host = lambda x: (isinstance(x, np.ndarray) or copied.append(x.nbytes), to_host(x))[1]
     model = mz.nn.GPT(dim=8, layers=1, heads=2, sequence=3, vocabulary=VOCABULARY, dropout=0.1)
     with (
         mz.ShardingConfig(comm=comm, device="cuda", micro_batch=1, direct_messages=directly) as config,
@@ -36,21 +36,21 @@ def trained(comm, layout, *, directly):
         losses = [placed.train(drawn[:, :-1], drawn[:, 1:]) for _ in range(2)]
         values = placed.gather_full_parameters()
         told = placed.engine.workplace.describe()
-    card_messages.to_host = to_host
+    device_p2p.to_host = to_host
     return losses, hashlib.sha256(values.tobytes()).hexdigest(), told, len(copied)
 
 
 def proven(comm):
     """Return what a probe says as things are, when a pattern arrives wrong on rank 1, and when MPI claims nothing."""
-    found = [direct.prove(comm, lambda: cards.open_card(comm.rank))]
-    pattern, simulated = direct._pattern, direct.simulated
+    found = [gpu_aware.prove(comm, lambda: cards.open_card(comm.rank))]
+    pattern, simulated = gpu_aware._pattern, gpu_aware.simulated
     if comm.rank == 1:
-        direct._pattern = lambda rank, size: pattern(rank, size) ^ (size == direct.PATTERNS[1])
-    found.append(direct.prove(comm, lambda: cards.open_card(comm.rank)))
-    direct._pattern = pattern
-    direct.simulated = lambda: False
-    found.append(direct.prove(comm, lambda: sys.exit("a card was opened")))
-    direct.simulated = simulated
+        gpu_aware._pattern = lambda rank, size: pattern(rank, size) ^ (size == gpu_aware.PATTERNS[1])
+    found.append(gpu_aware.prove(comm, lambda: cards.open_card(comm.rank)))
+    gpu_aware._pattern = pattern
+    gpu_aware.simulated = lambda: False
+    found.append(gpu_aware.prove(comm, lambda: sys.exit("a card was opened")))
+    gpu_aware.simulated = simulated
     assert comm.before_cards is None
     return found
 

@@ -18,11 +18,11 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
 import mpizero as mz
 from mpizero.errors import IntegrityError
 from mpizero.kernels import pool
-from mpizero.kernels.card import Card
 from mpizero.kernels.cuda.launch import CudaKernel
+from mpizero.kernels.device import Card
 from mpizero.kernels.simulated import SimulatedArray
-from mpizero.parallel.costs import TrainingPlan
 from mpizero.parallel.placement import placement
+from mpizero.planning import TrainingPlan
 from mpizero.testing import run_in_threads
 from tests.parallel.spreads import Blocks
 

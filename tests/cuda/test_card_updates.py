@@ -16,11 +16,11 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
 
 import mpizero as mz
 from mpizero.errors import ConfigError, IntegrityError
-from mpizero.kernels import card as cards
-from mpizero.parallel import card_update
-from mpizero.parallel.card_update import CardUpdater
-from mpizero.parallel.costs import TrainingPlan
+from mpizero.kernels import device as cards
+from mpizero.parallel.device import device_update
+from mpizero.parallel.device.device_update import CardUpdater
 from mpizero.parallel.placement import placement
+from mpizero.planning import TrainingPlan
 from mpizero.testing import run_in_threads
 
 OPTIMIZERS = {
@@ -97,7 +97,7 @@ def test_blocks_change_nothing(optimizer, place, monkeypatch):
         return run_in_threads(2, lambda comm: trained(optimizer, comm, place=place, steps=1, **PRIVATE))
 
     whole = found()
-    for module in (cards, card_update):
+    for module in (cards, device_update):
         monkeypatch.setattr(module, "STAGING", 20)  # 5 elements, of 26: blocks end inside of parameters
     assert found() == whole
 

@@ -13,9 +13,9 @@ import pytest
 if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
     pytest.skip("CUDA kernels run under NUMBA_ENABLE_CUDASIM=1", allow_module_level=True)
 
-from mpizero.comm import direct
+from mpizero.comm.group import gpu_aware
 from mpizero.errors import CollectiveError, ConfigError
-from mpizero.kernels import card as cards
+from mpizero.kernels import device as cards
 from mpizero.testing import run_in_threads
 from tests.faults.jobs import launchers, run_job
 
@@ -57,7 +57,7 @@ def test_threads_of_one_process_send_through_the_host():
     def ask(comm):
         with pytest.raises(CollectiveError, match="expected a NumPy array, got SimulatedArray"):
             comm.isend(cards.open_card(0).put(np.ones(1)), 0)
-        return direct.prove(comm, pytest.fail)
+        return gpu_aware.prove(comm, pytest.fail)
 
     assert run_in_threads(2, ask) == ["these ranks are threads of one process"] * 2
 
@@ -70,6 +70,6 @@ class Lost:
 
 
 def test_a_pattern_that_never_arrives_ends_the_job_with_the_way_out(monkeypatch):
-    monkeypatch.setattr(direct, "PATIENCE", 0.01)
+    monkeypatch.setattr(gpu_aware, "PATIENCE", 0.01)
     with pytest.raises(ConfigError, match="direct_messages = false"):
-        direct._wait([Lost()])
+        gpu_aware._wait([Lost()])

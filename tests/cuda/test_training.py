@@ -23,12 +23,12 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
 
 import mpizero as mz
 from mpizero.errors import ConfigError, DataError
-from mpizero.kernels import card as cards
-from mpizero.kernels import card_products
+from mpizero.kernels import device as cards
+from mpizero.kernels import device_products
 from mpizero.kernels.cuda.launch import CudaKernel
 from mpizero.kernels.reference import copy as reference
-from mpizero.parallel.costs import TrainingPlan
 from mpizero.parallel.placement import placement
+from mpizero.planning import TrainingPlan
 from mpizero.testing import run_in_threads
 
 VOCABULARY = 5
@@ -129,13 +129,13 @@ def test_layers_split_over_cards_give_what_one_does(axis):
 
 @pytest.mark.parametrize("axis", ["tensor", "context"])
 def test_the_products_of_split_layers_are_rounded_too(axis, monkeypatch):
-    seen, multiply = [], card_products.multiply
+    seen, multiply = [], device_products.multiply
 
     def watched(a, b, out):
-        seen.append((len(out.shape), isinstance(a, card_products.Halves) and isinstance(b, card_products.Halves)))
+        seen.append((len(out.shape), isinstance(a, device_products.Halves) and isinstance(b, device_products.Halves)))
         multiply(a, b, out)
 
-    monkeypatch.setattr(card_products, "multiply", watched)
+    monkeypatch.setattr(device_products, "multiply", watched)
     layout = {f"{axis}_parallel_size": 2, "place": mz.HybridShardedModel, "mixed_precision": "bfloat16", "steps": 1}
     found = run_in_threads(2, lambda comm: trained("cuda", comm, **layout))
     close(found[0], trained("cpu", steps=1), 2e-2)
@@ -152,7 +152,7 @@ def test_ranks_of_a_node_take_its_cards_in_turn():
 
 def test_a_rank_without_a_card_stops_all_of_them_with_the_reason(monkeypatch):
     def construct(comm):
-        monkeypatch.setattr("mpizero.parallel.workplace.found", lambda: (0, "no package cupy; install it"))
+        monkeypatch.setattr("mpizero.parallel.device.compute_device.found", lambda: (0, "no package cupy; install it"))
         with mz.ShardingConfig(comm=comm, device="cuda") as config, pytest.raises(ConfigError) as caught:
             mz.DDPModel(gpt(), config)
         return str(caught.value)
@@ -256,13 +256,13 @@ def test_a_product_in_16_bits_is_one_of_rounded_operands_added_in_float32(dtype)
     right = [card.put(b), card.put(b.T.copy()).T]
     with card.multiplying_in(dtype):
         for x, y in itertools.product(left, right):
-            np.testing.assert_allclose(card_products.matmul(x, y).get(), wanted, rtol=1e-6)
+            np.testing.assert_allclose(device_products.matmul(x, y).get(), wanted, rtol=1e-6)
             for out in (card.empty(12, np.float32).reshape(3, 4), card.empty(24, np.float32).reshape(3, 8)[:, ::2]):
-                assert card_products.matmul(x, y, out) is out
+                assert device_products.matmul(x, y, out) is out
                 np.testing.assert_allclose(out.get(), wanted, rtol=1e-6)
-        assert card_products.matmul(card.put(a[:0]), right[0]).shape == (0, 4)
+        assert device_products.matmul(card.put(a[:0]), right[0]).shape == (0, 4)
     np.testing.assert_allclose(
-        card_products.matmul(left[0], right[0]).get(), a @ b, rtol=1e-6
+        device_products.matmul(left[0], right[0]).get(), a @ b, rtol=1e-6
     )  # and no longer than asked
 
 
@@ -331,9 +331,9 @@ def test_cublas_is_asked_for_the_product_however_the_matrices_lie(cublas, stack,
     left, right = (list(operands((*stack, *shape), rng)) for shape in ((rows, inner), (inner, columns)))
     outs = np.zeros((*stack, rows, columns), np.float32), np.zeros((*stack, rows + 1, columns + 2), np.float32)
     for a, b, out in itertools.product(left, right, (outs[0], outs[1][..., :rows, :columns])):
-        halves = (card_products.Halves(Memory(x), cublas, "float16") for x in (a, b))
+        halves = (device_products.Halves(Memory(x), cublas, "float16") for x in (a, b))
         out[...] = 0
-        stacks = tuple(card_products.Stack.of(Memory(x)) for x in (a, b, out))
+        stacks = tuple(device_products.Stack.of(Memory(x)) for x in (a, b, out))
         assert None not in stacks
         cublas.multiply(*halves, Memory(out), stacks)
         np.testing.assert_allclose(out, a.astype(np.float32) @ b.astype(np.float32), rtol=1e-5, atol=1e-6)
@@ -344,18 +344,18 @@ def test_cublas_is_asked_for_the_product_however_the_matrices_lie(cublas, stack,
 def test_matrices_that_are_no_stack_are_not_taken_for_one():
     # (samples, heads, length, size) within (samples, length, dim)
     heads = np.zeros((2, 5, 3, 4), np.float32).swapaxes(1, 2)
-    assert card_products.Stack.of(Memory(heads)) is None
-    assert card_products.Stack.of(Memory(heads[:1])) == card_products.Stack(False, 12, 4, 3)
+    assert device_products.Stack.of(Memory(heads)) is None
+    assert device_products.Stack.of(Memory(heads[:1])) == device_products.Stack(False, 12, 4, 3)
     flat = np.zeros((3, 4))
     for view in (flat[:, ::2], flat[::-1], np.broadcast_to(flat[0], (3, 4)), heads[::-1, 0]):
-        assert card_products.Stack.of(Memory(view)) is None
-    assert card_products.Stack.of(Memory(np.zeros((2, 3, 4)).swapaxes(1, 2))) == card_products.Stack(True, 4, 12, 2)
+        assert device_products.Stack.of(Memory(view)) is None
+    assert device_products.Stack.of(Memory(np.zeros((2, 3, 4)).swapaxes(1, 2))) == device_products.Stack(True, 4, 12, 2)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("heads", "length"), [(2, 3), (1, 7)])
 def test_the_products_inside_attention_are_rounded_forward_and_backward(dtype, heads, length, monkeypatch):
-    monkeypatch.setattr("mpizero.nn.attention.BLOCK_ON_CARD", 4)
+    monkeypatch.setattr("mpizero.nn.layers.attention.BLOCK_ON_CARD", 4)
     card, rng = cards.open_card(0), np.random.default_rng(5)
     layer = mz.nn.CausalSelfAttention(8, heads)
     qkv, dmixed = (rng.normal(size=(2, length, width)).astype(np.float32) for width in (24, 8))

@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults.jobs import SOON, launchers, run_job
 
-PROGRAM = Path(__file__).with_name("contract_program.py")
+PROGRAM = Path(__file__).with_name("programs") / "contract_program.py"
 
 if not launchers():
     pytest.skip("no mpiexec beside the interpreter or on PATH", allow_module_level=True)

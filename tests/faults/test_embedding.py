@@ -12,7 +12,7 @@ import pytest
 
 from tests.faults.jobs import launchers, run_job
 
-PROGRAM = Path(__file__).with_name("guest_program.py")
+PROGRAM = Path(__file__).with_name("programs") / "guest_program.py"
 
 if not launchers():
     pytest.skip("no mpiexec beside the interpreter or on PATH", allow_module_level=True)

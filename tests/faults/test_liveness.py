@@ -16,7 +16,7 @@ import pytest
 
 from tests.faults.jobs import SOON, launchers, pids, run_job
 
-PROGRAM = Path(__file__).with_name("liveness_program.py")
+PROGRAM = Path(__file__).with_name("programs") / "liveness_program.py"
 
 if not launchers():
     pytest.skip("no mpiexec beside the interpreter or on PATH", allow_module_level=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.faults.jobs import SOON, launchers, run_job, small_shared_memory
-from tests.faults.memory_program import trained
+from tests.faults.programs.memory_program import trained
 
-PROGRAM = Path(__file__).with_name("memory_program.py")
+PROGRAM = Path(__file__).with_name("programs") / "memory_program.py"
 
 if not launchers():
     pytest.skip("no mpiexec beside the interpreter or on PATH", allow_module_level=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mpizero.comm.group import CommunicatorGroup
+from mpizero.comm.group.model_group import CommunicatorGroup
 from mpizero.errors import ConfigError, DataError
 from mpizero.nn import (
     GPT,
@@ -38,8 +38,8 @@ from mpizero.nn import (
     model_operations,
     split_model,
 )
-from mpizero.nn import ring as ring_module
-from mpizero.nn.context_layers import ContextBlock, ContextDropout, ContextPosition
+from mpizero.nn.context import ring as ring_module
+from mpizero.nn.context.context_layers import ContextBlock, ContextDropout, ContextPosition
 from mpizero.testing import run_in_threads
 from mpizero.types import EVALUATE, Run
 

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from mpizero.comm.group import CommunicatorGroup
+from mpizero.comm.group.model_group import CommunicatorGroup
 from mpizero.nn import (
     GPT,
     CausalSelfAttention,
@@ -21,7 +21,7 @@ from mpizero.nn import (
     loss_and_gradients,
     nest,
 )
-from mpizero.nn import ring as ring_module
+from mpizero.nn.context import ring as ring_module
 from mpizero.testing import run_in_threads, taylor_test
 from mpizero.types import EVALUATE, Run
 from tests.traced import traced_peak

@@ -28,7 +28,7 @@ from mpizero.nn import (
     TokenEmbedding,
     TransformerBlock,
 )
-from mpizero.nn.dropout import Window
+from mpizero.nn.layers.dropout import Window
 from mpizero.types import Run
 
 TRAINING = Run(training=True, seed=3, step=5, first_sample=11)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpizero.comm.group import CommunicatorGroup
+from mpizero.comm.group.model_group import CommunicatorGroup
 from mpizero.nn.regions import Copy, Expand, Gather, Reduce, Scatter, Split, complete
 from mpizero.testing import parallel_assert, run_in_threads
 

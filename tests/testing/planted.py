@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 import mpizero as mz
-from mpizero.comm.group import CommunicatorGroup
+from mpizero.comm.group.model_group import CommunicatorGroup
 from mpizero.parallel import engine
 from mpizero.parallel.engine import Engine
-from mpizero.parallel.rows import GradientRows
-from mpizero.parallel.running import WatchedJob
-from mpizero.parallel.storage import ParameterStore, flat_names
-from mpizero.parallel.update import Updater
+from mpizero.parallel.execution.sequential import WatchedJob
+from mpizero.parallel.gradients.accumulation import GradientRows
+from mpizero.parallel.optimizer.sharded_update import Updater
+from mpizero.parallel.parameters.store import ParameterStore, flat_names
 from mpizero.testing import Finding, compare_layouts
 from mpizero.types import Run
 

@@ -161,8 +161,8 @@ def trained(tmp_path_factory):
 @pytest.fixture
 def round_machine():
     """A machine of round figures, for two ranks: a billion operations and bytes a second, a message takes a second."""
-    from mpizero.train.performance.machinefile import Machine, Message, Product, Stream
-    from mpizero.train.performance.spread import Spread
+    from mpizero.planning.machine_file import Machine, Message, Product, Stream
+    from mpizero.planning.repeated import Spread
 
     def fixed(seconds: float) -> Spread:
         return Spread(seconds, seconds, seconds)

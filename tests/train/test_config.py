@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.parallel import ShardingConfig
-from mpizero.train.builder import build_sharding, computing_settings
-from mpizero.train.config import (
+from mpizero.train.config.builder import build_sharding, computing_settings
+from mpizero.train.config.config_file import Document, parse_config, read_config
+from mpizero.train.config.parallel_section import ParallelSection
+from mpizero.train.config.sections import (
     MODELS,
     OPTIMIZERS,
     CheckpointSection,
@@ -22,8 +24,6 @@ from mpizero.train.config import (
     difference,
     mathematics,
 )
-from mpizero.train.configfile import Document, parse_config, read_config
-from mpizero.train.layout import ParallelSection
 
 GPT = '[model]\nname = "gpt"\n[data]\ntext = "stdlib"\n'
 MLP = '[model]\nname = "mlp"\n[data]\narrays = "digits"\n'

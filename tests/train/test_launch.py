@@ -9,10 +9,10 @@ import pytest
 from mpizero.errors import ExitStatus
 from mpizero.launched import Launch
 from mpizero.testing import run_in_threads
-from mpizero.train import launch, machine
-from mpizero.train.doctor import check_gpu
-from mpizero.train.launch import check_launch, check_threads, check_time, difference
-from mpizero.train.walltime import Limit
+from mpizero.train.doctor import launch_checks, machine_facts
+from mpizero.train.doctor.examination import check_gpu
+from mpizero.train.doctor.launch_checks import check_launch, check_threads, check_time, difference
+from mpizero.train.run.wall_time import Limit
 
 STEP = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "8"}
 
@@ -103,9 +103,9 @@ def test_threads_are_compared_with_the_cpus_of_a_task():
 
 def test_the_time_limit_is_told(monkeypatch):
     assert looked_at(check_time, 2, {}).status == "ok"
-    monkeypatch.setattr(launch, "slurm_limit", lambda environment: None)
+    monkeypatch.setattr(launch_checks, "slurm_limit", lambda environment: None)
     assert looked_at(check_time, 2, {"SLURM_JOB_ID": "1"}).status == "warn"
-    monkeypatch.setattr(launch, "slurm_limit", lambda environment: Limit("Slurm's", 600))
+    monkeypatch.setattr(launch_checks, "slurm_limit", lambda environment: Limit("Slurm's", 600))
     assert looked_at(check_time, 2, {"SLURM_JOB_ID": "1"}).text == "10 min left (Slurm's); training saves before"
 
 
@@ -128,15 +128,15 @@ def test_ranks_that_think_they_are_alone_are_told_so(mpizero, monkeypatch, comma
 
 
 def test_doctor_tells_how_many_ranks_share_a_card_or_why_none_can(monkeypatch):
-    monkeypatch.setattr(machine, "gpus", lambda: (2, ["cupy", "numba_cuda"]))
-    monkeypatch.setattr(machine, "cards", lambda: (2, ""))
+    monkeypatch.setattr(machine_facts, "gpus", lambda: (2, ["cupy", "numba_cuda"]))
+    monkeypatch.setattr(machine_facts, "cards", lambda: (2, ""))
     for finding in run_in_threads(3, lambda comm: check_gpu(comm, 1)):
         assert finding.status == "ok"
         assert "2 ranks a card" in finding.text
         assert "through the host's memory: these ranks are threads of one process" in finding.text
-    monkeypatch.setattr(machine, "why_through_host", lambda comm, place: "")
+    monkeypatch.setattr(machine_facts, "why_through_host", lambda comm, place: "")
     assert "go from card to card" in run_in_threads(2, lambda comm: check_gpu(comm, 1))[0].text
-    monkeypatch.setattr(machine, "cards", lambda: (0, "no package cupy"))
+    monkeypatch.setattr(machine_facts, "cards", lambda: (0, "no package cupy"))
     for finding in run_in_threads(3, lambda comm: check_gpu(comm, 1)):
         assert finding.status == "warn"
         assert "rank 0 has no package cupy" in finding.remedy

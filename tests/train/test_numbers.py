@@ -15,11 +15,11 @@ from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import DataError, IntegrityError, NonFiniteError
 from mpizero.parallel import read_bad_step
 from mpizero.parallel.engine import Engine
-from mpizero.train.cli import main
-from mpizero.train.config import Config
-from mpizero.train.configfile import config_of
-from mpizero.train.numbers import MAX_DUMPS, SPIKE_LEAST, SPIKE_STEPS, LossSpikes
-from mpizero.train.trainer import train
+from mpizero.train.cli.main import main
+from mpizero.train.config.config_file import config_of
+from mpizero.train.config.sections import Config
+from mpizero.train.run.number_watch import MAX_DUMPS, SPIKE_LEAST, SPIKE_STEPS, LossSpikes
+from mpizero.train.run.trainer import train
 
 
 @pytest.fixture
@@ -243,16 +243,16 @@ def test_samples_that_cannot_be_kept_end_no_run(data, alone, capsys, monkeypatch
 
 def test_damaged_memory_is_never_saved(data, alone, monkeypatch):
     """A bit turns over after an update: the run ends with an error, and the last checkpoint is from before."""
-    from mpizero.train import numbers
+    from mpizero.train.run import number_watch
 
-    real = numbers.NumberWatch.see
+    real = number_watch.NumberWatch.see
 
     def see(self, step, report, batch):
         if step == 4:
             self.job.model.engine.store.values.view(np.uint8)[5] ^= 8
         return real(self, step, report, batch)
 
-    monkeypatch.setattr(numbers.NumberWatch, "see", see)
+    monkeypatch.setattr(number_watch.NumberWatch, "see", see)
     with pytest.raises(
         IntegrityError, match=r"parameter 'hidden.0.linear.weight', elements 0 to 11, changed on rank 0"
     ):

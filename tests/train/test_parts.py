@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from mpizero.errors import ConfigError
-from mpizero.train.bench import MemoryRequest, sent_formula, wide_mlp
+from mpizero.train.bench.strategy_memory import MemoryRequest, sent_formula, wide_mlp
 from mpizero.train.generate import Sampling, characters
-from mpizero.train.memory import peak_growth, peak_resident, proportional, proportional_growth, resident
-from mpizero.train.metrics import Speed, Validation, perplexity
-from mpizero.train.progress import ByteProgress, Progress
-from mpizero.train.runfolder import RunFolder, RunFolderError
+from mpizero.train.run.metrics import Speed, Validation, perplexity
+from mpizero.train.run.process_memory import peak_growth, peak_resident, proportional, proportional_growth, resident
+from mpizero.train.run.progress import ByteProgress, Progress
+from mpizero.train.run.run_folder import RunFolder, RunFolderError
 
 
 def test_no_temperature_takes_the_likeliest():

@@ -16,13 +16,13 @@ import pytest
 from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import ExitStatus
 from mpizero.testing import parallel_assert, run_in_threads
-from mpizero.train.configfile import Document, parse_config
-from mpizero.train.preemption import StopRequests, Verdict
-from mpizero.train.runfolder import RunFolder
-from mpizero.train.signals import SIGNALS, StopSignals
-from mpizero.train.stopfile import StopFile
-from mpizero.train.trainer import Preempted, train
-from mpizero.train.walltime import Limit, WallTime, slurm_limit
+from mpizero.train.config.config_file import Document, parse_config
+from mpizero.train.run.preemption import StopRequests, Verdict
+from mpizero.train.run.run_folder import RunFolder
+from mpizero.train.run.signals import SIGNALS, StopSignals
+from mpizero.train.run.stop_file import StopFile
+from mpizero.train.run.trainer import Preempted, train
+from mpizero.train.run.wall_time import Limit, WallTime, slurm_limit
 from tests.train.conftest import TINY, write_inputs
 
 THREADS = [1, 2, 3, 4, 8]

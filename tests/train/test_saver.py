@@ -16,7 +16,7 @@ import pytest
 
 from mpizero import checkpoint
 from mpizero.errors import ExitStatus
-from mpizero.train.runfolder import RunFolder, RunFolderError
+from mpizero.train.run.run_folder import RunFolder, RunFolderError
 
 BESIDE = "checkpoint.asynchronous=true"
 

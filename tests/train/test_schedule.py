@@ -10,9 +10,9 @@ import pytest
 
 from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import ConfigError
-from mpizero.train.config import Config, difference
-from mpizero.train.configfile import config_of
-from mpizero.train.trainer import train
+from mpizero.train.config.config_file import config_of
+from mpizero.train.config.sections import Config, difference
+from mpizero.train.run.trainer import train
 
 
 def run(config: Config, resume: bool = False) -> dict:

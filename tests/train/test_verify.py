@@ -8,9 +8,9 @@ import pytest
 from mpizero import nn
 from mpizero.comm import as_communicator
 from mpizero.errors import ConfigError
-from mpizero.train.configfile import Document, parse_config
-from mpizero.train.verify.command import choose, verify
+from mpizero.train.config.config_file import Document, parse_config
 from mpizero.train.verify.layouts import Layout, default_layouts
+from mpizero.train.verify.verify_command import choose, verify
 from tests.testing import planted
 from tests.train.conftest import TINY, write_inputs
 
@@ -94,11 +94,11 @@ def test_layouts_under_mpiexec_take_its_first_ranks(mpizero):
     ],
 )
 def test_bad_usage_is_refused_with_what_is_wrong(tmp_path, monkeypatch, options, told):
-    from mpizero.train.cli import main
+    from mpizero.train.cli.main import main
 
     write_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mpizero.comm.guard.Guard.install", lambda guard, *, keep=False: None)
+    monkeypatch.setattr("mpizero.comm.supervision.guard.Guard.install", lambda guard, *, keep=False: None)
     with pytest.raises(ConfigError) as caught:
         main(["verify", "tiny.toml", *options])
     assert told in str(caught.value)

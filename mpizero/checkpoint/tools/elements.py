@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.checkpoint.checksum import BLOCK
+from mpizero.checkpoint.format.checksum import BLOCK
+from mpizero.checkpoint.format.table import DTYPES, LocalArray
 from mpizero.checkpoint.reader import Reader
-from mpizero.checkpoint.table import DTYPES, LocalArray
 from mpizero.types import Array
 
 #: Arrays whose ``<u2`` are bfloat16 are listed in the attribute of this name.

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mpizero.checkpoint.format.table import check_paths
 from mpizero.checkpoint.reader import Reader
-from mpizero.checkpoint.table import check_paths
 from mpizero.checkpoint.tools import hdf5, npz, tensorfile
 from mpizero.checkpoint.tools.elements import (
     BFLOAT16,

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.checkpoint.direct import as_bytes
-from mpizero.checkpoint.manifest import canonical_json
-from mpizero.checkpoint.skeleton import build
-from mpizero.checkpoint.stage import fill_file, write_at
+from mpizero.checkpoint.atomic_folder import fill_file, write_at
+from mpizero.checkpoint.backends.direct import as_bytes
+from mpizero.checkpoint.format.manifest import canonical_json
+from mpizero.checkpoint.format.skeleton import build
 from mpizero.types import Array
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.checkpoint.table import LocalArray, check_path
+from mpizero.checkpoint.format.table import LocalArray, check_path
 from mpizero.checkpoint.tools.elements import (
     BFLOAT16,
     FLOATING,

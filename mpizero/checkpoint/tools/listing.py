@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpizero.checkpoint.folders import step_folders, step_of
-from mpizero.checkpoint.manifest import MANIFEST_NAME, STATE_NAME
+from mpizero.checkpoint.format.manifest import MANIFEST_NAME, STATE_NAME
 from mpizero.checkpoint.reader import open_checkpoint
 from mpizero.errors import CheckpointDamagedError, CheckpointError
 

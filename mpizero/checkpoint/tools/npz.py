@@ -16,8 +16,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from mpizero.checkpoint.direct import as_bytes
-from mpizero.checkpoint.regular import open_regular
+from mpizero.checkpoint.backends.direct import as_bytes
+from mpizero.checkpoint.format.regular_files import open_regular
 from mpizero.errors import CheckpointError
 from mpizero.types import Array
 

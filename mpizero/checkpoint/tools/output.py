@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from mpizero.checkpoint.stage import TEMPORARY, sync_folder
+from mpizero.checkpoint.atomic_folder import TEMPORARY, sync_folder
 from mpizero.errors import ConfigError, MpizeroError
 
 

@@ -18,10 +18,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpizero.checkpoint.direct import as_bytes
-from mpizero.checkpoint.manifest import canonical_json
-from mpizero.checkpoint.regular import open_regular
-from mpizero.checkpoint.strict import parse
+from mpizero.checkpoint.backends.direct import as_bytes
+from mpizero.checkpoint.format.manifest import canonical_json
+from mpizero.checkpoint.format.regular_files import open_regular
+from mpizero.checkpoint.format.strict_json import parse
 from mpizero.checkpoint.tools.elements import BFLOAT16, stored_type
 from mpizero.errors import CheckpointError, ConfigError
 from mpizero.types import Array

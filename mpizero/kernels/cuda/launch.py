@@ -36,8 +36,8 @@ from typing import Any
 import numpy as np
 from numba import cuda as _cuda
 
-from mpizero.kernels.card import simulated
 from mpizero.kernels.compile import numba_type, with_compiled_helpers
+from mpizero.kernels.device import simulated
 from mpizero.kernels.signature import Signature
 from mpizero.kernels.simulated import SimulatedArray
 from mpizero.types import Array

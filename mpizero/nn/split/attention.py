@@ -7,15 +7,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mpizero.errors import ConfigError
-from mpizero.nn.affine import Affine
 from mpizero.nn.layer import Layer, known, require_sequences
+from mpizero.nn.layers.affine import Affine
 from mpizero.nn.operations import Operations
 from mpizero.nn.split.linear import ColumnLinear, RowLinear
 from mpizero.nn.split.parts import divisors, own_range
 from mpizero.types import EVALUATE, Array, Group, Params, Run
 
 if TYPE_CHECKING:
-    from mpizero.nn.attention import CausalSelfAttention
+    from mpizero.nn.layers.attention import CausalSelfAttention
 
 
 @dataclass(frozen=True)

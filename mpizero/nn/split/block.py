@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from mpizero.nn.activation import Activation, named_activation
-from mpizero.nn.dropout import Dropout, Window
-from mpizero.nn.forms import BlockForm, FeedForwardForm
 from mpizero.nn.layer import Layer, known, require_sequences
-from mpizero.nn.norm import LayerNorm
+from mpizero.nn.layers.activation import Activation, named_activation
+from mpizero.nn.layers.dropout import Dropout, Window
+from mpizero.nn.layers.forms import BlockForm, FeedForwardForm
+from mpizero.nn.layers.norm import LayerNorm
 from mpizero.nn.operations import Operations
 from mpizero.nn.regions import Gather, Split
 from mpizero.nn.split.attention import SplitAttention
@@ -19,7 +19,7 @@ from mpizero.nn.split.parts import complete_shared, own_range, require_length
 from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
 
 if TYPE_CHECKING:
-    from mpizero.nn.block import FeedForward, TransformerBlock
+    from mpizero.nn.layers.block import FeedForward, TransformerBlock
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mpizero import kernels
-from mpizero.nn.dropout import Dropout
 from mpizero.nn.layer import Layer, as_ids, namespace
+from mpizero.nn.layers.dropout import Dropout
 from mpizero.nn.operations import Operations
 from mpizero.nn.regions import Reduce, Region, Scatter
 from mpizero.nn.split.block import dropped
@@ -16,7 +16,7 @@ from mpizero.nn.split.parts import Ranges, own_range, part_of, size_of
 from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
 
 if TYPE_CHECKING:
-    from mpizero.nn.embedding import Embedding, TokenEmbedding
+    from mpizero.nn.layers.embedding import Embedding, TokenEmbedding
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpizero import kernels
-from mpizero.nn.forms import HeadForm
 from mpizero.nn.layer import Layer, namespace, vector
+from mpizero.nn.layers.forms import HeadForm
 from mpizero.nn.regions import Gather
 from mpizero.nn.split.linear import SplitProjection
 from mpizero.nn.split.parts import complete_shared, own_range, require_length
 from mpizero.types import EVALUATE, Array, Group, Params, Run
 
 if TYPE_CHECKING:
-    from mpizero.nn.gpt import LanguageHead
     from mpizero.nn.loss import CrossEntropy
+    from mpizero.nn.models.gpt import LanguageHead
 
 
 @dataclass(frozen=True)

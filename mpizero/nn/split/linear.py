@@ -7,15 +7,15 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from mpizero.nn.affine import Affine
 from mpizero.nn.layer import Layer, as_rows, matmul, sum_rows
+from mpizero.nn.layers.affine import Affine
 from mpizero.nn.operations import Operations, linear_operations
 from mpizero.nn.regions import Copy, Expand, Gather, Reduce, Region, Scatter
 from mpizero.nn.split.parts import Ranges, own_range, part_of, size_of
 from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
 
 if TYPE_CHECKING:
-    from mpizero.nn.linear import Linear, Projection
+    from mpizero.nn.layers.linear import Linear, Projection
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError, DataError, ModelCheckError, MpizeroError
 from mpizero.parallel import ShardingConfig
-from mpizero.parallel.core import ShardedCore
+from mpizero.parallel.model.core import ShardedCore
 from mpizero.train.modelcheck.findings import ModelFinding, ModelReport, WrongAnswer
 from mpizero.train.modelcheck.gradient import check_gradient
 from mpizero.train.modelcheck.prediction import check_prediction

@@ -13,18 +13,18 @@ import numpy as np
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.convert import lent
-from mpizero.comm.launch import default_world
+from mpizero.comm.startup.launch import default_world
 from mpizero.comm.threads import run_in_threads
 from mpizero.errors import ConfigError
 from mpizero.layout import Grains
 from mpizero.optim import SGD
 from mpizero.parallel import ShardingConfig
 from mpizero.sampletree import SampleTree
-from mpizero.train.verify.findings import Finding, Report, Verdict
 from mpizero.train.verify.layouts import ONE_PROCESS, Layout
 from mpizero.train.verify.pair import UNREPEATED, Pair
 from mpizero.train.verify.rounding import Rounding
 from mpizero.train.verify.training import Feed, Key, Task, Training, placed
+from mpizero.train.verify.verdicts import Finding, Report, Verdict
 
 #: ``progress(layout, step)`` is told after every step, on rank 0.
 Progress = Callable[[str, int], None]

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpizero.errors import ConfigError
 from mpizero.layout import SCHEDULES, chunk_stages
-from mpizero.train.layout import STRATEGIES, ParallelSection
+from mpizero.train.config.parallel_section import STRATEGIES, ParallelSection
 
 _SIZES = ("pipeline", "tensor", "context", "data", "virtual_stages", "ranks_per_node")
 _KEYS = (*_SIZES, "strategy", "schedule")

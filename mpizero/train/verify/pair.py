@@ -18,10 +18,10 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.layout import Entry
 from mpizero.train.verify import diagnosis
 from mpizero.train.verify.diagnosis import Computed, Told
-from mpizero.train.verify.findings import Finding
 from mpizero.train.verify.layouts import Layout
 from mpizero.train.verify.rounding import Rounding, largest
 from mpizero.train.verify.training import PARAMETER, Gradient, Looked, PartKey, State, Training, Update, slot_name
+from mpizero.train.verify.verdicts import Finding
 from mpizero.types import Array
 
 T = TypeVar("T")

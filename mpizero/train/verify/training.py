@@ -16,16 +16,16 @@ from mpizero.kernels import to_host
 from mpizero.layout import FlatLayout
 from mpizero.layout.flat import joined
 from mpizero.parallel import ShardingConfig, StepReport
-from mpizero.parallel.base import ShardedModelBase
+from mpizero.parallel.batch.step_scalars import Totals
 from mpizero.parallel.engine import Engine
-from mpizero.parallel.gathering import gather_pieces
-from mpizero.parallel.ownership import UpdatePiece
-from mpizero.parallel.scalars import Totals
-from mpizero.parallel.storage import flat_names
-from mpizero.parallel.update import Updater
-from mpizero.parallel.whole import take
+from mpizero.parallel.model.base import ShardedModelBase
+from mpizero.parallel.model.gather_state import gather_pieces
+from mpizero.parallel.optimizer.sharded_update import Updater
+from mpizero.parallel.parameters.global_view import take
+from mpizero.parallel.parameters.shards import UpdatePiece
+from mpizero.parallel.parameters.store import flat_names
 from mpizero.sampletree import SampleTree
-from mpizero.train.builder import lay_out
+from mpizero.train.config.builder import lay_out
 from mpizero.train.verify.layouts import Layout
 from mpizero.types import Array
 

@@ -25,7 +25,7 @@ class Ours:
 
     def prepare(self) -> dict[str, Any]:
         """Build the model, on all ranks; return what it is."""
-        from mpizero.train.machine import blas
+        from mpizero.train.doctor.machine_facts import blas
 
         mz, shape = self.mz, self.shape
         names = ("dim", "layers", "heads", "sequence", "vocabulary")
@@ -57,7 +57,7 @@ class Products:
         """Make operands and results."""
         from mpizero.kernels.blas import matmul
         from mpizero.nn import GPT, model_operations
-        from mpizero.train.machine import blas
+        from mpizero.train.doctor.machine_facts import blas
 
         self.matmul, shape = matmul, self.shape
         rows, dim, vocabulary = shape["batch"] * shape["sequence"], shape["dim"], shape["vocabulary"]

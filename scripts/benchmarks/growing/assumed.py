@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpizero.train.performance.machinefile import NEEDED, Machine, Message, Product, Spread, Stream
+from mpizero.planning.machine_file import NEEDED, Machine, Message, Product, Spread, Stream
 
 #: Arrays read and written by the passes that a machine file must have.
 MIXES = {"read": (1, 0), "copy": (1, 1), "sum of 2": (2, 1), "sum of 4": (4, 1), "AdamW": (4, 3), "sum + AdamW": (5, 3)}

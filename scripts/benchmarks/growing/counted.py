@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpizero.train.bench import MemoryRequest
-from mpizero.train.bench_layout import LayoutRequest, LayoutTable, measure_layout
-from mpizero.train.config import ParallelSection
+from mpizero.train.bench.layout_memory import LayoutRequest, LayoutTable, measure_layout
+from mpizero.train.bench.strategy_memory import MemoryRequest
+from mpizero.train.config.sections import ParallelSection
 
 #: Numbers of ranks, and the sizes of the axes that are not replicas.
 LAYOUTS: tuple[tuple[int, dict[str, int]], ...] = (
@@ -25,7 +25,7 @@ def rows(layout: dict[str, int]) -> list[dict[str, Any]]:
 
     Collective over all ranks of the job.
     """
-    from mpizero.comm.launch import world
+    from mpizero.comm.startup.launch import world
 
     memory = MemoryRequest(PARAMETERS, STRATEGIES, (True, False), 1)
     request = LayoutRequest(memory, ParallelSection(**layout), MICRO_BATCHES)

@@ -1,0 +1,129 @@
+"""The direct back end: every rank writes its ranges of the HDF5 file by itself, without HDF5."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mpizero.checkpoint.atomic_folder import sync_range, write_at
+from mpizero.checkpoint.failures import agreed
+from mpizero.checkpoint.format.checksum import BLOCK, block_count, crc32_shifted, cut
+from mpizero.checkpoint.format.table import LocalArray, Table
+from mpizero.comm.communicator import Communicator
+from mpizero.crc import crc32
+from mpizero.faults import strike
+from mpizero.types import Array
+
+
+class PieceSums(NamedTuple):
+    """CRC32 of a piece of an array, one for each part that :func:`~mpizero.checkpoint.format.checksum.cut` gives."""
+
+    path: str
+    start: int
+    stop: int
+    checksums: tuple[int, ...]
+
+
+class Halted(Exception):  # noqa: N818 - somebody's wish, not a mistake
+    """Writing was given up between two blocks."""
+
+
+def as_bytes(values: Array) -> memoryview:
+    """Return the bytes of a one-dimensional contiguous array, without a copy. Not collective."""
+    return values.view(np.uint8).data
+
+
+def store(
+    comm: Communicator, file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int], prefix: str
+) -> list[PieceSums]:
+    """Write every rank's pieces into ``file`` and make them durable; return this rank's checksums.
+
+    Collective over ``comm``: all ranks succeed, or all raise the same error, which begins with ``prefix``.
+    """
+    with agreed(comm, prefix), comm.trace.transfer(f"writing {file}") as advance:
+        return write_pieces(open_state(file), file, arrays, offsets, advance)
+
+
+def open_state(file: str) -> int:
+    """Open a state file that exists, to be written by :func:`write_pieces`. Not collective."""
+    return os.open(file, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def write_pieces(
+    handle: int,
+    file: str,
+    arrays: Sequence[LocalArray],
+    offsets: Mapping[str, int],
+    advance: Callable[[int], object] = lambda _: None,
+    halted: Callable[[], bool] = lambda: False,
+) -> list[PieceSums]:
+    """Write this rank's pieces into an open ``file`` and make them durable; return their checksums.
+
+    Not collective, no MPI. ``handle``, from :func:`open_state`, is closed. Each block's checksum is taken from memory
+    just before it is written: what is damaged later, reading finds. ``advance`` is told the bytes of each block when it
+    is written, and again when it is durable. Between two blocks ``halted`` is asked whether to give up.
+
+    Raises
+    ------
+    Halted
+        It was given up.
+    OSError
+        Naming the file and the array.
+    """
+    sums = []
+    try:
+        for array in arrays:
+            for first, values in array.pieces:
+                data, begin = as_bytes(values), first * array.dtype.itemsize
+                checksums = []
+                for start, stop in cut(begin, begin + len(data)):
+                    if halted():
+                        raise Halted
+                    part = data[start - begin : stop - begin]
+                    strike("save.write", handle)
+                    checksums.append(crc32(part))
+                    write_at(handle, part, offsets[array.path] + start, f"{file}: array {array.path!r}")
+                    advance(len(part))
+                if checksums:
+                    sums.append(PieceSums(array.path, begin, begin + len(data), tuple(checksums)))
+        strike("save.sync", handle)
+        for piece in sums:
+            sync_range(handle, offsets[piece.path] + piece.start, piece.stop - piece.start, advance)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return sums
+
+
+def checksums(arrays: Sequence[LocalArray]) -> list[PieceSums]:
+    """Return the checksums of pieces in memory. Not collective."""
+    sums = []
+    for array in arrays:
+        for first, values in array.pieces:
+            data, begin = as_bytes(values), first * array.dtype.itemsize
+            parts = cut(begin, begin + len(data))
+            crcs = tuple(crc32(data[start - begin : stop - begin]) for start, stop in parts)
+            if crcs:
+                sums.append(PieceSums(array.path, begin, begin + len(data), crcs))
+    return sums
+
+
+def join(table: Table, gathered: Sequence[Sequence[PieceSums]]) -> dict[str, tuple[int, ...]]:
+    """Join the checksums of all ranks' pieces to those of whole blocks. Not collective."""
+    pieces: dict[str, list[PieceSums]] = {path: [] for path in table}
+    for listed in gathered:
+        for piece in listed:
+            pieces[piece.path].append(piece)
+    joined = {}
+    for path, (shape, dtype) in table.items():
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        blocks = [0] * block_count(size)
+        for piece in pieces[path]:
+            for (start, stop), crc in zip(cut(piece.start, piece.stop), piece.checksums, strict=True):
+                block = start // BLOCK
+                blocks[block] ^= crc32_shifted(crc, min((block + 1) * BLOCK, size) - stop)
+        joined[path] = tuple(blocks)
+    return joined

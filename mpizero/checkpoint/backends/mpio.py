@@ -1,0 +1,107 @@
+"""The back end of parallel HDF5: every rank writes its ranges through one file opened by all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from mpizero.checkpoint.atomic_folder import sync_range
+from mpizero.checkpoint.backends.direct import PieceSums, checksums
+from mpizero.checkpoint.failures import agreed
+from mpizero.checkpoint.format.checksum import cut
+from mpizero.checkpoint.format.table import LocalArray
+from mpizero.comm.communicator import Communicator
+from mpizero.crc import crc32
+from mpizero.errors import CheckpointError, ConfigError
+from mpizero.faults import strike
+from mpizero.layout.hyperslab import hyperslabs
+
+#: Bytes of one HDF5 write at most: MPI-IO counts in 32 bits.
+WRITE_LIMIT = 256 * 1024 * 1024
+
+
+def check_available(comm: Communicator) -> None:
+    """Raise :class:`ConfigError` unless h5py has MPI and ``comm`` is an MPI communicator. Not collective."""
+    import h5py
+
+    if not h5py.get_config().mpi:
+        raise ConfigError('backend="mpio" needs an h5py built with MPI, and this one is not: use backend="direct"')
+    if getattr(comm, "mpi", None) is None:
+        raise ConfigError(f'backend="mpio" needs an MPI communicator, got {comm!r}: use backend="direct"')
+
+
+def store(
+    comm: Communicator, file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int], prefix: str
+) -> list[PieceSums]:
+    """Write every rank's pieces into ``file`` by independent HDF5 writes; return this rank's checksums.
+
+    Collective over ``comm``: all ranks succeed, or all raise the same error, which begins with ``prefix``. The file is
+    opened on a communicator made by ``split`` and nothing is written collectively: collective writes on Cartesian
+    communicators lose data in Open MPI 4.1.4. What was written is read back and compared with the checksums from
+    memory, because an MPI library may report success for writes that it loses.
+    """
+    import h5py
+
+    with agreed(comm, prefix):
+        check_available(comm)
+        sums = checksums(arrays)
+        os.close(os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))  # opening below fails on all ranks or none
+    with comm.split(0, name=f"{comm.name}/checkpoint") as own:
+        failure: Exception | None = None
+        mpi = getattr(own, "mpi", None)
+        handle = own.run("hdf5 open", lambda: h5py.File(file, "r+", driver="mpio", comm=mpi), tag=file)
+        try:
+            with comm.trace.transfer(f"writing {file}") as advance:
+                for array in arrays:
+                    _write(handle, array, advance)
+        except Exception as error:  # the others wait in close()
+            failure = error
+        try:
+            own.run("hdf5 close", handle.close, tag=file)  # a write that fails in it leaves the ranks waiting
+        except Exception as error:
+            failure = failure or error
+    with agreed(comm, prefix):
+        if failure is not None:
+            reason = " ".join(str(failure).split())
+            raise OSError(getattr(failure, "errno", None) or 5, reason, file) from failure
+        with comm.trace.transfer(f"comparing {file}") as advance:
+            _sync_and_compare(file, sums, offsets, advance)
+    return sums
+
+
+def _write(handle: Any, array: LocalArray, advance: Callable[[int], object]) -> None:
+    dataset = None
+    step = max(1, WRITE_LIMIT // array.dtype.itemsize)
+    for first, values in array.pieces:
+        for begin in range(0, values.size, step):
+            strike("save.write")
+            part = values[begin : begin + step]
+            dataset = handle[array.path] if dataset is None else dataset
+            done = 0
+            for block in hyperslabs(array.shape, first + begin, first + begin + part.size):
+                sizes = tuple(axis.stop - axis.start for axis in block)
+                dataset[block] = part[done : done + prod(sizes)].reshape(sizes)
+                done += prod(sizes)
+            advance(part.nbytes)
+
+
+def _sync_and_compare(
+    file: str, sums: Sequence[PieceSums], offsets: Mapping[str, int], advance: Callable[[int], object]
+) -> None:
+    handle = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        strike("save.sync", handle)
+        for piece in sums:
+            sync_range(handle, offsets[piece.path] + piece.start, piece.stop - piece.start, advance)
+        os.fsync(handle)
+        for piece in sums:
+            for (start, stop), crc in zip(cut(piece.start, piece.stop), piece.checksums, strict=True):
+                if crc32(os.pread(handle, stop - start, offsets[piece.path] + start)) != crc:
+                    raise CheckpointError(
+                        f"{file}: array {piece.path!r}, bytes {start} to {stop - 1}: MPI-IO wrote something else"
+                    )
+                advance(stop - start)
+    finally:
+        os.close(handle)

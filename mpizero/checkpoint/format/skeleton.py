@@ -1,0 +1,201 @@
+"""The HDF5 file without its values: laid out in memory, so that libhdf5 never touches the disk."""
+
+from __future__ import annotations
+
+import io
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpizero.checkpoint.format.table import Table
+from mpizero.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+#: What the root of the HDF5 file says it is.
+FORMAT = "mpizero-checkpoint"
+VERSION = 1
+MARKS: Mapping[str, Any] = {"format": np.bytes_(FORMAT), "version": np.int64(VERSION)}
+#: Every object of the file starts at a multiple of this many bytes, so that arrays can be mapped into memory.
+ALIGNMENT = 64
+#: The widest alignment, a page: the holes between arrays are read and verified with HDF5's structure.
+ALIGNMENT_LIMIT = 4096
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """Where everything lies in a file of ``nbytes`` bytes.
+
+    ``offsets`` gives the first byte of every array (0 for an array without elements), ``structure`` the bytes between
+    the arrays: all that HDF5 itself wrote, zeros where it wrote nothing.
+    """
+
+    nbytes: int
+    offsets: dict[str, int]
+    structure: tuple[tuple[int, bytes], ...]
+
+
+class Positioned(io.RawIOBase):
+    """What every file in memory of ``nbytes`` bytes needs, for h5py."""
+
+    def __init__(self, nbytes: int = 0) -> None:
+        self.nbytes = nbytes
+        self._position = 0
+
+    def seekable(self) -> bool:
+        """Say yes."""
+        return True
+
+    def readable(self) -> bool:
+        """Say yes."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Move to a position and return it."""
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.nbytes}[whence]
+        return self._position
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._position
+
+
+class _Recording(Positioned):
+    """A file in memory that keeps only what was written; the arrays' room costs nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[tuple[int, bytes]] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        written = bytes(data)
+        self.writes.append((self._position, written))
+        self._position += len(written)
+        self.nbytes = max(self.nbytes, self._position)
+        return len(written)
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self.nbytes - self._position))
+        view[:count] = self.regions([(self._position, count)])[0]
+        self._position += count
+        return count
+
+    def truncate(self, size: int | None = None, /) -> int:
+        self.nbytes = self._position if size is None else size
+        return self.nbytes
+
+    def regions(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return the content of disjoint ascending (first byte, length) ranges, zeros where nothing was written."""
+        starts = [start for start, _ in ranges]
+        found = [bytearray(length) for _, length in ranges]
+        for first, data in self.writes:
+            index = max(0, bisect_right(starts, first) - 1)
+            while index < len(starts) and starts[index] < first + len(data):
+                start, stop = starts[index], starts[index] + len(found[index])
+                low, high = max(first, start), min(first + len(data), stop)
+                if low < high:
+                    found[index][low - start : high - start] = data[low - first : high - first]
+                index += 1
+        return [bytes(region) for region in found]
+
+
+def gaps(nbytes: int, extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the (first byte, length) ranges of a file of ``nbytes`` bytes that no extent covers."""
+    found, end = [], 0
+    for start, length in sorted(extents):
+        if start > end:
+            found.append((end, start - end))
+        end = max(end, start + length)
+    if nbytes > end:
+        found.append((end, nbytes - end))
+    return found
+
+
+def check_alignment(alignment: int) -> None:
+    """Raise :class:`ConfigError` unless arrays can start at multiples of ``alignment`` bytes. Not collective."""
+    if not ALIGNMENT <= alignment <= ALIGNMENT_LIMIT or alignment & (alignment - 1):
+        raise ConfigError(f"alignment must be a power of two from {ALIGNMENT} to {ALIGNMENT_LIMIT}, got {alignment}")
+
+
+def build(table: Table, alignment: int = ALIGNMENT, marks: Mapping[str, Any] = MARKS) -> Skeleton:
+    """Lay out one contiguous dataset per array; the same table and alignment give the same bytes.
+
+    Not collective. ``marks`` are the attributes of the file's root. Datasets are allocated early and never filled, so
+    that only HDF5's own structure is written. The ``v110`` format checksums that structure and is read by every HDF5
+    from 1.10 on.
+
+    [Note: two alignments] HDF5 aligns every object from some size on, its own small ones too, so one wide alignment
+    would leave a hole behind each of them. Arrays that are wide themselves therefore come after all others, with the
+    file opened once more: no hole is larger than the array behind it.
+    """
+    import h5py
+
+    record = _Recording()
+    wide = [] if alignment == ALIGNMENT else [path for path in sorted(table) if _nbytes(*table[path]) >= alignment]
+    with _opened(record, "w", 1, ALIGNMENT) as file:
+        group = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+        group.set_obj_track_times(False)  # HDF5 1.10 writes the date into groups unless told not to
+        for name in _groups(table):
+            h5py.h5g.create(file.id, name.encode(), lcpl=_link(name), gcpl=group)
+        offsets = _add_datasets(file, table, sorted(table.keys() - set(wide)))
+        for name, value in marks.items():
+            file.attrs.create(name, value)
+    if wide:
+        with _opened(record, "r+", alignment, alignment) as file:
+            offsets |= _add_datasets(file, table, wide)
+    extents = ((offsets[path], _nbytes(*table[path])) for path in table)
+    ranges = gaps(record.nbytes, extents)
+    structure = zip((start for start, _ in ranges), record.regions(ranges), strict=True)
+    return Skeleton(record.nbytes, offsets, tuple(structure))
+
+
+def _opened(record: _Recording, mode: str, threshold: int, interval: int) -> Any:
+    import h5py
+
+    bounds: dict[str, Any] = {"alignment_threshold": threshold, "alignment_interval": interval}
+    return h5py.File(record, mode, libver=("v110", "v110"), **bounds)
+
+
+def _add_datasets(file: Any, table: Table, paths: Iterable[str]) -> dict[str, int]:
+    """Create datasets in this order; return their first bytes."""
+    import h5py
+
+    create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    create.set_layout(h5py.h5d.CONTIGUOUS)
+    create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    create.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    create.set_obj_track_times(False)
+    offsets = {}
+    for path in paths:
+        shape, dtype = table[path]
+        space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
+        dataset = h5py.h5d.create(file.id, path.encode(), h5py.h5t.py_create(dtype), space, create, _link(path))
+        offsets[path] = dataset.get_offset() or 0
+    return offsets
+
+
+def _link(path: str) -> Any:
+    """Return how the last part of a path is stored: as UTF-8 where it is not ASCII, which HDF5 takes it for."""
+    import h5py
+
+    link = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    link.set_char_encoding(h5py.h5t.CSET_ASCII if path.rpartition("/")[2].isascii() else h5py.h5t.CSET_UTF8)
+    return link
+
+
+def _groups(paths: Iterable[str]) -> list[str]:
+    """Return every group that the arrays lie in, the outer ones first."""
+    parts = (path.split("/") for path in paths)
+    return sorted({"/".join(names[:depth]) for names in parts for depth in range(1, len(names))})
+
+
+def _nbytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

@@ -1,0 +1,153 @@
+"""Tell whether the other ranks can do without one that has ended.
+
+[Note: who may go on] A rank that lives may work for as long as it likes while this one waits for it at its end: pack
+files, run other programs, train with others. It is missed only by who cannot go on without it: who waits in a
+collective, or is in a step, that takes both of them; or, where no rank of the job works any more, in a message. A rank
+whose slot cannot be read, for its node cannot be asked, may be at work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from mpizero.comm.startup.arrival import takes
+from mpizero.comm.startup.startup_board import at_work
+from mpizero.comm.status.peers import Peers
+from mpizero.comm.status.status_board import Slot
+from mpizero.comm.supervision.registry import Register
+from mpizero.comm.supervision.trace import MAKING
+
+#: Seconds that others must have waited for this rank before it counts as gone early.
+BLOCKED = 1.0
+#: Seconds in messages after which ranks that all wait in some are not waited for.
+PATIENCE = 120.0
+#: Seconds for the others to leave too, after this rank has asked for an exit status that is not 0.
+_ALONE = 2.0
+#: Seconds between two looks, and the most that one wait counts: this process may have been stopped in it.
+_LOOK, _COUNTED = 0.1, 0.5
+#: What a rank does when it waits for one message.
+_MESSAGES = ("isend", "irecv")
+
+
+def needs_me(register: Register, other: int, slot: Slot) -> str:
+    """Say what ``other`` waits for, "" if not for this rank.
+
+    Not collective. ``register`` is this rank's, ``slot`` what the other has written last.
+    """
+    known = register.counts()
+    for key, name, sequence, operation, tag, since in slot["calls"]:
+        if since >= BLOCKED and sequence > known.get(key, sequence):
+            label = f" {tag!r}" if tag else ""
+            return f"rank {other} waits in {operation} #{sequence}{label} of {name!r} at {slot['place']}"
+    for key, ended, what, since in slot["duties"]:
+        entry = register.find(key)
+        if since >= BLOCKED and entry is not None and entry.trace.duties <= ended:
+            return f"rank {other} is in {what} {ended + 1} of {entry.trace.name!r} at {slot['place']}"
+    if slot.get("library") and slot["still"] >= 2 * BLOCKED:
+        return f"rank {other} waits in {slot['library']} at {slot['place']}"
+    return ""
+
+
+class Departure:
+    """The end of this rank's program, while it waits for that of the others.
+
+    Parameters
+    ----------
+    peers, register
+        Of this process.
+    status : object
+        What the program has asked for by ``sys.exit``; 0 and None are a good end.
+    patience : float
+        See :data:`PATIENCE`.
+    end : callable
+        Is told why the job has to end.
+    """
+
+    def __init__(
+        self, peers: Peers, register: Register, status: Any, patience: float, end: Callable[[str], None]
+    ) -> None:
+        self._peers, self._register, self._status, self._patience = peers, register, status, patience
+        self._end = end
+        self._looked = 0.0
+
+    def look(self, waited: float) -> bool:
+        """End the job where it cannot end well; False to wait on. Not collective.
+
+        ``waited`` are the seconds since this rank's end.
+        """
+        if waited - self._looked >= _LOOK:
+            self._looked = waited
+            if reason := self.missed(waited):
+                self._end(reason)
+        return False
+
+    def missed(self, waited: float) -> str:
+        """Say why the others cannot end without this rank; "" if it may wait on. Not collective."""
+        if waited < BLOCKED:
+            return ""
+        slots = self._peers.read_all(patiently=True)
+        everyone = self._peers.on_roll() | slots
+        for rank in sorted(set(everyone).difference({self._peers.rank})):
+            if reason := needs_me(self._register, rank, everyone[rank]) or self._awaits(rank, everyone[rank]):
+                return reason
+        if not self._peers.groups:
+            return ""
+        if waited > _ALONE and self._status not in (None, 0):
+            return f"with exit status {self._status!r}, and the others go on"
+        return self._standstill(slots)
+
+    def wait(self) -> None:
+        """Wait while ranks of this node are at work which have no communicator with this one. Not collective."""
+        begun = monotonic()
+        while any(map(at_work, self._peers.on_roll().values())):
+            self.look(monotonic() - begun)
+            time.sleep(_LOOK)
+
+    def _awaits(self, other: int, slot: Slot) -> str:
+        """Say that ``other`` is making a communicator which takes this rank, "" if it is not."""
+        known = self._register.counts()
+        making = slot.get("making", {})
+        for key, name, _, operation, _, since in slot["calls"]:
+            if operation == MAKING and since >= BLOCKED and key not in known and takes(making[key], self._peers.rank):
+                return f"rank {other} is {MAKING} {name!r} with it at {slot['place']}"
+        return ""
+
+    def _standstill(self, slots: Mapping[int, Slot]) -> str:
+        """Say that ranks wait for messages, and that all who could send them wait too or have left."""
+        waiting = {rank: members for rank, slot in slots.items() if (members := self._messages_of(slot))}
+        idle = {self._peers.rank, *waiting, *(rank for rank, slot in slots.items() if slot["state"] == "leaving")}
+        if not waiting or not idle.issuperset(*waiting.values()):
+            return ""
+        rank = min(waiting)
+        return f"rank {rank} waits for a message at {slots[rank]['place']}, and nobody is at work any more"
+
+    def _messages_of(self, slot: Slot) -> tuple[int, ...]:
+        """Return the ranks of the communicator that one has long waited in for a message; () if it does not."""
+        for key, _, _, operation, _, since in slot["calls"]:
+            if operation in _MESSAGES and since > self._patience and (entry := self._register.find(key)):
+                return entry.members
+        return ()
+
+
+def minimum(mpi: Any, controls: Sequence[Any], value: int, give_up: Callable[[float], bool]) -> int | None:
+    """Return the least ``value`` of all ranks of ``controls``, mpi4py communicators; None if ``give_up`` says so first.
+
+    Collective over each of them. ``give_up`` is told the seconds waited.
+    """
+    send, recv = np.array([value]), np.empty((len(controls), 1), np.int64)
+    rows = zip(controls, recv, strict=True)
+    requests = [c.Iallreduce([send, mpi.INT64_T], [row, mpi.INT64_T], mpi.MIN) for c, row in rows]
+    waited, last, pause = 0.0, monotonic(), 20e-6
+    while not mpi.Request.Testall(requests):
+        now = monotonic()
+        waited, last = waited + min(now - last, _COUNTED), now
+        if give_up(waited):
+            return None
+        time.sleep(pause)
+        pause = min(1.5 * pause, 5e-3)
+    return int(recv.min())

@@ -1,0 +1,295 @@
+"""How a job ends together: of the ranks that fail or leave early one speaks, and all go.
+
+Works under plain ``mpiexec python script.py``. What it cannot see is ``os._exit``, which runs no Python code: there
+the launcher must notice (Open MPI's does; MPICH's takes status 0 for success), so a marker file has to tell success.
+
+[Note: last words] Of all ranks that fail, one speaks. The ranks of a node ask their board who is first. Other nodes
+cannot ask, so nodes without rank 0 first wait for ``_OTHER_NODE`` seconds, in which a job that is being ended kills
+them. An error of bad input (MpizeroError) is usually raised by all ranks at once: each brings it into a minimum over
+the ranks, which names the lowest failing rank and its exit status; that rank speaks, and all leave without Abort.
+A RemoteError or PeerFailure only says that somebody else failed: it speaks only if nobody else does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any, NoReturn
+
+from mpizero.comm.exits.early_exit import BLOCKED, PATIENCE, Departure, minimum
+from mpizero.comm.exits.failure_report import await_delivery, describe, format_error, told, write
+from mpizero.comm.exits.python_hooks import Hooks
+from mpizero.comm.startup.startup_board import at_work
+from mpizero.comm.status.peers import Peers
+from mpizero.comm.status.status_board import Slot
+from mpizero.comm.supervision.heartbeat import Heartbeat
+from mpizero.comm.supervision.mismatch import Lookout
+from mpizero.comm.supervision.registry import Register
+from mpizero.comm.supervision.supervisor import Supervisor
+from mpizero.comm.supervision.trace import CallTrace
+from mpizero.errors import (
+    CollectiveError,
+    CollectiveMismatch,
+    ExitStatus,
+    MpizeroError,
+    PeerFailure,
+    RemoteError,
+)
+
+#: Seconds between the failure of a rank and the hard end of its process, whatever MPI does.
+HARD_STOP = 4.0
+#: Seconds for which an error of bad input waits for the same error on the other ranks: they are in step once they
+#: share a communicator; before, one may still be loading the program.
+_AGREEMENT, _AGREEMENT_AT_START = 0.7, 2.0
+#: Seconds for which ranks that fail because of another rank, or second, wait to be ended.
+_CONSEQUENCE = 2.0
+_OTHER_NODE = 0.3
+#: Seconds for which a rank that ends without MPI waits for others to begin: they would wait for it in MPI_Init.
+_COMING = 3.0
+
+_NORMAL = 2**62
+_KEYBOARD_INTERRUPT = 130
+
+
+class Ending:
+    """What a process needs to know to end with the others, or to end them."""
+
+    def __init__(self, launched: bool) -> None:
+        self.process = 0
+        self.rank, self.size, self.host = 0, 1, ""
+        self.launched = launched
+        self.hooks: Hooks | None = None
+        self.peers = Peers()
+        self.register = Register()
+        self.supervisor = Supervisor()
+        self.patience = PATIENCE
+        self.heartbeat: Heartbeat | None = None
+        self.lookout: Lookout | None = None
+        self.context: dict[str, Any] = {}
+        self._leaving = ""
+        self._agreed = False
+        self._asked: tuple[Any, dict[str, int]] = (0, {})
+        self._dying = threading.Lock()
+
+    def _end_mismatch(self, error: CollectiveMismatch) -> None:
+        if not self.ending:
+            self.end_job(self.lines(describe(error)), error.status)
+
+    def _state(self) -> Slot:
+        return {"state": self._leaving or "working", **self.context}
+
+    def _mpi(self, join: bool = False) -> Any:
+        """Return the MPI module while this process can use it and is not the only one, else None.
+
+        With ``join`` a rank that fails before it has loaded MPI does so now: MPICH's launcher does not notice the end
+        of a process that never came to MPI_Init, and the others would wait for it there.
+        """
+        if join and self.launched and self.process == os.getpid() and "mpi4py.MPI" not in sys.modules:
+            self._arm_hard_stop(0.0)
+            with contextlib.suppress(Exception):
+                from mpi4py import MPI  # noqa: F401
+            faulthandler.cancel_dump_traceback_later()
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is None or self.process != os.getpid() or not mpi.Is_initialized() or mpi.Is_finalized():
+            return None
+        if self.size == 1:  # no communicator with all ranks was made yet
+            self.rank, self.size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
+        return mpi if self.size > 1 else None
+
+    # ------------------------------------------------------------------ what the hooks tell
+
+    def failed(self, error: BaseException, trace: TracebackType | None, origin: str) -> None:
+        """End the job, or this program with all others, for an error that nobody has caught."""
+        assert self.hooks is not None
+        mpi = self._mpi(join=True)
+        if isinstance(error, MpizeroError):
+            self.hooks.show(error, trace, hosts_only=True)
+            # After a failed collective the ranks are not in step, and their communicators are of no more use.
+            together = not origin and not isinstance(error, CollectiveError)
+            together = together and (self._everyone is not None or not self.peers.groups)
+            status = self._agree_to_fail(mpi, error) if mpi and together else None
+            if status is None and mpi:
+                delay = 0.0 if together else self._is_consequence(error, mpi)
+                self.end(mpi, self.lines(told(error), origin), error.status, delay)
+            if status is None:
+                write(f"{told(error)}\n")
+            self._exit(error.status if status is None else status)
+        elif mpi is None:
+            self.hooks.show(error, trace)
+        else:
+            self.hooks.show(error, trace, hosts_only=True)
+            code = _KEYBOARD_INTERRUPT if isinstance(error, KeyboardInterrupt) else ExitStatus.RANK_FAILED
+            delay = _AGREEMENT if self._is_consequence(error, mpi) else 0.0
+            self.end(mpi, self.lines(format_error(error, trace), origin), code, delay)
+
+    def asked_to_leave(self, status: Any) -> None:
+        """Remember a status, and what was called before it."""
+        self._asked = (status, self.register.counts())
+
+    def may_be_ended(self) -> bool:
+        """Tell whether there are other ranks to be ended."""
+        return self._mpi() is not None
+
+    def _on_library_exit(self) -> None:
+        """Say what MPI has ended this process for, as far as the calls of the others tell; does not return then."""
+        if self.process != os.getpid() or self.lookout is None or not self._dying.acquire(blocking=False):
+            return
+        call = next((entry.trace for entry in self.register.live if entry.trace.entered), None)
+        error: CollectiveError | None = self.lookout.search(_OTHER_NODE if call is None else BLOCKED)
+        if error is None and call is not None:
+            error = CollectiveError(
+                f"the MPI library ended this process in {call.operation} {call.tag!r} of {call.name!r}"
+            )
+        if error is not None:
+            if self.speaks():
+                write(self.lines(describe(error)))
+                await_delivery()
+            else:
+                time.sleep(_AGREEMENT)
+            os._exit(ExitStatus.HANG)
+
+    @staticmethod
+    def _is_consequence(error: BaseException, mpi: Any) -> float:
+        """Seconds to give the rank that failed first; MPI itself reports dead peers to those that live."""
+        if isinstance(error, RemoteError | PeerFailure):
+            return _CONSEQUENCE
+        return _AGREEMENT if isinstance(error, mpi.Exception) else 0.0
+
+    # ------------------------------------------------------------------ ending together
+
+    @property
+    def _everyone(self) -> Any:
+        """The communicator of all ranks that only the guard uses; None if they have not met."""
+        return next((group.control for group in self.peers.groups if len(group.members) == self.size), None)
+
+    def _agree_to_fail(self, mpi: Any, error: MpizeroError) -> int | None:
+        """Return the common exit status if every rank ends now, after one of them has printed its error; else None.
+
+        Only where all ranks have met, or none: a rank that fails before its first communicator may use COMM_WORLD, for
+        it leaves.
+        """
+        second = isinstance(error, RemoteError | PeerFailure)
+        self._leaving = "failed"
+        mine = (second << 56) | (self.rank << 8) | int(error.status)
+        limit = _CONSEQUENCE if second else _AGREEMENT if self.peers.groups else _AGREEMENT_AT_START
+        found = minimum(mpi, [self._everyone or mpi.COMM_WORLD], mine, lambda waited: waited > limit)
+        if found is None:
+            return None
+        self._agreed = True
+        self.peers.leave_roll(all_met=True)  # the first one that ends may be the others' end
+        if found == mine:
+            write(f"{told(error)}\n")
+        return found & 0xFF
+
+    def _exit(self, status: int) -> NoReturn:
+        # -m mpi4py has noted status 1 for the error it saw pass, and would abort with it at the end.
+        if (runner := sys.modules.get("mpi4py.run")) is not None:
+            runner.set_abort_status(int(status))
+        raise SystemExit(int(status))
+
+    def leaves(self) -> None:
+        """Wait for the others at the end of the program, and end the job where they cannot end without this rank."""
+        mpi = self._mpi()
+        if mpi is None and self.launched and self.process == os.getpid() and "mpi4py.MPI" not in sys.modules:
+            self._leaves_before_mpi()
+        elif mpi is not None and not self._agreed and not self._dying.locked():
+            self._leaving = "leaving"
+            if self.heartbeat is not None:
+                self.heartbeat.beat()  # the last word of this rank on what it has called
+            status, counts = self._asked  # if collectives came after it, somebody has caught it
+            asked = status if counts == self.register.counts() else 0
+            departure = Departure(self.peers, self.register, asked, self.patience, self._end_early)
+            departure.wait()
+            if self.peers.groups:
+                with contextlib.suppress(mpi.Exception):
+                    minimum(mpi, [group.control for group in self.peers.groups], _NORMAL, departure.look)
+            if self.lookout is not None and (error := self.lookout.farewell()):
+                self._end_mismatch(error)
+        self.supervisor.stop()
+        if self._asked[0] not in (None, 0):  # the launcher ends the others then
+            self.peers.leave_roll(all_met=True)
+
+    def _leaves_before_mpi(self) -> None:
+        """Wait for the others of this node, and end them where one starts MPI: it would wait for this rank for ever."""
+        self._leaving = "leaving"
+        if self.heartbeat is not None:
+            self.heartbeat.beat()
+        begun, roll = time.monotonic(), self.peers.roll
+        limit = begun + (PATIENCE if self._asked[0] in (None, 0) else _CONSEQUENCE)
+        while (now := time.monotonic()) < limit:
+            others = self.peers.on_roll()
+            coming = roll is not None and now < begun + _COMING and not roll.all_came()
+            if not coming and not any(map(at_work, others.values())):
+                return
+            starts = [rank for rank, slot in others.items() if slot.get("starts") and at_work(slot)]
+            if starts and self._mpi(join=True) is not None:
+                self._end_early(f"rank {starts[0]} starts MPI, which takes all ranks, at {others[starts[0]]['place']}")
+            time.sleep(0.1)
+
+    def _end_early(self, reason: str) -> None:
+        if (mpi := self._mpi()) is not None:
+            text = f"left early: the program has ended here, but {reason}"
+            self.end(mpi, self.lines(text), ExitStatus.RANK_FAILED)
+
+    # ------------------------------------------------------------------ last words
+
+    def lines(self, text: str, origin: str = "") -> str:
+        """Put ``[rank r/N host]`` before every line; the first line says where the job stood."""
+        place = ", ".join(f"{name} {value}" for name, value in self.context.items())
+        head = " ".join(filter(None, [origin, f"at {place}" if place else ""]))
+        body = f"{head}:\n{text}" if head else text
+        prefix = f"[rank {self.rank}/{self.size} {self.host}]"
+        return "".join(f"{prefix} {line}".rstrip() + "\n" for line in body.splitlines())
+
+    def speaks(self) -> bool:
+        """Tell whether this rank is the one to say why the job ends. See [Note: last words]."""
+        if not self.peers.groups and self.peers.roll is None:  # nobody to ask: lower ranks first
+            time.sleep(min(0.1 * self.rank, _CONSEQUENCE) + (_OTHER_NODE if self.rank else 0.0))
+            return True
+        if not (self.peers.leads if self.peers.groups else 0 in {self.rank, *self.peers.on_roll()}):
+            time.sleep(_OTHER_NODE)
+        return self.peers.claim()
+
+    @property
+    def ending(self) -> bool:
+        """Whether this rank is about to end the job."""
+        return self._dying.locked()
+
+    def follows(self, trace: CallTrace) -> bool:
+        """Tell whether ``trace`` belongs to an MPI communicator of this process. Not collective."""
+        return any(entry.trace is trace for entry in self.register.live)
+
+    def end_job(self, text: str, status: int) -> None:
+        """End all ranks like :meth:`end`; returns only where MPI is gone already. Not collective."""
+        if (mpi := self._mpi()) is not None:
+            self.end(mpi, text, status)
+
+    def end(self, mpi: Any, text: str, status: int, delay: float = 0.0) -> NoReturn:
+        """Write ``text`` if no other rank has spoken, and end all ranks with ``status``. Does not return."""
+        if not self._dying.acquire(blocking=False):
+            threading.Event().wait()  # another thread of this rank is at it
+        self._arm_hard_stop(delay)
+        self._leaving = "failed"
+        time.sleep(delay)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        if self.speaks():
+            write(text)
+            await_delivery()
+        else:
+            time.sleep(_CONSEQUENCE)
+        self.peers.leave_roll(all_met=True)
+        if threading.current_thread() is threading.main_thread() or mpi.Query_thread() == mpi.THREAD_MULTIPLE:
+            mpi.COMM_WORLD.Abort(int(status))
+        os._exit(int(status))
+
+    @staticmethod
+    def _arm_hard_stop(delay: float) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)  # faulthandler wants somewhere to write; open until the end
+        faulthandler.dump_traceback_later(HARD_STOP + delay, exit=True, file=nowhere)

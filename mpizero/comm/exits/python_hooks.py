@@ -1,0 +1,124 @@
+"""The functions by which Python tells a program of its errors and its end: taken over for some time, then given back.
+
+[Note: who was there] What stood in their places is called where an error is none of ours, and a host's own
+``sys.excepthook`` before the job is ended. Where somebody has put a function over one of ours meanwhile, that one
+stays, and ours only hands on from then on: each :class:`Hooks` is used once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Protocol
+
+_PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
+
+
+class Listener(Protocol):
+    """Who is told."""
+
+    def failed(self, error: BaseException, trace: TracebackType | None, origin: str) -> None:
+        """Take an error that nobody has caught; ``origin`` says where, "" for the main thread."""
+
+    def asked_to_leave(self, status: Any) -> None:
+        """Take note of a call of ``sys.exit``."""
+
+    def leaves(self) -> None:
+        """Do what is due at the end of the program."""
+
+    def may_be_ended(self) -> bool:
+        """Tell whether an error outside of the main program is the job's business."""
+
+
+class Hooks:
+    """Takes over ``sys.excepthook``, ``sys.unraisablehook``, ``sys.exit``, ``threading.excepthook`` and ``atexit``.
+
+    Those of this process; in a fork of it they only hand on. Not collective.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._process = os.getpid()
+        self._live = True
+        self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
+        self._unraisablehook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
+        self._exit: Callable[..., NoReturn] = sys.exit
+        sys.exit = self._on_exit
+        # A foreign hook for threads (pytest's) collects their errors for a report of its own.
+        if threading.excepthook is threading.__excepthook__:
+            threading.excepthook = self._on_thread_exception
+        atexit.register(self._at_end)
+
+    def give_back(self) -> None:
+        """Put back what was there, and tell the listener nothing more; a second call does nothing."""
+        self._live = False
+        atexit.unregister(self._at_end)
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._excepthook
+        if sys.unraisablehook == self._on_unraisable:
+            sys.unraisablehook = self._unraisablehook
+        if sys.exit == self._on_exit:
+            sys.exit = self._exit
+        if threading.excepthook == self._on_thread_exception:
+            threading.excepthook = threading.__excepthook__
+
+    @property
+    def live(self) -> bool:
+        """Whether the listener is told, in this process."""
+        return self._live and self._process == os.getpid()
+
+    def show(self, error: BaseException, trace: TracebackType | None, *, hosts_only: bool = False) -> None:
+        """Call the ``sys.excepthook`` that was there; ``hosts_only``: unless it is Python's own."""
+        if not hosts_only:
+            self._excepthook(type(error), error, trace)
+        elif self._excepthook is not sys.__excepthook__:
+            with contextlib.suppress(Exception):  # a fault of its own must not keep the job alive
+                self._excepthook(type(error), error, trace)
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if self.live and not hasattr(sys, "ps1"):  # else a forked child, or a person at the prompt
+            self._listener.failed(error, trace, "")
+        else:
+            self._excepthook(kind, error, trace)
+
+    def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
+        """End the job for a thread in which this package was at work; all other threads are the program's own."""
+        error = args.exc_value
+        ours = error is not None and args.exc_type is not SystemExit and _passes_through_here(args.exc_traceback)
+        if error is not None and ours and self.live and self._listener.may_be_ended():
+            name = args.thread.name if args.thread else "?"
+            self._listener.failed(error, args.exc_traceback, f"in thread {name!r}")
+        else:
+            threading.__excepthook__(args)
+
+    def _on_unraisable(self, args: Any) -> None:
+        """Errors of functions registered with atexit come here; all others have no effect on the program."""
+        of_the_end = "atexit" in (args.err_msg or "") and args.exc_value is not None
+        if of_the_end and self.live and self._listener.may_be_ended():
+            self._listener.failed(args.exc_value, args.exc_traceback, "while leaving (atexit)")
+        else:
+            self._unraisablehook(args)
+
+    def _on_exit(self, status: Any = None, /) -> NoReturn:
+        """Note what a program asks for: no hook is told of SystemExit, and at the end its status is forgotten."""
+        if self.live:
+            self._listener.asked_to_leave(status)
+        self._exit(status)
+
+    def _at_end(self) -> None:
+        if self.live:
+            self._listener.leaves()
+
+
+def _passes_through_here(trace: TracebackType | None) -> bool:
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+            return True
+        trace = trace.tb_next
+    return False

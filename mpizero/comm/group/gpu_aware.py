@@ -1,0 +1,142 @@
+"""Whether messages may leave from and arrive in the memory of graphics cards: what MPI says, and what is proven.
+
+[Note: direct messages] A library that knows nothing of cards takes a card's address for one of the host, and the
+process ends. So nothing is tried unless the library of every rank says that it knows them; what it says may still be
+wrong, or not true of the transport between two nodes. So patterns are then sent between cards, short and long, from
+rank to rank and by the collectives that layers use, and compared where they arrive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpizero.comm.communicator import Communicator
+from mpizero.comm.transport import Request
+from mpizero.errors import ConfigError, MpizeroError
+from mpizero.kernels import to_host
+from mpizero.kernels.device import simulated
+from mpizero.types import Array
+
+if TYPE_CHECKING:
+    from mpizero.kernels.device import Card
+
+#: Bytes of the patterns: one that travels with its envelope, and one that a library sends in pieces of its own.
+PATTERNS = (64, 1 << 22)
+#: Seconds after which a pattern is taken for lost.
+PATIENCE = 60.0
+#: The most that two equal neighbours of a pattern are apart: a prime, so that no piece looks like another.
+_PERIOD = 251
+_TAG = 31_500
+#: Sends a pattern of so many bytes, and says what is wrong with what arrives.
+Send = Callable[[Communicator, "Card", int], str]
+#: Where Linux says what a process has loaded.
+_LOADED = "/proc/self/maps"
+
+
+def prove(comm: Communicator, open_card: Callable[[], Card]) -> str:
+    """Find out whether arrays of cards may be given to MPI; return why not, the same on every rank, or nothing.
+
+    Collective over ``comm``. ``open_card`` returns this rank's; it is called where MPI claims to know cards.
+
+    Raises
+    ------
+    ConfigError
+        If a pattern never arrives: what has begun cannot be taken back.
+    """
+    reason = _agreed(comm, unclaimed(comm))
+    if reason:
+        return reason
+    card = open_card()
+    comm.before_cards = card.settle
+    try:
+        return _agreed(comm, _tried(comm, card, _around)) or _agreed(comm, _tried(comm, card, _among_all))
+    finally:
+        comm.before_cards = None
+
+
+def unclaimed(comm: Communicator) -> str:
+    """Return why nobody should try: what MPI says of itself; nothing if it claims to know cards. Not collective."""
+    if getattr(comm, "mpi", None) is None:  # its class is not imported here: that would start MPI, also for a plan
+        return "these ranks are threads of one process"
+    if comm.size == 1:
+        return "there is one rank"
+    if simulated():
+        return ""  # their memory is the host's
+    return "" if _claims() else "this MPI does not say that it takes memory of CUDA cards"
+
+
+def _claims() -> bool:
+    """Ask the library, by the function that MPICH, Open MPI and their kin have for it."""
+    try:
+        with open(_LOADED, encoding="utf-8") as maps:
+            loaded = sorted({line.split()[-1] for line in maps if "/libmpi" in line})
+    except OSError:
+        return False
+    for path in loaded:
+        try:
+            asked = ctypes.CDLL(path).MPIX_Query_cuda_support
+        except (OSError, AttributeError):
+            continue
+        asked.restype, asked.argtypes = ctypes.c_int, ()
+        return bool(asked())
+    return False
+
+
+def _agreed(comm: Communicator, reason: str) -> str:
+    """Return the first rank's reason that there is. Collective."""
+    return next((told for told in comm.allgather_object(reason, "direct messages") if told), "")
+
+
+def _tried(comm: Communicator, card: Card, send: Send) -> str:
+    try:
+        return next((wrong for size in PATTERNS if (wrong := send(comm, card, size))), "")
+    except ConfigError:
+        raise
+    except (MpizeroError, TypeError, ValueError, BufferError) as error:  # the others go on, to the agreement
+        return f"rank {comm.rank}: {type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _around(comm: Communicator, card: Card, size: int) -> str:
+    """Send a pattern to the next rank; say what is wrong with the one that arrives."""
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    arrived = card.put(np.zeros(size, np.uint8))
+    requests = [comm.irecv(arrived, before, _TAG), comm.isend(card.put(_pattern(comm.rank, size)), after, _TAG)]
+    _wait(requests)
+    return _compared(arrived, [before], size, comm.rank)
+
+
+def _among_all(comm: Communicator, card: Card, size: int) -> str:
+    """Send patterns by an exchange of blocks and by a gather; say what is wrong with what arrives."""
+    ranks, part = comm.size, max(1, size // comm.size)
+    blocks, gathered = (card.put(np.zeros(ranks * part, np.uint8)) for _ in range(2))
+    own = _pattern(comm.rank, part)
+    comm.alltoallv(card.put(np.tile(own, ranks)), [part] * ranks, blocks, [part] * ranks, "direct messages")
+    comm.allgatherv(card.put(own), gathered, [part] * ranks, "direct messages")
+    wrong = (_compared(arrived, range(ranks), part, comm.rank) for arrived in (blocks, gathered))
+    return next(filter(None, wrong), "")
+
+
+def _wait(requests: list[Request]) -> None:
+    limit = time.monotonic() + PATIENCE
+    while not all([request.test() for request in requests]):
+        if time.monotonic() > limit:
+            raise ConfigError(
+                f"a message from one card to another has not arrived for {PATIENCE:.0f} s, though this MPI says that "
+                "it takes memory of cards: train with direct_messages = false, which sends from memory of the host"
+            )
+
+
+def _pattern(rank: int, size: int) -> Array:
+    return ((np.arange(size) + 7 * rank) % _PERIOD + 1).astype(np.uint8)
+
+
+def _compared(arrived: Array, senders: range | list[int], size: int, rank: int) -> str:
+    wanted = np.concatenate([_pattern(sender, size) for sender in senders])
+    if np.array_equal(to_host(arrived), wanted):
+        return ""
+    return f"a pattern sent between cards arrived wrong on rank {rank}, though this MPI says that it takes their memory"

@@ -1,0 +1,264 @@
+"""What split layers know of the ranks they are split over: sums, gathers and shifts, in the order of the ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpizero.comm.checks import MOVABLE
+from mpizero.comm.communicator import Communicator
+from mpizero.comm.group.messages import Messages, Path
+from mpizero.comm.group.window import Window
+from mpizero.comm.transport import Request
+from mpizero.kernels import namespace
+from mpizero.types import Array
+
+if TYPE_CHECKING:
+    from mpizero.kernels.device import Card
+
+#: Tag of the messages of a shift; other messages of the same communicator use lower ones.
+SHIFT_TAG = 31_000
+
+
+class Shift:
+    """Arrays on their way around the group; a :class:`mpizero.types.ShiftRequest`."""
+
+    __slots__ = ("_received", "_requests")
+
+    def __init__(self, requests: Sequence[Request], received: tuple[Array, ...]) -> None:
+        self._requests = requests
+        self._received = received
+
+    def wait(self) -> tuple[Array, ...]:
+        """Return what has arrived, once it has, and what was sent may be overwritten.
+
+        Not collective; a second call returns the same arrays at once.
+        """
+        for request in self._requests:
+            request.wait()
+        self._requests = ()
+        return self._received
+
+    def test(self) -> bool:
+        """Make progress and tell whether :meth:`wait` would return at once. Not collective."""
+        return all([request.test() for request in self._requests])
+
+
+class CommunicatorGroup:
+    """The ranks of a communicator as :class:`mpizero.types.Group`.
+
+    Every method but :meth:`close` returns new arrays, C-contiguous, and takes arrays that all ranks give the same dtype
+    and fitting shapes; what is not C-contiguous is copied first. Sums are added in rank order, by one rank or alike by
+    all, so they have the same bits on every rank and in every run. A group of one rank returns copies.
+
+    Parameters
+    ----------
+    comm : Communicator
+        The ranks; belongs to the caller.
+    node_comm : Communicator, optional
+        The same ranks as a group that shares memory (``comm`` itself if it does): sums and gathers then go through one
+        window, and only shifts are sent. Unused where it has fewer ranks than ``comm``.
+
+    Attributes
+    ----------
+    comm : Communicator
+        Its counters tell the bytes that this rank has sent.
+    counts : Counter of str to int
+        Calls of each method that this rank has made.
+    """
+
+    def __init__(self, comm: Communicator, node_comm: Communicator | None = None) -> None:
+        self.comm = comm
+        self.counts: Counter[str] = Counter()
+        self._messages = Messages(comm)
+        self._window: Window | None = None
+        if node_comm is not None and 1 < comm.size == node_comm.size and node_comm.shares_memory:
+            self._window = Window(node_comm, self._messages)
+        self._path: Path = self._window or self._messages
+
+    def __repr__(self) -> str:
+        """Show the communicator. Not collective."""
+        return f"{type(self).__name__}({self.comm!r})"
+
+    @property
+    def rank(self) -> int:
+        """Place of this rank in the group."""
+        return self.comm.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.comm.size
+
+    @property
+    def private_bytes(self) -> int:
+        """Bytes of the message buffers that this rank keeps."""
+        return self._messages.nbytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the window that the ranks of the group hold together."""
+        return 0 if self._window is None else self._window.nbytes
+
+    def all_reduce(self, x: Array, tag: str = "") -> Array:
+        """Return the sum of the ranks' arrays, all of the shape of ``x``. Collective over the group.
+
+        ``x`` is float32 or float64.
+        """
+        return self._reduce("all_reduce", x, np.add, tag)
+
+    def all_max(self, x: Array, tag: str = "") -> Array:
+        """Return the elementwise maximum of the ranks' arrays; NaN wins. Collective over the group.
+
+        ``x`` is float32 or float64.
+        """
+        return self._reduce("all_max", x, np.maximum, tag)
+
+    def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
+        """Return the ranks' arrays concatenated along ``axis``, where rank r's has ``sizes[r]`` elements.
+
+        Collective over the group. Any dtype that travels.
+        """
+        axis, sizes = self._along("all_gather", x, axis, sizes, tag)
+        if x.shape[axis] != sizes[self.rank]:
+            raise self._error("all_gather", tag, f"sizes[{self.rank}] is {sizes[self.rank]} along axis {axis}", x)
+        self.counts["all_gather"] += 1
+        if self.size == 1:
+            return _copy(x)
+        with self._timed("all_gather", tag):
+            whole = self._path.gather(_cube(x, axis), sizes, tag)
+        return whole.reshape(*x.shape[:axis], sum(sizes), *x.shape[axis + 1 :])
+
+    def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
+        """Return this rank's block, ``sizes[rank]`` along ``axis``, of the sum of the ranks' arrays.
+
+        Collective over the group. ``x`` is float32 or float64, ``sum(sizes)`` long along ``axis``.
+        """
+        self._check_float("reduce_scatter", x, tag)
+        axis, sizes = self._along("reduce_scatter", x, axis, sizes, tag)
+        if x.shape[axis] != sum(sizes):
+            raise self._error("reduce_scatter", tag, f"sizes {sizes} do not add up to its length along axis {axis}", x)
+        self.counts["reduce_scatter"] += 1
+        if self.size == 1:
+            return _copy(x)
+        with self._timed("reduce_scatter", tag):
+            block = self._path.scatter(_cube(x, axis), sizes, tag)
+        return block.reshape(*x.shape[:axis], sizes[self.rank], *x.shape[axis + 1 :])
+
+    def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> Shift:
+        """Start sending ``arrays`` to rank + ``by`` and receiving the like from rank - ``by``, around the ring.
+
+        Collective over the group: all ranks give the same shapes and the same ``by``. C-contiguous arrays are not
+        copied: they must not change before ``wait()`` has returned. Where ``by`` is a multiple of the size, nothing
+        moves and ``wait()`` returns ``arrays`` themselves.
+        """
+        for x in arrays:
+            self._check("shift", x, tag)
+        self.counts["shift"] += 1
+        target, source = (self.rank + by) % self.size, (self.rank - by) % self.size
+        if target == self.rank:
+            return Shift((), tuple(arrays))
+        received = tuple(self._empty(x.shape, x.dtype) for x in arrays)
+        requests = [self.comm.irecv(x, source, SHIFT_TAG) for x in received]
+        requests += [self.comm.isend(contiguous(x), target, SHIFT_TAG) for x in arrays]
+        return Shift(requests, received)
+
+    def close(self) -> None:
+        """Free what was allocated, not ``comm``; a second call does nothing. Collective over the group."""
+        self._path.close()
+
+    # ------------------------------------------------------------------ checks
+
+    #: What :meth:`_takes` is true of.
+    _expected = "a NumPy array"
+
+    def _takes(self, x: object) -> bool:
+        return isinstance(x, np.ndarray)
+
+    def _empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        return np.empty(shape, dtype)
+
+    def _reduce(self, kind: str, x: Array, operation: np.ufunc, tag: str) -> Array:
+        self._check_float(kind, x, tag)
+        self.counts[kind] += 1
+        if self.size == 1:
+            return _copy(x)
+        with self._timed(kind, tag):
+            return self._path.reduce(contiguous(x).reshape(-1), operation, tag).reshape(x.shape)
+
+    def _timed(self, kind: str, tag: str) -> AbstractContextManager[object]:
+        """Note the time of a call, its copies and sums included, where somebody watches."""
+        timeline = self.comm.timeline
+        return nullcontext() if timeline is None else timeline.span("layers' messages", f"{kind} {tag!r}")
+
+    def _check(self, kind: str, x: Array, tag: str) -> None:
+        if not self._takes(x):
+            raise self._error(kind, tag, f"expected {self._expected}, got {type(x).__name__}")
+        if x.dtype.char not in MOVABLE:
+            raise self._error(kind, tag, "this dtype has no message type; view it as integers of its width", x)
+
+    def _check_float(self, kind: str, x: Array, tag: str) -> None:
+        self._check(kind, x, tag)
+        if x.dtype.char not in "fd":
+            raise self._error(kind, tag, "expected float32 or float64", x)
+
+    def _along(self, kind: str, x: Array, axis: int, sizes: Sequence[int], tag: str) -> tuple[int, tuple[int, ...]]:
+        """Return the axis counted from the front, and the sizes as a tuple."""
+        self._check(kind, x, tag)
+        if not -x.ndim <= axis < x.ndim:
+            raise self._error(kind, tag, f"axis {axis} does not exist in shape {x.shape}", x)
+        sizes = tuple(map(int, sizes))
+        if len(sizes) != self.size or min(sizes) < 0:
+            raise self._error(kind, tag, f"sizes {sizes} are not one length >= 0 for each of {self.size} ranks", x)
+        return axis % x.ndim, sizes
+
+    def _error(self, kind: str, tag: str, reason: str, x: Array | None = None) -> Exception:
+        shape = "" if x is None else f" (shape {x.shape})"
+        return self.comm.error(kind, tag, reason + shape, x)
+
+
+class CardsGroup(CommunicatorGroup):
+    """The ranks of a group whose arrays are those of cards, given to MPI as they are; see [Note: direct messages].
+
+    Parameters
+    ----------
+    group : CommunicatorGroup
+        The ranks; its counts go on.
+    card : Card
+        This rank's.
+    """
+
+    _expected = "an array of a card"
+
+    def __init__(self, group: CommunicatorGroup, card: Card) -> None:
+        super().__init__(group.comm)
+        self.counts, self._card = group.counts, card
+        self.comm.before_cards = card.settle
+        self._path = self._messages = Messages(self.comm, self._empty)
+
+    def _takes(self, x: object) -> bool:
+        return hasattr(x, "__cuda_array_interface__")
+
+    def _empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        return self._card.empty(prod(shape) if isinstance(shape, tuple) else shape, dtype).reshape(shape)
+
+
+def contiguous(x: Array) -> Array:
+    """Return ``x``, or a copy, with its elements in C order, wherever it is. Not collective."""
+    found: Array = namespace(x).ascontiguousarray(x)
+    return found
+
+
+def _copy(x: Array) -> Array:
+    copied: Array = namespace(x).array(x, order="C")
+    return copied
+
+
+def _cube(x: Array, axis: int) -> Array:
+    """View (or copy once) as (before the axis, along it, behind it)."""
+    return contiguous(x).reshape(prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :]))

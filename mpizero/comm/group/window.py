@@ -1,0 +1,213 @@
+"""Sums and gathers of ranks that share memory, through one window: written once, read in place, nothing is sent.
+
+[Note: two halves] A call writes into one half of the window, waits at one barrier, and reads; the next call uses the
+other half. A rank that writes into a half again has passed the barrier of the call between, which every rank enters
+only after it has read, so no second barrier protects what is still being read.
+
+[Note: signatures] Beside its array a rank leaves a number that stands for what it calls. All compare them behind the
+barrier, so that calls that do not match end in the same error on every rank, and not in wrong numbers. A window that
+is too small is replaced only after such a comparison, since replacing is collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpizero.comm.communicator import Communicator
+from mpizero.comm.group.messages import Messages, fold
+from mpizero.comm.supervision.mismatch import mismatch
+from mpizero.comm.supervision.trace import describe
+from mpizero.comm.transport import SharedMemory
+from mpizero.errors import SharedMemoryError
+from mpizero.layout import Partition
+from mpizero.text import notice
+from mpizero.types import Array
+
+#: Arrays start on a cache line of their own.
+LINE = 64
+#: Bytes of each half before an array needs more.
+FIRST_HALF = 1 << 16
+#: From so many ranks and bytes on every rank sums a part and all copy the sum, at the price of a second barrier;
+#: below, every rank sums everything for itself.
+SHARED_SUM_RANKS, SHARED_SUM_BYTES = 4, 1 << 18
+#: Calls whose places in the window are remembered.
+_REMEMBERED = 512
+
+
+class _Place(NamedTuple):
+    """Where the arrays of one call lie in each half, and the number that stands for it."""
+
+    signature: int
+    halves: tuple[tuple[Array, ...], tuple[Array, ...]]
+
+
+class Window:
+    """A :class:`mpizero.comm.group.messages.Path` through memory that all ranks of the group share.
+
+    The window is allocated at the first call and grows to the largest call; where there is no room for it all ranks go
+    on with messages, and the first one says so.
+
+    Parameters
+    ----------
+    node : Communicator
+        The ranks of the group; ``shares_memory``.
+    messages : Messages
+        The same ranks, maybe in another order, which is the order of all sums.
+    """
+
+    def __init__(self, node: Communicator, messages: Messages) -> None:
+        self._node = node
+        self._messages = messages
+        self._rank, self._size = messages.comm.rank, messages.comm.size
+        self._memory: SharedMemory | None = None
+        self._has_room = True
+        self._capacity = -1
+        self._half = 0
+        self._signatures: tuple[Array, ...] = ()
+        self._places: dict[tuple[object, ...], _Place] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the window, which the ranks of the group hold together."""
+        return 0 if self._memory is None else self._memory.buffer.nbytes
+
+    def reduce(self, x: Array, operation: np.ufunc, tag: str) -> Array:
+        """Combine arrays elementwise. Collective over the group."""
+        shared_sum = self._size >= SHARED_SUM_RANKS and x.nbytes >= SHARED_SUM_BYTES
+        call = (operation.__name__, x.dtype.char, x.size)
+        rows = self._open(call, [x.shape] * (self._size + shared_sum), x.dtype, tag)
+        if rows is None:
+            return self._messages.reduce(x, operation, tag)
+        rows[self._rank][...] = x
+        self._meet(call, tag)
+        result = np.empty(x.shape, x.dtype)
+        terms = [x if rank == self._rank else row for rank, row in enumerate(rows[: self._size])]
+        if not shared_sum:
+            fold(operation, terms, result)
+            return result
+        own = Partition(x.size, self._size).shard(self._rank)
+        fold(operation, [term[own] for term in terms], rows[-1][own])
+        self._barrier(tag)
+        result[...] = rows[-1]
+        return result
+
+    def scatter(self, x: Array, sizes: Sequence[int], tag: str) -> Array:
+        """Sum and keep one block; only the blocks of others are written. Collective over the group."""
+        call = ("reduce_scatter", x.dtype.char, x.shape, tuple(sizes))
+        rows = self._open(call, [x.shape] * self._size, x.dtype, tag)
+        if rows is None:
+            return self._messages.scatter(x, sizes, tag)
+        start = sum(sizes[: self._rank])
+        stop = start + sizes[self._rank]
+        mine = rows[self._rank]
+        mine[:, :start] = x[:, :start]
+        mine[:, stop:] = x[:, stop:]
+        self._meet(call, tag)
+        result = np.empty((x.shape[0], stop - start, x.shape[2]), x.dtype)
+        terms = [(x if rank == self._rank else row)[:, start:stop] for rank, row in enumerate(rows)]
+        if len(result) == 1:
+            fold(np.add, [term[0] for term in terms], result[0])
+        else:
+            fold(np.add, terms, result)
+        return result
+
+    def gather(self, x: Array, sizes: Sequence[int], tag: str) -> Array:
+        """Join the blocks of all ranks: each writes its own to its place in the whole. Collective over the group."""
+        outer, _, inner = x.shape
+        call = ("all_gather", x.dtype.char, outer, inner, tuple(sizes))
+        arrays = self._open(call, [(outer, sum(sizes), inner)], x.dtype, tag)
+        if arrays is None:
+            return self._messages.gather(x, sizes, tag)
+        whole, start = arrays[0], sum(sizes[: self._rank])
+        whole[:, start : start + sizes[self._rank]] = x
+        self._meet(call, tag)
+        return whole.copy()
+
+    def close(self) -> None:
+        """Free the window and the buffers of messages. Collective over the group."""
+        self._drop()
+        self._messages.close()
+
+    # ------------------------------------------------------------------ the window
+
+    def _open(
+        self, call: tuple[object, ...], shapes: Sequence[tuple[int, ...]], dtype: Any, tag: str
+    ) -> tuple[Array, ...] | None:
+        """Return arrays of these shapes in the present half, or None where shared memory has no room."""
+        place = self._places.get(call)
+        if place is None:
+            if not self._has_room:
+                return None
+            sizes = [int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape in shapes]
+            starts = list(accumulate((-(-size // LINE) * LINE for size in sizes), initial=0))
+            if starts[-1] > self._capacity and not self._grow(call, starts[-1], tag):
+                return None
+            if len(self._places) >= _REMEMBERED:
+                self._places.clear()
+            assert self._memory is not None
+            halves = []
+            for half in range(2):
+                room = self._memory.buffer[2 * self._size * LINE + half * self._capacity :]
+                parts = zip(starts, sizes, shapes, strict=False)
+                halves.append(tuple(room[start:][:size].view(dtype).reshape(shape) for start, size, shape in parts))
+            place = self._places[call] = _Place(_signature(call), (halves[0], halves[1]))
+        return place.halves[self._half]
+
+    def _meet(self, call: tuple[object, ...], tag: str) -> None:
+        """Wait until every rank has written for this call, and go over to the other half."""
+        place = self._places.get(call)
+        number = _signature(call) if place is None else place.signature
+        numbers = self._signatures[self._half]
+        self._half ^= 1
+        numbers[self._rank] = number
+        self._barrier(tag)
+        if numbers.tolist() != [number] * self._size:
+            mine = self._node.trace.records()[-1]._replace(what=describe((call[0], tag, *call[1:])), number=number)
+            told = dict(self._node.allgather_object((self._rank, mine), "contract"))
+            raise mismatch(self._node.name, {rank: [record] for rank, record in told.items()}) or self._node.mismatch()
+
+    def _barrier(self, tag: str) -> None:
+        assert self._memory is not None
+        self._node.node_barrier(self._memory, tag)
+
+    def _grow(self, call: tuple[object, ...], nbytes: int, tag: str) -> bool:
+        """Make each half at least ``nbytes`` long and tell whether there was room for it."""
+        try:
+            if self._memory is None:
+                self._allocate(FIRST_HALF)
+            if nbytes > self._capacity:
+                self._meet(call, tag)
+                self._drop()
+                self._allocate(nbytes)
+        except SharedMemoryError as error:  # raised on all ranks alike
+            self._has_room = False
+            if self._rank == 0:
+                notice(f"{error}; group {self._node.name!r} goes on with messages")
+        return self._has_room
+
+    def _allocate(self, nbytes: int) -> None:
+        heads = 2 * self._size * LINE
+        capacity = -(-nbytes // 4096) * 4096
+        self._memory = self._node.allocate_shared(heads + 2 * capacity, "group window")
+        self._capacity = capacity
+        numbers = self._memory.buffer[:heads].view(np.int64).reshape(2, self._size, LINE // 8)[:, :, 0]
+        self._signatures = (numbers[0], numbers[1])
+        self._half = 0
+
+    def _drop(self) -> None:
+        memory, self._memory = self._memory, None
+        self._places.clear()
+        self._signatures = ()
+        self._capacity = -1
+        if memory is not None:
+            memory.close()
+
+
+def _signature(call: tuple[object, ...]) -> int:
+    """Return a number that is the same for the same call in every process."""
+    return int.from_bytes(blake2b(repr(call).encode(), digest_size=7).digest(), "little")

@@ -1,0 +1,1 @@
+"""Exact sums and gathers of gradients and parameters over the data ranks."""

@@ -1,0 +1,369 @@
+"""Sums and gathers between groups of ranks that share memory, in the order of the canonical tree.
+
+A *group* is the ranks of one node that share a window, or one rank alone with private memory; *peers* are the ranks
+with the same place in their groups. With one group nothing travels: owners read the rows of all ranks in place. With
+several, each rank folds its group's rows over its peers' ranges, the peers exchange these partial sums (the bytes of a
+reduce-scatter), and each owner receives rows that it sums by a program of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpizero.comm.communicator import Communicator, Request
+from mpizero.comm.reduce.codecs import Codec
+from mpizero.comm.reduce.segments import Arriving, Piece, Turn, program_array
+from mpizero.layout import Program, Span
+from mpizero.types import Array
+
+#: Elements in flight per exchange step; bounds the buffers that an exchange needs.
+EXCHANGE_ELEMENTS = 1 << 19
+
+#: ``scratch(name, size, dtype)`` lends room for a message until the next call with the same name.
+Scratch = Callable[[str, int, Any], Array]
+
+
+def in_flight(elements: int | None) -> int:
+    """Return the elements in flight at once: those that are given, or :data:`EXCHANGE_ELEMENTS`. Not collective."""
+    return elements or EXCHANGE_ELEMENTS
+
+
+def exchange_step(counts: Sequence[int], elements: int | None = None) -> int:
+    """Return how many elements of every peer's ranges move in one turn of an exchange. Not collective.
+
+    The same on every rank, although ranks send different numbers of partial sums: all make equally many turns.
+
+    Parameters
+    ----------
+    counts : sequence of int
+        Partial sums of each group.
+    elements : int or None
+        Elements in flight at once; None is :data:`EXCHANGE_ELEMENTS`.
+    """
+    return max(1, in_flight(elements) // max(1, sum(counts), max(counts) * len(counts)))
+
+
+def gather_step(peers: int, elements: int | None = None) -> int:
+    """Return how many elements of every peer move in one turn of a gather. Not collective."""
+    return max(1, in_flight(elements) // peers)
+
+
+class RowsToSum(NamedTuple):
+    """Rows of several groups that are to be summed.
+
+    Attributes
+    ----------
+    values : array, shape (rows of the group, stride)
+        All rows of this rank's group.
+    ranges : sequence over peers of sequences of Span
+        The ranges of the row space that each peer owns.
+    programs : sequence over groups of sequences of program
+        The partial sums that each group sends, over its own rows.
+    tag : str
+        What the messages are for.
+    residuals : sequence over peers of 1-D float32 arrays
+        What earlier messages to each peer have left out, as long as its ranges; for a codec with feedback.
+    """
+
+    values: Array
+    ranges: Sequence[Sequence[Span]]
+    programs: Sequence[Sequence[Program]]
+    tag: str = ""
+    residuals: Sequence[Array] = ()
+
+
+def fresh(name: str, size: int, dtype: Any) -> Array:
+    """Return a new array for every message. Not collective."""
+    return np.empty(size, dtype)
+
+
+class ExactExchange:
+    """Deliver to every rank the rows it needs to sum its own ranges.
+
+    Parameters
+    ----------
+    peers : Communicator
+        The ranks with this rank's place in their groups, in the order of their groups.
+    codec : Codec or None
+        How float32 partial sums are packed for other ranks; what arrives is still added in float32, together with this
+        rank's own sums as they are. Gives up the equality of bits between layouts.
+    scratch : Scratch
+        Where the buffers come from: at most ``2 * elements`` elements and, with a codec, as many packed ones.
+
+    Attributes
+    ----------
+    elements : int or None
+        Elements in flight at once, the same on every rank; None is :data:`EXCHANGE_ELEMENTS`.
+    """
+
+    def __init__(self, peers: Communicator, codec: Codec | None = None, scratch: Scratch = fresh) -> None:
+        self.peers = peers
+        self.codec = codec
+        self.scratch = scratch
+        self.elements: int | None = None
+
+    @property
+    def group_index(self) -> int:
+        """Index of this rank's group."""
+        return self.peers.rank
+
+    def pieces(self, rows: RowsToSum) -> Iterator[Piece]:
+        """Yield what this rank has to sum.
+
+        Collective over the peers; every rank consumes the whole iterator. The rows of a piece are valid until the next.
+        """
+        if self.peers.size == 1:
+            yield from _in_place(rows.values, rows.ranges[0])
+            return
+        for turn in self.turns(rows):
+            yield from self.begin_turn(turn, wait=True).pieces()
+
+    def turns(self, rows: RowsToSum) -> Iterator[Turn]:
+        """Cut what :meth:`pieces` delivers, of several groups, into turns that fit the buffers. Not collective."""
+        counts = [len(programs) for programs in rows.programs]
+        step = exchange_step(counts, self.elements)
+        totals = [sum(span.size for span in spans) for spans in rows.ranges]
+        sums = [program_array(program) for program in rows.programs[self.peers.rank]]
+        for low in range(0, max(totals), step):
+            windows = [_window(spans, low, low + step) for spans in rows.ranges]
+            left = [residual[low : low + step] for residual in rows.residuals]
+            yield Turn(rows.values, windows, counts, sums, rows.tag, left)
+
+    def begin_turn(self, turn: Turn, *, wait: bool = False) -> Arriving:
+        """Start to exchange a turn's partial sums.
+
+        Collective over the peers. The rows of the turn have been read when this returns. There are buffers for one
+        turn: its pieces must be used before the next begins.
+
+        Parameters
+        ----------
+        turn : Turn
+            What moves; one of :meth:`turns`.
+        wait : bool
+            Return when all has arrived.
+        """
+        if self.codec is not None and turn.rows.dtype == np.float32:
+            return self._packed(turn, wait)
+        return self._plain(turn, wait)
+
+    def _plain(self, turn: Turn, wait: bool) -> Arriving:
+        """Start to exchange a turn's partial sums as they are. Collective over the peers."""
+        widths, counts, me = turn.widths, turn.counts, self.peers.rank
+        send = self.scratch("send", counts[me] * sum(widths), turn.rows.dtype)
+        position = 0
+        for peer, width in enumerate(widths):
+            for number in range(counts[me]):
+                turn.add(peer, number, send[position : position + width])
+                position += width
+        recv = self.scratch("receive", sum(counts) * widths[me], turn.rows.dtype)
+        send_counts, recv_counts = [counts[me] * w for w in widths], [c * widths[me] for c in counts]
+        request = self._exchange(send, send_counts, recv, recv_counts, turn.tag, wait)
+        return Arriving(request, lambda: recv.reshape(sum(counts), widths[me]), turn.windows[me])
+
+    def _packed(self, turn: Turn, wait: bool) -> Arriving:
+        """As :meth:`_plain`, by the codec; a rank's own sums go straight to their rows. Collective over the peers."""
+        codec, widths, counts, me = self.codec, turn.widths, turn.counts, self.peers.rank
+        assert codec is not None
+        sizes = [0 if peer == me else codec.packed(width) for peer, width in enumerate(widths)]
+        send = self.scratch("packed send", counts[me] * sum(sizes), np.uint8)
+        others = max(width for peer, width in enumerate(widths) if peer != me)
+        values = self.scratch("send", others if counts[me] else 0, turn.rows.dtype)
+        position = 0
+        for peer, size in enumerate(sizes):
+            for number in range(counts[me] if size else 0):
+                turn.add(peer, number, values[: widths[peer]])
+                codec.encode(values[: widths[peer]], turn.residuals[peer], send[position : position + size])
+                position += size
+        arriving = codec.packed(widths[me])
+        recv_counts = [0 if peer == me else count * arriving for peer, count in enumerate(counts)]
+        recv = self.scratch("packed receive", sum(recv_counts), np.uint8)
+        matrix = self.scratch("receive", sum(counts) * widths[me], turn.rows.dtype).reshape(sum(counts), widths[me])
+        own = range(sum(counts[:me]), sum(counts[: me + 1]))
+        for number, row in enumerate(own):
+            turn.add(me, number, matrix[row])
+        send_counts = [counts[me] * size for size in sizes]
+        request = self._exchange(send, send_counts, recv, recv_counts, turn.tag, wait)
+
+        def unpack() -> Array:
+            place = 0
+            for row in range(sum(counts)):
+                if row not in own:
+                    codec.decode(recv[place : place + arriving], matrix[row])
+                    place += arriving
+            return matrix
+
+        return Arriving(request, unpack, turn.windows[me])
+
+    def _exchange(
+        self, send: Array, send_counts: list[int], recv: Array, recv_counts: list[int], tag: str, wait: bool
+    ) -> Request | None:
+        """Start an all-to-all, or do it: MPI's blocking form is the faster one. Collective over the peers."""
+        if wait:
+            self.peers.alltoallv(send, send_counts, recv, recv_counts, tag)
+            return None
+        return self.peers.ialltoallv(send, send_counts, recv, recv_counts, tag)
+
+
+def _in_place(rows: Array, spans: Sequence[Span]) -> Iterator[Piece]:
+    """Yield the pieces of a rank that finds all rows in its own group."""
+    position = 0
+    for span in spans:
+        if span.size:
+            yield Piece(rows, span.start, span.start, position, span.size)
+        position += span.size
+
+
+def _window(spans: Sequence[Span], low: int, high: int) -> list[tuple[int, Span]]:
+    """Return the parts of ``spans`` whose concatenated positions lie in ``low:high``, with those positions."""
+    parts, position = [], 0
+    for span in spans:
+        start, stop = max(low, position), min(high, position + span.size)
+        if start < stop:
+            parts.append((start, Span(start, stop).shift(span.start - position)))
+        position += span.size
+    return parts
+
+
+class Gathering:
+    """Values of several ranks on their way to their places; see :func:`begin_gather`."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = list(requests)
+
+    def test(self) -> bool:
+        """Let messages move on and tell whether all have arrived. Not collective."""
+        while self._requests and self._requests[0].test():
+            self._requests.pop(0)
+        return not self._requests
+
+    def wait(self) -> None:
+        """Return when all have arrived and this rank's own have left. Not collective; a second call does nothing."""
+        while self._requests:
+            self._requests.pop(0).wait()
+
+
+def begin_gather(
+    peers: Communicator, send: Sequence[Array], target: Array, spans: Sequence[Sequence[Span]], tag: str = "gather"
+) -> Gathering:
+    """Start to fill ``target`` over the spans of all peers with what each of them holds; takes no other memory.
+
+    Collective over ``peers``. Until it has ended nothing may write to what is sent, nor use those spans of ``target``.
+
+    Parameters
+    ----------
+    peers, send, target, spans
+        As for :func:`gather_spans`; every peer has as many spans, of which some may be empty.
+    tag : str
+        What the messages are called.
+    """
+    columns = [(values, [group[place] for group in spans]) for place, values in enumerate(send)]
+    return Gathering(
+        [
+            peers.igather_spans(values, target, column, tag)
+            for values, column in columns
+            if any(span.size for span in column)
+        ]
+    )
+
+
+def gather_spans(
+    peers: Communicator,
+    send: Sequence[Array],
+    target: Array,
+    spans: Sequence[Sequence[Span]],
+    scratch: Scratch = fresh,
+    elements: int | None = None,
+) -> None:
+    """Fill ``target`` over the spans of all peers with what each of them holds.
+
+    Collective over ``peers``. Moves bounded pieces, so that it needs little memory besides ``target``.
+
+    Parameters
+    ----------
+    peers : Communicator
+        The ranks that exchange.
+    send : sequence of 1-D arrays
+        This rank's values, one array for each of its own spans; they may be views of ``target``.
+    target : 1-D array
+        Receives the values of every peer.
+    spans : sequence over peers of sequences of Span
+        Where in ``target`` each peer's values belong; the same on every rank.
+    scratch : Scratch
+        Where the buffers come from: at most ``2 * elements`` elements.
+    elements : int or None
+        Elements in flight at once, the same on every rank; None is :data:`EXCHANGE_ELEMENTS`.
+    """
+    own = spans[peers.rank]
+    for span, values in zip(own, send, strict=True):
+        place = target[span.start : span.stop]
+        if span.size and not np.shares_memory(place[:1], values[:1]):
+            place[:] = values
+    if peers.size == 1:
+        return
+    step = gather_step(peers.size, elements)
+    longest = max(sum(span.size for span in group) for group in spans)
+    for low in range(0, longest, step):
+        windows = [_window(group, low, low + step) for group in spans]
+        counts = [sum(span.size for _, span in window) for window in windows]
+        packed = scratch("send", counts[peers.rank], target.dtype)
+        np.concatenate([target[:0], *(target[s.start : s.stop] for _, s in windows[peers.rank])], out=packed)
+        recv = scratch("receive", sum(counts), target.dtype)
+        peers.allgatherv(packed, recv, counts, "gather")
+        position = 0
+        for peer, window in enumerate(windows):
+            for _, span in window:
+                if peer != peers.rank:
+                    target[span.start : span.stop] = recv[position : position + span.size]
+                position += span.size
+
+
+def gather_packed(
+    peers: Communicator,
+    codec: Codec,
+    target: Array,
+    spans: Sequence[Sequence[Span]],
+    residual: Array,
+    scratch: Scratch = fresh,
+) -> None:
+    """As :func:`gather_spans` of views of ``target``, by a codec: the owner takes what arrives at its peers, too.
+
+    Collective over ``peers``; all of them end with the same bits.
+
+    Parameters
+    ----------
+    peers : Communicator
+        The ranks that exchange.
+    codec : Codec
+        Packs the values.
+    target : 1-D float32 array
+        Has this rank's values at its own spans; receives those of all peers.
+    spans : sequence over peers of sequences of Span
+        Where in ``target`` each peer's values belong; the same on every rank.
+    residual : 1-D float32 array
+        What earlier messages have left out of this rank's values; empty for a codec without feedback.
+    scratch : Scratch
+        Where the buffers come from.
+    """
+    step = gather_step(peers.size)
+    longest = max(sum(span.size for span in group) for group in spans)
+    for low in range(0, longest, step):
+        windows = [_window(group, low, low + step) for group in spans]
+        widths = [sum(span.size for _, span in window) for window in windows]
+        sizes = [codec.packed(width) for width in widths]
+        values = scratch("send", widths[peers.rank], np.float32)
+        np.concatenate([target[:0], *(target[s.start : s.stop] for _, s in windows[peers.rank])], out=values)
+        send = scratch("packed send", sizes[peers.rank], np.uint8)
+        codec.encode(values, residual[low : low + step], send)
+        recv = scratch("packed receive", sum(sizes), np.uint8)
+        peers.allgatherv(send, recv, sizes, "gather")
+        position = 0
+        for window, width, size in zip(windows, widths, sizes, strict=True):
+            values, place = scratch("receive", width, np.float32), 0
+            codec.decode(recv[position : position + size], values)
+            for _, span in window:
+                target[span.start : span.stop] = values[place : place + span.size]
+                place += span.size
+            position += size

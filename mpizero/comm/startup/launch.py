@@ -1,0 +1,128 @@
+"""The ranks that a launcher started, and what their MPI is."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from mpizero.comm.communicator import Communicator
+from mpizero.comm.inmemory import InMemoryCommunicator
+from mpizero.comm.supervision import guard
+from mpizero.errors import ConfigError
+from mpizero.launched import Launch, is_rank, is_several
+
+_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+
+
+@dataclass(frozen=True)
+class MpiFacts:
+    """What a process knows of its MPI.
+
+    Attributes
+    ----------
+    vendor, version, library : str
+        For example "MPICH", "4.2.3", and the first line that the library says of itself.
+    mpi4py : str
+        Version of the binding.
+    thread_level : str
+        "SINGLE", "FUNNELED", "SERIALIZED" or "MULTIPLE".
+    """
+
+    vendor: str
+    version: str
+    library: str
+    mpi4py: str
+    thread_level: str
+
+
+def world() -> Communicator:
+    """Return a communicator over all processes that were started together; one process without MPI is a world too.
+
+    Collective over MPI's world; starts MPI. The caller closes the result.
+
+    Raises
+    ------
+    ConfigError
+        The launcher has started more processes than MPI sees (it belongs to another MPI), or MPI cannot be loaded.
+    """
+    launch = Launch.of(os.environ)
+    launcher = launch.name or "the launcher"
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        if launch.size in (None, 1):
+            return one_process()
+        raise ConfigError(
+            f"{launcher} has started {launch.size} processes, but MPI cannot be loaded: {error}; "
+            "install an MPI library, for example: pip install mpich"
+        ) from None
+    from mpizero.comm.mpi import MpiCommunicator
+
+    _check_size(MPI, launch)
+    return MpiCommunicator(MPI.COMM_WORLD)
+
+
+def one_process(name: str = "world") -> Communicator:
+    """Return a communicator of this process alone, without MPI. Not collective."""
+    return InMemoryCommunicator.group(1, name=name)[0]
+
+
+def default_world() -> Any:
+    """Return what ``comm=None`` means: mpi4py's COMM_WORLD where a launcher has started several ranks, else None.
+
+    Not collective, but starts MPI where there are several. A program that a rank has started is no rank.
+
+    Raises
+    ------
+    ConfigError
+        Each of several processes sees itself alone, or MPI has been finalized.
+    """
+    launch, loaded = Launch.of(os.environ), sys.modules.get("mpi4py.MPI")
+    if not is_rank(os.environ) or (not is_several(os.environ) and (loaded is None or not loaded.Is_initialized())):
+        return None
+    way_out = 'comm="self" is this process alone'
+    guard.current().starts_mpi()
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"comm=None is the world of {launch.name or 'the launcher'}, but MPI cannot be loaded: {error}; {way_out}"
+        ) from None
+    if MPI.Is_finalized():
+        raise ConfigError(f"comm=None is the launcher's world, but MPI has been finalized; {way_out}")
+    _check_size(MPI, launch, f"; {way_out}")
+    return MPI.COMM_WORLD if MPI.COMM_WORLD.Get_size() > 1 else None
+
+
+def _check_size(mpi: Any, launch: Launch, way_out: str = "") -> None:
+    """Raise unless MPI sees as many processes as the launcher says that it has started."""
+    size = mpi.COMM_WORLD.Get_size()
+    if launch.size not in (None, size):
+        raise ConfigError(
+            f"{launch.name} has started {launch.size} processes, but each sees {size}: it belongs to another MPI than "
+            f"the one that mpi4py has loaded, which is {' '.join(map(str, mpi.get_vendor()[:1]))}, or starts none; "
+            f"{launch.remedy or 'use its own mpiexec'}{way_out}"
+        )
+
+
+def mpi_facts() -> MpiFacts | None:
+    """Return what is known of MPI, None where it cannot be loaded.
+
+    Not collective, but starts MPI.
+    """
+    try:
+        import mpi4py
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        return None
+    vendor, version = MPI.get_vendor()
+    levels = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
+    return MpiFacts(
+        vendor=vendor,
+        version=".".join(map(str, version)),
+        library=MPI.Get_library_version().strip("\0\n ").splitlines()[0].strip(),
+        mpi4py=mpi4py.__version__,
+        thread_level=_LEVELS[levels.index(MPI.Query_thread())],
+    )

@@ -1,0 +1,55 @@
+"""What must not differ between ranks when they begin: the software they run on, and what they are about to do."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from importlib import metadata
+from typing import Any
+
+from mpizero.comm.alike import agree_alike
+from mpizero.comm.communicator import Communicator
+from mpizero.comm.startup.launch import mpi_facts
+
+#: HDF5 comes with h5py, whose own version stands for both.
+_PACKAGES = ("mpizero", "numpy", "mpi4py", "numba", "h5py", "threadpoolctl")
+
+
+@lru_cache(maxsize=1)
+def versions() -> dict[str, str]:
+    """Return the versions of Python, mpizero and what they stand on, "missing" where it is not installed.
+
+    Not collective; the caller does not change the result.
+    """
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "from source" if name == "mpizero" else "missing"
+    return found
+
+
+@lru_cache(maxsize=1)
+def _software() -> dict[str, str]:
+    facts = mpi_facts() if "mpi4py.MPI" in sys.modules else None
+    mpi = {} if facts is None else {"MPI": f"{facts.vendor} {facts.version}", "MPI thread level": facts.thread_level}
+    return {**versions(), "byte order": sys.byteorder, **mpi}
+
+
+def agree_to_start(comm: Communicator, plans: Callable[[], Mapping[str, Any]]) -> None:
+    """Raise on every rank unless all run the same software and have the same plans.
+
+    Collective over ``comm``: one message of 32 bytes a rank while they agree. ``plans`` returns subjects by name, as
+    :func:`mpizero.comm.alike.agree_alike` takes them; ``mpizero train`` calls this with its configuration, and every
+    sharded model with all that it is made of. It is the first message of both, so ranks that are to do different
+    things meet here and not in the middle of them.
+
+    Raises
+    ------
+    ConfigError
+        Names the first version, setting or parameter that differs, its values and their ranks.
+    """
+    agree_alike(comm, lambda: {"the software": _software(), **plans()}, "agree to start")

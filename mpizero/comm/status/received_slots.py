@@ -1,0 +1,93 @@
+"""Slots of a board that came over a network: nothing in them is believed before it was looked at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from math import isfinite
+from typing import Any, NoReturn
+
+from mpizero.comm.status.status_board import Slot
+
+#: Bytes of one rank's slot at most, as it is sent: what fits on a board, its age and its rank.
+SLOT_LIMIT = 33_000
+_SECONDS = (int, float)
+#: What readers of a slot count on, where it has such an entry.
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    "age": _SECONDS,
+    "still": _SECONDS,
+    "pid": int,
+    "place": str,
+    "state": str,
+    "library": str,
+    "calls": list,
+    "duties": list,
+    "transfers": list,
+    "marks": dict,
+    "records": dict,
+}
+#: Entries that every slot has.
+_ALWAYS = frozenset({"age", "place", "state", "still", "calls", "duties", "marks"})
+#: Entries that are lists of rows: what these consist of.
+_ROWS: Mapping[str, tuple[type | tuple[type, ...], ...]] = {
+    "calls": (str, str, int, str, str, _SECONDS),
+    "duties": (str, int, str, _SECONDS),
+    "transfers": (str, int, _SECONDS),
+}
+_MARK = (int, int)
+
+
+def checked(data: bytes, ranks: Collection[int], now: float) -> dict[int, Slot]:
+    """Return the slots that ``data`` holds, with times of this host's clock, on which it is ``now``. Not collective.
+
+    Raises
+    ------
+    ValueError
+        They are not slots of some of these ranks.
+    """
+    try:
+        found = json.loads(data, parse_constant=_refuse, parse_float=_finite, parse_int=_small)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if not isinstance(found, dict) or not {str(rank) for rank in ranks}.issuperset(found):
+        raise ValueError("not slots of these ranks")
+    for slot in found.values():
+        _check(slot)
+    return {int(rank): slot | {"beat": now - slot["age"]} for rank, slot in found.items()}
+
+
+def _check(slot: Any) -> None:
+    if not isinstance(slot, dict) or not _ALWAYS.issubset(slot):
+        raise ValueError("not a slot")
+    for name in _KINDS.keys() & slot.keys():
+        if not _is(slot[name], _KINDS[name]):
+            raise ValueError(f"{name} is of another type")
+    for name, kinds in _ROWS.items():
+        if not all(_consists(row, kinds) for row in slot.get(name, ())):
+            raise ValueError(f"{name} has other cells")
+    if not all(_consists(mark, _MARK) for mark in slot["marks"].values()):
+        raise ValueError("marks are of another type")
+
+
+def _consists(row: Any, kinds: tuple[type | tuple[type, ...], ...]) -> bool:
+    return isinstance(row, list) and len(row) == len(kinds) and all(map(_is, row, kinds))
+
+
+def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _finite(number: str) -> float:
+    if not isfinite(value := float(number)):
+        raise ValueError("a number is too large")
+    return value
+
+
+def _small(number: str) -> int:
+    if len(number) > 24:
+        raise ValueError("a number is too large")
+    return int(number)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number")

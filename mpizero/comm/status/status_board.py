@@ -1,0 +1,162 @@
+"""A notice board of one node: every rank writes where it stands, every rank can read it, also when MPI is stuck.
+
+[Note: board] A file in shared memory, mapped by all ranks of a node and unlinked as soon as all have it open, so that
+even a killed job leaves nothing behind. It needs no MPI to be read or written, which is the point: the ranks look at
+it when a collective does not return, from a daemon thread, or while the program is being torn down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mpizero.comm.status.scratch_files import folders
+
+_SLOT = 32768
+_HEADER = struct.Struct("<II")  # version (odd while being written), length
+_CLAIM = struct.Struct("<I")
+#: Where the page before the slots holds the key of the communicator whose calls somebody wants to see.
+_ASKED, _KEY = 64, 32
+
+Slot = dict[str, Any]
+
+
+class Board:
+    """One slot per rank of a node, and one claim per job part: who speaks the last words.
+
+    Parameters
+    ----------
+    ranks : sequence of int
+        World ranks that share this board.
+    rank : int
+        The one that writes here.
+    path : str or None
+        File made by :meth:`create_file`; None keeps a board of this process alone.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, path: str | None) -> None:
+        self.ranks = tuple(ranks) if path else (rank,)
+        self.rank = rank
+        self._own = self.ranks.index(rank)
+        self._version = 0
+        size = _SLOT * (len(self.ranks) + 1)
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path else -1
+        self._map: mmap.mmap | bytearray = mmap.mmap(self._file, size) if path else bytearray(size)
+
+    @staticmethod
+    def create_file(ranks: int) -> str | None:
+        """Make the file for ``ranks`` slots; None where there is no room for it. Not collective."""
+        for folder in folders():
+            with contextlib.suppress(OSError):
+                file, path = tempfile.mkstemp(prefix="mpizero-board-", dir=folder)
+                try:
+                    # Allocated, not sparse: a full file system is an error here and not a SIGBUS later.
+                    os.posix_fallocate(file, 0, _SLOT * (ranks + 1))
+                except OSError:
+                    os.unlink(path)
+                    raise
+                finally:
+                    os.close(file)
+                return path
+        return None
+
+    def write(self, slot: Slot) -> None:
+        """Replace this rank's slot. Not collective; one thread at a time."""
+        data, marks = encode(slot), list(slot.get("marks", {}).items())
+        while len(data) > _SLOT - _HEADER.size and "records" in slot:  # the oldest calls
+            left = {key: rows[len(rows) // 4 + 1 :] for key, rows in slot["records"].items()}
+            slot = slot | {"records": left} if any(left.values()) else {k: v for k, v in slot.items() if k != "records"}
+            data = encode(slot)
+        while len(data) > _SLOT - _HEADER.size and marks:  # the counts of communicators made long ago
+            marks = marks[: len(marks) // 2]
+            data = encode(slot | {"marks": dict(marks)})
+        data = data[: _SLOT - _HEADER.size]
+        start = _SLOT * (self._own + 1)
+        self._version += 2
+        _HEADER.pack_into(self._map, start, self._version - 1, len(data))
+        self._map[start + _HEADER.size : start + _HEADER.size + len(data)] = data
+        _HEADER.pack_into(self._map, start, self._version, len(data))
+
+    def read(self) -> dict[int, Slot]:
+        """Return the last slot of every rank that has written one. Not collective."""
+        found = ((rank, self.read_one(rank)) for rank in self.ranks)
+        return {rank: slot for rank, slot in found if slot is not None}
+
+    def read_one(self, rank: int) -> Slot | None:
+        """Return the last slot of one rank of the node; None if it has written none. Not collective."""
+        return self._read_slot(self.ranks.index(rank))
+
+    def ask(self, key: str) -> None:
+        """Ask all ranks for their calls of the communicator ``key``, with their next slots. Not collective."""
+        self._map[_ASKED : _ASKED + _KEY] = key.encode().ljust(_KEY, b"\0")
+
+    def asked(self) -> str:
+        """Return what was asked for last, "" at first. Not collective."""
+        return bytes(self._map[_ASKED : _ASKED + _KEY]).rstrip(b"\0").decode(errors="replace")
+
+    def _read_slot(self, index: int) -> Slot | None:
+        start = _SLOT * (index + 1)
+        for _ in range(100):
+            version, length = _HEADER.unpack_from(self._map, start)
+            data = self._map[start + _HEADER.size : start + _HEADER.size + length]
+            if version == 0:
+                return None
+            if version % 2 == 0 and _HEADER.unpack_from(self._map, start)[0] == version:
+                with contextlib.suppress(ValueError):
+                    slot: Slot = json.loads(data)
+                    return slot
+        return None
+
+    def claim(self) -> bool:
+        """Tell whether this rank is the first of the node to ask. Not collective."""
+        with contextlib.ExitStack() as unlock:
+            if self._file >= 0:
+                fcntl.lockf(self._file, fcntl.LOCK_EX, _CLAIM.size)
+                unlock.callback(fcntl.lockf, self._file, fcntl.LOCK_UN, _CLAIM.size)
+            (holder,) = _CLAIM.unpack_from(self._map, 0)
+            if holder == 0:
+                _CLAIM.pack_into(self._map, 0, self.rank + 1)
+            return holder in (0, self.rank + 1)
+
+    def close(self) -> None:
+        """Let the file go; what is mapped stays until nobody writes to it any more. Not collective."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+    def claimed(self) -> bool:
+        """Tell whether a rank of the node has spoken. Not collective."""
+        return bool(_CLAIM.unpack_from(self._map, 0)[0])
+
+
+def encode(slots: Mapping[Any, Any]) -> bytes:
+    """Return a slot, or slots by rank, as they are stored and sent: without spaces. Not collective."""
+    return json.dumps(slots, separators=(",", ":")).encode()
+
+
+def open_board(rank: int, members: Sequence[int], host: str, allgather: Callable[[Any], list[Any]]) -> Board:
+    """Open the board of this rank's node, or one of its own where that cannot be had.
+
+    Collective over the ranks that ``allgather`` (picklable object -> list of every rank's) reaches: the world ranks
+    ``members``, in this order.
+    """
+    hosts = allgather(host)
+    ranks = [other for other, name in zip(members, hosts, strict=True) if name == host]
+    path = Board.create_file(len(ranks)) if rank == ranks[0] else None
+    shared = allgather(path)[members.index(ranks[0])]
+    try:
+        board = Board(ranks, rank, shared)
+    except (OSError, ValueError):  # the same host name, but another file system (containers)
+        board = Board(ranks, rank, None)
+    allgather(None)  # everyone has it open
+    if path is not None:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    return board

@@ -1,0 +1,264 @@
+"""Nobody fails alone: what watches over a process, from the import of mpizero on.
+
+[Note: one holder] ``sys.excepthook``, ``threading.excepthook`` and ``atexit`` belong to the process, as MPI does, so
+there is one guard per process: ``_GUARD``, the only module state of the package. It holds what those hooks need and
+nothing that a computation reads.
+
+[Note: a life] :func:`install_in_job` begins it when mpizero is imported in a launcher's job, and so does the first
+communicator. From then on the hooks tell of errors and of the end (:mod:`.hooks`, :mod:`.ending`), and where there are
+several ranks a thread tells the others of the node where this one stands. The last communicator that is closed ends
+it, and all is as before; the next one begins it again. A guest's communicators (``embedded``) do neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from mpizero.comm.exits.c_exit_hook import LibraryExit
+from mpizero.comm.exits.job_exit import Ending
+from mpizero.comm.exits.python_hooks import Hooks
+from mpizero.comm.startup.arrival import arriving
+from mpizero.comm.startup.startup_board import open_roll
+from mpizero.comm.status.scratch_files import folders
+from mpizero.comm.status.status_board import Slot
+from mpizero.comm.supervision.heartbeat import Heartbeat
+from mpizero.comm.supervision.mismatch import Lookout
+from mpizero.comm.supervision.trace import CallTrace
+from mpizero.errors import (
+    ConfigError,
+    ExitStatus,
+)
+from mpizero.launched import RANK_PROCESS, Launch, is_rank, is_several, job_name, launched_rank, mark
+from mpizero.names import nearest
+
+#: "collectives": each is compared before it starts. "gradients": every step looks for some that no layer has written.
+DEBUG, DEBUGGED = "MPIZERO_DEBUG", ("collectives", "gradients")
+#: "1": this process belongs to another program, and nothing of it is touched; docs/embedding.md.
+EMBEDDED = "MPIZERO_EMBEDDED"
+
+
+class Guard(Ending):
+    """Takes over the process for the communicators of mpizero, and gives it back; made once, see [Note: one holder]."""
+
+    def __init__(self) -> None:
+        super().__init__(launched=is_several(os.environ))
+        self.debug = frozenset(filter(None, map(str.strip, os.environ.get(DEBUG, "").split(","))))
+        self.verifies = "collectives" in self.debug
+        self._library_exit: LibraryExit | None = None
+        self._imported = self._keeps = self.shows_stacks = False
+        #: The communicators that are watched over, with the ranks of those that were not split off another one.
+        self._watched: dict[CallTrace, tuple[int, ...]] = {}
+
+    # ------------------------------------------------------------------ life
+
+    def install_in_job(self) -> None:
+        """Begin to watch over this process if it is a launcher's rank and no guest; a second call does nothing.
+
+        Not collective; loads no MPI.
+        """
+        if not self._imported and is_rank(os.environ) and os.environ.get(EMBEDDED) != "1":
+            self.install()
+            self.is_guest()  # says what is wrong with another value
+        self._imported = True
+
+    def install(self, *, keep: bool = False) -> None:
+        """Set the hooks, and begin to tell the other ranks of the node where this one stands. Not collective.
+
+        A second call does nothing. ``keep``: until the end of the process, which is ours alone.
+        """
+        self._keeps |= keep
+        if self.hooks is not None and self.hooks.live:
+            return
+        self._imported, self.process, self.host = True, os.getpid(), socket.gethostname()
+        self.hooks = Hooks(self)
+        if is_several(os.environ):
+            os.environ[RANK_PROCESS] = mark(os.environ)
+            self.rank = self.peers.rank = launched_rank(os.environ)
+            folder = next((folder for folder in folders() if os.access(folder, os.W_OK)), "")
+            size = Launch.of(os.environ).size or 1
+            self.peers.roll = open_roll(job_name(os.environ), self.rank, size, folder, self.supervisor.complain)
+            self._tell()
+        for word in sorted(self.debug.difference(DEBUGGED)):
+            raise ConfigError(
+                f'{DEBUG}={word!r}: expected "collectives", "gradients", both with a comma between, or nothing'
+                f"{nearest(word, DEBUGGED)}"
+            )
+
+    def give_back(self) -> None:
+        """Put back all that was taken over, unless the process is ours alone. Not collective.
+
+        Done when the last communicator is closed, and by a guest's configuration.
+        """
+        if self.process == os.getpid() and self.hooks is not None and not self._keeps:
+            self.hooks.give_back()
+            self._rest()
+
+    def leaves(self) -> None:
+        """Wait for the others at the end of the program, then rest."""
+        super().leaves()
+        self._rest()
+
+    def _rest(self) -> None:
+        heartbeat, self.heartbeat, self.lookout = self.heartbeat, None, None
+        if heartbeat is not None:
+            heartbeat.notes.clear()
+            self.supervisor.remove(heartbeat.look)
+        if self.shows_stacks:
+            self.shows_stacks = False
+            faulthandler.unregister(signal.SIGUSR2)
+        self.peers.close()
+        if self._library_exit is not None:
+            self._library_exit.close()
+            self._library_exit = None
+        os.environ.pop(RANK_PROCESS, None)
+        self.hooks, self.process = None, 0
+
+    def be_guest(self) -> None:
+        """Give back what the import has taken, where nothing is watched over yet. Not collective."""
+        self._imported = True
+        if not self._watched:
+            self.give_back()
+
+    def is_guest(self, embedded: bool = False) -> bool:
+        """Tell whether this process belongs to another program. Not collective."""
+        if (value := os.environ.get(EMBEDDED, "")) not in ("", "0", "1"):
+            raise ConfigError(f'{EMBEDDED}={value!r}: expected "1", or "0" or nothing')
+        return embedded or value == "1"
+
+    @contextlib.contextmanager
+    def making(self, trace: CallTrace, comm: Any, timeout: float | None, *, guest: bool) -> Iterator[Any]:
+        """Put a communicator on the register, which the block makes; it hands out what lets its ranks meet.
+
+        Collective over ``comm``, an mpi4py intracommunicator, as is what is handed out, for the new one.
+        """
+        if not guest:
+            self.install()
+        members = self.world_ranks(comm)
+        entry = self.register.add(trace, members, comm.Get_rank())
+        try:
+            if guest or len(members) == 1:
+                yield lambda own: members
+            else:
+                with arriving(entry, self.supervisor, timeout, self._known, self._end_stuck):
+                    yield lambda own: self._meet(own, members)
+        except BaseException:
+            self.register.remove(trace)
+            raise
+        if not guest:
+            self._watched[trace] = tuple(sorted(members))
+            if comm.Get_rank() == 0 and (mpi := sys.modules["mpi4py.MPI"]).Query_thread() < mpi.THREAD_MULTIPLE:
+                text = "MPI runs below thread level MULTIPLE: the watchdog cannot end a hanging job; "
+                text += "unset MPI4PY_RC_THREAD_LEVEL and mpi4py.rc.thread_level, or be a guest: embedded=True"
+                warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+    def _known(self) -> dict[int, Slot]:
+        own = {} if self.heartbeat is None else {self.rank: self.heartbeat.last}
+        return self.peers.on_roll() | self.peers.read() | own
+
+    def _end_stuck(self, text: str) -> None:
+        if not self.ending:
+            self.end_job(self.lines(text), ExitStatus.HANG)
+
+    def _meet(self, comm: Any, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Let the ranks of a communicator open what they tell each other by, unless they have. Collective over it."""
+        if not self.peers.met(members):
+            self.peers.meet(comm, members, self.host, self.supervisor.complain)
+        self._tell()
+        self._look_out()
+        if len(members) == self.size:
+            self.peers.leave_roll(all_met=True)
+        return members
+
+    def world_ranks(self, comm: Any) -> tuple[int, ...]:
+        """Return the ranks in COMM_WORLD of those of ``comm``, an mpi4py communicator. Not collective."""
+        from mpi4py import MPI
+
+        world = MPI.COMM_WORLD
+        self.rank, self.size = world.Get_rank(), world.Get_size()
+        self.peers.rank = self.rank
+        group, everyone = comm.Get_group(), world.Get_group()
+        members = tuple(group.Translate_ranks(None, everyone))
+        group.Free()
+        everyone.Free()
+        return members
+
+    def follow(self, trace: CallTrace, comm: Any, *, guest: bool) -> tuple[int, ...]:
+        """Put a communicator that was split off one of ours on the register; return its world ranks.
+
+        Not collective.
+        """
+        members = self.world_ranks(comm)
+        self.register.add(trace, members, comm.Get_rank())
+        if not guest:
+            self._watched[trace] = ()
+        return members
+
+    def forget(self, trace: CallTrace, *, free: bool) -> None:
+        """Take a closed communicator off the register; with the last one, give everything back.
+
+        Collective over its ranks, where ``free`` says that MPI lives.
+        """
+        self.register.remove(trace)
+        members = self._watched.pop(trace, None)
+        if members and members not in self._watched.values():
+            self.peers.part(members, free=free)
+        if members is not None and not self._watched:
+            self.give_back()
+
+    def starts_mpi(self) -> None:
+        """Tell the others of this node that this rank will now wait for all ranks to start MPI. Not collective."""
+        if self.heartbeat is not None and "mpi4py.MPI" not in sys.modules:
+            self.heartbeat.notes["starts"] = True
+            self.heartbeat.look_again()
+            self._tell()
+
+    def _tell(self) -> None:
+        """Tell the others where this rank stands, from now on. Not collective."""
+        if self.heartbeat is not None:
+            self.heartbeat.beat()
+            return
+        self.heartbeat = Heartbeat(self.peers, self.register, self.supervisor, self._state)
+        try:
+            self.heartbeat.beat()
+            self.supervisor.add(self.heartbeat.look)
+        except Exception as error:  # what only helps to find a fault ends no run
+            self.supervisor.complain(error)
+
+    def _look_out(self) -> None:
+        """Compare what this rank calls with what the others call, from now on. Not collective."""
+        if self.lookout is None and self.heartbeat is not None:
+            self.lookout = Lookout(self.heartbeat, self._end_mismatch)
+            self.heartbeat.listeners.append(self.lookout.look)
+            self._library_exit = LibraryExit(self._on_library_exit)
+
+
+_GUARD = Guard()
+
+
+def install_in_job() -> None:
+    """Begin the supervised life of a rank: what the import of mpizero calls in a launcher's job.
+
+    Not collective; loads no MPI. ``MPIZERO_EMBEDDED=1`` prevents it, ``ShardingConfig(embedded=True)`` takes it back.
+    """
+    _GUARD.install_in_job()
+
+
+def set_context(step: int | None = None, phase: str | None = None) -> None:
+    """Name the step and phase that this rank is in, for last words and the watchdog. Not collective."""
+    if step is not None:
+        _GUARD.context["step"] = step
+    if phase is not None:
+        _GUARD.context["phase"] = phase
+
+
+def current() -> Guard:
+    """Return the guard of this process, for the watchdog."""
+    return _GUARD

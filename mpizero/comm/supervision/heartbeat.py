@@ -1,0 +1,157 @@
+"""Tell the other ranks, on boards and without MPI, where this one stands."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from time import monotonic
+from types import FrameType
+from typing import Any
+
+from mpizero.comm.startup.arrival import runs
+from mpizero.comm.status.peers import Peers
+from mpizero.comm.status.stacks import frame_of, innermost, place, stacks
+from mpizero.comm.status.status_board import Slot
+from mpizero.comm.supervision.registry import Register
+from mpizero.comm.supervision.supervisor import Supervisor
+from mpizero.comm.supervision.trace import MAKING, CallTrace, Record
+
+#: Seconds in which a main thread at the same instruction is taken to stand still.
+_STILL = 0.5
+#: Seconds between two looks at the stack of a main thread that goes on: each costs it most of a millisecond.
+_LOOK = 1.0
+
+_LIBRARY_CALL = re.compile(
+    r"([A-Za-z_][\w.]*)\.((?:Neighbor_|neighbor_)?(?:[Aa]ll)?"
+    r"(?:[Bb]arrier|[Bb]cast|[Rr]educe|[Gg]atherv?|[Ss]catterv?|[Tt]oallv?|[Rr]educe_scatter(?:_block)?|[Ee]?[Ss]can))\("
+)
+
+
+def library_call(frame: FrameType, world: Any) -> str:
+    """Name the collective over ``world`` that ``frame`` calls by itself, past our communicators; "" if it does not.
+
+    Such a call is invisible in the traces, and the frame of a compiled method does not exist; but the source text of
+    the current instruction is known, and so is the object that its dotted name means.
+    """
+    positions = list(frame.f_code.co_positions())
+    index = frame.f_lasti // 2
+    line, _, column, end = positions[index] if 0 <= index < len(positions) else (None, None, None, None)
+    if line is None or column is None:
+        return ""
+    text = linecache.getline(frame.f_code.co_filename, line).encode()[column:end].decode(errors="replace")
+    found = _LIBRARY_CALL.match(text)
+    if not found:
+        return ""
+    first, *rest = found[1].split(".")
+    value = frame.f_locals.get(first, frame.f_globals.get(first))
+    for name in rest:  # by dictionaries only: a property of the user's must not run in this thread
+        value = getattr(value, "__dict__", {}).get(name)
+    return f"{found[2]} of COMM_WORLD" if type(value) is type(world) and value == world else ""
+
+
+def calls(register: Register, since: Callable[[float], float]) -> list[list[Any]]:
+    """Return the calls that are going on: key, communicator, sequence, operation, tag, seconds. Not collective.
+
+    ``since`` tells the seconds from a moment on.
+    """
+    return [
+        [e.key, e.trace.name, e.trace.sequence, e.trace.operation, e.trace.tag[:80], since(entered)]
+        for e in tuple(register.live)
+        if (entered := e.trace.entered)
+    ]
+
+
+def transfers(traces: Iterable[CallTrace], since: Callable[[float], float]) -> list[list[Any]]:
+    """Return the files that are being read or written: what, bytes so far, seconds since the last. Not collective."""
+    return [[t.what, t.bytes, since(t.moved)] for trace in traces for t in tuple(trace.transfers)]
+
+
+class Heartbeat:
+    """Writes where this rank stands on its boards, when the supervisor looks.
+
+    ``context`` gives further entries of the slot.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        register: Register,
+        supervisor: Supervisor,
+        context: Callable[[], dict[str, Any]],
+    ) -> None:
+        self.peers = peers
+        self.register = register
+        self.listeners: list[Callable[[Slot], None]] = []
+        self.notes: Slot = {}
+        self.last: Slot = {}
+        self._supervisor = supervisor
+        self._context = context
+        self._watched = threading.main_thread().ident or 0
+        self._asked: list[str] = []
+        self._spot: tuple[int, int] = (0, 0)
+        self._since = monotonic()
+        self._place, self._looked = "", float("-inf")
+        self._writing = threading.RLock()
+
+    def look(self, now: float) -> None:
+        """Write the slot of this moment, then ask the listeners whether something is wrong. Not collective."""
+        slot = self.beat(now)
+        for listener in tuple(self.listeners):
+            listener(slot)
+
+    def look_again(self) -> None:
+        """Tell with the next slot where the main thread stands then, however lately it was looked at."""
+        self._looked = float("-inf")
+
+    def beat(self, now: float | None = None) -> Slot:
+        """Write the slot of this moment. Not collective."""
+        with self._writing:
+            self.last = slot = self.slot(monotonic() if now is None else now)
+            self.peers.write(slot)
+        return slot
+
+    def slot(self, now: float) -> Slot:
+        """Describe where the main thread stands now."""
+
+        def since(moment: float) -> float:
+            return self._supervisor.since(moment, now)
+
+        frame = frame_of(self._watched)
+        spot = (id(frame), frame.f_lasti) if frame else (0, 0)
+        moved = spot != self._spot
+        if moved:
+            self._spot, self._since = spot, now
+        if not moved or now - self._looked >= _LOOK:
+            self._place, self._looked = place(stacks().get(self._watched) or innermost(frame)), now
+        slot: Slot = {"beat": now, "place": self._place, "still": since(self._since), "pid": os.getpid()}
+        # A caught exception's frame may be gone at any moment; the board is a courtesy and never a fault of its own.
+        with contextlib.suppress(Exception):
+            mpi = sys.modules.get("mpi4py.MPI")
+            stands = frame is not None and mpi is not None and slot["still"] >= _STILL
+            slot["library"] = library_call(frame, mpi.COMM_WORLD) if frame and mpi and stands else ""
+        slot["calls"] = calls(self.register, since)
+        entries = tuple(self.register.live)
+        slot["making"] = {e.key: runs(e.members) for e in entries if e.trace.operation == MAKING}
+        slot["transfers"] = transfers([entry.trace for entry in tuple(self.register.live)], since)
+        slot["duties"] = [
+            [e.key, e.trace.duties, what, since(begun)]
+            for e in tuple(self.register.live)
+            for what, begun in [e.trace.duty]
+            if what
+        ]
+        slot["marks"] = self.register.marks()
+        if asked := self._asked_for():
+            slot["records"] = asked
+        return slot | self.notes | self._context()
+
+    def _asked_for(self) -> dict[str, list[Record]]:
+        """Return the last calls of the communicators that a rank has asked for last."""
+        asked = self.peers.asked()
+        self._asked = [*asked, *(key for key in self._asked if key not in asked)][: len(asked) + 1]
+        entries = filter(None, map(self.register.find, self._asked))
+        return {entry.key: entry.trace.records() for entry in entries}

@@ -1,0 +1,110 @@
+"""The one thread of a process that looks, now and then, whether somebody waits too long; it calls no MPI.
+
+[Note: time lived] A process that is stopped (SIGSTOP, ``scontrol suspend``, a paused machine) waits for nobody
+meanwhile, though the clocks go on, and all ranks are stopped and go on at slightly different moments. The thread knows
+that it was stopped when it wakes far later than it asked for, and that time does not count in :meth:`Supervisor.since`.
+A rank that is stopped alone is missed by the others, whose threads go on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from time import monotonic
+
+from mpizero.comm.exits.failure_report import write
+
+#: Seconds between two looks, unless somebody asks for more.
+TICK = 0.25
+#: Name of the thread.
+HEARTBEAT = "mpizero-heartbeat"
+#: A look that comes so many ticks late, and so many seconds, comes after a stop.
+_LATE_TICKS, _LATE = 3, 0.5
+#: Stops that are remembered one by one.
+_STOPS = 32
+
+
+class Supervisor:
+    """Calls its listeners every so often, each with ``time.monotonic()``, in a daemon thread that ends with the last.
+
+    A listener that raises is reported once, and asked again: what only helps to find a fault ends no run.
+    """
+
+    def __init__(self) -> None:
+        self._listeners: dict[Callable[[float], None], float] = {}
+        self._changing = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._stops: list[tuple[float, float]] = []
+        self._complained = False
+
+    @property
+    def tick(self) -> float:
+        """Seconds between two looks."""
+        return min(tuple(self._listeners.values()), default=TICK)
+
+    @property
+    def lives(self) -> bool:
+        """Whether the thread runs: it does not where this user may have no more threads."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def add(self, listener: Callable[[float], None], tick: float = TICK) -> None:
+        """Call ``listener`` from now on, at least every ``tick`` seconds. Not collective."""
+        with self._changing:
+            self._listeners[listener] = tick
+            if not self.lives:
+                self._stop = threading.Event()
+                thread = threading.Thread(target=self._run, args=(self._stop,), name=HEARTBEAT, daemon=True)
+                try:
+                    thread.start()
+                    self._thread = thread
+                except RuntimeError as error:  # this user may have no more threads
+                    self.complain(error)
+
+    def remove(self, listener: Callable[[float], None]) -> None:
+        """Call ``listener`` no more; a second call does nothing. Not collective."""
+        with self._changing:
+            self._listeners.pop(listener, None)
+            thread, last = self._thread, not self._listeners
+            if last:
+                self._thread = None
+                self._stop.set()
+        if last and thread is not None and thread.is_alive() and thread is not threading.current_thread():
+            thread.join(1.0)
+
+    def stop(self) -> None:
+        """Call nobody any more. Not collective."""
+        for listener in tuple(self._listeners):
+            self.remove(listener)
+
+    def since(self, moment: float, now: float) -> float:
+        """Return the seconds that this process has lived from ``moment`` to ``now``. Not collective."""
+        stopped = sum(min(seconds, end - moment) for end, seconds in tuple(self._stops) if end > moment)
+        return max(0.0, now - moment - stopped)
+
+    def complain(self, error: BaseException) -> None:
+        """Say once that something which only helps to find faults does not work here. Not collective."""
+        if not self._complained:
+            self._complained = True
+            write(f"mpizero: stuck or missing ranks may not be noticed here: {type(error).__name__}: {error}\n")
+
+    def _run(self, stop: threading.Event) -> None:
+        last = monotonic()
+        while not stop.wait(self.tick):
+            now = monotonic()
+            self._note(last, now)
+            last = now
+            for listener in tuple(self._listeners):
+                try:
+                    listener(now)
+                except Exception as error:
+                    self.complain(error)
+
+    def _note(self, last: float, now: float) -> None:
+        late = max(_LATE_TICKS * self.tick, _LATE)
+        if now - last > late:
+            stops = [*self._stops, (now, now - last - late)]
+            if len(stops) > _STOPS:  # the two oldest become one
+                (_, first), (end, second), *rest = stops
+                stops = [(end, first + second), *rest]
+            self._stops = stops

@@ -1,0 +1,120 @@
+"""MPIZERO_DEBUG=collectives: every collective is compared before it starts, on a communicator of its own.
+
+A blocking collective then costs one more small message; a non-blocking one is compared when it is waited for or
+tested, so that ranks may still start it at different times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from mpi4py import MPI
+
+from mpizero.comm.supervision.mismatch import mismatch
+from mpizero.comm.supervision.trace import CallTrace
+from mpizero.comm.transport import Request
+from mpizero.errors import CollectiveError
+from mpizero.types import Array
+
+if TYPE_CHECKING:
+    from mpizero.comm.mpi import MpiCommunicator
+
+
+class Verifier:
+    """Compares the contract numbers of the ranks of one communicator; raises the same error on all of them.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        The ranks; split once more, collectively.
+    trace : CallTrace
+        What this rank calls.
+    members : sequence of int
+        World ranks, for the report.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, trace: CallTrace, members: Sequence[int]) -> None:
+        self._comm = comm.Split(0, comm.Get_rank())
+        self._trace, self._members = trace, members
+
+    def start(self) -> Verification:
+        """Send this rank's number. Collective over the communicator."""
+        mine, everyone = np.array([self._trace.number]), np.empty(self._comm.Get_size(), np.int64)
+        request = self._comm.Iallgather([mine, MPI.INT64_T], [everyone, 1, MPI.INT64_T])
+        return Verification(self, request, mine, everyone)
+
+    def error(self) -> CollectiveError:
+        """Return what ranks with different numbers have called. Collective over the communicator."""
+        records = dict(self._comm.allgather((self._members[self._comm.Get_rank()], self._trace.records())))
+        found = mismatch(self._trace.name, records)
+        return found or CollectiveError(f"the ranks of {self._trace.name!r} have called different collectives")
+
+    def blocks(self, send_counts: Sequence[int], recv_counts: Sequence[int]) -> str:
+        """Describe how what one rank sends differs from what another expects, or "". Collective."""
+        size = self._comm.Get_size()
+        mine = np.array([*send_counts, *recv_counts], np.int64)
+        every = np.empty((size, 2, size), np.int64)
+        self._comm.Allgather([mine, MPI.INT64_T], [every, 2 * size, MPI.INT64_T])
+        wrong = np.argwhere(every[:, 0] != every[:, 1].T)
+        if not wrong.size:
+            return ""
+        a, b = wrong[0]
+        return (
+            f"rank {self._members[a]} sends {every[a, 0, b]} elements to rank {self._members[b]}, which expects "
+            f"{every[b, 1, a]}"
+        )
+
+    def close(self) -> None:
+        """Free the communicator. Collective over it."""
+        self._comm.Free()
+
+
+class Verification:
+    """A comparison on its way."""
+
+    def __init__(self, verifier: Verifier, request: MPI.Request, mine: Array, everyone: Array) -> None:
+        self._verifier, self._request = verifier, request
+        self._mine, self._everyone = mine, everyone
+
+    def wait(self) -> None:
+        """Raise CollectiveMismatch on every rank unless all call the same. Collective over the communicator."""
+        self._request.Wait()
+        self._compare()
+
+    def test(self) -> bool:
+        """Tell whether the numbers have arrived; raises like :meth:`wait` if they have. Not collective."""
+        arrived = self._request.Test()
+        if arrived:
+            self._compare()
+        return arrived
+
+    def _compare(self) -> None:
+        if (self._everyone != self._mine).any():
+            raise self._verifier.error()
+
+
+class VerifiedRequest(Request):
+    """A non-blocking operation that ends after its comparison."""
+
+    def __init__(self, communicator: MpiCommunicator, verification: Verification, request: Request) -> None:
+        trace = communicator.trace
+        self._communicator, self._request = communicator, request
+        self._verification: Verification | None = verification
+        self._call = (trace.operation, trace.tag, trace.sequence)
+
+    def wait(self) -> None:
+        """Return when the operation has ended on this rank. Not collective; a second call returns at once."""
+        if self._verification is not None:
+            self._communicator._run(*self._call, self._verification.wait)
+            self._verification = None
+        self._request.wait()
+
+    def test(self) -> bool:
+        """Make progress and tell whether the operation has ended. Not collective."""
+        if self._verification is not None:
+            if not self._verification.test():
+                return False
+            self._verification = None
+        return self._request.test()

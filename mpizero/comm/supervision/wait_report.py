@@ -1,0 +1,84 @@
+"""What is said of a call that does not return: who is not in it, and where every rank stands."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpizero.comm.exits.failure_report import ranks_text
+from mpizero.comm.status.status_board import Slot
+from mpizero.comm.supervision.trace import MAKING
+
+#: Heartbeats of silence after which a rank counts as stopped.
+_SILENT_TICKS = 8
+_MIN_SILENCE = 0.5
+
+
+def aged(slots: Mapping[int, Slot]) -> dict[int, Slot]:
+    """Return slots with the seconds since each was written, as "age". Not collective."""
+    now, wall = time.monotonic(), time.time()
+    return {rank: s | {"age": wall - s["wall"] if "wall" in s else now - s["beat"]} for rank, s in slots.items()}
+
+
+def stuck(
+    call: Sequence[Any], members: Sequence[int], slots: Mapping[int, Slot], timeout: float, tick: float
+) -> list[str]:
+    """Return lines for the call that lasts too long: what is missing, then where every rank stands. Not collective.
+
+    Parameters
+    ----------
+    call : list
+        An entry of a slot's calls.
+    members : sequence of int
+        The ranks that it takes.
+    slots : dict
+        Slots with their age.
+    timeout, tick : float
+        What it has lasted longer than, and how often ranks write their slots.
+    """
+    key, _, sequence, operation = call[:4]
+    unknown = [r for r in members if r not in slots]
+    if operation == MAKING:
+        missing = [r for r in members if r in slots and key not in slots[r]["marks"]]
+        differing = []
+        strange = f"nothing known of {ranks_text(unknown)} (without mpizero, or on another node)"
+    else:
+        missing = [r for r in members if r in slots and slots[r]["marks"].get(key, (sequence, 0))[0] < sequence]
+        others = {r: c for r in members if r in slots for c in slots[r]["calls"] if c[0] == key and c[2] == sequence}
+        differing = [r for r, c in others.items() if c[3] != operation]
+        strange = f"nothing known of {ranks_text(unknown)} (another node)"
+    verdict = [f"{ranks_text(missing)} not in it"] if missing else []
+    verdict += [f"{ranks_text(differing)} in another operation"] if differing else []
+    verdict += [strange] if unknown else []
+    if not verdict:
+        verdict = ["all ranks are in it: counts or types differ, or the library is stuck"]
+    head = f"stuck: {described(call)} has lasted {call[5]:.1f} s (timeout {timeout:g} s): {'; '.join(verdict)}"
+    return [head, *(f"  rank {rank}: {_stand(slot, tick)}" for rank, slot in sorted(slots.items()))]
+
+
+def _stand(slot: Slot, tick: float) -> str:
+    context = ", ".join(f"{name} {slot[name]}" for name in ("step", "phase") if name in slot)
+    waits = [f"in {described(c)} for {c[5] + slot['age']:.1f} s" for c in slot["calls"]]
+    doing = {"leaving": "at the end of the program", "failed": "failing"}.get(slot["state"], "at work")
+    files = [
+        f"{what}, {nbytes} bytes so far, the last {seconds + slot['age']:.1f} s ago"
+        for what, nbytes, seconds in slot.get("transfers", ())
+    ]
+    what = ", ".join([*waits, *files]) or (f"in {slot['library']}" if slot.get("library") else doing)
+    if is_silent(slot, tick):
+        what = f"silent for {slot['age']:.1f} s (stopped, or holding the interpreter lock); last seen {what}"
+    return f"{what} at {slot['place']}{f' ({context})' if context else ''}"
+
+
+def is_silent(slot: Slot, tick: float) -> bool:
+    """Tell whether the rank that has written ``slot`` should have written another one long ago. Not collective."""
+    return bool(slot["age"] > max(_SILENT_TICKS * tick, _MIN_SILENCE))
+
+
+def described(call: Sequence[Any]) -> str:
+    """Describe an entry of a slot's calls: key, communicator, sequence, operation, tag, seconds. Not collective."""
+    _, name, sequence, operation, tag, _ = call
+    if operation == MAKING:
+        return f"{operation} {name!r}"
+    return f"{operation} #{sequence}{f' {tag!r}' if tag else ''} of {name!r}"

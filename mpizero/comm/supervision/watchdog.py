@@ -1,0 +1,244 @@
+"""A collective that does not return is reported with the line of every rank, and ends the job.
+
+[Note: two stages] Stage 1 is the supervisor's thread: once a call of a communicator has lasted longer than the
+timeout, it reads the boards, says which ranks are missing and where every rank stands, and aborts. It needs Python's
+interpreter lock on one waiting rank, which ranks inside MPI do not hold. Stage 2 is a timer of the kernel that needs no
+lock (:mod:`.locktimer`): as long as the thread lives it is put off; when the lock is held too long it writes the stacks
+of all threads and ends the process, and the launcher ends the other ranks.
+
+[Note: files] Who waits for a rank that reads or writes files is not stuck while bytes come, however slowly: the time
+counts from the last bytes that any rank has told of (:meth:`.CallTrace.transfer`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from mpizero.comm.communicator import Communicator
+from mpizero.comm.exits.failure_report import write
+from mpizero.comm.status.stacks import place, stacks
+from mpizero.comm.status.status_board import Slot
+from mpizero.comm.supervision import guard, wait_report
+from mpizero.comm.supervision.heartbeat import calls, transfers
+from mpizero.comm.supervision.lock_timer import LockTimer
+from mpizero.comm.supervision.registry import Register
+from mpizero.comm.supervision.supervisor import HEARTBEAT, TICK
+from mpizero.errors import CollectiveError, ConfigError, ExitStatus
+
+#: Seconds for a silent rank to write its stacks before the job ends.
+_STACKS = 0.5
+
+
+class Watchdog:
+    """Ends the job when one call of any communicator of this process lasts longer than ``timeout``.
+
+    A context manager, or :meth:`start` and :meth:`stop`; every rank makes its own. Costs nothing per call: the
+    communicators note when they enter a call anyway, and a sleeping thread looks at that note, one for all watchdogs of
+    a process. Time in which the process was stopped does not count, nor that in which bytes of files come that others
+    wait for. SIGUSR2 makes a process write the stacks of its threads while one is running. With an in-process
+    communicator the call that lasts too long breaks the group by :meth:`Communicator.abort` instead of ending the
+    process.
+
+    Parameters
+    ----------
+    comm : Communicator
+        Any communicator of this process; over MPI all of the process are watched.
+    timeout : float
+        Seconds; longer than the longest time ranks may legally wait for one another.
+    grace : float
+        Stage 2 comes after ``timeout + grace`` seconds of processor time without a sign of life of this process; over
+        MPI only.
+    folder : path or None
+        Folder that all nodes see, for the lines of ranks on nodes that cannot be asked (see :mod:`.elsewhere`) and the
+        stacks of stage 2 (``hang-rank00003.txt``). None, or one that cannot be written: stacks go to standard error.
+
+    Raises
+    ------
+    ConfigError
+        If ``timeout`` or ``grace`` is not a positive number.
+    """
+
+    def __init__(
+        self, comm: Communicator, timeout: float, *, grace: float = 10.0, folder: str | os.PathLike[str] | None = None
+    ) -> None:
+        for name, value in (("timeout", timeout), ("grace", grace)):
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"watchdog {name} = {value!r}: must be a positive number of seconds")
+        self._comm = comm
+        self._timeout = timeout
+        self._grace = grace
+        self._folder = Path(folder) if folder is not None else None
+        self._guard = guard.current()
+        self._register = self._guard.register
+        self._running = self._shared = False
+        self._rank = comm.rank
+        self._moved = self._put_off = 0.0
+        self._timer: LockTimer | None = None
+        self._log: TextIO | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start to watch. Not collective."""
+        self._shared = self._guard.follows(self._comm.trace)
+        self._rank = self._guard.rank if self._shared else self._comm.rank
+        if not self._shared:  # one rank, or ranks that are threads of this process
+            self._register = Register()
+            self._register.add(self._comm.trace, range(self._comm.size), self._comm.rank)
+        self._open_log()
+        if self._shared:
+            with contextlib.suppress(ValueError, OSError, AttributeError, RuntimeError):  # a standard error of its own
+                faulthandler.register(signal.SIGUSR2, file=sys.__stderr__ or 2, all_threads=True)
+                self._guard.shows_stacks = True
+                self._tell_of_stacks()
+            self._timer = LockTimer(self._log or sys.__stderr__ or 2)
+        self._running = True
+        self._guard.supervisor.add(self._look, min(TICK, self._timeout / 10))
+        if self._timer is not None and self._guard.supervisor.lives:  # else nobody would put it off
+            self._timer.put_off(self._timeout + self._grace)
+
+    def stop(self) -> None:
+        """Stop to watch and remove what was written; a second call does nothing. Not collective."""
+        if not self._running:
+            return
+        self._running = False
+        self._guard.supervisor.remove(self._look)
+        # SIGUSR2 stays registered while there are communicators: a late signal of another rank would kill this one.
+        if self._timer is not None:
+            self._timer.close()
+        if self._log is not None:
+            self._log.close()
+            with contextlib.suppress(OSError):
+                Path(self._log.name).unlink(missing_ok=True)
+                self._path(self._rank).unlink(missing_ok=True)
+            self._log = None
+
+    def _tell_of_stacks(self) -> None:
+        """Let the others know, before any work begins, that a signal shows the stacks of this rank."""
+        if (heartbeat := self._guard.heartbeat) is not None:
+            heartbeat.notes["stacks"] = True
+            try:
+                heartbeat.beat()
+            except Exception as error:  # what only helps to find a fault ends no run
+                self._guard.supervisor.complain(error)
+
+    def _open_log(self) -> None:
+        if self._folder is None:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._log = open(self._folder / f"hang-rank{self._rank:05d}.txt", "w")  # noqa: SIM115 (kept open)
+        except OSError as error:
+            self._folder = None
+            self._guard.supervisor.complain(error)
+
+    # ------------------------------------------------------------------ in the supervisor's thread
+
+    def _look(self, now: float) -> None:
+        if not self._running or self._guard.ending:
+            return
+        if self._timer is not None and now - self._put_off > min(self._timeout, self._grace, 10.0) / 4:
+            self._put_off = now
+            self._timer.put_off(self._timeout + self._grace)
+        if self._folder is not None:
+            self._publish()
+        for call in calls(self._register, lambda moment: self._guard.supervisor.since(moment, now)):
+            if call[5] > self._timeout and not self._files_move(call, now):
+                self._end(call)
+                return
+
+    def _files_move(self, call: list[Any], now: float) -> bool:
+        """Tell whether some rank has told of bytes within the timeout; asked again after another one."""
+        since = self._guard.supervisor.since
+        if self._moved and since(self._moved, now) <= self._timeout:
+            return True
+        found = transfers(self._comm.traces(), lambda moment: since(moment, now))
+        if self._shared:
+            slots = self._slots(self._members(call))
+            found += [[*t[:2], t[2] + s["age"]] for s in slots.values() for t in s.get("transfers", ())]
+        quiet = min((seconds for _, _, seconds in found), default=math.inf)
+        self._moved = now - quiet if quiet <= self._timeout else 0.0
+        return quiet <= self._timeout
+
+    def _members(self, call: list[Any]) -> tuple[int, ...]:
+        return next((entry.members for entry in self._register.live if entry.key == call[0]), ())
+
+    def _end(self, call: list[Any]) -> None:
+        if self._shared:
+            try:
+                members = self._members(call)
+                said = wait_report.stuck(
+                    call, members, self._slots(members), self._timeout, self._guard.supervisor.tick
+                )
+            except Exception as failure:  # the job ends all the same
+                said = [
+                    f"stuck: {wait_report.described(call)} has lasted {call[5]:.1f} s; no more is known: {failure!r}"
+                ]
+            text = self._guard.lines("\n".join(said))
+            if self._guard.speaks():
+                write(text)
+                self._ask_silent()
+            self._guard.end_job("", ExitStatus.HANG)
+        found = stacks()
+        where = "; ".join(
+            f"{t.name} at {place(found.get(t.ident or 0, ()))}"
+            for t in threading.enumerate()
+            if t is not threading.current_thread() and t.name != HEARTBEAT
+        )
+        error = CollectiveError(
+            f"[rank {self._comm.rank}] {wait_report.described(call)} has lasted {call[5]:.1f} s; threads: {where}"
+        )
+        self._comm.abort(error)
+
+    def _path(self, rank: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"heartbeat-rank{rank:05d}.json"
+
+    def _publish(self) -> None:
+        """Write the slot where other nodes see it; a full or slow folder is not a fault of the training."""
+        own, heartbeat = self._path(self._rank), self._guard.heartbeat
+        slot = heartbeat.last if heartbeat is not None and self._shared else {}
+        with contextlib.suppress(OSError):
+            temporary = own.with_suffix(".new")
+            temporary.write_text(json.dumps(slot | {"beat": 0.0, "wall": time.time()}))
+            temporary.replace(own)
+
+    def _slots(self, members: tuple[int, ...]) -> dict[int, Slot]:
+        """Every slot that can be read, with the seconds since it was written."""
+        peers = self._guard.peers
+        slots = peers.read()
+        for rank in members if self._folder is not None else ():
+            if rank not in slots:
+                with contextlib.suppress(OSError, ValueError):
+                    slots[rank] = json.loads(self._path(rank).read_text())
+        if any(rank not in slots for rank in members):
+            slots = peers.read_all() | slots
+        return wait_report.aged(slots)
+
+    def _ask_silent(self) -> None:
+        """Let ranks of this node that hold the interpreter lock write their stacks: the signal needs no lock."""
+        asked = 0
+        for rank, slot in self._slots(()).items():
+            if rank != self._rank and slot.get("stacks") and wait_report.is_silent(slot, self._guard.supervisor.tick):
+                with contextlib.suppress(OSError):
+                    os.kill(slot["pid"], signal.SIGUSR2)
+                    asked += 1
+        time.sleep(_STACKS if asked else 0.0)

@@ -1,0 +1,1 @@
+"""Context parallelism: layers on sequences that are cut among ranks."""

@@ -1,0 +1,223 @@
+"""Context parallelism: long sequences cut among ranks, every layer on its own part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpizero.errors import ConfigError, DataError
+from mpizero.nn.context.context_layers import (
+    ContextBlock,
+    ContextDropout,
+    ContextEmbedding,
+    ContextPosition,
+    PlaceByPlace,
+    cut_layer,
+)
+from mpizero.nn.context.ring import Zigzag, agreed_lengths, placed
+from mpizero.nn.context.ring_attention import RingSelfAttention
+from mpizero.nn.layer import Layer, namespace
+from mpizero.nn.layers.activation import Activation
+from mpizero.nn.layers.attention import CausalSelfAttention
+from mpizero.nn.layers.block import FeedForward, TransformerBlock
+from mpizero.nn.layers.checkpointed import Checkpointed
+from mpizero.nn.layers.dropout import Dropout
+from mpizero.nn.layers.embedding import Embedding, Position, TokenEmbedding
+from mpizero.nn.layers.frozen import Frozen
+from mpizero.nn.layers.linear import Linear, Projection
+from mpizero.nn.layers.norm import LayerNorm, RMSNorm
+from mpizero.nn.loss import CrossEntropy
+from mpizero.nn.models.gpt import LanguageHead
+from mpizero.nn.models.mlp import Select
+from mpizero.nn.sequential import Sequential
+from mpizero.nn.split.model import SplitModel
+from mpizero.sampletree import leaves_of, map_leaves
+from mpizero.types import Array, BlockModel, Group, Loss, Run
+
+
+@dataclass(frozen=True)
+class ContextModel:
+    """A model whose blocks work on this rank's part of each sequence; made by :func:`context_model`.
+
+    Parameters have the names and shapes of ``model``'s. Their gradients on one rank are its share of the sum, and so
+    are the loss and its weight: both add up over ``group``.
+    """
+
+    model: BlockModel
+    group: Group
+    blocks: Mapping[str, Layer]
+
+    @property
+    def loss(self) -> Loss:
+        """The model's loss, which takes this rank's part of the targets."""
+        return self.model.loss
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The model's."""
+        return self.model.dtype
+
+    @property
+    def seed(self) -> int:
+        """The model's."""
+        return self.model.seed
+
+    def run_on(self, x: Array, run: Run) -> Run:
+        """Add to ``run`` how long the sequences are of which ``x`` (samples, places) is this rank's part.
+
+        Collective over ``group``, unless ``run`` knows it: one small message, and the blocks need not ask.
+        """
+        return placed(run, x, self.group)[0]
+
+    def split(self, group: Group) -> BlockModel:
+        """Refuse: a layer is split over a tensor group or works on parts of sequences, not both. Not collective."""
+        raise _not_both(group, self.group)
+
+    def whole_prediction(self, y: Array) -> Array:
+        """Put the ranks' parts ``y`` (samples, places, ...) together in the order of the sequence.
+
+        Collective over ``group``; every rank gets the whole.
+        """
+        lengths = agreed_lengths(y, self.group)
+        parts = self.group.all_gather(y, 1, lengths, tag="context predictions")
+        zigzag, whole = Zigzag(sum(lengths), self.group.size), namespace(y).empty_like(parts)
+        start = 0
+        for rank, length in enumerate(lengths):
+            for here, run in zigzag.pieces(rank):
+                whole[:, run] = parts[:, start + here.start : start + here.stop]
+            start += length
+        result: Array = whole
+        return result
+
+
+def context_model(model: BlockModel, group: Group) -> BlockModel:
+    """Make the form of ``model`` that works on parts of sequences, as :func:`cut_batch` cuts them.
+
+    Not collective. A layer of the user's says how it does so by a method ``context(group)`` that returns such a layer,
+    itself if it works place by place.
+
+    Parameters
+    ----------
+    model : BlockModel
+        A GPT, or a model of the library's layers and of layers with ``context``. Its loss is a :class:`CrossEntropy`.
+    group : Group
+        The context group.
+
+    Returns
+    -------
+    BlockModel
+        ``model`` itself where the group has one rank, a :class:`ContextModel` otherwise.
+
+    Raises
+    ------
+    ConfigError
+        A layer, or the loss, does not work on parts of sequences; or no layer looks along a sequence.
+    """
+    if group.size == 1:
+        return model
+    if isinstance(model, SplitModel):
+        raise _not_both(model.group, group)
+    blocks = {name: _on_part(layer, group, f"block {name!r}") for name, layer in model.blocks.items()}
+    name = type(model).__name__
+    if not any(map(_attends, model.blocks.values())):
+        raise ConfigError(
+            f"{name} has no attention along a sequence, so there is nothing for a context group of {group.size} ranks "
+            "to cut; set context=1 and use those ranks for data"
+        )
+    if not isinstance(model.loss, CrossEntropy):
+        raise ConfigError(
+            f"{name}: the loss {type(model.loss).__name__} does not add up over parts of a sequence; "
+            "use CrossEntropy, or set context=1"
+        )
+    return ContextModel(model, group, blocks)
+
+
+def cut_batch(x: Any, y: Any, group: Group) -> tuple[Any, Any]:
+    """Copy this rank's places out of a batch: chunks r and 2 * size - 1 - r of 2 * size.
+
+    Not collective; every rank of ``group`` must have the same batch.
+
+    Parameters
+    ----------
+    x, y : Array, or tree of arrays
+        Ids and targets, each array (samples, length, ...) with one length of at least 1 for all of them.
+    group : Group
+        The context group.
+
+    Returns
+    -------
+    tuple
+        Contiguous arrays (samples, places, ...); ``x`` and ``y`` themselves where the group has one rank.
+
+    Raises
+    ------
+    DataError
+        On all ranks alike: the arrays have no sequence axis, or different ones.
+    """
+    shapes = [tuple(getattr(leaf, "shape", ())) for value in (x, y) for leaf in leaves_of(value)] or [()]
+    if len(shapes[0]) < 2 or shapes[0][1] < 1 or any(shape[:2] != shapes[0][:2] for shape in shapes):
+        raise DataError(
+            "context parallelism cuts inputs and targets of (samples, length >= 1), "
+            f"it was given {' and '.join(map(str, shapes))}; set context=1 for data without a sequence axis"
+        )
+    if group.size == 1:
+        return x, y
+    first, second = Zigzag(shapes[0][1], group.size).runs(group.rank)
+
+    def cut(a: Array) -> Array:
+        places: Array = namespace(a).concatenate([a[:, first], a[:, second]], axis=1)
+        return places
+
+    return map_leaves(cut, x), map_leaves(cut, y)
+
+
+def _not_both(tensor: Group, context: Group) -> ConfigError:
+    return ConfigError(
+        f"tensor parallelism over {tensor.size} ranks and context parallelism over {context.size} cannot be combined; "
+        "set tensor=1 or context=1"
+    )
+
+
+_FORMS: Mapping[type[Layer], type[Layer]] = {
+    CausalSelfAttention: RingSelfAttention,
+    Dropout: ContextDropout,
+    Position: ContextPosition,
+    TokenEmbedding: ContextEmbedding,
+    TransformerBlock: ContextBlock,
+}
+_WRAPPERS = (Checkpointed, Frozen)
+_PRODUCTS = (FeedForward, LanguageHead, Linear, Projection)
+_PLACE_BY_PLACE = (Embedding, LayerNorm, RMSNorm, Select)
+
+
+def _attends(layer: Any) -> bool:
+    """Tell whether a layer looks along sequences; of a user's with ``context`` that is taken for granted."""
+    if isinstance(layer, CausalSelfAttention) or hasattr(layer, "context"):
+        return True
+    inside = [layer.layer] if isinstance(layer, _WRAPPERS) else layer.children().values()
+    return any(map(_attends, inside))
+
+
+def _on_part(layer: Any, group: Group, where: str) -> Any:
+    """Return the form of ``layer`` for parts of sequences; itself if it works place by place."""
+    if hasattr(layer, "context"):
+        return layer.context(group)
+    if form := _FORMS.get(type(layer)):
+        return cut_layer(layer, form, group)
+    if isinstance(layer, _WRAPPERS):
+        inner = _on_part(layer.layer, group, where)
+        return layer if inner is layer.layer else type(layer)(inner)
+    if isinstance(layer, Sequential):
+        inside = {name: _on_part(child, group, f"{where}, {name!r}") for name, child in layer.layers}
+        return layer if all(inside[name] is child for name, child in layer.layers) else Sequential(inside)
+    if type(layer) in _PRODUCTS:
+        return PlaceByPlace(layer, group)
+    if type(layer) in _PLACE_BY_PLACE or isinstance(layer, Activation):
+        return layer
+    raise ConfigError(
+        f"{where}: {type(layer).__name__} does not say how it works on a part of a sequence; context parallelism "
+        "takes GPT, layers of mpizero.nn, and layers with a method context(group); set context=1 for other models"
+    )

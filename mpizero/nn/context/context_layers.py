@@ -1,0 +1,212 @@
+"""The layers of a context model: on this rank's places of each sequence, and the work that they make there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, TypeVar, cast
+
+from mpizero.errors import DataError
+from mpizero.nn.context.ring import Zigzag, placed
+from mpizero.nn.context.ring_attention import RingSelfAttention
+from mpizero.nn.graph import Graph, Place
+from mpizero.nn.layer import Layer, namespace
+from mpizero.nn.layers.attention import CausalSelfAttention
+from mpizero.nn.layers.block import FeedForward, TransformerBlock
+from mpizero.nn.layers.dropout import Dropout, Window
+from mpizero.nn.layers.embedding import Embedding, Position, TokenEmbedding
+from mpizero.nn.layers.norm import LayerNorm
+from mpizero.nn.operations import Operations
+from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
+
+L = TypeVar("L")
+
+
+@dataclass(frozen=True)
+class ContextDropout(Dropout):
+    """:class:`Dropout` of this rank's places with the masks that they have in the whole sequence.
+
+    ``x`` is (samples, places, ...); ``group`` is the context group.
+    """
+
+    group: Group = field(kw_only=True)
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Mask ``x`` in training; otherwise return ``x`` itself.
+
+        Collective over ``group`` in training, unless ``run`` knows the length.
+        """
+        training = run.training and self.rate > 0.0  # not drops(), which ranks without places would deny
+        return super().forward(params, x, placed(run, x, self.group)[0] if training else run)
+
+    def mask(self, x: Array, run: Run, window: Window | None = None) -> Array:
+        """Mask ``x``, whose samples are the parts that this rank holds, or those that ``window`` says.
+
+        Collective over ``group``, unless ``run`` knows the length or ``window`` is given.
+        """
+        if window is not None:
+            return super().mask(x, run, window)
+        (here, first), (there, second) = placed(run, x, self.group)[1].pieces(self.group.rank)
+        width = x.size // (x.shape[0] * x.shape[1])
+        low = Window(first.start * width, (first.stop - first.start) * width)
+        high = Window(second.start * width, (second.stop - second.start) * width)
+        if low.width == high.width:  # both runs at once, without a copy
+            return super().mask(x, run, low._replace(rows=2, row_step=high.offset - low.offset))
+        runs = [super().mask(x[:, here], run, low)]
+        if high.width:
+            runs.append(super().mask(x[:, there], run, high))
+        y: Array = namespace(x).concatenate(runs, axis=1)
+        return y
+
+
+@dataclass(frozen=True)
+class ContextPosition(Position):
+    """:class:`Position` of the places that this rank holds. ``group`` is the context group."""
+
+    group: Group = field(kw_only=True)
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Add positions to ``x`` (samples, places, features).
+
+        Collective over ``group``, unless ``run`` knows the length.
+        """
+        zigzag = placed(run, x, self.group)[1]
+        y: Array = namespace(x).array(x)
+        self.add(params["weight"], y, zigzag)
+        return y, zigzag
+
+    def add(self, weight: Array, x: Array, zigzag: Zigzag) -> None:
+        """Add the rows of the places that this rank holds to ``x``, in place. Not collective."""
+        for here, run in zigzag.pieces(self.group.rank):
+            x[:, here] += weight[run]
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the gradient with the sum of ``dy`` over samples, zero where this rank has no place.
+
+        Not collective.
+        """
+        gradient = grads["weight"]
+        gradient[...] = 0
+        for here, run in cache.pieces(self.group.rank):
+            namespace(pending).sum(pending[:, here], axis=0, out=gradient[run])
+
+
+@dataclass(frozen=True)
+class ContextEmbedding(TokenEmbedding):
+    """:class:`TokenEmbedding` of the places that this rank holds. ``group`` is the context group."""
+
+    group: Group = field(kw_only=True)
+
+    @cached_property
+    def _layers(self) -> tuple[Embedding, ContextPosition, ContextDropout]:
+        return (
+            Embedding(self.vocabulary, self.features),
+            ContextPosition(self.sequence, self.features, group=self.group),
+            ContextDropout(self.dropout, self.site, group=self.group),
+        )
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Map ids (samples, places) to vectors (samples, places, features).
+
+        Collective over ``group``, unless ``run`` knows the length.
+
+        Raises
+        ------
+        DataError
+            For ids outside the vocabulary; on all ranks alike: for sequences longer than ``sequence``, and for inputs
+            that are not parts of the same sequences.
+        """
+        run, zigzag = placed(run, x, self.group)
+        if x.ndim != 2 or zigzag.length > self.sequence:
+            raise DataError(
+                f"TokenEmbedding: takes ids of shape (samples, length <= {self.sequence}), the input has shape "
+                f"{tuple(x.shape)} of sequences of {zigzag.length}; cut the input or build the model with a longer "
+                "sequence"
+            )
+        token, position, dropout = self._layers
+        vectors, ids = token.forward(params["token"], x, run)
+        position.add(params["position"]["weight"], vectors, zigzag)
+        y, mask = dropout.forward({}, vectors, run)
+        return y, (ids, mask, zigzag)
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite both tables' gradients with this rank's share. Not collective."""
+        token, position, _ = self._layers
+        token.backward_weights(params["token"], cache[0], pending, grads["token"])
+        position.backward_weights(params["position"], cache[2], pending, grads["position"])
+
+
+@dataclass(frozen=True)
+class ContextBlock(TransformerBlock):
+    """:class:`TransformerBlock` of the places that this rank holds. ``group`` is the context group."""
+
+    group: Group = field(kw_only=True)
+
+    @cached_property
+    def _layers(self) -> tuple[LayerNorm, CausalSelfAttention, LayerNorm, FeedForward]:
+        whole = TransformerBlock(**{item.name: getattr(self, item.name) for item in fields(TransformerBlock)})
+        norm1, attention, norm2, feed_forward = whole._layers
+        return norm1, cut_layer(attention, RingSelfAttention, self.group), norm2, feed_forward
+
+    @cached_property
+    def _dropouts(self) -> tuple[Dropout, Dropout]:
+        return (
+            ContextDropout(self.dropout, self.site + 1, group=self.group),
+            ContextDropout(self.dropout, self.site + 2, group=self.group),
+        )
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Map ``x`` (samples, places, dim) to the same shape. Collective over ``group``."""
+        return super().forward(params, x, placed(run, x, self.group)[0])
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count this rank's products, from the shape of a whole sample. Not collective."""
+        _, attention, _, feed_forward = self._layers
+        return attention.operations(shape) + feed_forward.operations(own_shape(shape, self.group))
+
+
+@dataclass(frozen=True)
+class PlaceByPlace(Layer):
+    """A layer that needs to know nothing of the other places: the same on a part, but for the work it counts."""
+
+    layer: Layer
+    group: Group
+
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """Describe the wrapped layer's parameters under their own names. Not collective."""
+        return self.layer.specs()
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Run the wrapped layer. Not collective."""
+        return self.layer.forward(params, x, run)
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Run the wrapped layer's input half. Not collective."""
+        return self.layer.backward_input(params, cache, dy)
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Run the wrapped layer's weight half. Not collective."""
+        self.layer.backward_weights(params, cache, pending, grads)
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Give the wrapped layer's. Not collective."""
+        return self.layer.output_shape(shape)
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count the wrapped layer's products for this rank's places of a sample of ``shape``. Not collective."""
+        return self.layer.operations(own_shape(shape, self.group))
+
+    def trace(self, graph: Graph, name: str, source: Place) -> Place:
+        """Add the wrapped layer. Not collective."""
+        return self.layer.trace(graph, name, source)
+
+
+def own_shape(shape: tuple[int, ...], group: Group) -> tuple[int, ...]:
+    """Give the shape of this rank's part of a sample of ``shape`` (length, ...). Not collective."""
+    return (Zigzag(shape[0], group.size).sizes[group.rank], *shape[1:])
+
+
+def cut_layer(layer: Layer, form: Callable[..., L], group: Group) -> L:
+    """Describe ``layer`` in its form for parts of sequences, which has the same fields and ``group``."""
+    return form(**{item.name: getattr(layer, item.name) for item in fields(cast(Any, layer))}, group=group)

@@ -1,0 +1,195 @@
+"""Causal self-attention over sequences cut among ranks: keys and values travel around a ring.
+
+Ring attention: Liu, Zaharia and Abbeel, 2023. The softmax runs along the keys as they arrive (Milakov and Gimelshein,
+2018; Rabe and Staats, 2021), so no rank ever holds more of the scores than a tile; the backward pass computes them
+again (Dao et al., 2022). It takes each query's maximum and sum instead of their log-sum-exp, whose rounding grows with
+the scores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from mpizero import kernels
+from mpizero.nn.context.ring import KEYS, QUERIES, Tile, Zigzag, placed, progress, travel
+from mpizero.nn.layer import multiply, namespace, operand, vector
+from mpizero.nn.layers.attention import CausalSelfAttention
+from mpizero.nn.layers.dropout import Window
+from mpizero.nn.layers.workspace import Workspace
+from mpizero.nn.operations import Operations
+from mpizero.types import Array, Group, Run, ShiftRequest
+
+#: Scores computed at once, over as many samples as fit: 2 MiB of float32 stay in a core's cache.
+SCORES = 1 << 19
+#: Tiles, each for some samples.
+_Parts = Iterator[tuple[slice, Tile]]
+
+
+@dataclass(frozen=True)
+class RingSelfAttention(CausalSelfAttention):
+    """:class:`CausalSelfAttention` with the same parameters, on this rank's part of each sequence.
+
+    ``group`` is the context group. The gradients of the parameters are those of this rank's places: their sum over
+    the group is the whole gradient. Each rank sends size - 1 messages forward and 2 * (size - 1) backward, of
+    2 * samples * ceil(length / size) * dim numbers each.
+    """
+
+    group: Group = field(kw_only=True)
+
+    def attend(self, qkv: Array, bias: Array | None, run: Run, first_head: int = 0) -> tuple[Array, Any]:
+        """Mix the values of all ranks for this rank's queries: (samples, places, dim).
+
+        Collective over ``group``. ``bias`` is added to ``qkv`` in its memory.
+        """
+        if bias is not None:
+            qkv += bias
+        run, zigzag = placed(run, qkv, self.group)
+        xp, tiles = namespace(qkv), _Tiles(self, qkv, run, first_head)
+        rows = (*qkv.shape[:2], self.heads)
+        maxima, sums = xp.full(rows, -math.inf, qkv.dtype), xp.zeros(rows, qkv.dtype)
+        mixed = xp.zeros((*qkv.shape[:2], self.dim), qkv.dtype)
+        q, out = self._heads(qkv)[0], self._split(mixed)
+        for source, pair, coming in travel(self.group, self._packed(qkv, zigzag), "ring keys"):
+            k, v = self._pair(pair)
+            for some, tile in tiles.of(source, progress(coming)):
+                weights = tiles.product("scores", q[some, :, tile.queries], k[some, :, tile.keys].swapaxes(-1, -2))
+                factors = tiles.running_softmax(weights, some, tile, maxima, sums)
+                kept = tiles.dropped(weights, some, tile)
+                total = out[some, :, tile.queries]
+                total *= factors[..., None]
+                total += tiles.product("values", kept, v[some, :, tile.keys])
+        shares = xp.divide(1, sums, out=sums)
+        whole = mixed.reshape(*rows, self.dim // self.heads)
+        whole *= shares[..., None]
+        return mixed, _Seen(qkv, mixed, maxima, shares, run, first_head)
+
+    def attend_backward(self, seen: Any, dmixed: Array) -> Array:
+        """Compute the gradient of ``qkv`` from what :meth:`attend` cached.
+
+        Collective over ``group``. The gradient of keys and values follows them around the ring, a hop behind.
+        """
+        qkv = seen.qkv
+        xp, adjoint = namespace(qkv), _Adjoint(self, seen, dmixed)
+        dqkv: Array = xp.zeros_like(qkv)
+        dq, dk, dv = self._heads(dqkv)
+        request: ShiftRequest | None = None
+        for source, pair, coming in travel(self.group, self._packed(qkv, adjoint.tiles.zigzag), "ring keys"):
+            tiles = adjoint.tiles.of(source, progress(coming, request))
+            if source == self.group.rank:
+                adjoint.add(tiles, self._pair(pair), dq, (dk, dv))
+                continue
+            dpair = xp.zeros_like(pair)
+            adjoint.add(tiles, self._pair(pair), dq, self._pair(dpair))
+            if request is not None:
+                dpair += request.wait()[0]
+            request = self.group.shift([dpair], 1, "ring gradients")
+        if request is not None:
+            dqkv[:, :, self.dim :] += request.wait()[0][:, : qkv.shape[1]]
+        return dqkv
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count this rank's products, from the shape of a whole sample. Not collective."""
+        into_qkv, projection, _ = self._layers
+        own = (Zigzag(shape[0], self.group.size).sizes[self.group.rank], *shape[1:])
+        return into_qkv.operations(own) + projection.operations(own) + self.attend_operations(shape[0])
+
+    def attend_operations(self, length: int) -> Operations:
+        """Count the products of this rank's tiles: two forward, five backward. Not collective."""
+        product = 2 * self.dim * Zigzag(length, self.group.size).scores(self.group.rank)
+        return Operations(2 * product, 5 * product)
+
+    def _packed(self, qkv: Array, zigzag: Zigzag) -> Array:
+        """Copy keys and values, (samples, longest, 2 dim): as long on every rank."""
+        xp = namespace(qkv)
+        pair: Array = xp.empty((qkv.shape[0], zigzag.longest, 2 * self.dim), qkv.dtype)
+        pair[:, : qkv.shape[1]] = qkv[:, :, self.dim :]
+        pair[:, qkv.shape[1] :] = 0
+        return pair
+
+    def _pair(self, pair: Array) -> tuple[Array, Array]:
+        """View (samples, longest, 2 dim) as keys and values, (samples, heads, longest, dim / heads) each."""
+        samples, length, _ = pair.shape
+        k, v = pair.reshape(samples, length, 2, self.heads, self.dim // self.heads).transpose(2, 0, 3, 1, 4)
+        return k, v
+
+
+class _Seen(NamedTuple):
+    """What the backward pass needs; the greatest score and the inverse sum of exponentials are of each query."""
+
+    qkv: Array
+    mixed: Array
+    maxima: Array
+    shares: Array
+    run: Run
+    first_head: int
+
+
+class _Tiles:
+    """What both directions do with one tile of scores after the other, in memory used again."""
+
+    def __init__(self, layer: RingSelfAttention, qkv: Array, run: Run, first_head: int) -> None:
+        self.zigzag = Zigzag(run.length, layer.group.size)
+        self.kernels = kernels.backend(qkv).ring
+        self.scale = vector(qkv, layer._scale)
+        self._run, self._dropout, self._first_head = run, layer._layers[2], first_head
+        self._heads, self._rank, self._samples = layer.heads, layer.group.rank, qkv.shape[0]
+        self._work = Workspace(qkv)
+
+    def of(self, source: int, poll: Callable[[], None]) -> _Parts:
+        """Yield all tiles with the keys of one rank, for some samples after the other; poll after each."""
+        chunk = self.zigzag.longest // 2 + 1
+        batch = max(1, SCORES // (self._heads * min(QUERIES, chunk) * min(KEYS, chunk)))
+        for first in range(0, self._samples, batch):
+            for tile in self.zigzag.tiles(self._rank, source):
+                yield slice(first, min(first + batch, self._samples)), tile
+                poll()
+
+    def product(self, name: str, a: Array, b: Array) -> Array:
+        """Multiply matrices into the memory called ``name``."""
+        out = self._work.room(name, (*a.shape[:-1], b.shape[-1]))
+        multiply(operand(a), operand(b), out)
+        return out
+
+    def running_softmax(self, scores: Array, some: slice, tile: Tile, maxima: Array, sums: Array) -> Array:
+        """Turn scores into exponentials; return the factors of what was summed before."""
+        factors = self._work.room("factors", scores.shape[:3])
+        start = tile.queries.start
+        self.kernels.running_softmax(scores, self.scale, tile.offset, start, maxima[some], sums[some], factors)
+        return factors
+
+    def dropped(self, x: Array, some: slice, tile: Tile) -> Array:
+        """Return what dropout leaves of a tile: a new array, or the tile itself."""
+        if not self._dropout.drops(x, self._run):
+            return x
+        length, (queries, keys) = self.zigzag.length, x.shape[2:]
+        first = (self._first_head * length + tile.row) * length + tile.column
+        run = replace(self._run, first_sample=self._run.first_sample + some.start)
+        return self._dropout.mask(x, run, Window(first, keys, queries, length, length * length))
+
+
+class _Adjoint:
+    """The backward pass of this rank's queries."""
+
+    def __init__(self, layer: RingSelfAttention, seen: _Seen, dmixed: Array) -> None:
+        self.tiles = _Tiles(layer, seen.qkv, seen.run, seen.first_head)
+        self._seen, self._q, self._dout = seen, layer._heads(seen.qkv)[0], layer._split(dmixed)
+        heads = (*dmixed.shape[:2], layer.heads, layer.dim // layer.heads)
+        self._dots = namespace(dmixed).einsum("...f,...f->...", dmixed.reshape(heads), seen.mixed.reshape(heads))
+
+    def add(self, over: _Parts, pair: tuple[Array, Array], dq: Array, dpair: tuple[Array, Array]) -> None:
+        """Add the gradients that pass through the scores of this rank's queries and one rank's keys."""
+        (k, v), (dk, dv), tiles = pair, dpair, self.tiles
+        for some, tile in over:
+            queries, keys = (some, slice(None), tile.queries), (some, slice(None), tile.keys)
+            place = (tiles.scale, tile.offset, tile.queries.start)
+            probs = tiles.product("scores", self._q[queries], k[keys].swapaxes(-1, -2))
+            tiles.kernels.known_softmax(probs, *place, self._seen.maxima[some], self._seen.shares[some])
+            dprobs = tiles.product("gradients", self._dout[queries], v[keys].swapaxes(-1, -2))
+            kept, dprobs = tiles.dropped(probs, some, tile), tiles.dropped(dprobs, some, tile)
+            dv[keys] += tiles.product("keys", kept.swapaxes(-1, -2), self._dout[queries])
+            tiles.kernels.known_softmax_backward(probs, dprobs, *place, self._dots[some])
+            dq[queries] += tiles.product("queries", dprobs, k[keys])
+            dk[keys] += tiles.product("keys", dprobs.swapaxes(-1, -2), self._q[queries])

@@ -1,0 +1,326 @@
+"""Causal self-attention (Vaswani et al., 2017) by batched products that skip most of the masked half.
+
+Samples and heads are taken some at a time, so that their scores and all that is made of them stay in the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from mpizero import kernels
+from mpizero.errors import ConfigError, DataError
+from mpizero.names import explains
+from mpizero.nn.graph import Graph, Place
+from mpizero.nn.layer import (
+    Layer,
+    known,
+    multiply,
+    namespace,
+    operand,
+    require_positive,
+    require_sequences,
+    splits,
+    vector,
+)
+from mpizero.nn.layers.affine import Affine
+from mpizero.nn.layers.dropout import Dropout, Window
+from mpizero.nn.layers.linear import Linear
+from mpizero.nn.layers.workspace import Workspace
+from mpizero.nn.operations import Operations
+from mpizero.nn.split.attention import SplitAttention
+from mpizero.types import EVALUATE, Array, Group, Init, Params, Run
+
+#: Queries per product. 64 was fastest for 128 and 256 tokens: smaller blocks skip more of the masked half, but
+#: their products are too small for the BLAS.
+BLOCK = 64
+#: The same on a card, where starting a product takes as long as many small ones. Not tried on one yet.
+BLOCK_ON_CARD = 256
+#: Bytes of scores computed at once, on CPUs and elsewhere.
+CACHE, DEVICE = 1 << 18, 1 << 28
+#: Samples and heads that are taken at once.
+Part = tuple[slice, slice]
+
+
+@explains
+@dataclass(frozen=True)
+class CausalSelfAttention(Affine):
+    """Let each place of a sequence attend to itself and the places before it.
+
+    One product gives queries, keys and values side by side, (samples, length, 3, heads, dim / heads).
+
+    Parameters
+    ----------
+    dim, heads : int
+        Features, and the number of heads they are split into; ``heads`` must divide ``dim``.
+    dropout : float
+        Dropout rate of the attention probabilities.
+    site : int
+        The dropout's number, unique in the model.
+    projection_init : Init or None
+        Start values of the output projection's weight; None takes :class:`Linear`'s.
+    init : Init or None
+        Start values of the query, key and value weight; None takes :class:`Linear`'s.
+    """
+
+    dim: int
+    heads: int
+    dropout: float = 0.0
+    site: int = 0
+    init: Init | None = None
+    projection_init: Init | None = None
+
+    def __post_init__(self) -> None:
+        require_positive("CausalSelfAttention", dim=self.dim, heads=self.heads)
+        if self.dim % self.heads:
+            raise ConfigError(
+                f"CausalSelfAttention: dim={self.dim} is not divisible by heads={self.heads}; "
+                f"choose heads that divide dim, or dim={self.dim - self.dim % self.heads or self.heads}"
+            )
+        Dropout(self.dropout, self.site)
+
+    @cached_property
+    def _layers(self) -> tuple[Linear, Linear, Dropout]:
+        return (
+            Linear(self.dim, 3 * self.dim, init=self.init),
+            Linear(self.dim, self.dim, init=self.projection_init),
+            Dropout(self.dropout, self.site),
+        )
+
+    def children(self) -> dict[str, Layer]:
+        """Give ``qkv`` and ``projection``. Not collective."""
+        qkv, projection, _ = self._layers
+        return {"qkv": qkv, "projection": projection}
+
+    def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Attend within each sample of ``x`` (samples, length, dim). Not collective."""
+        require_sequences(x, self.dim, "CausalSelfAttention")
+        into_qkv, projection, _ = self._layers
+        qkv, qkv_cache = into_qkv.product(params["qkv"], x, run)
+        mixed, seen = self.attend(qkv, into_qkv.last_bias(params["qkv"]), run)
+        y, projection_cache = projection.product(params["projection"], mixed, run)
+        return y, (qkv_cache, seen, projection_cache)
+
+    def last_bias(self, params: Params) -> Array | None:
+        """Give the projection's. Not collective."""
+        return self._layers[1].last_bias(params["projection"])
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Compute the gradient of ``x``. Not collective."""
+        into_qkv, projection, _ = self._layers
+        qkv_cache, seen, projection_cache = cache
+        dmixed, projection_pending = projection.backward_input(params["projection"], projection_cache, dy)
+        dqkv = self.attend_backward(seen, known(dmixed))
+        dx, qkv_pending = into_qkv.backward_input(params["qkv"], qkv_cache, dqkv)
+        return dx, (qkv_pending, projection_pending)
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the gradients of both weights and biases. Not collective."""
+        into_qkv, projection, _ = self._layers
+        projection.backward_weights(params["projection"], cache[2], pending[1], grads["projection"])
+        into_qkv.backward_weights(params["qkv"], cache[0], pending[0], grads["qkv"])
+
+    def attend(self, qkv: Array, bias: Array | None, run: Run, first_head: int = 0) -> tuple[Array, Any]:
+        """Mix the values of ``qkv + bias`` (samples, length, 3 dim) into (samples, length, dim). Not collective.
+
+        ``qkv`` may be overwritten. Where these are some of a wider layer's heads, ``first_head`` is the first one's
+        number there: dropout masks depend on it.
+        """
+        xp, (samples, length, _) = namespace(qkv), qkv.shape
+        if not length:
+            raise DataError("CausalSelfAttention: takes sequences of at least one place, the input has none")
+        apart = xp.empty_like(qkv, shape=(3, samples, self.heads, length, self.dim // self.heads))
+        work, qkv = _Heads(self, apart, run, first_head), xp.ascontiguousarray(qkv)
+        mixed: Array = xp.empty_like(qkv, shape=(samples, length, self.dim))
+        out = self._split(mixed)
+        stored = None
+        if self._keeps_probabilities(length):
+            stored = xp.empty_like(mixed, shape=(samples, self.heads, length, length))
+        for part in work.parts():
+            if part[1].start == 0:
+                work.take(qkv, bias, part[0])
+            scores = work.room("scores", work.score_shape(part)) if stored is None else stored[part]
+            kept = operand(work.dropped(work.probabilities(part, scores), part))
+            v = operand(work.heads(2, part))
+            for start, stop in work.blocks():
+                multiply(kept[:, :, start:stop, :stop], v[:, :, :stop], out[part][:, :, start:stop])
+        return mixed, (apart, stored, run, first_head)
+
+    def attend_backward(self, seen: Any, dmixed: Array) -> Array:
+        """Compute the gradient of ``qkv`` from what :meth:`attend` cached. Not collective."""
+        apart, stored, run, first_head = seen
+        xp, work = namespace(apart), _Heads(self, apart, run, first_head)
+        samples, length, _ = dmixed.shape
+        dqkv: Array = xp.empty_like(apart, shape=(samples, length, 3 * self.dim))
+        gradients, dmixed = self._heads(dqkv), xp.ascontiguousarray(dmixed)
+        for part in work.parts():
+            if stored is None:
+                probabilities = work.probabilities(part, work.room("scores", work.score_shape(part)))
+            else:
+                probabilities = stored[part]
+            kept = operand(work.dropped(probabilities, part))
+            do, v_transposed = operand(work.copied(dmixed, part)), operand(work.transposed(2, part))
+            dq, dk, dv = (gradient[part] for gradient in gradients)
+            dprobabilities = work.room("gradients", work.score_shape(part))
+            for start, stop in work.blocks():
+                block = dprobabilities[:, :, start:stop, :stop]  # the kernel does not read what lies beyond
+                multiply(do[:, :, start:stop], v_transposed[..., :stop], block)
+                multiply(kept[:, :, start:, start:stop].swapaxes(-1, -2), do[:, :, start:], dv[:, :, start:stop])
+            dscores = work.dropped(dprobabilities, part)
+            work.softmax_backward(probabilities, dscores)
+            dscores, q, k = (operand(x) for x in (dscores, work.heads(0, part), work.heads(1, part)))
+            for start, stop in work.blocks():
+                multiply(dscores[:, :, start:stop, :stop], k[:, :, :stop], dq[:, :, start:stop])
+                multiply(dscores[:, :, start:, start:stop].swapaxes(-1, -2), q[:, :, start:], dk[:, :, start:stop])
+        return dqkv
+
+    def _keeps_probabilities(self, length: int) -> bool:
+        """Tell whether probabilities, which take no more room than four arrays of ``dim`` features, are kept.
+
+        Those of longer sequences are computed again in the backward pass, with the same bits.
+        """
+        return length <= 4 * (self.dim // self.heads)
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 / math.sqrt(self.dim // self.heads)
+
+    def _heads(self, qkv: Array) -> Array:
+        """View (samples, length, 3 dim) as three of (samples, heads, length, dim / heads)."""
+        samples, length, _ = qkv.shape
+        return qkv.reshape(samples, length, 3, self.heads, self.dim // self.heads).transpose(2, 0, 3, 1, 4)
+
+    def _split(self, x: Array) -> Array:
+        """View (samples, length, dim) as (samples, heads, length, dim / heads)."""
+        samples, length, _ = x.shape
+        return x.reshape(samples, length, self.heads, self.dim // self.heads).transpose(0, 2, 1, 3)
+
+    def split(self, group: Group) -> Layer:
+        """Split the heads; :class:`ConfigError` unless the group's size divides their number. Not collective."""
+        return SplitAttention(self, group) if splits(self, CausalSelfAttention, group) else self
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count the two linear maps and the products between them. Not collective."""
+        into_qkv, projection, _ = self._layers
+        return into_qkv.operations(shape) + projection.operations(shape) + self.attend_operations(shape[0])
+
+    def attend_operations(self, length: int) -> Operations:
+        """Count the products of :meth:`attend` that are not skipped as masked, on a CPU. Not collective.
+
+        A card skips less: see :data:`BLOCK_ON_CARD`.
+        """
+        sizes = [(stop - start, stop, length - start) for start, stop in _blocks(length)]
+        seen = sum(2 * self.dim * queries * before for queries, before, _ in sizes)
+        seeing = sum(2 * self.dim * queries * after for queries, _, after in sizes)
+        again = 0 if self._keeps_probabilities(length) else seen
+        return Operations(2 * seen, again + 2 * seen + 2 * seeing)
+
+    def trace(self, graph: Graph, name: str, source: Place) -> Place:
+        """Add the two products and the attention between them. Not collective."""
+        into_qkv, projection, _ = self._layers
+        place = into_qkv.trace(graph, f"{name}.qkv", source)
+        settings = {"heads": self.heads, "scale": self._scale, "dropout": self.dropout}
+        place = graph.add("CausalAttention", f"{name}.attend", (place,), source.shape, **settings)
+        return projection.trace(graph, f"{name}.projection", place)
+
+
+def _blocks(length: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + size, length)) for start in range(0, length, size))
+
+
+class _Heads:
+    """What both passes do with some heads after the others, in memory used again.
+
+    Strided views of the heads would do, without a copy, but the BLAS takes twice as long for their products.
+    """
+
+    def __init__(self, layer: CausalSelfAttention, apart: Array, run: Run, first_head: int) -> None:
+        self.apart = apart
+        self._work = Workspace(apart)
+        self._layer, self._run, self._first_head = layer, run, first_head
+        self._scale = vector(apart, layer._scale)
+        self._kernels = kernels.backend(apart).attention
+
+    def parts(self) -> Iterator[Part]:
+        """Cut samples and heads into parts: some samples, or some heads of one sample."""
+        _, samples, heads, length, _ = self.apart.shape
+        limit = CACHE if isinstance(self.apart, np.ndarray) else DEVICE
+        fitting = max(1, limit // max(1, length * length * self.apart.itemsize))
+        some, several = max(1, fitting // heads), min(fitting, heads)
+        for first in range(0, samples, some):
+            for head in range(0, heads, several):
+                yield slice(first, min(first + some, samples)), slice(head, min(head + several, heads))
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Cut the queries: the keys that those of a block can see end where the block does."""
+        return _blocks(self.apart.shape[3], BLOCK if isinstance(self.apart, np.ndarray) else BLOCK_ON_CARD)
+
+    def take(self, qkv: Array, bias: Array | None, some: slice) -> None:
+        """Keep queries, keys and values of some samples of ``qkv + bias`` (samples, length, 3 dim), head by head."""
+        rows = _rows(qkv[some])
+        self._kernels.split_heads(rows, rows[:0].reshape(-1) if bias is None else bias, 0, some.start, self.apart)
+
+    def score_shape(self, part: Part) -> tuple[int, ...]:
+        """Give the shape of a part's scores: (samples, heads, queries, keys)."""
+        some, heads = part
+        length = self.apart.shape[3]
+        return some.stop - some.start, heads.stop - heads.start, length, length
+
+    def room(self, name: str, shape: tuple[int, ...]) -> Array:
+        """Return memory of undefined contents, used again under this name."""
+        return self._work.room(name, shape)
+
+    def heads(self, kind: int, part: Part) -> Array:
+        """Give a part's queries (kind 0), keys (1) or values (2): (samples, heads, length, size), contiguous."""
+        heads: Array = self.apart[kind][part]
+        return heads
+
+    def transposed(self, kind: int, part: Part) -> Array:
+        """Copy what :meth:`heads` gives, transposed: (samples, heads, size, length)."""
+        heads = self.heads(kind, part)
+        out = self.room("transposed", (*heads.shape[:2], heads.shape[3], heads.shape[2]))
+        self._kernels.transposed_heads(heads, out)
+        return out
+
+    def copied(self, x: Array, part: Part) -> Array:
+        """Copy a part of ``x`` (samples, length, dim) as :meth:`heads` would give it."""
+        some, heads = part
+        rows, shape = _rows(x[some]), self.heads(0, part).shape
+        out = self.room("copied", shape)
+        self._kernels.split_heads(rows, rows[:0].reshape(-1), heads.start, 0, out.reshape(1, *shape))
+        return out
+
+    def probabilities(self, part: Part, scores: Array) -> Array:
+        """Compute a part's probabilities in the memory of ``scores``."""
+        q, k_transposed = operand(self.heads(0, part)), operand(self.transposed(1, part))
+        for start, stop in self.blocks():
+            multiply(q[:, :, start:stop], k_transposed[..., :stop], scores[:, :, start:stop, :stop])
+        self._kernels.causal_softmax(_matrices(scores), self._scale)
+        return scores
+
+    def softmax_backward(self, probabilities: Array, dscores: Array) -> None:
+        """Replace the gradient of a part's probabilities by that of its scores."""
+        self._kernels.causal_softmax_backward(_matrices(probabilities), _matrices(dscores), self._scale)
+
+    def dropped(self, x: Array, part: Part) -> Array:
+        """Return what dropout leaves of a part's probabilities or their gradient: a new array, or ``x`` itself."""
+        dropout = self._layer._layers[2]
+        if not dropout.drops(x, self._run):
+            return x
+        some, heads = part
+        per_head = x.shape[2] * x.shape[3]
+        run = replace(self._run, first_sample=self._run.first_sample + some.start)
+        return dropout.mask(x, run, Window((self._first_head + heads.start) * per_head, x.shape[1] * per_head))
+
+
+def _rows(x: Array) -> Array:
+    return x.reshape(x.shape[0] * x.shape[1], x.shape[2])
+
+
+def _matrices(x: Array) -> Array:
+    return x.reshape(-1, *x.shape[2:])

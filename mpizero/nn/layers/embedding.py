@@ -1,0 +1,201 @@
+"""Tables of vectors looked up by integer ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from mpizero import kernels
+from mpizero.errors import DataError
+from mpizero.names import explains
+from mpizero.nn.graph import Graph, Place
+from mpizero.nn.layer import Layer, as_ids, namespace, require_array, require_numbers, require_positive, splits
+from mpizero.nn.layers.dropout import Dropout
+from mpizero.nn.operations import Operations
+from mpizero.nn.split.embedding import SplitEmbedding, SplitTokenEmbedding
+from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, Run
+
+
+@explains
+@dataclass(frozen=True)
+class Embedding(Layer):
+    """Look up row ``id`` of ``weight`` (items, features) for every integer id; takes no weight decay.
+
+    The input has no gradient, so ``backward_input`` returns None for it.
+    """
+
+    items: int
+    features: int
+    init: Init = Init("normal", 0.02)
+
+    def __post_init__(self) -> None:
+        require_positive("Embedding", items=self.items, features=self.features)
+
+    def own_specs(self) -> tuple[ParameterSpec, ...]:
+        """Describe ``weight``. Not collective."""
+        return (ParameterSpec("weight", (self.items, self.features), self.init, decay=False),)
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Map ids of any shape to (*shape, features); :class:`DataError` on ids outside the table.
+
+        Not collective.
+        """
+        weight = params["weight"]
+        ids = as_ids(x, self.items, "Embedding").reshape(-1)
+        rows = namespace(weight).empty((ids.size, self.features), weight.dtype)
+        kernels.backend(weight).embedding.gather(weight, ids, rows)
+        return rows.reshape(*x.shape, self.features), ids
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Return no input gradient. Not collective."""
+        return None, dy
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the table's gradient with the sum of ``dy`` over each id's places. Not collective."""
+        gradient = grads["weight"]
+        gradient[...] = 0
+        rows = namespace(pending).ascontiguousarray(pending.reshape(cache.size, self.features))
+        kernels.backend(gradient).embedding.scatter_add(rows, cache, gradient)
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Add the axis of ``features``. Not collective."""
+        return (*shape, self.features)
+
+    def split(self, group: Group) -> Layer:
+        """Split the rows of the table. Not collective."""
+        return SplitEmbedding(self, group) if splits(self, Embedding, group) else self
+
+
+@explains
+@dataclass(frozen=True)
+class Position(Layer):
+    """Add row t of ``weight`` (sequence, features) to every sample's place t; takes no weight decay."""
+
+    sequence: int
+    features: int
+    init: Init = Init("normal", 0.02)
+
+    def __post_init__(self) -> None:
+        require_positive("Position", sequence=self.sequence, features=self.features)
+
+    def own_specs(self) -> tuple[ParameterSpec, ...]:
+        """Describe ``weight``. Not collective."""
+        return (ParameterSpec("weight", (self.sequence, self.features), self.init, decay=False),)
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Add positions to ``x`` (samples, length <= sequence, features). Not collective.
+
+        Raises
+        ------
+        DataError
+            ``x`` has another shape.
+        """
+        require_numbers(x, "Position")
+        if x.ndim != 3 or x.shape[1] > self.sequence or x.shape[2] != self.features:
+            raise DataError(
+                f"Position: takes (samples, length <= {self.sequence}, {self.features}), the input has shape "
+                f"{tuple(x.shape)}"
+            )
+        return x + params["weight"][: x.shape[1]], None
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Pass ``dy`` through. Not collective."""
+        return dy, dy
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the gradient with the sum of ``dy`` over samples, zero past its length. Not collective."""
+        length = pending.shape[1]
+        namespace(pending).sum(pending, axis=0, out=grads["weight"][:length])
+        grads["weight"][length:] = 0
+
+
+@explains
+@dataclass(frozen=True)
+class TokenEmbedding(Layer):
+    """Turn token ids into vectors: token table plus position table, then dropout. A language model's first block.
+
+    Parameters
+    ----------
+    vocabulary, sequence, features : int
+        Number of token ids, greatest length of a sequence, length of a vector.
+    dropout : float
+        Dropout rate.
+    site : int
+        The dropout's number, unique in the model.
+    """
+
+    vocabulary: int
+    sequence: int
+    features: int
+    dropout: float = 0.0
+    site: int = 0
+
+    def __post_init__(self) -> None:
+        self.children()
+
+    @cached_property
+    def _layers(self) -> tuple[Embedding, Position, Dropout]:
+        return (
+            Embedding(self.vocabulary, self.features),
+            Position(self.sequence, self.features),
+            Dropout(self.dropout, self.site),
+        )
+
+    def children(self) -> dict[str, Layer]:
+        """Give ``token`` and ``position``. Not collective."""
+        token, position, _ = self._layers
+        return {"token": token, "position": position}
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Map ids (samples, length) to vectors (samples, length, features). Not collective.
+
+        Raises
+        ------
+        DataError
+            For ids outside the vocabulary, more than ``sequence`` of them, or another number of axes.
+        """
+        self.require_ids(x)
+        token, position, dropout = self._layers
+        vectors, ids = token.forward(params["token"], x, run)
+        vectors += params["position"]["weight"][: x.shape[1]]
+        y, mask = dropout.forward({}, vectors, run)
+        return y, (ids, mask)
+
+    def require_ids(self, x: Array) -> None:
+        """Raise :class:`DataError` unless ``x`` has the shape of ids. Not collective."""
+        require_array(x, "TokenEmbedding")
+        if x.ndim != 2 or x.shape[1] > self.sequence:
+            raise DataError(
+                f"TokenEmbedding: takes ids of shape (samples, length <= {self.sequence}), the input has shape "
+                f"{tuple(x.shape)}; cut the input or build the model with a longer sequence"
+            )
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Return no input gradient. Not collective."""
+        return None, self._layers[2].backward_input({}, cache[1], dy)[0]
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite both tables' gradients. Not collective."""
+        token, position, _ = self._layers
+        token.backward_weights(params["token"], cache[0], pending, grads["token"])
+        position.backward_weights(params["position"], None, pending, grads["position"])
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Add the axis of ``features``. Not collective."""
+        return (*shape, self.features)
+
+    def split(self, group: Group) -> Layer:
+        """Split the rows of the token table. Not collective."""
+        return SplitTokenEmbedding(self, group) if splits(self, TokenEmbedding, group) else self
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count no products: rows are copied. Not collective."""
+        return Operations()
+
+    def trace(self, graph: Graph, name: str, source: Place) -> Place:
+        """Add lookup, positions and dropout. Not collective."""
+        token, position, dropout = self._layers
+        place = token.trace(graph, f"{name}.token", source)
+        place = position.trace(graph, f"{name}.position", place)
+        return dropout.trace(graph, f"{name}.dropout", place)

@@ -1,0 +1,138 @@
+"""Affine maps, and the projection onto a vocabulary that may share the embedding's table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from mpizero.names import explains
+from mpizero.nn.layer import Layer, as_rows, matmul, require_init, require_positive, splits, sum_rows
+from mpizero.nn.layers.affine import Affine
+from mpizero.nn.operations import Operations, linear_operations
+from mpizero.nn.split.linear import SplitLinear, SplitProjection
+from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, Run
+
+
+@explains
+@dataclass(frozen=True)
+class Linear(Affine):
+    """Compute ``y = x @ weight + bias`` on the last axis.
+
+    ``weight`` is stored as (inputs, outputs), the transpose of PyTorch's: the three products of a training step
+    then read activations row by row (tokens, features), and splitting the outputs of a matrix over ranks cuts
+    columns, its inputs rows.
+
+    Parameters
+    ----------
+    inputs, outputs : int
+        Sizes of the last axis before and after.
+    bias : bool
+        Whether a bias is added; it takes no weight decay.
+    init : Init or None
+        Start values of the weight; None is uniform on +-1/sqrt(inputs).
+    input_gradient : bool
+        False for a model's first layer, whose input needs no gradient: saves one of the three products.
+    """
+
+    inputs: int
+    outputs: int
+    bias: bool = True
+    init: Init | None = None
+    input_gradient: bool = True
+
+    def __post_init__(self) -> None:
+        require_positive("Linear", inputs=self.inputs, outputs=self.outputs)
+        require_init("Linear", self.init)
+
+    def own_specs(self) -> tuple[ParameterSpec, ...]:
+        """Describe ``weight`` and, where there is one, ``bias``. Not collective."""
+        init = self.init or Init("uniform", self.inputs**-0.5)
+        weight = ParameterSpec("weight", (self.inputs, self.outputs), init)
+        return (weight, ParameterSpec("bias", (self.outputs,), decay=False)) if self.bias else (weight,)
+
+    def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Map ``x`` (..., inputs) to (..., outputs) in the weight's dtype. Not collective."""
+        weight = params["weight"]
+        rows = as_rows(x, self.inputs, weight.dtype, "Linear")
+        return matmul(rows, weight).reshape(*x.shape[:-1], self.outputs), rows
+
+    def last_bias(self, params: Params) -> Array | None:
+        """Give ``bias``, where there is one. Not collective."""
+        return params["bias"] if self.bias else None
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Compute ``dy @ weight.T``. Not collective."""
+        rows = dy.reshape(cache.shape[0], self.outputs)
+        if not self.input_gradient:
+            return None, rows
+        return matmul(rows, params["weight"].T).reshape(*dy.shape[:-1], self.inputs), rows
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite ``grads`` with ``x.T @ dy`` and the column sums of ``dy``. Not collective."""
+        matmul(cache.T, pending, out=grads["weight"])
+        if self.bias:
+            sum_rows(pending, grads["bias"])
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Replace the last axis by ``outputs``. Not collective."""
+        return (*shape[:-1], self.outputs)
+
+    def split(self, group: Group) -> Layer:
+        """Split the matrix by columns. Not collective."""
+        return SplitLinear(self, group) if splits(self, Linear, group) else self
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count the three products. Not collective."""
+        return linear_operations(prod(shape[:-1]), self.inputs, self.outputs, self.input_gradient)
+
+
+@explains
+@dataclass(frozen=True)
+class Projection(Layer):
+    """Compute ``logits = x @ weight.T``, with ``weight`` (classes, features) stored as an embedding's table is.
+
+    With ``tied`` the weight is another parameter's storage, received as ``params["weight"]``; this use writes its
+    own gradient slot, and whoever owns the parameter adds the uses.
+    """
+
+    features: int
+    classes: int
+    tied: str | None = None
+    init: Init = Init("normal", 0.02)
+
+    def __post_init__(self) -> None:
+        require_positive("Projection", features=self.features, classes=self.classes)
+
+    def own_specs(self) -> tuple[ParameterSpec, ...]:
+        """Describe ``weight``. Not collective."""
+        return (
+            ParameterSpec("weight", (self.classes, self.features), self.init, decay=self.tied is None, tied=self.tied),
+        )
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Map ``x`` (..., features) to logits (..., classes). Not collective."""
+        weight = params["weight"]
+        rows = as_rows(x, self.features, weight.dtype, "Projection")
+        return matmul(rows, weight.T).reshape(*x.shape[:-1], self.classes), rows
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Compute ``dy @ weight``. Not collective."""
+        rows = dy.reshape(cache.shape[0], self.classes)
+        return matmul(rows, params["weight"]).reshape(*dy.shape[:-1], self.features), rows
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite ``grads["weight"]`` with ``dy.T @ x``. Not collective."""
+        matmul(pending.T, cache, out=grads["weight"])
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Replace the last axis by ``classes``. Not collective."""
+        return (*shape[:-1], self.classes)
+
+    def split(self, group: Group) -> Layer:
+        """Split the classes; every rank gets all logits. Not collective."""
+        return SplitProjection(self, group, joined=True) if splits(self, Projection, group) else self
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count the three products. Not collective."""
+        return linear_operations(prod(shape[:-1]), self.features, self.classes)

@@ -1,0 +1,201 @@
+"""GPT: a decoder-only transformer language model (Radford et al., 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from mpizero.errors import UnsupportedError
+from mpizero.names import explains
+from mpizero.nn.graph import Graph, Place
+from mpizero.nn.layer import Layer, require_positive, require_rate, splits
+from mpizero.nn.layers.block import TransformerBlock
+from mpizero.nn.layers.checkpointed import Checkpointed
+from mpizero.nn.layers.embedding import TokenEmbedding
+from mpizero.nn.layers.forms import HeadForm
+from mpizero.nn.layers.linear import Projection
+from mpizero.nn.layers.norm import LayerNorm
+from mpizero.nn.loss import CrossEntropy
+from mpizero.nn.models.block_model import export_computation_graph
+from mpizero.nn.models.predictor import compile_gpt
+from mpizero.nn.models.settings import model_dtype, require_seed
+from mpizero.nn.sequential import Sequential
+from mpizero.nn.split.block import SplitBlock
+from mpizero.nn.split.embedding import SplitTokenEmbedding
+from mpizero.nn.split.head import SplitCrossEntropy, SplitHead
+from mpizero.nn.split.model import SplitModel
+from mpizero.types import Array, BlockModel, Group, Params
+
+_TOKEN_TABLE = "embedding.token.weight"
+#: Random numbers are keyed by site: 0 is the embedding's dropout, then three for each block.
+_SITES_PER_BLOCK = 3
+
+
+@explains
+@dataclass(frozen=True)
+class LanguageHead(HeadForm):
+    """Final norm, then projection onto the vocabulary: a language model's last block.
+
+    ``tied`` names the parameter whose storage the projection shares, or is None.
+    """
+
+    dim: int
+    vocabulary: int
+    tied: str | None = None
+
+    @cached_property
+    def _layers(self) -> tuple[LayerNorm, Projection]:
+        return LayerNorm(self.dim), Projection(self.dim, self.vocabulary, self.tied)
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Replace the last axis by ``vocabulary``. Not collective."""
+        return (*shape[:-1], self.vocabulary)
+
+    def split(self, group: Group) -> Layer:
+        """Split the vocabulary; every rank gets all logits. Not collective."""
+        if not splits(self, LanguageHead, group):
+            return self
+        norm, projection = self._layers
+        return Sequential({"norm": norm, "projection": projection.split(group)})
+
+    def trace(self, graph: Graph, name: str, source: Place) -> Place:
+        """Add norm and projection. Not collective."""
+        norm, projection = self._layers
+        return projection.trace(graph, f"{name}.projection", norm.trace(graph, f"{name}.norm", source))
+
+
+@explains
+@dataclass(frozen=True)
+class GPT:
+    """A GPT as blocks: "embedding", "blocks.0", ..., "head".
+
+    Inputs are integer ids (samples, length), targets the same shape; a target below 0 is ignored.
+
+    Parameters
+    ----------
+    dim, layers, heads : int
+        Features, transformer blocks, attention heads (they must divide ``dim``).
+    sequence : int
+        Greatest length of an input.
+    vocabulary : int
+        Number of ids; 256 reads text as bytes.
+    dropout : float
+        Rate of every dropout: embedding, attention probabilities, both branches of a block.
+    tied : bool
+        Whether the head shares the embedding's token table.
+    activation_checkpointing : bool
+        Keep only each block's input and compute the rest again in the backward pass.
+    dtype : dtype
+        float32 or float64.
+    seed : int
+        Key of the start values.
+
+    Raises
+    ------
+    ConfigError
+        For sizes, rates or dtypes that cannot be used, naming them.
+    """
+
+    dim: int
+    layers: int
+    heads: int
+    sequence: int
+    vocabulary: int = 256
+    dropout: float = 0.0
+    tied: bool = True
+    activation_checkpointing: bool = False
+    dtype: Any = "float32"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_positive("GPT", dim=self.dim, layers=self.layers, heads=self.heads)
+        require_positive("GPT", sequence=self.sequence, vocabulary=self.vocabulary)
+        require_rate("GPT", self.dropout)
+        require_seed("GPT", self.seed)
+        object.__setattr__(self, "dtype", model_dtype("GPT", self.dtype))
+        self._transformer(0)
+
+    def _transformer(self, index: int) -> TransformerBlock:
+        site, residual_scale = 1 + _SITES_PER_BLOCK * index, (2 * self.layers) ** -0.5
+        return TransformerBlock(self.dim, self.heads, self.dropout, site, residual_scale)
+
+    def _kept(self, block: Layer) -> Layer:
+        return Checkpointed(block) if self.activation_checkpointing else block
+
+    @cached_property
+    def _ends(self) -> tuple[TokenEmbedding, LanguageHead]:
+        embedding = TokenEmbedding(self.vocabulary, self.sequence, self.dim, self.dropout, site=0)
+        return embedding, LanguageHead(self.dim, self.vocabulary, _TOKEN_TABLE if self.tied else None)
+
+    @cached_property
+    def blocks(self) -> Mapping[str, Layer]:
+        """The blocks by name, in order."""
+        embedding, head = self._ends
+        blocks = {f"blocks.{i}": self._kept(self._transformer(i)) for i in range(self.layers)}
+        return {"embedding": embedding, **blocks, "head": head}
+
+    @cached_property
+    def loss(self) -> CrossEntropy:
+        """Cross-entropy of the next token."""
+        return CrossEntropy()
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Shape of the longest sample."""
+        return (self.sequence,)
+
+    def split(self, group: Group) -> BlockModel:
+        """Split heads, hidden features and vocabulary, and the activations between them by places. Not collective.
+
+        Ranks hold (samples, own places, dim) between blocks and (samples, length, own items) of the logits: full
+        logits exist on none. Places, features and items are dealt by the shard rule.
+
+        Raises
+        ------
+        ConfigError
+            Unless the group's size divides the heads.
+        """
+        if group.size == 1:
+            return self
+        embedding, head = self._ends
+        layers = {f"blocks.{i}": self._kept(SplitBlock(self._transformer(i), group)) for i in range(self.layers)}
+        first = SplitTokenEmbedding(embedding, group, sequence=True)
+        blocks = {"embedding": first, **layers, "head": SplitHead(head, group)}
+        cuts = {"embedding": 0, **dict.fromkeys(layers, 0), "head": -1}
+        loss = SplitCrossEntropy(self.loss, group, self.vocabulary)
+        return SplitModel(self, group, blocks, loss, cuts, self.vocabulary, sequences=True)
+
+    def feature_importance(self, params: Mapping[str, Params]) -> dict[str, float]:
+        """Give each vocabulary item's share of the token table's length. Not collective.
+
+        The Euclidean norm of the item's embedding row, divided by the sum over all rows: items that training never
+        touched keep the norm of their start values. Keys are "0", "1", ... (for bytes: the byte's value).
+        """
+        table = np.asarray(params["embedding"]["token"]["weight"], np.float64)
+        norms = np.sqrt(np.square(table).sum(axis=1))
+        return {str(i): float(share) for i, share in enumerate(norms / (norms.sum() or 1.0))}
+
+    @property
+    def active_feature_indices(self) -> tuple[int, ...]:
+        """All vocabulary items."""
+        return tuple(range(self.vocabulary))
+
+    def with_active_features(self, indices: tuple[int, ...]) -> GPT:
+        """Refuse: a text may hold any item of the vocabulary. Not collective."""
+        raise UnsupportedError("a GPT cannot ignore vocabulary items: every id of a text takes part in its context")
+
+    def export_computation_graph(self) -> dict[str, Any]:
+        """Describe the model as JSON values; see :func:`mpizero.nn.export_computation_graph`. Not collective."""
+        return export_computation_graph(self, self.sample_shape)
+
+    def compile_predictor(self, params: Mapping[str, Params]) -> Callable[[Array], Array]:
+        """Return a compiled function from ids to logits, on a copy of the parameters. Not collective.
+
+        It equals :func:`mpizero.nn.evaluate` within rounding, takes ids of any length up to ``sequence``, and needs
+        no BLAS: meant for small batches, where its one call costs less than the layers' many.
+        """
+        return compile_gpt(self, params)

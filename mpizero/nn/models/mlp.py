@@ -1,0 +1,207 @@
+"""MLP: fully connected classifier or regressor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from mpizero.errors import ConfigError, DataError
+from mpizero.names import explains
+from mpizero.nn.layer import Layer, namespace, require_numbers, require_positive
+from mpizero.nn.layers.activation import named_activation
+from mpizero.nn.layers.linear import Linear
+from mpizero.nn.loss import CrossEntropy, MeanSquaredError
+from mpizero.nn.models.block_model import export_computation_graph
+from mpizero.nn.models.predictor import compile_mlp
+from mpizero.nn.models.settings import model_dtype, require_seed
+from mpizero.nn.sequential import Sequential
+from mpizero.nn.split.linear import ColumnLinear, RowLinear
+from mpizero.nn.split.model import SplitModel
+from mpizero.types import EVALUATE, Array, BlockModel, Group, Init, Params, Run
+
+
+@explains
+@dataclass(frozen=True)
+class Select(Layer):
+    """Keep some of the input's features and replace the others by zeros."""
+
+    features: int
+    active: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        require_positive("Select", features=self.features)
+        if any(not 0 <= index < self.features for index in self.active):
+            raise ConfigError(f"Select: active={self.active!r} must lie in 0 to {self.features - 1}")
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Copy ``x`` (..., features) without the features that are not active. Not collective."""
+        require_numbers(x, "Select")
+        if x.shape[-1:] != (self.features,):
+            raise DataError(
+                f"Select: takes {self.features} features on the last axis, the input has shape {tuple(x.shape)}"
+            )
+        y = namespace(x).zeros_like(x)
+        y[..., list(self.active)] = x[..., list(self.active)]
+        return y, None
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Copy ``dy`` without the features that are not active. Not collective."""
+        return self.forward({}, dy)
+
+
+@explains
+@dataclass(frozen=True)
+class MLP:
+    """A fully connected network as blocks: "hidden.0", "hidden.1", ..., "output".
+
+    Inputs are (samples, features); targets are (samples,) integers for a classifier, (samples, outputs) numbers for
+    a regressor. Inputs of another dtype are cast to the model's.
+
+    Parameters
+    ----------
+    features : int
+        Features of a sample.
+    hidden : sequence of int
+        Widths of the hidden layers; empty gives a linear model.
+    outputs : int
+        Classes, or numbers to predict.
+    activation : str
+        "gelu", "silu", "relu" or "tanh".
+    task : str
+        "classification" (cross-entropy of logits) or "regression" (mean squared error).
+    dtype : dtype
+        float32 or float64.
+    seed : int
+        Key of the start values.
+    active_features : tuple of int or None
+        The features in use; the others are taken as zeros, in training too. None uses all.
+
+    Raises
+    ------
+    ConfigError
+        For sizes, names or dtypes that cannot be used, naming them.
+    """
+
+    features: int
+    hidden: Sequence[int]
+    outputs: int
+    activation: str = "relu"
+    task: str = "classification"
+    dtype: Any = "float32"
+    seed: int = 0
+    active_features: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        require_positive("MLP", features=self.features, outputs=self.outputs)
+        if not isinstance(self.hidden, Iterable) or isinstance(self.hidden, str):
+            raise ConfigError(f"MLP: hidden={self.hidden!r} must be the widths of the hidden layers, such as (64, 32)")
+        object.__setattr__(self, "hidden", tuple(self.hidden))
+        for index, width in enumerate(self.hidden):
+            require_positive("MLP", **{f"hidden[{index}]": width})
+        named_activation(self.activation)
+        if self.task not in ("classification", "regression"):
+            raise ConfigError(f'MLP: task={self.task!r} is not one of "classification", "regression"')
+        require_seed("MLP", self.seed)
+        object.__setattr__(self, "dtype", model_dtype("MLP", self.dtype))
+        if self.active_features is not None:
+            if isinstance(self.active_features, str) or not isinstance(self.active_features, Iterable):
+                raise ConfigError(f"MLP: active_features={self.active_features!r} must be a sequence of integers")
+            object.__setattr__(self, "active_features", tuple(sorted({int(i) for i in self.active_features})))
+            if any(not 0 <= i < self.features for i in self.active_features):
+                raise ConfigError(f"MLP: active_features={self.active_features} must lie in 0 to {self.features - 1}")
+
+    @property
+    def blocks(self) -> Mapping[str, Layer]:
+        """The blocks by name, in order."""
+        return self._chain
+
+    @cached_property
+    def _chain(self) -> dict[str, Sequential]:
+        widths = (self.features, *self.hidden)
+        gain = 1.0 if self.activation == "tanh" else 2.0  # He et al., 2015: half of the others' outputs vanish
+        blocks = {}
+        for i, (inputs, outputs) in enumerate(zip(widths, self.hidden, strict=False)):
+            linear = Linear(inputs, outputs, init=Init("normal", (gain / inputs) ** 0.5), input_gradient=i > 0)
+            layers = {"linear": linear, "activation": named_activation(self.activation)}
+            blocks[f"hidden.{i}"] = Sequential({**self._select(i), **layers})
+        init = Init("normal", widths[-1] ** -0.5)
+        last = Linear(widths[-1], self.outputs, init=init, input_gradient=bool(self.hidden))
+        blocks["output"] = Sequential({**self._select(len(self.hidden)), "linear": last})
+        return blocks
+
+    def _select(self, index: int) -> dict[str, Layer]:
+        if index > 0 or self.active_features is None:
+            return {}
+        return {"select": Select(self.features, self.active_features)}
+
+    @cached_property
+    def loss(self) -> CrossEntropy | MeanSquaredError:
+        """Cross-entropy for a classifier, mean squared error for a regressor."""
+        return CrossEntropy() if self.task == "classification" else MeanSquaredError()
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Shape of one sample."""
+        return (self.features,)
+
+    def split(self, group: Group) -> BlockModel:
+        """Split the layers alternately by columns and by rows, so that two of them cost one sum each way.
+
+        Every rank gets the whole outputs. Of an odd number of layers the last one is split by columns, and its outputs
+        are joined. Features are dealt by the shard rule. Not collective.
+        """
+        if group.size == 1:
+            return self
+        blocks: dict[str, Layer] = {}
+        cuts = {}
+        last = len(self.hidden)
+        for i, (name, block) in enumerate(self._chain.items()):
+            layers = dict(block.children())
+            linear: Any = layers["linear"]
+            if i % 2:
+                layers["linear"] = RowLinear(linear, group)
+            elif i < last:
+                layers["linear"], cuts[name] = ColumnLinear(linear, group), -1
+            else:
+                layers["linear"] = linear.split(group)
+            blocks[name] = Sequential(layers)
+        return SplitModel(self, group, blocks, self.loss, cuts)
+
+    def feature_importance(self, params: Mapping[str, Params]) -> dict[str, float]:
+        """Give each feature's share of the first layer's absolute weights. Not collective.
+
+        The mean absolute weight from the feature to the first layer, divided by the sum over all features; features
+        that are not active have 0. Features on different scales are comparable only if the inputs were standardized.
+        Keys are "0", "1", ...
+        """
+        first = next(iter(self.blocks))
+        means = np.abs(np.asarray(params[first]["linear"]["weight"], np.float64)).mean(axis=1)
+        used = np.zeros(self.features)
+        used[list(self.active_feature_indices)] = 1.0
+        means *= used
+        return {str(i): float(share) for i, share in enumerate(means / (means.sum() or 1.0))}
+
+    @property
+    def active_feature_indices(self) -> tuple[int, ...]:
+        """The features in use."""
+        return tuple(range(self.features)) if self.active_features is None else self.active_features
+
+    def with_active_features(self, indices: Sequence[int]) -> MLP:
+        """Return a model with the same parameters that uses only the features ``indices``. Not collective."""
+        return replace(self, active_features=tuple(indices))
+
+    def export_computation_graph(self) -> dict[str, Any]:
+        """Describe the model as JSON values; see :func:`mpizero.nn.export_computation_graph`. Not collective."""
+        return export_computation_graph(self, self.sample_shape)
+
+    def compile_predictor(self, params: Mapping[str, Params]) -> Callable[[Array], Array]:
+        """Return a compiled function from samples to outputs, on a copy of the parameters. Not collective.
+
+        It equals :func:`mpizero.nn.evaluate` within rounding and needs no BLAS: meant for small batches, where its
+        one call costs less than the layers' many.
+        """
+        return compile_mlp(self, params)

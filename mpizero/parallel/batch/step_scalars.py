@@ -1,0 +1,288 @@
+"""Loss, weight and finiteness of every grain, and the learning rate, agreed on by all ranks in one small message."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpizero import kernels
+from mpizero.comm import Communicator, ProcessGrid
+from mpizero.comm.agreement import all_ranks, grouped
+from mpizero.comm.calls import agree_on_call
+from mpizero.comm.supervision.trace import MODULUS
+from mpizero.errors import CollectiveError, ConfigError, DataError, PeerFailure
+from mpizero.layout import FlatLayout
+from mpizero.layout.flat import joined
+from mpizero.parallel.batch.redistribute import GlobalBatch
+from mpizero.parallel.parameters.allocator import COMPUTING_ADVICE, refused
+from mpizero.parallel.parameters.store import flat_names
+from mpizero.parallel.step_report import NonFinite
+from mpizero.types import Array
+
+#: Marks of a rank, in the low bits of its first row's last word: a value was not finite; a grain raised.
+#: The bits above have its contract number, see comm/supervision/registry.py's [Note: one sum].
+_BAD, _FAILED = 1, 2
+_MARK_BITS = 2
+
+#: Grains that are not finite and are told of, at most.
+MAX_TOLD = 16
+
+
+#: By bytes of an element: the least and the largest number of full precision.
+_LIMITS = {size: (float(np.finfo(f"f{size}").tiny), float(np.finfo(f"f{size}").max)) for size in (4, 8)}
+
+
+class Totals(NamedTuple):
+    """Sums over the global batch; ``problems`` are its grains that are not finite, the first one first."""
+
+    loss: float
+    weight: float
+    problems: tuple[NonFinite, ...]
+
+    @property
+    def mean(self) -> float:
+        """The mean loss; NaN where the weight is infinite, since then it is nobody's."""
+        return self.loss / self.weight if math.isfinite(self.weight) else math.nan
+
+    def divisor(self, scale: float, dtype: np.dtype[Any]) -> Array:
+        """Return what the summed gradient is divided by, of the gradient's type: the weight times the loss scale.
+
+        Not collective; the same on every rank.
+
+        Raises
+        ------
+        DataError
+            If that type cannot hold it: the gradient would become zero, or infinite.
+        """
+        divisor, (least, most) = self.weight * scale, _LIMITS[dtype.itemsize]
+        if not least <= divisor <= most and math.isfinite(self.weight):
+            scaled = f", times the loss scale {scale:g}," if scale != 1.0 else ""
+            raise DataError(
+                f"the global batch has weight {self.weight:g}, which{scaled} is beyond {dtype} ({least:g} to "
+                f"{most:g}), in which the gradient is divided by it: only the ratios of weights count, so divide or "
+                "multiply all of them by one number"
+            )
+        return np.array([divisor], dtype)
+
+
+class _Bad(NamedTuple):
+    """What is not finite in a grain; smaller is earlier: loss, weight, gradients from the last block to the first."""
+
+    kind: int
+    place: int
+    tensor: str
+    message: str
+
+
+_NOTHING = _Bad(9, 0, "", "")
+
+
+def tree_total(values: Array) -> Array:
+    """Add the rows of a (leaves, n) array by the canonical tree over the leaves."""
+    while len(values) > 1:
+        pairs = values[: len(values) // 2 * 2]
+        summed = pairs[0::2] + pairs[1::2]
+        values = np.concatenate([summed, values[len(pairs) :]])
+    total: Array = values[0]
+    return total
+
+
+def rates_differ(step: int, rates: Array) -> ConfigError:
+    """Return the error about learning rates, one a rank, that are not the same. Not collective."""
+    return ConfigError(
+        f"the learning rate of step {step} differs between ranks: {grouped([repr(float(rate)) for rate in rates])}; "
+        "lr must be a function of the step alone, the same on every rank: not of time, random numbers or the rank"
+    )
+
+
+def everyone_of(grid: ProcessGrid) -> Communicator:
+    """Return a communicator of all ranks: the data group where that is all of them. Not collective."""
+    return grid.data if grid.data.size == grid.world.size else grid.world
+
+
+class GrainScalars:
+    """Collect what a rank knows of its grains, then agree.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+        The ranks; all of the world agree, since each may hold another part of the model.
+    layout : FlatLayout
+        What this rank holds of it.
+    blocks : sequence of str
+        The blocks of the whole model, in order of use.
+    """
+
+    def __init__(self, grid: ProcessGrid, layout: FlatLayout, blocks: Sequence[str]) -> None:
+        self.grid, self.layout = grid, layout
+        self._order = {name: place for place, name in enumerate(blocks)}
+        self.everyone = everyone_of(grid)
+        self.count = 0
+        self.samples = 0
+        self.error: Exception | None = None
+        self._late: Exception | None = None
+        #: Is shown the gradients of every micro-batch before anything is added: grain, micro-batch, block and views.
+        self.watch: Callable[[int, int, str, Any], None] | None = None
+        self.frozen = frozenset(e.spec.name for e in layout.entries if e.gradient < 0)
+        self._mine: dict[int, list[float]] = {}
+        self._bad: dict[int, _Bad] = {}
+        self._step = 0
+        self._per_rank = 0
+        self._spans: dict[int, Any] = {}
+
+    def begin(self, batch: GlobalBatch, step: int = 0) -> None:
+        """Start a new global batch, that of step number ``step``. Not collective."""
+        self.count, self.samples, self._step = batch.count, batch.samples, step
+        self._per_rank = -(-batch.count // self.grid.data.size)
+        self._mine, self._bad, self.error, self._late = {}, {}, None, None
+        self._spans = {g: (grain.micro_batches[0][2], grain.stop) for g, grain in batch.grains.items()}
+
+    def add(self, grain: int, loss: float, weight: float) -> None:
+        """Add the loss sum and weight of one micro-batch of a grain. Not collective."""
+        record = self._mine.setdefault(grain, [0.0, 0.0])
+        record[0] += loss
+        record[1] += weight
+        for kind, (what, value) in enumerate((("loss", loss), ("weight", weight))):
+            if not np.isfinite(value) and kind < self._bad.get(grain, _NOTHING).kind:
+                self._bad[grain] = _Bad(kind, 0, what, f"the {what} is not finite")
+
+    def fail(self, error: Exception) -> None:
+        """Remember that this rank cannot go on; :meth:`agree` raises the first such on every rank. Not collective."""
+        if isinstance(error, CollectiveError | PeerFailure):
+            raise error  # nobody would come to an agreement
+        if isinstance(error, MemoryError):
+            error = refused(error, "computing a micro-batch", COMPUTING_ADVICE)
+        self.error = self.error if self.error is not None else error
+
+    def fail_later(self, error: Exception) -> None:
+        """Remember an error with which this rank can go on, as ranks of its tensor group do. Not collective.
+
+        It is raised where the ranks agree, unless something else has failed.
+        """
+        self._late = self._late if self._late is not None else error
+
+    def check(self, grain: int, block: str, views: Any) -> None:
+        """Remember the first gradient of a grain that is not finite. Not collective."""
+        if grain in self._bad:
+            return
+        for name, view in flat_names(views):
+            flat, tensor = view.reshape(-1), joined(block, name)
+            if tensor not in self.frozen and not kernels.all_finite(flat):
+                self._bad[grain] = _Bad(2, -self._order[block], tensor, f"the gradient of {tensor!r} is not finite")
+                return
+
+    def losses(self) -> dict[int, float]:
+        """Return the loss sums of this rank's grains of the last batch that count. Not collective."""
+        return {grain: record[0] for grain, record in self._mine.items()}
+
+    def agree(self, ask_rate: Callable[[], float] | None = None) -> Totals:
+        """Return the sums over all grains, if all ranks would use the same learning rate. Collective over all ranks.
+
+        ``ask_rate`` returns that rate; what it raises is like what was given to :meth:`fail`.
+
+        Raises
+        ------
+        ConfigError
+            If the rate is not the same, bit for bit, on all ranks; names ranks and values.
+        DataError
+            If the total weight is not above zero: there is nothing to average.
+        Exception
+            What a rank's own grains raised; on the other ranks a RemoteError that tells it.
+        """
+        size, rate = self.everyone.size, self._asked(ask_rate)
+        self.error, self._late = self.error if self.error is not None else self._late, None
+        number = self.everyone.contract_number()
+        local = np.full(4 * max(1, self._per_rank) + 1, -1.0)
+        for place, (grain, (loss, weight)) in enumerate(self._mine.items()):
+            local[4 * place : 4 * place + 3] = grain, loss, weight
+        mark = _FAILED if self.error is not None else _BAD if self._bad else 0
+        local.view(np.int64)[3] = number << _MARK_BITS | mark
+        local[-1] = rate
+        told = np.empty((size, local.size))
+        self.everyone.allgather(local, told.reshape(-1), "losses")
+        marks = told.view(np.int64)[:, 3]
+        if int((marks >> _MARK_BITS).sum()) % MODULUS:
+            raise self.everyone.mismatch()
+        marks &= (1 << _MARK_BITS) - 1
+        if (marks == _FAILED).any():
+            self._fail_together()
+        self._same_rate(told[:, -1])
+        problems = self._named() if (marks == _BAD).any() else ()
+        table = told[:, :-1].reshape(-1, 4)
+        rows = table[table[:, 0] >= 0]
+        rows = rows[np.argsort(rows[:, 0], kind="stable")]
+        loss, weight = tree_total(rows[:, 1:3])
+        if weight <= 0:
+            raise DataError(
+                f"the global batch has weight {weight:g}: every target in it is ignored; expected more than 0"
+            )
+        return Totals(float(loss), float(weight), problems)
+
+    def agree_on_rate(self, ask_rate: Callable[[], float]) -> None:
+        """Compare the learning rate of a step whose gradient was agreed on before, in the first message of that step.
+
+        Collective over all ranks.
+
+        Raises
+        ------
+        CollectiveMismatch
+            If not all ranks make a step.
+        ConfigError
+            As :meth:`agree`.
+        Exception
+            What was given to :meth:`fail` on one rank; on the other ranks a RemoteError that tells it.
+        """
+        rate = np.array(self._asked(ask_rate), np.float64)
+        told = agree_on_call(self.grid.world, (int(rate.view(np.int64)), self.error is not None))
+        if told[:, 1].any():
+            self._fail_together()
+        self._same_rate(np.ascontiguousarray(told[:, 0]).view(np.float64))
+
+    def _asked(self, ask_rate: Callable[[], float] | None) -> float:
+        try:
+            return 0.0 if ask_rate is None else ask_rate()
+        except Exception as error:
+            self.fail(error)
+            return 0.0
+
+    def _fail_together(self) -> None:
+        error, self.error = self.error, None
+        with all_ranks(self.everyone, "failed grains"):
+            if error is not None:
+                raise error
+
+    def _same_rate(self, rates: Array) -> None:
+        bits = np.ascontiguousarray(rates).view(np.int64)  # NaN, the rate of a user's optimizer, equals itself
+        if (bits != bits[0]).any():
+            raise rates_differ(self._step, rates)
+
+    def _named(self) -> tuple[NonFinite, ...]:
+        """Return the grains that are not finite, each with what was so first. Collective over all ranks."""
+        mine = sorted((self._spans[g][0], bad, self._told(g, bad)) for g, bad in self._bad.items())[:MAX_TOLD]
+        everyone = self.everyone.allgather_object(mine, "not finite")
+        found: dict[int, NonFinite] = {}
+        for first, _, told in sorted((item for items in everyone for item in items), key=lambda item: item[:2]):
+            found.setdefault(first, told)
+        return tuple(found.values())[:MAX_TOLD]
+
+    def _told(self, grain: int, bad: _Bad) -> NonFinite:
+        first, stop = self._spans[grain]
+        return NonFinite(self._step, self.everyone.rank, bad.tensor, first, stop, bad.message)
+
+    def in_the_sum(self, tensor: str, parts: Sequence[Array], norm: float) -> NonFinite:
+        """Tell of finite gradients whose sum, or the squares of whose sum, are not; ``parts`` are this rank's own.
+
+        Collective over all ranks.
+        """
+        finite = all(np.isfinite(part).all() for part in parts)
+        largest = max((float(np.abs(part).max()) for part in parts if part.size), default=-1.0) if finite else np.inf
+        told = np.empty(self.everyone.size)
+        self.everyone.allgather(np.array([largest]), told, "sum not finite")
+        rank, first = int(told.argmax()), f"the averaged gradient of {tensor!r} is not finite"
+        message = (
+            first if np.isinf(told[rank]) else f"the squares of the averaged gradient of {tensor!r} add up to {norm}"
+        )
+        return NonFinite(self._step, rank, tensor, 0, self.samples, message)

@@ -1,0 +1,1 @@
+"""Save and load sharded models and optimizers on any layout."""

@@ -1,0 +1,82 @@
+"""What a checkpoint tells of the learning rate, so that one that moves with a load does not move without a word."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from mpizero import optim
+from mpizero.errors import CheckpointError
+from mpizero.parallel.optimizer.sharded_update import Updater
+
+#: The attribute of a checkpoint; it is told beside the optimizer's state and changes nothing of it.
+ATTRIBUTE = "learning_rate"
+
+
+def recorded(updater: Updater | None) -> dict[str, Any]:
+    """Return the rate of the last step, where it is known, and the schedule, where it is the library's.
+
+    Not collective.
+    """
+    last = None if updater is None else updater.last_rate
+    schedule = _schedule(updater)
+    return {"last": last if last is not None and math.isfinite(last) else None, "schedule": schedule}
+
+
+def moved(updater: Updater, attributes: Mapping[str, Any], steps: int) -> str | None:
+    """Return in what the rates of a bound optimizer are not those of a checkpoint; None if nothing is known of it.
+
+    Not collective.
+
+    Parameters
+    ----------
+    updater : Updater
+        Of the bound optimizer.
+    attributes : mapping
+        The checkpoint's.
+    steps : int
+        The optimizer's steps that it has made.
+
+    Raises
+    ------
+    CheckpointError
+        If the attribute cannot be what :func:`recorded` returned.
+    """
+    saved, last = attributes.get(ATTRIBUTE), last_of(attributes)
+    if saved is None:
+        return None
+    before, now = saved.get("schedule"), _schedule(updater)
+    if before is not None and now is not None and before != now:
+        return f"the checkpoint was trained with the schedule {before!r:.200}, the bound optimizer has {now!r}"
+    if last is None or not steps:
+        return None
+    rate = optim.learning_rate(updater.optimizer, steps - 1)
+    if math.isnan(rate) or rate == last:
+        return None
+    return f"the learning rate of step {steps} was {last!r}, the bound optimizer's is {rate!r} there"
+
+
+def last_of(attributes: Mapping[str, Any]) -> float | None:
+    """Return the learning rate of the last step before a checkpoint was saved, None if it is not told.
+
+    Not collective.
+
+    Raises
+    ------
+    CheckpointError
+        As :func:`moved`.
+    """
+    saved = attributes.get(ATTRIBUTE)
+    if saved is None:
+        return None
+    last = saved.get("last") if isinstance(saved, dict) else saved
+    if not isinstance(saved, dict) or not (last is None or (isinstance(last, float) and math.isfinite(last))):
+        raise CheckpointError(f"the checkpoint's attribute {ATTRIBUTE!r} cannot be what mpizero wrote: {saved!r:.200}")
+    return last
+
+
+def _schedule(updater: Updater | None) -> dict[str, Any] | None:
+    lr = None if updater is None else getattr(updater.optimizer, "lr", None)
+    return None if not isinstance(lr, optim.Schedule) else asdict(lr) | {"lr": float(lr.lr), "end": float(lr.end)}

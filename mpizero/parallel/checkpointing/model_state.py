@@ -1,0 +1,367 @@
+"""Save and load sharded models: every rank writes and reads the ranges it owns, whatever the layout was.
+
+A checkpoint holds the arrays of the whole, unsplit model; slices and copies
+(see ``parallel/parameters/global_view.py``) are translated to ranges of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpizero import checkpoint
+from mpizero.checkpoint.format.strict_json import is_count, is_number
+from mpizero.comm.agreement import all_ranks
+from mpizero.errors import CheckpointError
+from mpizero.parallel.checkpointing import learning_rate
+from mpizero.parallel.checkpointing.restore import ArrayReader, HeldArray, HeldPiece, fill
+from mpizero.parallel.parameters.shards import UpdatePiece
+from mpizero.text import notice
+from mpizero.types import Array, ParameterSpec
+
+if TYPE_CHECKING:
+    from mpizero.parallel.engine import Engine
+
+_REMEDY = "bind the same one, or load into a model without an optimizer to take the parameters alone"
+#: The axes of a layout besides the data axis; files that do not mention one were written without it.
+_AXES = ("pipeline", "tensor", "context")
+
+
+def local_arrays(
+    engine: Engine, *, parameters: bool = True, values: Array | None = None, fetch: bool = True
+) -> list[checkpoint.LocalArray]:
+    """Return the ranges of every parameter and optimizer array that this rank writes. Not collective.
+
+    They are views, but of copies where optimizer state lies on a card; those have no contents with ``fetch=False``.
+    The arrays are those of the whole model, whatever this rank holds of it. ``values``, in the flat order, take the
+    place of the parameters.
+    """
+    arrays = _parameter_arrays(engine, engine.whole.writes, values) if parameters else []
+    if engine.updater is not None:
+        state = engine.updater.host_state(fetch=fetch)
+        arrays += _state_arrays(engine, state, engine.updater.trees.own, engine.whole.writes)
+    return [array.local() for array in arrays]
+
+
+def _everything(spec: ParameterSpec) -> bool:
+    """Take part in reading all that this rank holds, copies too."""
+    return True
+
+
+def _parameter_arrays(
+    engine: Engine, wanted: Callable[[ParameterSpec], bool], values: Array | None = None
+) -> list[HeldArray]:
+    """Return what this rank owns of the parameters; of ``values``, in the flat order, where they are given."""
+    pieces: list[HeldPiece] = []
+    for unit, span in zip(engine.layout.units, engine.store.share.spans, strict=True):
+        owned = engine.store.owned(unit.index) if values is None else values[span.start : span.stop]
+        for entry, part in engine.layout.pieces(span):
+            view = owned[part.start - span.start : part.stop - span.start]
+            pieces.append(HeldPiece(entry.spec, part.start - entry.offset, view))
+    return _whole_arrays(engine, "parameters", pieces, wanted)
+
+
+def _state_arrays(
+    engine: Engine,
+    state: Mapping[str, Array],
+    kept: Sequence[UpdatePiece],
+    wanted: Callable[[ParameterSpec], bool],
+) -> list[HeldArray]:
+    """Return what this rank keeps of the optimizer's arrays."""
+    arrays: list[HeldArray] = []
+    for slot, values in state.items():
+        pieces = [
+            HeldPiece(p.entry.spec, p.span.start - p.entry.offset, values[p.state : p.state + p.size]) for p in kept
+        ]
+        found = _whole_arrays(engine, f"optimizer/{slot}", pieces, wanted)
+        arrays += [array for array in found if array.spec.trainable]
+    return arrays
+
+
+def _whole_arrays(
+    engine: Engine, folder: str, pieces: Iterable[HeldPiece], wanted: Callable[[ParameterSpec], bool]
+) -> list[HeldArray]:
+    """List an array for each parameter of the whole model, with the pieces of it that are wanted."""
+    arrays = {
+        entry.spec.name: HeldArray(f"{folder}/{entry.spec.name}", entry.spec, engine.dtype)
+        for entry in engine.whole.layout.parameters
+    }
+    for piece in pieces:
+        if wanted(piece.spec):
+            arrays[piece.spec.guest or piece.spec.name].pieces.append(piece)
+    return list(arrays.values())
+
+
+def attributes(engine: Engine) -> dict[str, Any]:
+    """Return what a checkpoint must know besides arrays. Not collective."""
+    updater = engine.updater
+    return {
+        "optimizer": None
+        if updater is None
+        else {
+            "name": optimizer_name(updater.optimizer),
+            "slots": list(updater.state),
+            "step_count": updater.step_count,
+        },
+        "step_number": engine.step_number,
+        "loss_scale": None
+        if engine.loss_scale is None
+        else {"scale": engine.loss_scale.scale, "good_steps": engine.loss_scale.good_steps},
+        "layout": {
+            "strategy": "ZeRO-3" if engine.placement.strategy == "FSDP" else engine.placement.strategy,
+            "ranks": engine.grid.axes.size,
+            "nodes": engine.whole.nodes,
+            **{axis: getattr(engine.grid.axes, axis) for axis in _AXES},
+        },
+    }
+
+
+def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False) -> None:
+    """Fill an engine from an open checkpoint, as ``restore.fill`` does.
+
+    Collective over the world.
+
+    Optimizer state is restored when the checkpoint has that of the bound optimizer; a model without one takes the
+    parameters alone.
+
+    Raises
+    ------
+    CheckpointError
+        If it is damaged, or belongs to another model, optimizer, or (with ``strict_layout``) layout.
+    """
+    with all_ranks(engine.grid.world, "restore"):
+        saved = _saved(reader)
+    with_state = engine.updater is not None and saved["optimizer"] is not None
+    with all_ranks(engine.grid.world, "restore"):
+        _check_model(engine, reader)
+        if strict_layout:
+            _check_layout(attributes(engine)["layout"], saved.get("layout"))
+        if engine.updater is not None:
+            (_check_optimizer if with_state else _check_no_state)(engine, reader, saved)
+        if with_state:
+            _tell_rates(engine, reader, saved)
+    arrays, state = _parameter_arrays(engine, _everything), dict[str, Array]()
+    if with_state:
+        state, kept = _kept_state(engine)
+        arrays += kept
+    fill(engine, reader, arrays)
+    _forget_residuals(engine)
+    if with_state:
+        _take_state(engine, state, saved, reader)
+    engine.step_number = saved["step_number"]
+    engine.store.publish()
+
+
+def _saved(reader: ArrayReader) -> dict[str, Any]:
+    """Return what :func:`attributes` wrote, after a look at everything in it: a file may hold any JSON there.
+
+    Keys that are not there count as null or 0, as in files of others; keys that are not known are refused, for nobody
+    can tell what they change.
+    """
+    saved, where = reader.attributes.get("mpizero", {}), "the checkpoint's attribute 'mpizero'"
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{where} is {saved!r:.80}: expected an object")
+    if unknown := sorted(saved.keys() - _SAVED.keys()):
+        raise CheckpointError(f"{where}: {unknown[0]!r:.80} is unknown; expected {', '.join(_SAVED)}")
+    found: dict[str, Any] = {"optimizer": None, "loss_scale": None, "layout": None, "step_number": 0} | saved
+    for key, (sound, expected) in _SAVED.items():
+        if not sound(found[key]):
+            raise CheckpointError(f"{where}: {key} is {found[key]!r:.200}: expected {expected}")
+    return found
+
+
+def _is_optimizer(value: object) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and value.keys() == {"name", "slots", "step_count"}
+        and isinstance(value["name"], str)
+        and isinstance(value["slots"], list)
+        and all(isinstance(slot, str) for slot in value["slots"])
+        and is_count(value["step_count"])
+    )
+
+
+def _is_scale(value: object) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and value.keys() == {"scale", "good_steps"}
+        and is_number(value["scale"])
+        and is_count(value["good_steps"])
+    )
+
+
+def _is_layout(value: object) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and {"strategy", "ranks", "nodes"} <= value.keys() <= {"strategy", "ranks", "nodes", *_AXES}
+        and isinstance(value["strategy"], str)
+        and all(is_count(number, 1) for key, number in value.items() if key != "strategy")
+    )
+
+
+#: What the attribute ``mpizero`` may hold: by key a check, and what it expects, for people.
+_SAVED: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "optimizer": (_is_optimizer, "null, or name (text), slots (list of texts) and step_count (whole number >= 0)"),
+    "step_number": (is_count, "a whole number >= 0"),
+    "loss_scale": (_is_scale, "null, or scale (finite number > 0) and good_steps (whole number >= 0)"),
+    "layout": (
+        _is_layout,
+        "null, or strategy (text), ranks and nodes, perhaps pipeline, tensor and context (whole numbers >= 1)",
+    ),
+}
+
+
+def _check_layout(layout: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
+    if layout != {**dict.fromkeys(_AXES, 1), **(saved or {})}:
+        raise CheckpointError(
+            f"strict_layout: the checkpoint was written by {_told(saved)}, this model is {_told(layout)}; without "
+            "strict_layout it can be loaded all the same"
+        )
+
+
+def _told(layout: Mapping[str, Any] | None) -> str:
+    if not layout:
+        return "an unknown layout"
+    ranks, nodes = (f"{layout[what]} {what[:-1]}{'s'[: layout[what] != 1]}" for what in ("ranks", "nodes"))
+    split = ", ".join(f"{axis} {layout[axis]}" for axis in _AXES if layout.get(axis, 1) != 1)
+    return f"{layout['strategy']} over {ranks} on {nodes}{f' ({split})' if split else ''}"
+
+
+def restore_state(engine: Engine, reader: ArrayReader) -> None:
+    """Fill the state of an engine's optimizer from an open checkpoint, as ``restore.fill`` does.
+
+    Collective over the world.
+
+    Raises
+    ------
+    CheckpointError
+        If it is damaged, holds no optimizer state, or that of another optimizer.
+    """
+    with all_ranks(engine.grid.world, "restore"):
+        saved = _saved(reader)
+        _check_optimizer(engine, reader, saved)
+        _tell_rates(engine, reader, saved)
+    state, kept = _kept_state(engine)
+    fill(engine, reader, kept)
+    _forget_residuals(engine)
+    _take_state(engine, state, saved, reader)
+
+
+def _forget_residuals(engine: Engine) -> None:
+    """Begin without residuals: they belong to one layout, so that no checkpoint holds them; rank 0 says so."""
+    if engine.exchange.feedback and engine.grid.world.rank == 0:
+        notice(
+            f"checkpoints do not hold what gradient_compression={engine.exchange.compression!r} has not sent "
+            "yet: training goes on without it, and not with the bits of a run that was never interrupted"
+        )
+    engine.exchange.forget()
+
+
+def _check_optimizer(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
+    updater, optimizer = engine.updater, saved.get("optimizer")
+    if updater is None or optimizer is None:
+        which = "model has no bound optimizer" if updater is None else "checkpoint has none"
+        raise CheckpointError(f"no optimizer state to restore: the {which}")
+    name = optimizer_name(updater.optimizer)
+    if optimizer["name"] != name:
+        raise CheckpointError(
+            f"the checkpoint holds the state of {optimizer['name']:.80}, the bound optimizer is {name}: {_REMEDY}"
+        )
+    own, told = set(updater.state), set(optimizer["slots"])
+    held = {path.split("/")[1] for path in _state_paths(reader)} | told
+    if other := sorted((held - own) | (own - told)):
+        has, lacks = ("lacks", "has") if other[0] in own else ("has", "lacks")
+        raise CheckpointError(
+            f"the checkpoint's state of {name} {has} {other[0]!r:.80}, which the bound optimizer {lacks} "
+            f"(its own: {', '.join(updater.state) or 'none'}): {_REMEDY}"
+        )
+
+
+def _check_no_state(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
+    """Reject state that nothing says whose it is: an optimizer that began anew beside it would go unnoticed."""
+    if found := _state_paths(reader):
+        raise CheckpointError(
+            f"the checkpoint holds {found[0]} and {len(found) - 1} more arrays of optimizer state, and its attribute "
+            f"mpizero.optimizer, which says of what optimizer, is missing: {_REMEDY}"
+        )
+
+
+def _state_paths(reader: ArrayReader) -> list[str]:
+    return [path for path in reader.arrays if path.startswith("optimizer/")]
+
+
+def _tell_rates(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
+    """Warn, on rank 0, where the load moves the learning rate: a schedule over other steps does it unseen."""
+    assert engine.updater is not None
+    told = learning_rate.moved(engine.updater, reader.attributes, saved["optimizer"]["step_count"])
+    if told is not None and engine.grid.world.rank == 0:
+        warnings.warn(f"{told}: training goes on with the bound one", stacklevel=2)
+
+
+def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, Any], reader: ArrayReader) -> None:
+    """Go on with what was read to the arrays that :func:`_kept_state` gave, and the scalars beside them."""
+    assert engine.updater is not None
+    engine.updater.take_state(state)
+    engine.integrity.forget()
+    engine.updater.step_count = saved["optimizer"]["step_count"]
+    engine.updater.last_rate = learning_rate.last_of(reader.attributes)
+    if saved.get("loss_scale") is not None and engine.loss_scale is not None:
+        engine.loss_scale = replace(engine.loss_scale, **saved["loss_scale"])
+
+
+def _kept_state(engine: Engine) -> tuple[dict[str, Array], list[HeldArray]]:
+    """Return arrays for all that this rank keeps of the optimizer's state, and what of a checkpoint belongs there.
+
+    Replicas keep more than they write.
+    """
+    assert engine.updater is not None
+    state = engine.updater.host_state(fetch=False)
+    return state, _state_arrays(engine, state, engine.updater.pieces, _everything)
+
+
+def copy_state(source: Engine, target: Engine) -> None:
+    """Give ``target`` the optimizer, its state and the step of an engine of the same layout and grid.
+
+    Collective over the world.
+    """
+    if source.updater is not None:
+        target.bind(source.updater.optimizer)
+        assert target.updater is not None
+        state = target.updater.host_state(fetch=False)
+        for slot, values in source.updater.host_state().items():
+            state[slot][:] = values
+        target.updater.take_state(state)
+        target.updater.step_count, target.updater.last_rate = source.updater.step_count, source.updater.last_rate
+        target.integrity.forget()
+    target.loss_scale, target.step_number = source.loss_scale, source.step_number
+    target.exchange.copy_from(source.exchange)
+
+
+def optimizer_name(optimizer: Any) -> str:
+    """Return the name that a checkpoint knows an optimizer by: of a user's own, that of its class."""
+    return str(getattr(optimizer, "name", type(optimizer).__name__))
+
+
+def _check_model(engine: Engine, reader: ArrayReader) -> None:
+    prefix = "parameters/"
+    found = {path[len(prefix) :]: shape for path, (shape, _) in reader.arrays.items() if path.startswith(prefix)}
+    wanted = {e.spec.name: e.spec.shape for e in engine.whole.layout.parameters}
+    missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    different = [n for n in wanted if n in found and tuple(found[n]) != wanted[n]]
+    if missing or extra or different:
+        told = []
+        if missing:
+            told.append(f"missing {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}")
+        if extra:
+            told.append(f"unknown {', '.join(extra[:3])}{' ...' if len(extra) > 3 else ''}")
+        if different:
+            name = different[0]
+            told.append(f"{name} has shape {tuple(found[name])}, the model's has {wanted[name]}")
+        raise CheckpointError(f"the checkpoint belongs to another model: {'; '.join(told)}")
+    for path, (_, dtype) in reader.arrays.items():
+        if path.startswith(prefix) and np.dtype(dtype) != engine.dtype:
+            raise CheckpointError(f"{path} is {np.dtype(dtype)}, the model's parameters are {engine.dtype}")

@@ -1,0 +1,1 @@
+"""Compute on a GPU: copies of parameters, optimizer updates, and where arrays live."""

@@ -1,0 +1,289 @@
+"""Where a rank computes: on the host, where parameters lie, or on a card, with copies between the two.
+
+[Note: a card's step] Parameters and gradient sums stay on the host, in the same memory and by the same code whatever
+computes. A unit's parameters are copied to the card, its blocks run there, and the gradient of each micro-batch comes
+back as soon as its backward ends; the sums go to the card once more, for the update of this rank's ranges
+([Note: an update on a card]). A rank that is alone in its data group adds up and updates on its card, by the same tree,
+and the host takes values when somebody asks for them. So every strategy, layout and checkpoint is the host's, and
+results have the same bits on any number of ranks as far as a card's products repeat theirs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpizero import optim
+from mpizero.comm import Communicator, CommunicatorGroup
+from mpizero.comm.group.device_p2p import CardCourier, CardGroup, DirectCourier, DirectGroup
+from mpizero.comm.group.gpu_aware import prove
+from mpizero.comm.group.pipeline_p2p import Courier
+from mpizero.errors import ConfigError
+from mpizero.kernels.device import Card, found, open_card
+from mpizero.layout import Unit
+from mpizero.parallel.config import ShardingConfig
+from mpizero.parallel.device.device_parameters import CardAllocator, CardMirror, UnitGradients
+from mpizero.parallel.device.device_update import CardUpdater, StagedUpdater
+from mpizero.parallel.gradients.wave_buffer import Allocator, Job
+from mpizero.parallel.optimizer.sharded_update import Updater
+from mpizero.parallel.parameters.allocator import Memory
+from mpizero.parallel.parameters.store import Lender, ParameterStore
+from mpizero.parallel.placement import Placement
+from mpizero.sampletree import as_arrays, leaves_of, map_leaves
+from mpizero.types import Group
+
+
+class Workplace:
+    """The host: nothing needs to be copied. :class:`CardWorkplace` overrides what does."""
+
+    #: Whether every block's end is told, so that its gradients are looked at, and perhaps sent, as soon as they are
+    #: there; on a card each look is a wait for it.
+    tells_blocks = True
+
+    #: Whether gradients stay on this rank's card, in rows: no other rank adds to them.
+    keeps_gradients = False
+    #: The number of the card, where there is one.
+    card_number: int | None = None
+
+    def share_gradients(self, ranks: int) -> None:
+        """Be told how many ranks add up gradients; before anything below is asked for. Not collective."""
+
+    def allocator(self, memory: Memory) -> Allocator:
+        """Return what gives gradients their memory. Not collective."""
+        return memory
+
+    def lender(self, store: ParameterStore) -> Lender:
+        """Return what lends the parameters of ``store`` where they are used."""
+        return store
+
+    def updater(
+        self, optimizer: Any, store: ParameterStore, memory: Memory, *, replicated: bool, in_rows: bool
+    ) -> Updater:
+        """Return an optimizer for the ranges of ``store`` that this rank updates; see :class:`Updater`."""
+        return Updater(optimizer, store, memory, replicated=replicated, in_rows=in_rows)
+
+    def held(self) -> dict[str, int]:
+        """Return the bytes of model state that this rank keeps elsewhere than on the host, by kind. Not collective."""
+        return {}
+
+    def group(self, group: Group) -> Group:
+        """Return a group whose methods take and return arrays as layers have them."""
+        return group
+
+    def courier(self, comm: Communicator) -> Courier:
+        """Return a courier of such arrays between pipeline stages."""
+        return Courier(comm)
+
+    def describe(self) -> str:
+        """Return what a line about a run ends with. Not collective."""
+        return ""
+
+    def check_batch(self, x: Any, y: Any) -> None:
+        """Refuse a batch that cannot be brought to where layers are, on all ranks alike. Not collective.
+
+        Dealing it has made sure that all ranks have the same types.
+        """
+
+    def put(self, values: Any) -> Any:
+        """Return samples, targets or None where layers can use them."""
+        return values
+
+    def put_job(self, job: Job) -> Job:
+        """Return a job with its samples where layers can use them."""
+        return job
+
+    def target(self, unit: Unit, host: Any) -> Any:
+        """Return the views that layers write a unit's gradients to; ``host`` are those where they shall end."""
+        return host
+
+    def done(self, unit: Unit, host: Any) -> None:
+        """Bring a unit's gradients, complete now, to ``host``."""
+
+
+class CardWorkplace(Workplace):
+    """A graphics card.
+
+    Parameters
+    ----------
+    card : Card
+        The card, open.
+    config : ShardingConfig
+        Says what operands of products are rounded to, and where the optimizer runs.
+    """
+
+    tells_blocks = False
+
+    def __init__(self, card: Card, config: ShardingConfig) -> None:
+        self.card, self.config, self.sixteen = card, config, config.mixed_precision
+        self.card_number = card.number
+        self._mirror: CardMirror | None = None
+        self._found: str | None = None
+
+    def share_gradients(self, ranks: int) -> None:
+        """Be told how many ranks add up gradients. Not collective."""
+        self.keeps_gradients = gradients_stay(self.config, ranks)
+
+    def allocator(self, memory: Memory) -> Allocator:
+        """Return the card's memory for gradients that stay there, else the host's. Not collective."""
+        return CardAllocator(self.card) if self.keeps_gradients else memory
+
+    def lender(self, store: ParameterStore) -> Lender:
+        """Return the mirror of ``store`` on the card; gradients of its units then have room there. Not collective."""
+        return self._mirror_of(store)
+
+    def _mirror_of(self, store: ParameterStore) -> CardMirror:
+        if self._mirror is None or self._mirror.store is not store:
+            self._mirror = CardMirror(store, self.card, self.sixteen, fetches=not self.keeps_gradients)
+        return self._mirror
+
+    def updater(
+        self, optimizer: Any, store: ParameterStore, memory: Memory, *, replicated: bool, in_rows: bool
+    ) -> Updater:
+        """Return an optimizer on the card, or on the host where it cannot or shall not be there. Not collective.
+
+        Raises
+        ------
+        ConfigError
+            If ``optimizer_device`` asks for the card, and the optimizer is the user's own.
+        """
+        adapted = optim.adapt(optimizer)
+        if not updates_on_card(self.config, adapted):
+            return super().updater(adapted, store, memory, replicated=replicated, in_rows=in_rows)
+        kind = CardUpdater if self.keeps_gradients else StagedUpdater
+        return kind(adapted, store, memory, self._mirror_of(store), replicated=replicated, in_rows=in_rows)
+
+    def held(self) -> dict[str, int]:
+        """Return the bytes of model state on the card, by kind. Not collective."""
+        return {kind: nbytes for kind, nbytes in sorted(self.card.held.items()) if nbytes}
+
+    def group(self, group: Group) -> Group:
+        """Return the group, which takes and returns arrays of the card.
+
+        Collective over ``config.comm`` the first time, as :meth:`courier` is: all ranks split a model alike.
+        """
+        if isinstance(group, CommunicatorGroup) and not self._indirect:
+            return DirectGroup(group, self.card)
+        return CardGroup(group, self.card)
+
+    @property
+    def _indirect(self) -> str:
+        """Why messages between layers go through memory of the host; nothing where they need not.
+
+        Collective the first time.
+        """
+        # No cached_property: before Python 3.12 all threads, which meet in the probe, would share its lock.
+        if self._found is None:
+            self._found = "direct_messages = false"
+            if self.config.direct_messages:
+                self._found = prove(self.config.communicator, lambda: self.card)
+        return self._found
+
+    def courier(self, comm: Communicator) -> Courier:
+        """Return a courier of arrays of the card. Collective over ``config.comm`` the first time."""
+        return CardCourier(comm, self.card) if self._indirect else DirectCourier(comm, self.card)
+
+    def describe(self) -> str:
+        """Name this rank's card. Not collective."""
+        products = "" if self.sixteen is None else f", products in {self.sixteen}"
+        told = "" if self._found is None else f", messages go {self._path}"
+        return f"; layers compute on cards, here number {self.card.number} ({self.card.name}){products}{told}"
+
+    @property
+    def _path(self) -> str:
+        return f"through the host ({self._indirect})" if self._indirect else "from card to card"
+
+    def check_batch(self, x: Any, y: Any) -> None:
+        """Raise :class:`DataError` unless ``x`` and ``y`` are arrays of numbers. Not collective."""
+        for values in (x, y):
+            for leaf in leaves_of(as_arrays(values)):
+                self.card.check(leaf)
+
+    def put(self, values: Any) -> Any:
+        """Copy an array, or those of a tree, to the card. Not collective."""
+        return map_leaves(self.card.put, values)
+
+    def put_job(self, job: Job) -> Job:
+        """Copy a job's samples to the card. Not collective."""
+        if job.grain is None:
+            return job
+        put = tuple((self.put(x), self.put(y), first) for x, y, first in job.grain.micro_batches)
+        return job._replace(grain=job.grain._replace(micro_batches=put))
+
+    def target(self, unit: Unit, host: Any) -> Any:
+        """Return views of the card's buffer for one unit, or ``host``, which are on the card if the rank is alone.
+
+        Not collective.
+        """
+        return host if self._fetched is None else self._fetched.views(unit)
+
+    def done(self, unit: Unit, host: Any) -> None:
+        """Copy a unit's gradients from the card, unless they stay there. Not collective."""
+        if self._fetched is not None:
+            self._fetched.fetch(unit, host)
+
+    @property
+    def _fetched(self) -> UnitGradients | None:
+        assert self._mirror is not None
+        return self._mirror.gradients
+
+
+def gradients_stay(config: ShardingConfig, ranks: int) -> bool:
+    """Tell whether gradients stay on a card: those of a rank that is alone in its data group of ``ranks``.
+
+    Not collective. Not with ``optimizer_device="cpu"``, for which they must come to the host.
+    """
+    return config.device != "cpu" and config.optimizer_device != "cpu" and ranks == 1
+
+
+def deals_waves(row: Placement, config: ShardingConfig, ranks: int) -> bool:
+    """Tell whether a data group of ``ranks`` deals grains in waves and sums unit by unit. Not collective."""
+    return row.waves and not gradients_stay(config, ranks)
+
+
+def updates_on_card(config: ShardingConfig, optimizer: Any) -> bool:
+    """Tell whether an optimizer (of :func:`mpizero.optim.adapt`) keeps its state and runs on a card. Not collective.
+
+    Raises
+    ------
+    ConfigError
+        If ``optimizer_device`` asks for the card, and the optimizer is the user's own.
+    """
+    if config.device == "cpu" or config.optimizer_device == "cpu":
+        return False
+    own = isinstance(optimizer, optim.FlatOptimizer)
+    if not own and config.optimizer_device is not None:
+        raise ConfigError(
+            f"optimizer_device={config.optimizer_device!r}: {optimizer.name}.update works on arrays of the host, only "
+            "the library's optimizers run on a card: leave optimizer_device out"
+        )
+    return own
+
+
+def open_workplace(config: ShardingConfig, block_model: bool, card: int | None = None) -> Workplace:
+    """Return the host, or this rank's card: the ranks of a node take its cards in turn, unless ``card`` says which.
+
+    Collective over ``config.comm``.
+
+    Raises
+    ------
+    ConfigError
+        On every rank, if one has no card, naming it and the way out; or if the model, no model of blocks, has layers of
+        its own that the card knows nothing of.
+    """
+    if config.device == "cpu":
+        return Workplace()
+    if not block_model:
+        raise ConfigError(
+            f"device={config.device!r} needs a model of blocks: a black box computes where its function does, so train "
+            'it with device = "cpu" and let the function use the card'
+        )
+    comm = config.communicator
+    with comm.split_node(name="cards") as node:
+        place = node.rank if card is None else card
+    reasons = comm.allgather_object(found()[1], "cards")
+    without = [rank for rank, reason in enumerate(reasons) if reason]
+    if without:
+        raise ConfigError(
+            f'device = "cuda": rank {without[0]} of {comm.size} has no card to train on: {reasons[without[0]]}, or '
+            'train with device = "cpu"'
+        )
+    return CardWorkplace(open_card(place), config)

@@ -1,0 +1,183 @@
+"""A card's copies of what layers need of the host: parameters, and room for the gradients of a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from mpizero.errors import ConfigError
+from mpizero.kernels.device import Card
+from mpizero.layout import FlatLayout, Unit
+from mpizero.layout.flat import views
+from mpizero.parallel.diagnostics.unwritten_gradients import LentGradients
+from mpizero.parallel.parameters.store import ParameterStore, flat_names
+from mpizero.types import Array
+
+#: Elements between the starts of two gradients on a card: products into them are then aligned as the BLAS likes it.
+ALIGNED = 64
+
+
+class CardAllocator:
+    """Gives the gradients of a rank that is alone in its data group their place on its card, and counts them there."""
+
+    def __init__(self, card: Card) -> None:
+        self.card = card
+
+    def private(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        """Return a zeroed array of the card. Not collective."""
+        sizes = shape if isinstance(shape, tuple) else (shape,)
+        array = self.card.keep(kind, prod(sizes), dtype)
+        array[:] = 0
+        return array.reshape(sizes)
+
+    def release(self, kind: str, array: Array) -> None:
+        """Stop counting an array that its owner drops. Not collective."""
+        self.card.release(kind, array)
+
+    def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
+        """Return zeroed arrays of the card. Not collective."""
+        return tuple(self.private(kind, shape, dtype) for shape in shapes)
+
+    def free_shared(self, kind: str, arrays: Sequence[Array]) -> None:
+        """Stop counting what :meth:`shared` returned. Not collective."""
+        for array in arrays:
+            self.release(kind, array)
+
+
+class CardMirror:
+    """The parameters of a store on a card: all of them, or a unit's at a time where the store is sharded.
+
+    Parameters
+    ----------
+    store : ParameterStore
+        The parameters.
+    card : Card
+        The card.
+    sixteen : str or None
+        What operands of products are rounded to.
+    fetches : bool
+        Whether a unit's gradients need a place here from which they go to the host.
+    """
+
+    def __init__(self, store: ParameterStore, card: Card, sixteen: str | None, *, fetches: bool) -> None:
+        self.store, self.card, self.sixteen = store, card, sixteen
+        if sixteen is not None and store.dtype != np.float32:
+            raise ConfigError(
+                f"mixed_precision={sixteen!r} needs a model in float32, this one is in {store.dtype}: its "
+                'master weights are float32 (dtype = "float32"), or leave mixed_precision out'
+            )
+        self.layout, self.timeline = store.layout, store.timeline
+        self.gradients = UnitGradients(store.layout, store.dtype, card) if fetches else None
+        size = max(map(store.needed, self.layout.units), default=0) if store.sharded else store.layout.size
+        self._values = card.keep("parameters", size, store.dtype)
+        self._views: dict[int, dict[str, Any]] = {}
+        self._version = 0
+
+    @contextmanager
+    def unit(self, unit: Unit, following: Unit | None = None, *, by_block: bool = False) -> Iterator[dict[str, Any]]:
+        """Lend views of a unit's parameters on the card. Collective over the data group if sharded.
+
+        ``by_block`` changes nothing: what goes to the card must be here.
+        """
+        with self.store.unit(unit, following) if self.store.sharded else nullcontext():
+            begun = self.timeline.begin()
+            if self.store.sharded:
+                values = self.store.lent(unit)
+                self.card.write(self._values[: values.size], values)
+            else:
+                self.current()
+            self.timeline.end("publication", "card", begun)
+            if unit.index not in self._views:
+                self._views[unit.index] = self.store.unit_views(unit, self._values)
+            with self.card.multiplying_in(self.sixteen):
+                yield self._views[unit.index]
+
+    def settle(self) -> None:
+        """Return when all published values are on the host. Collective over the data group."""
+        self.store.settle()
+
+    @property
+    def whole(self) -> bool:
+        """Whether it holds all parameters at once."""
+        return not self.store.sharded
+
+    def current(self) -> Array:
+        """Return all parameters on the card, as they are on the host now; only where it is ``whole``.
+
+        Collective over the data group where published values are still on their way.
+        """
+        if self._version != self.store.version:
+            self.card.write(self._values, self.store.values)
+            self._version = self.store.version
+        return self._values
+
+    def updated(self, *, on_host: bool) -> None:
+        """Be told that this rank's ranges have been updated here, to be published next, and ``on_host`` or not there.
+
+        Not collective. A rank that updates everything has nothing to copy then; only such a one may leave the host as
+        it was, which takes the values when they are asked for.
+        """
+        if self.store.grid.data.size == 1:
+            self._version = self.store.version + 1
+        if not on_host:
+            self.store.lie_elsewhere(self._read)
+
+    def _read(self, host: Array) -> None:
+        self.card.read(self._values, [(0, host)])
+
+
+class UnitGradients:
+    """One unit's gradients on a card: computed there, then copied to the host, before the next unit's."""
+
+    def __init__(self, layout: FlatLayout, dtype: Any, card: Card) -> None:
+        self.card = card
+        self._places = {unit.index: gradient_places(unit) for unit in layout.units}
+        self._buffer = card.keep("gradients", max((size for _, size in self._places.values()), default=0), dtype)
+        self._views: dict[int, dict[str, Any]] = {}
+
+    def views(self, unit: Unit) -> dict[str, Any]:
+        """Return nested views of a unit's gradients, by block. Not collective."""
+        if unit.index not in self._views:
+            places, _ = self._places[unit.index]
+            self._views[unit.index] = {
+                block: LentGradients(
+                    views(
+                        self._buffer,
+                        [
+                            (e.local_name, places[e.block, e.local_name], e.spec.shape)
+                            for e in unit.entries
+                            if e.block == block
+                        ],
+                    )
+                )
+                for block in unit.blocks
+            }
+        return self._views[unit.index]
+
+    def fetch(self, unit: Unit, host: Mapping[str, Any]) -> None:
+        """Copy a unit's gradients into the views of ``host``. Not collective."""
+        places, size = self._places[unit.index]
+        frozen = {(entry.block, entry.local_name) for entry in unit.entries if entry.gradient < 0}
+        targets = [
+            (places[block, name], array)
+            for block, tree in host.items()
+            for name, array in flat_names(tree)
+            if (block, name) not in frozen
+        ]
+        self.card.read(self._buffer[:size], sorted(targets, key=lambda target: target[0]))
+
+
+def gradient_places(unit: Unit) -> tuple[dict[tuple[str, str], int], int]:
+    """Return where the gradient of each of a unit's entries starts on a card, and the size of them all.
+
+    Not collective.
+    """
+    places, size = {}, 0
+    for entry in unit.entries:
+        places[entry.block, entry.local_name] = size
+        size += -(-entry.spec.size // ALIGNED) * ALIGNED
+    return places, size

@@ -1,0 +1,275 @@
+"""An optimizer's pass on a card, where its state lies.
+
+Gradients of a rank that is alone in its data group are on the card themselves (:class:`CardUpdater`): the host's pass
+runs on the card's arrays, and nothing is copied. Those of other ranks come from the host (:class:`StagedUpdater`).
+
+[Note: an update on a card] What a rank updates is one range in the order of its optimizer state. Block by block, each
+as long as the pinned buffer, gradients are summed, or copied, into that buffer and sent, the card's kernels run, and
+the updated parameters are read into the window that the node shares. Where the card has a copy of all parameters,
+values are updated in that copy; the shard of a sharded store passes through a block of its own. Kernels work element by
+element, so blocks and shards change no bit; they round as the card does, which may contract a product and a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from mpizero import kernels
+from mpizero.kernels import pool
+from mpizero.kernels.device import STAGING, Card, Fill, Source, copied
+from mpizero.parallel.optimizer.sharded_update import Updater
+from mpizero.parallel.optimizer.tied_parameters import home_of
+from mpizero.parallel.parameters.allocator import Memory
+from mpizero.parallel.parameters.shards import UpdatePiece, UpdateRun
+from mpizero.parallel.parameters.store import ParameterStore
+from mpizero.types import Array
+
+#: A rank uses its card in the thread that has opened it; the threads of a rank share the host's work only.
+_ONE_THREAD = 1
+
+
+class Mirror(Protocol):
+    """A card's copy of parameters."""
+
+    card: Card
+
+    @property
+    def whole(self) -> bool:
+        """Whether it holds all parameters at once."""
+
+    def current(self) -> Array:
+        """Return all parameters, as they are on the host now."""
+
+    def updated(self, *, on_host: bool) -> None:
+        """Be told that this rank's ranges have been updated here, ``on_host`` as well, and will be published."""
+
+
+class _Cut(NamedTuple):
+    """Elements ``first ... first + size`` of a run or piece."""
+
+    of: UpdateRun | UpdatePiece
+    first: int
+    size: int
+
+    @property
+    def state(self) -> int:
+        """Where it starts in the optimizer's arrays."""
+        return self.of.state + self.first
+
+    @property
+    def store(self) -> int:
+        """Where it starts in the parameter store."""
+        return self.of.store + self.first
+
+
+class CardUpdater(Updater):
+    """One of the library's optimizers with state and gradients on a card: the host's pass runs on the card's arrays.
+
+    Parameters
+    ----------
+    optimizer : FlatOptimizer
+        The library's: a user's own works on arrays of the host.
+    store : ParameterStore
+        The parameters.
+    memory : Memory
+        Counts what is on the host.
+    mirror : Mirror
+        The card's copy of ``store``.
+    replicated, in_rows : bool
+        As for :class:`Updater`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        store: ParameterStore,
+        memory: Memory,
+        mirror: Mirror,
+        *,
+        replicated: bool,
+        in_rows: bool,
+    ) -> None:
+        self.mirror, self.card = mirror, mirror.card
+        super().__init__(optimizer, store, memory, replicated=replicated, in_rows=in_rows)
+
+    def _new_state(self) -> Array:
+        state = self.card.keep("optimizer state", self.size, self.dtype)
+        state[:] = 0
+        return state
+
+    def release(self) -> None:
+        """Stop counting what is dropped. Not collective."""
+        for array in self.state.values():
+            self.card.release("optimizer state", array)
+
+    def host_state(self, *, fetch: bool = True) -> dict[str, Array]:
+        """Return a copy of the state on the host, of undefined contents with ``fetch=False``. Not collective."""
+        host = {slot: np.empty(self.size, self.dtype) for slot in self.state}
+        for slot, values in host.items() if fetch else ():
+            self.card.read(self.state[slot], [(0, values)])
+        return host
+
+    def take_state(self, host: Mapping[str, Array]) -> None:
+        """Copy a state to the card. Not collective."""
+        for slot, values in host.items():
+            self.card.write(self.state[slot], values)
+
+    def update_fused(self, rows: Array, program: Array, divisor: Array, out: Array, threads: int) -> None:
+        """Sum, divide and update as the host does. Collective for optimizers that need norms."""
+        super().update_fused(rows, self._placed(program), self._placed(divisor), out, _ONE_THREAD)
+        self.mirror.updated(on_host=False)
+
+    def update(self, reduced: Array, threads: int) -> None:
+        """Update from reduced gradients as the host does. Collective for optimizers that need norms."""
+        super().update(reduced, _ONE_THREAD)
+        self.mirror.updated(on_host=False)
+
+    def where_used(self, reduced: Array) -> Array:
+        """Return the reduced gradient on the card. Not collective."""
+        return self.card.put(reduced)
+
+    def _placed(self, scalars: Array) -> Array:
+        return self.card.put(scalars)
+
+    def _parameters(self) -> Array:
+        return self.mirror.current()
+
+
+class StagedUpdater(CardUpdater):
+    """State on a card, gradients on the host: they pass through buffers on the card, block by block."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        gradient, weights = buffer_sizes(
+            self.size, self.dtype.itemsize, norms=self.optimizer.needs_tensor_norms, whole=self.mirror.whole
+        )
+        self._gradient = self.card.keep("buffers", gradient, self.dtype)
+        self._weights = self.card.keep("buffers", weights, self.dtype)
+
+    def release(self) -> None:
+        """Stop counting what is dropped. Not collective."""
+        super().release()
+        for buffer in (self._gradient, self._weights):
+            self.card.release("buffers", buffer)
+
+    def where_used(self, reduced: Array) -> Array:
+        """Return the reduced gradient on the host. Not collective."""
+        return reduced
+
+    # ------------------------------------------------------------------ updates
+
+    def update_fused(self, rows: Array, program: Array, divisor: Array, out: Array, threads: int) -> None:
+        """Sum and divide on the way to the card, and update there; ``out`` is left as it is.
+
+        Collective for optimizers that need norms.
+        """
+
+        def tree(at: int, first: int, target: Array) -> None:
+            args = (rows, at + first, rows[:0], 0, program, divisor, target)
+            pool.run(kernels.backend(rows).fused.tree_sum, args, 0, target.size, threads)
+
+        def tied(piece: UpdatePiece, first: int, target: Array) -> None:
+            tree(piece.gradient, first, target)
+            other = np.empty_like(target)
+            for use in piece.uses:
+                tree(use, first, other)
+                target += other
+
+        fills: dict[UpdateRun | UpdatePiece, Fill] = {run: partial(tree, run.gradient) for run in self.plain_runs}
+        self._update(fills | {piece: partial(tied, piece) for piece in self.tied})
+
+    def update(self, reduced: Array, threads: int) -> None:
+        """Update this rank's parameters from reduced gradients. Collective for optimizers that need norms."""
+        if self.watch is not None:
+            self.watch(reduced)
+        self._update({run: copied(reduced[run.gradient : run.gradient + run.size]) for run in self.runs})
+
+    def _update(self, fills: Mapping[UpdateRun | UpdatePiece, Fill]) -> None:
+        """Update from gradients that ``fills`` gives, by run or piece."""
+        hypers, norms = self.hypers(), self.optimizer.needs_tensor_norms
+        placed = {group: self._placed(hyper) for group, hyper in hypers.items()}
+        for first, cuts in self._blocks(sorted(fills, key=lambda run: run.state)):
+            base = 0 if norms else first  # directions are kept, all of them, until their norms are known
+            size = sum(cut.size for cut in cuts)
+            gradient = self._gradient[first - base : first - base + size]
+            self.card.send(gradient, [Source(cut.state - first, cut.size, _from(fills[cut.of], cut)) for cut in cuts])
+            with self._lent(first, cuts, changed=not norms) as weights:
+                for cut, w in zip(cuts, weights, strict=True):
+                    g = gradient[cut.state - first : cut.state - first + cut.size]
+                    state = {slot: values[cut.state : cut.state + cut.size] for slot, values in self.state.items()}
+                    act = self.optimizer.direction if norms else self.optimizer.apply
+                    act(w, g, state, placed[cut.of.group])
+        if norms:
+            self._apply_kept_directions(hypers)
+        self.mirror.updated(on_host=True)
+        self._made()
+
+    def _apply_kept_directions(self, hypers: dict[int, Array]) -> None:
+        """LAMB's second half, as :meth:`Updater._apply_directions`, with all directions on the card. Collective."""
+        own = self.trees.own
+        held = self.mirror.current() if self.mirror.whole else self.store.values
+        weights = self._square_sums(held, [piece.store for piece in own])
+        steps = self._square_sums(self._gradient, [piece.state for piece in own])
+        for first, cuts in self._blocks(self.pieces):
+            with self._lent(first, cuts, changed=True) as lent:
+                for cut, w in zip(cuts, lent, strict=True):
+                    assert isinstance(cut.of, UpdatePiece)
+                    name = home_of(cut.of.entry.spec)
+                    ratio = self.optimizer.trust_ratio(weights[name] ** 0.5, steps[name] ** 0.5)
+                    direction = self._gradient[cut.state : cut.state + cut.size]
+                    self.optimizer.apply_direction(w, direction, hypers[cut.of.group], ratio)
+
+    # ------------------------------------------------------------------ blocks
+
+    def _blocks(self, runs: Sequence[UpdateRun | UpdatePiece]) -> Iterator[tuple[int, list[_Cut]]]:
+        """Yield where each block starts in the order of the state, and the parts of ``runs`` (ascending) in it."""
+        step = STAGING // self.dtype.itemsize
+        for first in range(0, self.size, step):
+            cuts = []
+            for run in runs:
+                low, high = max(run.state, first), min(run.state + run.size, first + step)
+                if low < high:
+                    cuts.append(_Cut(run, low - run.state, high - low))
+            yield first, cuts
+
+    @contextmanager
+    def _lent(self, first: int, cuts: Sequence[_Cut], *, changed: bool) -> Iterator[list[Array]]:
+        """Lend the parameters of a block's cuts on the card; what was ``changed`` goes to the host at the end."""
+        host = [self.store.values[cut.store : cut.store + cut.size] for cut in cuts]
+        if self.mirror.whole:
+            source, starts = self.mirror.current(), [cut.store for cut in cuts]
+        else:
+            source, starts = self._weights[: sum(cut.size for cut in cuts)], [cut.state - first for cut in cuts]
+            places = zip(starts, host, strict=True)
+            self.card.send(source, [Source(start, values.size, copied(values)) for start, values in places])
+        yield [source[start : start + cut.size] for start, cut in zip(starts, cuts, strict=True)]
+        if changed:
+            self.card.read(source, sorted(zip(starts, host, strict=True), key=lambda target: target[0]))
+
+
+def buffer_sizes(size: int, itemsize: int, *, norms: bool, whole: bool) -> tuple[int, int]:
+    """Return the elements of a card's buffers for the gradients and the parameters of a rank that updates ``size``.
+
+    Not collective.
+
+    Parameters
+    ----------
+    size, itemsize : int
+        Elements, and the bytes of one.
+    norms : bool
+        Whether the optimizer needs norms of its directions, so that all of them are kept.
+    whole : bool
+        Whether the card has a copy of all parameters.
+    """
+    block = min(size, STAGING // itemsize)
+    return size if norms else block, 0 if whole else block
+
+
+def _from(fill: Fill, cut: _Cut) -> Callable[[int, Array], object]:
+    """Return what fills from the start of a cut on."""
+    return lambda first, out: fill(cut.first + first, out)

@@ -1,0 +1,1 @@
+"""Find and explain steps that went wrong, and record where time goes."""

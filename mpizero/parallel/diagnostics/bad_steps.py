@@ -1,0 +1,299 @@
+"""Keep the samples of a step whose loss or gradient was not finite, in plain files, for a replay in one process.
+
+[Note: the files of a bad step] ``step.json`` is what is known of the step, one JSON object: ``format`` ("mpizero bad
+step"), ``version`` (1), ``step``, ``run_step`` and ``seed`` (what dropout is keyed by), ``loss_scale``, ``micro_batch``
+(samples evaluated at a time), ``global_batch``, ``epoch`` (where the step was told one), ``found`` (a list of ``rank``,
+``tensor``, ``start``, ``stop``, ``message``), ``grains`` (names of the files below), ``structure`` (of batches that are
+trees: what :func:`~mpizero.sampletree.outline` gives for ``x`` and ``y``), ``libraries`` (versions) and ``about`` (what
+the caller adds; `mpizero train`: its configuration). ``grain_00003.npz``, NumPy's own format without pickle,
+uncompressed, has ``x`` and ``y`` as they were trained on (of a tree ``x.0``, ``x.1``, ...), ``samples`` (places in the
+global batch) and, where the caller knows them, ``indices`` (in the data).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpizero.checkpoint.format.regular_files import read_regular
+from mpizero.checkpoint.format.strict_json import is_count, is_number, parse
+from mpizero.checkpoint.tools.npz import NUMBERS, read_arrays
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.calls import record_call
+from mpizero.comm.startup.same_software import versions
+from mpizero.errors import CheckpointError, DataError
+from mpizero.parallel.model.base import ShardedModelBase
+from mpizero.parallel.step_report import NonFinite, StepReport
+from mpizero.sampletree import SampleTree, leaves_of, of_outline, outline
+from mpizero.types import Array
+
+FORMAT, VERSION = "mpizero bad step", 1
+#: Bytes of a ``step.json`` that is read at all.
+_LIMIT = 16 << 20
+#: The structure of x and y that are arrays, which no file needs to tell.
+_ARRAYS = {"x": "*", "y": "*"}
+_GRAIN = re.compile(r"grain_[0-9]{5,18}\.npz")
+
+
+@dataclass(frozen=True)
+class BadGrain:
+    """The samples of one grain, arrays or trees: ``indices`` tell where in the data they are, None if nobody knows."""
+
+    x: Any
+    y: Any
+    samples: Array
+    indices: Array | None = None
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """What :func:`dump_bad_step` wrote; the fields are explained in ``docs/bad_numbers.md``."""
+
+    step: int
+    run_step: int
+    seed: int
+    loss_scale: float
+    micro_batch: int
+    global_batch: int
+    found: tuple[dict[str, Any], ...]
+    libraries: dict[str, str]
+    about: dict[str, Any]
+    grains: tuple[BadGrain, ...]
+    epoch: int = 0
+
+
+def dump_bad_step(
+    model: ShardedModelBase,
+    batch: tuple[Any, Any],
+    folder: str | os.PathLike[str],
+    *,
+    indices: Any = None,
+    about: Mapping[str, Any] | None = None,
+) -> Path | None:
+    """Write the grains of the last step that were not finite to a folder below ``folder``.
+
+    Collective over the model's ranks; rank 0 writes.
+
+    Parameters
+    ----------
+    model : sharded model
+        Its ``last_step`` was skipped.
+    batch : (array, array), or trees of arrays
+        What this rank gave to ``train``.
+    folder : path
+        Gets ``step_<number>``; one that exists already is left as it is.
+    indices : 1-D array of int or None
+        Where in the data this rank's samples are.
+    about : mapping or None
+        Plain JSON values to be kept beside.
+
+    Returns
+    -------
+    Path or None
+        The folder of the step; None if the last step was not skipped.
+
+    Raises
+    ------
+    DataError
+        If the batch is not of arrays of numbers, which can be kept without pickle; on every rank.
+    OSError
+        If the files cannot be written; RemoteError on the other ranks.
+    """
+    report, comm = model.last_step, model.config.communicator
+    if report is None or not report.non_finite:
+        return None
+    record_call(comm, "dump_bad_step")
+    with all_ranks(comm, first=True):
+        x, y = batch
+        tree = SampleTree.of(x=x, y=y)
+        odd = [f"{path} is {leaf.dtype}" for path, leaf in tree.named if leaf.dtype.kind not in NUMBERS]
+        if why := tree.uncut or ", ".join(odd):
+            raise DataError(f"{why}: only arrays of numbers can be kept for a replay")
+        structure = {"x": outline(x, "x"), "y": outline(y, "y")}
+    grains, total = _gather(model, tree, indices, report.non_finite)
+    path = Path(folder) / f"step_{report.non_finite[0].step:08d}"
+    with all_ranks(comm):
+        if comm.rank == 0 and not path.exists():
+            told = {} if structure == _ARRAYS else {"structure": structure}
+            _write(path, _described(model, report, total) | told | {"about": dict(about or {})}, grains)
+    return path
+
+
+def _gather(
+    model: ShardedModelBase, tree: SampleTree, indices: Any, found: tuple[NonFinite, ...]
+) -> tuple[dict[int, BadGrain], int]:
+    """Return the grains that were found, by number, and the samples of the global batch. Collective."""
+    group = model.batch_group
+    counts = np.empty(group.size, np.int64)
+    group.allgather(np.array([own := tree.count()], np.int64), counts, "bad step")
+    total, first = int(counts.sum()), int(counts[: group.rank].sum())
+    size = model.config.grain_size(total)
+    numbers = sorted({n for bad in found for n in range(bad.start // size, -(-bad.stop // size))})[: len(found) + 16]
+    arrays, known = [*tree.leaves, np.arange(first, first + own)], len(tree.leaves)
+    if indices is not None:
+        arrays.append(np.asarray(indices, np.int64))
+    grains = {}
+    for number in numbers:
+        start, stop = (min(max(place - first, 0), own) for place in (number * size, (number + 1) * size))
+        parts = group.allgather_object([array[start:stop] for array in arrays], "bad step")
+        whole = [np.concatenate(held) for held in zip(*parts, strict=True)]
+        grains[number] = BadGrain(*tree.build(iter(whole[:known])), *whole[known:])
+    return grains, total
+
+
+def _described(model: ShardedModelBase, report: StepReport, total: int) -> dict[str, Any]:
+    config, found, epoch = model.config, report.non_finite, model.engine.asked.epoch
+    return ({"epoch": epoch} if epoch else {}) | {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": found[0].step,
+        "run_step": found[0].step - 1,
+        "seed": int(getattr(model.wrapped_model, "seed", 0)),
+        "loss_scale": report.loss_scale,
+        "micro_batch": config.micro_size(total),
+        "global_batch": total,
+        "found": [asdict(bad) for bad in found],
+        "libraries": versions(),
+    }
+
+
+def _write(path: Path, described: Mapping[str, Any], grains: Mapping[int, BadGrain]) -> None:
+    """Write a folder beside its place, and give it its name when it is whole."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        names = [f"grain_{number:05d}.npz" for number in grains]
+        for name, grain in zip(names, grains.values(), strict=True):
+            held = _entries(grain.x, "x") | _entries(grain.y, "y") | {"samples": grain.samples}
+            np.savez(temporary / name, **held if grain.indices is None else {**held, "indices": grain.indices})
+        text = json.dumps({**described, "grains": names}, indent=1, allow_nan=False)
+        (temporary / "step.json").write_text(text + "\n", encoding="utf-8")
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def read_bad_step(path: str | os.PathLike[str]) -> BadStep:
+    """Read what :func:`dump_bad_step` wrote. Not collective.
+
+    Raises
+    ------
+    DataError
+        If there is no such step, or its files are damaged or of another version: names the file.
+    """
+    folder = Path(path)
+    file = folder / "step.json"
+    try:
+        told = parse(read_regular(file, _LIMIT))
+    except OSError as error:
+        raise DataError(
+            f"{folder}: no bad step: {file.name}: {error.strerror}; expected a folder as run/bad_steps/step_00000123"
+        ) from None
+    except CheckpointError as error:
+        raise DataError(f"{error}: no bad step") from None
+    except ValueError as error:
+        raise DataError(f"{file}: damaged, or no bad step: {error}") from None
+    version = told.get("version") if isinstance(told, dict) and told.get("format") == FORMAT else None
+    if type(version) is not int or version != VERSION:
+        raise DataError(f"{file}: not a bad step of version {VERSION}")
+    del told["format"], told["version"]
+    told = {"epoch": 0, "structure": _ARRAYS} | told
+    if missing := sorted(_FIELDS.keys() - told.keys()):
+        raise DataError(f"{file}: {missing[0]!r} is missing")
+    if unknown := sorted(told.keys() - _FIELDS.keys()):
+        raise DataError(f"{file}: {unknown[0]!r:.80} is unknown; expected {', '.join(_FIELDS)}")
+    for key, (sound, expected) in _FIELDS.items():
+        if not sound(told[key]):
+            raise DataError(f"{file}: {key} is {told[key]!r:.200}: expected {expected}")
+    names, found, structure = told.pop("grains"), tuple(told.pop("found")), told.pop("structure")
+    return BadStep(**told, found=found, grains=tuple(_read_grain(folder / name, structure) for name in names))
+
+
+def _is_found(value: object) -> bool:
+    """Tell whether a value is what :class:`~mpizero.parallel.step_report.NonFinite` says of a grain."""
+    return (
+        isinstance(value, dict)
+        and value.keys() == {field.name for field in fields(NonFinite)}
+        and all(isinstance(value[key], str) for key in ("tensor", "message"))
+        and all(is_count(value[key]) for key in ("step", "rank", "start", "stop"))
+    )
+
+
+def _are_names(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and all(isinstance(name, str) and _GRAIN.fullmatch(name) for name in value)
+        and len(set(value)) == len(value)
+    )
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+_WHOLE: tuple[Callable[[object], bool], str] = (is_count, "a whole number >= 0")
+#: What ``step.json`` holds besides format and version: by key a check, and what it expects, for people.
+_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "step": _WHOLE,
+    "run_step": _WHOLE,
+    "seed": (lambda value: type(value) is int and -(2**63) <= value < 2**64, "a whole number of 64 bits"),
+    "loss_scale": (is_number, "a finite number > 0"),
+    "micro_batch": (lambda value: is_count(value, 1), "a whole number > 0"),
+    "global_batch": _WHOLE,
+    "found": (
+        lambda value: isinstance(value, list) and all(map(_is_found, value)),
+        "a list of step, rank, tensor, start, stop and message",
+    ),
+    "libraries": (_are_texts, "texts by name"),
+    "epoch": _WHOLE,
+    "structure": (lambda value: isinstance(value, dict) and set(value) == {"x", "y"}, "an object of x and y"),
+    "about": (lambda value: isinstance(value, dict), "an object"),
+    "grains": (_are_names, "names of files beside it, as grain_00003.npz, each once"),
+}
+
+
+def _entries(value: Any, name: str) -> dict[str, Any]:
+    """Return the arrays of samples under the names that they have in a file."""
+    if isinstance(value, np.ndarray):
+        return {name: value}
+    return {f"{name}.{number}": leaf for number, leaf in enumerate(leaves_of(value))}
+
+
+def _read_grain(file: Path, structure: Mapping[str, Any]) -> BadGrain:
+    try:
+        held = read_arrays(file)
+        samples = held["samples"]
+        names = {name: [name] if told == "*" else _numbered(held, name) for name, told in structure.items()}
+        x, y = (_built(structure[name], [held[path] for path in names[name]]) for name in "xy")
+    except (OSError, CheckpointError, KeyError, ValueError) as error:
+        raise DataError(f"{file}: not the samples of a grain: {error}") from None
+    shapes = {path: held[path].shape for paths in names.values() for path in paths}
+    if samples.ndim != 1 or not len(samples) or any(shape[:1] != samples.shape for shape in shapes.values()):
+        told = [*(f"{path} {shape}" for path, shape in shapes.items()), f"samples {samples.shape}"]
+        raise DataError(f"{file}: arrays differ in their number of samples: {', '.join(told)}")
+    if samples.dtype.kind not in "iu" or not 0 <= int(samples.min()) <= int(samples.max()) < 2**63:
+        raise DataError(f"{file}: samples are {samples.dtype}: expected places in the global batch, whole numbers >= 0")
+    return BadGrain(x, y, samples, held.get("indices"))
+
+
+def _built(structure: Any, leaves: list[Array]) -> Any:
+    rest = iter(leaves)
+    value = of_outline(structure, rest)
+    if next(rest, None) is not None:
+        raise ValueError("the file has more arrays than the structure")
+    return value
+
+
+def _numbered(held: Mapping[str, Array], name: str) -> list[str]:
+    count = sum(path.startswith(f"{name}.") for path in held)
+    return [f"{name}.{number}" for number in range(count)]

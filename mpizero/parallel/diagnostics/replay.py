@@ -1,0 +1,223 @@
+"""Evaluate the samples of a bad step again, in one process, and look at every value on the way."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpizero.errors import ConfigError
+from mpizero.layout import Unit
+from mpizero.layout.flat import joined
+from mpizero.parallel.diagnostics.bad_steps import BadStep, read_bad_step
+from mpizero.parallel.execution.evaluators import BlackBoxEvaluator, BlockEvaluator, Evaluator
+from mpizero.parallel.gradients.wave_buffer import GradientViews
+from mpizero.parallel.model.base import ShardedModelBase
+from mpizero.parallel.parameters.store import flat_names
+from mpizero.sampletree import SampleTree
+from mpizero.types import EVALUATE, Array, Loss, Params, Run
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What an array of the replay looks like.
+
+    Attributes
+    ----------
+    what : str
+        "parameter", "input", "output" of a block, "loss", "gradient of output" of a block, or "gradient" of a
+        parameter.
+    name : str
+        Of the block or parameter.
+    minimum, maximum : float
+        Of the finite values; NaN if there are none.
+    norm : float
+        Root of the sum of their squares.
+    not_finite, size : int
+        How many values are infinite or NaN, and how many there are.
+    """
+
+    what: str
+    name: str
+    minimum: float
+    maximum: float
+    norm: float
+    not_finite: int
+    size: int
+
+    @classmethod
+    def of(cls, what: str, name: str, values: Any) -> Figures:
+        """Look at an array; a complex value counts as two numbers. Not collective."""
+        flat = np.asarray(values).reshape(-1)
+        flat = flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
+        finite = flat if flat.dtype.kind in "iub" else flat[np.isfinite(flat)]
+        low, high = (float(finite.min()), float(finite.max())) if finite.size else (np.nan, np.nan)
+        norm = float(np.sqrt(np.square(finite, dtype=np.float64).sum()))
+        return cls(what, name, low, high, norm, flat.size - finite.size, flat.size)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The forward and backward pass of one micro-batch.
+
+    Attributes
+    ----------
+    start, stop : int
+        Its samples, as places in the global batch.
+    loss, weight : float
+        Their loss sum, and what it counts for.
+    figures : tuple of Figures
+        Parameters first, then everything in the order in which it was computed.
+    """
+
+    start: int
+    stop: int
+    loss: float
+    weight: float
+    figures: tuple[Figures, ...]
+
+    @property
+    def first(self) -> Figures | None:
+        """The first that is not finite; None where all are."""
+        return next((figures for figures in self.figures if figures.not_finite), None)
+
+
+def replay_bad_step(step: BadStep | str | os.PathLike[str], model: ShardedModelBase) -> list[Replay]:
+    """Run the samples of a bad step forward and backward, with the parameters that ``model`` has.
+
+    Not collective: ``model`` is on one process. Nothing of it changes. The samples are cut as they were in training
+    and meet the same dropout.
+
+    Parameters
+    ----------
+    step : BadStep or path
+        What :func:`dump_bad_step` wrote.
+    model : sharded model
+        With the parameters to look at, on a communicator of one rank.
+
+    Raises
+    ------
+    ConfigError
+        If the model is on several ranks.
+    DataError
+        If the files of the step are damaged.
+    """
+    if model.world_size != 1:
+        raise ConfigError(
+            f'a replay runs in one process, the model is on {model.world_size}: use ShardingConfig(comm="self")'
+        )
+    step = step if isinstance(step, BadStep) else read_bad_step(step)
+    result = []
+    for grain in step.grains:
+        for at in range(0, len(grain.samples), step.micro_batch):
+            part = slice(at, at + step.micro_batch)
+            samples = grain.samples[part]
+            told = {"count": len(samples), "epoch": step.epoch}
+            run = Run(True, step.seed, step.run_step, int(samples[0]), **told)
+            trace = _Trace(model, step.loss_scale)
+            x, y = SampleTree.of(x=grain.x, y=grain.y).cut(part)
+            loss, weight = trace.follow(x, y, run)
+            result.append(Replay(run.first_sample, int(samples[-1]) + 1, loss, weight, tuple(trace.figures)))
+    return result
+
+
+class _Trace:
+    """Note what every array of one pass looks like."""
+
+    def __init__(self, model: ShardedModelBase, loss_scale: float) -> None:
+        self.model, self.engine, self.loss_scale = model, model.engine, loss_scale
+        self.figures: list[Figures] = []
+        self._views = GradientViews(self.engine.layout, self.engine.memory, self.engine.dtype)
+        self._lent: dict[int, Any] = {}
+        self._frozen = {entry.spec.name for entry in self.engine.layout.entries if entry.gradient < 0}
+
+    def note(self, what: str, name: str, values: Any) -> None:
+        """Look at an array."""
+        if values is not None:
+            self.figures.append(Figures.of(what, name, values))
+
+    def follow(self, x: Any, y: Any, run: Run) -> tuple[float, float]:
+        """Run one micro-batch forward and backward; return its loss sum and weight."""
+        for entry in self.engine.layout.parameters:
+            self.note("parameter", entry.spec.name, self.engine.store.values[entry.span.start : entry.span.stop])
+        for path, leaf in SampleTree.of(x=x).named:
+            self.note("input", path, leaf)
+        at = len(self.figures)
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            loss, weight = self._evaluator().gradients(x, y, run, self._target, self._done)
+        if not self.engine.block_model:  # which has given all at once: the loss is where to look first
+            self.figures.insert(at, Figures.of("loss", "loss", loss))
+        return loss, weight
+
+    def note_gradients(self, block: str, views: Any) -> None:
+        """Look at the gradients of a block's parameters."""
+        for name, view in flat_names(views):
+            if joined(block, name) not in self._frozen:
+                self.note("gradient", joined(block, name), view)
+
+    def _evaluator(self) -> Evaluator:
+        engine = self.engine
+        if not engine.block_model:
+            return BlackBoxEvaluator(engine.model, engine.store)
+        evaluator = BlockEvaluator(engine.model, engine.store, lambda: self.loss_scale)
+        before, blocks = None, dict[str, Any](evaluator.blocks)
+        for name, block in blocks.items():
+            blocks[name] = _WatchedLayer(block, name, before, self)
+            before = name
+        evaluator.blocks = blocks
+        evaluator.criterion = _WatchedLoss(evaluator.criterion, before or "x", self)
+        return evaluator
+
+    def _target(self, unit: Unit) -> Any:
+        self._lent[unit.index] = self._views.unit(unit, np.zeros(unit.gradients, self.engine.dtype))
+        return self._lent[unit.index]
+
+    def _done(self, unit: Unit) -> None:
+        lent = self._lent.pop(unit.index, None)  # None: a layer has raised, and the units before it end without any
+        if (
+            lent is not None and not self.engine.block_model
+        ):  # a layer's gradients are looked at as soon as it has given them
+            for block in reversed(unit.blocks):
+                self.note_gradients(block, lent[block])
+
+
+class _WatchedLayer:
+    """A block whose output, and the gradients that it gives, are looked at."""
+
+    def __init__(self, block: Any, name: str, before: str | None, trace: _Trace) -> None:
+        self.block, self.name, self.before, self.trace = block, name, before, trace
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Run the block forward. Not collective."""
+        y, cache = self.block.forward(params, x, run)
+        self.trace.note("output", self.name, y)
+        return y, cache
+
+    def backward(self, params: Params, cache: Any, dy: Array, grads: Params) -> Array | None:
+        """Run the block backward. Not collective."""
+        d: Array | None = self.block.backward(params, cache, dy, grads)
+        self.trace.note_gradients(self.name, grads)
+        if self.before is not None:
+            self.trace.note("gradient of output", self.before, d)
+        return d
+
+
+class _WatchedLoss:
+    """A loss that is looked at, with the gradient that it gives."""
+
+    def __init__(self, loss: Loss, before: str, trace: _Trace) -> None:
+        self.loss, self.before, self.trace = loss, before, trace
+
+    def forward(self, prediction: Array, target: Array) -> tuple[float, float, Any]:
+        """Compute the loss. Not collective."""
+        loss, weight, cache = self.loss.forward(prediction, target)
+        self.trace.note("loss", "loss", loss)
+        return loss, weight, cache
+
+    def backward(self, cache: Any, scale: float = 1.0) -> Array:
+        """Compute the gradient of the prediction. Not collective."""
+        d = self.loss.backward(cache, scale)
+        self.trace.note("gradient of output", self.before, d)
+        return d

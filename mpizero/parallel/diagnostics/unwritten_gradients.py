@@ -1,0 +1,135 @@
+"""Find layers that leave a part of their gradients unwritten, or add to what stood there before.
+
+[Note: marks] Gradients are written into memory that is used again and again: what a layer leaves out there is of
+another step. So the first step of a model begins with one fixed NaN in every element, of bits that no arithmetic makes
+by itself, and looks for these bits when a block's backward has ended. Adding to such a NaN gives it again. A NaN of
+other bits was computed. Later steps pay nothing; ``MPIZERO_DEBUG=gradients`` looks at every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from mpizero.errors import LayoutError
+from mpizero.kernels import to_host
+from mpizero.layout.flat import joined
+from mpizero.names import nearest
+from mpizero.nn.layer import Layer
+from mpizero.parallel.execution.return_checks import named
+from mpizero.parallel.parameters.store import flat_names
+
+#: By bytes of an element: the integer type that shows its bits, and those of a quiet NaN with an arbitrary payload.
+_MARKS: dict[int, tuple[Any, int]] = {4: (np.uint32, 0x7FCA5C3E), 8: (np.uint64, 0x7FFA5C3E9B71D42F)}
+
+
+class LentGradients(dict[str, Any]):
+    """Views that gradients are written to, by name and nested; no name can be bound to another array."""
+
+    __slots__ = ()
+
+    def __init__(self, views: Mapping[str, Any]) -> None:
+        super().__init__({name: LentGradients(v) if isinstance(v, Mapping) else v for name, v in views.items()})
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Refuse another array; ``grads[name] += ...`` gives the same one back."""
+        if name not in self:
+            raise LayoutError(f"this layer has no parameter {name!r}{nearest(name, self)}: it has {sorted(self)}")
+        if value is not self[name]:
+            raise LayoutError(
+                f"grads[{name!r}] = ... binds a name to another array, which nobody reads: write into the array that "
+                f"is there, grads[{name!r}][...] = value"
+            )
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse other arrays."""
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy as a plain dictionary."""
+        return dict, (dict(self),)
+
+
+class WriteCheck:
+    """Mark gradients before layers write them, and look for what is left: see [Note: marks].
+
+    Parameters
+    ----------
+    layers : mapping of str to layer
+        The blocks.
+    frozen : frozenset of str
+        Global names of parameters whose gradients nobody reads.
+    always : bool
+        Whether to look at every step, not only at the first one in which this rank computes.
+    """
+
+    def __init__(self, layers: Mapping[str, Any], frozen: frozenset[str], *, always: bool) -> None:
+        self.layers, self.frozen, self.always = layers, frozen, always
+        self.on = True
+        self._looked = self._found = False
+
+    def mark(self, views: Mapping[str, Any]) -> None:
+        """Mark a unit's gradients, given by block. Not collective."""
+        for block, tree in views.items():
+            for _, view in self._trained(block, tree):
+                bits, mark = _MARKS[view.dtype.itemsize]
+                view.view(bits)[...] = mark
+        self._looked = True
+
+    def missed(self, block: str, views: Any) -> LayoutError | None:
+        """Return what to say of a block that has left marks; None if it has not. Not collective."""
+        for name, view in self._trained(block, views):
+            host = to_host(view)
+            bits, mark = _MARKS[host.dtype.itemsize]
+            if left := int((host.view(bits) == mark).sum()):
+                self._found = True
+                return _unwritten(self.layers[block], block, name, (left, host.size))
+        return None
+
+    def end(self, *, failed: bool) -> None:
+        """End a step: unless something was found, or ``failed``, the next one is not looked at. Not collective."""
+        if self._looked and not (self._found or failed):
+            self.on = self.always
+        self._looked = self._found = False
+
+    def _trained(self, block: str, tree: Any) -> Iterator[tuple[str, Any]]:
+        return ((name, view) for name, view in flat_names(tree) if joined(block, name) not in self.frozen)
+
+
+def _unwritten(layer: Any, block: str, name: str, counts: tuple[int, int]) -> LayoutError:
+    owner, own = _owner(layer, name)
+    left, size = counts
+    what = "has not written" if left == size else f"has not written {left} of the {size} elements of"
+    return LayoutError(
+        f"block {block!r}, {type(owner).__name__}: the backward pass {what} the gradient of {own!r}, or has added to "
+        f"what stood there ({_method(owner)}): a layer overwrites all of its gradient in every call, unused rows "
+        f"included, grads[{own!r}][...] = value"
+    )
+
+
+def _owner(layer: Any, name: str) -> tuple[Any, str]:
+    """Return the innermost layer that has a parameter, and the parameter's name there."""
+    while True:
+        children = layer.children() if hasattr(layer, "children") else {}
+        child = next((child for child in children if name.startswith(f"{child}.")), None)
+        if child is not None:
+            layer, name = children[child], name[len(child) + 1 :]
+        elif hasattr(getattr(layer, "layer", None), "specs"):  # Checkpointed and its like keep the names
+            layer = layer.layer
+        else:
+            return layer, name
+
+
+def _method(layer: Any) -> str:
+    """Name the method that writes a layer's gradients, with its place in the source."""
+    for kind in type(layer).__mro__:
+        for method in ("backward_weights", "backward"):
+            if method not in vars(kind):
+                continue
+            if kind is Layer:
+                return f"{type(layer).__name__} defines no backward_weights"
+            return named(vars(kind)[method], f"{kind.__name__}.{method}")
+    return f"{type(layer).__name__}.backward"

@@ -1,0 +1,1 @@
+"""Run the forward and backward passes of a step."""

@@ -1,0 +1,71 @@
+"""Losses and right answers of a batch, without training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mpizero.parallel.batch.redistribute import GlobalBatch
+from mpizero.parallel.batch.step_scalars import GrainScalars
+from mpizero.parallel.execution.sequential import Runner, RunOf
+from mpizero.types import Array
+
+
+def _are_scores(prediction: Any, targets: Array) -> bool:
+    """Tell whether predictions are one score a class, and targets numbers of classes."""
+    if not isinstance(prediction, np.ndarray):
+        return False
+    return prediction.shape[:-1] == targets.shape and targets.dtype.kind in "iu"
+
+
+def evaluate(
+    batch: GlobalBatch, runner: Runner, scalars: GrainScalars, rounds: int, run_of: RunOf, *, scores: bool
+) -> tuple[float, float, int | None]:
+    """Return loss sum, weight and right answers over all ranks' grains. Collective over all ranks.
+
+    Parameters
+    ----------
+    batch : GlobalBatch
+        This rank's grains.
+    runner : Runner
+        Runs the model forward.
+    scalars : GrainScalars
+        Takes losses, weights and failures.
+    rounds : int
+        Forward passes that every rank takes part in.
+    run_of : callable
+        Gives what a training pass would be told.
+    scores : bool
+        Whether the losses of this rank's grains are found here, and count.
+
+    Returns
+    -------
+    (float, float, int or None)
+        The last is None where a prediction is not one score a class.
+    """
+    right, scored, done = 0, True, 0
+    runner.ready()
+    try:
+        for grain in batch.grains.values():
+            for number, (gx, gy, _) in enumerate(grain.micro_batches):
+                done += 1
+                run = replace(run_of(*grain.place(number)), training=False)
+                loss, weight, prediction = runner.loss(gx, gy, run)
+                if not scores or scalars.error is not None:
+                    continue
+                scalars.add(grain.number, loss, weight)
+                scored = scored and isinstance(gy, np.ndarray) and _are_scores(prediction, gy)
+                if scored:
+                    right += int((prediction.argmax(-1) == gy).sum())
+    except Exception as error:
+        if not isinstance(error, runner.agreeable):
+            raise
+        scalars.fail(error)  # every forward pass that began has taken part in all its gathers
+    for _ in range(done, rounds):
+        runner.loss(None, None)
+    totals = scalars.agree()
+    counts = np.array([right, not scored], np.int64)
+    scalars.everyone.allreduce(counts, "sum", "right answers")
+    return totals.loss, totals.weight, None if counts[1] else int(counts[0])

@@ -1,0 +1,367 @@
+"""Evaluate one micro-batch of either kind of model, with parameters lent and gradients written unit by unit."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpizero.errors import CollectiveError, LayoutError, PeerFailure, UnsupportedError
+from mpizero.layout import Unit
+from mpizero.layout.flat import joined
+from mpizero.nn.located import located, place
+from mpizero.parallel.execution.return_checks import check_names, gradient, loss_and_weight
+from mpizero.parallel.model.model_checks import check_model
+from mpizero.parallel.parameters.store import Lender, ParameterStore, flat_names
+from mpizero.sampletree import map_arrays, map_leaves
+from mpizero.signatures import takes_run
+from mpizero.types import EVALUATE, BlackBoxModel, BlockModel, Init, ParameterSpec, Run
+
+#: Lends the views that a unit's gradients are written to.
+GradientTarget = Callable[[Unit], Mapping[str, Any]]
+#: Called when a unit's gradients are complete.
+UnitDone = Callable[[Unit], None]
+#: Called when a block's gradients are complete, before its unit's are, by evaluators that know.
+BlockEnded = Callable[[Unit, str], None]
+
+
+class Evaluator(Protocol):
+    """Runs a model's forward and backward pass over the units of a store."""
+
+    @property
+    def store(self) -> Lender:
+        """Lends the parameters."""
+
+    def gradients(
+        self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone, ended: BlockEnded | None = None
+    ) -> tuple[float, float]:
+        """Write the gradient of the loss sum; return the loss sum and the weight."""
+
+    def absent(self, done: UnitDone) -> None:
+        """Take part in every gather of a micro-batch that this rank does not have."""
+
+    def predict(self, x: Any) -> Any:
+        """Return the prediction for this rank's ``x``."""
+
+    def loss(self, x: Any, y: Any, run: Run) -> tuple[float, float, Any]:
+        """Return the loss sum, the weight and the prediction."""
+
+    def using_loss(self, loss: Any) -> AbstractContextManager[None]:
+        """Put ``loss`` in the place of the model's own for a while."""
+
+
+class _Passage:
+    """What a rank still has to take part in: the gathers of a forward and a backward pass, and the ends of units.
+
+    A rank whose own computation fails, or that has none, goes through the rest all the same: nobody waits for it.
+    """
+
+    def __init__(self, store: Lender, units: Sequence[Unit], done: UnitDone | None) -> None:
+        self.store, self.report = store, done
+        backward = list(reversed(units)) if done is not None else []
+        self.gathers = deque([*units, *backward])
+        self.ends = deque(backward)
+
+    def unit(self, unit: Unit) -> AbstractContextManager[dict[str, Any]]:
+        """Lend the next unit, while the one after it comes. Collective if sharded."""
+        self.gathers.popleft()
+        following = self.gathers[0] if self.gathers else None
+        return self.store.unit(unit, following, by_block=self.report is not None)
+
+    def done(self, unit: Unit) -> None:
+        """Report the end of a unit's backward."""
+        self.ends.popleft()
+        if self.report is not None:
+            self.report(unit)
+
+    def finish(self) -> None:
+        """Take part in the rest. Collective if sharded."""
+        while self.gathers or self.ends:
+            if len(self.ends) > len(self.gathers):  # a unit gathered for its backward, which has not ended
+                self.done(self.ends[0])
+                continue
+            with self.unit(self.gathers[0]):
+                pass
+
+
+class BlockEvaluator:
+    """Blocks: each unit is lent just before its forward and its backward and released right after."""
+
+    def __init__(
+        self,
+        model: BlockModel,
+        store: Lender,
+        loss_scale: Callable[[], float],
+        run_on: Callable[[Any, Run], Run] = lambda x, run: run,
+    ) -> None:
+        self.model, self.store, self.loss_scale, self.run_on = model, store, loss_scale, run_on
+        self.criterion = model.loss
+        self.blocks = dict(model.blocks)
+        self.units = store.layout.units
+
+    def gradients(
+        self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone, ended: BlockEnded | None = None
+    ) -> tuple[float, float]:
+        """Write the gradient of the loss sum; return the loss sum and the weight. Collective if sharded.
+
+        When a layer raises, the rest of the collectives is gone through before the error goes on.
+        """
+        caches: dict[str, Any] = {}
+        d: Any
+        passed, clock = _Passage(self.store, self.units, done), self.store.timeline
+        try:
+            run = self.run_on(x, run)
+            for unit in self.units:
+                with passed.unit(unit) as params:
+                    for block in unit.blocks:
+                        begun = clock.begin()
+                        try:
+                            x, caches[block] = self.blocks[block].forward(params[block], x, run)
+                        except Exception as error:
+                            place(error, "block", block, self.blocks[block].forward)
+                            raise
+                        clock.end("forward", block, begun)
+            begun = clock.begin()
+            loss, weight, cache = self.criterion.forward(x, y)
+            loss, weight = loss_and_weight(self.criterion.forward, loss, weight, run)
+            clock.end("forward", "loss", begun)
+            begun = clock.begin()
+            d = self.criterion.backward(cache, self.loss_scale())
+            clock.end("backward", "loss", begun)
+            for unit in reversed(self.units):
+                with passed.unit(unit) as params:
+                    grads = target(unit)
+                    for block in reversed(unit.blocks):
+                        begun = clock.begin()
+                        try:
+                            d = self.blocks[block].backward(params[block], caches.pop(block), d, grads[block])
+                        except Exception as error:
+                            place(error, "block", block, self.blocks[block].backward)
+                            raise
+                        clock.end("backward", block, begun)
+                        if ended is not None:
+                            ended(unit, block)
+                passed.done(unit)
+        except (CollectiveError, PeerFailure):
+            raise
+        except Exception:
+            passed.finish()
+            raise
+        return loss, weight
+
+    def absent(self, done: UnitDone) -> None:
+        """Take part in every gather of a micro-batch that this rank does not have. Collective if sharded."""
+        _Passage(self.store, self.units, done).finish()
+
+    def predict(self, x: Any, run: Run = EVALUATE) -> Any:
+        """Return the prediction for this rank's ``x``. Collective if sharded."""
+        passed = _Passage(self.store, self.units, None)
+        try:
+            run = EVALUATE if x is None else self.run_on(x, run)
+            for unit in self.units:
+                with passed.unit(unit) as params:
+                    for block in unit.blocks:
+                        if x is not None:
+                            x, _ = located("block", block, self.blocks[block].forward, params[block], x, run)
+        except (CollectiveError, PeerFailure):
+            raise
+        except Exception:
+            passed.finish()
+            raise
+        return x
+
+    def loss(self, x: Any, y: Any, run: Run) -> tuple[float, float, Any]:
+        """Return the loss sum, the weight and the prediction. Collective if sharded."""
+        prediction = self.predict(x, run)
+        if prediction is None:
+            return 0.0, 0.0, None
+        loss, weight, _ = self.criterion.forward(prediction, y)
+        return *loss_and_weight(self.criterion.forward, loss, weight), prediction
+
+    @contextmanager
+    def using_loss(self, loss: Any) -> Iterator[None]:
+        """Put ``loss`` in the place of the model's own for a while; None changes nothing. Not collective."""
+        own = self.criterion
+        self.criterion = own if loss is None else loss
+        try:
+            yield
+        finally:
+            self.criterion = own
+
+
+class BlackBoxEvaluator:
+    """A function of all parameters: it needs every unit at once, and gives all gradients at the end."""
+
+    def __init__(self, model: BlackBoxModel, store: ParameterStore) -> None:
+        self.model, self.store = model, store
+        self.units = store.layout.units
+        self.frozen = frozenset(e.spec.name for e in store.layout.entries if not e.spec.trainable)
+        self.trained = {e.spec.name: None for e in store.layout.entries if e.spec.trainable}.keys()
+        self._takes_run = takes_run(model.loss_and_grad, "loss_and_grad", "parameters", "batch")
+        self._own_loss = _loss_function(model)
+
+    def gradients(
+        self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone, ended: BlockEnded | None = None
+    ) -> tuple[float, float]:
+        """Write the gradient of the loss sum; return the loss sum and the weight. Collective if sharded.
+
+        ``ended`` is never called: all gradients come at the end.
+        """
+        left, function = deque(reversed(self.units)), self.model.loss_and_grad
+        params = self._parameters()
+        try:
+            begun = self.store.timeline.begin()
+            loss, grads, weight = self._loss_and_grad(params, x, y, run)
+            self.store.timeline.end("backward", "loss and gradient", begun)
+            del params
+            check_names(function, grads, self.trained, self.frozen)
+            while left:
+                for block, views in target(left[0]).items():
+                    for name, view in flat_names(views):
+                        if (parameter := joined(block, name)) not in self.frozen:
+                            view[...] = gradient(function, parameter, grads[parameter], view, run)
+                done(left.popleft())
+        except (CollectiveError, PeerFailure):
+            raise
+        except Exception:
+            for unit in left:
+                done(unit)
+            raise
+        return loss, weight
+
+    def absent(self, done: UnitDone) -> None:
+        """Take part in every gather of a micro-batch that this rank does not have. Collective if sharded."""
+        self._parameters()
+        for unit in reversed(self.units):
+            done(unit)
+
+    def predict(self, x: Any) -> Any:
+        """Return the prediction for this rank's ``x``. Collective if sharded."""
+        params = self._parameters()
+        if x is None:
+            return None
+        predict = getattr(self.model, "predict", None)
+        if predict is None:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} has no predict function: give one, FunctionModel(..., predict=...)"
+            )
+        with _explained("predict"):
+            result = predict(params, _read_only(x))
+        return map_leaves(self._own, result)
+
+    def _own(self, result: Any) -> Any:
+        """Return a copy of an array that is a view of the parameters."""
+        shared = isinstance(result, np.ndarray) and np.may_share_memory(result, self.store.values)
+        return result.copy() if shared else result
+
+    def loss(self, x: Any, y: Any, run: Run) -> tuple[float, float, Any]:
+        """Return the loss sum, the weight and no prediction. Collective if sharded."""
+        params = self._parameters()
+        if x is None and y is None:
+            return 0.0, 0.0, None
+        if self._own_loss is None:
+            loss, _, weight = self._loss_and_grad(params, x, y, run)
+            return loss, weight, None
+        function, takes = self._own_loss
+        with _explained("loss"):
+            result = function(params, (_read_only(x), _read_only(y)), **({"run": run} if takes else {}))
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise LayoutError(f"loss must return (loss_sum, weight), it returned {_kinds(result)}")
+        return *loss_and_weight(function, *result, run, "loss"), None
+
+    @contextmanager
+    def using_loss(self, loss: Any) -> Iterator[None]:
+        """Refuse another loss: a black box contains its own. Not collective."""
+        if loss is not None:
+            raise UnsupportedError("a black box computes its own loss: another one cannot be put in its place")
+        yield
+
+    def _parameters(self) -> dict[str, Any]:
+        """Return all parameters by name: views of the store, or copies that live as long as they are used."""
+        with ExitStack() as stack:
+            if not self.store.sharded:
+                lent = [(unit, stack.enter_context(self.store.unit(unit))) for unit in self.units]
+                return {n: a for unit, params in lent for n, a in _named(params)}
+            found: dict[str, Any] = {}
+            for unit, following in with_next(self.units):
+                with self.store.unit(unit, following) as params:
+                    found.update((n, _read_only(a.copy())) for n, a in _named(params))
+                self.store.memory.barrier("black box")
+            return found
+
+    def _loss_and_grad(
+        self, params: Mapping[str, Any], x: Any, y: Any, run: Run
+    ) -> tuple[float, Mapping[str, Any], float]:
+        function = self.model.loss_and_grad
+        with _explained("loss_and_grad"):
+            result = function(params, (_read_only(x), _read_only(y)), **({"run": run} if self._takes_run else {}))
+        if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[1], Mapping):
+            told = "(loss_sum, gradients by name, weight)"
+            raise LayoutError(f"loss_and_grad must return {told}, it returned {_kinds(result)}")
+        loss, weight = loss_and_weight(function, result[0], result[2], run)
+        return loss, result[1], weight
+
+
+def _loss_function(model: Any) -> tuple[Callable[..., Any], bool] | None:
+    """Return a function model's loss without a gradient, and whether it takes ``run``; None where it has none.
+
+    A class of the user's own may have a method of this name that returns a mean, or a figure beside the loss.
+    """
+    function = model.loss if getattr(model, "has_loss", False) is True else None
+    return None if function is None else (function, takes_run(function, "loss", "parameters", "batch"))
+
+
+def _kinds(result: Any) -> Any:
+    return [type(v).__name__ for v in result] if isinstance(result, tuple) else type(result).__name__
+
+
+def _read_only(value: Any) -> Any:
+    """Return views that cannot be written to of arrays, which may be the user's own; anything else as it is."""
+    if not isinstance(value, np.ndarray):
+        return map_arrays(_read_only, value)
+    view = value.view()
+    view.flags.writeable = False
+    return view
+
+
+@contextmanager
+def _explained(function: str) -> Iterator[None]:
+    """Say what to do to the error of code that writes to an array that is lent to it."""
+    try:
+        yield
+    except (ValueError, TypeError, BufferError) as error:
+        if any(word in str(error) for word in ("read-only", "readonly", "writable", "writeable")):
+            error.add_note(f"The arrays that {function} gets are read-only: let it copy what it changes, x = x.copy()")
+        raise
+
+
+def with_next(units: Iterable[Unit]) -> Iterator[tuple[Unit, Unit | None]]:
+    """Yield each unit with the one after it, the last one with None. Not collective."""
+    listed = list(units)
+    return zip(listed, [*listed[1:], None], strict=True) if listed else iter(())
+
+
+def _named(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(joined(b, n), array) for b, tree in params.items() for n, array in flat_names(tree)]
+
+
+def blocks_of(model: Any) -> dict[str, tuple[ParameterSpec, ...]]:
+    """Return the parameter specs of a model, by block; each parameter of a black box is a block of its own.
+
+    Raises
+    ------
+    TypeError
+        If ``model`` is neither a block model nor a black box, naming what it lacks.
+    """
+    if isinstance(model, BlockModel):
+        return {name: tuple(block.specs()) for name, block in model.blocks.items()}
+    if not isinstance(model, BlackBoxModel):
+        check_model(model)
+    frozen = frozenset(getattr(model, "frozen", ()))
+    return {
+        name: (ParameterSpec("", np.shape(a), Init(), np.ndim(a) > 1, name not in frozen),)
+        for name, a in model.parameters.items()
+    }

@@ -1,0 +1,365 @@
+"""Run the micro-batches of a step through the stages of a pipeline, in the order of a schedule.
+
+[Note: pipeline bits] Every chunk meets its micro-batches in ascending order in the forward pass and again in the
+backward pass, and folds gradients through the same jobs as a model in one piece. So neither the number of stages nor
+the schedule changes a bit of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.group.pipeline_p2p import Route, key_of
+from mpizero.errors import CollectiveError, LayoutError, PeerFailure
+from mpizero.kernels import to_host
+from mpizero.layout import Instruction, Schedule, Unit, build_schedule
+from mpizero.nn.located import located
+from mpizero.parallel.batch.step_scalars import GrainScalars
+from mpizero.parallel.device.compute_device import Workplace
+from mpizero.parallel.diagnostics.unwritten_gradients import WriteCheck
+from mpizero.parallel.execution.evaluators import with_next
+from mpizero.parallel.execution.return_checks import loss_and_weight
+from mpizero.parallel.execution.sequential import RunOf, WatchedJob
+from mpizero.parallel.gradients.wave_buffer import Job
+from mpizero.parallel.parameters.store import Lender
+from mpizero.parallel.partition.local_model import Stage
+from mpizero.sampletree import as_arrays
+from mpizero.types import EVALUATE, Run
+
+#: Instructions whose receives are posted ahead.
+AHEAD = 4
+_BACKWARD_KINDS = ("backward", "backward_input")
+
+
+@dataclass
+class _Flight:
+    """What a chunk keeps of one micro-batch between its forward and the end of its backward.
+
+    ``fail`` is told what a layer raises; the flight then goes on without computing, so that nobody waits for this rank.
+    """
+
+    fail: Callable[[Exception], None]
+    failed: bool = False
+    caches: dict[str, Any] = field(default_factory=dict)
+    pending: dict[str, Any] = field(default_factory=dict)
+    loss: Any = None
+
+
+class PipelineRunner:
+    """Executes this stage's part of a schedule.
+
+    Parameters
+    ----------
+    stage : Stage
+        This rank's chunks.
+    store : Lender
+        Their parameters, where the layers compute.
+    comm : Communicator
+        The stages, by number.
+    scalars : GrainScalars
+        Takes losses, weights and failures.
+    loss_scale : callable
+        Gives the current loss scale.
+    counts : bool
+        Whether the losses of the last chunk, if it is here, are those that count.
+    agreeable : tuple of type
+        The errors of layers that can wait until all ranks agree; see :func:`agreeable_errors`.
+    workplace : Workplace, optional
+        Where the layers compute; the host unless given.
+    marks : WriteCheck, optional
+        Looks whether layers write their gradients.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        store: Lender,
+        comm: Communicator,
+        scalars: GrainScalars,
+        loss_scale: Callable[[], float],
+        *,
+        counts: bool = True,
+        agreeable: tuple[type[Exception], ...] = (Exception,),
+        workplace: Workplace | None = None,
+        marks: WriteCheck | None = None,
+    ) -> None:
+        self.stage, self.store, self.comm, self.scalars = stage, store, comm, scalars
+        self.loss_scale, self.counts, self.agreeable = loss_scale, counts, agreeable
+        self.criterion, self.marks = stage.model.loss, marks
+        self.workplace = workplace or Workplace()
+        self.courier = self.workplace.courier(comm)
+        self.stage_of = stage.spread.chunks
+        self.units = {chunk: self._units_of(chunk) for chunk in stage.chunks}
+        self.most_caches = 0
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._predicted = 0
+
+    def _units_of(self, chunk: int) -> tuple[Unit, ...]:
+        blocks = set(self.stage.cuts[chunk])
+        return tuple(unit for unit in self.store.layout.units if blocks.issuperset(unit.blocks))
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        """Return the schedule for a number of micro-batches. Not collective."""
+        spread = self.stage.spread
+        return build_schedule(spread.schedule, spread.pipeline, micro_batches, spread.virtual_stages)
+
+    # ------------------------------------------------------------------ a step
+
+    def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
+        """Do all jobs, forward and backward. Collective over the pipeline, and the data group if sharded."""
+        self._flights = {}
+        self.ready()  # stages wait for each other in ways that ranks of a node must not
+        watched = [WatchedJob(job, self.scalars, self.store.timeline, self.workplace, self.marks) for job in jobs]
+        if not jobs:
+            return
+        # What a schedule pads is absent on every stage and every replica: nothing of it needs to be done.
+        program = [i for i in self.schedule(len(jobs)).programs[self.stage.number] if i.micro < len(jobs)]
+        for position, instruction in enumerate(program):
+            for ahead in program[position : position + AHEAD]:
+                self._post(ahead, jobs)
+            begun = self.store.timeline.begin()
+            self._execute(instruction, watched[instruction.micro], run_of)
+            self.store.timeline.end("schedule", instruction, begun)
+            self.courier.progress()
+        self.courier.finish()
+        if self.marks is not None:
+            self.marks.end(failed=self.scalars.error is not None)
+
+    def _execute(self, instruction: Instruction, watched: WatchedJob, run_of: RunOf) -> None:
+        chunk, micro = instruction.chunk, instruction.micro
+        if watched.job.grain is None:
+            self._absent(instruction, watched)
+        elif instruction.kind == "forward":
+            self._forward(chunk, micro, watched, run_of)
+        elif instruction.kind == "backward":
+            self._backward(chunk, micro, watched)
+        elif instruction.kind == "backward_input":
+            self._backward_input(chunk, micro, watched)
+        else:
+            self._backward_weights(chunk, micro, watched)
+
+    def _absent(self, instruction: Instruction, watched: WatchedJob) -> None:
+        """Take part in the gathers and sums of a micro-batch that this replica does not have."""
+        forward = instruction.kind == "forward"
+        units = self.units[instruction.chunk]
+        for unit, following in with_next(units if forward else reversed(units)):
+            with self.store.unit(unit, following):
+                pass
+            if instruction.kind in ("backward", "backward_weights"):
+                watched.done(unit)
+
+    def _forward(self, chunk: int, micro: int, watched: WatchedJob, run_of: RunOf) -> None:
+        x, y, run = *self._samples(watched)[:2], run_of(*self._place(watched))
+        flight = self._flights[chunk, micro] = _Flight(self.scalars.fail)
+        self.most_caches = max(self.most_caches, len(self._flights))
+        value = self._pass_forward(chunk, micro, x, self.stage.run_on(x, run), flight)
+        if chunk == len(self.stage_of) - 1:
+            with self._computing(flight) as working:
+                if working:
+                    begun = self.store.timeline.begin()
+                    loss, weight, flight.loss = self.criterion.forward(value, y)
+                    loss, weight = loss_and_weight(self.criterion.forward, loss, weight, run)
+                    self.store.timeline.end("forward", "loss", begun)
+                    self._count(watched, loss, weight)
+
+    def _count(self, watched: WatchedJob, loss: float, weight: float) -> None:
+        if self.counts and watched.job.grain is not None:
+            self.scalars.add(watched.job.grain.number, loss, weight)
+
+    def _pass_forward(self, chunk: int, micro: int, x: Any, run: Run, flight: _Flight) -> Any:
+        """Take a chunk's input, run it, send its output on; return the output, None if the flight failed."""
+        value = x
+        if chunk > 0:
+            value = self.courier.receive(Route("forward", chunk), micro, key_of(x), self.stage_of[chunk - 1])
+            flight.failed = value is None
+        for unit, following in with_next(self.units[chunk]):
+            with self.store.unit(unit, following) as params, self._computing(flight) as working:
+                for block in unit.blocks if working else ():
+                    value, cache = self._call("forward", block, "forward", params[block], value, run)
+                    if run.training:
+                        flight.caches[block] = cache
+        if chunk < len(self.stage_of) - 1:
+            self._send(Route("forward", chunk + 1), micro, x, self.stage_of[chunk + 1], value, flight)
+        return None if flight.failed else value
+
+    def _send(self, route: Route, micro: int, x: Any, peer: int, value: Any, flight: _Flight) -> None:
+        """Send what a chunk computed of ``x``, or that it failed."""
+        with self._computing(flight) as working:
+            if working:
+                self.courier.check(route, key_of(x), value)
+        self.courier.send(route, micro, key_of(x), peer, None if flight.failed else value)
+
+    def _backward(self, chunk: int, micro: int, watched: WatchedJob) -> None:
+        """Run both halves of a chunk's backward pass, unit by unit."""
+        flight, d = self._begin_backward(chunk, micro, watched)
+        for unit, following in with_next(reversed(self.units[chunk])):
+            with self.store.unit(unit, following) as params, self._computing(flight) as working:
+                grads = watched.target(unit) if working else {}
+                for block in reversed(unit.blocks) if working else ():
+                    cache = flight.caches.pop(block)
+                    d = self._call("backward", block, "backward", params[block], cache, d, grads[block])
+            watched.done(unit)
+        self._send_back(chunk, micro, watched, d)
+        del self._flights[chunk, micro]
+
+    def _backward_input(self, chunk: int, micro: int, watched: WatchedJob) -> None:
+        flight, d = self._begin_backward(chunk, micro, watched)
+        for unit, following in with_next(reversed(self.units[chunk])):
+            with self.store.unit(unit, following) as params, self._computing(flight) as working:
+                for block in reversed(unit.blocks) if working else ():
+                    given = params[block], flight.caches[block], d
+                    d, flight.pending[block] = self._call("backward", block, "backward_input", *given)
+        self._send_back(chunk, micro, watched, d)
+
+    def _backward_weights(self, chunk: int, micro: int, watched: WatchedJob) -> None:
+        flight = self._flights.pop((chunk, micro))
+        for unit, following in with_next(reversed(self.units[chunk])):
+            with self.store.unit(unit, following) as params, self._computing(flight) as working:
+                grads = watched.target(unit) if working else {}
+                for block in reversed(unit.blocks) if working else ():
+                    given = params[block], flight.caches.pop(block), flight.pending.pop(block), grads[block]
+                    self._call("backward", block, "backward_weights", *given)
+            watched.done(unit)
+
+    def _call(self, phase: str, block: str, method: str, *args: Any) -> Any:
+        """Return what a method of a block's layer returns."""
+        clock, bound = self.store.timeline, getattr(self.stage.model.blocks[block], method)
+        begun = clock.begin()
+        result = located("block", block, bound, *args)
+        clock.end(phase, block, begun)
+        return result
+
+    def _begin_backward(self, chunk: int, micro: int, watched: WatchedJob) -> tuple[_Flight, Any]:
+        flight, d = self._flights[chunk, micro], None
+        if chunk < len(self.stage_of) - 1:
+            key = key_of(self._samples(watched)[0])
+            d = self.courier.receive(Route("backward", chunk), micro, key, self.stage_of[chunk + 1])
+            flight.failed = flight.failed or d is None
+            return flight, d
+        with self._computing(flight) as working:
+            if working:
+                begun = self.store.timeline.begin()
+                d = self.criterion.backward(flight.loss, self.loss_scale())
+                self.store.timeline.end("backward", "loss", begun)
+        flight.loss = None
+        return flight, d
+
+    def _send_back(self, chunk: int, micro: int, watched: WatchedJob, d: Any) -> None:
+        if chunk == 0:
+            return
+        flight, x = self._flights[chunk, micro], self._samples(watched)[0]
+        with self._computing(flight) as working:
+            if working and d is None:
+                first, before = self.stage.cuts[chunk][0], self.stage.cuts[chunk - 1][-1]
+                raise LayoutError(
+                    f"no gradient reaches block {before!r}: {first!r} after it returns none for its input"
+                )
+        self._send(Route("backward", chunk - 1), micro, x, self.stage_of[chunk - 1], d, flight)
+
+    @staticmethod
+    def _samples(watched: WatchedJob) -> tuple[Any, Any, int]:
+        assert watched.job.grain is not None
+        return watched.job.grain.micro_batches[watched.job.number]
+
+    @staticmethod
+    def _place(watched: WatchedJob) -> tuple[int, int]:
+        assert watched.job.grain is not None
+        return watched.job.grain.place(watched.job.number)
+
+    @contextmanager
+    def _computing(self, flight: _Flight) -> Iterator[bool]:
+        """Tell whether there is something to compute, and note its failure: the collectives around it go on."""
+        try:
+            yield not flight.failed
+        except (CollectiveError, PeerFailure):
+            raise
+        except Exception as error:
+            if not isinstance(error, self.agreeable):
+                raise
+            flight.fail(error)
+            flight.failed = True
+            flight.caches.clear()
+
+    def ready(self) -> None:
+        """Have all parameters here. Collective over the data group."""
+        self.store.settle()
+
+    # ------------------------------------------------------------------ forward alone
+
+    def predict(self, x: Any) -> Any:
+        """Return the prediction for this rank's ``x``, the same for all stages. Collective over the pipeline."""
+        errors: list[Exception] = []
+        own = None if x is None else self.workplace.put(self.stage.own_places(as_arrays(x)))
+        value = self._forward_only(own, EVALUATE, errors.append)
+        with all_ranks(self.comm, "predict"):  # so everything that was sent has arrived
+            self.courier.finish()
+            if errors:
+                raise errors[0]
+        if x is None:
+            return None
+        whole = to_host(self.stage.whole_prediction(value)) if self.stage.is_last else None
+        root = self.stage_of[-1]
+        told = None if whole is None else (whole.shape, whole.dtype.str)
+        shape, dtype = self.comm.broadcast_object(told, root, "prediction")
+        result = np.empty(shape, dtype) if whole is None else np.ascontiguousarray(whole)
+        self.comm.broadcast(result, root, "prediction")
+        return result
+
+    def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
+        """Return loss sum, weight and prediction where the last chunk is, nothing elsewhere.
+
+        Collective over the pipeline. What a layer raises goes to the scalars.
+        """
+        x, y = self.workplace.put(x), self.workplace.put(y)
+        value = self._forward_only(x, run, self.scalars.fail)
+        if x is None or value is None or not self.stage.is_last:
+            return 0.0, 0.0, None
+        with self._computing(_Flight(self.scalars.fail)):
+            loss, weight, _ = self.criterion.forward(value, y)
+            loss, weight = loss_and_weight(self.criterion.forward, loss, weight)
+            return loss, weight, to_host(self.stage.whole_scores(value))
+        return 0.0, 0.0, None  # and go on: the other micro-batches still come
+
+    def _forward_only(self, x: Any, run: Run, fail: Callable[[Exception], None]) -> Any:
+        if x is None:
+            for chunk in self.stage.chunks:
+                for unit, following in with_next(self.units[chunk]):
+                    with self.store.unit(unit, following):
+                        pass
+            return None
+        self._predicted += 1  # messages of one route come in order; the number only keeps receives apart
+        value, run = None, self.stage.run_on(x, run)
+        for chunk in self.stage.chunks:
+            value = self._pass_forward(chunk, -self._predicted, x, run, _Flight(fail))
+        self.courier.progress()
+        return value
+
+    @contextmanager
+    def using_loss(self, loss: Any) -> Iterator[None]:
+        """Put ``loss`` in the place of the model's own for a while; None changes nothing. Not collective."""
+        own = self.criterion
+        self.criterion = own if loss is None else self.stage.own_loss(loss)
+        try:
+            yield
+        finally:
+            self.criterion = own
+
+    # ------------------------------------------------------------------ messages
+
+    def _post(self, instruction: Instruction, jobs: Sequence[Job]) -> None:
+        job = jobs[instruction.micro]
+        if job.grain is None:
+            return
+        key = key_of(job.grain.micro_batches[job.number][0])
+        chunk = instruction.chunk
+        if instruction.kind == "forward" and chunk > 0:
+            self.courier.post(Route("forward", chunk), instruction.micro, key, self.stage_of[chunk - 1])
+        elif instruction.kind in _BACKWARD_KINDS and chunk < len(self.stage_of) - 1:
+            self.courier.post(Route("backward", chunk), instruction.micro, key, self.stage_of[chunk + 1])

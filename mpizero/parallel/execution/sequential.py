@@ -1,0 +1,199 @@
+"""Do the micro-batches of a step one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from mpizero.comm import ProcessGrid
+from mpizero.comm.supervision.timeline import Timeline
+from mpizero.errors import DataError
+from mpizero.kernels import all_finite, to_host
+from mpizero.layout import Unit
+from mpizero.parallel.batch.step_scalars import GrainScalars
+from mpizero.parallel.device.compute_device import Workplace
+from mpizero.parallel.diagnostics.unwritten_gradients import WriteCheck
+from mpizero.parallel.execution.evaluators import Evaluator
+from mpizero.parallel.gradients.wave_buffer import Job
+from mpizero.parallel.partition.local_model import Stage
+from mpizero.sampletree import as_arrays
+from mpizero.types import EVALUATE, Run
+
+#: What a forward pass knows, from the index of its first sample and the number of them.
+RunOf = Callable[[int, int], Run]
+
+
+def agreeable_errors(grid: ProcessGrid) -> tuple[type[Exception], ...]:
+    """Return the errors of layers that can wait until all ranks agree. Not collective.
+
+    Where layers are split, other ranks wait inside of the layer that raises, and never come to an agreement. The ranks
+    of a tensor group have the same samples, though, and find the same faults in them.
+    """
+    if grid.tensor.size * grid.context.size == 1:
+        return (Exception,)
+    return (DataError,) if grid.context.size == 1 else ()
+
+
+class Runner(Protocol):
+    """Runs forward and backward passes of a step, and forward passes alone."""
+
+    #: The errors of layers that can wait until all ranks agree.
+    agreeable: tuple[type[Exception], ...]
+
+    def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
+        """Do all jobs; loss, weight and failures go to the scalars."""
+
+    def ready(self) -> None:
+        """Have all parameters here. Collective over the data group."""
+
+    def predict(self, x: Any) -> Any:
+        """Return the prediction for this rank's ``x``."""
+
+    def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
+        """Return loss sum, weight and prediction; None for what another rank computes."""
+
+    def using_loss(self, loss: Any) -> AbstractContextManager[None]:
+        """Put ``loss`` in the place of the model's own for a while."""
+
+
+class WatchedJob:
+    """A job whose gradients are checked as they are completed: the first that is not finite is remembered.
+
+    Its samples are where the layers compute, and so are the views that gradients are written to.
+    """
+
+    def __init__(
+        self, job: Job, scalars: GrainScalars, timeline: Timeline, workplace: Workplace, marks: WriteCheck | None
+    ) -> None:
+        self.job, self.scalars, self.timeline = workplace.put_job(job), scalars, timeline
+        self.workplace = workplace
+        self._marks = marks if marks is not None and marks.on else None
+        self._written: dict[int, Any] = {}
+        self._checked: set[str] = set()
+
+    def target(self, unit: Unit) -> Any:
+        """Lend the views that a unit's gradients are written to."""
+        self._written[unit.index] = self.job.target(unit)
+        views = self.workplace.target(unit, self._written[unit.index])
+        if self._marks is not None:
+            self._marks.mark(views)
+        return views
+
+    def ended(self, unit: Unit, block: str) -> None:
+        """Check and pass on the gradients of a block of a unit that is not complete yet."""
+        begun = self.timeline.begin()
+        self._check(unit, block, self._written[unit.index][block])
+        self._checked.add(block)
+        if self.job.ended is not None:
+            self.job.ended(block)
+        self.timeline.end("local sums", block, begun)
+
+    def done(self, unit: Unit) -> None:
+        """Check and pass on a unit's gradients; those of a unit that was never written go on unchecked."""
+        begun = self.timeline.begin()
+        written = self._written.pop(unit.index, {})
+        if written:
+            self.workplace.done(unit, written)
+        for block, views in reversed(written.items()):  # the last one came first
+            if block not in self._checked:
+                self._check(unit, block, views)
+        self.job.done(unit)
+        self.timeline.end("local sums", unit, begun)
+
+    def _check(self, unit: Unit, block: str, views: Any) -> None:
+        """Check a block's gradients by the ranges they stand in, and by name only where something is wrong."""
+        if self.job.grain is None:
+            return
+        flat, ranges = self.job.flat(unit), unit.gradient_ranges[block]
+        if not all(all_finite(flat[span.start : span.stop]) for span in ranges):
+            missed = None if self._marks is None else self._marks.missed(block, views)
+            if missed is not None:
+                self.scalars.fail_later(missed)
+            else:
+                self.scalars.check(self.job.grain.number, block, views)
+        if self.scalars.watch is not None:
+            self.scalars.watch(self.job.grain.number, self.job.number, block, views)
+
+
+class SequentialRunner:
+    """Every rank runs the whole of its model for one micro-batch after the other.
+
+    Parameters
+    ----------
+    evaluator : Evaluator
+        Runs one micro-batch.
+    scalars : GrainScalars
+        Takes losses, weights and failures.
+    stage : Stage
+        Makes of a prediction what one process would give.
+    counts : bool
+        Whether the losses found here are those that count; of ranks that all find the same, one does.
+    agreeable : tuple of type
+        The errors of layers that can wait until all ranks agree; see :func:`agreeable_errors`.
+    workplace : Workplace, optional
+        Where the evaluator computes; the host unless given.
+    marks : WriteCheck, optional
+        Looks whether layers write their gradients.
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        scalars: GrainScalars,
+        stage: Stage,
+        *,
+        counts: bool = True,
+        agreeable: tuple[type[Exception], ...] = (Exception,),
+        workplace: Workplace | None = None,
+        marks: WriteCheck | None = None,
+    ) -> None:
+        self.evaluator, self.scalars, self.stage = evaluator, scalars, stage
+        self.counts, self.agreeable, self.workplace = counts, agreeable, workplace or Workplace()
+        self.marks = marks
+
+    def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
+        """Do all jobs in order. Collective if gradients or parameters are sharded."""
+        for job in jobs:
+            if job.grain is None or self.scalars.error is not None:
+                self.evaluator.absent(job.done)
+            else:
+                timeline = self.evaluator.store.timeline
+                self._compute(WatchedJob(job, self.scalars, timeline, self.workplace, self.marks), run_of)
+        if self.marks is not None:
+            self.marks.end(failed=self.scalars.error is not None)
+        self.ready()  # what nobody here has read: others of the node may wait for it
+
+    def _compute(self, watched: WatchedJob, run_of: RunOf) -> None:
+        grain, number = watched.job.grain, watched.job.number
+        assert grain is not None
+        x, y, _ = grain.micro_batches[number]
+        try:
+            ended = watched.ended if self.workplace.tells_blocks else None
+            run = run_of(*grain.place(number))
+            loss, weight = self.evaluator.gradients(x, y, run, watched.target, watched.done, ended)
+            if self.counts:
+                self.scalars.add(grain.number, loss, weight)
+        except Exception as error:  # the evaluator went on to take part in everything: all ranks come to agree
+            if not isinstance(error, self.agreeable):
+                raise
+            self.scalars.fail(error)
+
+    def ready(self) -> None:
+        """Have all parameters here. Collective over the data group."""
+        self.evaluator.store.settle()
+
+    def predict(self, x: Any) -> Any:
+        """Return the prediction for this rank's ``x``. Collective if sharded."""
+        own = None if x is None else self.workplace.put(self.stage.own_places(as_arrays(x)))
+        prediction = self.evaluator.predict(own)
+        return None if x is None else to_host(self.stage.whole_prediction(prediction))
+
+    def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
+        """Return loss sum, weight and prediction. Collective if sharded."""
+        loss, weight, prediction = self.evaluator.loss(self.workplace.put(x), self.workplace.put(y), run)
+        return loss, weight, None if prediction is None else to_host(self.stage.whole_scores(prediction))
+
+    def using_loss(self, loss: Any) -> AbstractContextManager[None]:
+        """Put ``loss`` in the place of the model's own for a while. Not collective."""
+        return self.evaluator.using_loss(self.stage.own_loss(loss))

@@ -1,0 +1,1 @@
+"""Collect, reduce and average gradients over the data ranks."""

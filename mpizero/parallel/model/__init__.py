@@ -1,0 +1,1 @@
+"""The public classes: sharded models, their optimizers, and what they offer."""

@@ -1,0 +1,308 @@
+"""What every sharded model is made of: a wrapped model, a configuration, an engine, and its life."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+
+import numpy as np
+
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.calls import check_call, collective
+from mpizero.comm.startup.same_software import agree_to_start
+from mpizero.errors import ArgumentError, CheckpointError, ConfigError, SharedMemoryError, StateError
+from mpizero.layout import FlatLayout, Span
+from mpizero.layout.flat import joined
+from mpizero.names import check_names, explains
+from mpizero.parallel.batch.step_scalars import Totals
+from mpizero.parallel.config import ShardingConfig
+from mpizero.parallel.diagnostics.skipped_steps import SkippedSteps
+from mpizero.parallel.engine import Engine
+from mpizero.parallel.execution.evaluators import blocks_of
+from mpizero.parallel.model.model_checks import check_model, check_own_modules
+from mpizero.parallel.parameters.private_fallback import check_movable, in_private_memory
+from mpizero.parallel.partition.description import describe_model
+from mpizero.parallel.partition.parallel_layout import Spread
+from mpizero.parallel.placement import Placement, placement
+from mpizero.parallel.step_report import StepReport
+from mpizero.types import Array
+
+T = TypeVar("T")
+
+
+class Pending(NamedTuple):
+    """A gradient that waits for its step: ``reduced`` is None while it is not summed over the ranks."""
+
+    totals: Totals
+    reduced: Array | None
+    sent: int
+
+
+@explains
+class ShardedCore(ABC):
+    """Construction, bookkeeping and closing of a sharded model.
+
+    Construction, and every method that is not marked otherwise, is collective over ``config.comm``. The model holds
+    windows and communicators: close it, or use it as a context manager.
+
+    Parameters
+    ----------
+    wrapped_model : BlockModel or BlackBoxModel
+        What is trained. It is never changed; parameters live in the sharded model.
+    config : ShardingConfig
+        The ranks and how they work together.
+
+    Raises
+    ------
+    TypeError
+        If an argument is None or no model.
+    """
+
+    strategy: ClassVar[str]
+    #: What metadata calls the strategy; None takes the name of its row.
+    label: ClassVar[str | None] = None
+    #: How the model is spread besides data parallelism; None is not at all.
+    _spread: Spread | None = None
+    #: Whether it is made of a model that the ranks have agreed on, whose own fields may have changed since.
+    _is_copy = False
+
+    def __init__(self, wrapped_model: Any, config: ShardingConfig) -> None:
+        if not isinstance(config, ShardingConfig):
+            raise ArgumentError(f"{type(self).__name__} needs a ShardingConfig, got {config!r}")
+        self._wrapped, self._config = wrapped_model, config
+        self._which = config.number_model()
+        check_call(config.communicator, "make a model", self._which)
+        self._engine: Engine | None = None
+        self._pending: Pending | None = None
+        self._cache: Array | None = None
+        self._mean_every = 0
+        self.last_step: StepReport | None = None
+        self._skipped = SkippedSteps(config.bad_steps)
+        self._on_before_initialize_sharding()
+        self._initialize_sharding()
+
+    # ------------------------------------------------------------------ hooks
+
+    def _on_before_initialize_sharding(self) -> None:  # noqa: B027  (a hook that most need not)
+        """Do what a subclass must do before its parameters are placed."""
+
+    def _on_before_close(self) -> None:  # noqa: B027
+        """End what needs the engine. Collective."""
+
+    def _initialize_sharding(self) -> None:
+        """Place parameters, gradients and state; a subclass may extend it."""
+        agree_to_start(self._config.communicator, self._plans)
+        check_own_modules(self._config.communicator, self._wrapped)
+        self._config.communicator.free_left_behind()
+        self._engine = Engine(self._wrapped, self._config, self._placement, self._spread)
+
+    def _with_room(self, step: Callable[[Engine], T]) -> T:
+        """Run a step; where shared memory has no room for its gradients, do so on copies of every rank's own."""
+        try:
+            return step(self.engine)
+        except SharedMemoryError as error:  # raised on all ranks alike, before anything was computed
+            engine = self.engine
+            check_movable(engine, error)
+            self._engine = None  # what is left of the model where a rank has no room for a copy of its own either
+            self._engine = in_private_memory(engine, self._spread, error)
+            self._engine.asked = engine.asked
+            return step(self.engine)
+
+    def _stepped(self, report: StepReport) -> None:
+        """Remember a step, and do what the configuration says where it was skipped. Not collective."""
+        self.last_step = report
+        self.invalidate_cache()
+        self._skipped.see(report, speaks=self.engine.grid.world.rank == 0)
+
+    @collective
+    def reserve(self, global_batch: int) -> None:
+        """Take the shared memory that steps on ``global_batch`` samples need, before the first of them.
+
+        Without it the first step does, and so does one that needs more. Where a node has no room, every rank keeps its
+        own copy of the model from then on, which rank 0 says. That takes an optimizer that has made no step and loaded
+        no state: call it before a checkpoint is loaded.
+
+        Raises
+        ------
+        SharedMemoryError
+            If there is no room, and the optimizer has a state.
+        """
+        with all_ranks(self._config.communicator):
+            if not isinstance(global_batch, int) or isinstance(global_batch, bool) or global_batch < 1:
+                raise ConfigError(f"reserve({global_batch!r}): expected a whole number of samples >= 1")
+        self._with_room(lambda engine: engine.reserve(global_batch))
+
+    def _plans(self) -> dict[str, Any]:
+        """Return what must be the same on all ranks, by name; a subclass may add to it. Not collective."""
+        if self._wrapped is None:
+            raise ArgumentError(f"{type(self).__name__} needs a model, got None")
+        check_model(self._wrapped)
+        blocks = blocks_of(self._wrapped)
+        check_names(joined(block, spec.name) for block, specs in blocks.items() for spec in specs)
+        plans: dict[str, Any] = {"strategy": self.strategy, "ShardingConfig": self._config.comparable()}
+        return plans if self._is_copy else {**plans, **describe_model(self._wrapped, blocks)}
+
+    def _update_local_shard_from_full(self, values: Array) -> None:
+        """Take this rank's part, and every copy's, from a full vector."""
+        self.engine.whole.fill(values)
+        self.invalidate_cache()
+
+    def _callers(self) -> tuple[Communicator, str]:
+        """Return the ranks whose collective calls are compared, and which of their models this is. Not collective."""
+        _ = self.loadable_engine
+        return self._config.communicator, self._which
+
+    def _check_call(self, operation: str) -> None:
+        """Compare a call that is collective under some circumstances only, which all ranks share. Collective then."""
+        comm, which = self._callers()
+        check_call(comm, f"{type(self).__name__}.{operation}", which)
+
+    # ------------------------------------------------------------------ properties (not collective)
+
+    @property
+    def _placement(self) -> Placement:
+        """The row of the placement table."""
+        return placement(self.strategy)
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether a rank may hold a part of the parameters only: by the strategy, whatever memory the ranks share."""
+        return self._spread is not None or self._placement.shard_parameters
+
+    @property
+    def batch_group(self) -> Communicator:
+        """The ranks that share a global batch: ``data.batches(..., group=model.batch_group)`` deals it to them."""
+        return self.engine.grid.batch
+
+    @property
+    def engine(self) -> Engine:
+        """What executes the placement.
+
+        Raises
+        ------
+        RuntimeError
+            If the model is closed: its windows are gone.
+        CheckpointError
+            If it is half loaded.
+        """
+        engine = self.loadable_engine
+        if engine.half_loaded is not None:
+            raise CheckpointError(f"this {type(self).__name__} is {engine.half_loaded}")
+        return engine
+
+    @property
+    def loadable_engine(self) -> Engine:
+        """The engine, also where it is half loaded: to load it whole."""
+        if self._engine is not None and not self._engine.config.holds(self._engine.grid):
+            raise StateError(
+                f"the configuration of this {type(self).__name__} is closed, and the communicators are freed that the "
+                "model works with: close the model first, or make both in one with statement, the configuration first"
+            )
+        if self._engine is None:
+            raise StateError(
+                f"this {type(self).__name__} is closed and its memory is freed: make a new one, and save or read "
+                "parameters before close() or the end of its with block"
+            )
+        return self._engine
+
+    @property
+    def wrapped_model(self) -> Any:
+        """The model as it was given."""
+        return self._wrapped
+
+    @property
+    def config(self) -> ShardingConfig:
+        """The configuration."""
+        return self._config
+
+    @property
+    def sharding_configuration(self) -> ShardingConfig:
+        """The configuration, by its long name."""
+        return self._config
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Names, shapes and offsets of all parameters of the whole model, whatever this rank holds of it."""
+        return self.engine.whole.layout
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank among all."""
+        return self._config.communicator.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of all ranks, replicas or not."""
+        return self._config.communicator.size
+
+    @property
+    def parameter_count(self) -> int:
+        """Parameters of the whole model."""
+        return self.engine.whole.parameter_count
+
+    @property
+    def owned(self) -> tuple[Span, ...]:
+        """The ranges that this rank owns, one a unit, in the flat order of what its stage and tensor rank hold."""
+        return self.engine.store.share.spans
+
+    @property
+    def local_parameter_shard(self) -> Array:
+        """A copy of the parameters this rank owns: the concatenation of :attr:`owned`."""
+        store = self.engine.store
+        return np.concatenate([store.values[:0], *(store.owned(unit.index) for unit in store.layout.units)])
+
+    @property
+    def shard_start(self) -> int:
+        """Where the first owned range starts."""
+        return self.owned[0].start if self.owned else 0
+
+    @property
+    def shard_size(self) -> int:
+        """Number of owned parameters."""
+        return self.engine.store.share.size
+
+    @property
+    def default_loss_function(self) -> Any:
+        """The model's own loss; None for a black box, whose function contains it."""
+        return getattr(self._wrapped, "loss", None) if hasattr(self._wrapped, "blocks") else None
+
+    def invalidate_cache(self) -> None:
+        """Forget the gathered parameters. Not collective."""
+        self._cache = None
+
+    # ------------------------------------------------------------------ closing
+
+    def close(self) -> None:
+        """Finish a save that was begun, and free windows; a second call does nothing."""
+        if self._engine is None:
+            return
+        if self._engine.config.holds(self._engine.grid):  # else its communicators are freed already
+            self._check_call("close")
+        self._free()
+
+    def _free(self) -> None:
+        """Close without comparing calls: ranks that have left by an error are known to be in step. Collective."""
+        if self._engine is None:
+            return
+        try:
+            self._on_before_close()
+        finally:
+            engine, self._engine = self._engine, None
+            self._pending = self._cache = None
+            engine.close()
+
+    def __enter__(self) -> Self:
+        """Return itself. Not collective."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the model; after an error, when its ranks make the next one or close the configuration together."""
+        if error is None:
+            self.close()
+        elif self._engine is not None:  # the other ranks may not have raised
+            self._engine.grid.world.leave_behind(self._free)

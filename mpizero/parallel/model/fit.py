@@ -1,0 +1,206 @@
+"""The whole optimization loop: epochs, mini-batches, validation, early stop, the best parameters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import agree_arrays, all_ranks
+from mpizero.comm.alike import agree_alike
+from mpizero.data import ArraySource, batches
+from mpizero.errors import ConfigError, DataError, NonFiniteError
+from mpizero.layout import Grains
+from mpizero.names import explains
+from mpizero.parallel.model.best_parameters import BestParameters
+from mpizero.text import notice
+from mpizero.types import Array
+
+if TYPE_CHECKING:
+    from mpizero.parallel.model.optimizers import ShardedOptimizer
+
+
+#: Bytes of each array of training data that are compared between ranks, spread evenly over its samples.
+_COMPARED = 1 << 24
+
+
+@explains
+@dataclass(frozen=True, kw_only=True)
+class OptimizationOptions:
+    """What ``optimize`` does.
+
+    Parameters
+    ----------
+    epochs : int
+        Passes over the training samples.
+    batch_size : int
+        Samples of a global batch.
+    validation : float
+        Share of the samples held back, in [0, 1); 0 validates on the training loss.
+    patience : int or None
+        Epochs without improvement after which training stops; None never stops early.
+    minimum_improvement : float
+        How much smaller a loss must be to count as better.
+    seed : int
+        Of the sample order.
+    restore_best : bool
+        Whether the model ends with the parameters of its best epoch.
+    """
+
+    epochs: int = 10
+    batch_size: int = 32
+    validation: float = 0.1
+    patience: int | None = None
+    minimum_improvement: float = 0.0
+    seed: int = 0
+    restore_best: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse values that mean nothing."""
+        for name, low in (("epochs", 1), ("batch_size", 1), ("patience", 1)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+                raise ConfigError(f"{name}={value!r}: expected a whole number >= {low}")
+        if not 0 <= self.validation < 1:
+            raise ConfigError(f"validation={self.validation!r}: expected a share in [0, 1)")
+        if not (math.isfinite(self.minimum_improvement) and self.minimum_improvement >= 0):
+            raise ConfigError(f"minimum_improvement={self.minimum_improvement!r}: expected a finite number >= 0")
+
+
+@dataclass(frozen=True)
+class OptimizationResult:
+    """What ``optimize`` did.
+
+    Attributes
+    ----------
+    history : tuple of dict
+        For each epoch: ``epoch``, ``loss`` (mean over its steps), ``validation_loss``, and ``accuracy`` where the
+        prediction is one score a class.
+    best_epoch : int
+        Counted from 0.
+    best_loss : float
+        Its validation loss.
+    best : BestParameters
+        What :attr:`best_parameters` comes from.
+    steps : int
+        Training steps made.
+    stopped_early : bool
+        Whether patience ended the loop.
+    """
+
+    history: tuple[dict[str, float], ...]
+    best_epoch: int
+    best_loss: float
+    best: BestParameters = field(repr=False, compare=False)
+    steps: int
+    stopped_early: bool
+
+    @property
+    def best_parameters(self) -> Array:
+        """All parameters after the best epoch, 1-D in declared order.
+
+        Where each rank holds a part of the parameters (ZeRO-3 and models split over ranks), each keeps its part of the
+        best ones too. The first time they are asked for is then collective over the model's ranks, and must come before
+        the model is closed. Under the other strategies every rank has them.
+        """
+        return self.best.gathered()
+
+
+def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOptions) -> OptimizationResult:
+    """Run the loop of ``optimizer.optimize``. Collective."""
+    model, comm, config = optimizer.model, optimizer.config.communicator, optimizer.config
+    train, valid = _same_data(comm, data, options)
+    agree_alike(comm, lambda: {"the options of optimize": options}, "optimize")
+    batch = min(options.batch_size, len(train))
+    per_epoch = len(train) // batch
+    history: list[dict[str, float]] = []
+    best, best_epoch, kept = math.nan, 0, BestParameters(model)
+    for epoch in range(options.epochs):
+        losses = []
+        consumed = epoch * per_epoch * batch
+        stream = batches(train, config, batch, options.seed, per_epoch, consumed, group=model.batch_group)
+        for _ in range(per_epoch):
+            with all_ranks(comm):  # reading may fail on one rank
+                x, y = next(stream)
+            losses.append(model.train(x, y, epoch=epoch))
+            if not config.auto_sync_gradients:
+                optimizer.step()
+        record = {"epoch": epoch, "loss": float(np.mean(losses)), **_validated(optimizer, valid)}
+        history.append(record)
+        _look_at(record, losses, optimizer, known=math.isfinite(best))
+        if not math.isfinite(best) or record["validation_loss"] < best - options.minimum_improvement:
+            best, best_epoch = record["validation_loss"], epoch
+            kept.take()
+        optimizer.note_stall(options.patience is not None and epoch - best_epoch >= options.patience)
+        if stop := optimizer.should_early_stop():
+            break
+    if not math.isfinite(best):
+        raise _nothing_finite(len(history), history[-1])
+    if options.restore_best and best_epoch != len(history) - 1:
+        kept.give_back()
+    return OptimizationResult(tuple(history), best_epoch, best, kept, per_epoch * len(history), stop)
+
+
+def _look_at(record: dict[str, float], losses: list[float], optimizer: ShardedOptimizer, *, known: bool) -> None:
+    """Tell of a validation loss that is not finite; ``known`` says whether one before was. Not collective.
+
+    Raises
+    ------
+    NonFiniteError
+        If nothing of the epoch is finite, nor was any validation loss before: there is nothing to hope for.
+    """
+    loss, config = record["validation_loss"], optimizer.config
+    if math.isfinite(loss):
+        return
+    if not known and not np.isfinite(losses).any():
+        raise _nothing_finite(int(record["epoch"]) + 1, record)
+    if config.bad_steps.warn and config.communicator.rank == 0:
+        notice(f"optimize: the validation loss of epoch {record['epoch']} is {loss:g}, which is no improvement")
+
+
+def _nothing_finite(epochs: int, record: dict[str, float]) -> NonFiniteError:
+    return NonFiniteError(
+        f"optimize: no validation loss of {epochs} epoch(s) was finite; in the last one it was "
+        f"{record['validation_loss']:g}, and the training loss {record['loss']:g}: look at the samples of both, or "
+        "lower the learning rate"
+    )
+
+
+def _same_data(comm: Communicator, data: Any, options: OptimizationOptions) -> tuple[Any, Any]:
+    """Return the samples to train and to validate with, if all ranks give the same.
+
+    Collective, the first message of ``optimize``. Of arrays a bounded number of samples is compared, of a source, whose
+    samples may take long to read, how many there are.
+    """
+    parts: list[Any] = []
+
+    def given() -> dict[str, Any]:
+        source = ArraySource(*data) if isinstance(data, tuple) else data
+        parts.extend(source.split(options.validation) if options.validation else (source, source))
+        train, valid = map(len, parts)
+        if train < 1 or valid < 1:
+            raise DataError(f"{len(source)} samples leave {train} to train, {valid} to validate: need both")
+        found: dict[str, Any] = {"the number of samples": len(source)}
+        for name, array in zip("xy", data if isinstance(data, tuple) else (), strict=False):
+            bytes_each = max(1, np.asarray(array[:1]).nbytes)
+            count = min(len(array), max(1, _COMPARED // bytes_each))
+            found[f"the data ({name})"] = np.asarray(array)[np.linspace(0, len(array) - 1, count).astype(np.int64)]
+        return found
+
+    agree_arrays(comm, "optimize", given)
+    return parts[0], parts[1]
+
+
+def _validated(optimizer: ShardedOptimizer, valid: Any) -> dict[str, float]:
+    """Return the validation loss, and the accuracy where there is one. Collective."""
+    comm = optimizer.config.communicator
+    group = optimizer.model.batch_group
+    part = Grains(len(valid), 1).samples_of(group.rank, group.size)
+    with all_ranks(comm):
+        x, y = valid.samples(np.arange(part.start, part.stop))
+    loss, weight, right = optimizer.model.evaluate(x, y)
+    found = {"validation_loss": loss / weight}
+    return found if right is None else {**found, "accuracy": right / weight}

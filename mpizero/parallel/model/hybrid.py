@@ -1,0 +1,227 @@
+"""Models whose layers are split over ranks: pipeline stages, tensor parts, sequence shards, or several of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+from mpizero.errors import ArgumentError, ConfigError
+from mpizero.names import explains
+from mpizero.parallel.config import ShardingConfig
+from mpizero.parallel.model.base import ShardedModelBase
+from mpizero.parallel.model.optimizers import ShardedOptimizer
+from mpizero.parallel.partition.parallel_layout import Spread
+from mpizero.parallel.placement import Placement, placement
+
+#: The rows of the placement table by ZeRO stage.
+ZERO_STAGES = ("ddp", "zero1", "zero2", "zero3")
+
+
+class SpreadModel(ShardedModelBase):
+    """A model over pipeline x tensor x data x context ranks; the classes below fix some of the sizes.
+
+    Parameters
+    ----------
+    wrapped_model : BlockModel
+        What is trained.
+    config : ShardingConfig
+        The ranks and how they work together.
+    spread : Spread
+        Sizes of the axes, schedule and cuts.
+    zero_stage : {0, 1, 2, 3}
+        What the ranks of a data group shard: nothing (DDP), optimizer state, gradients too, parameters too.
+    """
+
+    _spread: Spread
+
+    def __init__(self, wrapped_model: Any, config: ShardingConfig, spread: Spread, zero_stage: int) -> None:
+        self._spread, self.zero_stage = spread, zero_stage
+        super().__init__(wrapped_model, config)
+
+    @property
+    def _placement(self) -> Placement:
+        if isinstance(self.zero_stage, bool) or self.zero_stage not in range(len(ZERO_STAGES)):
+            raise ConfigError(f"zero_stage={self.zero_stage!r}: expected 0 (DDP), 1, 2 or 3")
+        return placement(ZERO_STAGES[self.zero_stage])
+
+    def _plans(self) -> dict[str, Any]:
+        """Refuse sizes that do not fit."""
+        axes = self._spread.axes(self._config.communicator.size)
+        if axes.tensor > 1 and axes.context > 1:
+            raise ConfigError(
+                f"tensor={axes.tensor} with context={axes.context}: layers can be split by features or by places "
+                "of the sequence, not by both; choose one (tensor splits the sequence of norms and dropout too)"
+            )
+        _ = self._placement, self._spread.chunks
+        plans = super()._plans()
+        spread = {**self._spread.comparable(), "zero_stage": self.zero_stage}
+        return {"strategy": plans.pop("strategy"), "the spread of the model": spread, **plans}
+
+    def become_local(self, every: int) -> None:
+        """Refuse: local steps need the whole model on every rank."""
+        raise ConfigError(
+            f"{type(self).__name__} cannot train by local steps: a rank holds only its part of the model; use a "
+            "data-parallel model with LocalSGDOptimizer"
+        )
+
+    def _twin(self, wrapped: Any) -> Self:
+        twin = type(self).__new__(type(self))  # past constructors that turn their arguments into this spread
+        twin._is_copy = True
+        SpreadModel.__init__(twin, wrapped, self._config, self._spread, self.zero_stage)
+        return twin
+
+
+@explains
+class HybridShardedModel(SpreadModel):
+    """Pipeline x tensor x data parallelism, with any ZeRO stage over the data group.
+
+    Each rank computes and stores its stage's blocks, split over its tensor group. Losses and metrics are on all ranks.
+    An error inside a layer is raised on all ranks and leaves the model as it was. Not so where layers are split: there
+    other ranks wait inside of that layer, and an error that is not caught ends the job. Of these, tensor groups agree
+    on a DataError still, since all their ranks find it in their samples.
+
+    Parameters
+    ----------
+    wrapped_model : BlockModel
+        What is trained.
+    config : ShardingConfig
+        The ranks and how they work together.
+    pipeline_parallel_size, tensor_parallel_size : int
+        Stages, and parts of split layers.
+    data_parallel_size : int
+        Replicas; -1 takes all remaining ranks.
+    zero_stage : {0, 1, 2, 3}
+        What the replicas shard.
+    schedule : {"gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v"}
+        Of the pipeline.
+    virtual_stages : int
+        Chunks a stage, for "interleaved".
+    order : str
+        Names of the axes, slowest first; "pipeline,data,tensor" keeps a tensor group on neighbouring ranks.
+    context_parallel_size : int
+        Parts of a sequence.
+    cuts : sequence of int or None
+        Number of the first block of every chunk but the first; None balances.
+    costs : sequence of float or None
+        Cost of every block, for the balance, for example what :func:`measured_costs` returns; None takes the
+        floating-point operations that the layers tell.
+
+    Raises
+    ------
+    ValueError
+        GridError for sizes that do not multiply to the number of ranks, ConfigError for more stages than blocks, an
+        unknown schedule, or layers that cannot be split like this; on all ranks.
+    """
+
+    strategy: ClassVar[str] = "hybrid"
+    label: ClassVar[str | None] = "3D-Parallelism (Hybrid)"
+
+    def __init__(
+        self,
+        wrapped_model: Any,
+        config: ShardingConfig,
+        pipeline_parallel_size: int = 1,
+        tensor_parallel_size: int = 1,
+        data_parallel_size: int = -1,
+        *,
+        zero_stage: int = 1,
+        schedule: str = "1f1b",
+        virtual_stages: int = 1,
+        order: str = "pipeline,tensor,data",
+        context_parallel_size: int = 1,
+        cuts: Sequence[int] | None = None,
+        costs: Sequence[float] | None = None,
+    ) -> None:
+        spread = Spread(
+            pipeline=pipeline_parallel_size,
+            tensor=tensor_parallel_size,
+            data=data_parallel_size,
+            context=context_parallel_size,
+            order=order,
+            schedule=schedule,
+            virtual_stages=virtual_stages,
+            cuts=cuts,
+            costs=costs,
+        )
+        super().__init__(wrapped_model, config, spread, zero_stage)
+
+
+@explains
+class TensorParallelModel(SpreadModel):
+    """Every layer's matrices split over the tensor group; the ranks that remain are replicas.
+
+    Parameters
+    ----------
+    wrapped_model : BlockModel
+        What is trained.
+    config : ShardingConfig
+        The ranks and how they work together.
+    tensor_parallel_size : int or None
+        Parts of split layers; None takes all ranks.
+    zero_stage : {0, 1, 2, 3}
+        What the replicas shard.
+    """
+
+    strategy: ClassVar[str] = "tensor"
+    label: ClassVar[str | None] = "TensorParallel"
+
+    def __init__(
+        self,
+        wrapped_model: Any,
+        config: ShardingConfig,
+        tensor_parallel_size: int | None = None,
+        *,
+        zero_stage: int = 0,
+    ) -> None:
+        size = _all_ranks_of(config) if tensor_parallel_size is None else tensor_parallel_size
+        super().__init__(wrapped_model, config, Spread(tensor=size), zero_stage)
+
+
+@explains
+class PipelineParallelModel(SpreadModel):
+    """Blocks split over stages, through which micro-batches flow by a schedule; the ranks that remain are replicas.
+
+    Parameters
+    ----------
+    wrapped_model : BlockModel
+        What is trained.
+    config : ShardingConfig
+        The ranks and how they work together.
+    pipeline_parallel_size : int or None
+        Stages; None takes all ranks.
+    schedule, virtual_stages, cuts, costs
+        As in :class:`HybridShardedModel`.
+    zero_stage : {0, 1, 2, 3}
+        What the replicas shard.
+    """
+
+    strategy: ClassVar[str] = "pipeline"
+    label: ClassVar[str | None] = "PipelineParallel"
+
+    def __init__(
+        self,
+        wrapped_model: Any,
+        config: ShardingConfig,
+        pipeline_parallel_size: int | None = None,
+        *,
+        schedule: str = "1f1b",
+        virtual_stages: int = 1,
+        cuts: Sequence[int] | None = None,
+        costs: Sequence[float] | None = None,
+        zero_stage: int = 0,
+    ) -> None:
+        size = _all_ranks_of(config) if pipeline_parallel_size is None else pipeline_parallel_size
+        spread = Spread(pipeline=size, schedule=schedule, virtual_stages=virtual_stages, cuts=cuts, costs=costs)
+        super().__init__(wrapped_model, config, spread, zero_stage)
+
+
+class HybridShardedOptimizer(ShardedOptimizer):
+    """Any optimizer over a model that is split over ranks: each updates its owned ranges of its part."""
+
+    strategies = ("hybrid", "tensor", "pipeline")
+
+
+def _all_ranks_of(config: ShardingConfig) -> int:
+    if not isinstance(config, ShardingConfig):
+        raise ArgumentError(f"a sharded model needs a ShardingConfig, got {config!r}")
+    return config.communicator.size

@@ -1,0 +1,85 @@
+"""Training on private copies that are averaged from time to time: what LocalSGDOptimizer makes of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Self
+
+import numpy as np
+
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.calls import collective, recorded
+from mpizero.parallel.batch.step_scalars import tree_total
+from mpizero.parallel.engine import Engine
+from mpizero.parallel.gradients.average import mean_over_ranks
+from mpizero.parallel.model.parameter_access import ParameterAccess
+from mpizero.parallel.placement import placement
+from mpizero.parallel.step_report import StepReport
+from mpizero.sampletree import count_samples
+from mpizero.types import Array
+
+
+class LocalTraining(ParameterAccess):
+    """Leave the group, train alone, meet for means. Collective over the model's ranks, where nothing else is said."""
+
+    @recorded
+    def become_local(self, every: int) -> None:
+        """Train alone from now on, on private parameters, averaged every ``every`` steps; see LocalSGDOptimizer."""
+        values, card = self.get_parameters(), self.engine.workplace.card_number
+        self.engine.close()
+        self._engine = Engine(self._wrapped, self._config.replace(comm="self"), placement(self.strategy), card=card)
+        self._mean_every, self._pending = every, None
+        self._update_local_shard_from_full(values)
+
+    @collective
+    def average_parameters(self) -> None:
+        """Replace private parameters by their mean over the ranks."""
+        self._average()
+
+    def _average(self) -> None:
+        self._update_local_shard_from_full(mean_over_ranks(self._config.communicator, self.engine.store.values))
+
+    def _train_alone(self, x: Any, y: Any) -> float:
+        return self._settle(lambda engine: engine.train(x, y))
+
+    def _stepped_alone(self, report: StepReport) -> StepReport:
+        """Remember this rank's own step, in which it was rank 0 of one. Not collective."""
+        found = tuple(replace(bad, rank=self.rank) for bad in report.non_finite)
+        report = replace(report, non_finite=found, skipped=str(found[0]) if found else None)
+        self._stepped(report)
+        return report
+
+    def _settle(self, step: Callable[[Engine], StepReport]) -> float:
+        """Make a step, average when it is time, and return the mean loss of all ranks' batches."""
+        comm = self._config.communicator
+        with all_ranks(comm, first=True):
+            report = self._stepped_alone(step(self.engine))
+        sent = comm.counters.bytes_sent
+        if self.engine.step_number % self._mean_every == 0:
+            self._average()
+        loss, weight = self._sum_over_ranks([report.loss * report.weight, report.weight]).tolist()
+        self.last_step = replace(report, loss=loss / weight, weight=weight, bytes_sent=comm.counters.bytes_sent - sent)
+        return self.last_step.loss
+
+    def _evaluate_alone(self, x: Any, y: Any) -> tuple[float, float, int | None]:
+        """Sum what every rank finds on its own samples, maybe none, with its own parameters."""
+        found: tuple[float, float, int | None] = (0.0, 0.0, 0)
+        with all_ranks(self._config.communicator, first=True):
+            if count_samples(x, y):
+                found = self.engine.evaluate(x, y)
+        loss, weight, right = found
+        total = self._sum_over_ranks([loss, weight, right or 0, right is None]).tolist()
+        return total[0], total[1], None if total[3] else int(total[2])
+
+    def _sum_over_ranks(self, values: list[float]) -> Array:
+        comm = self._config.communicator
+        table = np.empty((comm.size, len(values)))
+        comm.allgather(np.array(values, np.float64), table.reshape(-1), "sums of local steps")
+        return tree_total(table)
+
+    def _twin(self, wrapped: Any) -> Self:
+        copy = super()._twin(wrapped)
+        if self._mean_every:
+            copy.become_local(self._mean_every)
+        return copy

@@ -1,0 +1,358 @@
+"""Sharded optimizers: any gradient-based optimizer, run by each rank on the ranges it owns."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from mpizero import checkpoint, optim
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import agree_arrays
+from mpizero.comm.alike import agree_alike
+from mpizero.comm.calls import agree_on_call, check_call, collective, recorded
+from mpizero.errors import ArgumentError, ConfigError, LayoutError, StateError
+from mpizero.names import explains
+from mpizero.parallel.checkpointing import model_state
+from mpizero.parallel.checkpointing.restore import opened_alike
+from mpizero.parallel.config import ShardingConfig
+from mpizero.parallel.model.core import ShardedCore
+from mpizero.parallel.model.fit import OptimizationOptions, OptimizationResult, run_loop
+from mpizero.parallel.model.gather_state import gather_pieces
+from mpizero.parallel.optimizer.sharded_update import Updater
+from mpizero.parallel.parameters.global_view import take
+from mpizero.types import Array
+
+if TYPE_CHECKING:
+    from mpizero.parallel.model.base import ShardedModelBase
+
+
+@explains
+class ShardedOptimizer:
+    """An optimizer bound to a sharded model; makes exactly one stateful update a step.
+
+    Parameters
+    ----------
+    wrapped_optimizer : optimizer
+        A library optimizer, or any object with an elementwise ``update(params, grads, state)``.
+    config : ShardingConfig
+        The same as the model's.
+    options : OptimizationOptions or None
+        What :meth:`optimize` does.
+    loss_scale : DynamicLossScale or None
+        Multiplies the loss before the backward pass and divides the gradient after; a step whose gradient is not
+        finite is skipped and lowers it.
+
+    Raises
+    ------
+    TypeError
+        If ``wrapped_optimizer`` is not gradient-based, naming what is missing.
+    """
+
+    #: The strategies of the models that it can be bound to; empty for any.
+    strategies: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        wrapped_optimizer: Any,
+        config: ShardingConfig,
+        *,
+        options: OptimizationOptions | None = None,
+        loss_scale: optim.DynamicLossScale | None = None,
+    ) -> None:
+        if not isinstance(config, ShardingConfig):
+            raise ArgumentError(f"{type(self).__name__} needs a ShardingConfig, got {config!r}")
+        if loss_scale is not None and not isinstance(loss_scale, optim.DynamicLossScale):
+            raise ArgumentError(f"{type(self).__name__}: loss_scale is a DynamicLossScale or None, got {loss_scale!r}")
+        if options is not None and not isinstance(options, OptimizationOptions):
+            raise ArgumentError(f"{type(self).__name__}: options are OptimizationOptions, got {options!r:.80}")
+        self.wrapped_optimizer = optim.adapt(wrapped_optimizer)
+        self.config = config
+        self.options = options if options is not None else OptimizationOptions()
+        self.loss_scale = config.loss_scale(loss_scale)
+        self._model: ShardedModelBase | None = None
+        self._stalled = False
+        config.unbound.add(self)
+
+    # ------------------------------------------------------------------ binding and stepping
+
+    def set_model(self, model: ShardedModelBase) -> None:
+        """Bind to a model and allocate the state for what this rank owns. Collective over the model's ranks.
+
+        Raises
+        ------
+        ConfigError
+            If the model has another configuration or strategy, or ranks bind different optimizers.
+        """
+        self._check(model)
+        model.engine.bind(self.wrapped_optimizer, self.loss_scale)
+        model.tell_unread()
+        self._model = model
+        self.config.unbound.discard(self)
+
+    def _check(self, model: ShardedModelBase) -> None:
+        """Refuse a model that this optimizer does not fit, or an optimizer that differs between ranks. Collective."""
+        # Under no name of a class: which one differs is told in words next.
+        check_call(self.config.communicator, "set_model")
+        agree_alike(self.config.communicator, lambda: self._plans(model), "bind an optimizer")
+
+    def _plans(self, model: ShardedModelBase) -> dict[str, Any]:
+        """Return what must be the same on all ranks, by name. Not collective."""
+        if not isinstance(model, ShardedCore):
+            raise ArgumentError(
+                f"set_model takes a sharded model, such as ZeRO2Model(model, config); got {type(model).__name__}"
+            )
+        optimizer = self.wrapped_optimizer
+        if model.config is not self.config:
+            raise ConfigError("model and optimizer must share one ShardingConfig object")
+        if self.strategies and model.strategy not in self.strategies:
+            wanted = " or ".join(repr(strategy) for strategy in self.strategies)
+            raise ConfigError(
+                f"{type(self).__name__} belongs to a model of strategy {wanted}, "
+                f"got {type(model).__name__} of {model.strategy!r}"
+            )
+        specs = [entry.spec for entry in model.layout.parameters]
+        if isinstance(optimizer, optim.FlatOptimizer):
+            optimizer.check_groups([spec.name for spec in specs])
+        groups = {optimizer.group_of(spec) for spec in specs}
+        scalars = {group: optimizer.hyper(1, group, np.float64) for group in sorted(groups)}
+        return {
+            "the class of the sharded optimizer": type(self).__name__,
+            "the optimizer": getattr(optimizer, "optimizer", optimizer),  # the user's own, not what adapts it
+            "the optimizer's state": optimizer.slots,
+            "the optimizer's first step": scalars,
+            "the loss scale": self.loss_scale,
+            **self._agreed,
+        }
+
+    @property
+    def _agreed(self) -> dict[str, Any]:
+        """What else must be the same on all ranks."""
+        return {}
+
+    def _callers(self) -> tuple[Communicator, str]:
+        """Return the ranks whose collective calls are compared, and which of their models is meant. Not collective."""
+        return (self.config.communicator, "") if self._model is None else self._model._callers()
+
+    @property
+    def model(self) -> ShardedModelBase:
+        """The bound model."""
+        if self._model is None:
+            raise StateError(f"{type(self).__name__} has no model yet: call set_model first")
+        return self._model
+
+    @property
+    def step_count(self) -> int:
+        """Updates made so far. Not collective."""
+        return self._updater.step_count
+
+    @property
+    def _updater(self) -> Updater:
+        updater = self.model.engine.updater
+        if updater is None or updater.optimizer is not self.wrapped_optimizer:
+            raise StateError("the model has been given another optimizer meanwhile: call set_model again")
+        return updater
+
+    @recorded
+    def step(self) -> None:
+        """Update the parameters from the model's pending gradient. Collective.
+
+        A pending gradient comes from ``compute_gradients``, or from ``train`` with ``auto_sync_gradients=False``; one
+        that is not yet synchronized is synchronized first. ``train`` alone already makes this update.
+
+        Raises
+        ------
+        RuntimeError
+            If no gradient is pending.
+        """
+        self.model.apply_pending()
+
+    @recorded
+    def optimize(self, data: Any) -> OptimizationResult:
+        """Train for ``options.epochs`` epochs over ``data``, with validation and early stop. Collective.
+
+        Parameters
+        ----------
+        data : (x, y) arrays, the same on every rank, or a data source
+            Samples on the first axis.
+
+        Raises
+        ------
+        ConfigError
+            If ranks give other data (arrays are compared in evenly spread samples) or have other options.
+        NonFiniteError
+            If nothing of the first epoch is finite, no validation loss ever is, or too many steps in a row are skipped
+            (the configuration's ``bad_steps``). An epoch whose validation loss is not finite is no improvement.
+        """
+        return run_loop(self, data, self.options)
+
+    @recorded
+    def should_early_stop(self) -> bool:
+        """Tell whether the validation loss has stalled on any rank. Collective."""
+        return bool(agree_on_call(self.config.communicator, (self._stalled,))[:, 0].any())
+
+    def note_stall(self, stalled: bool) -> None:
+        """Record whether this rank has seen the validation loss stall. Not collective."""
+        self._stalled = stalled
+
+    # ------------------------------------------------------------------ state
+
+    @collective
+    def reset(self) -> None:
+        """Forget the state, as if no step had been made. Collective."""
+        self._updater.reset()
+        self.model.engine.exchange.forget()
+        self.model.engine.integrity.forget()
+        self.model.engine.loss_scale = None if self.loss_scale is None else self.loss_scale.start()
+        self._stalled = False
+
+    @collective
+    def synchronize_optimizer_state(self) -> int:
+        """Bring the state of all ranks into agreement. Collective.
+
+        All ranks take rank 0's step count and loss scale. Replicated arrays are compared by hash and, where they
+        differ, replaced by those of the first node.
+
+        Returns
+        -------
+        int
+            Number of arrays that had to be repaired, over all ranks.
+        """
+        updater, grid = self._updater, self.model.engine.grid
+        engine = self.model.engine
+        everyone = engine.scalars.everyone
+        updater.step_count, engine.loss_scale = everyone.broadcast_object((updater.step_count, engine.loss_scale), 0)
+        repaired = 0
+        if len(updater.shares) > 1:
+            state = updater.host_state()
+            for slot in sorted(state):
+                values = state[slot]
+                digests = grid.peers.allgather_object(hashlib.sha256(values.tobytes()).hexdigest())
+                if any(digest != digests[0] for digest in digests):
+                    repaired += grid.peers.rank == 0
+                    grid.peers.broadcast(values, 0, slot)
+            updater.take_state(state)
+        engine.integrity.forget()
+        total = np.array([repaired], np.int64)
+        everyone.allreduce(total, "sum", "repaired")
+        return int(total[0])
+
+    @collective
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state on every rank: step count, and full arrays by slot and name. Collective."""
+        updater, engine = self._updater, self.model.engine
+        slots: dict[str, dict[str, Array]] = {}
+        for slot in updater.state:
+            whole = gather_pieces(engine, engine.dtype, partial(updater.state_of, slot))
+            slots[slot] = {
+                e.spec.name: whole[e.span.start : e.span.stop].reshape(e.spec.shape).copy()
+                for e in engine.whole.layout.parameters
+                if e.spec.trainable
+            }
+        return {"step_count": updater.step_count, "state": slots}
+
+    @recorded
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what ``state_dict`` returned, the same on every rank, on any layout. Collective.
+
+        Raises
+        ------
+        LayoutError
+            If a slot, name or shape is missing or differs; nothing is changed then.
+        ConfigError
+            If ranks give different states: names the first rank and array that differ.
+        """
+        updater, whole = self._updater, self.model.engine.whole
+
+        def given() -> dict[str, Any]:
+            slots = state["state"]
+            if set(slots) != set(updater.state):
+                mine = sorted(updater.optimizer.slots)
+                raise LayoutError(f"state has slots {sorted(slots)}, the optimizer's are {mine}")
+            found = {"the step count": int(state["step_count"])}
+            for slot, arrays in sorted(slots.items()):
+                for spec in (entry.spec for entry in whole.layout.parameters if entry.spec.trainable):
+                    if spec.name not in arrays or np.shape(arrays[spec.name]) != spec.shape:
+                        raise LayoutError(f"state {slot!r} has no array {spec.name!r} of shape {spec.shape}")
+                    found[f"{slot!r} of parameter {spec.name!r}"] = arrays[spec.name]
+            return found
+
+        comm = self.config.communicator
+        # Local steps leave every rank a state of its own.
+        agree_arrays(comm, "load_state_dict", given, 0 if self.model.engine.grid.world.size == comm.size else comm.rank)
+        slots, held = state["state"], updater.host_state()
+        for slot, arrays in slots.items():
+            for piece in updater.pieces:
+                flat = np.asarray(arrays[whole.home(piece.entry.spec).spec.name]).reshape(-1)
+                start = piece.span.start - piece.entry.offset
+                take(piece.entry.spec, flat, start, held[slot][piece.state : piece.state + piece.size])
+        updater.take_state(held)
+        self.model.engine.integrity.forget()
+        updater.step_count, updater.last_rate = int(state["step_count"]), None
+
+    @collective
+    def serialize(self) -> bytes:
+        """Return the state as an HDF5 image, the same bytes on every rank. Collective."""
+        return checkpoint.to_bytes(
+            self.model.optimizer_arrays(), self.model.checkpoint_attributes(), self.config.communicator
+        )
+
+    @recorded
+    def deserialize(self, data: bytes) -> None:
+        """Take what ``serialize`` returned, the same bytes on every rank, on any layout. Collective."""
+        with opened_alike(self.config.communicator, "deserialize", data) as reader:
+            model_state.restore_state(self.model.loadable_engine, reader)
+
+    @collective
+    def save(self, path: str | Path) -> None:
+        """Write the state to the folder ``path``, in place of what was there. Collective."""
+        model = self.model
+        checkpoint.write(
+            path, model.optimizer_arrays(), model.checkpoint_attributes(), self.config.communicator, replace=True
+        )
+
+    @collective
+    def load(self, path: str | Path) -> None:
+        """Read what ``save`` wrote, on any layout. Collective.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is nothing at ``path``.
+        CheckpointError
+            On damage, or the state of another optimizer.
+        """
+        with checkpoint.open_checkpoint(path, self.config.communicator) as reader:
+            model_state.restore_state(self.model.loadable_engine, reader)
+
+
+class DDPOptimizer(ShardedOptimizer):
+    """Replicated state: one copy a node, each rank updating its part of it."""
+
+    strategies = ("ddp",)
+
+
+class ZeRO1Optimizer(ShardedOptimizer):
+    """State sharded over all ranks."""
+
+    strategies = ("zero1",)
+
+
+class ZeRO2Optimizer(ShardedOptimizer):
+    """State sharded over all ranks, fed by sharded gradients."""
+
+    strategies = ("zero2",)
+
+
+class ZeRO3Optimizer(ShardedOptimizer):
+    """State, gradients and parameters sharded."""
+
+    strategies = ("zero3", "fsdp")
+
+
+class FSDPOptimizer(ZeRO3Optimizer):
+    """ZeRO-3 by its other name."""

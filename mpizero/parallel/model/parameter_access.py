@@ -1,0 +1,187 @@
+"""The parameters of a sharded model as the user sees them: whole vectors, named arrays, copies."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from mpizero.checkpoint.tools import npz
+from mpizero.comm.agreement import agree_arrays, all_ranks
+from mpizero.comm.calls import agree_on_call, collective, recorded
+from mpizero.errors import LayoutError, SharedMemoryError
+from mpizero.layout import Entry
+from mpizero.names import nearest, real_array
+from mpizero.parallel.checkpointing.model_state import copy_state
+from mpizero.parallel.model.core import ShardedCore
+from mpizero.parallel.parameters.private_fallback import in_private_memory
+from mpizero.types import Array
+
+
+class ParameterAccess(ShardedCore):
+    """Read, set, export and copy all parameters. Collective, where nothing else is said."""
+
+    @recorded
+    def gather_full_parameters(self) -> Array:
+        """Return all parameters, 1-D in declared order; the same read-only array until parameters change."""
+        whole = self.engine.whole
+        # A rank that forgot its cache alone must not gather alone.
+        cached = agree_on_call(self._config.communicator, (self._cache is not None,))[:, 0]
+        if self._cache is None or not cached.all():
+            self._cache = whole.vector()
+            self._cache.flags.writeable = False
+        return self._cache
+
+    @recorded
+    def get_parameters(self) -> Array:
+        """Return a copy of all parameters, 1-D in declared order."""
+        return self.gather_full_parameters().copy()
+
+    @recorded
+    def set_parameters(self, values: Array) -> None:
+        """Set all parameters from the same full vector on every rank.
+
+        Raises
+        ------
+        ValueError
+            If its length is not the number of parameters, or ranks give different values: ConfigError then, which names
+            the first rank and parameter that differ.
+        """
+        self._update_local_shard_from_full(self._checked("set_parameters", values))
+
+    @recorded
+    def with_parameters(self, values: Array) -> Self:
+        """Return a new sharded model of the same wrapped model with other parameters, the same on every rank."""
+        values = self._checked("with_parameters", values)
+        copy = self._twin(self._wrapped)
+        copy._update_local_shard_from_full(values)
+        return copy
+
+    def _checked(self, operation: str, values: Array) -> Array:
+        array = np.empty(0)
+
+        def given() -> dict[str, Array]:
+            nonlocal array
+            if isinstance(values, Mapping):
+                raise LayoutError(
+                    f"one vector of all parameters is taken, got a {type(values).__name__} by name: use load_named"
+                )
+            found = real_array(values, "the vector of all parameters")
+            array = found.astype(self.engine.dtype, copy=False)
+            if array.shape != (self.parameter_count,):
+                raise LayoutError(
+                    f"got {array.size} values in an array of shape {array.shape}; the model has {self.parameter_count} "
+                    f"parameters and takes an array of shape ({self.parameter_count},)"
+                )
+            return {_called(e): found[e.span.start : e.span.stop] for e in self.layout.parameters}
+
+        agree_arrays(self._config.communicator, operation, given)
+        return array
+
+    @recorded
+    def named_parameters(self) -> dict[str, Array]:
+        """Return full copies of all parameters by name, on every rank."""
+        return self.engine.whole.named(self.gather_full_parameters())
+
+    @recorded
+    def load_named(self, arrays: Mapping[str, Array]) -> None:
+        """Set all parameters from arrays by name, the same on every rank (a dictionary, or an open ``.npz``).
+
+        Raises
+        ------
+        LayoutError
+            If names or shapes differ from the model's.
+        ConfigError
+            If ranks give different arrays: names the first rank and parameter that differ.
+        """
+        values = np.empty(self.parameter_count, self.engine.dtype)
+        agree_arrays(self._config.communicator, "load_named", lambda: self._arrange(arrays, values))
+        self._update_local_shard_from_full(values)
+
+    def _arrange(self, arrays: Mapping[str, Array], values: Array) -> dict[str, Array]:
+        """Fill a full vector from arrays by name, and return what was given for each parameter. Not collective."""
+        entries = {entry.spec.name: entry for entry in self.layout.parameters}
+        if not isinstance(arrays, Mapping):
+            raise LayoutError(
+                f"load_named takes arrays by name, got {type(arrays).__name__}: for one vector use set_parameters"
+            )
+        missing, unknown = sorted(entries.keys() - arrays.keys()), sorted(arrays.keys() - entries.keys())
+        if missing or unknown:
+            hint = nearest(unknown[0], missing or entries) if unknown else ""
+            raise LayoutError(f"parameters do not match the model: missing {missing[:5]}, unknown {unknown[:5]}{hint}")
+        given = {}
+        for name, entry in entries.items():
+            array = real_array(arrays[name], f"parameter {name!r}")
+            if array.shape != entry.spec.shape:
+                raise LayoutError(f"parameter {name!r} has shape {array.shape}, the model's has {entry.spec.shape}")
+            values[entry.span.start : entry.span.stop] = array.reshape(-1)
+            given[_called(entry)] = array
+        return given
+
+    @recorded
+    def export_npz(self, path: str | Path) -> None:
+        """Write all parameters by name to one ``.npz`` file, of exactly this name."""
+        named = self.named_parameters()
+        with all_ranks(self._config.communicator):
+            if self.rank == 0:
+                npz.write_arrays(path, named)
+
+    @recorded
+    def import_npz(self, path: str | Path) -> None:
+        """Set all parameters from an ``.npz`` file that every rank can read; nothing in it is unpickled.
+
+        The file may be compressed; it is refused where its arrays are larger than this model's can be.
+        """
+        with all_ranks(self._config.communicator, first=True):
+            arrays = npz.read_arrays(os.path.realpath(path), 16 * self.parameter_count)
+        self.load_named(arrays)
+
+    @collective
+    def parameters_sha256(self) -> str:
+        """Return the hash over all parameters' bytes in declared order; a rank gathers one unit at a time."""
+        digest = hashlib.sha256()
+        for values in self.engine.whole.units():
+            digest.update(values.tobytes())
+        return digest.hexdigest()
+
+    # ------------------------------------------------------------------ copies
+
+    @recorded
+    def clone(self) -> Self:
+        """Return a sharded model with the same configuration and communicator and its own copy of the parameters."""
+        copy = self._twin(self._wrapped)
+        copy.engine.store.copy_from(self.engine.store)
+        return copy
+
+    @recorded
+    def deep_copy(self) -> Self:
+        """Return a clone with its own wrapped model and, where an optimizer is bound, its own optimizer state.
+
+        The copy makes the same steps as the original by ``train``, with its own copy of the optimizer's state.
+        """
+        copy, engine = self._twin(deepcopy(self._wrapped)), self.engine
+        shared = copy.engine.grid.node.size - engine.grid.node.size
+        if shared > 0:
+            copy._engine = in_private_memory(copy.engine, copy._spread, SharedMemoryError("the original does so"))
+        elif shared < 0:
+            copy.close()
+            raise SharedMemoryError("deep_copy: the nodes have no shared memory for a second model; save and load it")
+        copy.engine.store.copy_from(engine.store)
+        copy_state(engine, copy.engine)
+        return copy
+
+    def _twin(self, wrapped: Any) -> Self:
+        """Return a new model of the same kind with start values."""
+        twin = type(self).__new__(type(self))
+        twin._is_copy = True
+        twin.__init__(wrapped, self._config)  # type: ignore[misc]
+        return twin
+
+
+def _called(entry: Entry) -> str:
+    return f"parameter {entry.spec.name!r}"

@@ -1,0 +1,1 @@
+"""Run an optimizer on the shards of a rank."""

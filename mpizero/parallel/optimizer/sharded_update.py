@@ -1,0 +1,373 @@
+"""Run an optimizer on the ranges that a rank owns: the same elements, the same arithmetic, on every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mpizero import kernels, optim
+from mpizero.comm import ProcessGrid
+from mpizero.layout import FlatLayout, Span, cover, merge
+from mpizero.parallel.gradients.accumulation import GradientRows
+from mpizero.parallel.gradients.exchange import GradientExchange
+from mpizero.parallel.optimizer.global_norm import Across
+from mpizero.parallel.optimizer.tied_parameters import TieExchange, home_of
+from mpizero.parallel.parameters.allocator import Memory
+from mpizero.parallel.parameters.shards import Share, UpdatePiece, runs_of, update_pieces
+from mpizero.parallel.parameters.store import ParameterStore
+from mpizero.types import Array
+
+
+class TensorTree:
+    """Sums over the elements of each parameter, by the canonical tree over its element index, in float64.
+
+    [Note: scalar sums] A rank adds the largest nodes of the tree inside its ranges; the few (node, value) pairs are
+    gathered and merged on every rank in the same order, so norms have the same bits on every layout.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+        The ranks.
+    layout : FlatLayout
+        The parameters.
+    pieces : sequence of UpdatePiece
+        What this rank updates; only its own share is summed here.
+    """
+
+    def __init__(self, grid: ProcessGrid, layout: FlatLayout, pieces: Sequence[UpdatePiece]) -> None:
+        self.grid = grid
+        share = Share(layout, grid.data.rank, grid.data.size)
+        self.own = [piece for piece in pieces if _inside(piece.span, share.spans[piece.entry.unit])]
+        self.names = [e.spec.name for e in layout.parameters if e.spec.trainable]
+        self.counts = [0] * grid.data.size
+        arrivals: dict[str, list[Any]] = {name: [] for name in self.names}
+        place = 0
+        for rank in range(grid.data.size):
+            for name, nodes in _held(Share(layout, rank, grid.data.size)):
+                arrivals[name] += [(node, (place + i,)) for i, node in enumerate(nodes)]
+                place += len(nodes)
+                self.counts[rank] += len(nodes)
+        totals = {e.spec.name: e.spec.size for e in layout.parameters}
+        self.programs = {name: merge(held, totals[name]) for name, held in arrivals.items()}
+        cuts = [self._cuts(piece) for piece in self.own] or [np.empty((2, 0), np.int64)]
+        self._cut = np.concatenate(cuts, axis=1)
+        self._cuts_of = [cut.shape[1] for cut in cuts]
+
+    @staticmethod
+    def _cuts(piece: UpdatePiece) -> Array:
+        """Return where the nodes inside of a piece start, and where they stop, from the piece's start."""
+        entry, span = piece.entry, piece.span
+        nodes = cover(span.start - entry.offset, span.stop - entry.offset, entry.spec.size)
+        leaves = [node.leaves(entry.spec.size) for node in nodes]
+        start = span.start - entry.offset
+        return np.array([[r.start - start for r in leaves], [r.stop - start for r in leaves]], np.int64)
+
+    def square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, float]:
+        """Return the sum of squares of every trainable parameter's values.
+
+        Collective over the data group. ``values`` holds this rank's elements, those of each piece of its own share from
+        the piece's one of ``starts`` on.
+        """
+        local = np.empty(self.counts[self.grid.data.rank], np.float64)
+        first, stop = self._cut + np.repeat(np.array(starts, np.int64), self._cuts_of[: len(starts)])
+        kernels.backend(values).reduction.tree_square_sums(values, first, stop, local)
+        everyone = np.empty(sum(self.counts), np.float64)
+        self.grid.data.allgatherv(local, everyone, self.counts, "tensor sums")
+        return {name: _evaluate(held, everyone) for name, held in self.programs.items()}
+
+
+def _inside(span: Span, other: Span) -> bool:
+    return other.start <= span.start and span.stop <= other.stop
+
+
+def _held(share: Share) -> list[tuple[str, tuple[Any, ...]]]:
+    held = []
+    for span in share.spans:
+        for entry, part in share.layout.pieces(span):
+            if entry.spec.trainable:
+                first, last = part.start - entry.offset, part.stop - entry.offset
+                held.append((entry.spec.name, cover(first, last, entry.spec.size)))
+    return held
+
+
+def _evaluate(held: Sequence[tuple[Any, tuple[int, ...]]], values: Array) -> float:
+    if not held:
+        return 0.0
+    stack: list[float] = []
+    for v in held[0][1]:
+        if v >= 0:
+            stack.append(float(values[v]))
+        elif v == -1:
+            right = stack.pop()
+            stack[-1] += right
+        else:
+            stack[-1] += float(values[-2 - v])
+    return stack[0]
+
+
+class Updater:
+    """An optimizer bound to the ranges that this rank updates.
+
+    Parameters
+    ----------
+    optimizer : optimizer
+        Anything that :func:`mpizero.optim.adapt` takes.
+    store : ParameterStore
+        The parameters.
+    memory : Memory
+        Where the state comes from.
+    replicated : bool
+        Whether every group keeps the whole state (DDP); otherwise each rank keeps that of its own share.
+    in_rows : bool
+        Whether reduced gradients stand in the first row (else in the concatenation of the owned ranges).
+    """
+
+    def __init__(
+        self, optimizer: Any, store: ParameterStore, memory: Memory, *, replicated: bool, in_rows: bool
+    ) -> None:
+        self.optimizer = optim.adapt(optimizer)
+        self.store, self.memory, self.grid, layout = store, memory, store.grid, store.layout
+        self.shares = store.peer_shares if replicated else (store.share,)
+        # A copy of another stage's parameter belongs to that one's group, which may go by name.
+        groups = {e.spec: self.optimizer.group_of(replace(e.spec, name=home_of(e.spec))) for e in layout.parameters}
+        bases = [store.base] if store.sharded else None
+        self.pieces = update_pieces(self.shares, groups, bases, in_rows)
+        self.plain_runs = runs_of([p for p in self.pieces if not p.uses])
+        self.runs = runs_of(self.pieces)
+        self.tied = tuple(p for p in self.pieces if p.uses)
+        self.groups = sorted(set(groups.values()))
+        self.size = sum(piece.size for piece in self.pieces)
+        self.trees = TensorTree(self.grid, layout, self.pieces)
+        self.ties: TieExchange | None = None
+        self.across: Across | None = None
+        #: Is shown every reduced gradient, clipped and unscaled, just before it is used. A fused update has none.
+        self.watch: Callable[[Array], None] | None = None
+        self.step_count = 0
+        #: The learning rate of the last step, where it is known.
+        self.last_rate: float | None = None
+        self._asked: tuple[int, float] | None = None
+        self.dtype = store.dtype
+        self.state: dict[str, Array] = {slot: self._new_state() for slot in self.optimizer.slots}
+
+    def _new_state(self) -> Array:
+        """Return a zeroed array of this rank's state."""
+        return self.memory.private("optimizer state", self.size, self.dtype)
+
+    def release(self) -> None:
+        """Stop counting the state, which is dropped. Not collective."""
+        for array in self.state.values():
+            self.memory.release("optimizer state", array)
+
+    def host_state(self, *, fetch: bool = True) -> dict[str, Array]:
+        """Return the state in arrays of the host: itself, or a copy where it lies on a card. Not collective.
+
+        ``fetch=False`` leaves the contents of copies undefined, for who writes all of them.
+        """
+        return self.state
+
+    def take_state(self, host: Mapping[str, Array]) -> None:
+        """Make what :meth:`host_state` returned, with other values in it now, the state. Not collective."""
+
+    def reset(self) -> None:
+        """Forget the state, as if no step had been made. Not collective."""
+        for array in self.state.values():
+            array[:] = 0
+        self.step_count, self.last_rate = 0, None
+
+    @property
+    def fresh(self) -> bool:
+        """Whether this rank's state is that of the start. Not collective."""
+        return not self.step_count and not any(array.any() for array in self.state.values())
+
+    @property
+    def fusible(self) -> bool:
+        """Whether the update, or its direction, can run in the same pass as the sum."""
+        return bool(self.optimizer.elementwise_kernel or self.optimizer.needs_tensor_norms)
+
+    def ask_rate(self) -> float:
+        """Return the learning rate of the next step, asked for now; :meth:`hypers` uses this one. Not collective."""
+        self._asked = self.step_count, optim.learning_rate(self.optimizer, self.step_count)
+        return self._asked[1]
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next step, as it was asked for last: a function may give another each time."""
+        known = self._asked is not None and self._asked[0] == self.step_count
+        return self._asked[1] if known and self._asked is not None else self.ask_rate()
+
+    def _made(self) -> None:
+        """Count a step."""
+        self.last_rate = self.rate
+        self.step_count += 1
+
+    def hypers(self) -> dict[int, Array]:
+        """Return the scalars of the next step, by group."""
+        step, rate = self.step_count + 1, self.rate
+        return {g: self.optimizer.hyper(step, g, self.dtype, rate) for g in self.groups}
+
+    def update_fused(self, rows: Array, program: Array, divisor: Array, out: Array, threads: int) -> None:
+        """Sum, divide and update in one pass over memory. Collective for optimizers that need norms.
+
+        Parameters
+        ----------
+        rows : array
+            The rows of the group, in the space in which pieces know their gradients.
+        program : array
+            What sums them.
+        divisor : 1-element array
+            The total weight.
+        out : array
+            One of the rows, which takes the directions of an optimizer that needs norms.
+        threads : int
+            Threads of this rank.
+        """
+        hypers = self.hypers()
+        placed = {group: self._placed(hyper) for group, hyper in hypers.items()}
+        for run in self.plain_runs:
+            w, state = self._run_arrays(run.store, run.state, run.size)
+            hyper = placed[run.group]
+            if self.optimizer.needs_tensor_norms:
+                u = out[run.gradient : run.gradient + run.size]
+                self.optimizer.direction_tree(rows, run.gradient, program, divisor, w, u, state, hyper)
+            else:
+                self.optimizer.apply_tree(rows, run.gradient, rows[:0], 0, program, divisor, w, state, hyper, threads)
+        for piece in self.tied:
+            total = self._tied_sum(piece, rows, program, divisor)
+            w, state = self._run_arrays(piece.store, piece.state, piece.size)
+            if self.optimizer.needs_tensor_norms:
+                self.optimizer.direction(w, total, state, placed[piece.group])
+                out[piece.gradient : piece.gradient + piece.size] = total
+            else:
+                self.optimizer.apply(w, total, state, placed[piece.group], threads)
+        if self.optimizer.needs_tensor_norms:
+            self._apply_directions(out, hypers)
+        self._made()
+
+    def _tied_sum(self, piece: UpdatePiece, rows: Array, program: Array, divisor: Array) -> Array:
+        """Return the averaged gradient of all uses of a parameter, added in declared order."""
+        tree_sum, own = kernels.backend(rows).fused.tree_sum, rows[0, : piece.size]
+        total: Array = kernels.namespace(rows).empty_like(own)
+        other = kernels.namespace(rows).empty_like(own)
+        tree_sum(rows, piece.gradient, rows[:0], 0, program, divisor, total, 0, piece.size)
+        for use in piece.uses:
+            tree_sum(rows, use, rows[:0], 0, program, divisor, other, 0, piece.size)
+            total += other
+        return total
+
+    def where_used(self, reduced: Array) -> Array:
+        """Return a reduced gradient where :meth:`update` takes it: on the host. Not collective."""
+        host: Array = kernels.to_host(reduced)
+        return host
+
+    def exchange_ties(self, reduced: Array) -> None:
+        """Add the uses of parameters that several stages share. Collective over the stages' data groups."""
+        if self.ties is not None:
+            self.ties.add(reduced)
+
+    def add_uses(self, reduced: Array) -> None:
+        """Add the gradients of the other tied uses to the parameter's own, in declared order. Not collective."""
+        added = frozenset[str]() if self.ties is None else self.ties.names
+        for piece in self.tied:
+            if home_of(piece.entry.spec) in added:
+                continue
+            own = reduced[piece.gradient : piece.gradient + piece.size]
+            for use in piece.uses:
+                own += reduced[use : use + piece.size]
+
+    def norm(self, reduced: Array) -> tuple[float, str | None]:
+        """Return the norm of the reduced gradient over all parameters, and the one that makes it infinite or NaN.
+
+        Collective over all ranks.
+        """
+        sums = self._square_sums(reduced, [piece.gradient for piece in self.trees.own])
+        total = float(sum(sums.values()))
+        if np.isfinite(total):
+            return total**0.5, None
+        return total, next(
+            (name for name, value in sums.items() if not np.isfinite(value)), max(sums, key=sums.__getitem__)
+        )
+
+    def parts_of(self, name: str, reduced: Array) -> list[Array]:
+        """Return this rank's own elements of the reduced gradient of one parameter. Not collective."""
+        pieces = [p for p in self.trees.own if home_of(p.entry.spec) == name]
+        return [kernels.to_host(reduced[p.gradient : p.gradient + p.size]) for p in pieces]
+
+    def _square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, float]:
+        """Return the sum of squares of every trainable parameter of the model. Collective over all ranks."""
+        sums = self.trees.square_sums(values, starts)
+        return sums if self.across is None else self.across.merge(sums)
+
+    def scale(self, reduced: Array, factor: float) -> None:
+        """Multiply this rank's reduced gradients by ``factor``. Not collective."""
+        for run in self.runs:
+            part = reduced[run.gradient : run.gradient + run.size]
+            np.multiply(part, self.dtype.type(factor), out=part)
+
+    def update(self, reduced: Array, threads: int) -> None:
+        """Update this rank's parameters from reduced gradients. Collective for optimizers that need norms."""
+        if self.watch is not None:
+            self.watch(kernels.to_host(reduced))
+        hypers = self.hypers()
+        placed = {group: self._placed(hyper) for group, hyper in hypers.items()}
+        if self.optimizer.needs_tensor_norms:
+            for run in self.runs:
+                w, state = self._run_arrays(run.store, run.state, run.size)
+                gradient = reduced[run.gradient : run.gradient + run.size]
+                self.optimizer.direction(w, gradient, state, placed[run.group])
+            self._apply_directions(reduced, hypers)
+        else:
+            for run in self.runs:
+                w, state = self._run_arrays(run.store, run.state, run.size)
+                self.optimizer.apply(
+                    w, reduced[run.gradient : run.gradient + run.size], state, placed[run.group], threads
+                )
+        self._made()
+
+    def _apply_directions(self, directions: Array, hypers: dict[int, Array]) -> None:
+        """LAMB's second half: the ratio of two norms for each parameter (You et al. 2020, algorithm 2). Collective."""
+        own = self.trees.own
+        values = self._parameters()
+        weights = self._square_sums(values, [piece.store for piece in own])
+        steps = self._square_sums(directions, [piece.gradient for piece in own])
+        for piece in self.pieces:
+            name = home_of(piece.entry.spec)
+            w = values[piece.store : piece.store + piece.size]
+            direction = directions[piece.gradient : piece.gradient + piece.size]
+            ratio = self.optimizer.trust_ratio(weights[name] ** 0.5, steps[name] ** 0.5)
+            self.optimizer.apply_direction(w, direction, hypers[piece.group], ratio)
+
+    def state_of(self, slot: str, piece: UpdatePiece) -> Array:
+        """Return the state of one of this rank's pieces, on the host: to be read. Not collective."""
+        values: Array = kernels.to_host(self.state[slot][piece.state : piece.state + piece.size])
+        return values
+
+    def _run_arrays(self, store: int, state: int, size: int) -> tuple[Array, dict[str, Array]]:
+        arrays = {slot: array[state : state + size] for slot, array in self.state.items()}
+        return self._parameters()[store : store + size], arrays
+
+    def _placed(self, scalars: Array) -> Array:
+        """Return a small array where the optimizer's kernels run."""
+        return scalars
+
+    def _parameters(self) -> Array:
+        """Return all parameters of this rank's group, where the optimizer's kernels run."""
+        return self.store.values
+
+
+def reduce_rows(
+    rows: GradientRows, exchange: GradientExchange, updater: Updater, divisor: Array, out: Array | None
+) -> Array:
+    """Sum the rows of all ranks into this rank's ranges, tied uses added. Collective over the data group.
+
+    With replicated optimizer state (``out`` is None and several shares) every peer gets the ranges of all peers.
+    """
+    shares = updater.store.peer_shares
+    reduced = updater.where_used(rows.reduce(exchange, shares, divisor, out))
+    updater.exchange_ties(reduced)
+    if len(updater.shares) > 1:
+        rows.replicate(exchange, shares)
+    updater.add_uses(reduced)
+    return reduced

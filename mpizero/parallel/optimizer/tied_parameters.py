@@ -1,0 +1,174 @@
+"""Parameters that several pipeline stages use, such as a token table that is embedding and head.
+
+[Note: cut ties] Every stage that uses such a parameter stores it, and owners of a range on different stages differ when
+their units do. After the gradients of each use are summed over grains, every stage gets those of the other stages'
+uses, adds all of them in declared order, and makes the same update: the copies stay equal to the bit, without another
+message. The sum, the norms and the checkpoint take the parameter from its home only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpizero import kernels
+from mpizero.comm import ProcessGrid, Request
+from mpizero.layout import FlatLayout, Span
+from mpizero.layout.axes import Coordinates
+from mpizero.parallel.parameters.shards import Share, UpdatePiece
+from mpizero.parallel.partition.local_model import Stage, Use
+from mpizero.types import Array
+
+
+class _Holder(NamedTuple):
+    """A data rank of a stage, and the range of the parameter that it owns there."""
+
+    stage: int
+    data_rank: int
+    span: Span
+
+
+class _Tie(NamedTuple):
+    """A parameter with uses on several stages, as one rank sees it; ``tag`` is that of its first use's messages."""
+
+    name: str
+    tag: int
+    uses: tuple[Use, ...]
+    holders: tuple[_Holder, ...]
+    mine: Span
+
+
+class TieExchange:
+    """Add the gradients of all uses of tied parameters, wherever they are.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+        The ranks.
+    stage : Stage
+        This rank's part of the model.
+    layouts : mapping of int to FlatLayout
+        The layout of every stage.
+    pieces : sequence of UpdatePiece
+        What this rank updates of its own share.
+    """
+
+    def __init__(
+        self,
+        grid: ProcessGrid,
+        stage: Stage,
+        layouts: Mapping[int, FlatLayout],
+        pieces: Sequence[UpdatePiece],
+    ) -> None:
+        self.grid, self.number = grid, stage.number
+        self.pieces = {home_of(piece.entry.spec): piece for piece in pieces}
+        ties, tag = [], 1
+        for name, uses in sorted(stage.uses.items()):  # on every stage, so that all agree on tags
+            if any(use.stage == stage.number for use in uses) and home_trainable(name, layouts):
+                ties.append(self._tie(name, tag, uses, layouts))
+            tag += 2 * len(uses)
+        self.ties = tuple(ties)
+
+    def _tie(self, name: str, tag: int, uses: tuple[Use, ...], layouts: Mapping[int, FlatLayout]) -> _Tie:
+        data = self.grid.data
+        holders = []
+        for stage in sorted({use.stage for use in uses}):
+            layout = layouts[stage]
+            entry = next(e for e in layout.parameters if home_of(e.spec) == name)
+            for rank in range(data.size):
+                part = entry.span.intersect(Share(layout, rank, data.size).spans[entry.unit])
+                holders.append(_Holder(stage, rank, part.shift(-entry.offset) if part.size else Span(0, 0)))
+        mine = next(h.span for h in holders if (h.stage, h.data_rank) == (self.number, data.rank))
+        return _Tie(name, tag, uses, tuple(holders), mine)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The tied parameters of this stage, by the name of their home."""
+        return frozenset(tie.name for tie in self.ties)
+
+    def add(self, reduced: Array) -> None:
+        """Put the sum of all uses where the pieces look for their gradient. Collective over the stages' data groups.
+
+        Of a gradient on a card, what belongs to the uses meets on the host.
+        """
+        with_all = [(tie, *self._start(tie, reduced)) for tie in self.ties]
+        for tie, arrived, requests in with_all:
+            for request in requests:
+                request.wait()
+            if tie.mine.size:
+                self._sum(tie, arrived, reduced)
+
+    def _start(self, tie: _Tie, reduced: Array) -> tuple[dict[Use, list[tuple[Span, Array]]], list[Request]]:
+        """Exchange the parts of each use that this rank and another own in common."""
+        world, requests, sent = self.grid.world, [], []
+        arrived: dict[Use, list[tuple[Span, Array]]] = {}
+        for holder in tie.holders:
+            common = holder.span.intersect(tie.mine)
+            if holder.stage == self.number or not common.size:
+                continue
+            peer = self._world_rank(holder)
+            for use in tie.uses:
+                tag = tie.tag + 2 * tie.uses.index(use)
+                if use.stage == holder.stage:
+                    buffer = np.empty(common.size, reduced.dtype)
+                    arrived.setdefault(use, []).append((common, buffer))
+                    requests.append(world.irecv(buffer, peer, tag))
+                elif use.stage == self.number:
+                    buffer = _copied(self._gradient(tie, use, common, reduced))
+                    sent.append(buffer)
+                    requests.append(world.isend(buffer, peer, tag))
+        return arrived, requests
+
+    def _sum(self, tie: _Tie, arrived: Mapping[Use, Sequence[tuple[Span, Array]]], reduced: Array) -> None:
+        total = np.empty(tie.mine.size, reduced.dtype)
+        for position, use in enumerate(tie.uses):
+            for span, values in self._parts(tie, use, arrived, reduced):
+                part = total[span.start - tie.mine.start : span.stop - tie.mine.start]
+                if position == 0:
+                    part[:] = values
+                else:
+                    part += values
+        target = self._gradient(tie, Use(self.number, 0), tie.mine, reduced)
+        if isinstance(target, np.ndarray):
+            target[:] = total
+        else:
+            target.set(total)
+
+    def _parts(
+        self, tie: _Tie, use: Use, arrived: Mapping[Use, Sequence[tuple[Span, Array]]], reduced: Array
+    ) -> Iterator[tuple[Span, Array]]:
+        if use.stage == self.number:
+            yield tie.mine, kernels.to_host(self._gradient(tie, use, tie.mine, reduced))
+        else:
+            yield from arrived[use]
+
+    def _gradient(self, tie: _Tie, use: Use, span: Span, reduced: Array) -> Array:
+        """Return the gradient of one use on this stage, over a range of the parameter."""
+        piece = self.pieces[tie.name]
+        start = (piece.gradient, *piece.uses)[use.number] + span.start - tie.mine.start
+        part: Array = reduced[start : start + span.size]
+        return part
+
+    def _world_rank(self, holder: _Holder) -> int:
+        axes, here = self.grid.axes, self.grid.here
+        data, context = divmod(holder.data_rank, axes.context)
+        return axes.rank_of(Coordinates(holder.stage, here.tensor, data, context))
+
+
+def _copied(values: Array) -> Array:
+    """Return a copy on the host of an array of the host or of a card."""
+    copy: Array = values.copy() if isinstance(values, np.ndarray) else kernels.to_host(values)
+    return copy
+
+
+def home_of(spec: Any) -> str:
+    """Return the name that a parameter has where it is at home. Not collective."""
+    return str(spec.guest or spec.name)
+
+
+def home_trainable(name: str, layouts: Mapping[int, FlatLayout]) -> bool:
+    """Tell whether a parameter is trained. Not collective."""
+    found = (e.spec for layout in layouts.values() for e in layout.parameters)
+    return any(spec.trainable for spec in found if home_of(spec) == name)

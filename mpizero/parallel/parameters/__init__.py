@@ -1,0 +1,1 @@
+"""Store parameters: shards, shared copies, publication after an update."""

@@ -1,0 +1,319 @@
+"""One model to its user, however its parameters are spread over pipeline stages and tensor ranks.
+
+[Note: who holds what] An engine's own layout describes what one pair of pipeline stage and tensor rank holds. A
+parameter with a ``part`` is held in slices by the tensor ranks of its stage; one without is held whole by all of them
+with equal bits, and tensor rank 0 speaks for it. A ``guest`` is a second copy of a parameter of another stage: it takes
+that one's values and is never asked for its own. The ranks of a data group hold the same, whole or in shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mpizero.comm import ProcessGrid
+from mpizero.errors import LayoutError
+from mpizero.layout import Entry, FlatLayout, Span, Unit
+from mpizero.layout.axes import Coordinates
+from mpizero.layout.parts import part_rows, part_runs, part_shape, put_rows, take_rows
+from mpizero.parallel.parameters.store import ParameterStore
+from mpizero.types import Array, ParameterSpec
+
+#: ``held(name)`` returns all values of a parameter that this rank holds, as they stand there.
+Held = Callable[[str], Array]
+
+
+class Piece(NamedTuple):
+    """What one rank of a model group says of a unit: a parameter of the whole model, as that rank declares it."""
+
+    entry: Entry
+    spec: ParameterSpec
+
+
+def speaks_for(spec: ParameterSpec, here: Coordinates) -> bool:
+    """Tell whether the ranks of this pipeline stage and tensor rank write a parameter that they hold."""
+    return spec.guest is None and (spec.part is not None or here.tensor == 0)
+
+
+class GlobalView:
+    """All parameters of a model under their global names and shapes.
+
+    Construction is collective over the model group (``grid.model``). Where pipeline and tensor groups have one rank
+    each, this is the store by another name: no copies or messages of its own.
+
+    Parameters
+    ----------
+    blocks : mapping of str to sequence of ParameterSpec
+        The parameters of the whole, unsplit model, by block in order of use.
+    store : ParameterStore
+        What this rank holds.
+    grid : ProcessGrid
+        The ranks.
+
+    Attributes
+    ----------
+    layout : FlatLayout
+        Of the whole model, a unit a block; that of the store where nothing is split.
+    nodes : int
+        The most groups of ranks with memory of their own that any data group has.
+
+    Raises
+    ------
+    LayoutError
+        On every rank, if what the ranks hold does not make up the model; names the parameter.
+    """
+
+    def __init__(self, blocks: Mapping[str, Sequence[ParameterSpec]], store: ParameterStore, grid: ProcessGrid) -> None:
+        self.store, self.grid = store, grid
+        self._split = grid.axes.pipeline * grid.axes.tensor > 1
+        self.layout = FlatLayout.build(blocks) if self._split else store.layout
+        self.nodes = grid.peers.size
+        if self._split:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Learn what the other ranks of the model group hold. Collective over the model group."""
+        grid, declared = self.grid, tuple(entry.spec for entry in self.store.layout.parameters)
+        everyone = grid.model.allgather_object((tuple(grid.here), self.nodes, declared), "what ranks hold")
+        here = [Coordinates(*place) for place, _, _ in everyone]
+        held = [specs for _, _, specs in everyone]
+        check_holdings(self.layout, here, held)
+        self.nodes = max(nodes for _, nodes, _ in everyone)
+        self._pieces = [self._spoken(place, specs) for place, specs in zip(here, held, strict=True)]
+        # The ranks of a data group, contexts too, gather together; one of each context sends.
+        self._sends = [place.context == 0 for place in here]
+
+    def _spoken(self, here: Coordinates, specs: Sequence[ParameterSpec]) -> list[list[Piece]]:
+        """List what a rank says of each unit."""
+        units: list[list[Piece]] = [[] for _ in self.layout.units]
+        for spec in specs:
+            if speaks_for(spec, here):
+                entry = self.layout.by_name[spec.name]
+                units[entry.unit].append(Piece(entry, spec))
+        return units
+
+    # ------------------------------------------------------------------ reading
+
+    @property
+    def parameter_count(self) -> int:
+        """Parameters of the whole model, copies not counted."""
+        return self.layout.size
+
+    @property
+    def gathers(self) -> bool:
+        """Whether reading parameters takes messages; the same on every rank of the world."""
+        return self._split or self.store.sharded
+
+    def vector(self) -> Array:
+        """Return a new 1-D array of all parameters, in declared order. Collective over the world."""
+        whole = np.empty(self.layout.size, self.store.dtype)
+        held = self._held()
+        for unit in self.layout.units:
+            out = whole[unit.span.start : unit.span.stop]
+            if self._split:
+                self._assemble(unit, held, out)
+            else:
+                out[:] = self.store.gathered(unit)
+        return whole
+
+    def units(self) -> Iterator[Array]:
+        """Yield the values of one unit after the other, each a new 1-D array; every rank takes all of them.
+
+        Collective over the world. At a time a rank holds one unit and the messages that it came in, and with sharded
+        parameters the unit of its own layout that is gathered for it.
+        """
+        held = self._held()
+        for unit in self.layout.units:
+            yield self._unit(unit, held)
+
+    def unit(self, unit: Unit) -> Array:
+        """Return a new 1-D array of one unit of :attr:`layout`. Collective over the world."""
+        return self._unit(unit, self._held())
+
+    def named(self, values: Array) -> dict[str, Array]:
+        """Return copies of all parameters by name, from a vector of them. Not collective."""
+        parts = ((e.spec, values[e.span.start : e.span.stop]) for e in self.layout.parameters)
+        return {spec.name: part.reshape(spec.shape).copy() for spec, part in parts}
+
+    def assemble(self, held: Array) -> Array:
+        """Return what stands in the order of the whole model, from what stands in that of the store's layout.
+
+        Collective over the model group. For arrays that are like the parameters, such as optimizer state: each rank
+        gives all values of its pipeline stage and tensor rank, and copies count as little as they do there.
+        """
+        if not self._split:
+            return held.copy()
+        whole = np.empty(self.layout.size, held.dtype)
+        for unit in self.layout.units:
+            self._assemble(unit, self._views(held), whole[unit.span.start : unit.span.stop])
+        return whole
+
+    def _unit(self, unit: Unit, held: Held) -> Array:
+        if not self._split:
+            return self.store.gathered(unit)
+        out = np.empty(unit.span.size, self.store.dtype)
+        self._assemble(unit, held, out)
+        return out
+
+    def _held(self) -> Held:
+        """Return what reads parameters of this rank's layout; keeps the last unit that had to be gathered."""
+        layout, store = self.store.layout, self.store
+        if not store.sharded:
+            return self._views(store.values)
+        gathered: dict[int, Array] = {}
+
+        def read(name: str) -> Array:
+            entry = layout.by_name[name]
+            if entry.unit not in gathered:
+                gathered.clear()
+                gathered[entry.unit] = store.gathered(layout.units[entry.unit])
+            span = entry.span.shift(-layout.units[entry.unit].span.start)
+            return gathered[entry.unit][span.start : span.stop]
+
+        return read
+
+    def _views(self, values: Array) -> Held:
+        """Return what looks up parameters in an array in the order of this rank's layout."""
+        by_name = self.store.layout.by_name
+        return lambda name: values[by_name[name].span.start : by_name[name].span.stop]
+
+    def _assemble(self, unit: Unit, held: Held, out: Array) -> None:
+        """Fill ``out`` with a unit of the whole model. Collective over the world if ``held`` gathers."""
+        if not unit.span.size:
+            return
+        group = self.grid.model
+        mine = [held(piece.spec.name) for piece in self._pieces[group.rank][unit.index]]
+        mine = mine if self._sends[group.rank] else []
+        told = [pieces[unit.index] if sends else [] for pieces, sends in zip(self._pieces, self._sends, strict=True)]
+        counts = [sum(piece.spec.size for piece in pieces) for pieces in told]
+        message = np.empty(out.size, out.dtype)
+        group.allgatherv(np.concatenate([out[:0], *mine]), message, counts, "whole parameters")
+        position = 0
+        for piece in (piece for pieces in told for piece in pieces):
+            values = message[position : position + piece.spec.size]
+            position += piece.spec.size
+            start = piece.entry.offset - unit.span.start
+            target = out[start : start + piece.entry.spec.size]
+            if piece.spec.part is None:
+                target[:] = values
+            else:
+                put_rows(part_rows(piece.spec.part), values, target)
+
+    # ------------------------------------------------------------------ writing
+
+    def fill(self, values: Array) -> None:
+        """Set all parameters, copies too, from the same full vector on every rank. Collective over the world."""
+        if not self._split:
+            self.store.fill(values)
+            return
+        store = self.store
+        store.memory.barrier("fill")  # who still reads, reads the old values
+        for unit, span in zip(store.layout.units, store.share.spans, strict=True):
+            self._fill_range(values, span, store.owned(unit.index))
+        store.publish()
+
+    def owned(self, values: Array) -> Array:
+        """Return what this rank owns of a full vector: the concatenation of its ranges. Not collective."""
+        share = self.store.share
+        found = np.empty(share.size, values.dtype)
+        for span, offset in zip(share.spans, share.offsets, strict=True):
+            self._fill_range(values, span, found[offset : offset + span.size])
+        return found
+
+    def _fill_range(self, values: Array, span: Span, out: Array) -> None:
+        """Copy a range of what this rank holds from a full vector."""
+        for entry, part in self.store.layout.pieces(span):
+            home, target = self.home(entry.spec), out[part.start - span.start : part.stop - span.start]
+            take(entry.spec, values[home.span.start : home.span.stop], part.start - entry.offset, target)
+
+    # ------------------------------------------------------------------ questions (not collective)
+
+    def home(self, spec: ParameterSpec) -> Entry:
+        """Return the parameter of the whole model that a held one is, is a slice of, or is a copy of."""
+        return self.layout.by_name[spec.guest or spec.name]
+
+    def writes(self, spec: ParameterSpec) -> bool:
+        """Tell whether this rank writes its share of a parameter that it holds."""
+        return speaks_for(spec, self.grid.here)
+
+
+def take(spec: ParameterSpec, whole: Array, start: int, out: Array) -> None:
+    """Copy elements ``start ...`` of a held parameter, whole or a slice, from all values of the parameter."""
+    if spec.part is None:
+        out[:] = whole[start : start + out.size]
+    else:
+        take_rows(part_rows(spec.part), whole, start, out)
+
+
+def in_whole(spec: ParameterSpec, start: int, values: Array) -> Iterator[tuple[int, Array]]:
+    """Cut values of a held parameter, from element ``start`` on, into views of ranges of the whole parameter.
+
+    Yields
+    ------
+    (int, Array)
+        The first element in the whole, and the view.
+    """
+    if spec.part is None:
+        yield start, values
+        return
+    for run in part_runs(spec.part, spec.shape, start, start + values.size):
+        yield run.whole, values[run.local - start : run.local - start + run.size]
+
+
+def check_holdings(layout: FlatLayout, here: Sequence[Coordinates], held: Sequence[Sequence[ParameterSpec]]) -> None:
+    """Check that what the ranks of a model group hold makes up the whole model, each element once.
+
+    Not collective: every rank calls it with the same arguments.
+
+    Raises
+    ------
+    LayoutError
+        Naming the first parameter that does not fit, and what is wrong with it.
+    """
+    told: dict[str, list[ParameterSpec]] = {entry.spec.name: [] for entry in layout.parameters}
+    for place, specs in zip(here, held, strict=True):
+        for spec in specs:
+            _check_declared(layout, spec, f"pipeline stage {place.pipeline}, tensor rank {place.tensor}")
+            if place.context == 0 and speaks_for(spec, place):
+                told[spec.name].append(spec)
+    for name, specs in told.items():
+        _check_cover(layout.by_name[name].spec, specs)
+
+
+def _check_declared(layout: FlatLayout, spec: ParameterSpec, where: str) -> None:
+    home = layout.by_name.get(spec.guest or spec.name)
+    if home is None:
+        raise LayoutError(f"{where} holds {spec.guest or spec.name!r}, which is no parameter of the whole model")
+    shape = spec.shape if spec.part is None else spec.part.shape
+    if spec.part is not None and part_shape(spec.part) != spec.shape:
+        raise LayoutError(f"{where} declares {spec.name!r} with shape {spec.shape}, its {spec.part} has another")
+    if shape != home.spec.shape:
+        raise LayoutError(f"{where} holds {spec.name!r} of shape {shape}, the whole model's has {home.spec.shape}")
+    for what in ("init", "decay", "trainable"):
+        own, whole = getattr(spec, what), getattr(home.spec, what)
+        if own != whole:
+            raise LayoutError(f"{where} declares {spec.name!r} with {what}={own}, {home.spec.name!r} has {whole}")
+
+
+def _check_cover(whole: ParameterSpec, specs: Sequence[ParameterSpec]) -> None:
+    parts = [spec.part for spec in specs]
+    if parts == [None]:
+        return
+    cut = [part for part in parts if part is not None]
+    if not cut or len(cut) < len(parts) or len({part.axis for part in cut}) > 1:
+        raise LayoutError(
+            f"{whole.name!r} must be held whole, or in slices along one axis, by one pipeline stage; it is held "
+            f"{len(parts) - len(cut)} times whole and as slices {cut}"
+        )
+    end = 0
+    for start, stop in sorted(span for part in cut for span in part.ranges if span[0] < span[1]):
+        if start != end:
+            times = "twice" if start < end else "by nobody"
+            raise LayoutError(
+                f"{whole.name!r}: index {min(start, end)} of axis {cut[0].axis} is held {times}, by slices {cut}"
+            )
+        end = stop
+    if end != whole.shape[cut[0].axis]:
+        raise LayoutError(f"{whole.name!r}: index {end} of axis {cut[0].axis} is held by nobody, by slices {cut}")

@@ -1,0 +1,99 @@
+"""Whether the shared memory of the nodes has room for a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from socket import gethostname
+
+import numpy as np
+
+from mpizero.comm import Communicator, ProcessGrid
+from mpizero.comm.startup.leftovers import SHARED_FOLDER, taken_by_leftovers
+from mpizero.layout import FlatLayout, rows_plan
+from mpizero.layout.grains import DEFAULT_GRAINS
+from mpizero.parallel.config import ShardingConfig
+from mpizero.parallel.gradients.accumulation import contiguous_shares
+from mpizero.parallel.parameters.allocator import PAGE
+from mpizero.parallel.parameters.shards import Share
+from mpizero.parallel.parameters.store import SLOTS, ParameterStore
+from mpizero.parallel.placement import Placement
+from mpizero.text import notice
+
+
+def fits_shared_memory(
+    grid: ProcessGrid, layout: FlatLayout, item: int, placement: Placement, config: ShardingConfig
+) -> bool:
+    """Tell whether parameters and gradients fit the shared memory of every host; if not, say so on rank 0.
+
+    Collective over all ranks, which get the same answer.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+        The ranks.
+    layout : FlatLayout
+        What this rank's data group holds; other groups on the same host hold other parts of the model.
+    item : int
+        Bytes of a parameter and of its gradient.
+    placement : Placement
+        The row of the placement table.
+    config : ShardingConfig
+        Where it leaves the size of grains to the library, the most rows of gradients that a batch can need are
+        counted; otherwise one, and the first step finds out (see :mod:`mpizero.parallel.parameters.private_fallback`).
+    """
+    if grid.local_size == 1 and grid.data.size == grid.world.size:
+        return True
+    needed, room = 0, None
+    if grid.local_size > 1:
+        room = grid.node.shared_space()
+        if grid.node.rank == 0:  # it speaks for the window
+            needed = _window_bytes(grid, layout, item, placement, config)
+    told = grid.world.allgather_object((gethostname(), needed, room), "shared memory")
+    asked: Counter[str] = Counter()
+    rooms: dict[str, int] = {}
+    for host, window, free in told:
+        asked[host] += window
+        if free is not None:
+            rooms[host] = min(free, rooms.get(host, free))
+    short = {host: asked[host] - free for host, free in rooms.items() if asked[host] > free}
+    if short:
+        host = max(short, key=lambda name: short[name])
+        held = dict(grid.world.allgather_object((gethostname(), taken_by_leftovers()), "leftovers"))[host]
+        tell_private(
+            grid.world,
+            f"the model needs {asked[host]} bytes of shared memory on {host}, where {SHARED_FOLDER} has {rooms[host]} "
+            f"left{held}; enlarge it (in a container --shm-size) or use fewer ranks per node",
+        )
+    return not short
+
+
+def tell_private(world: Communicator, reason: str) -> None:
+    """Say once, on rank 0 of ``world``, why every rank keeps its own copy of a model. Not collective."""
+    if world.rank == 0:
+        notice(f"every rank keeps its own copy of the model: {reason}")
+
+
+def _window_bytes(
+    grid: ProcessGrid, layout: FlatLayout, item: int, placement: Placement, config: ShardingConfig
+) -> int:
+    """Return the bytes of the windows that the ranks of one data group on one node hold together."""
+
+    def paged(elements: int) -> int:
+        return -(-elements * item // PAGE) * PAGE
+
+    if placement.shard_parameters and grid.peers.size > 1:
+        shares = sum(Share(layout, rank, grid.data.size).size for rank in grid.node_ranks)
+        parameters = paged(shares) + SLOTS * paged(max(map(ParameterStore.needed, layout.units), default=0))
+    else:
+        parameters = paged(layout.size)
+    if placement.waves:
+        return parameters + 2 * grid.node.size * paged(max((unit.gradients for unit in layout.units), default=0))
+    return parameters + _rows(grid, config) * grid.node.size * paged(layout.gradient_size)
+
+
+def _rows(grid: ProcessGrid, config: ShardingConfig) -> int:
+    """Return the most rows of whole gradients that a rank needs, as far as that is known before the first batch."""
+    if config.micro_batch is not None:
+        return 1
+    counts = [grid.context.size * count for count in range(1, DEFAULT_GRAINS + 1)]
+    return int(np.max([rows_plan(contiguous_shares(grid, count), grid.group_sizes, count).rows for count in counts]))

@@ -1,0 +1,55 @@
+"""How a model goes on that does not find the shared memory which its first step needs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpizero.errors import SharedMemoryError
+from mpizero.parallel.engine import Engine
+from mpizero.parallel.parameters.memory_check import tell_private
+from mpizero.parallel.partition.parallel_layout import Spread
+
+
+def check_movable(engine: Engine, error: SharedMemoryError) -> None:
+    """Raise unless :func:`in_private_memory` can take all that ``engine`` holds.
+
+    Collective over all ranks, all of which have raised ``error``.
+
+    Raises
+    ------
+    SharedMemoryError
+        If the optimizer has a state already, of which a node holds one copy, or compression has residuals, which belong
+        to the ranks of a node.
+    """
+    updater = engine.updater
+    used = np.array([(updater is not None and not updater.fresh) or engine.exchange.owes], np.int8)
+    engine.grid.world.allreduce(used, "max", "private memory")
+    if used[0]:
+        raise SharedMemoryError(
+            f"{error}; or call reserve(global_batch) once, before the first step and before a checkpoint is loaded: "
+            "then every rank keeps its own copy where memory is short. Parameters and state are unchanged"
+        ) from error
+
+
+def in_private_memory(engine: Engine, spread: Spread | None, error: SharedMemoryError) -> Engine:
+    """Return an engine like ``engine``, which is closed, where every rank keeps its own copy of the model.
+
+    Collective over all ranks, all of which have raised ``error`` and passed :func:`check_movable`. The parameters stay
+    as they are.
+    """
+    updater, units = engine.updater, engine.layout.units
+    values, version = [engine.store.owned(unit.index).copy() for unit in units], engine.store.version
+    engine.close()
+    tell_private(engine.grid.world, str(error))
+    made = Engine(engine.model, engine.config, engine.placement, spread, private=True)
+    for unit, kept in zip(units, values, strict=True):
+        made.store.owned(unit.index)[:] = kept
+    made.store.publish()
+    made.store.version = version
+    made.step_number = engine.step_number
+    if updater is not None:
+        made.bind(updater.optimizer)
+        assert made.updater is not None
+        made.updater.watch = updater.watch
+    made.scalars.watch, made.loss_scale = engine.scalars.watch, engine.loss_scale
+    return made

@@ -1,0 +1,381 @@
+"""Where parameters live: one whole copy per group of ranks that share memory, or this group's shards only."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpizero.comm import ProcessGrid
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.reduce.exact import Gathering, begin_gather
+from mpizero.comm.supervision.timeline import Timeline
+from mpizero.layout import FlatLayout, Span, Unit
+from mpizero.layout.flat import views
+from mpizero.parallel.parameters import publication
+from mpizero.parallel.parameters.allocator import STATE_ADVICE, Memory, needing, on_all_ranks
+from mpizero.parallel.parameters.publication import Publication, let_arrive
+from mpizero.parallel.parameters.shards import Share
+from mpizero.types import Array, BlockModel
+
+#: Units that a sharded store has room for.
+SLOTS = 2
+
+
+class _Lent(dict[str, Any]):
+    """Parameters by name; ``before`` is called with the name of each that is taken: no other hook is inside of layers.
+
+    Not called for what is taken by ``items`` or ``values``.
+    """
+
+    __slots__ = ("_before",)
+
+    def __init__(self, views: Mapping[str, Any], before: Callable[[str], None]) -> None:
+        super().__init__({k: _Lent(v, before) if type(v) is dict else v for k, v in views.items()})
+        self._before = before
+
+    def __getitem__(self, name: str) -> Any:
+        self._before(name)
+        return super().__getitem__(name)
+
+
+class Lender(Protocol):
+    """Lends the parameters of units: a :class:`ParameterStore`, or its mirror on a card."""
+
+    layout: FlatLayout
+    timeline: Timeline
+
+    def unit(
+        self, unit: Unit, following: Unit | None = None, *, by_block: bool = False
+    ) -> AbstractContextManager[dict[str, Any]]:
+        """Lend nested views of a unit's parameters, by block. Collective over the data group if sharded."""
+
+    def settle(self) -> None:
+        """Return when all published values are here. Collective over the data group."""
+
+
+class ParameterStore:
+    """The values of all parameters, whole or sharded over groups.
+
+    With a single group the window of the group is the shard of every rank and nothing is ever gathered.
+
+    [Note: the next unit] A sharded store has room for two units. While the one is used, the one that its user will ask
+    for next is on its way to the other: it is begun when the first is complete on all ranks of the group, so nobody
+    reads any more what stood in that place before. Every rank begins and takes the same units in the same order.
+
+    [Note: values elsewhere] A rank that is alone and trains on a card has newer values there than here. They are
+    brought when somebody asks for :attr:`values`, for a range to write, or for a unit.
+
+    Parameters
+    ----------
+    layout : FlatLayout
+        The flat order.
+    grid : ProcessGrid
+        The ranks.
+    memory : Memory
+        Where the arrays come from.
+    sharded : bool
+        Whether each group keeps its ranks' shards only; units are then gathered when they are needed.
+    dtype : numpy dtype
+        Of all parameters.
+    timeline : Timeline, optional
+        Is told when units are gathered and values published.
+
+    Attributes
+    ----------
+    dtype : numpy dtype
+        As given.
+    version : int
+        How often values were published: 1 while they are the start values.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        grid: ProcessGrid,
+        memory: Memory,
+        sharded: bool,
+        dtype: Any,
+        *,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self.layout, self.grid, self.memory, self.dtype = layout, grid, memory, np.dtype(dtype)
+        self.timeline = timeline or Timeline()
+        self.sharded = sharded and grid.peers.size > 1
+        self.share = Share(layout, grid.data.rank, grid.data.size)
+        members = [Share(layout, rank, grid.data.size) for rank in grid.node_ranks]
+        self.bases = np.concatenate([[0], np.cumsum([share.size for share in members])]).tolist()
+        size = int(self.bases[-1]) if self.sharded else layout.size
+        self.peer_shares = tuple(Share(layout, rank, grid.data.size) for rank in grid.peer_ranks)
+        self._slots: tuple[Array, ...] = ()
+        self._next = 0
+        with on_all_ranks(grid.world, "parameters"):
+            (self._values,) = memory.shared("parameters", [(size,)], dtype)
+            if self.sharded:
+                largest = max((self.needed(unit) for unit in layout.units), default=0)
+                self._slots = memory.shared("buffers", [(largest,)] * SLOTS, dtype)
+        self._coming: tuple[Unit, Gathering] | None = None
+        self._regions = () if self.sharded or grid.peers.size == 1 else layout.regions(publication.REGION)
+        self._needed = {block: self._last_region(block) for unit in layout.units for block in unit.blocks}
+        self._published: list[Publication] = []
+        weakref.finalize(self, let_arrive, self._published)
+        memory.before = self.settle
+        self._source: Callable[[Array], None] | None = None
+        self._outdated = False
+        #: Lets other messages of a step move on; called whenever a layer takes a parameter between groups of ranks.
+        self.beside: Callable[[], None] = _nothing
+        self._views: dict[tuple[int, int], dict[str, Any]] = {}
+        self.version = 0
+
+    @property
+    def values(self) -> Array:
+        """All values that this group holds. Collective over the data group where some are still on their way."""
+        if self._published:
+            self.settle()
+        return self._values_here()
+
+    def lie_elsewhere(self, source: Callable[[Array], None]) -> None:
+        """Be told that newer values than these lie where ``source`` copies them from. Not collective.
+
+        So it is until a range is asked for to be written; see [Note: values elsewhere].
+        """
+        self._source, self._outdated = source, True
+
+    def refresh(self) -> None:
+        """Bring the values that lie elsewhere, even if they have been brought before. Not collective."""
+        if self._source is not None:
+            self._source(self._values)
+            self._outdated = False
+
+    def _values_here(self) -> Array:
+        if self._outdated:
+            self.refresh()
+        return self._values
+
+    @property
+    def base(self) -> int:
+        """Where this rank's shard starts in a sharded store."""
+        return int(self.bases[self.grid.node.rank])
+
+    @staticmethod
+    def needed(unit: Unit) -> int:
+        """Return the elements of a gathered unit: its own parameters and the tied ones it uses."""
+        return unit.span.size + sum(entry.spec.size for entry in unit.aliases)
+
+    def owned(self, unit: int) -> Array:
+        """Return the writable values of this rank's range of a unit. Not collective."""
+        for published in self._published:
+            published.wait_own()  # what is still being sent must not change
+        span = self.share.spans[unit]
+        start = self.base + self.share.offsets[unit] if self.sharded else span.start
+        values, self._source = self._values_here(), None  # what is written there is newer than any
+        return values[start : start + span.size]
+
+    @contextmanager
+    def unit(self, unit: Unit, following: Unit | None = None, *, by_block: bool = False) -> Iterator[dict[str, Any]]:
+        """Lend read-only nested views of a unit's parameters, by block.
+
+        Collective over the data group when the store is sharded: the unit is gathered for the time of the context.
+
+        Parameters
+        ----------
+        unit : Unit
+            What is wanted now.
+        following : Unit or None
+            What every rank asks for next, if that is known; begun at once. See [Note: the next unit].
+        by_block : bool
+            Wait for published values only when a block's are taken from what is lent, by its name.
+        """
+        slot = 0
+        if self._published and not by_block:
+            self.settle()
+        self._values_here()
+        if self.sharded:
+            with self.timeline.span("publication", unit):
+                slot = self._bring(unit)
+                if following is not None:
+                    self._begin(following)
+        key = (unit.index, slot)
+        if key not in self._views:
+            buffer = (self._slots[slot] if self.sharded else self._values).view()
+            buffer.flags.writeable = False
+            self._views[key] = self.unit_views(unit, buffer)
+        yield self._views[key]
+
+    def lent(self, unit: Unit) -> Array:
+        """Return the gathered values of the unit that a sharded store has lent last. Not collective."""
+        return self._slots[(self._next - 1) % len(self._slots)][: self.needed(unit)]
+
+    def publish(self, *, exchange: bool = True, later: bool = False) -> None:
+        """Make what owners wrote readable by all. Collective over the data group.
+
+        Parameters
+        ----------
+        exchange : bool
+            Bring every rank's owned range to the copies of all groups; without it each group has written its whole
+            copy itself.
+        later : bool
+            Return while values are on their way: the next passes wait for each block's, everything else for all.
+        """
+        with self.timeline.span("publication"):
+            self.settle()
+            published = []
+            if exchange and self._regions:
+                published = [Publication(self.grid, self.memory, self._values, self._regions, self.peer_shares)]
+            self.memory.barrier("publish")
+            self._published[:] = published
+            if not later:
+                self.settle()
+        self.version += 1
+
+    def settle(self) -> None:
+        """Return when all published values are here. Collective over the data group; see [Note: regions]."""
+        if self._published:
+            with self.timeline.span("publication"):
+                self._published[0].wait()
+            self._published.clear()
+
+    def _wait_for(self, block: str) -> None:
+        """Return when what a block uses is here."""
+        if self._published:
+            with self.timeline.span("publication", block):
+                self._published[0].wait(self._needed[block])
+            if self._published[0].ended:
+                self._published.clear()
+
+    def _last_region(self, block: str) -> int:
+        """Return how many regions, from the first on, hold all that a block uses."""
+        ends = [e.span.stop for e in self.layout.entries if e.block == block and e.spec.size]
+        return sum(region.start < max(ends, default=0) for _, region in self._regions)
+
+    def begin(self, model: Any) -> None:
+        """Give every owned range the start values of ``model``; nobody ever holds more than one tensor besides.
+
+        Collective over all ranks.
+        """
+        from mpizero.nn.initialize import initial_values
+
+        with all_ranks(self.grid.world, "start values"), needing("start values", STATE_ADVICE):
+            for unit, span in zip(self.layout.units, self.share.spans, strict=True):
+                out = self.owned(unit.index)
+                for entry, part in self.layout.pieces(span):
+                    target = out[part.start - span.start : part.stop - span.start]
+                    first, last = part.start - entry.offset, part.stop - entry.offset
+                    if isinstance(model, BlockModel):
+                        initial_values(entry.spec, model.seed, first, last, target)
+                    else:
+                        target[:] = np.asarray(model.parameters[entry.spec.name]).reshape(-1)[first:last]
+        self.publish()
+
+    def gathered(self, unit: Unit) -> Array:
+        """Return a new 1-D array of a unit's own parameters. Collective over the data group."""
+        if not self.sharded:
+            return self.values[unit.span.start : unit.span.stop].copy()
+        with self.unit(unit):
+            values = self.lent(unit)[: unit.span.size].copy()
+        self.memory.barrier("gathered")
+        return values
+
+    def fill(self, values: Array) -> None:
+        """Set all parameters from the same full vector on every rank. Collective over the data group."""
+        self.memory.barrier("fill")  # who still reads, reads the old values
+        for unit in self.layout.units:
+            span = self.share.spans[unit.index]
+            self.owned(unit.index)[:] = values[span.start : span.stop]
+        self.publish()
+
+    def copy_from(self, other: ParameterStore) -> None:
+        """Take the values of a store of the same layout and grid. Collective over the data group."""
+        for unit in self.layout.units:
+            self.owned(unit.index)[:] = other.owned(unit.index)
+        self.publish()
+
+    def poll(self) -> None:
+        """Let what is on its way move on. Not collective."""
+        if self._coming is not None:
+            self._coming[1].test()
+        elif self._published:
+            self._published[0].poll()
+        self.beside()
+
+    def _poll_now(self, _: str) -> None:
+        self.poll()
+
+    def _begin(self, unit: Unit) -> None:
+        """Start to gather a unit into the place that is not in use. Collective over the data group."""
+        spans = [self._slot_spans(unit, share) for share in self.peer_shares]
+        self._coming = unit, begin_gather(self.grid.peers, self._sent(unit), self._slots[self._next], spans)
+
+    def _bring(self, unit: Unit) -> int:
+        """Return the slot where a unit stands now. Collective over the data group."""
+        if self._coming is not None and self._coming[0] is not unit:
+            self._finish()  # something else came between, and takes its place: first it must be there on all ranks
+            self.memory.barrier("gather")
+        if self._coming is None:
+            self._begin(unit)
+        self._finish()
+        self.memory.barrier("gather")
+        slot = self._next
+        self._next = (slot + 1) % len(self._slots)
+        return slot
+
+    def _finish(self) -> None:
+        if self._coming is not None:
+            self._coming[1].wait()
+            self._coming = None
+
+    def _slot_spans(self, unit: Unit, share: Share) -> tuple[Span, ...]:
+        """Return where the values of ``share`` stand in a gathered unit: its own range, then the tied uses'."""
+        spans = [share.spans[unit.index].shift(-unit.span.start)]
+        place = unit.span.size
+        for entry in unit.aliases:
+            part = entry.span.intersect(share.spans[self._home(entry.spec.tied)])
+            spans.append(part.shift(place - entry.offset))
+            place += entry.spec.size
+        return tuple(spans)
+
+    def _sent(self, unit: Unit) -> list[Array]:
+        sent = [self.owned(unit.index)]
+        for entry in unit.aliases:
+            home = self._home(entry.spec.tied)
+            part = entry.span.intersect(self.share.spans[home]).shift(-self.share.spans[home].start)
+            sent.append(self.owned(home)[part.start : part.stop] if part.size else self._values[:0])
+        return sent
+
+    def _home(self, name: str | None) -> int:
+        return self.layout.by_name[str(name)].unit
+
+    def unit_views(self, unit: Unit, buffer: Array) -> dict[str, Any]:
+        """Return nested views, by block, of a buffer that holds what the unit's is read from: all, or it alone.
+
+        Not collective.
+        """
+        placed: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {block: [] for block in unit.blocks}
+        alias = unit.span.size
+        for entry in unit.entries:
+            start = entry.offset
+            if self.sharded:
+                start = entry.offset - unit.span.start
+                if entry.spec.tied is not None:
+                    start, alias = alias, alias + entry.spec.size
+            placed[entry.block].append((entry.local_name, start, entry.spec.shape))
+        nested = {block: views(buffer, triples) for block, triples in placed.items()}
+        if not self.sharded and not self._regions:
+            return nested
+        return _Lent({block: _Lent(tree, self._poll_now) for block, tree in nested.items()}, self._wait_for)
+
+
+def _nothing() -> None:
+    """No other messages are on their way."""
+
+
+def flat_names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:
+    """Yield dotted names and arrays of nested views."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flat_names(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -1,0 +1,1 @@
+"""Divide a model over ranks: pipeline stages, tensor and context parts."""

@@ -1,0 +1,106 @@
+"""How long the blocks of a model take, for cutting it into stages of equal time."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.calls import record_call
+from mpizero.errors import ConfigError
+from mpizero.layout.flat import joined, nested
+from mpizero.nn.initialize import initial_values
+from mpizero.parallel.config import ShardingConfig
+from mpizero.parallel.execution.evaluators import blocks_of
+from mpizero.types import Array, BlockModel, ParameterSpec, Run
+
+
+class BlockTimes(NamedTuple):
+    """Seconds that one block takes for one micro-batch."""
+
+    forward: float
+    backward_input: float
+    backward_weights: float
+
+
+def measure_blocks(model: BlockModel, x: Array, y: Array, repeats: int = 3) -> dict[str, BlockTimes]:
+    """Run every block on one micro-batch and return its times, each the shortest of ``repeats``. Not collective.
+
+    Parameters of one block at a time exist, with their start values; the loss belongs to the last block.
+
+    Parameters
+    ----------
+    model : BlockModel
+        The whole model.
+    x, y : array
+        A micro-batch as training has them.
+    repeats : int
+        Runs of each block; the first one also warms caches up.
+
+    Raises
+    ------
+    ConfigError
+        If ``model`` is a black box.
+    """
+    if not isinstance(model, BlockModel):
+        raise ConfigError(
+            f"{type(model).__name__} is a black box: only models of blocks can be measured block by block"
+        )
+    specs, run = blocks_of(model), Run(training=True, seed=model.seed)
+    homes = {joined(block, spec.name): spec for block in specs for spec in specs[block]}
+    found: dict[str, BlockTimes] = {}
+    value: Any = x
+    last = list(model.blocks)[-1]
+    for name, layer in model.blocks.items():
+        params, grads = _parameters(model, name, specs[name], homes)
+        times = []
+        for _ in range(max(2, repeats)):
+            started = perf_counter()
+            out, cache = layer.forward(params, value, run)
+            if name == last:
+                _, _, loss_cache = model.loss.forward(out, y)
+            forward = perf_counter()
+            d = model.loss.backward(loss_cache) if name == last else np.ones_like(out)
+            begun = forward if name == last else perf_counter()
+            _, pending = layer.backward_input(params, cache, d)
+            halfway = perf_counter()
+            layer.backward_weights(params, cache, pending, grads)
+            times.append(BlockTimes(forward - started, halfway - begun, perf_counter() - halfway))
+        found[name] = BlockTimes(*(min(column) for column in zip(*times, strict=True)))
+        value = out
+    return found
+
+
+def measured_costs(model: BlockModel, x: Array, y: Array, config: ShardingConfig, repeats: int = 3) -> list[float]:
+    """Return the seconds of every block, forward and backward: the ``costs`` of a pipeline.
+
+    Collective over ``config.comm``: rank 0 measures while the others wait, so that all ranks cut alike.
+    """
+    comm = config.communicator
+    costs: list[float] = []
+    record_call(comm, "measured_costs")
+    with all_ranks(comm, first=True):
+        if comm.rank == 0:
+            costs = [sum(times) for times in measure_blocks(model, x, y, repeats).values()]
+    result: list[float] = comm.broadcast_object(costs, 0, "measured costs")
+    return result
+
+
+def _parameters(
+    model: BlockModel, block: str, specs: tuple[ParameterSpec, ...], homes: dict[str, ParameterSpec]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Make a block's parameters, and room for their gradients."""
+    params, grads = {}, {}
+    for spec in specs:
+        name = spec.tied or joined(block, spec.name)
+        flat = np.empty(spec.size, model.dtype)
+        initial_values(_named(homes[name], name), model.seed, 0, spec.size, flat)
+        params[spec.name] = flat.reshape(spec.shape)
+        grads[spec.name] = np.empty(spec.shape, model.dtype)
+    return nested(params), nested(grads)
+
+
+def _named(spec: ParameterSpec, name: str) -> ParameterSpec:
+    return ParameterSpec(name, spec.shape, spec.init)

@@ -1,0 +1,221 @@
+"""What one rank holds of a model: the blocks of its pipeline stage, split over its tensor and context group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpizero import nn
+from mpizero.comm import ProcessGrid
+from mpizero.errors import ConfigError
+from mpizero.layout import FlatLayout
+from mpizero.layout.flat import joined
+from mpizero.parallel.execution.evaluators import blocks_of
+from mpizero.parallel.partition.parallel_layout import Spread
+from mpizero.sampletree import leaves_of
+from mpizero.types import Array, BlockModel, Group, Layer, Loss, ParameterSpec, Run
+
+Specs = Mapping[str, tuple[ParameterSpec, ...]]
+
+
+class Use(NamedTuple):
+    """One use of a parameter: on which stage, and its number among the uses there."""
+
+    stage: int
+    number: int
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """The blocks of one rank, as a model of its own."""
+
+    blocks: Mapping[str, Layer]
+    loss: Loss
+    dtype: np.dtype[Any]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One rank's part of a model.
+
+    Attributes
+    ----------
+    model : BlockModel or BlackBoxModel
+        What this rank computes: its blocks, split over the tensor and context group.
+    split : BlockModel or BlackBoxModel
+        All blocks, split.
+    spread : Spread
+        How the model is spread.
+    cuts : tuple of tuple of str
+        The blocks of every chunk of the whole model.
+    number : int
+        This rank's stage.
+    """
+
+    model: Any
+    split: Any
+    spread: Spread
+    cuts: tuple[tuple[str, ...], ...]
+    number: int
+
+    @cached_property
+    def chunks(self) -> tuple[int, ...]:
+        """The numbers of this stage's chunks, ascending."""
+        return self.chunks_of(self.number)
+
+    def chunks_of(self, stage: int) -> tuple[int, ...]:
+        """Return the numbers of a stage's chunks, ascending. Not collective."""
+        return tuple(c for c, s in enumerate(self.spread.chunks) if s == stage)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the model's last block, and so the loss, is here."""
+        return self.spread.chunks[-1] == self.number
+
+    @cached_property
+    def uses(self) -> dict[str, tuple[Use, ...]]:
+        """For every parameter that several stages use: its uses, in declared order."""
+        return {name: uses for name, uses in self._all_uses.items() if len({use.stage for use in uses}) > 1}
+
+    @cached_property
+    def _all_uses(self) -> dict[str, tuple[Use, ...]]:
+        found: dict[str, tuple[Use, ...]] = {}
+        for chunk, names in enumerate(self.cuts):
+            stage = self.spread.chunks[chunk]
+            for block in names:
+                for spec in blocks_of(self.split)[block]:
+                    if spec.tied is not None and not spec.trainable:
+                        continue  # it stays on the stage of its home: see build_stage
+                    home = spec.tied or joined(block, spec.name)
+                    earlier = found.get(home, ())
+                    number = sum(use.stage == stage for use in earlier)
+                    found[home] = (*earlier, Use(stage, number))
+        return found
+
+    def specs(self, stage: int) -> Specs:
+        """Return the parameters of a stage's blocks, by block. Not collective.
+
+        A use of a parameter whose home is on another stage has storage of its own: the first one on this stage is a
+        guest, and later ones are tied to it.
+        """
+        every = blocks_of(self.split)
+        here = [block for chunk in self.chunks_of(stage) for block in self.cuts[chunk]]
+        homes = {joined(block, spec.name): spec for block in every for spec in every[block]}
+        held = {joined(block, spec.name) for block in here for spec in every[block] if spec.tied is None}
+        guests: dict[str, str] = {}
+        result: dict[str, tuple[ParameterSpec, ...]] = {}
+        for block in here:
+            specs = []
+            for spec in every[block]:
+                home = spec.tied
+                if home is None or home in held:
+                    specs.append(spec)
+                elif home in guests:
+                    specs.append(replace(spec, tied=guests[home]))
+                else:
+                    guests[home] = joined(block, spec.name)
+                    specs.append(replace(homes[home], name=spec.name, guest=home))
+            result[block] = tuple(specs)
+        return result
+
+    def layout(self, stage: int, *, one_unit: bool, minimum_unit: int) -> FlatLayout:
+        """Lay out the parameters of a stage; no unit reaches over two chunks. Not collective."""
+        groups = [self.cuts[chunk] for chunk in self.chunks_of(stage)]
+        return FlatLayout.build(self.specs(stage), one_unit=one_unit, minimum_unit=minimum_unit, groups=groups)
+
+    def run_on(self, x: Any, run: Run) -> Run:
+        """Add to ``run`` what split layers would ask one another about a micro-batch ``x``.
+
+        Collective over the context group; one message a micro-batch instead of one a layer. The first array of a tree
+        tells how long sequences are.
+        """
+        return run if self.spread.tensor * self.spread.context == 1 else nn.run_on(self.split, leaves_of(x)[0], run)
+
+    def own_loss(self, loss: Any) -> Any:
+        """Return the form of ``loss`` that takes what this rank's last block gives. Not collective.
+
+        Where the scores of classes are dealt to a tensor group, a loss of whole predictions joins them first.
+        """
+        return loss if loss is None or self.spread.tensor == 1 else self.split.loss_on_parts(loss)
+
+    def own_places(self, x: Array) -> Array:
+        """Return the places of a batch's sequences that this rank's context holds. Not collective."""
+        group = getattr(self.split, "group", None) if self.spread.context > 1 else None
+        return x if group is None else nn.cut_batch(x, x, group)[0]
+
+    def whole_scores(self, prediction: Array) -> Array:
+        """Return the prediction for this rank's places, with all classes. Collective over the tensor group."""
+        return self.whole_prediction(prediction) if self.spread.context == 1 else prediction
+
+    def whole_prediction(self, prediction: Array) -> Array:
+        """Return a prediction as one process would give it. Collective over the tensor and context group."""
+        if self.spread.tensor * self.spread.context == 1:
+            return prediction
+        whole: Array = self.split.whole_prediction(prediction)
+        return whole
+
+
+def build_stage(
+    model: Any, grid: ProcessGrid, spread: Spread, group_for: Callable[[Group], Group] = lambda group: group
+) -> Stage:
+    """Split a model over a rank's tensor and context group, and take the blocks of its stage.
+
+    Collective over the tensor and context group. ``group_for`` gives layers the form of a group that they work with.
+
+    Raises
+    ------
+    ConfigError
+        If the model is a black box that shall be split, or cannot be split or cut like this.
+    """
+    sizes = {"pipeline": spread.pipeline, "tensor": spread.tensor, "context": spread.context}
+    if max(sizes.values()) == 1:
+        return Stage(model, model, spread, (tuple(blocks_of(model)),), 0)
+    if not isinstance(model, BlockModel):
+        told = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ConfigError(
+            f"{type(model).__name__} is a black box, which cannot be split ({told}): give a model of blocks, or use "
+            "data parallelism alone (pipeline=1, tensor=1, context=1)"
+        )
+    cuts = spread.cut(blocks_of(model), model)
+    _refuse_frozen_copies(blocks_of(model), spread.chunks, cuts)
+    split: Any = model
+    if spread.tensor > 1:
+        split = nn.split_model(split, group_for(grid.tensor_group))
+    if spread.context > 1:
+        split = nn.context_model(split, group_for(grid.context_group))
+    number = grid.here.pipeline
+    here = [block for c, s in enumerate(spread.chunks) if s == number for block in cuts[c]]
+    local = LocalModel({name: split.blocks[name] for name in here}, split.loss, model.dtype, model.seed)
+    return Stage(local, split, spread, cuts, number)
+
+
+def _refuse_frozen_copies(specs: Specs, chunks: Sequence[int], cuts: Sequence[Sequence[str]]) -> None:
+    """Refuse a frozen layer that shares a trained parameter of another stage: nothing would update its copy."""
+    stage_of = {block: chunks[chunk] for chunk, names in enumerate(cuts) for block in names}
+    homes = {joined(block, spec.name): (block, spec) for block in specs for spec in specs[block] if spec.tied is None}
+    for block in specs:
+        for spec in specs[block]:
+            if spec.tied is None or spec.trainable:
+                continue
+            home, shared = homes[spec.tied]
+            if shared.trainable and stage_of[home] != stage_of[block]:
+                raise ConfigError(
+                    f"block {block!r} is frozen but shares {spec.tied!r}, which is trained on another stage (blocks "
+                    f"{home!r} and {block!r} are on stages {stage_of[home]} and {stage_of[block]}): freeze both, or "
+                    "give cuts that put them on one stage"
+                )
+
+
+def trainable_names(model: Any) -> list[str]:
+    """Return the trainable parameters of a whole model, in declared order. Not collective."""
+    return [
+        joined(block, spec.name)
+        for block, specs in blocks_of(model).items()
+        for spec in specs
+        if spec.tied is None and spec.trainable
+    ]

@@ -1,0 +1,361 @@
+"""Try the blocks of a model one at a time: what each keeps for its backward pass, sends to its group, and puts out.
+
+[Note: trials] No formula knows what a user's layer keeps, so each kind of block (equal but for the number of its
+dropout) runs forward and backward once, on two and on three samples (an array of one sample may be contiguous where
+one of several is not), alone, with parameters of zero in memory that is freed afterwards; their products, zeros too,
+are not computed. What it keeps and sends is taken to grow evenly with the samples; where its calls show that it does
+not, the block runs on the real micro-batch.
+"""
+
+from __future__ import annotations
+
+import re
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpizero.errors import ConfigError
+from mpizero.layout.flat import views
+from mpizero.planning.byte_counts import Call, RecordingGroup
+from mpizero.planning.fake_array import Unmultiplied
+from mpizero.types import Array, Layer, Loss, Run
+
+#: Samples of the smaller of two tries.
+FEW = 2
+#: Where dropout numbers stand in a layer's text.
+_SITE = re.compile(r"\bsite=\d+")
+
+
+class Form(NamedTuple):
+    """Shape and dtype of an array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    @classmethod
+    def of(cls, array: Array) -> Form:
+        """Return the form of ``array``. Not collective."""
+        return cls(tuple(array.shape), array.dtype.name)
+
+
+class Kept(NamedTuple):
+    """What a block keeps alive between its passes.
+
+    Attributes
+    ----------
+    own : int
+        Bytes of the arrays in the cache that the block has made and does not put out.
+    deferred : int
+        Bytes that take the place of ``own`` between input half and weight half.
+    input, output : bool
+        Whether the cache keeps the block's input and its output.
+    """
+
+    own: int
+    deferred: int
+    input: bool
+    output: bool
+
+
+class Peaks(NamedTuple):
+    """The most bytes that each pass of a block takes at once, more than it finds when it begins.
+
+    Outputs and gradients are included: a forward's output, an input half's gradients of output and input.
+    """
+
+    forward: int
+    input: int
+    weights: int
+
+
+class Trial(NamedTuple):
+    """What one block, or the loss, does with one micro-batch.
+
+    Attributes
+    ----------
+    output, gradient : Form or None
+        Of the output, and of the input's gradient; None where there is none.
+    passes : bool
+        Whether the output is (a view of) the input.
+    kept : Kept
+        What it keeps.
+    peaks : Peaks
+        What it takes besides while it runs.
+    calls : tuple of Call
+        What it calls its group for, forward and backward.
+    """
+
+    output: Form
+    gradient: Form | None
+    passes: bool
+    kept: Kept
+    peaks: Peaks
+    calls: tuple[Call, ...]
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether this is the loss: alone of all it puts out one number, not samples."""
+        return not self.output.shape
+
+    @property
+    def backward_peak(self) -> int:
+        """The most that both halves of a backward take in a row, more than ``kept.own``."""
+        ends = self.output.nbytes + (0 if self.gradient is None else self.gradient.nbytes)
+        return max(self.peaks.input, self.kept.deferred - self.kept.own + ends + self.peaks.weights)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample as the data give it, and what a forward pass is told of a batch of them.
+
+    Attributes
+    ----------
+    x, y : array
+        One sample each, with its first axis.
+    run : Run
+        What blocks are told.
+    """
+
+    x: Array
+    y: Array
+    run: Run
+
+    def batch(self, samples: int) -> tuple[Array, Array]:
+        """Return the sample so many times. Not collective."""
+        return np.repeat(self.x[:1], samples, axis=0), np.repeat(self.y[:1], samples, axis=0)
+
+
+class Trials:
+    """Tries of the blocks of one rank's part of a model.
+
+    Parameters
+    ----------
+    blocks : mapping of str to Layer
+        All blocks of the model, split over ``group``.
+    loss : Loss
+        Its loss, split likewise.
+    sample : Sample
+        What the first block is given.
+    group : RecordingGroup
+        What split layers call.
+    dtype : numpy dtype
+        Of the parameters.
+    """
+
+    def __init__(
+        self, blocks: Mapping[str, Layer], loss: Loss, sample: Sample, group: RecordingGroup, dtype: Any
+    ) -> None:
+        self.blocks, self.loss, self.sample, self.group, self.dtype = dict(blocks), loss, sample, group, np.dtype(dtype)
+        self._tried: dict[tuple[str, Form], Trial] = {}
+        self._warmed: set[str] = set()
+        self._found: dict[int, dict[str, Trial]] = {}
+
+    def of(self, samples: int) -> dict[str, Trial]:
+        """Return the trial of every block, and of the loss under the name "", for so many samples. Not collective."""
+        if samples not in self._found:
+            if samples <= FEW + 1:
+                self._found[samples] = self._run(samples)
+            else:
+                some, more = self.of(FEW), self.of(FEW + 1)
+                grown = {name: _grown(some[name], more[name], samples) for name in some}
+                even = {name: trial for name, trial in grown.items() if trial is not None}
+                self._found[samples] = even if len(even) == len(grown) else self._run(samples)
+        return self._found[samples]
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        """Shapes of what one sample gives the first block, and of all parameters."""
+        parameters = [tuple(spec.shape for spec in layer.specs()) for layer in self.blocks.values()]
+        return self.sample.x.shape, self.sample.y.shape, parameters
+
+    def _run(self, samples: int) -> dict[str, Trial]:
+        """Try every kind of block on so many samples, each on the output of the one before."""
+        x, y = self.sample.batch(samples)
+        value: Any = x
+        found: dict[str, Trial] = {}
+        for name, layer in self.blocks.items():
+            form = Form.of(value) if isinstance(value, np.ndarray) else value
+            key = (_kind(layer), form)
+            if key not in self._tried:
+                start = value if isinstance(value, np.ndarray) else np.zeros(form.shape, form.dtype)
+                try:
+                    self._warm(key[0], partial(self._block, layer, start[:1]))
+                    self._tried[key] = self._block(layer, start)
+                except Exception as error:
+                    raise ConfigError(
+                        f"block {name!r} cannot be tried alone on an input of {form.dtype}{list(form.shape)}: "
+                        f"{type(error).__name__}: {error}"
+                    ) from error
+            found[name] = self._tried[key]
+            value = found[name].output
+        prediction = np.zeros(value.shape, value.dtype)
+        self._warm("", partial(self._loss, prediction[:1], y[:1]))
+        found[""] = self._loss(prediction, y)
+        return found
+
+    def _warm(self, kind: str, attempt: Callable[[], Any]) -> None:
+        """Try something once before it counts: what is imported or compiled on first use takes memory that stays."""
+        if kind not in self._warmed:
+            self._warmed.add(kind)
+            attempt()
+
+    def _block(self, layer: Layer, x: Array) -> Trial:
+        params, grads = self._parameters(layer)
+        self.group.calls.clear()
+        with _watched() as watch, np.errstate(all="ignore"):
+            y, cache = layer.forward(params, x, self.sample.run)
+            forward = watch.peak()
+            outer = _owners((params, x, y))
+            own, kept = _held(cache, outer), _owners(cache)
+            form, into, out = Form.of(y), _owner(x), _owner(y)
+            watch.begin()
+            dy = np.zeros(y.shape, y.dtype)
+            del y
+            dx, pending = layer.backward_input(params, cache, dy)
+            half = watch.peak()
+            deferred = _held((cache, pending), outer | _owners(dx))
+            gradient = None if dx is None else Form.of(dx)
+            del dx, dy
+            watch.begin()
+            layer.backward_weights(params, cache, pending, grads)
+            peaks = Peaks(forward, half, watch.peak())
+        held = Kept(own, deferred, id(into) in kept, id(out) in kept)
+        return Trial(form, gradient, into is out, held, peaks, tuple(self.group.calls))
+
+    def _loss(self, prediction: Array, y: Array) -> Trial:
+        self.group.calls.clear()
+        with _watched() as watch, np.errstate(all="ignore"):
+            _, _, cache = self.loss.forward(prediction, y)
+            forward = watch.peak()
+            own, keeps = _held(cache, _owners((prediction, y))), id(_owner(prediction)) in _owners(cache)
+            watch.begin()
+            gradient = Form.of(self.loss.backward(cache))
+            peaks = Peaks(forward, watch.peak(), 0)
+        return Trial(Form((), "float64"), gradient, False, Kept(own, 0, keeps, False), peaks, tuple(self.group.calls))
+
+    def _parameters(self, layer: Layer) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return parameters of zero, which take no memory while they are only read, and room for gradients."""
+        specs = [(spec.name, spec.shape, spec.size) for spec in layer.specs()]
+        size = sum(count for _, _, count in specs)
+        starts = np.concatenate([[0], np.cumsum([count for _, _, count in specs])]).tolist()
+        placed = [(name, start, shape) for (name, shape, _), start in zip(specs, starts, strict=False)]
+        params, grads = np.zeros(size, self.dtype), np.empty(size, self.dtype)
+        return views(params.view(Unmultiplied), placed), views(grads.view(Unmultiplied), placed)
+
+
+def _kind(layer: Layer) -> str:
+    """Return a text that is the same for blocks which differ in the numbers of their dropouts only."""
+    return _SITE.sub("site", repr(layer))
+
+
+def _grown(few: Trial, more: Trial, samples: int) -> Trial | None:
+    """Continue what a few samples and one more take; None if it does not grow evenly."""
+    calls = _calls(few.calls, more.calls, samples)
+    if calls is None:
+        return None
+    own, deferred = (_line(getattr(few.kept, n), getattr(more.kept, n), samples) for n in ("own", "deferred"))
+    peaks = Peaks(*(max(0, _line(a, b, samples)) for a, b in zip(few.peaks, more.peaks, strict=True)))
+    gradient = None
+    if few.gradient is not None and more.gradient is not None:
+        gradient = _form(few.gradient, more.gradient, samples)
+    kept = more.kept._replace(own=own, deferred=deferred)
+    return Trial(_form(few.output, more.output, samples), gradient, more.passes, kept, peaks, calls)
+
+
+def _line(few: int, more: int, samples: int) -> int:
+    return few + (samples - FEW) * (more - few)
+
+
+def _form(few: Form, more: Form, samples: int) -> Form:
+    return Form(tuple(_line(a, b, samples) for a, b in zip(few.shape, more.shape, strict=True)), more.dtype)
+
+
+def _calls(few: Sequence[Call], more: Sequence[Call], samples: int) -> tuple[Call, ...] | None:
+    if [(c.kind, c.sizes, c.itemsize) for c in few] != [(c.kind, c.sizes, c.itemsize) for c in more]:
+        return None
+    return tuple(
+        b._replace(unit=_line(a.unit, b.unit, samples), outer=_line(a.outer, b.outer, samples))
+        for a, b in zip(few, more, strict=True)
+    )
+
+
+class _Watch:
+    """The most memory that Python and NumPy have taken since a moment, in bytes."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from now on. Not collective."""
+        tracemalloc.reset_peak()
+        self._start = tracemalloc.get_traced_memory()[0]
+
+    def peak(self) -> int:
+        """Return the most since then. Not collective."""
+        return tracemalloc.get_traced_memory()[1] - self._start
+
+
+@contextmanager
+def _watched() -> Iterator[_Watch]:
+    already = tracemalloc.is_tracing()
+    if not already:
+        tracemalloc.start()
+    try:
+        yield _Watch()
+    finally:
+        if not already:
+            tracemalloc.stop()
+
+
+def _owner(array: Array) -> Array:
+    """Return the array that owns an array's memory."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def _held(tree: Any, others: frozenset[int]) -> int:
+    """Return the bytes of the arrays in ``tree`` whose memory no array of ``others`` owns."""
+    return sum(owner.nbytes for owner in map(_owner, _arrays(tree)) if id(owner) not in others)
+
+
+def _owners(tree: Any) -> frozenset[int]:
+    return frozenset(id(_owner(array)) for array in _arrays(tree))
+
+
+def _arrays(value: Any) -> list[Array]:
+    """List the arrays in nested containers, one for each owner of memory."""
+    found: dict[int, Array] = {}
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, np.ndarray):
+            found.setdefault(id(_owner(item)), item)
+        elif id(item) not in seen:
+            seen.add(id(item))
+            left += _inside(item)
+    return list(found.values())
+
+
+def _inside(item: Any) -> list[Any]:
+    if isinstance(item, Mapping):
+        return list(item.values())
+    if isinstance(item, list | tuple | set | frozenset):
+        return list(item)
+    if is_dataclass(item) and not isinstance(item, type):
+        return [getattr(item, field.name) for field in fields(item)]
+    if isinstance(item, RecordingGroup | type) or callable(item):
+        return []
+    return list(getattr(item, "__dict__", {}).values())

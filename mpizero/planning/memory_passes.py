@@ -1,0 +1,143 @@
+"""The passes over memory that one rank makes in a step: what sums, updates and checks have to read and write.
+
+[Note: least passes] Every row of a sum is read once and every result written once; a sum that an optimizer takes up at
+once is never written. Of copies into and out of messages nothing is counted: they belong to the messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mpizero.layout import Program
+from mpizero.planning.traffic import Traffic
+
+
+class Pass(NamedTuple):
+    """Bytes that a rank reads, and bytes that it writes."""
+
+    read: int = 0
+    written: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """All that moves."""
+        return self.read + self.written
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The passes of one rank.
+
+    Attributes
+    ----------
+    traffic : Traffic
+        What it holds and sends.
+    """
+
+    traffic: Traffic
+
+    @property
+    def _item(self) -> int:
+        return self.traffic.training.itemsize
+
+    def _pass(self, elements: int, reads: int, writes: int) -> Pass:
+        return Pass(elements * reads * self._item, elements * writes * self._item)
+
+    @property
+    def _held(self) -> int:
+        """Elements of the gradients of this rank's stage."""
+        return sum(unit.gradients for unit in self.traffic.part.layout.units)
+
+    @property
+    def _owned(self) -> int:
+        """Elements of the gradients that this rank sums."""
+        return sum(self.traffic.part.shards.gradients[self.traffic.grid.data.rank])
+
+    @property
+    def _group(self) -> int:
+        """Elements of the gradients that this rank folds for its peers, its own included."""
+        gradients = self.traffic.part.shards.gradients
+        return sum(sum(gradients[rank]) for rank in self.traffic.grid.peer_ranks)
+
+    @property
+    def _updated(self) -> int:
+        """Elements that this rank updates."""
+        own = (self.traffic.grid.data.rank,)
+        ranks = own if self.traffic.training.row.shard_optimizer else self.traffic.grid.peer_ranks
+        return sum(self.traffic.part.shards.trained[rank] for rank in ranks)
+
+    @property
+    def fused(self) -> bool:
+        """Whether the optimizer takes sums up at once; of the ring's, the last row of the stack."""
+        training = self.traffic.training
+        fusible = training.optimizer.elementwise_kernel or training.optimizer.needs_tensor_norms
+        ties = any(use.stage == self._stage for uses in self.traffic.part.stage.uses.values() for use in uses)
+        single = self.traffic.grid.peers.size == 1 or training.step.waves
+        return bool(fusible) and not training.needs_norm and not ties and single
+
+    @property
+    def _stage(self) -> int:
+        return self.traffic.part.stage.number
+
+    # ------------------------------------------------------------------ by phase
+
+    def local_sums(self) -> list[Pass]:
+        """Return the checks of every micro-batch's gradient, and the sums of those that one rank holds.
+
+        Not collective.
+        """
+        present = sum(size > 0 for size in self.traffic.jobs)
+        found = [self._pass(self._held, 1, 0)] * present
+        step = self.traffic.training.step
+        if step.accumulate > 1:
+            grains = -(-present // step.accumulate)
+            found += [self._pass(self._held, 1, 1)] * 2 * grains  # into the partial sum, and out of it
+            found += [self._pass(self._held, 2, 1)] * (present - grains)
+        if not step.waves:
+            folds = step.rows(self.traffic.grid).folds[self.traffic.grid.place].folds
+            found += [self._pass(self._held, 2, 1)] * sum(len(fold.additions) for fold in folds)
+        return found
+
+    def reduction(self) -> list[Pass]:
+        """Return the sums over ranks, except what the optimizer takes up at once. Not collective."""
+        return list(self._waves() if self.traffic.training.step.waves else self._rows())
+
+    def _rows(self) -> Iterator[Pass]:
+        plan = self.traffic.training.step.rows(self.traffic.grid)
+        if self.traffic.grid.peers.size > 1:
+            yield from self._folded(self._group, plan.group_programs[self.traffic.grid.peers.rank])
+        if not self.fused:
+            yield self._pass(self._owned, _rows_read(plan.root), 1)
+
+    def _waves(self) -> Iterator[Pass]:
+        for wave in self.traffic.training.step.ring(self.traffic.grid).waves:
+            if self.traffic.grid.peers.size > 1:
+                yield from self._folded(self._group, wave.group_programs[self.traffic.grid.peers.rank])
+            for merge in wave.merges:
+                yield self._pass(self._owned, _rows_read(merge.program), 1)
+        if not self.fused:
+            yield self._pass(self._owned, 1, 1)  # divided by the weight
+
+    def _folded(self, elements: int, programs: Sequence[Program]) -> Iterator[Pass]:
+        for program in programs:
+            yield self._pass(elements, _rows_read(program), 1)
+
+    def optimizer(self) -> list[Pass]:
+        """Return norm and update, with the sum where it is taken up at once. Not collective."""
+        training = self.traffic.training
+        arrays = 1 + len(training.optimizer.slots)
+        rows = 1
+        if self.fused and not training.step.waves:
+            rows = _rows_read(training.step.rows(self.traffic.grid).root)
+        gradients = self._owned if training.row.shard_optimizer else self._group
+        found = [self._pass(gradients, rows, 0), self._pass(self._updated, arrays, arrays)]
+        if training.needs_norm:
+            found.append(self._pass(self._owned, 1, 0))
+        return [Pass(sum(p.read for p in found), sum(p.written for p in found))]
+
+
+def _rows_read(program: Program) -> int:
+    """Return how many rows a program reads."""
+    return sum(code != -1 for code in program)

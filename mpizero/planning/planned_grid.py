@@ -1,0 +1,147 @@
+"""The groups of every rank of a job that does not run: what :class:`mpizero.comm.ProcessGrid` finds, in integers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from mpizero.layout import Axes, Coordinates
+from mpizero.layout.nodes import GROUPS, SHARING, NodeOrder, by_node, inside_nodes, node_major, uneven_counts
+from mpizero.planning.byte_counts import RecordingGroup
+
+
+class Members(NamedTuple):
+    """A group as one of its ranks sees it.
+
+    Attributes
+    ----------
+    rank, size : int
+        Place in the group, and size of the group.
+    shares_memory : bool
+        Whether the members may allocate windows together.
+    """
+
+    rank: int
+    size: int
+    shares_memory: bool = False
+
+
+@dataclass(frozen=True)
+class PlannedGrid(NodeOrder):
+    """The groups one rank would belong to; fields and properties are those of :class:`mpizero.comm.ProcessGrid`."""
+
+    axes: Axes
+    here: Coordinates
+    world: Members
+    data: Members
+    batch: Members
+    pipeline: Members
+    tensor: Members
+    context: Members
+    model: Members
+    node: Members
+    peers: Members
+    nodes: tuple[tuple[int, ...], ...]
+    position: tuple[int, ...]
+
+    @cached_property
+    def tensor_group(self) -> RecordingGroup:
+        """What split layers are given in the place of their tensor group."""
+        return RecordingGroup(self.tensor.rank, self.tensor.size)
+
+    @cached_property
+    def context_group(self) -> RecordingGroup:
+        """What cut layers are given in the place of their context group."""
+        return RecordingGroup(self.context.rank, self.context.size)
+
+
+@dataclass(frozen=True)
+class PlannedRanks:
+    """All ranks of a job that does not run, and the nodes that they would be on.
+
+    Parameters
+    ----------
+    axes : Axes
+        Sizes and order of the axes.
+    hosts : tuple of int
+        The first rank of the node of every rank.
+    share : bool
+        Whether ranks of a node share memory.
+    """
+
+    axes: Axes
+    hosts: tuple[int, ...]
+    share: bool = True
+
+    @classmethod
+    def build(
+        cls, axes: Axes, *, ranks_per_node: int | None = None, simulated: int | None = None, share: bool = True
+    ) -> PlannedRanks:
+        """Put consecutive ranks on nodes. Not collective.
+
+        Parameters
+        ----------
+        axes : Axes
+            Sizes and order of the axes.
+        ranks_per_node : int or None
+            Ranks of a real node; None puts all of them on one.
+        simulated : int or None
+            Ranks of a simulated node (``ShardingConfig.ranks_per_node``): each real one is cut into such.
+        share : bool
+            Whether ranks of a node share memory.
+        """
+        real = ranks_per_node or axes.size
+        small = min(simulated or real, real)
+        hosts = tuple(rank - rank % real % small for rank in range(axes.size))
+        ranks = cls(axes, hosts, share)
+        return ranks if share and axes.context == 1 else ranks._in_waves()
+
+    def _in_waves(self) -> PlannedRanks:
+        """Give up sharing memory where the parts of a grain would not be neighbours in a wave, as the engine does."""
+        grid = self.grid(0)
+        return self.private() if self.share and grid.order != tuple(range(grid.data.size)) else self
+
+    def private(self) -> PlannedRanks:
+        """Return the same ranks, each with its own memory. Not collective."""
+        return PlannedRanks(self.axes, self.hosts, share=False)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.axes.size
+
+    @cached_property
+    def uneven(self) -> bool:
+        """Whether the nodes of a data group have unequal numbers of its ranks, so that no memory is shared."""
+        return self.share and bool(uneven_counts(self.axes, self.hosts))
+
+    def inside_nodes(self, group: str) -> bool:
+        """Tell whether every group of this name lies on one node. Not collective."""
+        return inside_nodes(self.axes, group, self.hosts)
+
+    def grid(self, rank: int) -> PlannedGrid:
+        """Return the groups of one rank. Not collective."""
+        here = self.axes.coordinates(rank)
+        members = {name: self.axes.group(rank, differing) for name, differing in GROUPS.items()}
+        data = Members(members["data"].index(rank), len(members["data"]))
+        nodes = by_node([self.hosts[other] for other in members["data"]])
+        if not self.share or self.uneven:
+            nodes = tuple((place,) for place in range(data.size))
+        mine = next(place for place, ranks in enumerate(nodes) if data.rank in ranks)
+        groups = {name: self._group(name, rank, ranks) for name, ranks in members.items() if name != "data"}
+        return PlannedGrid(
+            axes=self.axes,
+            here=here,
+            world=Members(rank, self.size),
+            data=data,
+            node=Members(nodes[mine].index(data.rank), len(nodes[mine]), True),
+            peers=Members(mine, len(nodes)),
+            nodes=nodes,
+            position=node_major(nodes),
+            **groups,
+        )
+
+    def _group(self, name: str, rank: int, members: tuple[int, ...]) -> Members:
+        shares = name in SHARING and self.share and self.inside_nodes(name)
+        return Members(members.index(rank), len(members), shares)

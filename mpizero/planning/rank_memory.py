@@ -1,0 +1,236 @@
+"""Compute what one rank holds, by part: the engine's allocations, and what its model keeps between passes.
+
+[Note: held bytes] The parts up to "exchange buffers" are those that
+:class:`mpizero.parallel.parameters.allocator.Memory` counts, to the byte: private arrays, and windows of the node in
+whole pages. "group buffers" are the messages or the window of a tensor or context group. The rest lives while a step
+runs: "activations" are what blocks keep for their backward pass, "working arrays" what else there is at the fullest
+moment, while a block runs, and "messages" what a pipeline stage then sends and waits for besides, at most. Where
+layers compute on cards, the first two are there, beside copies of parameters and of a unit's gradients (of a rank
+that is alone in its data group all gradients), and optimizer state with its buffers where that is updated there; the
+host's only working array is then what copies pass through.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mpizero.kernels.device import STAGING
+from mpizero.parallel.device.compute_device import gradients_stay, updates_on_card
+from mpizero.parallel.device.device_parameters import gradient_places
+from mpizero.parallel.device.device_update import buffer_sizes
+from mpizero.parallel.gradients.exchange import residual_sizes
+from mpizero.parallel.parameters.allocator import PAGE
+from mpizero.parallel.parameters.store import SLOTS
+from mpizero.planning.activation_memory import Flow
+from mpizero.planning.byte_counts import window_bytes
+from mpizero.planning.traffic import Traffic
+
+#: The parts of a rank's memory, in the order in which they are shown.
+PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "residuals",
+    "buffers",
+    "exchange buffers",
+    "group buffers",
+    "activations",
+    "working arrays",
+    "messages",
+)
+
+
+class Bytes(NamedTuple):
+    """Bytes of one part of a rank's memory.
+
+    Attributes
+    ----------
+    private : int
+        Of this rank alone.
+    shared : int
+        Of a window that ``sharers`` ranks hold together.
+    sharers : int
+        How many ranks these are.
+    """
+
+    private: int = 0
+    shared: int = 0
+    sharers: int = 1
+
+    @property
+    def mine(self) -> int:
+        """The private bytes and the equal part of the window."""
+        return self.private + self.shared // self.sharers
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """The memory of one rank.
+
+    Attributes
+    ----------
+    traffic : Traffic
+        What the rank does.
+    flow : Flow
+        What its micro-batches keep.
+    """
+
+    traffic: Traffic
+    flow: Flow
+
+    def parts(self) -> dict[str, Bytes]:
+        """Return the rank's memory by part, without those that are empty. Not collective."""
+        figures = self.flow.figures
+        found = {
+            "parameters": self._parameters(),
+            "gradients": Bytes() if self._keeps_gradients else self._gradients(),
+            "optimizer state": Bytes(0 if self._updates_on_card else self._state() * self._item),
+            "residuals": self._residuals(),
+            "buffers": self._buffers(),
+            "exchange buffers": Bytes(self._exchange_buffers()),
+            "group buffers": self._group_buffers(),
+            "activations": Bytes(0 if self._on_card else figures.kept),
+            "working arrays": Bytes(self._host_work if self._on_card else figures.most - figures.kept),
+            "messages": Bytes(figures.total - figures.most),
+        }
+        return {part: held for part, held in found.items() if held.private or held.shared}
+
+    def card(self) -> dict[str, int]:
+        """Return the bytes that the rank holds on its card, by part; nothing without one. Not collective."""
+        if not self._on_card:
+            return {}
+        layout, shards, figures = self.traffic.part.layout, self.traffic.part.shards, self.flow.figures
+        state = {"optimizer state": self._state() * self._item} if self._updates_on_card else {}
+        buffers = self._frozen if self._keeps_gradients else self._update_buffers() if self._updates_on_card else 0
+        gradients = max((gradient_places(unit)[1] for unit in layout.units), default=0) * self._item
+        return (
+            state
+            | ({"buffers": buffers} if buffers else {})
+            | {
+                "parameters": (shards.largest if self.traffic.sharded else layout.size) * self._item,
+                "gradients": self._gradients().private if self._keeps_gradients else gradients,
+                "activations": figures.kept,
+                "working arrays": figures.most - figures.kept,
+            }
+        )
+
+    @property
+    def _on_card(self) -> bool:
+        return self.traffic.training.config.device != "cpu"
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        """Whether gradients stay on the card."""
+        return gradients_stay(self.traffic.training.config, self.traffic.grid.data.size)
+
+    @property
+    def _host_work(self) -> int:
+        """Return what copies pass through, and the reduced gradient that a user's own optimizer takes from the card."""
+        fetched = self._keeps_gradients and not self._updates_on_card
+        return STAGING + (self.traffic.part.layout.gradient_size * self._item if fetched else 0)
+
+    def _update_buffers(self) -> int:
+        norms, whole = self.traffic.training.optimizer.needs_tensor_norms, not self.traffic.sharded
+        return sum(buffer_sizes(self._updated(), self._item, norms=norms, whole=whole)) * self._item
+
+    @property
+    def _updates_on_card(self) -> bool:
+        return updates_on_card(self.traffic.training.config, self.traffic.training.optimizer)
+
+    # ------------------------------------------------------------------ what the engine allocates
+
+    @property
+    def _item(self) -> int:
+        return self.traffic.training.itemsize
+
+    def _shared(self, *sizes: int) -> Bytes:
+        """Return arrays that all ranks of the node hold together: one window, each array in whole pages."""
+        sharers = self.traffic.grid.node.size
+        if sharers == 1:
+            return Bytes(sum(sizes))
+        return Bytes(0, sum(_paged(size) for size in sizes), sharers)
+
+    def _parameters(self) -> Bytes:
+        shards, grid = self.traffic.part.shards, self.traffic.grid
+        if not self.traffic.sharded:
+            return self._shared(shards.layout.size * self._item)
+        return self._shared(sum(shards.shares[rank].size for rank in grid.node_ranks) * self._item)
+
+    def _gradients(self) -> Bytes:
+        """Return rows of whole gradients, or a ring of units and the owner's stack; and what folds micro-batches."""
+        traffic, shards = self.traffic, self.traffic.part.shards
+        step, grid = traffic.training.step, traffic.grid
+        if not step.waves:
+            rows = self._shared(
+                step.rows(grid).rows * grid.node.size * _paged(shards.layout.gradient_size * self._item)
+            )
+            return rows._replace(private=rows.private + self._folded)
+        slot = grid.node.size * _paged(shards.largest_gradient * self._item)
+        ring = self._shared(*[slot] * (2 if grid.node.size > 1 else 1))
+        stack = step.ring(grid).rows * sum(shards.gradients[grid.data.rank]) * self._item
+        return ring._replace(private=ring.private + stack + self._folded)
+
+    @property
+    def _folded(self) -> int:
+        """Return the bytes that hold a grain's micro-batches while they are added."""
+        several = self.traffic.training.step.accumulate > 1 and any(self.traffic.jobs)
+        return self.traffic.part.layout.gradient_size * self._item if several else 0
+
+    def _state(self) -> int:
+        """Return the elements of the optimizer's arrays."""
+        return len(self.traffic.training.optimizer.slots) * self._updated()
+
+    def _updated(self) -> int:
+        """Return the parameters that the rank updates."""
+        traffic = self.traffic
+        ranks = (traffic.grid.data.rank,) if traffic.training.row.shard_optimizer else traffic.grid.peer_ranks
+        return int(sum(traffic.part.shards.trained[rank] for rank in ranks))
+
+    def _residuals(self) -> Bytes:
+        """Return what compression leaves out, before and after a step."""
+        traffic = self.traffic
+        totals = [sum(traffic.part.shards.gradients[rank]) for rank in traffic.grid.peer_ranks]
+        replicated = not traffic.training.row.shard_optimizer
+        sizes = residual_sizes(totals, traffic.grid.peers.rank, traffic.training.codec, replicated=replicated)
+        return Bytes(2 * sum(sizes) * self._item)
+
+    def _buffers(self) -> Bytes:
+        """Return the gathered units, and the place where gradients of frozen parameters are left."""
+        units = Bytes()
+        if self.traffic.sharded:
+            units = self._shared(*[self.traffic.part.shards.largest * self._item] * SLOTS)
+        return units._replace(private=units.private + (0 if self._keeps_gradients else self._frozen))
+
+    @property
+    def _frozen(self) -> int:
+        return max((e.spec.size for e in self.traffic.part.layout.entries if e.gradient < 0), default=0) * self._item
+
+    def _exchange_buffers(self) -> int:
+        """Return the largest buffers that messages of gradients pass through."""
+        traffic = self.traffic
+        every = [*traffic.reductions(), *traffic.replications()]  # parameters go straight to their places
+        found = max((e.send_buffer for e in every), default=0) + max((e.receive_buffer for e in every), default=0)
+        return (
+            found + max((e.packed_send for e in every), default=0) + max((e.packed_receive for e in every), default=0)
+        )
+
+    def _group_buffers(self) -> Bytes:
+        """Return what a tensor or context group keeps for its calls."""
+        traffic, part = self.traffic, self.traffic.part
+        group = traffic.group
+        if group.size == 1:
+            return Bytes()
+        chunks, sizes = part.stage.chunks, set(traffic.jobs) - {0}
+        calls = {call for chunk in chunks for samples in sizes for call in part.calls(chunk, samples)}
+        if group.shares_memory:
+            return Bytes(0, window_bytes(calls, group.size), group.size)
+        rooms: Counter[str] = Counter()
+        for call in calls:
+            rooms |= Counter(call.rooms(group.rank, group.size))
+        return Bytes(sum(rooms.values()))
+
+
+def _paged(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE

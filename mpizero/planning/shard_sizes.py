@@ -1,0 +1,75 @@
+"""Sizes of what every data rank of a stage owns, counted once for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from mpizero.layout import FlatLayout, Span, Unit, cover
+from mpizero.parallel.parameters.shards import Share
+from mpizero.parallel.parameters.store import ParameterStore
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The parts of a layout that ``parts`` data ranks own.
+
+    Attributes
+    ----------
+    layout : FlatLayout
+        What one stage and tensor part holds.
+    parts : int
+        Ranks of the data group.
+    """
+
+    layout: FlatLayout
+    parts: int
+
+    @cached_property
+    def shares(self) -> tuple[Share, ...]:
+        """What every data rank owns."""
+        return tuple(Share(self.layout, rank, self.parts) for rank in range(self.parts))
+
+    @cached_property
+    def gradients(self) -> tuple[tuple[int, ...], ...]:
+        """For each data rank, the gradient elements that it owns of each unit."""
+        return tuple(tuple(sum(s.size for s in spans) for spans in share.gradient_spans) for share in self.shares)
+
+    @cached_property
+    def trained(self) -> tuple[int, ...]:
+        """For each data rank, the elements that it keeps optimizer state for: tied uses have none of their own."""
+        return tuple(sum(spans[0].size for spans in share.gradient_spans) for share in self.shares)
+
+    def parameters(self, rank: int, unit: int, region: Span) -> int:
+        """Return the elements of a region of a unit that a data rank owns. Not collective."""
+        return self.shares[rank].spans[unit].intersect(region).size
+
+    def gathered(self, rank: int, unit: Unit) -> tuple[int, ...]:
+        """Return the elements that a data rank brings when a unit is gathered. Not collective.
+
+        First those of its own range, then those of each tied use.
+        """
+        spans = self.shares[rank].spans
+        homes = [(entry, self.layout.by_name[str(entry.spec.tied)].unit) for entry in unit.aliases]
+        return (spans[unit.index].size, *(entry.span.intersect(spans[home]).size for entry, home in homes))
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest gathered unit."""
+        return max((ParameterStore.needed(unit) for unit in self.layout.units), default=0)
+
+    @cached_property
+    def largest_gradient(self) -> int:
+        """Elements of the largest unit's gradients."""
+        return max((unit.gradients for unit in self.layout.units), default=0)
+
+    def squares(self, rank: int) -> int:
+        """Return the partial sums of squares that a data rank tells for norms. Not collective."""
+        found = 0
+        for unit, span in zip(self.layout.units, self.shares[rank].spans, strict=True):
+            for entry in unit.entries:
+                part = entry.span.intersect(span)
+                if part.size and entry.spec.trainable and entry.spec.tied is None:
+                    start = part.start - entry.offset
+                    found += len(cover(start, start + part.size, entry.spec.size))
+        return found

@@ -1,0 +1,114 @@
+"""The micro-batches of a step: who computes which, and who has to send samples to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, cast
+
+from mpizero.layout import Grains, RowsPlan, WavePlan, rows_plan, wave_plan
+from mpizero.parallel.gradients.accumulation import contiguous_owners, contiguous_shares
+
+if TYPE_CHECKING:
+    from mpizero.comm import ProcessGrid
+    from mpizero.planning.planned_grid import PlannedGrid
+
+
+@dataclass(frozen=True)
+class Step:
+    """A global batch dealt to the ranks of a data group.
+
+    Attributes
+    ----------
+    grains : Grains
+        Of the global batch.
+    accumulate : int
+        Micro-batches of a full grain.
+    waves : bool
+        Whether grains are dealt in waves.
+    """
+
+    grains: Grains
+    accumulate: int
+    waves: bool
+
+    def rows(self, grid: PlannedGrid) -> RowsPlan:
+        """Return how whole gradients are folded and summed. Not collective."""
+        count, key = self.grains.count * grid.context.size, _kind(grid)
+        if key not in self._rows:
+            shares = contiguous_shares(cast("ProcessGrid", grid), count)
+            self._rows[key] = rows_plan(shares, grid.group_sizes, count)
+        return self._rows[key]
+
+    def ring(self, grid: PlannedGrid) -> WavePlan:
+        """Return how the gradients of units are summed wave by wave. Not collective."""
+        if (key := _kind(grid)) not in self._rings:
+            self._rings[key] = wave_plan(self.grains.count * grid.context.size, grid.group_sizes)
+        return self._rings[key]
+
+    @cached_property
+    def _rows(self) -> dict[tuple[int, ...], RowsPlan]:
+        return {}
+
+    @cached_property
+    def _rings(self) -> dict[tuple[int, ...], WavePlan]:
+        return {}
+
+    def jobs(self, grid: PlannedGrid) -> tuple[int, ...]:
+        """Return the samples of the micro-batches that a rank takes part in, in order; 0 where it has none to compute.
+
+        Not collective.
+        """
+        contexts, count = grid.context.size, self.grains.count
+        found: list[int] = []
+        if self.waves:
+            workers, parts = grid.data.size, count * contexts
+            for first in range(0, parts, workers):
+                number = first + grid.place
+                sizes = self.micro_batches(number // contexts) if number < parts else ()
+                found += [*sizes, *[0] * (self.accumulate - len(sizes))]
+            return tuple(found)
+        for number in contiguous_shares(cast("ProcessGrid", grid), count * contexts)[grid.place]:
+            found += self.micro_batches(number % count)
+        return tuple(found)
+
+    def micro_batches(self, grain: int) -> tuple[int, ...]:
+        """Return the samples of each micro-batch of a grain. Not collective."""
+        span, micro = self.grains.span(grain), -(-self.grains.size // self.accumulate)
+        return tuple(min(micro, span.stop - start) for start in range(span.start, span.stop, micro))
+
+    def owners(self, grid: PlannedGrid) -> Sequence[int]:
+        """Return the rank of ``grid.batch`` that computes each grain. Not collective."""
+        if not self.waves:
+            return contiguous_owners(cast("ProcessGrid", grid), self.grains.count)
+        order = grid.order if grid.context.size == 1 else range(grid.batch.size)
+        return [order[grain % len(order)] for grain in range(self.grains.count)]
+
+    def samples_moved(self, grid: PlannedGrid) -> int:
+        """Return how many samples a rank sends to the owners of their grains, when batches are dealt contiguously.
+
+        Not collective.
+        """
+        ranks, mine = grid.batch.size, grid.batch.rank
+        own = self.grains.samples_of(mine, ranks)
+        owners, moved = self.owners(grid), 0
+        for grain in range(own.start // self.grains.size, self.grains.count):
+            span = self.grains.span(grain)
+            if span.start >= own.stop:
+                break
+            if owners[grain] != mine:
+                moved += min(span.stop, own.stop) - max(span.start, own.start)
+        return moved
+
+    @cached_property
+    def largest(self) -> int:
+        """Samples of the largest micro-batch."""
+        return max(
+            (size for grain in range(min(1, self.grains.count)) for size in self.micro_batches(grain)), default=0
+        )
+
+
+def _kind(grid: PlannedGrid) -> tuple[int, ...]:
+    """Return what all ranks have in common whose data groups deal and sum grains alike."""
+    return grid.data.size, grid.batch.size, grid.context.size, *grid.group_sizes

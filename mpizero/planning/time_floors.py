@@ -1,0 +1,154 @@
+"""What the phases of a training step take at least on a measured machine: work over rate, bytes over bandwidth."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from mpizero.planning import TrainingPlan
+from mpizero.planning.byte_counts import Exchange, Sent
+from mpizero.planning.machine_file import Machine
+from mpizero.planning.memory_passes import Pass, Passes
+from mpizero.planning.traffic import Traffic
+
+#: The phases of a step, as `bench step` tells them apart. "local sums" are the checks and sums of gradients inside a
+#: rank; "agreement" deals samples and agrees on losses and norms; "waiting" is for other ranks, in any phase.
+PHASES = (
+    "forward",
+    "backward",
+    "layers' messages",
+    "local sums",
+    "reduction",
+    "optimizer",
+    "publication",
+    "agreement",
+    "waiting",
+)
+#: By which measured operation the messages of a purpose go.
+_OPERATIONS = {"tensor": "allreduce", "context": "one to one", "ties": "one to one", "samples": "exchange"}
+
+
+@dataclass(frozen=True)
+class Floors:
+    """The least seconds of every phase of a planned training.
+
+    Attributes
+    ----------
+    plan : TrainingPlan
+        What every rank holds, sends and computes.
+    machine : Machine
+        What the machine can do.
+    ranks_per_node : int
+        How many share a node's cores and memory.
+    """
+
+    plan: TrainingPlan
+    machine: Machine
+    ranks_per_node: int
+
+    def of(self, rank: int) -> dict[str, float]:
+        """Return the seconds of one rank's phases, 0 where it has nothing to do. Not collective.
+
+        Work that layers do not count is missing.
+        """
+        traffic = self.plan.traffic(rank)
+        passes, sent = Passes(traffic), traffic.sent()
+        forward, backward = self._work(traffic)
+        inside = [name for name in ("tensor", "context") if name in sent]
+        agreed = [name for name in ("samples", "norms", "control") if name in sent]
+        found = {
+            "forward": forward,
+            "backward": backward,
+            "layers' messages": sum(self._purpose(name, sent[name]) for name in inside) + self._windows(traffic),
+            "local sums": self._passes(passes.local_sums()),
+            "reduction": self._passes(passes.reduction()) + self._reduction(traffic, sent),
+            "optimizer": self._passes(passes.optimizer()),
+            "publication": self._publication(traffic),
+            "agreement": sum(self._purpose(name, sent[name]) for name in agreed),
+            "waiting": self._bubble(traffic),
+        }
+        return {phase: found[phase] for phase in PHASES}
+
+    @cached_property
+    def by_rank(self) -> tuple[dict[str, float], ...]:
+        """The phases of every rank."""
+        return tuple(self.of(rank) for rank in range(self.plan.ranks))
+
+    @property
+    def slowest(self) -> int:
+        """The rank whose phases take longest together."""
+        return max(range(self.plan.ranks), key=lambda rank: sum(self.by_rank[rank].values()))
+
+    # ------------------------------------------------------------------ parts
+
+    def _work(self, traffic: Traffic) -> tuple[float, float]:
+        part, samples, rate = traffic.part, sum(traffic.jobs), self.machine.rate(self.ranks_per_node)
+        work = [part.work(chunk) for chunk in part.stage.chunks]
+        forward = sum(chunk.forward for chunk in work) * samples
+        return forward / rate, sum(chunk.total for chunk in work) * samples / rate - forward / rate
+
+    def _passes(self, passes: Iterable[Pass]) -> float:
+        alike = Counter(passes).items()
+        return sum(n * self.machine.pass_seconds(p.read, p.written, self.ranks_per_node) for p, n in alike)
+
+    def _messages(self, operation: str, sent: Sent) -> float:
+        if not sent.messages:
+            return 0.0
+        where = "all ranks"
+        if operation == "one to one":
+            where = self._between
+        return sent.messages * self.machine.seconds(operation, sent.bytes / sent.messages, where)
+
+    @property
+    def _between(self) -> str:
+        """Where messages from one rank to one other go: as far as they may, and as was measured."""
+        apart = self.machine.nodes > 1 and self.plan.ranks > self.ranks_per_node
+        return "between nodes" if apart else "inside a node"
+
+    def _windows(self, traffic: Traffic) -> float:
+        """Return the seconds of what a tensor or context group copies, sums and waits for in its window."""
+        group, found = traffic.group, 0.0
+        for call, times in traffic.window_calls().items():
+            copies = call.copies(group.rank, group.size)
+            moved = sum(self.machine.pass_seconds(*each, self.ranks_per_node) for each in copies.passes)
+            found += times * (moved + copies.barriers * self.machine.seconds("barrier", 0))
+        return found
+
+    def _purpose(self, purpose: str, sent: Sent) -> float:
+        return self._messages(_OPERATIONS.get(purpose, "gather"), sent)
+
+    def _exchanges(self, operation: str, exchanges: Iterable[Exchange]) -> float:
+        alike = Counter(e.sent for e in exchanges).items()
+        return sum(count * self._messages(operation, sent) for sent, count in alike)
+
+    def _reduction(self, traffic: Traffic, sent: dict[str, Sent]) -> float:
+        """Return the seconds of a reduction's messages and of the barriers before owners read others' rows."""
+        ties = self._purpose("ties", sent["ties"]) if "ties" in sent else 0.0
+        rows = self._exchanges("exchange", traffic.reductions()) + self._exchanges("gather", traffic.replications())
+        times = 1
+        if traffic.training.step.waves:
+            waves = traffic.training.step.ring(traffic.grid).waves
+            times = len(waves) * len(traffic.part.layout.units)
+        return rows + ties + times * self._barrier(traffic)
+
+    def _publication(self, traffic: Traffic) -> float:
+        """Return the seconds of updated parameters on their way, and of units that are gathered."""
+        found = self._exchanges("gather", traffic.publications()) if traffic.training.row.shard_optimizer else 0.0
+        gathers = traffic.unit_gathers()
+        for instruction in traffic.program if gathers else ():
+            blocks = set(traffic.part.blocks(instruction.chunk))
+            units = [unit.index for unit in traffic.part.layout.units if blocks.issuperset(unit.blocks)]
+            found += self._exchanges("gather", (gathers[unit] for unit in units))
+        return found + self._barrier(traffic)
+
+    def _barrier(self, traffic: Traffic) -> float:
+        return self.machine.seconds("barrier", 0) if traffic.grid.node.size > 1 else 0.0
+
+    def _bubble(self, traffic: Traffic) -> float:
+        """Return how long a stage has nothing to do in the simulated pipeline."""
+        simulation = self.plan.simulation
+        if simulation is None:
+            return 0.0
+        return simulation.makespan - simulation.busy[traffic.part.stage.number]

@@ -1,0 +1,315 @@
+"""What one rank sends in one training step, by purpose: the formulas of the engine's collectives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+
+from mpizero.comm.reduce.codecs import Codec, codec_of
+from mpizero.layout import Instruction, build_schedule
+from mpizero.parallel.gradients.overlap import Bucket, cut_buckets, sums_behind
+from mpizero.parallel.optimizer.tied_parameters import TieExchange
+from mpizero.parallel.parameters import publication
+from mpizero.parallel.placement import Placement
+from mpizero.planning.byte_counts import Call, Exchange, Sent, exchange, gather, one, placed, total, turn
+from mpizero.planning.model_part import Part
+from mpizero.planning.planned_grid import Members, PlannedGrid
+from mpizero.planning.step_batches import Step
+
+if TYPE_CHECKING:
+    from mpizero.comm import ProcessGrid
+    from mpizero.parallel.config import ShardingConfig
+
+#: What messages are for, in the order in which they are shown. "control" is what ranks agree on: sizes of the batch,
+#: losses and weights, the learning rate, whether replicas have the same samples.
+PURPOSES = ("gradients", "parameters", "tensor", "activations", "context", "ties", "samples", "norms", "control")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What does not depend on the rank.
+
+    Attributes
+    ----------
+    row : Placement
+        The row of the placement table.
+    config : ShardingConfig
+        Its settings; its communicator is never asked for.
+    optimizer : optimizer
+        As :func:`mpizero.optim.adapt` returns it.
+    step : Step
+        The global batch.
+    itemsize : int
+        Bytes of a parameter.
+    sample_bytes : tuple of int
+        Bytes of one sample's input, and of its target.
+    loss_scale : bool
+        Whether the loss is scaled.
+    """
+
+    row: Placement
+    config: ShardingConfig
+    optimizer: Any
+    step: Step
+    itemsize: int
+    sample_bytes: tuple[int, int]
+    loss_scale: bool = False
+
+    @property
+    def codec(self) -> Codec | None:
+        """What packs gradients between nodes."""
+        return codec_of(self.config.gradient_compression) if self.itemsize == 4 else None
+
+    @property
+    def bucket(self) -> int | None:
+        """Elements of a bucket of gradients; None, the default size, too where it will be tuned."""
+        return self.config.bucket_elements(self.itemsize)
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether the sum must be seen before the update."""
+        return self.config.clip is not None or self.loss_scale or bool(self.codec and self.codec.overflows)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The messages of one rank.
+
+    Attributes
+    ----------
+    training : Training
+        What is trained.
+    part : Part
+        What the rank holds.
+    grid : PlannedGrid
+        Its groups.
+    """
+
+    training: Training
+    part: Part
+    grid: PlannedGrid
+
+    def sent(self) -> dict[str, Sent]:
+        """Return what the rank sends in a step, by purpose, without those that send nothing. Not collective."""
+        return dict(self._sent)
+
+    @cached_property
+    def _sent(self) -> dict[str, Sent]:
+        found = {purpose: getattr(self, f"_{purpose}")() for purpose in PURPOSES}
+        return {purpose: sent for purpose, sent in found.items() if sent.bytes}
+
+    @cached_property
+    def sharded(self) -> bool:
+        """Whether parameters are gathered unit by unit."""
+        return self.training.row.shard_parameters and self.grid.peers.size > 1
+
+    @cached_property
+    def jobs(self) -> tuple[int, ...]:
+        """The samples of this rank's micro-batches; 0 is an absent one."""
+        return self.training.step.jobs(self.grid)
+
+    @cached_property
+    def program(self) -> tuple[Instruction, ...]:
+        """What this rank's stage does, absent micro-batches included, those that pad the schedule not."""
+        spread, jobs = self.part.stage.spread, len(self.jobs)
+        if self.grid.pipeline.size == 1 or not jobs:
+            every = range(jobs)
+            return tuple(Instruction(kind, 0, micro) for micro in every for kind in ("forward", "backward"))
+        schedule = build_schedule(spread.schedule, spread.pipeline, jobs, spread.virtual_stages)
+        return tuple(i for i in schedule.programs[self.part.stage.number] if i.micro < jobs)
+
+    # ------------------------------------------------------------------ gradients and parameters
+
+    def reductions(self) -> list[Exchange]:
+        """Return the exchanges of partial sums of gradients in a step. Not collective."""
+        return list(self._reductions)
+
+    @cached_property
+    def _reductions(self) -> list[Exchange]:
+        if self.grid.peers.size == 1:
+            return []
+        gradients, peer = self.part.shards.gradients, self.grid.peers.rank
+        if self._behind:
+            widths = [[sum(span.size for span in part) for part in bucket.parts] for bucket in self._buckets]
+            return [turn(width, peer, self._row_counts, self.training.itemsize) for width in widths]
+        if not self.training.step.waves:
+            totals = [sum(gradients[rank]) for rank in self.grid.peer_ranks]
+            return [self._exchange(totals, peer, self._row_counts)]
+        units = [[gradients[rank][unit.index] for rank in self.grid.peer_ranks] for unit in self.part.layout.units]
+        waves = self.training.step.ring(self.grid).waves
+        counts = [tuple(len(sums) for sums in wave.group_programs) for wave in waves]
+        alike = {count: [self._exchange(totals, peer, count) for totals in units] for count in set(counts)}
+        return [each for count in counts for each in alike[count]]
+
+    def _exchange(self, totals: Sequence[int], peer: int, counts: Sequence[int]) -> Exchange:
+        training = self.training
+        return exchange(totals, peer, counts, training.itemsize, training.codec, training.bucket)
+
+    @property
+    def _row_counts(self) -> list[int]:
+        """Partial sums that each group has of its rows."""
+        return [len(sums) for sums in self.training.step.rows(self.grid).group_programs]
+
+    @property
+    def _behind(self) -> bool:
+        """Whether rows are summed behind the backward pass."""
+        return sums_behind(self.training.row, self.grid.peers.size, self.grid.pipeline.size, self.training.codec)
+
+    @cached_property
+    def _buckets(self) -> list[Bucket]:
+        """The buckets in which rows are summed then."""
+        layout, shares = self.part.layout, self.part.shards.shares
+        spans = [
+            [span for unit in layout.units for span in shares[rank].row_spans(unit.index)]
+            for rank in self.grid.peer_ranks
+        ]
+        return cut_buckets(spans, layout.gradient_size, self._row_counts, self.training.bucket)
+
+    def replications(self) -> list[Exchange]:
+        """Return the gathers of reduced gradients, where every group keeps all optimizer state. Not collective."""
+        if self.training.row.shard_optimizer:
+            return []
+        if self._behind:
+            columns = [[[s.size for s in spans] for spans in zip(*b.parts, strict=True)] for b in self._buckets]
+            return [placed(column, self.grid.peers.rank, self.training.itemsize) for column in columns]
+        totals = [sum(self.part.shards.gradients[rank]) for rank in self.grid.peer_ranks]
+        training = self.training
+        return [gather(totals, self.grid.peers.rank, training.itemsize, training.codec, training.bucket)]
+
+    def publications(self) -> list[Exchange]:
+        """Return the gathers by which updated parameters reach the copies of all groups. Not collective."""
+        if self.sharded:
+            return []
+        shards, peers = self.part.shards, self.grid.peer_ranks
+        return [
+            placed(
+                [[shards.parameters(rank, unit, region) for rank in peers]],
+                self.grid.peers.rank,
+                self.training.itemsize,
+            )
+            for unit, region in self.part.layout.regions(publication.REGION)
+        ]
+
+    def unit_gathers(self) -> dict[int, Exchange]:
+        """Return the gather of each unit, by its index; empty where none is gathered. Not collective."""
+        if not self.sharded:
+            return {}
+        shards, peers = self.part.shards, self.grid.peer_ranks
+        return {
+            unit.index: placed(
+                zip(*(shards.gathered(rank, unit) for rank in peers), strict=True),
+                self.grid.peers.rank,
+                self.training.itemsize,
+            )
+            for unit in self.part.layout.units
+        }
+
+    def _gradients(self) -> Sent:
+        return total(e.sent for e in (*self.reductions(), *self.replications()))
+
+    def _parameters(self) -> Sent:
+        found = total(e.sent for e in self.publications()) if self.training.row.shard_optimizer else Sent()
+        gathers = self.unit_gathers()
+        if not gathers:
+            return found
+        by_chunk = {chunk: self._chunk_units(chunk) for chunk in self.part.stage.chunks}
+        every = [gathers[unit].sent for instruction in self.program for unit in by_chunk[instruction.chunk]]
+        return found + total(every)
+
+    def _chunk_units(self, chunk: int) -> list[int]:
+        blocks = set(self.part.blocks(chunk))
+        return [unit.index for unit in self.part.layout.units if blocks.issuperset(unit.blocks)]
+
+    # ------------------------------------------------------------------ inside the model
+
+    def _tensor(self) -> Sent:
+        return self._calls(self.grid.tensor.rank, self.grid.tensor.size, in_window=self.grid.tensor.shares_memory)
+
+    def _context(self) -> Sent:
+        return self._calls(self.grid.context.rank, self.grid.context.size, in_window=self.grid.context.shares_memory)
+
+    def _calls(self, rank: int, size: int, *, in_window: bool) -> Sent:
+        if size == 1:
+            return Sent()
+        found = Sent()
+        for samples in sorted(set(self.jobs) - {0}):
+            calls = [call for chunk in self.part.stage.chunks for call in self.part.calls(chunk, samples)]
+            once = total(call.sent(rank, size, in_window=in_window) for call in calls)
+            found += once.times(self.jobs.count(samples))
+        return found
+
+    def window_calls(self) -> Counter[Call]:
+        """Return how often the rank makes each call of its tensor or context group through a window, in a step.
+
+        Not collective.
+        """
+        group, found = self.group, Counter[Call]()
+        if group.size == 1 or not group.shares_memory:
+            return found
+        for samples in sorted(set(self.jobs) - {0}):
+            once = Counter(call for chunk in self.part.stage.chunks for call in self.part.calls(chunk, samples))
+            found.update({call: count * self.jobs.count(samples) for call, count in once.items()})
+        return found
+
+    @property
+    def group(self) -> Members:
+        """The tensor or context group; one of them has one rank."""
+        return self.grid.tensor if self.grid.tensor.size > 1 else self.grid.context
+
+    def _activations(self) -> Sent:
+        stages, here, found = self.part.stage.spread.chunks, self.part.stage.number, Sent()
+        if self.grid.pipeline.size == 1:
+            return found
+        for samples in sorted(set(self.jobs) - {0}):
+            once = Sent()
+            for chunk in self.part.stage.chunks:
+                if chunk < len(stages) - 1 and stages[chunk + 1] != here:
+                    once += one(self.part.output(chunk, samples))
+                if chunk > 0 and stages[chunk - 1] != here:
+                    once += one(self.part.gradient(chunk, samples))
+            found += once.times(self.jobs.count(samples))
+        return found
+
+    def _ties(self) -> Sent:
+        if not any(use.stage == self.part.stage.number for uses in self.part.stage.uses.values() for use in uses):
+            return Sent()
+        ties = TieExchange(cast("ProcessGrid", self.grid), self.part.stage, self.part.layouts, ())
+        return total(
+            one(holder.span.intersect(tie.mine).size * self.training.itemsize)
+            for tie in ties.ties
+            for holder in tie.holders
+            for use in tie.uses
+            if holder.stage != self.part.stage.number and use.stage == self.part.stage.number
+        )
+
+    # ------------------------------------------------------------------ small messages
+
+    def _samples(self) -> Sent:
+        moved = self.training.step.samples_moved(self.grid)
+        return total(one(moved * nbytes) for nbytes in self.training.sample_bytes)
+
+    def _norms(self) -> Sent:
+        grid, optimizer = self.grid, self.training.optimizer
+        times = int(self.training.needs_norm) + 2 * bool(optimizer.needs_tensor_norms)
+        if not times:
+            return Sent()
+        squares = one(8 * self.part.shards.squares(grid.data.rank) * (grid.data.size - 1))
+        if grid.model.size > 1:
+            squares += one(8 * self._counted() * (grid.model.size - 1))
+        return squares.times(times)
+
+    def _counted(self) -> int:
+        """Return how many parameters this rank tells the sum of to the ranks of its replica."""
+        if self.grid.here.context:
+            return 0
+        specs = [e.spec for e in self.part.layout.parameters if e.spec.trainable and e.spec.guest is None]
+        return sum(self.grid.here.tensor == 0 or spec.part is not None for spec in specs)
+
+    def _control(self) -> Sent:
+        grid, count = self.grid, self.training.step.grains.count * self.grid.context.size
+        first = one(32 * (grid.world.size - 1))
+        losses = one((32 * max(1, -(-count // grid.data.size)) + 8) * (grid.world.size - 1))
+        return first + losses

@@ -1,0 +1,288 @@
+"""A training in figures before it runs: memory, messages, work and idleness of every rank, without starting any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from mpizero import optim
+from mpizero.layout import Axes, Coordinates, Costs, Grains, Simulation, build_schedule, simulate
+from mpizero.parallel.config import ShardingConfig
+from mpizero.parallel.device.compute_device import deals_waves
+from mpizero.parallel.partition.parallel_layout import Spread
+from mpizero.parallel.placement import Placement
+from mpizero.planning.activation_memory import Flow
+from mpizero.planning.block_trial import Sample
+from mpizero.planning.byte_counts import Sent
+from mpizero.planning.model_part import Part
+from mpizero.planning.planned_grid import PlannedGrid, PlannedRanks
+from mpizero.planning.rank_memory import Bytes, Holdings
+from mpizero.planning.step_batches import Step
+from mpizero.planning.traffic import Traffic, Training
+from mpizero.types import Array, Run
+
+
+def _at_once(nbytes: int) -> float:
+    """Take no time for a message."""
+    return 0.0
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank holds and does in a step.
+
+    Attributes
+    ----------
+    rank : int
+        In the world.
+    here : Coordinates
+        Its place.
+    node : int
+        Number of its node.
+    memory : dict of str to Bytes
+        By part ([Note: held bytes]).
+    card : dict of str to int
+        Bytes on its card by part; empty without one.
+    sent : dict of str to Sent
+        By purpose.
+    samples, micro_batches : int
+        What it computes.
+    operations : int or None
+        Floating-point operations; None where a layer does not count its own.
+    caches : int
+        The most caches, of one chunk and one micro-batch, that it holds at once.
+    """
+
+    rank: int
+    here: Coordinates
+    node: int
+    memory: dict[str, Bytes]
+    card: dict[str, int]
+    sent: dict[str, Sent]
+    samples: int
+    micro_batches: int
+    operations: int | None
+    caches: int
+
+    @property
+    def bytes(self) -> int:
+        """All of its memory, its equal part of windows included."""
+        return sum(held.mine for held in self.memory.values())
+
+    @property
+    def bytes_sent(self) -> int:
+        """All that it sends in a step."""
+        return sum(sent.bytes for sent in self.sent.values())
+
+    @property
+    def messages(self) -> int:
+        """All messages that it sends in a step."""
+        return sum(sent.messages for sent in self.sent.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan:
+    """The figures of a training; nothing runs but single blocks, each once ([Note: trials]).
+
+    Parameters
+    ----------
+    model : BlockModel
+        What is trained.
+    optimizer : optimizer
+        Anything that :func:`mpizero.optim.adapt` takes.
+    config : ShardingConfig
+        Its settings; the communicator is not used.
+    row : Placement
+        The row of the placement table.
+    spread : Spread
+        Sizes of the axes, schedule and cuts.
+    ranks : int
+        How many there would be.
+    ranks_per_node : int or None
+        Ranks of a real node; None puts all on one.
+    global_batch : int
+        Samples of a step, which ranks bring as :func:`mpizero.data.batches` deals them.
+    x, y : array
+        At least one sample of the data.
+    loss_scale : bool
+        Whether the loss is scaled.
+    rate : float
+        Floating-point operations that a rank makes in a second of the simulated pipeline.
+    message : callable
+        Gives the seconds that so many bytes take from one stage to the next.
+
+    Raises
+    ------
+    GridError, ConfigError
+        As the training itself would, when the figures are asked for.
+    """
+
+    model: Any
+    optimizer: Any
+    config: ShardingConfig
+    row: Placement
+    spread: Spread = field(default_factory=Spread)
+    ranks: int
+    ranks_per_node: int | None = None
+    global_batch: int
+    x: Array
+    y: Array
+    loss_scale: bool = False
+    rate: float = 1.0
+    message: Callable[[int], float] = _at_once
+
+    @cached_property
+    def axes(self) -> Axes:
+        """Sizes and order of the axes."""
+        return self.spread.axes(self.ranks)
+
+    @cached_property
+    def places(self) -> PlannedRanks:
+        """The groups and nodes of all ranks."""
+        return PlannedRanks.build(
+            self.axes,
+            ranks_per_node=self.ranks_per_node,
+            simulated=self.config.ranks_per_node,
+            share=self.config.share_node_memory,
+        )
+
+    @cached_property
+    def grains(self) -> Grains:
+        """The grains of a global batch."""
+        return Grains(self.global_batch, self.config.grain_size(self.global_batch))
+
+    @cached_property
+    def training(self) -> Training:
+        """What does not depend on the rank."""
+        ranks = self.axes.data * self.axes.context
+        step = Step(self.grains, self.config.accumulate, deals_waves(self.row, self.config, ranks))
+        sizes = (self.x[:1].nbytes, self.y[:1].nbytes)
+        item = np.dtype(self.model.dtype).itemsize
+        return Training(self.row, self.config, optim.adapt(self.optimizer), step, item, sizes, self.loss_scale)
+
+    @cached_property
+    def by_rank(self) -> tuple[RankPlan, ...]:
+        """The plans of all ranks."""
+        return tuple(self._plan(rank) for rank in range(self.ranks))
+
+    def traffic(self, rank: int) -> Traffic:
+        """Return the messages of one rank. Not collective."""
+        if rank not in self._traffic:
+            grid = self.places.grid(rank)
+            self._traffic[rank] = Traffic(self.training, self.part(grid), grid)
+        return self._traffic[rank]
+
+    @cached_property
+    def _traffic(self) -> dict[int, Traffic]:
+        return {}
+
+    def _plan(self, rank: int) -> RankPlan:
+        traffic = self.traffic(rank)
+        holdings, part = Holdings(traffic, self._flow(traffic)), traffic.part
+        samples = sum(traffic.jobs)
+        work = None if part.operations is None else sum(part.work(chunk).total for chunk in part.stage.chunks) * samples
+        return RankPlan(
+            rank=rank,
+            here=traffic.grid.here,
+            node=rank // (self.ranks_per_node or self.ranks),
+            memory=holdings.parts(),
+            card=holdings.card(),
+            sent=traffic.sent(),
+            samples=samples,
+            micro_batches=sum(size > 0 for size in traffic.jobs),
+            operations=work,
+            caches=holdings.flow.figures.caches,
+        )
+
+    # ------------------------------------------------------------------ parts
+
+    @cached_property
+    def _flows(self) -> dict[tuple[Any, ...], Flow]:
+        return {}
+
+    def _flow(self, traffic: Traffic) -> Flow:
+        """Return what micro-batches keep, once for all ranks of a stage and part whose micro-batches are alike."""
+        _, tensor, _, context = traffic.grid.here
+        key = (traffic.part.stage.number, tensor, context, traffic.jobs)
+        if key not in self._flows:
+            self._flows[key] = Flow(traffic.part, traffic.jobs, traffic.program)
+        return self._flows[key]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, ...], Part]:
+        return {}
+
+    def part(self, grid: PlannedGrid) -> Part:
+        """Return what ranks of this stage, tensor part and context part have in common. Not collective."""
+        stage, tensor, _, context = grid.here
+        if (tensor, context) not in self._parts:
+            sample = Sample(self.x, self.y, Run(training=True, seed=getattr(self.model, "seed", 0)))
+            minimum = self.config.minimum_parameter_group_size
+            part = Part.build(self.model, grid, self.spread, sample, self.row, minimum)
+            first = next(iter(self._parts.values()), None)
+            self._parts[tensor, context] = (
+                part if first is None else part.like(first, max(1, self.training.step.largest))
+            )
+        if (stage, tensor, context) not in self._parts:
+            self._parts[stage, tensor, context] = self._parts[tensor, context].on(stage)
+        return self._parts[stage, tensor, context]
+
+    # ------------------------------------------------------------------ pipeline and nodes
+
+    @cached_property
+    def simulation(self) -> Simulation | None:
+        """The first replica's pipeline; None without a pipeline.
+
+        Where layers do not count their work, a parameter counts as one operation of a sample in each pass and half.
+        """
+        if self.axes.pipeline == 1:
+            return None
+        jobs = self.micro_batches
+        schedule = build_schedule(self.spread.schedule, self.axes.pipeline, jobs, self.spread.virtual_stages)
+        return simulate(schedule, self._costs(self.traffic(0).part), present=jobs)
+
+    @property
+    def micro_batches(self) -> int:
+        """The micro-batches that the first replica, which has most, takes part in."""
+        return len(self.traffic(0).jobs)
+
+    def _costs(self, part: Part) -> Costs:
+        samples = self.training.step.largest / self.rate
+        if part.operations is None or not any(work.total for work in part.operations.values()):
+            specs = {name: block.specs() for name, block in part.stage.split.blocks.items()}
+            sizes = tuple(samples * sum(s.size for name in names for s in specs[name]) for names in part.stage.cuts)
+            return Costs(sizes, sizes, sizes)
+        work = [part.work(chunk) for chunk in range(len(part.stage.cuts))]
+        borders = range(len(part.stage.cuts) - 1)
+        return Costs(
+            tuple(samples * chunk.forward for chunk in work),
+            tuple(samples * chunk.backward_input for chunk in work),
+            tuple(samples * chunk.backward_weights for chunk in work),
+            latency=max(self.message(part.output(chunk, self.training.step.largest)) for chunk in borders),
+        )
+
+    @cached_property
+    def node_bytes(self) -> dict[int, int]:
+        """The memory of every node: private arrays of its ranks, and each window once."""
+        found: dict[int, float] = {}
+        for plan in self.by_rank:
+            own = sum(held.private + held.shared / held.sharers for held in plan.memory.values())
+            found[plan.node] = found.get(plan.node, 0.0) + own
+        return {node: round(size) for node, size in found.items()}
+
+    @cached_property
+    def node_windows(self) -> dict[int, int]:
+        """The bytes of shared windows on every node, which must fit /dev/shm."""
+        found: dict[int, float] = {}
+        for plan in self.by_rank:
+            found[plan.node] = found.get(plan.node, 0.0) + sum(h.shared / h.sharers for h in plan.memory.values())
+        return {node: round(size) for node, size in found.items()}
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """The ranks that have nothing to compute."""
+        return tuple(plan.rank for plan in self.by_rank if not plan.samples)

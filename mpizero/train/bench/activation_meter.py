@@ -1,0 +1,154 @@
+"""Count the bytes that a model's blocks keep between their passes, array by array, on a rank that really trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpizero.comm import CommunicatorGroup
+from mpizero.parallel.engine import Engine
+from mpizero.parallel.execution.pipeline import PipelineRunner
+from mpizero.types import Array
+
+
+class CacheMeter:
+    """The bytes of all caches alive, each buffer once however many views of it are kept.
+
+    Attributes
+    ----------
+    held, peak : int
+        Bytes now, and the most so far.
+    """
+
+    def __init__(self) -> None:
+        self.held = self.peak = 0
+        self._buffers: dict[int, tuple[int, int]] = {}
+
+    def keep(self, kept: object, but: Iterable[object] = ()) -> tuple[Array, ...]:
+        """Count the buffers of ``kept``, without those of ``but``; return them for :meth:`drop`. Not collective."""
+        skipped = {id(array) for value in but for array in buffers(value)}
+        found = tuple(array for array in buffers(kept) if id(array) not in skipped)
+        for array in found:
+            uses, size = self._buffers.get(id(array), (0, array.nbytes))
+            self._buffers[id(array)] = uses + 1, size
+            self.held += 0 if uses else size
+        self.peak = max(self.peak, self.held)
+        return found
+
+    def drop(self, found: Iterable[Array]) -> None:
+        """Stop counting what :meth:`keep` returned. Not collective."""
+        for array in found:
+            uses, size = self._buffers.pop(id(array))
+            if uses > 1:
+                self._buffers[id(array)] = uses - 1, size
+            else:
+                self.held -= size
+
+
+class _Kept(NamedTuple):
+    """A block's cache with its buffers, which are alive while they are counted."""
+
+    cache: Any
+    found: tuple[Array, ...]
+
+
+class _MeteredLayer:
+    """A layer whose caches are counted; ``skip_input`` leaves the data's own samples out."""
+
+    def __init__(self, layer: Any, meter: CacheMeter, *, skip_input: bool) -> None:
+        self.layer, self.meter, self.skip_input = layer, meter, skip_input
+
+    def forward(self, params: Any, x: Any, run: Any) -> tuple[Any, Any]:
+        y, cache = self.layer.forward(params, x, run)
+        if not run.training:
+            return y, cache
+        return y, _Kept(cache, self.meter.keep(cache, [params, *([x] if self.skip_input else [])]))
+
+    def backward(self, params: Any, cache: _Kept, dy: Any, grads: Any) -> Any:
+        dx = self.layer.backward(params, cache.cache, dy, grads)
+        self.meter.drop(cache.found)
+        return dx
+
+    def backward_input(self, params: Any, cache: _Kept, dy: Any) -> tuple[Any, Any]:
+        dx, pending = self.layer.backward_input(params, cache.cache, dy)
+        return dx, _Kept(pending, self.meter.keep(pending, [params]))
+
+    def backward_weights(self, params: Any, cache: _Kept, pending: _Kept, grads: Any) -> None:
+        self.layer.backward_weights(params, cache.cache, pending.cache, grads)
+        self.meter.drop(cache.found)
+        self.meter.drop(pending.found)
+
+
+class _MeteredLoss:
+    """A loss whose caches are counted, without the data's own targets."""
+
+    def __init__(self, loss: Any, meter: CacheMeter) -> None:
+        self.loss, self.meter = loss, meter
+
+    def forward(self, prediction: Any, target: Any) -> tuple[float, float, Any]:
+        loss, weight, cache = self.loss.forward(prediction, target)
+        return loss, weight, _Kept(cache, self.meter.keep(cache, [target]))
+
+    def backward(self, cache: _Kept, scale: float = 1.0) -> Any:
+        gradient = self.loss.backward(cache.cache, scale)
+        self.meter.drop(cache.found)
+        return gradient
+
+
+def watch(engine: Engine) -> CacheMeter:
+    """Count, from now on, what the blocks of an engine's rank and its loss keep in training. Not collective.
+
+    The engine computes the same, a little slower: for measurements only. What counts is what a block returns as its
+    cache, and what its input half leaves for its weight half; parameters and the data's own samples do not.
+    """
+    meter, runner = CacheMeter(), engine.runner
+    piped = isinstance(runner, PipelineRunner)
+    holder: Any = runner if piped else getattr(runner, "evaluator", None)
+    blocks: Any = engine.stage.model.blocks if piped else holder.blocks
+    first = engine.stage.cuts[0][0]
+    for name, layer in list(blocks.items()):
+        blocks[name] = _MeteredLayer(layer, meter, skip_input=name == first)
+    holder.criterion = _MeteredLoss(holder.criterion, meter)
+    return meter
+
+
+def buffers(value: object) -> list[Array]:
+    """Return the arrays that own the memory of all arrays inside nested containers and objects, each once.
+
+    Groups of ranks, which caches refer to, keep buffers of their own. Not collective.
+    """
+    found: dict[int, Array] = {}
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, np.ndarray):
+            owner = _owner(item)
+            found[id(owner)] = owner
+        elif id(item) not in seen:
+            seen.add(id(item))
+            left += _inside(item)
+    return list(found.values())
+
+
+def _owner(array: Array) -> Array:
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def _inside(item: Any) -> list[Any]:
+    if isinstance(item, str | bytes | int | float | complex | type | None) or callable(item):
+        return []
+    if isinstance(item, CommunicatorGroup):
+        return []
+    if isinstance(item, Mapping):
+        return list(item.values())
+    if isinstance(item, list | tuple | set | frozenset):
+        return list(item)
+    if is_dataclass(item):
+        return [getattr(item, field.name) for field in fields(item)]
+    return list(getattr(item, "__dict__", {}).values())

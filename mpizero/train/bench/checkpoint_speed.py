@@ -1,0 +1,383 @@
+"""``mpizero bench checkpoint``: saves and loads beside the same bytes written, read and copied without any care."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mpizero import checkpoint
+from mpizero.checkpoint import LocalArray, SnapshotBuffer
+from mpizero.checkpoint.format.manifest import Manifest
+from mpizero.checkpoint.reader import FileBytes, read_manifest
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.errors import ConfigError
+from mpizero.layout import Partition, Span
+from mpizero.train.run.process_memory import peak_growth, proportional_growth, settle
+from mpizero.types import Array
+
+#: Arrays of the checkpoint: a parameter and two moments for each of so many layers.
+LAYERS, SLOTS = 16, ("parameters", "optimizer/exp_avg", "optimizer/exp_avg_sq")
+_WIDTH = 1024
+#: Bytes of one raw write or read.
+RAW_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class CheckpointRequest:
+    """What to measure: so many bytes of float32, by these back ends, so often, in this folder."""
+
+    nbytes: int
+    backends: tuple[str, ...]
+    repeat: int
+    folder: str
+
+    @classmethod
+    def parse(cls, nbytes: float, backend: str, repeat: int, folder: str, comm: Communicator) -> CheckpointRequest:
+        """Check what the command line gave; without a back end, all that can be used.
+
+        Not collective.
+        """
+        least = 4 * _WIDTH * LAYERS * len(SLOTS)
+        if not math.isfinite(nbytes) or not least <= nbytes <= 1e13:
+            raise ConfigError(f"--bytes {nbytes}: must be from {least} to 1e13")
+        if repeat < 1:
+            raise ConfigError(f"--repeat {repeat}: must be a whole number >= 1")
+        if not os.path.isdir(folder):
+            raise ConfigError(f"--folder {folder}: is no folder")
+        if backend == "all":
+            return cls(int(nbytes), tuple(_available(comm)), repeat, folder)
+        checkpoint.check_backend(comm, backend)
+        return cls(int(nbytes), (backend,), repeat, folder)
+
+
+def _available(comm: Communicator) -> list[str]:
+    found = []
+    for backend in ("direct", "mpio"):
+        try:
+            checkpoint.check_backend(comm, backend)
+        except ConfigError:
+            continue
+        found.append(backend)
+    return found
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one operation, that of the slowest rank; ``ratio`` is against what it is compared with.
+
+    Attributes
+    ----------
+    name : str
+        What was done.
+    seconds, least, most : float
+        The median over the repetitions, and their range.
+    against : str
+        Name of the operation it is compared with, done in the same repetitions; "" for none.
+    ratio : float
+        The median of these seconds by that of those; 1 without comparison.
+    """
+
+    name: str
+    seconds: float
+    least: float
+    most: float
+    against: str
+    ratio: float
+
+
+@dataclass(frozen=True)
+class CheckpointFigures:
+    """What was measured, and the memory of one rank: bytes of its shard, and the most that it needed beside it.
+
+    ``peaks`` has by operation what Python's allocators have counted, and the growth of the largest resident size and of
+    the largest proportional set size that was seen.
+    """
+
+    ranks: int
+    nbytes: int
+    repeat: int
+    shard: int
+    timings: list[Timing]
+    peaks: dict[str, tuple[int, int, int]]
+
+
+#: Name of an operation -> what it is compared with.
+COMPARED: Mapping[str, str] = {
+    "save direct": "raw write",
+    "save mpio": "raw write",
+    "asynchronous stall": "plain copy",
+    "load": "raw read",
+    "load unverified": "raw read",
+    "verification": "load",
+    "cold load": "cold raw read",
+    "cold load unverified": "cold raw read",
+    "cold verification": "cold load",
+}
+
+
+class _Bench:
+    """One rank's values and files."""
+
+    def __init__(self, request: CheckpointRequest, comm: Communicator, folder: Path) -> None:
+        self.request, self.comm, self.folder = request, comm, folder
+        self.rows = max(1, request.nbytes // (4 * _WIDTH * LAYERS * len(SLOTS)))
+        size = self.rows * _WIDTH
+        held = Partition(size, comm.size).shard(comm.rank)
+        span = Span(held.start, held.stop)
+        random = np.random.default_rng(comm.rank)
+        self.shard: Array = random.random((span.size * LAYERS * len(SLOTS),), np.float32)
+        self.copy: Array = np.zeros_like(self.shard)
+        self.arrays, self.wanted = (self._arrays(values, span.start, span.size) for values in (self.shard, self.copy))
+        self.total = 4 * size * LAYERS * len(SLOTS)
+        self.start = 4 * span.start * LAYERS * len(SLOTS)
+        self.buffer = SnapshotBuffer()
+        self.buffer.reserve(self.arrays)
+        self.pending: checkpoint.PendingSave
+        self.manifest: Manifest
+
+    def _arrays(self, values: Array, start: int, size: int) -> list[LocalArray]:
+        names = [f"{slot}/blocks.{layer}.weight" for slot in SLOTS for layer in range(LAYERS)]
+        pieces = values.reshape(len(names), size)
+        return [
+            LocalArray(name, (self.rows, _WIDTH), values.dtype, ((start, piece),))
+            for name, piece in zip(names, pieces, strict=True)
+        ]
+
+    def raw_write(self) -> None:
+        """Write this rank's share of one file, and make it durable."""
+        file = os.open(self.folder / "raw", os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            data = self.shard.view(np.uint8).data
+            for begin in range(0, len(data), RAW_BYTES):
+                _all(os.pwrite, file, data[begin : begin + RAW_BYTES], self.start + begin)
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+    def raw_read(self) -> None:
+        """Read this rank's share of that file into memory that is there."""
+        file = os.open(self.folder / "raw", os.O_RDONLY)
+        try:
+            data = self.copy.view(np.uint8).data
+            for begin in range(0, len(data), RAW_BYTES):
+                _all(
+                    lambda f, view, at: os.preadv(f, [view], at),
+                    file,
+                    data[begin : begin + RAW_BYTES],
+                    self.start + begin,
+                )
+        finally:
+            os.close(file)
+
+    def plain_copy(self) -> None:
+        """Copy this rank's share."""
+        self.copy[:] = self.shard
+
+    def save(self, backend: str) -> None:
+        """Save with all care."""
+        checkpoint.write(self.folder / backend, self.arrays, {}, self.comm, backend)
+
+    def load(self) -> None:
+        """Load and verify."""
+        with checkpoint.open_checkpoint(self.folder / self.request.backends[0], self.comm) as reader:
+            reader.read(self.wanted)
+
+    def load_unverified(self) -> None:
+        """Open the checkpoint as :meth:`load` does and read the same bytes, with no checksum taken."""
+        folder = self.folder / self.request.backends[0]
+        with checkpoint.open_checkpoint(folder, self.comm):
+            source = FileBytes(str(folder / "state.h5"), self.manifest.state_bytes)
+            for array in self.wanted:
+                for first, values in array.pieces:
+                    source.read_into(self.manifest.arrays[array.path].offset + 4 * first, values.view(np.uint8).data)
+            source.close()
+
+    def forget(self, name: str) -> None:
+        """Let the system drop what it keeps of a file in memory, once all ranks have used it: a job that resumes reads.
+
+        The file must be durable: what is not written yet stays.
+        """
+        self.comm.barrier("bench checkpoint")
+        if self.comm.rank == 0:
+            file = os.open(self.folder / name, os.O_RDONLY)
+            try:
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(file)
+
+    def begin(self) -> None:
+        """Start an asynchronous save."""
+        self.pending = checkpoint.begin(self.folder / "begun", self.arrays, {}, self.comm, buffer=self.buffer)
+
+    def finish(self) -> None:
+        """End it, and leave nothing."""
+        self.pending.commit()
+        self.remove("begun")
+
+    def remove(self, name: str) -> None:
+        """Remove what an operation has left, once all ranks have done it."""
+        self.comm.barrier("bench checkpoint")
+        if self.comm.rank == 0:
+            path = self.folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        self.comm.barrier("bench checkpoint")
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Return how long the slowest rank works."""
+        self.comm.barrier("bench checkpoint")
+        started = time.perf_counter()
+        with all_ranks(self.comm):
+            work()
+            took = np.array([time.perf_counter() - started])
+        self.comm.allreduce(took, "max", "bench checkpoint")
+        return float(took[0])
+
+    def round(self, number: int) -> dict[str, float]:
+        """Do everything once and leave nothing; what is compared comes first in every other round.
+
+        One file at a time: the system's memory that a second one gets may be slower. And a disk may be fast only until
+        its buffer is full.
+        """
+        turn = -1 if number % 2 else 1
+        found: dict[str, float] = {}
+        for part in (self._copies, self._raw, self._checkpoints)[::turn]:
+            found |= part(turn)
+        return found
+
+    def _copies(self, turn: int) -> dict[str, float]:
+        if "direct" not in self.request.backends:
+            return {}
+        works = {"plain copy": self.plain_copy, "asynchronous stall": self.begin}
+        found = {name: self.seconds(works[name]) for name in list(works)[::turn]}
+        self.finish()
+        return found
+
+    def _raw(self, turn: int) -> dict[str, float]:
+        found = {"raw write": self.seconds(self.raw_write), "raw read": self.seconds(self.raw_read)}
+        self.forget("raw")
+        found["cold raw read"] = self.seconds(self.raw_read)
+        self.remove("raw")
+        return found
+
+    def _checkpoints(self, turn: int) -> dict[str, float]:
+        found = {}
+        for backend in self.request.backends:
+            found[f"save {backend}"] = self.seconds(lambda name=backend: self.save(name))  # type: ignore[misc]
+            if backend == self.request.backends[0]:
+                _, self.manifest = read_manifest(str(self.folder / backend))
+                self.load_unverified()  # whoever reads new pages first is slower
+                found |= self._loads("", turn) | self._loads("cold ", turn)
+            self.remove(backend)
+        return found
+
+    def _loads(self, cold: str, turn: int) -> dict[str, float]:
+        """Load with and without verification: from the system's memory, or ``cold``, from the disk."""
+        works = {"load": self.load, "load unverified": self.load_unverified}
+        found = {}
+        for name in list(works)[::turn]:
+            if cold:
+                self.forget(f"{self.request.backends[0]}/state.h5")
+            found[cold + name] = self.seconds(works[name])
+        return found | {f"{cold}verification": found[f"{cold}load"] - found[f"{cold}load unverified"]}
+
+    def peaks(self) -> dict[str, tuple[int, int, int]]:
+        """Return what a save and a load need besides the values, largest over the ranks."""
+        found = {}
+        backend = self.request.backends[0]
+        # The first save loads libraries, once.
+        checkpoint.write(self.folder / "first", self.arrays[:1], {}, self.comm, backend)
+        self.remove("first")
+        for name, work in ((f"save {backend}", lambda: self.save(backend)), ("load", self.load)):
+            settle()
+            tracemalloc.start()
+            with peak_growth() as resident, proportional_growth() as proportional:
+                self.seconds(work)
+            counted = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            every = self.comm.allgather_object((counted, resident[0], proportional[0]), "bench checkpoint")
+            first, second, third = map(max, zip(*every, strict=True))
+            found[name] = (first, second, third)
+        self.remove(backend)
+        return found
+
+
+def _all(call: Callable[[int, memoryview, int], int], file: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += call(file, data[done:], offset + done)
+
+
+def measure_checkpoint(
+    request: CheckpointRequest, comm: Communicator, tell: Callable[[str], None] = lambda line: None
+) -> CheckpointFigures:
+    """Write and read checkpoints and raw bytes in turn, and return the figures.
+
+    Collective over ``comm``. ``tell`` gets a line before each repetition, on rank 0.
+    """
+    with all_ranks(comm):
+        made = tempfile.mkdtemp(prefix=".bench-checkpoint-", dir=request.folder) if comm.rank == 0 else None
+    folder = Path(comm.broadcast_object(made, tag="bench checkpoint"))
+    try:
+        bench = _Bench(request, comm, folder)
+        peaks = bench.peaks()  # also warms up
+        rounds = []
+        for number in range(request.repeat):
+            if comm.rank == 0:
+                tell(f"repetition {number + 1} of {request.repeat}")
+            rounds.append(bench.round(number))
+    finally:
+        if comm.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    timings = [_timing(name, rounds) for name in rounds[0]]
+    return CheckpointFigures(comm.size, bench.total, request.repeat, bench.shard.nbytes, timings, peaks)
+
+
+def _timing(name: str, rounds: list[dict[str, float]]) -> Timing:
+    against = COMPARED.get(name, "")
+    seconds = [found[name] for found in rounds]
+    typical = statistics.median(seconds)
+    ratio = typical / statistics.median(found[against] for found in rounds) if against else 1.0
+    return Timing(name, typical, min(seconds), max(seconds), against, ratio)
+
+
+def report(figures: CheckpointFigures) -> str:
+    """Return the figures for people.
+
+    Not collective.
+    """
+    lines = [
+        f"{figures.nbytes / 1e9:.2f} GB from {figures.ranks} ranks, median of {figures.repeat} repetitions",
+        f"{'':21}{'ms':>9}{'least':>9}{'most':>9}{'GB/s':>8}  against",
+    ]
+    for timing in figures.timings:
+        shown = not timing.name.endswith("verification")
+        speed = f"{figures.nbytes / timing.seconds / 1e9:8.2f}" if shown else f"{'':8}"
+        compared = f"  {timing.ratio:.2f} x the time of: {timing.against}" if timing.against else ""
+        spans = "".join(f"{value * 1e3:9.1f}" for value in (timing.seconds, timing.least, timing.most))
+        lines.append(f"{timing.name:21}{spans}{speed}{compared}")
+    for name, (counted, resident, proportional) in figures.peaks.items():
+        lines.append(
+            f"memory of {name} beside the shard of {figures.shard / 1e6:.1f} MB: {counted / 1e6:.1f} MB counted, "
+            f"{resident / 1e6:.1f} MB resident, {proportional / 1e6:.1f} MB PSS"
+        )
+    return "\n".join(lines)
+
+
+def as_json(figures: CheckpointFigures) -> str:
+    """Return the figures for programs.
+
+    Not collective.
+    """
+    return json.dumps({"benchmark": "checkpoint", **asdict(figures)})

@@ -1,0 +1,102 @@
+"""Speed of one file that all ranks write and read, each its own part."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.layout import Partition
+from mpizero.planning.machine_file import FileSpeed
+from mpizero.planning.repeated import Spread
+from mpizero.train.bench.rounds import together
+
+#: Bytes of one write or read.
+_PIECE = 64 * 1024 * 1024
+_WRITE, _READ, _AGAIN = "write with fsync", "read", "read from memory"
+
+
+class Files:
+    """One file of ``nbytes`` in a folder of its own inside ``folder``; removed after every repetition.
+
+    Construction and :meth:`measure` are collective over ``comm``.
+    """
+
+    def __init__(self, comm: Communicator, nbytes: int, folder: str) -> None:
+        self.comm, self.nbytes = comm, nbytes
+        with all_ranks(comm):
+            made = tempfile.mkdtemp(prefix=".bench-machine-", dir=folder) if comm.rank == 0 else ""
+        self.folder = Path(comm.broadcast_object(made, tag="bench"))
+        self.path = self.folder / "file"
+        part = Partition(nbytes, comm.size).shard(comm.rank)
+        self.start = part.start
+        self.data = np.random.default_rng(comm.rank).bytes(part.stop - part.start)
+        self.room = bytearray(len(self.data))
+        self.values: dict[str, list[float]] = {_WRITE: [], _READ: [], _AGAIN: []}
+
+    def _write(self) -> None:
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            view, done = memoryview(self.data), 0
+            while done < len(view):
+                done += os.pwrite(file, view[done : done + _PIECE], self.start + done)
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+    def _read(self) -> None:
+        file = os.open(self.path, os.O_RDONLY)
+        try:
+            view, done = memoryview(self.room), 0
+            while done < len(view):
+                if not (count := os.preadv(file, [view[done : done + _PIECE]], self.start + done)):
+                    raise OSError(f"{self.path} ends before its {self.nbytes} bytes")
+                done += count
+        finally:
+            os.close(file)
+
+    def _forget(self) -> None:
+        """Ask the system to keep nothing of the file in memory."""
+        file = os.open(self.path, os.O_RDONLY)
+        try:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(file)
+
+    def measure(self) -> None:
+        """Write once, read twice, remove. Collective."""
+        failure: list[OSError] = []
+
+        def tried(work: Callable[[], None]) -> None:
+            try:
+                if not failure:
+                    work()
+            except OSError as error:  # the others wait at the end of the measurement
+                failure.append(error)
+
+        for name, work in ((_WRITE, self._write), (_READ, self._read), (_AGAIN, self._read)):
+            if name == _READ:
+                tried(self._forget)
+            self.values[name].append(together(self.comm, partial(tried, work)))
+            with all_ranks(self.comm):
+                if failure:
+                    raise failure[0]
+        if self.comm.rank == 0:
+            self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove what is left. Not collective: rank 0 does it, maybe after an error."""
+        if self.comm.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def figures(self) -> tuple[FileSpeed, ...]:
+        """Return what was measured. Not collective."""
+        return tuple(FileSpeed(name, self.nbytes, Spread.of(values)) for name, values in self.values.items())

@@ -1,0 +1,331 @@
+"""``mpizero bench memory`` of a model that is split over ranks: what each rank holds and sends, beside the plan."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from mpizero import nn, optim
+from mpizero.comm import Communicator, ProcessGrid
+from mpizero.comm.agreement import all_ranks
+from mpizero.errors import ConfigError
+from mpizero.parallel import HybridShardedModel, HybridShardedOptimizer, ShardingConfig
+from mpizero.parallel.placement import placement
+from mpizero.planning import RankPlan, TrainingPlan
+from mpizero.train.bench.activation_meter import watch
+from mpizero.train.bench.strategy_memory import MemoryRequest, require_room, settled_size
+from mpizero.train.config.parallel_section import ParallelSection
+from mpizero.train.run.process_memory import proportional
+from mpizero.types import Array
+
+#: The model's layers where the pipeline needs no more; attention heads where the tensor group needs no more.
+LAYERS, HEADS = 8, 8
+SEQUENCE = 128
+#: What is shown on its own; the rest of what a rank holds is "buffers".
+PARTS = ("parameters", "gradients", "optimizer state", "activations")
+_COLUMNS = (
+    ("", "parameters"),
+    ("", "gradients"),
+    ("optimizer", "state"),
+    ("", "buffers"),
+    ("all", "at rest"),
+    ("PSS", "at rest"),
+    ("acti-", "vations"),
+    ("all", "in a step"),
+    ("PSS", "in a step"),
+    ("sent", "a step"),
+    ("messages", "a step"),
+)
+_BUFFERS = ("buffers", "exchange buffers", "group buffers")
+#: Bytes a parameter in the worst case: values, gradient, micro-batch, two moments, and a row of sums.
+_WORST_BYTES = 24
+
+
+@dataclass(frozen=True)
+class LayoutRequest:
+    """What to measure.
+
+    Attributes
+    ----------
+    memory : MemoryRequest
+        Size of the model, strategies, kinds of memory, steps.
+    layout : ParallelSection
+        How the model is laid out; the strategy is one of :attr:`memory`'s.
+    micro_batches : int
+        Of a replica in a step, one sample each.
+    """
+
+    memory: MemoryRequest
+    layout: ParallelSection
+    micro_batches: int
+
+    def __post_init__(self) -> None:
+        """Reject micro-batches that mean nothing."""
+        if self.micro_batches < 1:
+            raise ConfigError(f"--micro-batches {self.micro_batches}: must be a whole number >= 1")
+
+    def model(self, parameters: int) -> nn.GPT:
+        """Return a GPT with at least so many parameters that the layout can split.
+
+        Not collective.
+        """
+        layers = max(LAYERS, self.layout.chunks)
+        heads = self.layout.tensor * math.ceil(HEADS / self.layout.tensor)
+        width = math.sqrt(parameters / (12 * layers))
+        return nn.GPT(
+            dim=heads * max(1, math.ceil(width / heads)), layers=layers, heads=heads, sequence=SEQUENCE, seed=1
+        )
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """The figures of one rank; bytes.
+
+    Attributes
+    ----------
+    rank : int
+        In the world.
+    here : dict of str to int
+        Its place on every axis.
+    held, planned : dict of str to int
+        By part, counted where they are allocated, and by the plan's formulas.
+    pss_at_rest, pss_in_step : int
+        Growth of its proportional set size when freed memory is given back after training, and before: the process
+        keeps the most that a step has taken, working arrays and messages beside the activations.
+    planned_working : int
+        What blocks and messages take at most besides while a step runs, by the plan.
+    sent, planned_sent : int
+        Bytes sent to other ranks in the last step.
+    messages, planned_messages : int
+        Calls that sent them.
+    """
+
+    rank: int
+    here: dict[str, int]
+    held: dict[str, int]
+    planned: dict[str, int]
+    pss_at_rest: int
+    pss_in_step: int
+    planned_working: int
+    sent: int
+    planned_sent: int
+    messages: int
+    planned_messages: int
+
+
+@dataclass(frozen=True)
+class LayoutTable:
+    """One strategy with one kind of memory.
+
+    Attributes
+    ----------
+    memory : str
+        "shared" or "private".
+    strategy, layout : str
+        As in the configuration, and in words.
+    parameters, micro_batches : int
+        Of the whole model, and of a replica in a step.
+    rows : tuple of RankRow
+        One a rank.
+    """
+
+    memory: str
+    strategy: str
+    layout: str
+    parameters: int
+    micro_batches: int
+    rows: tuple[RankRow, ...]
+
+
+def measure_layout(
+    request: LayoutRequest, comm: Communicator, tell: Callable[[str], None] = lambda line: None
+) -> list[LayoutTable]:
+    """Train with every strategy asked for, and return the figures on rank 0, nothing elsewhere.
+
+    Collective over ``comm``. ``tell`` gets a line before each run, on rank 0.
+    """
+    wanted, layout = request.memory, request.layout
+    with all_ranks(comm):
+        copies = comm.size // (layout.pipeline * layout.tensor) if False in wanted.shared else 2
+        require_room(wanted.parameters, _WORST_BYTES * copies * wanted.parameters, comm.size)
+        model, small = request.model(wanted.parameters), request.model(1)
+    tables = []
+    for shared, strategy in product(wanted.shared, wanted.strategies):
+        run = _Run(request, replace(layout, strategy=strategy, share_node_memory=shared), comm)
+        if comm.rank == 0:
+            tell(f"{run.described}, {run.memory} memory, {comm.size} ranks")
+        # Libraries, kernels and buffers that every model needs are there before the measurement.
+        run.measure(small, 1)
+        figures = comm.allgather_object(run.measure(model, wanted.steps), "bench")
+        with all_ranks(comm):
+            if comm.rank == 0:
+                tables.append(run.table(model, figures))
+    return tables
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One layout with one strategy and one kind of memory."""
+
+    request: LayoutRequest
+    layout: ParallelSection
+    comm: Communicator
+
+    @property
+    def memory(self) -> str:
+        return "shared" if self.layout.share_node_memory else "private"
+
+    @property
+    def described(self) -> str:
+        return self.layout.describe(self.comm.size)
+
+    def config(self, comm: Communicator | str) -> ShardingConfig:
+        """Return settings for one grain a replica, in micro-batches of one sample. Not collective."""
+        count = self.request.micro_batches
+        share = self.layout.share_node_memory
+        return ShardingConfig(comm=comm, micro_batch=1, accumulate=count, share_node_memory=share)
+
+    def measure(self, model: nn.GPT, steps: int) -> dict[str, Any]:
+        """Train, and return what this rank held and sent. Collective."""
+        with self.comm.split_node(None, name="bench") as host:
+            node = host.broadcast_object(self.comm.rank, tag="bench")
+        before = settled_size(self.comm)
+        config = self.config(self.comm)
+        optimizer = HybridShardedOptimizer(optim.AdamW(lr=1e-4), config)
+        with config, HybridShardedModel(model, config, **self.layout.arguments()) as sharded:
+            optimizer.set_model(sharded)
+            grid, meter = sharded.engine.grid, watch(sharded.engine)
+            x, y = _samples(model, self.request.micro_batches, grid.here.data)
+            sharded.train(x, y)  # stages tell each other the shapes of messages once
+            for _ in range(steps):
+                sent = _sent(grid)
+                sharded.train(x, y)
+            now = _sent(grid)
+            self.comm.barrier("bench")
+            in_step = proportional()
+            held = {**sharded.engine.memory.kinds(), **_group_buffers(grid), "activations": meter.peak}
+            return {
+                "here": grid.here._asdict(),
+                "held": held,
+                "pss": (settled_size(self.comm) - before, in_step - before),
+                "sent": [b - a for a, b in zip(sent, now, strict=True)],
+                "parameters": sharded.parameter_count,
+                "node": node,
+            }
+
+    def table(self, model: nn.GPT, figures: Sequence[dict[str, Any]]) -> LayoutTable:
+        """Put the plan beside what was counted. Not collective."""
+        nodes = [figure["node"] for figure in figures]
+        alike = {nodes.count(node) for node in nodes}
+        x, y = _samples(model, 1, 0)
+        plan = TrainingPlan(
+            model=model,
+            optimizer=optim.AdamW(lr=1e-4),
+            config=self.config("self"),
+            row=placement(self.layout.strategy),
+            spread=self.layout.spread(),
+            ranks=self.comm.size,
+            ranks_per_node=alike.pop() if len(alike) == 1 else None,
+            global_batch=self.request.micro_batches * self.layout.axes(self.comm.size).data,
+            x=x,
+            y=y,
+        )
+        rows = tuple(_row(figure, planned) for figure, planned in zip(figures, plan.by_rank, strict=True))
+        count = figures[0]["parameters"]
+        return LayoutTable(self.memory, self.layout.strategy, self.described, count, self.request.micro_batches, rows)
+
+
+def _row(figure: dict[str, Any], plan: RankPlan) -> RankRow:
+    (sent, messages), (at_rest, in_step) = figure["sent"], figure["pss"]
+    planned = {part: held.mine for part, held in plan.memory.items()}
+    return RankRow(
+        rank=plan.rank,
+        here=figure["here"],
+        held=_shown(figure["held"]),
+        planned=_shown(planned),
+        pss_at_rest=at_rest,
+        pss_in_step=in_step,
+        planned_working=planned.get("working arrays", 0) + planned.get("messages", 0),
+        sent=sent,
+        planned_sent=plan.bytes_sent,
+        messages=messages,
+        planned_messages=plan.messages,
+    )
+
+
+def _shown(held: dict[str, int]) -> dict[str, int]:
+    return {**{part: held.get(part, 0) for part in PARTS}, "buffers": sum(held.get(part, 0) for part in _BUFFERS)}
+
+
+def at_rest(held: dict[str, int]) -> int:
+    """Return what stays between steps: all but the activations. Not collective."""
+    return sum(held.values()) - held["activations"]
+
+
+def _samples(model: nn.GPT, count: int, replica: int) -> tuple[Array, Array]:
+    """Return random ids and targets of a replica, the same for all its ranks."""
+    ids = np.random.default_rng(replica).integers(0, model.vocabulary, (count, model.sequence + 1))
+    return ids[:, :-1].copy(), ids[:, 1:].copy()
+
+
+def _sent(grid: ProcessGrid) -> tuple[int, int]:
+    counters = [communicator.counters for communicator in (grid.world, *grid.communicators)]
+    return sum(c.bytes_sent for c in counters), sum(c.messages for c in counters)
+
+
+def _group_buffers(grid: ProcessGrid) -> dict[str, int]:
+    """Return what the tensor or context group keeps: its messages, and this rank's equal part of its window."""
+    split = [name for name in ("tensor", "context") if getattr(grid, name).size > 1]
+    groups = [getattr(grid, f"{name}_group") for name in split]
+    return {"group buffers": sum(group.private_bytes + group.shared_bytes // group.size for group in groups)}
+
+
+def report(tables: Sequence[LayoutTable]) -> str:
+    """Return the figures for people, in MB (10^6 bytes).
+
+    Not collective.
+    """
+    return "\n\n".join("\n".join(_lines(table)) for table in tables)
+
+
+def _lines(table: LayoutTable) -> Iterator[str]:
+    yield (
+        f"{table.layout}, {table.memory} memory: GPT with {table.parameters:,} float32 parameters, AdamW, "
+        f"{table.micro_batches} micro-batches of 1 x {SEQUENCE} tokens a replica; MB a rank"
+    )
+    yield f"{'':28}" + "".join(f"{first:>11}" for first, _ in _COLUMNS)
+    yield f"{'rank p t d c':28}" + "".join(f"{second:>11}" for _, second in _COLUMNS)
+    for row in table.rows:
+        place = " ".join(map(str, (f"{row.rank:4}", *row.here.values())))
+        most = sum(row.planned.values()) + row.planned_working
+        yield f"{place:20}counted " + _figures(row.held, (row.pss_at_rest, row.pss_in_step), row.sent, row.messages)
+        yield f"{'':20}planned " + _figures(row.planned, (None, most), row.planned_sent, row.planned_messages)
+    worst = ", ".join(f"{part} {100 * _deviation(table.rows, part):.2f} %" for part in PARTS)
+    yield f"largest difference between counted and planned: {worst}"
+
+
+def _figures(held: dict[str, int], pss: tuple[int | None, int], sent: int, messages: int) -> str:
+    """Return the columns of a line."""
+    rest = at_rest(held)
+    parts = (*(held[part] for part in PARTS[:3]), held["buffers"], rest, pss[0])
+    moving = (held["activations"], rest + held["activations"], pss[1], sent)
+    shown = "".join(f"{'' if size is None else f'{size / 1e6:.3f}':>11}" for size in (*parts, *moving))
+    return f"{shown}{messages:11}"
+
+
+def _deviation(rows: Sequence[RankRow], part: str) -> float:
+    return max(abs(row.held[part] - row.planned[part]) / max(row.planned[part], 1) for row in rows)
+
+
+def as_json(tables: Sequence[LayoutTable]) -> str:
+    """Return the figures for programs.
+
+    Not collective.
+    """
+    return json.dumps({"benchmark": "memory", "layouts": [asdict(table) for table in tables]})

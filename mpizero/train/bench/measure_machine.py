@@ -1,0 +1,131 @@
+"""``mpizero bench machine``: how fast this machine computes, reads and writes memory, sends, and writes files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from threadpoolctl import threadpool_limits
+
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.startup.launch import mpi_facts
+from mpizero.comm.startup.same_software import versions
+from mpizero.errors import ConfigError
+from mpizero.kernels.blas import library
+from mpizero.nn.freed_memory import keep_freed_memory
+from mpizero.planning.machine_file import Machine, write_machine
+from mpizero.train.bench.file_speed import Files
+from mpizero.train.bench.memory_bandwidth import ARRAYS, Streams
+from mpizero.train.bench.message_speed import Messages
+from mpizero.train.bench.product_rates import Products, Shapes
+from mpizero.train.bench.strategy_memory import require_room
+from mpizero.train.doctor import machine_facts as facts
+
+
+@dataclass(frozen=True)
+class MachineRequest:
+    """What to measure.
+
+    Attributes
+    ----------
+    shapes : Shapes
+        Of the products.
+    elements : int
+        Of each array of the passes over memory; together they should be larger than all caches.
+    largest : int
+        Bytes of the largest message.
+    file_bytes : int
+        Of the file, all ranks together; 0 leaves files out.
+    folder, output : str
+        Where the file is written; where the machine file goes.
+    repeat : int
+        Repetitions.
+    threads : int
+        Of a rank.
+    """
+
+    shapes: Shapes = field(default_factory=Shapes)
+    elements: int = 1 << 24
+    largest: int = 1 << 23
+    file_bytes: int = 128_000_000
+    folder: str = "."
+    output: str = "machine.json"
+    repeat: int = 7
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        """Reject what cannot be measured."""
+        least = {"elements": 2, "largest": 8, "file_bytes": 0, "repeat": 1}
+        for name, bound in least.items():
+            if (value := getattr(self, name)) < bound:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be a whole number >= {bound}")
+        if self.elements % 2:
+            raise ConfigError(f"--elements {self.elements}: must be even")
+        for option, folder in (("--folder", self.folder), ("--output", str(Path(self.output).parent))):
+            if not os.path.isdir(folder):
+                raise ConfigError(f"{option}: {folder} is no folder")
+
+
+def measure_machine(
+    request: MachineRequest, comm: Communicator, tell: Callable[[str], None] = lambda line: None
+) -> Machine:
+    """Measure everything in interleaved repetitions, and return the figures on every rank.
+
+    Collective over ``comm``. ``tell`` gets a line before each repetition, on rank 0.
+    """
+    with all_ranks(comm):
+        require_room(request.elements, 4 * ARRAYS * request.elements * comm.size, comm.size, "--elements")
+        library()  # its threads are limited too once it is there
+    keep_freed_memory()
+    files = Files(comm, request.file_bytes, request.folder) if request.file_bytes else None
+    try:
+        with threadpool_limits(request.threads, user_api="blas"):
+            streams, products = Streams(comm, request.elements), Products(comm, request.shapes)
+            messages = Messages(comm, request.largest)
+            for number in range(request.repeat + 1):  # the first one warms up
+                if comm.rank == 0:
+                    tell(f"repetition {number} of {request.repeat}" if number else "warm-up")
+                turn = -1 if number % 2 else 1
+                for part in (streams, products, messages)[::turn]:
+                    part.measure(turn, keep=number > 0)
+                if files is not None and number:
+                    files.measure()
+    finally:
+        if files is not None:
+            files.close()
+    return _machine(request, comm, (streams, products, messages, files))
+
+
+def _machine(
+    request: MachineRequest, comm: Communicator, parts: tuple[Streams, Products, Messages, Files | None]
+) -> Machine:
+    streams, products, messages, files = parts
+    mpi = mpi_facts() if comm.size > 1 else None
+    libraries = dict(versions()) | ({} if mpi is None else {"MPI": f"{mpi.vendor} {mpi.version}"})
+    nodes = [messages.leaders.count(leader) for leader in sorted(set(messages.leaders))]
+    made = Machine(
+        host=facts.host(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        cpu=facts.processor(),
+        blas=facts.blas(),
+        libraries=libraries,
+        ranks=comm.size,
+        nodes=len(nodes),
+        ranks_per_node=max(nodes),
+        threads=request.threads,
+        dtype=request.shapes.dtype,
+        repeat=request.repeat,
+        streams=streams.figures(),
+        products=products.figures(),
+        messages=messages.figures(),
+        files=() if files is None else files.figures(),
+    )
+    machine: Machine = comm.broadcast_object(made, tag="bench")
+    with all_ranks(comm):
+        if comm.rank == 0:
+            write_machine(request.output, machine)
+    return machine

@@ -1,0 +1,127 @@
+"""Bandwidth of memory, for passes of the mixes that training makes; the library's kernels beside plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mpizero import optim
+from mpizero.comm import Communicator
+from mpizero.comm.reduce.segments import program_array
+from mpizero.kernels import cpu, stream
+from mpizero.planning.machine_file import Stream
+from mpizero.planning.repeated import Spread
+from mpizero.train.bench.rounds import alone, ratios, together
+from mpizero.types import Array
+
+#: Arrays that the passes need at once.
+ARRAYS = 7
+#: Sums of rows in the order of the tree: row 0, plus row 1, and so on.
+_TWO, _FOUR = (0, -3), (0, -3, 2, -5, -1)
+
+Work = Callable[[], object]
+
+
+@dataclass
+class _Pass:
+    """One mix: the plain pass, the library's kernel, and their seconds so far, by ``plain`` or not and ``one`` or all.
+
+    ``values`` have a list for each of (plain, one), (plain, all), (own, one), (own, all).
+    """
+
+    name: str
+    reads: int
+    writes: int
+    plain: Work
+    own: Work
+    values: tuple[list[float], ...] = field(default_factory=lambda: ([], [], [], []))
+
+    def measure(self, comm: Communicator, turn: int, *, keep: bool) -> None:
+        """Do all four once, in turn the other way round. Collective."""
+        works = ((self.plain, alone), (self.plain, together), (self.own, alone), (self.own, together))
+        for place in (0, 2, 1, 3)[::turn]:
+            work, how = works[place]
+            took = how(comm, work)
+            self.values[place].extend([took] * keep)
+
+    def figure(self, elements: int, itemsize: int) -> Stream:
+        """Return what was measured. Not collective."""
+        one, every, own_one, own_every = (Spread.of(values) for values in self.values)
+        return Stream(
+            name=self.name,
+            reads=self.reads,
+            writes=self.writes,
+            elements=elements,
+            itemsize=itemsize,
+            one=one,
+            every=every,
+            own_one=own_one,
+            own_every=own_every,
+            ratio_one=ratios(self.values[2], self.values[0]),
+            ratio_every=ratios(self.values[3], self.values[1]),
+        )
+
+
+class Streams:
+    """The passes over arrays of ``elements`` float32 of this rank.
+
+    Not collective; :meth:`measure` is.
+    """
+
+    def __init__(self, comm: Communicator, elements: int) -> None:
+        self.comm, self.elements = comm, elements
+        self.arrays: Array = np.ones((ARRAYS, elements), np.float32)  # of even length: read as integers of 64 bits
+        self.passes = self._passes()
+
+    def _passes(self) -> Sequence[_Pass]:
+        a, b, c, d, w, m, v = self.arrays
+        rows_two, rows_four = self.arrays[:2], self.arrays[:4]
+        size, one = self.elements, np.ones(1, np.float32)
+        hyper = optim.AdamW().hyper(1, 1, np.float32)
+        two, four, nothing = program_array(_TWO), program_array(_FOUR), self.arrays[:0]
+        starts, stops, total = np.array([0]), np.array([size]), np.empty(1)
+        adamw, fused, reduction = cpu.optimizer.adamw, cpu.fused, cpu.reduction
+        whole = np.array([size])
+        bits = a.view(np.int64)
+        return (
+            _Pass("read", 1, 0, lambda: stream.read(bits), lambda: reduction.all_finite(a)),
+            _Pass("norm", 1, 0, lambda: stream.read(bits), lambda: reduction.tree_square_sums(a, starts, stops, total)),
+            _Pass("copy", 1, 1, lambda: stream.copy(a, b), lambda: cpu.copy.pack(a, starts, whole, b)),
+            _Pass(
+                "sum of 2",
+                2,
+                1,
+                lambda: stream.add_two(a, b, w),
+                lambda: fused.tree_sum(rows_two, 0, nothing, 0, two, one, w, 0, size),
+            ),
+            _Pass(
+                "sum of 4",
+                4,
+                1,
+                lambda: stream.add_four(a, b, c, d, w),
+                lambda: fused.tree_sum(rows_four, 0, nothing, 0, four, one, w, 0, size),
+            ),
+            _Pass("AdamW", 4, 3, lambda: stream.update(a, w, m, v), lambda: adamw(w, a, m, v, hyper, 0, size)),
+            _Pass(
+                "sum + AdamW",
+                5,
+                3,
+                lambda: stream.add_and_update(a, b, w, m, v),
+                lambda: fused.adamw_tree(rows_two, 0, nothing, 0, two, one, w, m, v, hyper, 0, size),
+            ),
+        )
+
+    def measure(self, turn: int, *, keep: bool) -> None:
+        """Make every pass once, alone and together; ``turn`` is 1 or -1, the order.
+
+        Collective. What warms up is not kept.
+        """
+        for entry in self.passes[::turn]:
+            self.arrays[:] = 1  # sums of sums would grow, and averages shrink to where processors are slow
+            entry.measure(self.comm, turn, keep=keep)
+
+    def figures(self) -> tuple[Stream, ...]:
+        """Return what was measured. Not collective."""
+        return tuple(entry.figure(self.elements, self.arrays.itemsize) for entry in self.passes)

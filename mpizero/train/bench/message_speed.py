@@ -1,0 +1,134 @@
+"""Latency and bandwidth of the collectives that the library uses, by size."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mpizero.comm import Communicator
+from mpizero.layout import Partition
+from mpizero.planning.machine_file import Message
+from mpizero.planning.repeated import Spread
+
+#: The smallest message, and the factor from one size to the next.
+_SMALLEST, _FACTOR = 8, 16
+#: A collective is repeated so often that about so many bytes move, at most :data:`_MOST` times: a short one alone could
+#: not be timed.
+_BYTES, _MOST = 1 << 21, 50
+
+
+def sizes(largest: int) -> tuple[int, ...]:
+    """Return the sizes that are measured, in bytes. Not collective."""
+    found = [_SMALLEST]
+    while found[-1] * _FACTOR < largest:
+        found.append(found[-1] * _FACTOR)
+    return (*found, largest) if largest > found[-1] else tuple(found)
+
+
+@dataclass
+class _Timed:
+    """One operation of one size on this rank, and the seconds so far."""
+
+    operation: str
+    where: str
+    nbytes: int
+    sent: int
+    call: Callable[[], object]
+    values: list[float] = field(default_factory=list)
+
+    def measure(self, comm: Communicator, *, keep: bool) -> None:
+        """Repeat it, and note the slowest rank's seconds for one. Collective."""
+        times = max(1, min(_MOST, _BYTES // max(1, self.nbytes)))
+        self.call()
+        comm.barrier("bench")
+        started = time.perf_counter()
+        for _ in range(times):
+            self.call()
+        took = np.array([(time.perf_counter() - started) / times])
+        comm.allreduce(took, "max", "bench")
+        self.values.extend([float(took[0])] * keep)
+
+
+class Messages:
+    """The collectives of ``comm``; nothing on one rank.
+
+    Construction and :meth:`measure` are collective over ``comm``.
+    """
+
+    def __init__(self, comm: Communicator, largest: int) -> None:
+        self.comm = comm
+        with comm.split_node(name="bench") as node:
+            leader = node.broadcast_object(comm.rank, tag="bench")
+        self.leaders: list[int] = comm.allgather_object(leader, "bench")
+        self.timed: Sequence[_Timed] = tuple(self._timed(largest)) if comm.size > 1 else ()
+
+    def _timed(self, largest: int) -> Iterator[_Timed]:
+        comm = self.comm
+        yield _Timed("barrier", "all ranks", 0, 0, lambda: comm.barrier("bench"))
+        pairs = {"inside a node": self._pair(same=True), "between nodes": self._pair(same=False)}
+        for nbytes in sizes(largest):
+            whole, other = np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+            yield self._exchange(whole, other)
+            yield self._gather(whole)
+            # Sums of float64 have a type that every MPI adds.
+            yield _Timed("allreduce", "all ranks", nbytes, *self._allreduce(np.ones(nbytes // 8)))
+            for where, pair in pairs.items():
+                if pair is not None:
+                    yield _Timed("one to one", where, nbytes, nbytes, self._ping(pair, whole, other))
+
+    def _exchange(self, send: np.ndarray, recv: np.ndarray) -> _Timed:
+        """Send each rank its slice of a vector, as partial sums of gradients are exchanged."""
+        comm, counts = self.comm, Partition(send.size, self.comm.size).sizes()
+        own = counts[comm.rank]
+        arrived = np.empty(own * comm.size, np.uint8) if own * comm.size > recv.size else recv[: own * comm.size]
+        return _Timed(
+            "exchange",
+            "all ranks",
+            send.size,
+            send.size - own,
+            lambda: comm.alltoallv(send, counts, arrived, [own] * comm.size, "bench"),
+        )
+
+    def _gather(self, whole: np.ndarray) -> _Timed:
+        """Put a vector together from the slices of all ranks, as updated parameters are."""
+        comm, counts = self.comm, Partition(whole.size, self.comm.size).sizes()
+        own, recv = np.ones(counts[comm.rank], np.uint8), np.empty_like(whole)
+        sent = own.size * (comm.size - 1)
+        return _Timed("gather", "all ranks", whole.size, sent, lambda: comm.allgatherv(own, recv, counts, "bench"))
+
+    def _allreduce(self, vector: np.ndarray) -> tuple[int, Callable[[], object]]:
+        comm = self.comm
+        return 2 * vector.nbytes * (comm.size - 1) // comm.size, lambda: comm.allreduce(vector, "max", "bench")
+
+    def _pair(self, *, same: bool) -> tuple[int, int] | None:
+        """Return two ranks of one node, or of two; None where there are none."""
+        ranks = range(self.comm.size)
+        found = ((a, b) for a in ranks for b in ranks[a + 1 :] if (self.leaders[a] == self.leaders[b]) is same)
+        return next(found, None)
+
+    def _ping(self, pair: tuple[int, int], send: np.ndarray, recv: np.ndarray) -> Callable[[], object]:
+        """Return what sends a vector to the second rank of a pair; every second call sends it back."""
+        comm, (first, second) = self.comm, pair
+        turns = {"next": 0}
+
+        def send_once() -> None:
+            source, target = (first, second) if turns["next"] % 2 == 0 else (second, first)
+            turns["next"] += 1
+            if comm.rank == source:
+                comm.send(send, target)
+            elif comm.rank == target:
+                comm.recv(recv, source)
+
+        return send_once
+
+    def measure(self, turn: int, *, keep: bool) -> None:
+        """Measure everything once; ``turn`` is 1 or -1, the order. Collective. What warms up is not kept."""
+        for timed in self.timed[::turn]:
+            timed.measure(self.comm, keep=keep)
+
+    def figures(self) -> tuple[Message, ...]:
+        """Return what was measured, with the bytes that rank 0 sends. Not collective."""
+        return tuple(Message(t.operation, t.where, t.nbytes, t.sent, Spread.of(t.values)) for t in self.timed)

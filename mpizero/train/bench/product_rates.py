@@ -1,0 +1,161 @@
+"""The rate of matrix products at the shapes that a model's layers use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpizero.comm import Communicator
+from mpizero.errors import ConfigError
+from mpizero.kernels.blas import matmul
+from mpizero.parallel.config import micro_size
+from mpizero.planning.machine_file import Product
+from mpizero.planning.repeated import Spread
+from mpizero.train.bench.rounds import alone, together
+from mpizero.train.config.sections import Config, GptSection
+from mpizero.types import Array
+
+#: Queries of one product of attention, as :mod:`mpizero.nn.layers.attention` cuts them.
+_QUERIES = 64
+_VOCABULARY = 256
+#: A product is made so often that it takes about this many operations, at most :data:`_MOST` times: a single small one
+#: is too short to time.
+_OPERATIONS, _MOST = 2e8, 100
+FORMS = ("forward", "input", "weights")
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The sizes of a transformer's products.
+
+    Attributes
+    ----------
+    dim, heads, sequence, batch : int
+        Features, attention heads, tokens of a sample, samples of a micro-batch.
+    dtype : str
+        "float32" or "float64".
+    """
+
+    dim: int = 256
+    heads: int = 4
+    sequence: int = 128
+    batch: int = 8
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        """Reject sizes that mean nothing."""
+        for name in ("dim", "heads", "sequence", "batch"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"--{name} {value}: must be a whole number >= 1")
+        if self.dim % self.heads:
+            raise ConfigError(f"--heads {self.heads}: must divide --dim {self.dim}")
+
+    @classmethod
+    def of(cls, config: Config) -> Shapes:
+        """Return the shapes of the micro-batches that a configuration trains on. Not collective.
+
+        Raises
+        ------
+        ConfigError
+            If its model is no transformer.
+        """
+        section, train = config.model, config.train
+        if not isinstance(section, GptSection):
+            raise ConfigError(f'model.name = "{section.name}": bench machine takes the shapes of a "gpt"; give --dim')
+        batch = micro_size(train.global_batch, train.micro_batch, train.accumulate)
+        return cls(section.dim, section.heads, section.sequence, batch, section.dtype)
+
+    def linear(self) -> Iterator[tuple[str, int, int]]:
+        """Give the name, inputs and outputs of a block's linear maps. Not collective."""
+        yield "qkv", self.dim, 3 * self.dim
+        yield "projection", self.dim, self.dim
+        yield "expand", self.dim, 4 * self.dim
+        yield "contract", 4 * self.dim, self.dim
+
+
+@dataclass
+class _Timed:
+    """One product: its figures' fixed part, the call that makes it once, and the seconds so far."""
+
+    facts: dict[str, Any]
+    operations: int
+    call: Callable[[], object]
+    one: list[float] = field(default_factory=list)
+    every: list[float] = field(default_factory=list)
+
+    @property
+    def times(self) -> int:
+        """How often it is made for one measurement."""
+        return max(1, min(_MOST, round(_OPERATIONS / self.operations)))
+
+    def work(self) -> None:
+        """Make it so often. Not collective."""
+        for _ in range(self.times):
+            self.call()
+
+    def figure(self) -> Product:
+        """Return seconds of one product. Not collective."""
+        one, every = (Spread.of([s / self.times for s in values]) for values in (self.one, self.every))
+        return Product(**self.facts, one=one, every=every)
+
+
+class Products:
+    """The products of one block and of the head, with their gradients, as the layers make them.
+
+    Not collective; :meth:`measure` is.
+    """
+
+    def __init__(self, comm: Communicator, shapes: Shapes) -> None:
+        self.comm, self.shapes = comm, shapes
+        self.dtype = np.dtype(shapes.dtype)
+        self.random = np.random.default_rng(comm.rank)
+        self.timed: Sequence[_Timed] = (*self._linear(), *self._attention())
+
+    def _array(self, *shape: int) -> Array:
+        return self.random.standard_normal(shape).astype(self.dtype)
+
+    def _linear(self) -> Iterator[_Timed]:
+        rows = self.shapes.batch * self.shapes.sequence
+        for name, inputs, outputs in (*self.shapes.linear(), ("head", self.shapes.dim, _VOCABULARY)):
+            x, weight, dy = self._array(rows, inputs), self._array(inputs, outputs), self._array(rows, outputs)
+            facts = {"name": name, "batch": 1, "linear": name != "head"}
+            forms = {
+                "forward": (x, weight, np.empty_like(dy)),
+                "input": (dy, weight.T, np.empty_like(x)),
+                "weights": (x.T, dy, np.empty_like(weight)),
+            }
+            for form in FORMS:
+                yield self._one({**facts, "form": form}, *forms[form])
+
+    def _attention(self) -> Iterator[_Timed]:
+        """Give the batched products of one block of queries with all keys, and of its probabilities with the values."""
+        batch, width = self.shapes.batch * self.shapes.heads, self.shapes.dim // self.shapes.heads
+        queries, length = min(_QUERIES, self.shapes.sequence), self.shapes.sequence
+        q, k = self._array(batch, queries, width), self._array(batch, length, width)
+        seen, mixed = np.empty((batch, queries, length), self.dtype), np.empty((batch, queries, width), self.dtype)
+        facts = {"form": "forward", "linear": False}
+        yield self._one({**facts, "name": "scores", "batch": batch}, q, k.swapaxes(1, 2), seen)
+        yield self._one({**facts, "name": "mixing", "batch": batch}, self._array(*seen.shape), k, mixed)
+
+    @staticmethod
+    def _one(facts: dict[str, Any], a: Array, b: Array, out: Array) -> _Timed:
+        rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
+        sizes = {"rows": rows, "inner": inner, "columns": columns}
+        return _Timed(facts | sizes, 2 * facts["batch"] * rows * inner * columns, lambda: matmul(a, b, out))
+
+    def measure(self, turn: int, *, keep: bool) -> None:
+        """Make every product, alone and together; ``turn`` is 1 or -1, the order.
+
+        Collective. What warms up is not kept.
+        """
+        for timed in self.timed[::turn]:
+            for how, values in ((alone, timed.one), (together, timed.every))[::turn]:
+                took = how(self.comm, timed.work)
+                values.extend([took] * keep)
+
+    def figures(self) -> tuple[Product, ...]:
+        """Return what was measured. Not collective."""
+        return tuple(timed.figure() for timed in self.timed)

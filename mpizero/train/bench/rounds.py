@@ -1,0 +1,50 @@
+"""Time the same work on one rank alone and on all ranks at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mpizero.comm import Communicator
+from mpizero.planning.repeated import Spread
+
+#: Seconds between two looks of a rank that waits while another is measured: waiting must not take its core.
+_NAP = 2e-4
+
+
+def alone(comm: Communicator, work: Callable[[], object]) -> float:
+    """Return the seconds that ``work`` takes on rank 0 while the others sleep, on every rank.
+
+    Collective over ``comm``; ``work`` is called on rank 0 only.
+    """
+    comm.barrier("bench")
+    took = np.zeros(1)
+    if comm.rank == 0:
+        started = time.perf_counter()
+        work()
+        took[0] = time.perf_counter() - started
+    ended = comm.ibarrier("bench")
+    while not ended.test():
+        time.sleep(_NAP)
+    comm.broadcast(took, 0, "bench")
+    return float(took[0])
+
+
+def together(comm: Communicator, work: Callable[[], object]) -> float:
+    """Return the seconds that ``work`` takes on the slowest rank when all begin at once, on every rank.
+
+    Collective over ``comm``.
+    """
+    comm.barrier("bench")
+    started = time.perf_counter()
+    work()
+    took = np.array([time.perf_counter() - started])
+    comm.allreduce(took, "max", "bench")
+    return float(took[0])
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
+    """Return the quotients of two measurements of the same repetitions. Not collective."""
+    return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])

@@ -1,0 +1,253 @@
+"""``mpizero bench step``: where the time of real training steps goes, phase by phase, beside what it should take."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.supervision.timeline import Span
+from mpizero.data import batches
+from mpizero.errors import ConfigError
+from mpizero.parallel.diagnostics.tracing import watching
+from mpizero.planning.machine_file import Machine
+from mpizero.planning.repeated import Spread
+from mpizero.train.bench.phase_times import (
+    ALL_PHASES,
+    StepMarks,
+    clock_offset,
+    leaders,
+    marks_of,
+    phases_of,
+    waits,
+)
+from mpizero.train.bench.trace_events import write_trace
+from mpizero.train.cli.number_format import columns
+from mpizero.train.config.builder import Job, build
+from mpizero.train.config.sections import Config
+from mpizero.train.doctor.finding import counted
+from mpizero.train.plan import PlanRequest, plan
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """What to measure.
+
+    Attributes
+    ----------
+    steps : int
+        Watched steps; between them lie as many that nobody watches.
+    warm_up : int
+        Steps before them.
+    machine : Machine or None
+        What the machine can do, for floors.
+    trace : str or None
+        The file that gets a picture of the watched steps.
+    """
+
+    steps: int = 10
+    warm_up: int = 3
+    machine: Machine | None = None
+    trace: str | None = None
+
+    def __post_init__(self) -> None:
+        """Reject numbers that mean nothing."""
+        for option, value, least in (("--steps", self.steps, 1), ("--warm-up", self.warm_up, 0)):
+            if value < least:
+                raise ConfigError(f"{option} {value}: must be a whole number >= {least}")
+        if self.trace is not None and not Path(self.trace).parent.is_dir():
+            raise ConfigError(f"--trace {self.trace}: {Path(self.trace).parent} is no folder")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Seconds of a phase a step: medians over steps, and what it should take at least (0: no floor)."""
+
+    seconds: Spread | None
+    floor: float
+
+    @property
+    def median(self) -> float:
+        """The median, 0 where it never happened."""
+        return 0.0 if self.seconds is None else self.seconds.median
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What was measured.
+
+    Attributes
+    ----------
+    described : str
+        The training.
+    steps : int
+        Watched ones.
+    plain, watched : Spread
+        Seconds of the slowest rank's steps, without and with somebody who watches, in turn.
+    ranks : tuple of dict of str to Phase
+        The phases of every rank; those of a watched step add up to its time.
+    places : tuple of dict
+        The place of every rank on the axes.
+    slowest : int
+        The rank that waits least.
+    """
+
+    described: str
+    steps: int
+    plain: Spread
+    watched: Spread
+    ranks: tuple[dict[str, Phase], ...]
+    places: tuple[dict[str, int], ...]
+    slowest: int
+
+
+def measure_step(
+    request: StepRequest, config: Config, comm: Communicator, tell: Callable[[str], None] = lambda line: None
+) -> StepFigures:
+    """Train some steps, every other one watched, and return the figures on every rank.
+
+    Collective over ``comm``. ``tell`` gets a line when all is built and warm, on rank 0. Nothing is saved but
+    the trace.
+    """
+    config.parallel.check_ranks(comm.size)
+    floors = _floors(request, config, comm)
+    with build(config, comm) as job:
+        grid = job.model.engine.grid
+        several = [c for c in (grid.world, *grid.communicators) if c.size > 1]
+        first, offset = leaders(several, grid.world), clock_offset(comm)
+        plain, watched, spans = _train(request, job, tell)
+        own = tuple(
+            StepMarks(start + offset, stop + offset, marks_of(found, offset, first)) for start, stop, found in spans
+        )
+        ranks: list[tuple[StepMarks, ...]] = comm.allgather_object(own, "bench step")
+        places = tuple(comm.allgather_object(grid.here._asdict(), "bench step"))
+        described = job.describe()
+    latest = waits(ranks)
+    tables = [[phases_of(step, latest) for step in steps] for steps in ranks]
+    phases = tuple(_phases(table, floors[rank] if floors else {}) for rank, table in enumerate(tables))
+    slowest = min(range(comm.size), key=lambda rank: phases[rank]["waiting"].median)
+    with all_ranks(comm):
+        if comm.rank == 0 and request.trace is not None:
+            write_trace(request.trace, ranks, places)
+    return StepFigures(described, request.steps, Spread.of(plain), Spread.of(watched), phases, places, slowest)
+
+
+def _floors(request: StepRequest, config: Config, comm: Communicator) -> Sequence[dict[str, float]] | None:
+    """Plan the training on rank 0, and return the floors of every rank; None without a machine. Collective."""
+    if request.machine is None:
+        return None
+    with comm.split_node(name="bench") as node:
+        alike = set(comm.allgather_object(node.size, "bench step"))
+    found: Sequence[dict[str, float]] | None = None
+    with all_ranks(comm):
+        if comm.rank == 0:
+            per_node = alike.pop() if len(alike) == 1 else None
+            floors = plan(config, PlanRequest(comm.size, per_node, machine=request.machine)).floors
+            found = None if floors is None else floors.by_rank
+    everyone: Sequence[dict[str, float]] | None = comm.broadcast_object(found, tag="bench step")
+    return everyone
+
+
+def _train(
+    request: StepRequest, job: Job, tell: Callable[[str], None]
+) -> tuple[list[float], list[float], list[tuple[float, float, list[Span]]]]:
+    """Return the seconds of plain and of watched steps, and start, end and spans of the latter. Collective."""
+    train, model = job.config.train, job.model
+    total = request.warm_up + 2 * request.steps
+    stream = batches(
+        job.source, job.sharding, train.global_batch, seed=train.seed, steps=total, group=model.batch_group
+    )
+    plain: list[float] = []
+    watched: list[float] = []
+    spans: list[tuple[float, float, list[Span]]] = []
+    for number, (x, y) in enumerate(stream):
+        if number == request.warm_up and job.comm.rank == 0:
+            tell(f"{job.describe()}; {request.steps} steps of each kind")
+        look = number >= request.warm_up and (number - request.warm_up) % 2 == 1
+        job.comm.barrier("bench step")
+        start = time.monotonic()
+        if look:
+            with watching(model.engine) as timeline:
+                model.train(x, y)
+            stop = time.monotonic()
+            spans.append((start, stop, timeline.take()))
+        else:
+            model.train(x, y)
+            stop = time.monotonic()
+        took = np.array([stop - start])
+        job.comm.allreduce(took, "max", "bench step")
+        if number >= request.warm_up:
+            (watched if look else plain).append(float(took[0]))
+    return plain, watched, spans
+
+
+def _phases(table: Sequence[dict[str, float]], floors: dict[str, float]) -> dict[str, Phase]:
+    found = {}
+    for phase in ALL_PHASES:
+        values = [step[phase] for step in table]
+        found[phase] = Phase(Spread.of(values) if any(values) else None, floors.get(phase, 0.0))
+    return found
+
+
+def report(figures: StepFigures) -> str:
+    """Return the tables for people. Not collective."""
+    plain, watched = figures.plain, figures.watched
+    head = (
+        f"{figures.described}\n{counted(figures.steps, 'step')}, the slowest rank's: {plain.median * 1e3:.3f} ms "
+        f"({plain.least * 1e3:.3f}-{plain.most * 1e3:.3f}), {watched.median * 1e3:.3f} ms "
+        f"({watched.least * 1e3:.3f}-{watched.most * 1e3:.3f}) when watched"
+    )
+    chosen = sorted({0 if figures.slowest else len(figures.ranks) - 1, figures.slowest})
+    floors = any(phase.floor for phase in figures.ranks[0].values())
+    rows = [["ms a step", *(cell for rank in chosen for cell in _heads(figures, rank, floors=floors))]]
+    for name in ALL_PHASES:
+        phases = [figures.ranks[rank][name] for rank in chosen]
+        if any(phase.median or phase.floor for phase in phases):
+            rows.append([name, *(cell for phase in phases for cell in _cells(phase, floors=floors))])
+    sums = [_sum(figures.ranks[rank]) for rank in chosen]
+    rows.append(["all", *(cell for phase in sums for cell in _cells(phase, floors=floors))])
+    return f"{head}\n\n{columns(rows)}"
+
+
+def _sum(phases: dict[str, Phase]) -> Phase:
+    seconds, floor = sum(phase.median for phase in phases.values()), sum(phase.floor for phase in phases.values())
+    return Phase(Spread(seconds, seconds, seconds), floor)
+
+
+def _heads(figures: StepFigures, rank: int, *, floors: bool) -> list[str]:
+    name = f"rank {rank}" + (" (slowest)" if rank == figures.slowest and len(figures.ranks) > 1 else "")
+    return [name, "range", "floor", "x"] if floors else [name, "range"]
+
+
+def _cells(phase: Phase, *, floors: bool) -> list[str]:
+    spread = phase.seconds
+    span = "" if spread is None or spread.least == spread.most else f"{spread.least * 1e3:.3f}-{spread.most * 1e3:.3f}"
+    cells = [f"{phase.median * 1e3:.3f}", span]
+    if floors:
+        ratio = f"{phase.median / phase.floor:.2f}" if phase.floor else ""
+        cells += [f"{phase.floor * 1e3:.3f}" if phase.floor else "", ratio]
+    return cells
+
+
+def as_json(figures: StepFigures) -> str:
+    """Return all but the spans on one line. Not collective."""
+    document: dict[str, Any] = {
+        "benchmark": "step",
+        "training": figures.described,
+        "steps": figures.steps,
+        "seconds": asdict(figures.plain),
+        "seconds_watched": asdict(figures.watched),
+        "slowest": figures.slowest,
+        "ranks": [
+            {"rank": rank, **figures.places[rank], "phases": {name: asdict(phase) for name, phase in phases.items()}}
+            for rank, phases in enumerate(figures.ranks)
+        ],
+    }
+    return json.dumps(document, allow_nan=False)

@@ -1,0 +1,246 @@
+"""``mpizero bench memory``: what every strategy holds and sends, from real training steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from mpizero import nn, optim
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.errors import ConfigError
+from mpizero.names import nearest
+from mpizero.parallel import ShardingConfig, distribute
+from mpizero.train.run.process_memory import proportional, settle
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+#: Equal layers of the model: the two largest units of ZeRO-3 are then an eighth of it.
+LAYERS = 16
+_CLASSES = 8
+#: Bytes a parameter in the worst case, one rank alone: values, gradient, two moments, and a row of sums.
+_WORST_BYTES = 20
+
+
+@dataclass(frozen=True)
+class MemoryRequest:
+    """What to measure.
+
+    Attributes
+    ----------
+    parameters : int
+        The model has at least so many.
+    strategies : tuple of str
+        In this order.
+    shared : tuple of bool
+        Whether the ranks of a node share memory, in this order.
+    steps : int
+        Training steps of each run.
+    """
+
+    parameters: int
+    strategies: tuple[str, ...]
+    shared: tuple[bool, ...]
+    steps: int
+
+    @classmethod
+    def parse(cls, parameters: float, strategies: str, memory: str, steps: int) -> Self:
+        """Check what the command line gave.
+
+        Not collective.
+        """
+        if not math.isfinite(parameters) or not 1 <= parameters <= 1e12:
+            raise ConfigError(f"--parameters {parameters}: must be from 1 to 1e12")
+        names = tuple(name.strip() for name in strategies.split(",") if name.strip())
+        for name in names:
+            if name not in STRATEGIES:
+                hint = nearest(name, STRATEGIES)
+                raise ConfigError(f"--strategies {strategies}: {name} is none of {', '.join(STRATEGIES)}{hint}")
+        if not names:
+            raise ConfigError(f"--strategies {strategies!r}: must name at least one of {', '.join(STRATEGIES)}")
+        if steps < 1:
+            raise ConfigError(f"--steps {steps}: must be a whole number >= 1")
+        shared = {"shared": (True,), "private": (False,), "both": (True, False)}[memory]
+        return cls(math.ceil(parameters), names, shared, steps)
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """The figures of one strategy; bytes, the largest over the ranks unless it says otherwise.
+
+    Attributes
+    ----------
+    memory : str
+        "shared" or "private".
+    strategy : str
+        As in the configuration.
+    ranks, nodes, parameters : int
+        Ranks, groups of them that share memory, parameters of the model.
+    formula : int
+        What the placement needs on a rank, one grain a rank, without the buffers of ZeRO-3's two units in flight.
+    counted : int
+        What the library's own allocator has given a rank, its equal part of shared windows included.
+    counted_peak : int
+        The most of it at any moment.
+    pss : int
+        Growth of the proportional set size of a rank.
+    pss_total : int
+        The same, summed over all ranks.
+    sent_formula, sent : int
+        Bytes a rank sends to others in a step, by the formula and counted.
+    """
+
+    memory: str
+    strategy: str
+    ranks: int
+    nodes: int
+    parameters: int
+    formula: int
+    counted: int
+    counted_peak: int
+    pss: int
+    pss_total: int
+    sent_formula: int
+    sent: int
+
+
+def wide_mlp(parameters: int) -> nn.MLP:
+    """Return a network of :data:`LAYERS` equal layers with at least ``parameters`` parameters.
+
+    Not collective. A sample costs two operations a parameter, so a step of one sample a rank is little more than
+    touching the memory once.
+    """
+    width = max(2, math.ceil(math.sqrt(parameters / LAYERS)))
+    return nn.MLP(width, [width] * LAYERS, _CLASSES, seed=1)
+
+
+def measure_memory(
+    request: MemoryRequest, comm: Communicator, tell: Callable[[str], None] = lambda line: None
+) -> list[MemoryRow]:
+    """Train with every strategy asked for, and return the figures.
+
+    Collective over ``comm``. ``tell`` gets a line before each run, on rank 0.
+    """
+    model = wide_mlp(request.parameters)
+    with all_ranks(comm):
+        copies = comm.size if False in request.shared else 2
+        require_room(request.parameters, _WORST_BYTES * request.parameters * copies, comm.size)
+    rows = []
+    for shared in request.shared:
+        for strategy in request.strategies:
+            if comm.rank == 0:
+                tell(f"{strategy}, {'shared' if shared else 'private'} memory, {comm.size} ranks")
+            # Libraries, kernels and buffers that every strategy needs are there before the measurement.
+            _train(wide_mlp(1), comm, strategy, shared, 1)
+            rows.append(_train(model, comm, strategy, shared, request.steps))
+    return rows
+
+
+def _train(model: nn.MLP, comm: Communicator, strategy: str, shared: bool, steps: int) -> MemoryRow:
+    config = ShardingConfig(comm=comm, micro_batch=1, share_node_memory=shared)
+    random = np.random.default_rng(comm.rank)
+    x = random.standard_normal((1, model.features)).astype(np.float32)
+    y = np.array([comm.rank % _CLASSES])
+    before = settled_size(comm)
+    sharded, _ = distribute(model, optim.AdamW(lr=1e-4), strategy=strategy, config=config)
+    with sharded:
+        for _ in range(steps):
+            sharded.train(x, y)
+        after = settled_size(comm)
+        facts = sharded.metadata()
+        every = comm.allgather_object(
+            (
+                int(sum(facts.formula_bytes.values())),
+                # Messages pass through a few megabytes, however large the model is: not in the formulas.
+                sum(size for kind, size in facts.bytes_on_rank.items() if kind != "exchange buffers"),
+                facts.peak_bytes,
+                after - before,
+                facts.bytes_sent_last_step,
+            )
+        )
+    config.close()
+    formula, counted, peak, pss, sent = (max(column) for column in zip(*every, strict=True))
+    return MemoryRow(
+        memory="shared" if shared else "private",
+        strategy=strategy,
+        ranks=comm.size,
+        nodes=facts.nodes,
+        parameters=facts.parameter_count,
+        formula=formula,
+        counted=counted,
+        counted_peak=peak,
+        pss=pss,
+        pss_total=sum(entry[3] for entry in every),
+        sent_formula=sent_formula(strategy, facts.parameter_count, facts.nodes, facts.ranks_per_node),
+        sent=sent,
+    )
+
+
+def sent_formula(strategy: str, parameters: int, groups: int, ranks_per_group: int) -> int:
+    """Return the bytes that a rank sends in a float32 step with one grain a rank.
+
+    Not collective. Between ``groups`` groups that share memory, a rank reduces its part of the gradients and
+    distributes its part of the parameters; ZeRO-3 gathers them twice, for forward and backward.
+    """
+    times = 3 if strategy == "zero3" else 2
+    return round(4 * times * parameters * (groups - 1) / groups / ranks_per_group)
+
+
+def settled_size(comm: Communicator) -> int:
+    """Return this rank's proportional set size while no rank allocates anything.
+
+    Collective over ``comm``.
+    """
+    settle()
+    comm.barrier("bench memory")
+    size = proportional()
+    comm.barrier("bench memory")
+    return size
+
+
+def require_room(size: int, needed: int, ranks: int, option: str = "--parameters") -> None:
+    """Refuse a measurement, whose size ``option`` gives, that may need more than the memory that is free on this node.
+
+    Not collective.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return
+    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), needed)
+    if needed > free:
+        raise ConfigError(
+            f"{option} {size}: {ranks} ranks may need {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; "
+            f"give fewer {option.removeprefix('--')} or ranks{', or --memory shared' * (option == '--parameters')}"
+        )
+
+
+def table(rows: Sequence[MemoryRow]) -> str:
+    """Return the figures for people, in MB (10^6 bytes).
+
+    Not collective.
+    """
+    first = rows[0]
+    lines = [
+        f"{first.parameters:,} float32 parameters, AdamW, one grain a rank, {first.ranks} ranks; MB a rank",
+        f"{'memory':8}{'strategy':9}{'formula':>9}{'counted':>9}{'peak':>9}{'PSS':>9}{'PSS all':>9}"
+        f"{'sent':>9}{'formula':>9}",
+    ]
+    for row in rows:
+        figures = (row.formula, row.counted, row.counted_peak, row.pss, row.pss_total, row.sent, row.sent_formula)
+        lines.append(f"{row.memory:8}{row.strategy:9}" + "".join(f"{value / 1e6:9.1f}" for value in figures))
+    return "\n".join(lines)
+
+
+def as_json(rows: Sequence[MemoryRow]) -> str:
+    """Return the figures for programs.
+
+    Not collective.
+    """
+    found: list[dict[str, Any]] = [asdict(row) for row in rows]
+    return json.dumps({"benchmark": "memory", "rows": found})

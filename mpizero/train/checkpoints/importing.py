@@ -1,0 +1,74 @@
+"""What an imported checkpoint should hold: like another one, or as a configuration describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpizero import checkpoint, nn
+from mpizero.checkpoint.tools import element_types
+from mpizero.errors import DataError
+from mpizero.train.checkpoints.lookup import find_checkpoint
+from mpizero.train.config.builder import build_model, build_source, data_fingerprint
+from mpizero.train.config.config_file import Document, parse_config, read_config
+from mpizero.train.config.sections import Config, GptSection
+from mpizero.train.run.resume import ATTRIBUTE
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a checkpoint should be.
+
+    Attributes
+    ----------
+    attributes : dict
+        What stands beside the arrays.
+    expected : mapping or None
+        Shape and element type by path; None: whatever there is.
+    """
+
+    attributes: Mapping[str, Any]
+    expected: Mapping[str, tuple[tuple[int, ...], str]] | None
+
+
+def like(path: str) -> Model:
+    """Return what makes a checkpoint like another. Not collective."""
+    with checkpoint.open_checkpoint(find_checkpoint(Path(path)), "self") as reader:
+        elements = element_types(reader)
+        return Model(reader.attributes, {path: (reader.arrays[path][0], elements[path]) for path in elements})
+
+
+def described(name: str) -> Model:
+    """Return what makes a checkpoint at step 0 of the training that a configuration file describes.
+
+    Not collective. Where the data of a gpt are not there, it can write text, and cannot be resumed from.
+    """
+    document = Document(name, read_config(name))
+    config = parse_config(document)
+    with document.located():
+        model, fingerprint = _build(config)
+    specs = [spec for spec in nn.model_specs(model) if spec.tied is None]
+    training = {
+        "step": 0,
+        "samples": 0,
+        "seed": config.train.seed,
+        "loss": None,
+        "config": config.to_dict(),
+        "data": fingerprint,
+    }
+    element = np.dtype(model.dtype).name
+    return Model({ATTRIBUTE: training}, {f"parameters/{spec.name}": (spec.shape, element) for spec in specs})
+
+
+def _build(config: Config) -> tuple[Any, str]:
+    try:
+        source, validation = build_source(config)
+    except DataError:
+        if not isinstance(config.model, GptSection):
+            raise  # its width is that of the data
+        return build_model(config), ""
+    return build_model(config, source, validation), data_fingerprint(source)

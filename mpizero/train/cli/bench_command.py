@@ -1,0 +1,243 @@
+"""The commands ``mpizero bench``: their options, and what they print."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mpizero.errors import ConfigError, ExitStatus
+from mpizero.train.cli.options import add_layout_options, add_overrides, layout_of, named_as_options
+
+if TYPE_CHECKING:
+    from mpizero.comm import Communicator
+
+
+def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+    """Add the command, which ``run`` executes. Not collective."""
+    parser = commands.add_parser("bench", help="measure", description="Measure.")
+    kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    _add_memory(kinds)
+    _add_checkpoint(kinds)
+    _add_machine(kinds)
+    _add_step(kinds)
+    for kind in kinds.choices.values():
+        kind.set_defaults(run=run)
+
+
+def _add_memory(kinds: Any) -> None:
+    memory = kinds.add_parser(
+        "memory",
+        help="memory and bytes sent of every strategy, from real training steps",
+        description="Train a few steps with every strategy, with memory shared on the node and private; print the "
+        "formula, the library's own count, what the system has measured, and the bytes sent, beside each other. With "
+        "--pipeline, --tensor or --context: of every rank of that layout, activations and messages too.",
+        epilog="Example: mpiexec -n 8 python -m mpizero bench memory --pipeline 2 --tensor 2 --strategy zero1",
+    )
+    memory.add_argument("--parameters", metavar="P", type=float, default=64e6, help="at least (default: 64e6)")
+    memory.add_argument(
+        "--strategies", "--strategy", metavar="A,B", help="(default: ddp,zero1,zero2,zero3; zero1 for a layout)"
+    )
+    memory.add_argument("--memory", choices=("shared", "private", "both"), default="both", help="(default: both)")
+    memory.add_argument("--steps", metavar="N", type=int, default=2, help="training steps each (default: %(default)s)")
+    memory.add_argument("--json", action="store_true", help="one line for programs")
+    add_layout_options(memory, schedule=True)
+    memory.add_argument(
+        "--micro-batches", metavar="M", type=int, help="of a replica and step, for a layout (default: 2 a stage)"
+    )
+    memory.set_defaults(measure=_memory)
+
+
+def _add_checkpoint(kinds: Any) -> None:
+    saved = kinds.add_parser(
+        "checkpoint",
+        help="speed and memory of saves and loads, beside the same bytes written, read and copied raw",
+        description="Write and read checkpoints, and in turn the same bytes without any care: one file by pwrite and "
+        "fsync, pread into warm memory, a copy in memory. Works in a folder of its own, which is removed.",
+        epilog="Example: mpiexec -n 8 python -m mpizero bench checkpoint --bytes 1e9 --folder /scratch",
+    )
+    saved.add_argument("--bytes", metavar="B", type=float, default=1e9, help="of all ranks (default: 1e9)")
+    saved.add_argument(
+        "--backend", choices=("direct", "mpio", "all"), default="all", help="(default: all that are installed)"
+    )
+    saved.add_argument("--repeat", metavar="N", type=int, default=6, help="repetitions (default: %(default)s)")
+    saved.add_argument("--folder", metavar="DIR", default=".", help="on the file system to measure (default: here)")
+    saved.add_argument("--json", action="store_true", help="one line for programs")
+    saved.set_defaults(measure=_checkpoint)
+
+
+def _add_machine(kinds: Any) -> None:
+    machine = kinds.add_parser(
+        "machine",
+        help="speed of memory, matrix products, messages and files; stored in a machine file",
+        description="Measure what this machine can do: passes over memory with the reads and writes of training's own, "
+        "matrix products of the shapes of a transformer, each on one rank alone and on all at once; collectives by "
+        "size; a file. Stores the figures in a machine file, which plan and bench step read.",
+        epilog="Example: mpiexec -n 8 python -m mpizero bench machine config.toml --output machine.json",
+    )
+    machine.add_argument("config", metavar="CONFIG.toml", nargs="?", help="take the shapes of its gpt and its grains")
+    add_overrides(machine)
+    shapes = {"dim": 256, "batch": 8, "sequence": 128}
+    for name, default in shapes.items():
+        machine.add_argument(f"--{name}", metavar="N", type=int, help=f"instead of CONFIG.toml (default: {default})")
+    machine.add_argument("--heads", metavar="N", type=int, help="instead of CONFIG.toml (default: dim / 64)")
+    machine.add_argument(
+        "--elements", metavar="N", type=float, default=1 << 24, help="of an array in memory (default: 2^24)"
+    )
+    machine.add_argument(
+        "--largest", metavar="B", type=float, default=1 << 23, help="bytes of the largest message (default: 2^23)"
+    )
+    machine.add_argument(
+        "--file-bytes", metavar="B", type=float, default=128e6, help="of the file; 0: no file (default: 128e6)"
+    )
+    machine.add_argument("--folder", metavar="DIR", default=".", help="on the file system to measure (default: here)")
+    machine.add_argument("--repeat", metavar="N", type=int, default=7, help="repetitions (default: %(default)s)")
+    machine.add_argument(
+        "--output", metavar="FILE", default="machine.json", help="the machine file (default: %(default)s)"
+    )
+    machine.add_argument("--json", action="store_true", help="one line for programs")
+    machine.set_defaults(measure=_machine)
+
+
+def _add_step(kinds: Any) -> None:
+    step = kinds.add_parser(
+        "step",
+        help="where the time of a training step goes, phase by phase",
+        description="Train some steps as CONFIG.toml says and tell what each took: forward, backward, sums of "
+        "gradients, optimizer, publication of parameters, and waiting for other ranks; with --machine beside what the "
+        "machine allows. Every other step is not watched: what watching takes is seen, too. Nothing is saved.",
+        epilog="Example: mpiexec -n 8 python -m mpizero bench step config.toml --machine machine.json --trace t.json",
+    )
+    step.add_argument("config", metavar="CONFIG.toml", help="what to train")
+    add_overrides(step)
+    step.add_argument("--steps", metavar="N", type=int, default=10, help="watched ones (default: %(default)s)")
+    step.add_argument("--warm-up", metavar="N", type=int, default=3, help="steps before (default: %(default)s)")
+    step.add_argument("--machine", metavar="FILE", help="what `mpizero bench machine` has measured, for floors")
+    step.add_argument(
+        "--trace", metavar="FILE", help="also draw the watched steps, one row a rank, for Perfetto or chrome://tracing"
+    )
+    step.add_argument("--json", action="store_true", help="one line for programs")
+    step.set_defaults(measure=_step)
+
+
+def run(options: argparse.Namespace, world: Callable[[], Communicator], threads: int) -> int:
+    """Measure what the options say on all ranks of ``world()``, print it, and return the exit status.
+
+    ``threads`` are those of a rank, where the options do not say.
+
+    Collective over all processes.
+    """
+    options.threads = threads
+    status: int = options.measure(options, world)
+    return status
+
+
+def _memory(options: argparse.Namespace, world: Callable[[], Communicator]) -> int:
+    from mpizero.train.bench import layout_memory, strategy_memory
+
+    layout = layout_of(options)
+    strategies = options.strategies or ("zero1" if layout.splits_model else ",".join(strategy_memory.STRATEGIES))
+    request = strategy_memory.MemoryRequest.parse(options.parameters, strategies, options.memory, options.steps)
+    comm = world()
+    with named_as_options():
+        layout.check_ranks(comm.size)
+    if layout.splits_model:
+        count = 2 * layout.pipeline if options.micro_batches is None else options.micro_batches
+        with named_as_options():
+            tables = layout_memory.measure_layout(layout_memory.LayoutRequest(request, layout, count), comm, _tell)
+        text = layout_memory.as_json(tables) if options.json else layout_memory.report(tables)
+    else:
+        rows = strategy_memory.measure_memory(request, comm, _tell)
+        text = strategy_memory.as_json(rows) if options.json else strategy_memory.table(rows)
+    if comm.rank == 0:
+        print(text, flush=True)
+    return int(ExitStatus.OK)
+
+
+def _checkpoint(options: argparse.Namespace, world: Callable[[], Communicator]) -> int:
+    from mpizero.train.bench import checkpoint_speed
+
+    comm = world()
+    request = checkpoint_speed.CheckpointRequest.parse(
+        options.bytes, options.backend, options.repeat, options.folder, comm
+    )
+    figures = checkpoint_speed.measure_checkpoint(request, comm, _tell)
+    if comm.rank == 0:
+        print(checkpoint_speed.as_json(figures) if options.json else checkpoint_speed.report(figures), flush=True)
+    return int(ExitStatus.OK)
+
+
+def _machine(options: argparse.Namespace, world: Callable[[], Communicator]) -> int:
+    from mpizero.train.bench import machine_report
+    from mpizero.train.bench.measure_machine import MachineRequest, measure_machine
+
+    comm = world()
+    shapes = _shapes(options, comm)
+    counts = {name: _count(options, name) for name in ("elements", "largest", "file_bytes")}
+    request = MachineRequest(
+        shapes=shapes,
+        **counts,
+        folder=options.folder,
+        output=options.output,
+        repeat=options.repeat,
+        threads=options.threads,
+    )
+    found = measure_machine(request, comm, _tell)
+    if comm.rank == 0:
+        print(machine_report.as_json(found) if options.json else machine_report.report(found), flush=True)
+    return int(ExitStatus.OK)
+
+
+def _step(options: argparse.Namespace, world: Callable[[], Communicator]) -> int:
+    from mpizero.comm.agreement import all_ranks
+    from mpizero.planning.machine_file import read_machine
+    from mpizero.train.bench import step
+    from mpizero.train.config.config_file import read_together
+
+    comm = world()
+    document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(options.threads)})
+    machine = None
+    if options.machine is not None:
+        with all_ranks(comm):
+            machine = read_machine(options.machine) if comm.rank == 0 else None
+        machine = comm.broadcast_object(machine, tag="bench step")
+    with document.located():
+        request = step.StepRequest(options.steps, options.warm_up, machine, options.trace)
+        figures = step.measure_step(request, config, comm, _tell)
+    if comm.rank == 0:
+        print(step.as_json(figures) if options.json else step.report(figures), flush=True)
+    return int(ExitStatus.OK)
+
+
+def _shapes(options: argparse.Namespace, comm: Communicator) -> Any:
+    """Return the shapes of the products: those of a configuration, or those of the options."""
+    from mpizero.train.bench.product_rates import Shapes
+    from mpizero.train.config.config_file import read_together
+
+    given = {name: getattr(options, name) for name in ("dim", "batch", "sequence", "heads")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if options.config is None:
+        if options.overrides:
+            raise ConfigError(f"--set {options.overrides[0]}: needs a CONFIG.toml")
+        dim = given.get("dim", Shapes.dim)
+        return Shapes(**{"heads": max(1, dim // 64) if dim % 64 == 0 else 1, **given})
+    if given:
+        name, value = next(iter(given.items()))
+        raise ConfigError(f"--{name} {value}: {options.config} gives the shapes; use --set, or leave one of them out")
+    document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(options.threads)})
+    options.threads = config.train.threads
+    with document.located():
+        return Shapes.of(config)
+
+
+def _count(options: argparse.Namespace, name: str) -> int:
+    """Return an option like 64e6 as a whole number."""
+    value = getattr(options, name)
+    if not 0 <= value <= 1e15:
+        raise ConfigError(f"--{name.replace('_', '-')} {value}: must be a number from 0 to 1e15")
+    return int(value)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

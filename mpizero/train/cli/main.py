@@ -1,0 +1,375 @@
+"""The command line: ``python -m mpizero COMMAND``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+from mpizero.errors import ConfigError, ExitStatus, MpizeroError
+from mpizero.launched import BY_ANY, launched_rank
+from mpizero.train.cli import bench_command, checkpoint_command, replay_command
+from mpizero.train.cli.options import add_layout_options, add_overrides, layout_of, named_as_options, whole_number
+from mpizero.train.cli.output import accept_all_characters, show
+from mpizero.train.run.signals import StopSignals
+from mpizero.train.verify.verify_options import add_verify
+
+if TYPE_CHECKING:
+    from mpizero.comm import Communicator
+
+
+class InputOutputError(MpizeroError):
+    """The operating system refused to read or write something."""
+
+    status = ExitStatus.INPUT_OUTPUT
+
+
+class Interrupted(MpizeroError):  # noqa: N818 - what the user wanted
+    """Ctrl-C; the status is the shell's own for it."""
+
+    status = cast("ExitStatus", 130)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Usage errors once per job, with the exit status for bad usage."""
+
+    def error(self, message: str) -> NoReturn:
+        if launched_rank(os.environ) == 0:
+            self.print_usage(sys.stderr)
+            print(f"{self.prog}: error: {message}", file=sys.stderr)
+        raise SystemExit(int(ExitStatus.CONFIG))
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if message and launched_rank(os.environ) == 0:
+            super()._print_message(message, file)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command, and return its exit status.
+
+    Collective over all processes that were started together. Errors that the user can mend become one line on
+    standard error from one rank; anything else ends the job with its traceback.
+    """
+    from mpizero.comm.supervision import guard
+
+    accept_all_characters()
+    options = build_parser().parse_args(arguments)
+    guard.current().install(keep=True)
+    try:
+        with _one_line_errors():
+            status: int = options.run(options)
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitStatus.INPUT_OUTPUT)
+    return status
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Turn what the operating system and the keyboard say into errors of one line."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted("stopped from the keyboard") from None
+    except OSError as error:
+        if isinstance(error, MpizeroError | BrokenPipeError):
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        raise InputOutputError(f"{where}{error.strerror or error}") from error
+
+
+def _on_first_rank(work: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Do what one process can, where a job of several was started: the others end quietly, and nobody starts MPI.
+
+    So an error ends here: the guard would look for the other ranks.
+    """
+    if launched_rank(os.environ) > 0:
+        return int(ExitStatus.OK)
+    if not any(os.environ.get(name) for name in BY_ANY):
+        return work(options)
+    try:
+        with _one_line_errors():
+            return work(options)
+    except MpizeroError as error:
+        from mpizero.comm.exits.failure_report import told, write
+
+        write(f"{told(error)}\n")
+        return int(error.status)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line.
+
+    Not collective.
+    """
+    parser = _Parser(
+        prog="mpizero",
+        description="Train models that do not fit one process, over MPI, with the same bits on any number of ranks.",
+        epilog="Exit status: 0 done; 65 bad data or checkpoint; 70 a rank failed; 74 input/output; 75 stopped early, "
+        "and saved; 76 hang or mismatch; 78 bad configuration or usage.",
+    )
+    parser.add_argument("--version", action="version", version=f"mpizero {_version()}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_train(commands)
+    _add_generate(commands)
+    _add_plan(commands)
+    add_verify(commands, _verify)
+    _add_doctor(commands)
+    replay_command.add_command(commands, _replay)
+    bench_command.add_command(commands, _bench)
+    checkpoint_command.add_command(commands, _checkpoint)
+    return parser
+
+
+def _add_train(commands: Any) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a model as a TOML file describes it; runs under mpiexec or srun",
+        description="Train a model. Ends with one line of JSON on standard output; metrics, checkpoints and the "
+        "marker run_complete go into the run's folder. SIGUSR1, SIGTERM, a file STOP in that folder or the coming end "
+        "of the job's time: save and exit with status 75.",
+        epilog="Example: mpiexec -n 8 python -m mpizero train config.toml --set train.steps=500",
+    )
+    parser.add_argument("config", metavar="CONFIG.toml", help="what to train")
+    add_overrides(parser)
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the newest checkpoint, on any number of ranks and with any layout; damaged ones are passed "
+        "over and moved to earlier/; with one that exists and cannot be opened, end with status 65 and touch nothing",
+    )
+    parser.add_argument(
+        "--resume-from",
+        metavar="STEP",
+        type=whole_number,
+        help="continue from the checkpoint of this step; later ones are moved to earlier/ in the run's folder",
+    )
+    parser.set_defaults(run=_train)
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="write text with a trained language model",
+        description="Write text, byte by byte. The same seed gives the same text. Under mpiexec the ranks share the "
+        "model: each holds its part of the parameters, whatever layout the checkpoint was written by.",
+        epilog='Example: python -m mpizero generate run --prompt "def " --length 400',
+    )
+    parser.add_argument("checkpoint", metavar="RUN_OR_CHECKPOINT", help="a run's folder (newest checkpoint), or one")
+    parser.add_argument("--prompt", metavar="TEXT", default="", help="what the text starts with")
+    parser.add_argument("--length", metavar="N", type=int, default=200, help="bytes to write (default: %(default)s)")
+    parser.add_argument(
+        "--temperature", metavar="T", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--top-k", metavar="K", type=int, default=40, help="choose among the K likeliest; 0: all (default: %(default)s)"
+    )
+    parser.add_argument("--seed", metavar="S", type=int, default=0, help="of the choices (default: %(default)s)")
+    add_layout_options(parser)
+    parser.add_argument(
+        "--strategy", metavar="NAME", default="zero3", help="how replicas hold parameters (default: %(default)s)"
+    )
+    parser.set_defaults(run=_generate)
+
+
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="tell the memory, messages and work of a training on so many ranks, without starting any",
+        description="Compute what every rank would hold, send and do. Nothing is started and no model is made: one "
+        "block of each kind runs once, to see what it keeps. With --memory-per-node: status 1 if it does not fit.",
+        epilog="Example: python -m mpizero plan config.toml --ranks 64 --ranks-per-node 16 --memory-per-node 120GB",
+    )
+    parser.add_argument("config", metavar="CONFIG.toml", help="what would be trained")
+    parser.add_argument("--ranks", metavar="N", type=int, required=True, help="how many there would be")
+    parser.add_argument("--ranks-per-node", metavar="K", type=int, help="of one node (default: all on one)")
+    add_overrides(parser)
+    parser.add_argument("--memory-per-node", metavar="BYTES", help="what a node has: 64e9, 64GB, 60GiB")
+    speed = parser.add_mutually_exclusive_group()
+    speed.add_argument("--gflops", metavar="G", type=float, help="of a rank (default: 50)")
+    speed.add_argument(
+        "--machine", metavar="FILE", help="also expect seconds, on what `mpizero bench machine` has measured"
+    )
+    parser.add_argument("--timetable", action="store_true", help="print what every stage of a pipeline does when")
+    parser.add_argument("--json", action="store_true", help="one line for programs")
+    parser.set_defaults(run=_plan)
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="look at MPI, cores, shared memory, HDF5 and kernels, and say how to mend what is wrong",
+        description="Try what training needs. Run it the way you would train, to see what training would see.",
+        epilog="Example: mpiexec -n 8 python -m mpizero doctor",
+    )
+    parser.add_argument("--json", action="store_true", help="one line for programs")
+    parser.add_argument(
+        "--clean", action="store_true", help="remove shared memory of killed jobs of yours, on every node, if unused"
+    )
+    parser.set_defaults(run=_doctor)
+
+
+# ------------------------------------------------------------------ commands
+
+
+def _train(options: argparse.Namespace) -> int:
+    with StopSignals() as signals:  # from here on: loading libraries takes seconds
+        status = _train_until_stopped(options, signals, time.monotonic())
+        signals.ignore()
+    return status
+
+
+def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, started: float) -> int:
+    from mpizero.train.config.config_file import read_together
+
+    comm = _world()
+    document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(_threads())})
+
+    from mpizero.train.run.trainer import Preempted, train
+    from mpizero.train.run.wall_time import JobContext
+
+    try:
+        with document.located():
+            result = train(
+                config,
+                comm,
+                resume=options.resume,
+                resume_from=options.resume_from,
+                context=JobContext(signals, started, os.environ),
+            )
+    except Preempted as stop:
+        if comm.rank == 0:
+            print(f"mpizero: {stop}", file=sys.stderr, flush=True)
+        return int(stop.status)
+    if comm.rank == 0:
+        print(json.dumps(result, allow_nan=False), flush=True)
+    return int(ExitStatus.OK)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from mpizero.train.generate import Sampling, open_language_model, write
+
+    if options.length < 0:
+        raise ConfigError(f"--length {options.length}: must be a whole number >= 0")
+    sampling = Sampling(temperature=options.temperature, top_k=options.top_k, seed=options.seed)
+    layout = layout_of(options, strategy=options.strategy)
+    from threadpoolctl import threadpool_limits
+
+    comm, threads = _world(), _threads()
+    with (
+        threadpool_limits(threads),
+        named_as_options(),
+        open_language_model(options.checkpoint, comm, layout, threads) as model,
+    ):
+        write(model, os.fsencode(options.prompt), options.length, sampling, comm)
+    return int(ExitStatus.OK)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    return _on_first_rank(_print_plan, options)
+
+
+def _print_plan(options: argparse.Namespace) -> int:
+    from mpizero.planning.machine_file import read_machine
+    from mpizero.train import plan_report
+    from mpizero.train.config.config_file import Document, parse_config, read_config
+    from mpizero.train.plan import DEFAULT_RATE, PlanRequest, parse_bytes, plan
+
+    limit = None if options.memory_per_node is None else parse_bytes(options.memory_per_node)
+    machine = None if options.machine is None else read_machine(options.machine)
+    rate = DEFAULT_RATE if options.gflops is None else options.gflops * 1e9
+    request = PlanRequest(options.ranks, options.ranks_per_node, limit, rate, machine)
+    document = Document(options.config, read_config(options.config), options.overrides)
+    with document.located():
+        found = plan(parse_config(document, {"train.threads": str(_threads())}), request)
+        if options.json:
+            text = plan_report.as_json(found)
+        else:
+            text = plan_report.report(found, with_timetable=options.timetable)
+    show(text)
+    if found.missing:
+        show(f"mpizero: {found.refusal}", sys.stderr)
+        return 1
+    return int(ExitStatus.OK)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from mpizero.train.config.config_file import read_together
+
+    comm = _world()
+    document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(_threads())})
+
+    from mpizero.train.verify.verify_command import verify
+
+    with document.located():
+        return verify(config, comm, options)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from mpizero.train.doctor import examination
+
+    try:
+        comm = _launched_world()
+    except ConfigError as error:  # ranks that think they are alone: the first one speaks
+        findings, rank, size = [examination.alone(error)], launched_rank(os.environ), 1
+    else:
+        findings, rank, size = (
+            examination.examine(comm, _threads(), os.environ, clean=options.clean),
+            comm.rank,
+            comm.size,
+        )
+    if rank == 0:
+        print(examination.as_json(findings, size) if options.json else examination.report(findings), flush=True)
+    return examination.exit_status(findings)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    return bench_command.run(options, _world, _threads())
+
+
+def _replay(options: argparse.Namespace) -> int:
+    return _on_first_rank(replay_command.run, options)
+
+
+def _checkpoint(options: argparse.Namespace) -> int:
+    return _on_first_rank(options.tool, options)
+
+
+# ------------------------------------------------------------------ surroundings
+
+
+def _world() -> Communicator:
+    try:
+        return _launched_world()
+    except ConfigError as error:
+        if launched_rank(os.environ) == 0:  # MPI cannot tell who is first: it is the launcher that is wrong
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        raise SystemExit(int(error.status)) from None
+
+
+def _launched_world() -> Communicator:
+    from mpizero.comm.startup.launch import world
+
+    return world()
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("mpizero")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "0+unknown"
+
+
+def _threads() -> int:
+    """Return the threads of a rank that the environment asks for, else 1."""
+    value = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return min(int(value), 1024) if value.isdecimal() and int(value) > 0 else 1

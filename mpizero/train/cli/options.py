@@ -1,0 +1,109 @@
+"""Command line options of several commands: ``--set``, and those that lay a model out over ranks."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mpizero.errors import ConfigError
+
+_SIZES = {
+    "pipeline": "stages that the model's blocks are cut into",
+    "tensor": "ranks that split each layer",
+    "context": "ranks that split each sequence",
+}
+
+
+def add_layout_options(parser: argparse.ArgumentParser, *, schedule: bool = False) -> None:
+    """Add ``--pipeline``, ``--tensor``, ``--context``, ``--data``, and those of a pipeline's schedule if wanted.
+
+    Not collective.
+    """
+    group = parser.add_argument_group("layout over the ranks of mpiexec")
+    for name, meaning in _SIZES.items():
+        group.add_argument(f"--{name}", metavar="N", type=int, default=1, help=f"{meaning} (default: 1)")
+    group.add_argument("--data", metavar="N", type=int, default=-1, help="replicas; -1: all remaining ranks (default)")
+    group.add_argument(
+        "--order",
+        metavar="A,B,C",
+        default="pipeline,tensor,data",
+        help="the axes, slowest first (default: %(default)s)",
+    )
+    if schedule:
+        from mpizero.layout import SCHEDULES
+
+        group.add_argument(
+            "--schedule", metavar="NAME", default="1f1b", help=f"{', '.join(SCHEDULES)} (default: %(default)s)"
+        )
+        group.add_argument(
+            "--virtual-stages", metavar="N", type=int, default=1, help="parts a stage, for interleaved (default: 1)"
+        )
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add ``--set``, for commands that read a configuration file.
+
+    Not collective.
+    """
+    parser.add_argument(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="replace a setting of the file; a TOML value, or a bare word; may be given many times",
+    )
+
+
+def whole_number(text: str) -> int:
+    """Return the number >= 0 that an option gives.
+
+    Not collective.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        It is none.
+    """
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number >= 0")
+    return int(text)
+
+
+def layout_of(options: argparse.Namespace, **settings: Any) -> Any:
+    """Return the :class:`~mpizero.train.config.parallel_section.ParallelSection` that the options describe.
+
+    Not collective.
+
+    Raises
+    ------
+    ConfigError
+        Naming the option.
+    """
+    from mpizero.train.config.parallel_section import ParallelSection
+
+    names = ("pipeline", "tensor", "data", "context", "order", "schedule", "virtual_stages")
+    given = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    with named_as_options():
+        return ParallelSection(**given, **settings)
+
+
+@contextmanager
+def named_as_options() -> Iterator[None]:
+    """Turn ``parallel.tensor = 3`` in an error about a setting into ``--tensor 3``.
+
+    Not collective.
+    """
+    from mpizero.train.config.setting_checks import SettingError
+
+    try:
+        yield
+    except SettingError as error:
+        raise ConfigError(re.sub(r"\bparallel\.(\w+)( =)?", _option, error.message)) from None
+
+
+def _option(found: re.Match[str]) -> str:
+    return f"--{found[1].replace('_', '-')}"

@@ -1,0 +1,39 @@
+"""The command ``mpizero replay``: its options, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from mpizero.errors import ExitStatus
+from mpizero.train.cli.output import show
+
+
+def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+    """Add the command, which ``run`` executes. Not collective."""
+    parser = commands.add_parser(
+        "replay",
+        help="evaluate the samples of a skipped step again, and tell where the first value is not finite",
+        description="Run the samples that a skipped step of `train` has left forward and backward, in one process, and "
+        "print the least, the largest and the norm of every block's output and of every gradient.",
+        epilog="Example: python -m mpizero replay run/bad_steps/step_00000123",
+    )
+    parser.add_argument("dump", metavar="DUMP", help="the folder of a bad step, as RUN/bad_steps/step_00000123")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="PATH",
+        help="whose parameters to take (default: the run's newest from before the step, else the start values)",
+    )
+    parser.add_argument("--json", action="store_true", help="one line for programs")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Replay a bad step, print what was found, and return the exit status. Not collective."""
+    from mpizero.train import replay_step
+
+    found = replay_step.replay(options.dump, options.checkpoint, lambda line: show(line, sys.stderr))
+    show(replay_step.as_json(found) if options.json else replay_step.report(found))
+    return int(ExitStatus.OK)

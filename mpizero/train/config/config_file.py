@@ -1,0 +1,235 @@
+"""Read a configuration file and ``--set`` overrides; every error names the key, its place and what is allowed."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.errors import ConfigError
+from mpizero.names import nearest
+from mpizero.train.config.parallel_section import ParallelSection
+from mpizero.train.config.sections import (
+    MODELS,
+    OPTIMIZERS,
+    CheckpointSection,
+    Config,
+    DataSection,
+    ModelSection,
+    OptimizerSection,
+    TrainSection,
+)
+from mpizero.train.config.setting_checks import SettingError, rejected, shown
+
+Tables = dict[str, dict[str, Any]]
+_CONFIG_LIMIT = 1 << 20
+SECTIONS = ("model", "data", "parallel", "train", "optimizer", "checkpoint")
+
+
+@dataclass(frozen=True)
+class Document:
+    """The text of a configuration file and where it came from.
+
+    Attributes
+    ----------
+    name : str
+        What error messages call it: the file's path.
+    text : str
+        TOML.
+    overrides : sequence of str
+        ``section.key=value``, each replacing or adding one setting; values are TOML, a bare word is a string.
+    """
+
+    name: str
+    text: str
+    overrides: Sequence[str] = ()
+
+    @contextmanager
+    def located(self) -> Iterator[None]:
+        """Add its place to an error about a setting.
+
+        Not collective.
+        """
+        try:
+            yield
+        except SettingError as error:
+            raise ConfigError(f"{self.place(error.key)}: {error.message}") from None
+
+    def place(self, key: str) -> str:
+        """Return where a dotted key was set: ``--set``, or the file with the line when it can be found.
+
+        Not collective.
+        """
+        names = [override.partition("=")[0].strip() for override in self.overrides]
+        if any(name == key or name.startswith(f"{key}.") for name in names):
+            return "--set"
+        section, _, setting = key.partition(".")
+        inside = ""
+        for number, line in enumerate(self.text.splitlines(), 1):
+            if header := re.match(r"\s*\[\s*([^\]]+?)\s*\]", line):
+                inside = header[1]
+                if not setting and inside == section:
+                    return f"{self.name}:{number}"
+            elif setting and re.match(rf"""\s*["']?{re.escape(setting)}["']?\s*[=.]""", line) and inside == section:
+                return f"{self.name}:{number}"
+        return self.name
+
+
+def read_config(name: str) -> str:
+    """Return the text of a configuration file.
+
+    Not collective.
+
+    Raises
+    ------
+    ConfigError
+        Naming the file and the reason.
+    """
+    try:
+        with Path(name).open("rb") as file:  # bounded while it is read: what is no regular file has no size
+            data = file.read(_CONFIG_LIMIT + 1)
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
+    if len(data) > _CONFIG_LIMIT:
+        raise ConfigError(f"{name}: more than {_CONFIG_LIMIT} bytes: not a configuration")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: not valid TOML: not UTF-8 at byte {error.start}") from None
+
+
+def read_together(
+    comm: Communicator, name: str, overrides: Sequence[str], preset: Mapping[str, str]
+) -> tuple[Document, Config]:
+    """Read a configuration file once for all ranks; ``preset`` are defaults by dotted key.
+
+    Collective over ``comm``.
+
+    Raises
+    ------
+    ConfigError
+        The file cannot be read, or a setting cannot be used; names the key, its place and what is allowed.
+    """
+    with all_ranks(comm):
+        text = read_config(name) if comm.rank == 0 else ""
+    document = Document(name, comm.broadcast_object(text), overrides)
+    return document, parse_config(document, preset)
+
+
+def parse_config(document: Document, defaults: Mapping[str, str] | None = None) -> Config:
+    """Return the configuration that a document describes.
+
+    Not collective.
+
+    Parameters
+    ----------
+    document : Document
+        The TOML text with its overrides.
+    defaults : mapping of str to str, optional
+        Settings by dotted key that apply where neither the text nor an override has the key.
+
+    Raises
+    ------
+    ConfigError
+        With the key, its value, its place and what is allowed.
+    """
+    try:
+        tables = tomllib.loads(document.text)
+    except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits, and deep nesting
+        raise ConfigError(f"{document.name}: not valid TOML: {error}") from None
+    with document.located():
+        for override in document.overrides:
+            _apply(tables, override)
+        for key, value in (defaults or {}).items():
+            section, _, setting = key.partition(".")
+            if isinstance(tables.get(section, {}), dict) and setting not in tables.get(section, {}):
+                _apply(tables, f"{key}={value}")
+        return config_of(tables)
+
+
+def _apply(tables: Tables, override: str) -> None:
+    key, equals, raw = override.partition("=")
+    path = key.strip().split(".")
+    if not equals or len(path) < 2 or not all(path):
+        raise ConfigError(f"--set {override}: must have the form section.key=value")
+    target: Any = tables
+    for part in path[:-1]:
+        target = target.setdefault(part, {}) if isinstance(target, dict) else None
+    if not isinstance(target, dict):
+        raise ConfigError(f"--set {override}: {'.'.join(path[:-1])} is a value, not a table")
+    target[path[-1]] = _value(override, raw.strip())
+
+
+def _value(override: str, raw: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {raw}")
+    except (ValueError, RecursionError) as error:
+        if raw and raw[0] not in "[{\"'" and "\n" not in raw:
+            return raw
+        raise ConfigError(f"--set {override}: not a TOML value: {error}") from None
+    if set(parsed) != {"value"}:
+        raise ConfigError(f"--set {override}: must be one value")
+    return parsed["value"]
+
+
+def config_of(tables: Tables) -> Config:
+    """Check the tables of a configuration, such as :meth:`Config.to_dict` gives.
+
+    Not collective.
+
+    Raises
+    ------
+    ConfigError
+        Naming the key, its value and what is allowed.
+    """
+    for section, content in tables.items():
+        if section not in SECTIONS:
+            known = ", ".join(f"[{name}]" for name in SECTIONS)
+            raise SettingError(section, f"{section}: unknown section{nearest(section, SECTIONS)}; known: {known}")
+        if not isinstance(content, dict):
+            raise rejected(section, content, f"must be a section: [{section}] with its settings below it")
+    for section in ("model", "data"):
+        if section not in tables:
+            raise SettingError(section, f"[{section}] is missing: it has no default")
+    if "name" not in tables["model"]:
+        raise SettingError("model", f"model.name is missing: it must be one of {', '.join(map(shown, MODELS))}")
+    model = _chosen(tables, "model", ModelSection, MODELS, "")
+    optimizer = _chosen(tables, "optimizer", OptimizerSection, OPTIMIZERS, "adamw")
+    return Config(
+        model=_section(model, tables, MODELS),
+        data=_section(DataSection, tables),
+        parallel=_section(ParallelSection, tables),
+        train=_section(TrainSection, tables),
+        optimizer=_section(optimizer, tables, OPTIMIZERS),
+        checkpoint=_section(CheckpointSection, tables),
+    )
+
+
+def _chosen(tables: Tables, section: str, base: Any, kinds: Mapping[str, Any], default: str) -> Any:
+    name = tables.get(section, {}).get("name", default)
+    check = next(item for item in fields(base) if item.name == "name").metadata["check"]
+    try:
+        return kinds[check(name)]
+    except ValueError as error:
+        raise rejected(f"{section}.name", name, str(error)) from None
+
+
+def _section(kind: Any, tables: Tables, kinds: Mapping[str, Any] | None = None) -> Any:
+    title = kind.title()
+    given = tables.get(title, {})
+    known = [item.name for item in fields(kind)]
+    for key in given:
+        if key in known:
+            continue
+        owners = [name for name, other in (kinds or {}).items() if key in {item.name for item in fields(other)}]
+        name = given.get("name", "adamw")
+        whose = f"not a setting of {name} but of {', '.join(owners)}" if owners else "unknown key"
+        hint = "" if owners else nearest(key, known)
+        raise SettingError(f"{title}.{key}", f"{title}.{key}: {whose}{hint}; known: {', '.join(known)}")
+    return kind(**given)

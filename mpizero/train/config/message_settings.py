@@ -1,0 +1,38 @@
+"""Settings of messages between ranks: how gradients are packed, and how much of them travels at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpizero.comm.reduce.codecs import codec_of
+from mpizero.errors import ConfigError
+from mpizero.parallel.gradients.bucket_size import check_bucket
+
+
+def compression(value: Any) -> str | None:
+    """Take the name of a gradient compression.
+
+    Not collective.
+    """
+    if value == "none":
+        return None
+    try:
+        codec_of(value)
+    except ConfigError:
+        raise ValueError(
+            'must be "none", "bf16", "fp16", "int8", or "topk:SHARE" with the share of the values that is sent, more '
+            'than 0 and less than 0.5, such as "topk:0.01"'
+        ) from None
+    return str(value)
+
+
+def bucket(value: Any) -> float | str:
+    """Take the size of a bucket.
+
+    Not collective.
+    """
+    try:
+        check_bucket(value, None)
+    except ConfigError:
+        raise ValueError('must be "auto", or MiB of more than 0 and at most 4096') from None
+    return value if isinstance(value, str) else float(value)

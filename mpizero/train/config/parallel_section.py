@@ -1,0 +1,179 @@
+"""The section ``[parallel]``: how a run is laid out over ranks, checked against the model and the number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mpizero.errors import ConfigError, GridError
+from mpizero.layout import SCHEDULES, Axes, chunk_stages, explicit_cuts
+from mpizero.parallel.partition.parallel_layout import Spread
+from mpizero.train.config.message_settings import bucket
+from mpizero.train.config.setting_checks import Section, choice, flag, many, optional, setting, shown, text, whole
+
+#: The rows of the placement table by ZeRO stage.
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+#: The axes that split a model; ``data`` replicates it.
+_SPLITTING = ("pipeline", "tensor", "context")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSection(Section):
+    """How the work is laid out over ranks; without ``tensor`` and ``context`` it changes no bit of the result."""
+
+    strategy: str = setting("zero2", choice(*STRATEGIES))
+    pipeline: int = setting(1, whole(1))
+    tensor: int = setting(1, whole(1))
+    data: int = setting(-1, whole(-1))
+    context: int = setting(1, whole(1))
+    schedule: str = setting("1f1b", choice(*SCHEDULES))
+    virtual_stages: int = setting(1, whole(1))
+    order: str = setting("pipeline,tensor,data", text)
+    cuts: tuple[int, ...] | None = setting(None, optional(many(whole(1))))
+    share_node_memory: bool = setting(True, flag)
+    ranks_per_node: int | None = setting(None, optional(whole(1)))
+    bucket_mb: float | str | None = setting(None, optional(bucket))
+
+    def check_combination(self) -> None:
+        """Reject sizes, orders and schedules that fit no job and no model."""
+        if self.data == 0:
+            raise self.reject("data", "must be -1 (all remaining ranks) or a whole number >= 1")
+        if self.tensor > 1 and self.context > 1:
+            raise self.reject(
+                "context",
+                f"must be 1 together with parallel.tensor = {self.tensor}: layers are split by features or by places "
+                "of the sequence, not by both; choose one",
+            )
+        try:
+            chunk_stages(self.schedule, self.pipeline, self.virtual_stages)
+        except ConfigError as error:
+            raise self.reject("virtual_stages", f"does not fit parallel.schedule: {error}") from None
+        try:
+            Axes.build(1, order=self.order)
+        except GridError:
+            raise self.reject(
+                "order",
+                "must name pipeline, tensor and data once each (and context, which else comes last), slowest first, "
+                "separated by commas",
+            ) from None
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether a rank holds a part of the model only, or of a sequence."""
+        return any(getattr(self, axis) > 1 for axis in _SPLITTING)
+
+    @property
+    def zero_stage(self) -> int:
+        """The strategy as a number: 0 for "ddp"."""
+        return STRATEGIES.index(self.strategy)
+
+    @property
+    def chunks(self) -> int:
+        """How many parts the blocks are cut into; without a pipeline, schedule and virtual stages mean nothing."""
+        return 1 if self.pipeline == 1 else len(chunk_stages(self.schedule, self.pipeline, self.virtual_stages))
+
+    def axes(self, ranks: int) -> Axes:
+        """Return the place of every rank.
+
+        Not collective.
+
+        Raises
+        ------
+        SettingError
+            If the sizes do not fit ``ranks``, with all the numbers.
+        """
+        sizes = {axis: getattr(self, axis) for axis in (*_SPLITTING, "data")}
+        try:
+            return Axes.build(ranks, order=self.order, **sizes)
+        except GridError as error:
+            split = (axis for axis in _SPLITTING if sizes[axis] > 1)
+            key = "data" if self.data != -1 else next(split, "pipeline")
+            raise self.reject(key, f"does not fit this job: {error}") from None
+
+    def check_ranks(self, ranks: int) -> None:
+        """Reject sizes whose product is not the number of ranks of this job.
+
+        Not collective.
+        """
+        self.axes(ranks)
+
+    def check_blocks(self, blocks: int) -> None:
+        """Reject a pipeline with more parts than the model has blocks, or cuts that do not fit them.
+
+        Not collective.
+        """
+        chunks = self.chunks
+        if chunks > blocks:
+            each = f" of {chunks // self.pipeline} parts each" if chunks > self.pipeline else ""
+            raise self.reject(
+                "pipeline",
+                f"more stages than layers: {self.pipeline} stages{each} need at least {chunks} blocks, the model has "
+                f"{blocks}; use fewer stages or a model with more layers",
+            )
+        if self.cuts is None:
+            return
+        try:
+            explicit_cuts(self.cuts, blocks, chunks)
+        except ConfigError:
+            few = f"{chunks - 1} ascending numbers from 1 to {blocks - 1}"
+            wanted = f"must be {few}, the first block of every part but the first" if chunks > 1 else "must be left out"
+            raise self.reject("cuts", f"{wanted}: {chunks} parts of {blocks} blocks") from None
+
+    def check_heads(self, heads: int) -> None:
+        """Reject a tensor group that cannot share the attention heads equally.
+
+        Not collective.
+        """
+        if heads % self.tensor:
+            fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            raise self.reject("tensor", f"must divide model.heads = {heads}; these do: {fit}")
+
+    def check_sequence(self, model: str) -> None:
+        """Reject a context group for a model without sequences.
+
+        Not collective.
+        """
+        if self.context > 1:
+            raise self.reject("context", f"must be 1: model.name = {shown(model)} has no sequence to cut")
+
+    def spread(self) -> Spread:
+        """Return sizes, schedule and cuts as models take them; without a pipeline there is no schedule.
+
+        Not collective.
+        """
+        sizes = {axis: getattr(self, axis) for axis in (*_SPLITTING, "data")}
+        if self.pipeline == 1:
+            return Spread(**sizes, order=self.order)
+        return Spread(
+            **sizes, order=self.order, schedule=self.schedule, virtual_stages=self.virtual_stages, cuts=self.cuts
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments that :class:`mpizero.HybridShardedModel` takes for this layout.
+
+        Not collective.
+        """
+        spread = self.spread()
+        sizes = {f"{axis}_parallel_size": getattr(spread, axis) for axis in (*_SPLITTING, "data")}
+        rest = {name: getattr(spread, name) for name in ("order", "schedule", "virtual_stages", "cuts")}
+        return {**sizes, **rest, "zero_stage": self.zero_stage}
+
+    def figures(self, ranks: int) -> dict[str, Any]:
+        """Return the sizes of the axes and the schedule (None without a pipeline), for the result line.
+
+        Not collective.
+        """
+        return {**self.axes(ranks).sizes, "schedule": self.schedule if self.pipeline > 1 else None}
+
+    def describe(self, ranks: int) -> str:
+        """Return the layout in words, for example "pipeline 2 x tensor 1 x data 2, 1f1b, zero1".
+
+        Not collective.
+        """
+        if not self.splits_model:
+            return f"{self.strategy} on {ranks} rank{'s' if ranks > 1 else ''}"
+        sizes = self.axes(ranks).sizes
+        named = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if axis != "context" or size > 1)
+        virtual = f" with {self.virtual_stages} parts a stage" if self.schedule == "interleaved" else ""
+        schedule = f", {self.schedule}{virtual}" if self.pipeline > 1 else ""
+        return f"{named}{schedule}, {self.strategy}"

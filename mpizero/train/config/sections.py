@@ -1,0 +1,372 @@
+"""The configuration of a training run: one frozen section per table of the TOML file, valid once it exists."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from mpizero.checkpoint import ALIGNMENT, ALIGNMENT_LIMIT
+from mpizero.train.config.data_checks import arrays, patterns, table
+from mpizero.train.config.message_settings import compression
+from mpizero.train.config.parallel_section import ParallelSection
+from mpizero.train.config.setting_checks import (
+    Section,
+    choice,
+    duration,
+    flag,
+    fraction,
+    many,
+    not_negative,
+    optional,
+    positive,
+    rejected,
+    required,
+    setting,
+    shown,
+    text,
+    whole,
+)
+
+#: Settings that may differ between a saved run and the one that resumes it: none changes the mathematics (tensor and
+#: context groups, and cards, round sums differently). Training data are compared by content, wherever they lie.
+FREE_SECTIONS = ("parallel", "checkpoint")
+FREE_KEYS = (
+    "train.steps",
+    "train.threads",
+    "train.device",
+    "train.optimizer_device",
+    "train.direct_messages",
+    "train.validate_every",
+    "train.validate_samples",
+    "train.check_every",
+    "train.time_limit",
+    "train.time_reserve",
+    "train.timeout",
+    "model.activation_checkpointing",
+    "data.text",
+    "data.arrays",
+    "data.hdf5",
+)
+#: The step at which the learning rate has come to its end.
+_LENGTH = "optimizer.schedule_steps"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection(Section):
+    """What every model has; :class:`GptSection` and :class:`MlpSection` say the rest."""
+
+    name: str = required(choice("gpt", "mlp"))
+    dtype: str = setting("float32", choice("float32", "float64"))
+
+    @classmethod
+    def title(cls) -> str:
+        """Return the section's name in the file."""
+        return "model"
+
+    @property
+    def block_count(self) -> int:
+        """How many blocks a pipeline can cut it into."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptSection(ModelSection):
+    """A byte-level language model."""
+
+    dim: int = setting(256, whole(1))
+    layers: int = setting(4, whole(1))
+    heads: int = setting(4, whole(1))
+    sequence: int = setting(128, whole(1))
+    dropout: float = setting(0.0, fraction())
+    tied: bool = setting(True, flag)
+    activation_checkpointing: bool = setting(False, flag)
+
+    @property
+    def block_count(self) -> int:
+        """Embedding, transformer blocks, head."""
+        return self.layers + 2
+
+    def check_combination(self) -> None:
+        """Reject heads that cannot share the width equally."""
+        if self.dim % self.heads:
+            fit = ", ".join(str(n) for n in range(1, min(self.dim, 64) + 1) if self.dim % n == 0)
+            raise self.reject("heads", f"must divide model.dim = {self.dim}; these do: {fit}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpSection(ModelSection):
+    """A multi-layer perceptron; inputs and outputs are as wide as the data."""
+
+    hidden: tuple[int, ...] = setting((64, 64), many(whole(1)))
+    activation: str = setting("relu", choice("relu", "gelu", "silu", "tanh"))
+    task: str = setting("classification", choice("classification", "regression"))
+
+    @property
+    def block_count(self) -> int:
+        """Hidden layers and output."""
+        return len(self.hidden) + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection(Section):
+    """Where the samples come from: exactly one of text, arrays and hdf5; paths start at the working folder."""
+
+    text: tuple[str, ...] | None = setting(None, optional(patterns))
+    arrays: Any = setting(None, optional(arrays))
+    hdf5: Any = setting(None, optional(table("path", "x", "y")))
+    validation: float = setting(0.05, fraction())
+
+    @property
+    def kind(self) -> str:
+        """The key that is given."""
+        return next(key for key in ("text", "arrays", "hdf5") if getattr(self, key) is not None)
+
+    def check_combination(self) -> None:
+        """Require one source, no more and no less."""
+        given = [key for key in ("text", "arrays", "hdf5") if getattr(self, key) is not None]
+        if len(given) != 1:
+            what = " and ".join(f"data.{key}" for key in given) if given else "none"
+            example = 'text = ["corpus/*.txt"], text = "stdlib", arrays = {x = "x.npy", y = "y.npy"}, arrays = "digits"'
+            raise rejected("data", what, f"must have exactly one of text, arrays and hdf5, for example {example}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSection(Section):
+    """The batches and the loop over them."""
+
+    steps: int = setting(200, whole(1))
+    global_batch: int = setting(64, whole(1))
+    micro_batch: int | None = setting(None, optional(whole(1)))
+    accumulate: int = setting(1, whole(1))
+    seed: int = setting(0, whole(0, 2**63 - 1))
+    clip: float = setting(0.0, not_negative())
+    gradient_compression: str | None = setting(None, optional(compression))
+    threads: int = setting(1, whole(1, 1024))
+    device: str = setting("cpu", choice("cpu", "cuda"))
+    optimizer_device: str | None = setting(None, optional(choice("cpu", "cuda")))
+    direct_messages: bool = setting(True, flag)
+    mixed_precision: str | None = setting(None, optional(choice("bfloat16", "float16")))
+    validate_every: int = setting(50, whole(0))
+    validate_samples: int = setting(512, whole(0))
+    check_every: int = setting(50, whole(0))
+    time_limit: float | None = setting(None, optional(duration))
+    time_reserve: float | None = setting(None, optional(duration))
+    timeout: float = setting(600.0, duration)
+
+    def check_combination(self) -> None:
+        """Reject a grain larger than the global batch, and a job that would have no time but for saving."""
+        if self.micro_batch is not None and self.micro_batch > self.global_batch:
+            raise self.reject(
+                "micro_batch", f"must be at most train.global_batch = {self.global_batch}, of which it is a part"
+            )
+        if (grain := (self.micro_batch or 1) * self.accumulate) > self.global_batch:
+            raise self.reject(
+                "accumulate", f"makes grains of {grain} samples, more than train.global_batch = {self.global_batch}"
+            )
+        for name in ("optimizer_device", "mixed_precision"):
+            if getattr(self, name) not in (None, "cpu") and self.device == "cpu":
+                raise self.reject(name, 'is for cards: set train.device = "cuda" with it')
+        if self.time_limit is not None and self.time_reserve is not None and self.time_reserve >= self.time_limit:
+            raise self.reject("time_reserve", f"must be less than train.time_limit = {self.time_limit}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSection(Section):
+    """What every optimizer has; the classes below add each one's own."""
+
+    name: str = setting("adamw", choice("sgd", "adam", "adamw", "rmsprop", "lion", "lamb"))
+    lr: float = setting(3e-4, positive())
+    schedule: str = setting("constant", choice("constant", "linear", "cosine"))
+    schedule_steps: int | None = setting(None, optional(whole(1)))
+    warmup: int = setting(0, whole(0))
+    end: float = setting(0.0, not_negative())
+    weight_decay: float = setting(0.0, not_negative())
+
+    @classmethod
+    def title(cls) -> str:
+        """Return the section's name in the file."""
+        return "optimizer"
+
+    def check_combination(self) -> None:
+        """Reject a last learning rate that no schedule reaches."""
+        for name in ("end", "schedule_steps"):
+            if getattr(self, name) and self.schedule == "constant":
+                raise self.reject(name, 'belongs to the schedules "linear" and "cosine"; a constant rate has no end')
+        if self.end > self.lr:
+            raise self.reject("end", f"must be at most optimizer.lr = {self.lr}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SgdSection(OptimizerSection):
+    """Stochastic gradient descent."""
+
+    lr: float = setting(0.01, positive())
+    momentum: float = setting(0.0, fraction())
+    dampening: float = setting(0.0, fraction())
+    nesterov: bool = setting(False, flag)
+
+    def check_combination(self) -> None:
+        """Reject kinds of momentum where there is none."""
+        super().check_combination()
+        if self.nesterov and (not self.momentum or self.dampening):
+            raise self.reject("nesterov", "needs optimizer.momentum > 0 and optimizer.dampening = 0")
+        if self.dampening and not self.momentum:
+            raise self.reject("dampening", "needs optimizer.momentum > 0")
+
+
+_BETAS = many(fraction(), count=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamSection(OptimizerSection):
+    """Adam; the decay is added to the gradient."""
+
+    betas: tuple[float, float] = setting((0.9, 0.999), _BETAS)
+    eps: float = setting(1e-8, positive())
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamwSection(AdamSection):
+    """Adam with the decay applied to the weights."""
+
+    weight_decay: float = setting(0.01, not_negative())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LambSection(AdamSection):
+    """Adam with a trust ratio for every tensor."""
+
+    eps: float = setting(1e-6, positive())
+    weight_decay: float = setting(0.01, not_negative())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RmspropSection(OptimizerSection):
+    """Root-mean-square propagation."""
+
+    alpha: float = setting(0.99, fraction())
+    eps: float = setting(1e-8, positive())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LionSection(OptimizerSection):
+    """The sign of an interpolated momentum."""
+
+    lr: float = setting(1e-4, positive())
+    betas: tuple[float, float] = setting((0.9, 0.99), _BETAS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection(Section):
+    """Where and how often the state is saved; ``every = 0`` saves at the end only."""
+
+    folder: str = setting("run/checkpoints", text)
+    every: int = setting(100, whole(0))
+    keep: int = setting(2, whole(1))
+    keep_every: int = setting(0, whole(0))
+    asynchronous: bool = setting(False, flag)
+    backend: str = setting("direct", choice("direct", "mpio"))
+    alignment: int = setting(ALIGNMENT, whole(ALIGNMENT, ALIGNMENT_LIMIT))
+
+    def check_combination(self) -> None:
+        """Reject what the file cannot be aligned to, and MPI in a thread beside training."""
+        if self.alignment & (self.alignment - 1):
+            raise self.reject("alignment", f"must be a power of two from {ALIGNMENT} to {ALIGNMENT_LIMIT}")
+        if self.asynchronous and self.backend != "direct":
+            raise self.reject(
+                "asynchronous",
+                'needs checkpoint.backend = "direct": parallel HDF5 calls MPI, which nothing beside training may',
+            )
+
+
+MODELS: dict[str, type[ModelSection]] = {"gpt": GptSection, "mlp": MlpSection}
+OPTIMIZERS: dict[str, type[OptimizerSection]] = {
+    "sgd": SgdSection,
+    "adam": AdamSection,
+    "adamw": AdamwSection,
+    "rmsprop": RmspropSection,
+    "lion": LionSection,
+    "lamb": LambSection,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole configuration, every combination checked."""
+
+    model: ModelSection
+    data: DataSection
+    parallel: ParallelSection = ParallelSection()
+    train: TrainSection = TrainSection()
+    optimizer: OptimizerSection = AdamwSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+
+    def __post_init__(self) -> None:
+        """Reject sections that are fine alone and not together."""
+        length, given = self.optimizer.schedule_steps or self.train.steps, self.optimizer.schedule_steps is not None
+        if self.optimizer.warmup > length:
+            whose = "optimizer.schedule_steps" if given else "train.steps"
+            raise self.optimizer.reject("warmup", f"must be at most {whose} = {length}")
+        if self.train.mixed_precision is not None and self.model.dtype != "float32":
+            raise self.train.reject("mixed_precision", f"needs model.dtype = float32, it is {self.model.dtype}")
+        if self.model.name == "gpt" and self.data.kind != "text":
+            raise rejected("data", f"data.{self.data.kind}", 'model.name = "gpt" learns from data.text')
+        if self.model.name == "mlp" and self.data.kind == "text":
+            raise rejected("data", "data.text", 'model.name = "mlp" learns from data.arrays or data.hdf5')
+        if self.parallel.bucket_mb is not None and self.train.gradient_compression is not None:
+            raise self.parallel.reject("bucket_mb", "must be left out with train.gradient_compression: it fixes sizes")
+        check_split(self.parallel, self.model)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Return every setting, defaults included, as plain JSON values.
+
+        Not collective.
+        """
+        return {item.name: {k: _plain(v) for k, v in asdict(getattr(self, item.name)).items()} for item in fields(self)}
+
+
+def check_split(parallel: ParallelSection, model: ModelSection) -> None:
+    """Reject a layout by which the model cannot be split, whatever the number of ranks.
+
+    Not collective.
+    """
+    parallel.check_blocks(model.block_count)
+    if isinstance(model, GptSection):
+        parallel.check_heads(model.heads)
+    else:
+        parallel.check_sequence(model.name)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def mathematics(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the settings that decide the result, by dotted name, from a :meth:`Config.to_dict`.
+
+    Not collective.
+    """
+    flat = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
+    flat.setdefault("train.accumulate", 1)  # runs saved before there was this setting
+    if flat.get("optimizer.schedule") in ("linear", "cosine"):
+        flat[_LENGTH] = flat.get(_LENGTH) or flat.get("train.steps")
+    else:
+        flat.pop(_LENGTH, None)
+    return {
+        key: value
+        for key, value in sorted(flat.items())
+        if key not in FREE_KEYS and key.partition(".")[0] not in FREE_SECTIONS
+    }
+
+
+def difference(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]]) -> str | None:
+    """Return the first setting by which two configurations compute different things, with both values.
+
+    Not collective.
+    """
+    before, now = mathematics(saved), mathematics(wanted)
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key):
+            hint = " (train.steps, where it is not given)" if key == _LENGTH else ""
+            return f"{key} was {shown(before.get(key))} in the saved run and is {shown(now.get(key))} now{hint}"
+    return None

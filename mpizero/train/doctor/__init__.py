@@ -1,0 +1,1 @@
+"""``mpizero doctor``: examine what training needs on this machine."""

@@ -1,0 +1,218 @@
+"""What this process can find out about its machine: the measurements behind ``mpizero doctor``."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import platform
+import socket
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpizero.comm import Communicator
+from mpizero.comm.startup.launch import mpi_facts
+from mpizero.comm.startup.leftovers import SHARED_FOLDER
+from mpizero.errors import ConfigError, MpizeroError
+from mpizero.kernels.blas import library
+
+if TYPE_CHECKING:
+    from mpizero.kernels.cache import Place
+
+__all__ = [
+    "blas",
+    "cards",
+    "cores",
+    "gpus",
+    "hdf5",
+    "host",
+    "mpi_facts",
+    "processor",
+    "shared_space",
+    "try_kernel",
+    "try_reduction",
+    "try_shared_memory",
+]
+
+_WINDOW = 1 << 16
+
+
+def host() -> str:
+    """Return this node's name.
+
+    Not collective.
+    """
+    return socket.gethostname()
+
+
+def cores() -> list[int]:
+    """Return the cores that this process may run on.
+
+    Not collective.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def processor() -> str:
+    """Return what the processor calls itself.
+
+    Not collective.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name"))
+    return next(filter(None, names), "") or platform.processor() or platform.machine()
+
+
+def blas() -> str:
+    """Return the BLAS that NumPy has loaded, with the kind of core that it is built for, and one beside it.
+
+    Not collective.
+
+    Raises
+    ------
+    ConfigError
+        ``MPIZERO_BLAS`` names a library that cannot be used.
+    """
+    from threadpoolctl import threadpool_info
+
+    np.dot(np.ones((2, 2)), np.ones((2, 2)))
+    beside = library()
+    found = [
+        f"{entry['internal_api']} {entry.get('version')} for {entry.get('architecture', 'any core')}"
+        for entry in threadpool_info()
+        if entry.get("user_api") == "blas" and entry.get("filepath") != getattr(beside, "path", None)
+    ]
+    large = f"; large products by {beside.name}" if beside is not None else ""
+    return (", ".join(sorted(set(found))) or "unknown to threadpoolctl") + large
+
+
+def hdf5(comm: Communicator) -> str | None:
+    """Return what h5py can do, None without it.
+
+    Not collective.
+    """
+    if importlib.util.find_spec("h5py") is None:
+        return None
+    from mpizero.checkpoint.backends.mpio import check_available
+
+    try:
+        check_available(comm)
+    except ConfigError:
+        return f"h5py {metadata.version('h5py')} without MPI: checkpoints are written directly, each rank its own bytes"
+    except ImportError as error:
+        return None if "h5py" in str(error) else f"h5py cannot be loaded: {error}"
+    return f"h5py {metadata.version('h5py')} with MPI"
+
+
+def try_reduction(comm: Communicator) -> tuple[int, float]:
+    """Sum the ranks, and time it.
+
+    Collective over ``comm``.
+    """
+    buffer = np.array([comm.rank], dtype=np.int64)
+    comm.allreduce(buffer, tag="doctor")
+    scratch, times = np.zeros(1, dtype=np.int64), []
+    for _ in range(20):
+        started = time.perf_counter()
+        comm.allreduce(scratch, tag="doctor")
+        times.append(time.perf_counter() - started)
+    return int(buffer[0]), sorted(times)[len(times) // 2]
+
+
+def try_shared_memory(comm: Communicator) -> str:
+    """Write a shared window from every rank of this node and read it from every other; return what is wrong.
+
+    Collective over ``comm``.
+    """
+    with comm.split_node(name="doctor") as node:
+        try:
+            shared = node.allocate_shared(_WINDOW * node.size)
+        except MpizeroError as error:
+            return str(error)
+        rows = shared.buffer.reshape(node.size, _WINDOW)
+        rows[node.rank] = node.rank + 1
+        node.node_barrier(shared)
+        wrong = [rank for rank in range(node.size) if not (rows[rank] == rank + 1).all()]
+        del rows
+        node.node_barrier(shared)
+        shared.close()
+    return f"does not see what ranks {wrong} of its node wrote" if wrong else ""
+
+
+def shared_space() -> tuple[int, int] | None:
+    """Return the free and the whole room for shared memory in bytes, None where the system does not say.
+
+    Not collective.
+    """
+    try:
+        space = os.statvfs(SHARED_FOLDER)
+    except OSError:
+        return None
+    return space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+
+
+def try_kernel() -> tuple[str, Place | None, float]:
+    """Run one compiled kernel; return what is wrong, where compiled kernels are kept, and the seconds it took.
+
+    Not collective.
+    """
+    from mpizero.kernels import cache, cpu, native
+
+    started = time.perf_counter()
+    try:
+        place = cache.place(native.cpu_name())
+        if not os.access(place.path, os.W_OK | os.X_OK):
+            return f"{place.path} cannot be written", place, 0.0
+        x = np.arange(5, dtype=np.float32)
+        y = np.empty_like(x)
+        cpu.activation.relu(x - 2, y)
+    except Exception as error:  # whatever a broken compiler or disk may raise is the finding
+        return f"{type(error).__name__}: {error}", None, 0.0
+    wrong = "" if y.tolist() == [0, 0, 0, 1, 2] else f"a kernel computes {y.tolist()} instead of [0, 0, 0, 1, 2]"
+    return wrong, place, time.perf_counter() - started
+
+
+def cards() -> tuple[int, str]:
+    """Return the number of cards that ``device = "cuda"`` would take in turn, and if there are none, why.
+
+    Not collective.
+    """
+    from mpizero.kernels.device import found
+
+    return found()
+
+
+def why_through_host(comm: Communicator, place: int) -> str:
+    """Return why messages between layers on cards would go through the host; nothing if they go directly.
+
+    Collective over ``comm``. ``place`` is this rank's on its node.
+    """
+    from mpizero.comm.group.gpu_aware import prove
+    from mpizero.kernels.device import open_card
+
+    return prove(comm, lambda: open_card(place))
+
+
+def gpus() -> tuple[int, list[str]]:
+    """Return the number of NVIDIA GPUs that the driver shows, and the Python packages that can use them.
+
+    Not collective.
+    """
+    packages = [name for name in ("cupy", "numba_cuda") if importlib.util.find_spec(name) is not None]
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0, packages
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0, packages
+    return count.value, packages

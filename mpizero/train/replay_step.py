@@ -1,0 +1,179 @@
+"""``mpizero replay``: the samples of a bad step again, in one process, with the parameters of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpizero import checkpoint, nn
+from mpizero.checkpoint.format.strict_json import is_count
+from mpizero.checkpoint.format.table import ARRAY_LIMIT
+from mpizero.errors import ConfigError, DataError
+from mpizero.parallel import BadStep, DDPModel, Replay, ShardingConfig, read_bad_step, replay_bad_step
+from mpizero.parallel.checkpointing import model_state
+from mpizero.parallel.diagnostics.replay import Figures
+from mpizero.train.cli.number_format import joined
+from mpizero.train.config.builder import make_model
+from mpizero.train.config.config_file import config_of
+from mpizero.train.config.sections import Config
+from mpizero.train.run.metrics import finite
+from mpizero.train.run.resume import Saved
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a replay has shown.
+
+    Attributes
+    ----------
+    step : BadStep
+        What was replayed.
+    parameters : str
+        Where the parameters come from, for people.
+    replays : list of Replay
+        One for each micro-batch.
+    """
+
+    step: BadStep
+    parameters: str
+    replays: list[Replay]
+
+
+def replay(path: str, chosen: str | None, tell: Callable[[str], object]) -> Found:
+    """Replay the bad step in the folder ``path``.
+
+    Not collective. The parameters are those of the checkpoint ``chosen``, else of the newest sound one of the run from
+    before the step, else the start values.
+
+    Raises
+    ------
+    DataError
+        No bad step of `mpizero train`, or a damaged one.
+    CheckpointError
+        The checkpoint that was asked for cannot be read, or is of another model.
+    """
+    step = read_bad_step(path)
+    config = _config_of(step, path)
+    model = _model_of(step, config, path)
+    found = chosen or _newest_before(Path(path), step.step, tell)
+    with ShardingConfig(comm="self") as sharding, DDPModel(model, sharding) as placed:
+        told = "the start values"
+        if found is not None:
+            with checkpoint.open_checkpoint(found, "self") as reader:
+                done = Saved.of(reader.attributes, found).step
+                model_state.restore(placed.engine, reader)
+            told = f"step {done}, from {found}"
+        return Found(step, told, replay_bad_step(step, placed))
+
+
+def _config_of(step: BadStep, path: str) -> Config:
+    try:
+        return config_of(dict(step.about["config"]))
+    except KeyError:
+        raise DataError(
+            f"{path}: has no configuration: not written by `mpizero train`; replay it from Python, with "
+            "mpizero.replay_bad_step(path, model)"
+        ) from None
+    except (ConfigError, TypeError, ValueError) as error:
+        raise DataError(f"{path}: its configuration is of another version: {error}") from None
+
+
+def _model_of(step: BadStep, config: Config, path: str) -> Any:
+    """Return the model of a bad step; it holds no arrays yet. What no model of ours can be or take is refused."""
+    widths, section = step.about.get("widths"), config.model
+    if widths is not None and not (isinstance(widths, list) and all(is_count(width, 1) for width in widths)):
+        raise DataError(f"{path}: about.widths is {widths!r:.80}: expected two whole numbers > 0")
+    for what, values in ((name, getattr(grain, name)) for grain in step.grains for name in "xy"):
+        if not isinstance(values, np.ndarray):
+            raise DataError(f"{path}: {what} is a {type(values).__name__}: a {section.name} takes one array")
+        if values.dtype.kind == "c":
+            raise DataError(f"{path}: {what} is {values.dtype}: a {section.name} takes real numbers")
+    if section.block_count > ARRAY_LIMIT:
+        raise DataError(f"{path}: its model has {section.block_count} blocks, at most {ARRAY_LIMIT} are allowed")
+    model = make_model(config, widths)
+    for grain in step.grains:
+        if grain.x.shape[1:] != model.sample_shape:
+            raise DataError(
+                f"{path}: its samples have shape {grain.x.shape[1:]} each, "
+                f"its {section.name} takes {model.sample_shape}"
+            )
+    size = np.dtype(model.dtype).itemsize * sum(prod(spec.shape) for spec in nn.model_specs(model))
+    if size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+        raise DataError(f"{path}: its model has {size} bytes of parameters, this machine has {memory} of memory")
+    return model
+
+
+def _newest_before(path: Path, step: int, tell: Callable[[str], object]) -> str | None:
+    """Return the newest sound checkpoint of the run, of a step before ``step``."""
+    root = path.absolute().parent.parent
+    for folder in (root / "checkpoints", root):
+        for found in checkpoint.sound(folder, report=tell):
+            at = checkpoint.step_of(found)
+            if at is not None and at < step:
+                return found
+    return None
+
+
+def report(found: Found) -> str:
+    """Return what was found for people. Not collective."""
+    step = found.step
+    lines = [f"step {step.step}, skipped in training; parameters here: {found.parameters}"]
+    lines += [f"in training: {told['message']}, samples {told['start']} to {told['stop'] - 1}" for told in step.found]
+    for replay_ in found.replays:
+        lines += ["", *_of_samples(replay_)]
+    return joined(lines)
+
+
+def _of_samples(replay_: Replay) -> list[str]:
+    first = replay_.first
+    if first is None:
+        verdict = "every value is finite with these parameters"
+    else:
+        verdict = f"first not finite: {first.what} {first.name}, {first.not_finite} of {first.size} values"
+    head = f"samples {replay_.start} to {replay_.stop - 1}: loss {replay_.loss / replay_.weight:.6g}; {verdict}"
+    names = [f"{f.what} {f.name}" for f in replay_.figures]
+    width = max(map(len, names))
+    rows = [f"  {'':{width}}  {'min':>11}  {'max':>11}  {'norm':>11}  not finite"]
+    rows += [f"  {name:{width}}  {_row(figures)}" for name, figures in zip(names, replay_.figures, strict=True)]
+    return [head, *rows]
+
+
+def _row(figures: Figures) -> str:
+    numbers = (figures.minimum, figures.maximum, figures.norm)
+    bad = f"{figures.not_finite} of {figures.size}" if figures.not_finite else "-"
+    return "  ".join(f"{number:11.4g}" for number in numbers) + f"  {bad:>10}"
+
+
+def as_json(found: Found) -> str:
+    """Return what was found on one line for programs. Not collective."""
+    return json.dumps(
+        {
+            "step": found.step.step,
+            "found": found.step.found,
+            "parameters": found.parameters,
+            "replays": [
+                {
+                    "start": r.start,
+                    "stop": r.stop,
+                    "loss": finite(r.loss),
+                    "weight": finite(r.weight),
+                    "first": None if r.first is None else f"{r.first.what} {r.first.name}",
+                    "figures": _plain(r.figures),
+                }
+                for r in found.replays
+            ],
+        },
+        allow_nan=False,
+    )
+
+
+def _plain(figures: Sequence[Figures]) -> list[dict[str, Any]]:
+    numbers = ("minimum", "maximum", "norm")
+    return [asdict(f) | {key: finite(getattr(f, key)) for key in numbers} for f in figures]

@@ -1,0 +1,197 @@
+"""A run's state on disk: what is saved beside the arrays, and which checkpoint a run may continue from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mpizero import checkpoint
+from mpizero.checkpoint import Found
+from mpizero.comm import Communicator
+from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
+from mpizero.parallel.checkpointing import model_state
+from mpizero.train.config.builder import Job
+from mpizero.train.config.sections import difference
+from mpizero.train.run.metrics import finite
+from mpizero.train.run.progress import Progress
+from mpizero.train.run.run_folder import RunFolder
+
+#: The attribute under which a training run keeps what it needs to go on.
+ATTRIBUTE = "training"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a training run wrote beside its arrays.
+
+    Attributes
+    ----------
+    step : int
+        Steps done; with the global batch size it is also the place in the data.
+    loss : float or None
+        Of that step.
+    config : dict
+        The whole configuration.
+    data : str
+        Fingerprint of the training data.
+    """
+
+    step: int
+    loss: float | None
+    config: dict[str, dict[str, Any]]
+    data: str
+
+    @classmethod
+    def of(cls, attributes: Mapping[str, Any], path: str | Path) -> Saved:
+        """Read what :func:`saved_attributes` returned.
+
+        Not collective.
+
+        Raises
+        ------
+        CheckpointError
+            The checkpoint is not a training run's.
+        """
+        try:
+            found = attributes[ATTRIBUTE]
+            saved = cls(_whole(found["step"]), found["loss"], dict(found["config"]), str(found["data"]))
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(f"{path}: not written by `mpizero train`: it holds no training run's state") from None
+        if not isinstance(saved.config.get("model"), dict):
+            raise CheckpointError(f"{path}: its configuration has no model")
+        return saved
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(value)
+    return value
+
+
+def saved_attributes(job: Job, step: int, loss: float | None, versions: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the checkpoint of a step keeps beside what every model's has.
+
+    Not collective.
+    """
+    train = job.config.train
+    own = {
+        "step": step,
+        "samples": step * train.global_batch,
+        "seed": train.seed,
+        "loss": finite(loss),
+        "config": job.config.to_dict(),
+        "data": job.fingerprint,
+        "versions": dict(versions),
+    }
+    return {ATTRIBUTE: own}
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run goes on.
+
+    Attributes
+    ----------
+    saved : Saved
+        What the checkpoint holds beside its arrays, which are restored.
+    newer : list of Found
+        The checkpoints of later steps, newest first: they move aside before the first save.
+    """
+
+    saved: Saved
+    newer: list[Found]
+
+
+def restore(
+    job: Job, folder: RunFolder, comm: Communicator, progress: Progress, step: int | None = None
+) -> Start | None:
+    """Restore the newest good checkpoint of a run, or that of a ``step``; None if the folder holds no checkpoint.
+
+    Collective over ``comm``. Nothing on disk is touched. Without a ``step``, newer checkpoints that are damaged are
+    passed over; one that cannot be opened for any other reason ends the search, for it may be whole.
+
+    Raises
+    ------
+    ConfigError
+        The saved run computes something else: the message names the first setting that differs.
+    CheckpointError
+        There is no checkpoint of the ``step``, or it cannot be loaded; or without a ``step``: a newer one cannot be
+        opened, or all there are are damaged. The message names each, and the ways out.
+    """
+    found = checkpoint.survey(folder.checkpoints, comm)
+    if step is not None:
+        start = _restore_step(job, folder, comm, found, step)
+        progress.say(f"resuming from step {step}, as asked for")
+        return start
+    passed: list[Found] = []
+    for one in found:
+        if one.sound and any(newer.unreadable for newer in passed):
+            raise _refusal(folder, passed, one)
+        looked, saved = _try(job, one, comm)
+        if saved is not None:
+            progress.say(f"resuming from {one.path}")
+            return Start(saved, passed)
+        passed.append(looked)
+    if passed:
+        raise _refusal(folder, passed, None)
+    progress.say(f"no checkpoint in {folder.checkpoints}: starting from the beginning")
+    return None
+
+
+def _try(job: Job, found: Found, comm: Communicator) -> tuple[Found, Saved | None]:
+    """Load a checkpoint, if it is sound; or return what is wrong with it."""
+    if not found.sound:
+        return found, None
+    try:
+        return found, _load(job, found.path, comm)
+    except CheckpointError as error:
+        return replace(found, problem=str(error), damaged=isinstance(error, CheckpointDamagedError)), None
+
+
+def _restore_step(job: Job, folder: RunFolder, comm: Communicator, found: Sequence[Found], step: int) -> Start:
+    chosen = next((one for one in found if one.step == step), None)
+    if chosen is None:
+        there = ", ".join(str(one.step) for one in reversed(found))
+        raise CheckpointError(
+            f"--resume-from {step}: no checkpoint of step {step} in {folder.checkpoints}: "
+            + (f"there are those of the steps {there}" if there else "it holds none")
+        )
+    looked, saved = _try(job, chosen, comm)
+    if saved is None:
+        raise CheckpointError(f"--resume-from {step}: {looked.problem}")
+    return Start(saved, [one for one in found if one.step > step])
+
+
+def _refusal(folder: RunFolder, passed: Sequence[Found], good: Found | None) -> CheckpointError:
+    """Return the error that names what cannot be taken, and what the user may ask for by name."""
+    told = "; ".join(
+        f"{os.path.basename(one.path)} {'is damaged' if one.damaged else 'cannot be used'}: {one.problem}"
+        for one in passed
+    )
+    older = "" if good is None else f"go on from an older one with --resume-from {good.step}, or "
+    return CheckpointError(
+        f"cannot resume in {folder.checkpoints}, where nothing was changed: {told}. Mend that, or {older}start over "
+        "without --resume: what is left behind then moves to earlier/ in the run's folder"
+    )
+
+
+def _load(job: Job, path: str, comm: Communicator) -> Saved:
+    with checkpoint.open_checkpoint(path, comm) as reader:
+        saved = Saved.of(reader.attributes, path)
+        if checkpoint.step_of(path) != saved.step:
+            raise CheckpointError(f"{path}: holds step {saved.step}: give it back the name of its own step")
+        if changed := difference(saved.config, job.config.to_dict()):
+            raise ConfigError(
+                f"cannot resume from {path}: {changed}; give the saved value, or start in another checkpoint.folder"
+            )
+        if saved.data != job.fingerprint:
+            raise ConfigError(
+                f"cannot resume from {path}: data: the training samples are not those of the saved run; "
+                "give the same data, or start in another checkpoint.folder"
+            )
+        model_state.restore(job.model.loadable_engine, reader)
+    job.model.invalidate_cache()
+    return saved

@@ -1,0 +1,284 @@
+"""The files of one run: metrics, marker, lock and checkpoints; whatever an earlier run left is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from mpizero.checkpoint.folders import step_folders
+from mpizero.checkpoint.format.regular_files import open_regular
+from mpizero.errors import CheckpointError, ExitStatus, MpizeroError
+
+
+class RunFolderError(MpizeroError):
+    """A run folder that cannot be used: not writable, full, or in use by another job."""
+
+    status = ExitStatus.INPUT_OUTPUT
+
+
+class RunFolder:
+    """The folder that holds a run.
+
+    ``checkpoint.folder = "run/checkpoints"`` makes ``run`` the run's folder; a checkpoint folder of any other name is
+    the run's folder itself. Everything here happens on one rank; the caller agrees on the outcome.
+
+    Parameters
+    ----------
+    checkpoints : path
+        ``checkpoint.folder``.
+    """
+
+    def __init__(self, checkpoints: str | Path) -> None:
+        self.checkpoints = Path(checkpoints).expanduser().absolute()
+        self.root = self.checkpoints.parent if self.checkpoints.name == "checkpoints" else self.checkpoints
+        self._lock: TextIO | None = None
+        self._metrics: TextIO | None = None
+        self._taken: dict[Path, tuple[int, int]] = {}
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON line a step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def marker(self) -> Path:
+        """Exists once the run has ended well; holds the result line."""
+        return self.root / "run_complete"
+
+    @property
+    def stop_file(self) -> Path:
+        """Whoever makes it asks the run to save and stop."""
+        return self.root / "STOP"
+
+    @property
+    def stopped(self) -> Path:
+        """What :attr:`stop_file` becomes when it has been obeyed, until the run goes on."""
+        return self.root / "STOPPED"
+
+    def obey_stop(self) -> None:
+        """Note that the run has stopped as :attr:`stop_file` asked, so that the next resume goes on.
+
+        Not collective.
+        """
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                self.stop_file.rename(self.stopped)
+        except OSError as error:
+            raise self._failed("the file STOP cannot be renamed", error) from None
+
+    def open(self) -> None:
+        """Create the folders, prove that they can be written, and keep other jobs out.
+
+        Not collective.
+
+        Raises
+        ------
+        RunFolderError
+            Naming the folder and the reason.
+        """
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            for folder in {self.root, self.checkpoints}:
+                if not os.access(folder, os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+            self._lock = (self.root / ".lock").open("a+", encoding="utf-8")
+            self._take_lock(self._lock)
+            self.stopped.unlink(missing_ok=True)
+            self._taken = {folder: _identity(folder) for folder in (self.root, self.checkpoints)}
+        except OSError as error:
+            self.close()
+            raise self._failed("cannot be used", error) from None
+
+    def check(self) -> None:
+        """Raise :class:`RunFolderError` unless the folders that :meth:`open` took are still there.
+
+        Not collective. Whoever saved on into a folder made anew would go on without lock, metrics and checkpoints, or
+        on the wrong disk.
+        """
+        for folder, identity in self._taken.items():
+            try:
+                same = _identity(folder) == identity
+            except OSError as error:
+                raise self._failed("has been removed since the run began", error) from None
+            if not same:
+                raise RunFolderError(f"run folder {self.root}: {folder} is another folder than when the run began")
+
+    @property
+    def bad_steps(self) -> Path:
+        """The samples of steps that were skipped."""
+        return self.root / "bad_steps"
+
+    def set_aside(self) -> Path | None:
+        """Move what an earlier run left into a folder of its own, and return that.
+
+        Not collective. None when there is nothing.
+        """
+        steps = [Path(path) for path in step_folders(str(self.checkpoints))]
+        files = [path for path in (self.metrics, self.superseded, self.marker, self.bad_steps) if path.exists()]
+        return self._move_aside(steps, files)
+
+    def set_steps_aside(self, steps: Iterable[str]) -> Path | None:
+        """Move these checkpoints into a folder of their own, and return that.
+
+        Not collective. None when there is nothing.
+        """
+        return self._move_aside([Path(path) for path in steps], [])
+
+    def _move_aside(self, steps: Sequence[Path], files: Sequence[Path]) -> Path | None:
+        """Move checkpoints, given newest first, and files; all or none, unless the process is killed.
+
+        The oldest checkpoint goes first: where this is killed, the newest is still where it was.
+        """
+        if not steps and not files:
+            return None
+        done: list[tuple[Path, Path]] = []
+        made: list[Path] = []
+        try:
+            number = 1
+            while any((top / "earlier" / f"{number:04d}").exists() for top in (self.root, self.checkpoints)):
+                number += 1
+            home = self.root / "earlier" / f"{number:04d}"
+            # A checkpoint folder may be a link to another file system, which cannot be left by renaming.
+            same = self.root.stat().st_dev == self.checkpoints.stat().st_dev
+            place = (home if same else self.checkpoints / "earlier" / home.name) / "checkpoints"
+            for folder in (home, place):
+                folder.mkdir(parents=True, exist_ok=True)
+                made.append(folder)
+            for path in (*reversed(steps), *files):
+                target = (place if path in steps else home) / path.name
+                _move(path, target)
+                done.append((path, target))
+        except OSError as error:
+            for path, target in reversed(done):
+                with contextlib.suppress(OSError):
+                    _move(target, path)
+            for folder in reversed(made):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            raise self._failed("what an earlier run left in it cannot be moved aside", error) from None
+        return home if files else place
+
+    @property
+    def superseded(self) -> Path:
+        """Metrics of steps that were done again after a resume."""
+        return self.root / "metrics.superseded.jsonl"
+
+    def continue_metrics(self, step: int) -> None:
+        """Keep the metrics up to ``step`` in place; later lines, which will be written again, move to another file.
+
+        Not collective.
+        """
+        try:
+            lines = self._metrics_lines()
+            kept = [line for line in lines if _step_of(line) <= step]
+            rest = [line for line in lines if _step_of(line) > step]
+            if rest:
+                with self.superseded.open("ab") as file:
+                    file.writelines(line + b"\n" for line in rest)
+                self._replace(self.metrics, kept)
+            self.marker.unlink(missing_ok=True)
+        except OSError as error:
+            raise self._failed("its metrics cannot be rewritten", error) from None
+        except CheckpointError as error:
+            raise RunFolderError(f"run folder {self.root}: its metrics cannot be rewritten: {error}") from None
+
+    def _metrics_lines(self) -> list[bytes]:
+        """Return the lines that are there; whatever stands in them, they are kept as they are."""
+        if not self.metrics.exists():
+            return []
+        with os.fdopen(open_regular(os.path.realpath(self.metrics)), "rb") as file:
+            return [line.removesuffix(b"\n") for line in file]
+
+    def write_metrics(self, line: Mapping[str, Any]) -> None:
+        """Append one line to the metrics.
+
+        Not collective.
+        """
+        try:
+            if self._metrics is None:
+                self._metrics = self.metrics.open("a", encoding="utf-8")
+            self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
+            self._metrics.flush()
+        except OSError as error:
+            raise self._failed("metrics cannot be written", error) from None
+
+    def complete(self, result: Mapping[str, Any]) -> None:
+        """Leave the marker that tells success.
+
+        Not collective.
+        """
+        try:
+            self._replace(self.marker, [json.dumps(result, allow_nan=False).encode()])
+        except OSError as error:
+            raise self._failed("the marker cannot be written", error) from None
+        self.obey_stop()
+
+    def close(self) -> None:
+        """Close the files and let other jobs in.
+
+        Not collective.
+        """
+        for file in (self._metrics, self._lock):
+            if file is not None:
+                file.close()
+        self._metrics = self._lock = None
+
+    def _take_lock(self, file: TextIO) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read(200).strip() or "another process"
+            self.close()
+            raise RunFolderError(
+                f"run folder {self.root}: in use by {owner}; choose another checkpoint.folder"
+            ) from None
+        except OSError:
+            return  # a file system without locks: go on unprotected, as everywhere else on it
+        file.seek(0)
+        file.truncate()
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+
+    @staticmethod
+    def _replace(path: Path, lines: Iterable[bytes]) -> None:
+        temporary = path.with_name(f"{path.name}.tmp")
+        with temporary.open("wb") as file:
+            file.writelines(line + b"\n" for line in lines)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+
+    def _failed(self, what: str, error: OSError) -> RunFolderError:
+        where = f" ({error.filename})" if error.filename and str(error.filename) != str(self.root) else ""
+        return RunFolderError(f"run folder {self.root}: {what}: {error.strerror or error}{where}")
+
+
+def _move(path: Path, target: Path) -> None:
+    """Rename a file, folder or link; what a link means stays the same."""
+    if path.is_symlink() and not (meant := path.readlink()).is_absolute():
+        target.symlink_to(path.parent / meant)
+        path.unlink()
+    else:
+        path.rename(target)
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    found = folder.stat()
+    return found.st_dev, found.st_ino
+
+
+def _step_of(line: bytes) -> float:
+    """Return a metrics line's step; a torn line, or one that no run has written, counts as later than all."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return float("inf")
+    return step if type(step) is int else float("inf")

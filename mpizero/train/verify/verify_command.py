@@ -1,0 +1,152 @@
+"""``mpizero verify``: the training of a configuration on several layouts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.data import Source, batches
+from mpizero.errors import ConfigError, ExitStatus
+from mpizero.parallel import ShardingConfig
+from mpizero.text import notice
+from mpizero.train.config.builder import build_model, build_optimizer, build_source, check_samples, computing_settings
+from mpizero.train.config.sections import Config, GptSection, check_split
+from mpizero.train.modelcheck.check import examine
+from mpizero.train.modelcheck.findings import ModelReport
+from mpizero.train.run.progress import Progress
+from mpizero.train.verify.compare import compare_layouts
+from mpizero.train.verify.layouts import Layout, default_layouts, parse_layouts
+from mpizero.train.verify.verdicts import Report
+
+#: Exit status when a layout differs, or the model itself is wrong.
+DIFFERS = 1
+#: Samples on which the model itself is checked.
+SAMPLES = 2
+
+
+def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> int:
+    """Compare the layouts that the options name, print the verdicts on rank 0, and return the exit status.
+
+    Collective over ``comm``.
+    """
+    if options.steps < 1:
+        raise ConfigError(f"--steps {options.steps}: must be a whole number >= 1")
+    if options.tolerance is not None and not 0 <= options.tolerance < 1:
+        raise ConfigError(f"--tolerance {options.tolerance}: must be a number from 0 to 1")
+    if options.ranks is not None and options.ranks < 1:
+        raise ConfigError(f"--ranks {options.ranks}: must be a whole number >= 1")
+    layouts = choose(config, comm, options.layouts, options.ranks)
+    with all_ranks(comm):
+        source, validation = build_source(config)
+        check_samples(config, source)
+        build_model(config, source, validation)
+
+    def feed(sharding: ShardingConfig, group: Communicator) -> Iterator[Any]:
+        return batches(source, sharding, config.train.global_batch, seed=config.train.seed, group=group)
+
+    # What follows compares layouts with one process: it says nothing of a model that is wrong on one, too.
+    model = examine(
+        build_model(config, source, validation), *source.samples(np.arange(_few(config, source))), comm=comm
+    )
+    if not model.right:
+        if comm.rank == 0:
+            print(json.dumps({"model": model.to_dict()}) if options.json else model, flush=True)
+            notice("the model is wrong, so no layout was compared")
+        return DIFFERS
+    progress = Progress(options.steps * (len(layouts) + 1), active=comm.rank == 0)
+    progress.begin()
+    try:
+        report = compare_layouts(
+            lambda _: build_model(config, source, validation),
+            feed,
+            layouts,
+            make_optimizer=lambda: build_optimizer(config),
+            comm="self" if comm.size == 1 else comm,
+            steps=options.steps,
+            tolerance=options.tolerance,
+            progress=_shown(progress),
+            **computing_settings(config),
+        )
+    finally:
+        progress.close()
+    if comm.rank == 0:
+        _print(report, model, as_json=options.json)
+    return int(ExitStatus.OK) if report.agrees else DIFFERS
+
+
+def choose(config: Config, comm: Communicator, named: str | None, ranks: int | None) -> list[Layout]:
+    """Return the layouts that were named, or those that there are for a number of ranks, checked against the model.
+
+    Not collective.
+
+    Raises
+    ------
+    ConfigError
+        Naming the layout that does not fit, and why.
+    """
+    model, launched = config.model, comm.size
+    if ranks is not None and launched > 1 and ranks > launched:
+        raise ConfigError(f"--ranks {ranks}: this job has {launched}")
+    if named is None:
+        heads, sequence = (model.heads, model.sequence) if isinstance(model, GptSection) else (1, 0)
+        count = ranks if ranks is not None else launched if launched > 1 else 2
+        found = default_layouts(count, blocks=model.block_count, heads=heads, sequence=sequence)
+        own = _own(config, count)
+        return found if own is None or own in found else [own, *found]
+    layouts = parse_layouts(named, config.parallel.strategy)
+    if not layouts:
+        raise ConfigError(
+            f"--layouts {named!r}: names no layout; for example --layouts '2; zero3*4; pipeline=2, data=2'"
+        )
+    for layout in layouts:
+        try:
+            check_split(layout.parallel, model)
+        except ConfigError as error:
+            raise ConfigError(f"--layouts: {str(layout)!r} does not fit: {error}") from None
+        if launched > 1 and layout.ranks > launched:
+            raise ConfigError(f"--layouts: {str(layout)!r} needs {layout.ranks} ranks, this job has {launched}")
+    return layouts
+
+
+def _own(config: Config, ranks: int) -> Layout | None:
+    """Return the configuration's own layout on so many ranks, if it fits them."""
+    try:
+        return Layout(replace(config.parallel, data=config.parallel.axes(ranks).data))
+    except ConfigError:
+        return None
+
+
+def _shown(progress: Progress) -> Callable[[str, int], None]:
+    done = 0
+
+    def show(layout: str, step: int) -> None:
+        nonlocal done
+        if step:
+            done += 1
+            progress.step(done, {"layout": layout, "at": str(step)})
+
+    return show
+
+
+def _few(config: Config, source: Source) -> int:
+    """Return how many samples show what a model does."""
+    return min(SAMPLES, config.train.global_batch, len(source))
+
+
+def _print(report: Report, model: ModelReport, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({**report.to_dict(), "model": model.to_dict()}), flush=True)
+        return
+    print(f"model: right in {len(model.passed)} ways, {model.evaluations} evaluations in {model.seconds:.1f} s")
+    print(report, flush=True)
+    if not report.agrees:
+        count = len(report.findings)
+        told = f"{count} of {len(report.verdicts) - 1} layouts {'differs' if count == 1 else 'differ'} from one process"
+        notice(told)

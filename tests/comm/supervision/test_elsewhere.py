@@ -1,0 +1,465 @@
+"""The boards of other nodes can be asked by TCP, by who knows the job's secret, also when nobody runs MPI."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from mpizero.comm.status import remote_status as module
+from mpizero.comm.status.peers import Peers
+from mpizero.comm.status.received_slots import SLOT_LIMIT, checked
+from mpizero.comm.status.remote_status import Door, Elsewhere, addresses
+from mpizero.comm.status.status_board import Board
+from mpizero.comm.supervision import guard
+from mpizero.comm.supervision.heartbeat import Heartbeat
+from mpizero.comm.supervision.registry import Register
+from mpizero.comm.supervision.supervisor import Supervisor
+from mpizero.testing import run_in_threads
+
+#: Long against what an answer may take, short against what an attack would.
+PATIENCE = 20.0
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Give answers time on a busy machine."""
+    monkeypatch.setattr(module, "_ANSWER", PATIENCE)
+    monkeypatch.setattr(module, "_ALL_ANSWERS", PATIENCE)
+
+
+def slot_of(rank, seconds=0.0, **entries):
+    """Return what rank ``rank`` has written ``seconds`` ago, as far as others count on it."""
+    known = {"beat": time.monotonic() - seconds, "place": f"line of rank {rank}", "state": "working", "still": 0.0}
+    return known | {"calls": [], "duties": [], "marks": {}} | entries
+
+
+def asked(comm, per_node, meddle=lambda elsewhere: None):
+    """Let every rank write a slot and ask; ranks stand on nodes of ``per_node``, boards know their own rank alone."""
+    node = comm.rank // per_node
+    board = Board((comm.rank,), comm.rank, None)
+    board.write(slot_of(comm.rank, 2.0))
+    elsewhere = Elsewhere(board, f"node{node}", comm.allgather_object)
+    try:
+        meddle(elsewhere)
+        found = elsewhere.read()
+        comm.barrier()
+        return {rank: (slot["place"], round(time.monotonic() - slot["beat"])) for rank, slot in found.items()}
+    finally:
+        elsewhere.close()
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """Two nodes of a rank each, with open doors."""
+    monkeypatch.setattr(module, "addresses", lambda: ["127.0.0.1"])
+    found = {}
+
+    def make(comm):
+        board = Board((comm.rank,), comm.rank, None)
+        board.write(slot_of(comm.rank))
+        found[comm.rank] = Elsewhere(board, f"node{comm.rank}", comm.allgather_object)
+
+    run_in_threads(2, make)
+    yield found[0], found[1]
+    for one in found.values():
+        one.close()
+
+
+@contextlib.contextmanager
+def listener(talk):
+    """Listen, and let ``talk`` speak to each who connects."""
+
+    def serve():
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.settimeout(PATIENCE)
+                    talk(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            yield server.getsockname()
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join(PATIENCE)
+
+
+def door_of(asker):
+    ((door,),) = asker._doors.values()
+    return door
+
+
+def turn_to(asker, address):
+    """Let ``asker`` ask at another address for what it asks for."""
+    ((name, (door, *_)),) = asker._doors.items()
+    asker._doors = {name: [Door(door.rank, address, door.ranks)]}
+
+
+def received(connection, count=1 << 30):
+    """Receive until the other end closes, or ``count`` bytes."""
+    data = b""
+    while len(data) < count and (piece := connection.recv(min(1 << 16, count - len(data)))):
+        data += piece
+    return data
+
+
+def places(found):
+    return {rank: slot["place"] for rank, slot in found.items()}
+
+
+def test_one_rank_of_each_other_node_answers():
+    results = run_in_threads(3, lambda comm: asked(comm, 1))
+    assert results[0] == {1: ("line of rank 1", 2), 2: ("line of rank 2", 2)}
+    assert set(results[2]) == {0, 1}
+
+
+@pytest.mark.parametrize("members", [(0, 2), (2, 3), (5, 1, 4)])
+def test_ranks_of_a_part_of_the_world_find_each_other(members):
+    """Boards and doors know ranks by their numbers in the world, whatever their places among those who meet."""
+
+    def specification(comm):
+        rank = members[comm.rank]
+        board = Board((rank,), rank, None)
+        board.write(slot_of(rank))
+        elsewhere = Elsewhere(board, f"node{rank}", comm.allgather_object)
+        try:
+            found = elsewhere.read()
+            comm.barrier()
+            return places(found)
+        finally:
+            elsewhere.close()
+
+    expected = [{other: f"line of rank {other}" for other in members if other != rank} for rank in members]
+    assert run_in_threads(len(members), specification) == expected
+
+
+def test_one_node_has_nobody_to_ask():
+    assert run_in_threads(2, lambda comm: asked(comm, 2)) == [{}, {}]
+
+
+def test_a_wrong_secret_gets_no_answer():
+    def specification(comm):
+        def meddle(elsewhere):
+            comm.barrier()
+            if comm.rank == 1:
+                elsewhere._secret = bytes(32)
+
+        return asked(comm, 1, meddle)
+
+    assert run_in_threads(2, specification)[1] == {}
+
+
+def test_a_node_that_is_gone_is_left_out():
+    def specification(comm):
+        def meddle(elsewhere):
+            elsewhere.close()
+            comm.barrier()
+
+        return asked(comm, 1, meddle)
+
+    assert run_in_threads(2, specification) == [{}, {}]
+
+
+def test_a_host_has_an_address():
+    assert addresses()
+
+
+# ------------------------------------------------------------------ what others on the network can do
+
+
+def overheard(pair, alter=lambda said: said):
+    """Let the first of the pair ask through somebody in between; return its answer, and what both ends have said."""
+    asker, _ = pair
+    address, heard = door_of(asker).address, [b"", b""]
+
+    def between(connection):
+        with socket.create_connection(address, PATIENCE) as other:
+            heard[0] = other.recv(1 << 16)
+            connection.sendall(heard[0])
+            heard[1] = connection.recv(1 << 16)
+            other.sendall(heard[1])
+            answer = received(other)
+            heard[0] += answer
+            connection.sendall(alter(answer))
+
+    with listener(between) as place:
+        turn_to(asker, place)
+        found = asker.read()
+    turn_to(asker, address)
+    return found, heard
+
+
+def test_the_secret_is_never_sent_and_what_was_overheard_is_of_no_use(pair):
+    asker, _ = pair
+    found, (answer, question) = overheard(pair)
+    assert places(found) == {1: "line of rank 1"}
+    for secret in (asker._secret, asker._secret.hex().encode()):
+        assert secret not in answer + question
+
+    with socket.create_connection(door_of(asker).address, PATIENCE) as again:  # the question once more
+        challenge = again.recv(1 << 16)
+        again.sendall(question)
+        assert challenge != answer[: len(challenge)]
+        assert received(again) == b""
+
+    def repeat(connection):
+        connection.sendall(answer)
+        received(connection)
+
+    with listener(repeat) as place:  # the answer once more
+        turn_to(asker, place)
+        assert asker.read() == {}
+
+
+def test_an_answer_that_was_altered_counts_for_nothing(pair):
+    assert overheard(pair, lambda said: said.replace(b"line", b"lime"))[0] == {}
+
+
+def test_an_answer_of_one_rank_is_none_of_another(pair):
+    """Somebody in between sends those who ask for one node to another."""
+    asker, _ = pair
+    ((name, (door,)),) = asker._doors.items()
+    asker._doors = {name: [Door(door.rank + 1, door.address, door.ranks)]}
+    assert asker.read() == {}
+
+
+def test_a_stranger_is_told_nothing(pair):
+    with socket.create_connection(door_of(pair[0]).address, PATIENCE) as stranger:
+        stranger.sendall(bytes(1 << 16))
+        with contextlib.suppress(ConnectionResetError):
+            assert len(received(stranger)) <= 32
+    assert places(pair[0].read()) == {1: "line of rank 1"}
+
+
+@pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.9"])  # one of the job's addresses, and a stranger's
+def test_those_who_connect_and_dawdle_keep_nobody_from_an_answer(pair, source):
+    with contextlib.ExitStack() as opened:
+        address, dawdling = door_of(pair[0]).address, threading.Event()
+
+        def dawdle():
+            """More of them than are served at once, all the time, each with a beginning of something."""
+            while not dawdling.wait(0.002):
+                with contextlib.suppress(OSError):
+                    connection = opened.enter_context(socket.create_connection(address, PATIENCE, (source, 0)))
+                    connection.sendall(b"G")
+
+        for _ in range(100):
+            opened.enter_context(socket.create_connection(address, PATIENCE, (source, 0)))
+        thread = threading.Thread(target=dawdle, daemon=True)
+        thread.start()
+        try:
+            assert [places(pair[0].read()) for _ in range(5)] == [{1: "line of rank 1"}] * 5
+        finally:
+            dawdling.set()
+            thread.join(PATIENCE)
+
+
+def test_many_ask_at_once_and_all_are_answered(pair):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(pair[0].read())) for _ in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert [places(one) for one in found] == [{1: "line of rank 1"}] * 32
+
+
+# ------------------------------------------------------------------ what a node can answer
+
+
+def proof(secret, what, rank, text):
+    return hmac.digest(secret, b"%s %d:" % (what, rank) + text, "sha256")
+
+
+def answering(pair, say):
+    """Return what the first of the pair learns from one who knows the secret; ``say`` gets a function that proves."""
+    asker, _ = pair
+
+    def talk(connection):
+        challenge = bytes(range(32))
+        connection.sendall(challenge)
+        nonce = received(connection, 64)[:32]
+        say(connection, lambda body: proof(asker._secret, b"answer", 1, challenge + nonce + body))
+        connection.settimeout(PATIENCE)
+        received(connection)
+
+    with listener(talk) as place:
+        turn_to(asker, place)
+        started = time.monotonic()
+        return asker.read(), time.monotonic() - started
+
+
+def whole(body):
+    return lambda connection, prove: connection.sendall(prove(body) + len(body).to_bytes(4, "big") + body)
+
+
+def test_whoever_knows_the_secret_can_answer(pair):
+    body = json.dumps({"1": slot_of(1, age=1, place="there", later="versions say more")}).encode()
+    found, _ = answering(pair, whole(body))
+    assert places(found) == {1: "there"}
+
+
+def test_every_slot_that_fits_on_a_board_fits_into_an_answer(pair):
+    board, marks = pair[1]._board, {}
+    while board.read_one(1)["marks"] == json.loads(json.dumps(marks)):  # until the board leaves some of them out
+        marks[f"{len(marks):016x}"] = (1 << 20, 1 << 46)
+        board.write(slot_of(1, marks=marks))
+    board.write(slot_of(1, marks=dict(list(marks.items())[:-1])))
+    assert len(board.read_one(1)["marks"]) == len(marks) - 1 > 500
+    assert pair[0].read()[1]["marks"] == board.read_one(1)["marks"]
+
+
+def test_a_huge_answer_is_not_taken(pair):
+    room = SLOT_LIMIT + 1
+    taken = []
+
+    def say(connection, prove):
+        connection.sendall(prove(b"") + room.to_bytes(4, "big"))
+        connection.settimeout(PATIENCE)
+        with contextlib.suppress(OSError):
+            while True:
+                connection.sendall(bytes(1 << 16))
+                taken.append(1 << 16)
+
+    assert answering(pair, say)[0] == {}
+    assert sum(taken) < 1 << 26  # what the system had room for
+
+
+def test_an_answer_in_small_bits_ends_with_the_time_for_all_of_it(pair, monkeypatch):
+    monkeypatch.setattr(module, "_ANSWER", 0.2)
+
+    def say(connection, prove):
+        connection.sendall(prove(b"") + (1000).to_bytes(4, "big"))
+        with contextlib.suppress(OSError):
+            for _ in range(1000):
+                connection.sendall(b" ")
+                time.sleep(0.05)
+
+    found, seconds = answering(pair, say)
+    assert found == {}
+    assert seconds < 10  # of the 50 that the answer takes
+
+
+def body_of(**entries):
+    """Return the answer of rank 1: a whole slot, but for the entries given; those that are None are missing."""
+    slot = slot_of(1, age=1) | entries
+    return json.dumps({"1": {name: entry for name, entry in slot.items() if entry is not None}}).encode()
+
+
+CALL, DUTY = ["key", "name", 1, "barrier", "", 0.5], ["key", 1, "a step", 0.5]
+FILES = ["writing", 1, 0.5]
+
+
+def others_of(row, *cells):
+    """Return ``row`` with a cell too few, with one too many, and with each of its cells replaced by others."""
+    changed = [[*row[:i], cell, *row[i + 1 :]] for i, wrong in enumerate(cells) for cell in wrong]
+    return [row[0], row[:-1], [*row, 1], *changed]
+
+
+#: What a cell of text, of a whole number, and of seconds is not.
+NO_TEXT, NO_COUNT, NO_SECONDS = (1, None, ["key"]), ("1", 1.5, None, True), ("long", None, True)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"no JSON",
+        b"\xff\xfe",
+        b"[]",
+        b'{"1": []}',
+        b'{"1": {}}',
+        body_of().replace(b'"1"', b'"0"'),  # a rank of another node
+        body_of().replace(b'"1"', b'"x"'),
+        *(body_of(age="AGE").replace(b'"AGE"', age) for age in (b"NaN", b"1e999", b"1" + b"0" * 400)),
+        body_of(deep="DEEP").replace(b'"DEEP"', b"[" * 10_000 + b"]" * 10_000),
+        *(body_of(**{name: None}) for name in ("age", "place", "state", "still", "calls", "duties", "marks")),
+        *(body_of(age=age) for age in ("1", True)),
+        body_of(place=5),
+        body_of(state=5),
+        body_of(still="long"),
+        body_of(pid="1"),
+        *(body_of(calls=[c]) for c in others_of(CALL, NO_TEXT, NO_TEXT, NO_COUNT, NO_TEXT, NO_TEXT, NO_SECONDS)),
+        *(body_of(duties=[duty]) for duty in others_of(DUTY, NO_TEXT, NO_COUNT, NO_TEXT, NO_SECONDS)),
+        *(body_of(transfers=[files]) for files in others_of(FILES, NO_TEXT, NO_COUNT, NO_SECONDS)),
+        *(body_of(marks={"key": mark}) for mark in others_of([1, 1], NO_COUNT, NO_COUNT)),
+    ],
+)
+def test_what_is_no_slot_is_left_out(pair, body):
+    assert answering(pair, whole(body))[0] == {}
+
+
+def test_what_ranks_do_comes_as_it_was_said(pair):
+    told = {"calls": [CALL], "duties": [DUTY], "transfers": [FILES], "marks": {"key": [1, 1]}}
+    found, _ = answering(pair, whole(body_of(**told)))
+    assert {name: found[1][name] for name in told} == told
+
+
+def test_a_slot_as_ranks_write_it_is_taken():
+    def specification(comm):
+        register, trace = Register(), comm.trace
+        register.add(trace, range(comm.size), comm.rank)
+        heartbeat = Heartbeat(Peers(), register, Supervisor(), guard.current()._state)
+        with trace.common_duty("a step"), trace.transfer("writing"):
+            trace.entered = time.monotonic()
+            slot = heartbeat.slot(time.monotonic())
+            trace.entered = 0.0
+        assert all(slot[name] for name in ("calls", "duties", "transfers", "marks"))
+        return slot
+
+    (slot,) = run_in_threads(1, specification)
+    told = json.loads(json.dumps(slot))
+    found = checked(json.dumps({"1": slot | {"age": 1.0}}).encode(), {1}, 10.0)
+    assert found == {1: told | {"age": 1.0, "beat": 9.0}}
+
+
+# ------------------------------------------------------------------ where it listens
+
+
+def test_it_listens_where_the_hosts_name_leads_and_nowhere_else(monkeypatch):
+    monkeypatch.setattr(module, "addresses", lambda: ["127.0.0.2", "127.0.0.3"])
+    monkeypatch.setattr(socket, "gethostbyname_ex", lambda name: (name, [], ["192.0.2.1", "127.0.0.3"]))
+
+    def specification(comm):
+        def meddle(elsewhere):
+            address, port = door_of(elsewhere).address
+            assert address == "127.0.0.3"
+            for other in ("127.0.0.1", "127.0.0.2"):
+                with pytest.raises(ConnectionRefusedError):
+                    socket.create_connection((other, port), PATIENCE)
+
+        return asked(comm, 1, meddle)
+
+    assert [list(found) for found in run_in_threads(2, specification)] == [[1], [0]]
+
+
+def test_where_the_name_leads_nowhere_it_listens_at_all_addresses(monkeypatch):
+    def unknown(name):
+        raise socket.gaierror("unknown")
+
+    monkeypatch.setattr(module, "addresses", lambda: ["127.0.0.2", "127.0.0.3"])
+    monkeypatch.setattr(socket, "gethostbyname_ex", unknown)
+    assert module.job_addresses() == ["127.0.0.2", "127.0.0.3"]
+
+
+def no_server(*arguments, **options):
+    raise OSError("no port is free")
+
+
+def no_addresses():
+    raise OSError("no network")
+
+
+@pytest.mark.parametrize("missing", [(socket, "create_server", no_server), (module, "job_addresses", no_addresses)])
+def test_without_a_door_the_run_goes_on(monkeypatch, missing):
+    monkeypatch.setattr(*missing)
+    assert run_in_threads(2, lambda comm: asked(comm, 1)) == [{}, {}]

@@ -1,0 +1,229 @@
+"""The watchdog inside one process; what it does to a whole job is in tests/faults."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from mpizero.comm.supervision.supervisor import HEARTBEAT, Supervisor
+from mpizero.comm.supervision.trace import CallTrace
+from mpizero.comm.supervision.watchdog import Watchdog
+from mpizero.errors import CollectiveError, ConfigError, PeerFailure
+from mpizero.testing import run_in_threads
+
+
+@pytest.mark.parametrize("setting", ["timeout", "grace"])
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_limit_is_a_positive_number_of_seconds(setting, seconds):
+    with pytest.raises(ConfigError, match=f"watchdog {setting} = {seconds}"):
+        run_in_threads(1, lambda comm: Watchdog(comm, **({"timeout": 1.0} | {setting: seconds})))
+
+
+def test_threads_that_wait_too_long_are_told_which_call_and_who_is_where():
+    gate = threading.Event()
+
+    def train(comm):
+        with Watchdog(comm, timeout=0.2):
+            comm.barrier("first")
+            if comm.rank == 1:
+                gate.wait(20)
+            try:
+                comm.allreduce(np.zeros(3), tag="gradients")
+            except PeerFailure as error:
+                gate.set()
+                return error.__cause__
+        return None
+
+    waiting, late = run_in_threads(2, train)
+    assert isinstance(waiting, CollectiveError)
+    assert waiting is late
+    text = str(waiting)
+    assert text.startswith("[rank 0] allreduce #2 'gradients' of ")
+    assert "rank 0 at test_watchdog.py:" in text
+    assert "rank 1 at " in text
+
+
+def test_slow_ranks_are_left_alone():
+    def train(comm):
+        with Watchdog(comm, timeout=0.5):
+            for step in range(4):
+                time.sleep(0.2 * (step % 2 == comm.rank))
+                comm.barrier()
+        return comm.trace.sequence
+
+    assert run_in_threads(2, train) == [4, 4]
+
+
+def test_it_leaves_no_thread_and_no_file_behind(tmp_path):
+    def train(comm):
+        with Watchdog(comm, timeout=5.0, folder=tmp_path):
+            assert sorted(p.name for p in tmp_path.iterdir()) == ["hang-rank00000.txt"]
+            limit = time.monotonic() + 5
+            while not (tmp_path / "heartbeat-rank00000.json").exists():
+                assert time.monotonic() < limit
+                time.sleep(0.01)
+
+    before = threading.active_count()
+    run_in_threads(1, train)
+    assert list(tmp_path.iterdir()) == []
+    assert threading.active_count() == before
+
+
+def test_watchdogs_of_many_threads_share_one_thread_which_looks_at_no_frames(monkeypatch):
+    def look(*_):
+        raise AssertionError("frames were looked at")
+
+    monkeypatch.setattr("mpizero.comm.supervision.heartbeat.frame_of", look)
+    monkeypatch.setattr("mpizero.comm.supervision.heartbeat.stacks", look)
+    monkeypatch.setattr("mpizero.comm.supervision.watchdog.stacks", look)
+
+    def train(comm):
+        with Watchdog(comm, timeout=5.0):
+            comm.barrier()
+            names = [thread.name for thread in threading.enumerate()]
+            time.sleep(0.3)  # it looks at least once
+            comm.barrier()
+        return names.count(HEARTBEAT)
+
+    before = threading.active_count()
+    assert run_in_threads(16, train) == [1] * 16
+    assert threading.active_count() == before
+
+
+def test_threads_that_wait_for_one_that_writes_are_left_alone_while_bytes_come():
+    def save(comm):
+        with Watchdog(comm, timeout=1.5):
+            if comm.rank == 1:
+                with comm.trace.transfer("writing") as advance:
+                    for _ in range(6):
+                        time.sleep(0.4)
+                        advance(1)
+            comm.barrier()
+        return True
+
+    assert run_in_threads(2, save) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("looks", "lived"),
+    [
+        ([0.0, 0.2, 0.4, 0.6], 0.6),
+        ([0.0, 0.2, 100.2, 100.4], 0.9),  # stopped for 99.8 s, of which half a second counts
+        ([0.0, 0.2, 50.2, 50.4, 150.4], 1.4),
+    ],
+)
+def test_time_in_which_the_process_was_stopped_does_not_count(looks, lived):
+    supervisor = Supervisor()
+    supervisor._listeners[lambda _: None] = 0.1
+    for last, now in itertools.pairwise(looks):
+        supervisor._note(last, now)
+    assert supervisor.since(0.0, looks[-1]) == pytest.approx(lived)
+    assert supervisor.since(looks[-1], looks[-1] + 0.1) == pytest.approx(0.1)
+
+
+def test_many_stops_are_not_forgotten():
+    supervisor = Supervisor()
+    for number in range(100):
+        supervisor._note(10.0 * number, 10.0 * number + 9.0)
+    assert supervisor.since(0.0, 999.0) == pytest.approx(999.0 - 100 * (9.0 - 0.75))
+
+
+def test_a_listener_that_raises_is_reported_once_and_asked_again(capfd):
+    looked = threading.Semaphore(0)
+
+    def look(now):
+        looked.release()
+        raise OSError("planted")
+
+    supervisor = Supervisor()
+    supervisor.add(look, 0.01)
+    assert all(looked.acquire(timeout=20) for _ in range(3))
+    supervisor.remove(look)
+    assert capfd.readouterr().err.count("OSError: planted") == 1
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_only_where_its_thread_runs_can_the_timer_end_a_process(monkeypatch, threads):
+    """Nobody puts the timer off where no thread can be started: a process that computes would be killed."""
+    armed = threading.Event()
+
+    class Timer:
+        def __init__(self, file):
+            pass
+
+        def put_off(self, seconds):
+            armed.set()
+
+        def close(self):
+            pass
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    def train(comm):
+        monkeypatch.setattr("mpizero.comm.supervision.watchdog.LockTimer", Timer)
+        watchdog = Watchdog(comm, timeout=5.0)
+        monkeypatch.setattr(watchdog._guard, "follows", lambda trace: True)  # as over MPI
+        monkeypatch.setattr(watchdog._guard, "supervisor", Supervisor())
+        if not threads:
+            monkeypatch.setattr(threading.Thread, "start", refuse)
+        with watchdog:
+            return armed.wait(20 if threads else 0)
+
+    assert run_in_threads(1, train) == [threads]
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_files_of_two_threads_are_told_of_as_long_as_they_are_read_or_written(at_the_end):
+    """One thread comes in between another's look at what is going on and its note of that."""
+
+    class Slow(CallTrace):
+        @property
+        def transfers(self):
+            value, self.looked = self.going_on, getattr(self, "looked", None)
+            if self.looked is not None:
+                self.looked()
+            return value
+
+        @transfers.setter
+        def transfers(self, value):
+            self.going_on = value
+
+    def another():
+        with trace.transfer("another"):
+            entered.set()
+            leave.wait(20)
+
+    def interrupt():
+        trace.looked = None
+        thread.start()
+        entered.wait(0.2)  # it has to wait where the first one is not to be disturbed
+
+    trace, entered, leave = Slow("world"), threading.Event(), threading.Event()
+    thread = threading.Thread(target=another)
+    try:
+        if not at_the_end:
+            trace.looked = interrupt
+        with trace.transfer("one"):
+            if at_the_end:
+                trace.looked = interrupt
+            else:
+                assert entered.wait(20)
+                assert sorted(transfer.what for transfer in trace.transfers) == ["another", "one"]
+        assert entered.wait(20)
+        assert [transfer.what for transfer in trace.transfers] == ["another"]
+    finally:
+        leave.set()
+        thread.join(20)
+    assert trace.transfers == ()
+
+
+@pytest.mark.mpi
+def test_it_watches_and_lets_go_over_mpi(world):
+    for _ in range(3):
+        with Watchdog(world, timeout=30.0):
+            world.barrier()

@@ -1,0 +1,231 @@
+"""One rank of a job that must go on, or must not, started by test_liveness.py under mpiexec.
+
+``liveness_program.py KIND FOLDER``
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+KIND, FOLDER = sys.argv[1], Path(sys.argv[2])
+(FOLDER / f"pid-{os.getpid()}").touch()
+
+if KIND.startswith("old_libc"):
+    del os.memfd_create
+
+import numpy as np  # noqa: E402
+from mpi4py import MPI  # noqa: E402
+
+import mpizero as mz  # noqa: E402
+from mpizero import checkpoint  # noqa: E402
+from mpizero.checkpoint import LocalArray  # noqa: E402
+from mpizero.comm.mpi import MpiCommunicator  # noqa: E402
+from mpizero.comm.status.remote_status import Elsewhere  # noqa: E402
+from mpizero.comm.supervision import guard  # noqa: E402
+from mpizero.comm.supervision.watchdog import Watchdog  # noqa: E402
+
+WORLD = MPI.COMM_WORLD
+RANK = WORLD.Get_rank()
+#: Instead of two minutes, for what the ranks of a job must never be ended for.
+guard.current().patience = 0.5
+
+
+def note_fault():
+    """Say when the fault happens: the seconds until all ranks are gone count from here."""
+    (FOLDER / f"fault-{time.time()}").touch()
+
+
+def part(*ranks):
+    """Make an mpizero communicator of some ranks by MPI alone; the others make none."""
+    group = WORLD.Get_group().Incl(ranks)
+    made = WORLD.Create_group(group) if RANK in ranks else None
+    return made and MpiCommunicator(made, name="part")
+
+
+def train(comm, steps=20, seconds=0.01):
+    for _ in range(steps):
+        comm.barrier("gradients")
+        time.sleep(seconds)
+
+
+# ---------------------------------------------------------------------------------------------- what cannot be had
+
+
+def old_libc():
+    with MpiCommunicator(WORLD) as comm, Watchdog(comm, timeout=20.0):
+        train(comm)
+
+
+def old_libc_and_a_rank_leaves():
+    comm = MpiCommunicator(WORLD)
+    train(comm)
+    if RANK == 1:
+        note_fault()
+        sys.exit(0)
+    comm.barrier("gradients")
+
+
+def old_libc_and_nowhere_to_write():
+    """Refuse every temporary file, on one rank the thread and what stands on the board too."""
+
+    def refuse(*_, **__):
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    tempfile.mkstemp = tempfile.TemporaryFile = tempfile.gettempdir = refuse
+    if RANK == 1:
+        start = threading.Thread.start
+
+        def start_few(thread):
+            if thread.name.startswith("mpizero"):
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        threading.Thread.start = start_few
+    old_libc()
+
+
+def one_rank_without_a_board():
+    """Let what is made for the board and the doors raise on one rank, amid what the others do together."""
+    import mpizero.comm.status.peers as peers
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    if RANK == 1:
+        peers.open_board = peers.Elsewhere = refuse
+    old_libc()
+
+
+# ---------------------------------------------------------------------------------------------- some of the ranks
+
+
+def part_leaves():
+    comm = part(0, 1) if RANK < 2 else part(2, 3)
+    train(comm)
+    if RANK == 3:
+        note_fault()
+        sys.exit(0)
+    train(comm, 400 if RANK < 2 else 1, 0.1)
+
+
+def part_stalls():
+    """Let a rank that shares a model with another one sleep; rank 0 makes no communicator at all."""
+    if RANK == 0:
+        time.sleep(100)
+    pair = WORLD.Create_group(WORLD.Get_group().Incl((1, 2)))
+    config = mz.ShardingConfig(comm=pair, timeout=1.0)
+    model = mz.DDPModel(
+        mz.FunctionModel({"w": np.ones(6)}, lambda p, batch: (1.0, {"w": np.ones(6)}, float(len(batch[0])))), config
+    )
+    x = np.ones((4, 1))
+    model.train(x, x)
+    if RANK == 2:
+        note_fault()
+        time.sleep(100)
+    model.train(x, x)
+
+
+def overlapping_parts():
+    """Rank 1 belongs to two pairs, and waits in one for rank 2, which has left; rank 0 is at work."""
+    first = part(0, 1) if RANK < 2 else None
+    second = part(1, 2) if RANK else None
+    for comm in filter(None, (first, second)):
+        train(comm)
+    if RANK == 2:
+        note_fault()
+        sys.exit(0)
+    if RANK == 1:
+        second.barrier("one more")
+    time.sleep(100)
+
+
+def part_ends_first():
+    """End well on the ranks of one model long before those of another one; rank 4 makes none, and sleeps."""
+    if RANK < 4:
+        comm = part(0, 1) if RANK < 2 else part(2, 3)
+        train(comm, 20 if RANK < 2 else 300)
+    else:
+        time.sleep(2)
+
+
+def part_is_refused():
+    """Raise what the user has to mend on all ranks of one model, while another one trains."""
+    comm = part(0, 1) if RANK < 2 else part(2, 3)
+    train(comm)
+    if RANK >= 2:
+        note_fault()
+        raise mz.errors.ConfigError("planted")
+    train(comm, 400, 0.1)
+
+
+# ---------------------------------------------------------------------------------------------- the end of a program
+
+
+def other_program_at_the_end():
+    comm = MpiCommunicator(WORLD)
+    train(comm)
+    if RANK == 0:
+        subprocess.run(["sleep", "3"], check=True)
+
+
+def closed_doors():
+    """Stand on nodes of one rank that cannot ask each other, and let one work on alone."""
+    guard.current().host = f"node{RANK}"
+    Elsewhere.read = lambda self: {}
+    other_program_at_the_end()
+
+
+def waits_for_a_message():
+    comm = MpiCommunicator(WORLD)
+    train(comm)
+    if RANK == 0:
+        note_fault()
+        comm.recv(np.empty(3), 1)
+
+
+# ---------------------------------------------------------------------------------------------- a stopped job
+
+
+def stopped_job():
+    """Wait for one another all the time, while all processes are stopped for longer than the timeout."""
+    comm = MpiCommunicator(WORLD)
+    with Watchdog(comm, timeout=3.0, grace=1.0):
+        go_on = np.ones(1)
+        while go_on[0]:
+            comm.barrier("gradients")
+            (FOLDER / f"ready-{RANK}").touch()
+            go_on[0] = not (FOLDER / "finish").exists()
+            comm.allreduce(go_on, "min")
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+def files():
+    """Save and load with a fault that the environment plants; a rank waits for the other no longer than its timeout."""
+    comm = MpiCommunicator(WORLD)
+    import h5py  # noqa: F401  (a busy machine takes its time for it)
+
+    with Watchdog(comm, timeout=2.0):
+        names = [f"a{i}" for i in range(8)]
+        values = {name: np.full(4, RANK, np.float64) for name in names}
+        mine = [LocalArray(name, (8,), np.dtype(float), ((4 * RANK, values[name]),)) for name in names]
+        note_fault()
+        if KIND == "files_beside":
+            checkpoint.begin(FOLDER / "saved", mine, {}, comm).commit()
+        else:
+            checkpoint.write(FOLDER / "saved", mine, {}, comm)
+        with checkpoint.open_checkpoint(FOLDER / "saved", comm) as reader:
+            reader.read(mine)
+        assert all((found == RANK).all() for found in values.values())
+
+
+files_beside = files
+
+globals()[KIND]()

@@ -1,0 +1,206 @@
+"""A layer that leaves a gradient unwritten, or adds to it, is named in the first step; no step is made with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.comm.supervision import guard
+from mpizero.errors import LayoutError, RemoteError
+from mpizero.nn.layer import Layer
+from mpizero.parallel.diagnostics.unwritten_gradients import WriteCheck
+from mpizero.testing import run_in_threads
+from mpizero.types import ParameterSpec
+from tests.parallel.models import MEMORIES, STRATEGIES, gpt, part, points, sharded, tokens
+
+Write = Callable[[Any, Any], None]
+
+
+@dataclass(frozen=True)
+class Scale(Layer):
+    """A user's layer: y = gain * x, whose gradient ``write`` puts into ``grads``."""
+
+    features: int
+    write: Write
+
+    def own_specs(self) -> tuple[ParameterSpec, ...]:
+        return (ParameterSpec("gain", (self.features,), mz.types.Init("ones")),)
+
+    def forward(self, params: Any, x: Any, run: Any = None) -> Any:
+        return x * params["gain"], x
+
+    def backward_input(self, params: Any, cache: Any, dy: Any) -> Any:
+        return dy * params["gain"], dy
+
+    def backward_weights(self, params: Any, cache: Any, pending: Any, grads: Any) -> None:
+        self.write(grads, (cache * pending).sum(0))
+
+
+def rebind(grads: Any, value: Any) -> None:
+    grads["gain"] = value
+
+
+def bind_by_update(grads: Any, value: Any) -> None:
+    grads.update(gain=value)
+
+
+def bind_a_wrong_name(grads: Any, value: Any) -> None:
+    grads["gian"] = value
+
+
+def forget(grads: Any, value: Any) -> None:
+    pass
+
+
+def add(grads: Any, value: Any) -> None:
+    grads["gain"] += value
+
+
+def write_some(grads: Any, value: Any) -> None:
+    grads["gain"][:2] = value[:2]
+
+
+def write_in_two_parts(grads: Any, value: Any) -> None:
+    grads["gain"][...] = value / 2
+    grads["gain"] += value / 2
+
+
+UNWRITTEN = r"block '1', Scale: the backward pass has not written {}the gradient of 'gain'.*backward_weights at test_"
+WRONG: dict[Any, str] = {
+    rebind: r"grads\['gain'\] = ... binds a name to another array.*grads\['gain'\]\[...\] = value",
+    bind_by_update: r"grads\['gain'\] = ... binds a name to another array",
+    bind_a_wrong_name: r"this layer has no parameter 'gian' \(did you mean 'gain'\?\)",
+    forget: UNWRITTEN.format(""),
+    add: UNWRITTEN.format(""),
+    write_some: UNWRITTEN.format("4 of the 6 elements of "),
+}
+
+
+class Model:
+    """A user's model of blocks."""
+
+    def __init__(self, *layers: Any, dtype: str = "float32") -> None:
+        self.blocks = {str(number): layer for number, layer in enumerate(layers)}
+        self.loss, self.dtype, self.seed = mz.nn.CrossEntropy(), np.dtype(dtype), 0
+
+
+def model_of(layer: Any, dtype: str = "float32") -> Model:
+    return Model(mz.nn.Linear(6, 6), layer, mz.nn.Linear(6, 3), dtype=dtype)
+
+
+@pytest.mark.parametrize("write", WRONG)
+def test_a_layer_that_does_not_overwrite_its_gradient_is_named_and_no_step_is_made(write: Any) -> None:
+    x, y = points(8)
+
+    def run(comm: Any) -> None:
+        for strategy in STRATEGIES:
+            for memory in MEMORIES:
+                model, _ = sharded(strategy, comm, model_of(Scale(6, write)), micro_batch=1, **memory)
+                with model:
+                    before = model.parameters_sha256()
+                    for _ in range(2):  # nor by the next step
+                        with pytest.raises((LayoutError, RemoteError), match=WRONG[write]):
+                            model.train(*part(comm, x, y))
+                    assert model.parameters_sha256() == before
+
+    run_in_threads(2, run)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("wrap", [lambda layer: layer, mz.nn.Checkpointed, lambda layer: mz.nn.Sequential([layer])])
+def test_the_innermost_layer_is_named(dtype: str, wrap: Any) -> None:
+    model, _ = sharded("zero1", None, model_of(wrap(Scale(6, forget)), dtype))
+    with model, pytest.raises(LayoutError, match="block '1', Scale: .* the gradient of 'gain'"):
+        model.train(*points(4))
+
+
+def test_a_frozen_layer_need_not_write() -> None:
+    for strategy in STRATEGIES:
+        model, _ = sharded(strategy, None, model_of(mz.nn.Frozen(Scale(6, forget))))
+        with model:
+            model.train(*points(4))
+
+
+def test_views_may_be_written_in_parts_and_added_to_once_they_are_written() -> None:
+    hashes = []
+    for write in (write_in_two_parts, lambda grads, value: np.copyto(grads["gain"], value)):
+        model, _ = sharded("zero1", None, model_of(Scale(6, write)))
+        with model:
+            model.train(*points(4))
+            hashes.append(model.parameters_sha256())
+    assert hashes[0] == hashes[1]
+
+
+def test_a_nan_that_was_computed_is_a_bad_step() -> None:
+    def nan(grads: Any, value: Any) -> None:
+        grads["gain"][...] = value * np.nan
+
+    model, _ = sharded("zero1", None, model_of(Scale(6, nan)))
+    with model:
+        model.train(*points(4))
+        assert "the gradient of '1.gain' is not finite" in model.last_step.skipped
+
+
+def test_only_the_first_step_is_looked_at_unless_every_step_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    marked: list[int] = []
+    monkeypatch.setattr(WriteCheck, "mark", lambda self, views, real=WriteCheck.mark: marked.append(real(self, views)))
+    for debug, expected in ((), [2, 0, 0]), (("gradients",), [2, 2, 2]):
+        monkeypatch.setattr(guard.current(), "debug", frozenset(debug))
+        model, _ = sharded("zero1", None, model_of(Scale(6, write_in_two_parts)), micro_batch=2)
+        with model:
+            found = []
+            for _ in range(3):
+                marked.clear()
+                model.train(*points(4))
+                found.append(len(marked))
+        assert found == expected
+
+
+#: Layouts of four ranks: axes, and what else is asked for.
+SPREADS: tuple[dict[str, Any], ...] = (
+    {"pipeline_parallel_size": 2},
+    {"pipeline_parallel_size": 2, "zero_stage": 3, "schedule": "zero_bubble"},
+    {"tensor_parallel_size": 2, "zero_stage": 2},
+    {"context_parallel_size": 2, "zero_stage": 3},
+    {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+)
+
+
+@pytest.mark.parametrize("spread", SPREADS, ids=lambda spread: ",".join(f"{k}={v}" for k, v in spread.items()))
+def test_our_own_layers_write_all_of_their_gradients_in_every_step(
+    spread: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unused rows of tables, tied tables, attention, norms, and layers of which a rank has a part."""
+    monkeypatch.setattr(guard.current(), "debug", frozenset({"gradients"}))
+    x, y = tokens(8)
+
+    def run(comm: Any) -> None:
+        config = mz.ShardingConfig(comm=comm, micro_batch=1)
+        with config, mz.HybridShardedModel(gpt(), config, **spread) as model:
+            for _ in range(2):
+                group = model.batch_group
+                model.train(*part(group, x, y))
+                assert model.last_step.skipped is None
+
+    run_in_threads(4, run)
+
+
+@pytest.mark.parametrize("at", ["first", "last"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_in_a_pipeline_it_is_named_on_all_ranks(schedule: str, at: str) -> None:
+    bad, layers = Scale(6, forget), [mz.nn.Linear(6, 6), mz.nn.Linear(6, 6), mz.nn.Linear(6, 3)]
+    layers.insert(1 if at == "first" else 2, bad)  # the stages are blocks 0 and 1, 2 and 3
+
+    def run(comm: Any) -> str:
+        config = mz.ShardingConfig(comm=comm, micro_batch=1)
+        with config, mz.PipelineParallelModel(Model(*layers), config, 2, schedule=schedule) as model:
+            with pytest.raises((LayoutError, RemoteError), match="Scale: the backward pass has not written") as caught:
+                model.train(*part(model.batch_group, *points(4)))
+            return type(caught.value).__name__
+
+    assert sorted(run_in_threads(2, run)) == ["LayoutError", "RemoteError"]

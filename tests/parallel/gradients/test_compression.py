@@ -1,0 +1,300 @@
+"""Compressed gradients: nothing is lost for good, copies stay equal, and the bytes are those of the formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.comm.reduce.codecs import codec_of
+from mpizero.errors import ConfigError
+from mpizero.layout import Partition
+from mpizero.testing import parallel_assert, run_in_threads
+from tests.parallel.models import PRIVATE, STRATEGIES, sharded
+
+KINDS = ("int8", "topk:0.1")
+SHAPES = {"a": (37, 5), "b": (211,)}
+SIZE = 37 * 5 + 211
+
+
+def answer(parameters: Any, batch: Any) -> Any:
+    """The gradient of each parameter is what the samples say, whatever the parameters are: sums are known."""
+    x, _ = batch
+    flat = x.sum(0)
+    return float(x.sum()), {"a": flat[:185].reshape(37, 5), "b": flat[185:]}, float(len(x))
+
+
+def model_of(strategy: str, comm: Any, optimizer: Any = None, **settings: Any) -> Any:
+    start = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+    return sharded(strategy, comm, mz.FunctionModel(start, answer), optimizer or mz.SGD(lr=1.0), **settings)
+
+
+def batch_of(step: int, samples: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(step)
+    sizes = 10.0 ** rng.integers(-3, 2, SIZE)
+    return (rng.standard_normal((samples, SIZE)) * sizes).astype(np.float32), np.zeros(samples)
+
+
+def mine(comm: Any, step: int, samples: int) -> tuple[Any, Any]:
+    x, y = batch_of(step, samples)
+    own = Partition(samples, comm.size).shard(comm.rank)
+    return x[own.start : own.stop], y[own.start : own.stop]
+
+
+def unsent(model: Any) -> Any:
+    """What all ranks together have left out, in the order of the parameters, as a mean over a batch of 12."""
+    engine, total = model.engine, np.zeros(SIZE)
+    exchange, layout = engine.exchange, engine.layout
+    exchange.begin()
+    for peer, share in enumerate(exchange.shares):
+        own = peer == engine.grid.peers.rank
+        for unit in layout.units:
+            left, place = exchange.left_for(peer, unit.index), 0
+            for span in share.gradient_spans[unit.index] if left.size else ():
+                start = layout.gradient_bases[unit.index] + span.start  # no frozen nor tied parameters here
+                total[start : start + span.size] += left[place : place + span.size] / (1 if own else 12)
+                place += span.size
+    everyone = np.empty(SIZE * engine.grid.world.size)
+    engine.grid.world.allgather(total, everyone)
+    return everyone.reshape(-1, SIZE).sum(0)
+
+
+def lost(strategy: str, comm: Any, kind: str, memory: dict[str, Any]) -> float:
+    """The largest difference of sent and kept from what was to be sent, over four steps, relative to the largest."""
+    model, _ = model_of(strategy, comm, micro_batch=1, gradient_compression=kind, **memory)
+    wanted = np.zeros(SIZE)
+    with model:
+        for step in range(4):
+            model.train(*mine(comm, step, 12))
+            wanted += batch_of(step, 12)[0].astype(float).mean(0)
+        sent = -model.get_parameters().astype(float)
+        left = unsent(model)
+        assert (np.abs(left).max() > 0) == (model.engine.grid.peers.size > 1)
+        return float(np.abs(sent + left - wanted).max() / np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_sent_and_what_is_kept_add_up_to_all_gradients(kind: str, n: int) -> None:
+    for number, strategy in enumerate(STRATEGIES):
+        memory = PRIVATE if (n + number) % 2 else {"ranks_per_node": max(1, n // 2)}
+        found = run_in_threads(n, lambda comm, s=strategy, m=memory: lost(s, comm, kind, m))
+        assert max(found) < 1e-5, (strategy, memory)
+
+
+@pytest.mark.mpi
+def test_nothing_is_lost_between_processes(world: Any) -> None:
+    for kind in KINDS:
+        for strategy in STRATEGIES:
+            found = lost(strategy, world, kind, PRIVATE)
+            parallel_assert(world, found < 1e-5, f"{strategy} {kind}: {found}")
+
+
+@pytest.mark.parametrize("kind", ["bf16", *KINDS])
+def test_all_copies_have_the_same_bits_and_a_second_run_too(kind: str) -> None:
+    def run(comm: Any, strategy: str) -> Any:
+        model, _ = model_of(strategy, comm, mz.AdamW(lr=0.1), gradient_compression=kind, **PRIVATE)
+        with model:
+            for step in range(3):
+                model.train(*mine(comm, step, 12))
+            values = model.engine.store.values if strategy == "ddp" else model.get_parameters()
+            return values.tobytes()
+
+    for strategy in STRATEGIES:
+        runs = [set(run_in_threads(3, lambda comm, s=strategy: run(comm, s))) for _ in range(2)]
+        assert len(runs[0] | runs[1]) == 1, strategy
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_bytes_are_those_of_the_formula(n: int) -> None:
+    """A message of c values: int8 c bytes and 4 a block of 256; top-k 8 bytes for each of ceil(share * c)."""
+    formulas = {
+        "bf16": lambda c: 2 * c,
+        "int8": lambda c: 4 * (-(-c // 256)) + -(-c // 4) * 4,
+        "topk:0.1": lambda c: 8 * int(np.ceil(c * 0.1)),
+    }
+
+    def sent(comm: Any, kind: str, strategy: str) -> int:
+        model, _ = model_of(strategy, comm, micro_batch=1, gradient_compression=kind, **PRIVATE)
+        with model:
+            model.train(*mine(comm, 0, n))
+            return int(model.engine.grid.peers.counters.bytes_by_tag["gradients"])
+
+    sizes = Partition(SIZE, n).sizes()
+    for kind, bytes_of in formulas.items():
+        for strategy in ("ddp", "zero1"):
+            for rank, found in enumerate(run_in_threads(n, lambda c, k=kind, s=strategy: sent(c, k, s))):
+                assert found == sum(bytes_of(size) for peer, size in enumerate(sizes) if peer != rank)
+
+
+def test_a_skipped_step_leaves_parameters_and_residuals_as_they_were() -> None:
+    def run(comm: Any, strategy: str, kind: str, clip: float | None) -> bool:
+        settings = {"micro_batch": 1, "gradient_compression": kind, "clip": clip, **PRIVATE}
+        model, _ = model_of(strategy, comm, **settings)
+        with model:
+            model.train(*mine(comm, 0, 12))
+            before, left = model.get_parameters().copy(), unsent(model)
+            x, y = mine(comm, 1, 12)
+            if comm.rank == 1:
+                x[1, 100:110] = np.nan
+            model.train(x, y)
+            skipped = model.last_step.skipped is not None
+            same = np.array_equal(before, model.get_parameters()) and np.array_equal(left, unsent(model))
+            model.compute_gradients(*mine(comm, 2, 12))  # looks, and changes nothing
+            same &= np.array_equal(left, unsent(model))
+            return skipped and same and bool(left.any())
+
+    for strategy in STRATEGIES:
+        for kind in KINDS:
+            for clip in (None, 1e9):
+                assert all(run_in_threads(3, lambda c, a=(strategy, kind, clip): run(c, *a)))
+
+
+def test_a_sum_that_overflows_between_ranks_is_skipped_as_without_compression() -> None:
+    def run(comm: Any, kind: str | None) -> Any:
+        model, _ = model_of("ddp", comm, micro_batch=1, gradient_compression=kind, clip=1.0, **PRIVATE)
+        with model:
+            x, y = mine(comm, 0, 2)
+            x[:, 7] = 3e38
+            model.train(x, y)
+            return model.last_step.skipped is not None and not model.get_parameters().any()
+
+    for kind in (None, "bf16", *KINDS):
+        assert all(run_in_threads(2, lambda comm, k=kind: run(comm, k)))
+
+
+@pytest.mark.parametrize("kind", [None, "int8", "topk:0.05"])
+def test_least_squares_is_solved_as_well_as_without_compression(kind: str | None) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((256, 40)).astype(np.float32)
+    truth = rng.standard_normal(40).astype(np.float32)
+    y = x @ truth
+
+    def residual(parameters: Any, batch: Any) -> Any:
+        x, y = batch
+        error = x @ parameters["w"] - y
+        return float(error @ error) / 2, {"w": x.T @ error}, float(len(x))
+
+    def run(comm: Any) -> Any:
+        model, _ = sharded(
+            "zero1", comm, mz.FunctionModel({"w": np.zeros(40, np.float32)}, residual), mz.SGD(lr=0.2),
+            gradient_compression=kind, micro_batch=64, **PRIVATE,
+        )  # fmt: skip
+        own = Partition(256, comm.size).shard(comm.rank)
+        with model:
+            for _ in range(150):
+                model.train(x[own.start : own.stop], y[own.start : own.stop])
+            return float(np.abs(model.get_parameters() - truth).max())
+
+    assert max(run_in_threads(4, run)) < 1e-3
+
+
+def test_residuals_follow_the_loss_scale() -> None:
+    """What is left of scaled sums is as large a part of sums with another scale."""
+
+    def run(comm: Any) -> bool:
+        config = mz.ShardingConfig(comm=comm, gradient_compression="int8", micro_batch=1, **PRIVATE)
+        model = mz.ZeRO1Model(mz.nn.MLP(features=7, hidden=[11], outputs=3), config)
+        scale = mz.DynamicLossScale(initial=4.0, interval=1)
+        optimizer = mz.ZeRO1Optimizer(mz.SGD(lr=0.1), config, loss_scale=scale)
+        optimizer.set_model(model)
+        x = np.random.default_rng(comm.rank).standard_normal((2, 7)).astype(np.float32)
+        with model:
+            exchange, seen = model.engine.exchange, []
+            finish = exchange.finish
+            exchange.finish = lambda factor, *, updated: (
+                seen.append(exchange._next.copy()),
+                finish(factor, updated=updated),
+            )
+            model.train(x, np.zeros(2, np.int64))
+            return model.engine.loss_scale.scale == 8.0 and np.array_equal(exchange._kept, 2 * seen[0])
+
+    assert all(run_in_threads(2, run))
+
+
+def test_a_copy_goes_on_with_the_residuals_and_a_loaded_model_without(capfd: Any, tmp_path: Any) -> None:
+    def run(comm: Any) -> Any:
+        model, _ = model_of("zero2", comm, gradient_compression="topk:0.1", micro_batch=1, **PRIVATE)
+        with model:
+            model.train(*mine(comm, 0, 12))
+            with model.deep_copy() as copy:
+                left = unsent(model)
+                same = np.array_equal(left, unsent(copy))
+                for one in (model, copy):
+                    one.train(*mine(comm, 1, 12))
+                same &= model.parameters_sha256() == copy.parameters_sha256()
+            model.save_model(tmp_path / "saved")
+            model.load_model(tmp_path / "saved")
+            return bool(same and left.any() and not unsent(model).any())
+
+    assert all(run_in_threads(2, run))
+    assert capfd.readouterr().err.count("has not sent yet") == 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_optimizer_compresses_what_its_model_sends_until_another_is_bound(strategy: str) -> None:
+    def run(comm: Any) -> Any:
+        reference, _ = model_of(strategy, comm, gradient_compression="topk:0.1", micro_batch=1, **PRIVATE)
+        model, plain = model_of(strategy, comm, micro_batch=1, **PRIVATE)
+        packed = mz.GradientCompressionOptimizer(mz.SGD(lr=1.0), model.config, compression="topk:0.1")
+        with reference, model:
+            for _ in range(2):  # the first also agrees that there is memory for gradients
+                model.train(*mine(comm, 0, 12))
+            before = model.last_step.bytes_sent
+            model.set_parameters(np.zeros(SIZE, np.float32))
+            packed.set_model(model)
+            for step in range(2):
+                model.train(*mine(comm, step, 12))
+                reference.train(*mine(comm, step, 12))
+            same = model.parameters_sha256() == reference.parameters_sha256()
+            fewer = model.last_step.bytes_sent == reference.last_step.bytes_sent < before
+            plain.set_model(model)
+            model.train(*mine(comm, 0, 12))
+            freed = model.metadata().bytes_on_rank.get("residuals", 0) == 0
+            return same and fewer and freed and model.last_step.bytes_sent == before
+
+    assert all(run_in_threads(3, run))
+
+
+def test_residuals_are_counted() -> None:
+    def run(comm: Any) -> Any:
+        found = []
+        for strategy in ("ddp", "zero2"):
+            model, _ = model_of(strategy, comm, gradient_compression="int8", **PRIVATE)
+            with model:
+                told = model.metadata()
+                found.append((told.bytes_on_rank["residuals"], told.formula_bytes["residuals"]))
+        return found
+
+    for rank, (ddp, zero2) in enumerate(run_in_threads(4, run)):
+        own = sum(Partition(size, 4).sizes()[rank] for size in (185, 211))  # one unit each
+        assert ddp == (8 * SIZE, 8 * SIZE)
+        assert zero2 == (8 * (SIZE - own), 8 * SIZE * 3 / 4)
+
+
+@pytest.mark.parametrize("name", ["int4", "topk", "topk:", "topk:x", "topk:0", "topk:0.5", "topk:nan", "int8:3", 8])
+def test_other_compressions_are_refused(name: Any) -> None:
+    with pytest.raises(ConfigError, match="gradient_compression="):
+        mz.ShardingConfig(gradient_compression=name)
+    with pytest.raises(ConfigError, match=r"expected"):
+        mz.GradientCompressionOptimizer(mz.SGD(), mz.ShardingConfig(), compression=name)
+
+
+def test_an_optimizer_that_compresses_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="compression=None"):
+        mz.GradientCompressionOptimizer(mz.SGD(), mz.ShardingConfig(), compression=None)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "int8", "topk:0.3"])
+@pytest.mark.parametrize("count", [0, 1, 3, 255, 257, 1001])
+def test_a_message_has_the_bytes_that_were_promised(name: str, count: int) -> None:
+    codec = codec_of(name)
+    assert codec is not None
+    x = np.random.default_rng(0).standard_normal(count).astype(np.float32)
+    message, out = np.zeros(codec.packed(count), np.uint8), np.empty(count, np.float32)
+    left = np.zeros(count if codec.feedback else 0, np.float32)
+    codec.encode(x, left, message)
+    codec.decode(message, out)
+    np.testing.assert_allclose(out + (left if codec.feedback else 0), x, rtol=2**-8, atol=1e-6)

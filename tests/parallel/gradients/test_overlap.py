@@ -1,0 +1,366 @@
+"""Messages that are on their way while ranks compute: begun ahead, waited for in time, and gone after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.errors import MpizeroError
+from mpizero.nn import Layer
+from mpizero.parallel.parameters import publication
+from mpizero.testing import parallel_assert, run_in_threads
+from mpizero.types import EVALUATE
+from tests.faults.jobs import launchers, run_job
+from tests.parallel.models import MEMORIES, PRIVATE, part, sharded
+from tests.parallel.spreads import Blocks, gpt, texts, with_traps
+
+#: A bucket of 64 float32 values, in MiB: even small models have many.
+FINE = 256 / 2**20
+
+
+def begun(store: Any) -> int:
+    """Collectives of the peers that have begun."""
+    return int(store.grid.peers.trace.started)
+
+
+def values(lent: Any) -> list[float]:
+    """All values of lent parameters, taken name by name as layers do."""
+    if isinstance(lent, np.ndarray):
+        return list(lent.reshape(-1).tolist())
+    return [value for name in sorted(lent) for value in values(lent[name])]
+
+
+@pytest.mark.parametrize("memory", MEMORIES[1:])
+def test_the_next_unit_comes_while_one_is_lent(memory: dict[str, Any]) -> None:
+    """Every order of units, announced or not, lends the same values."""
+
+    def lend(comm: Any, orders: Sequence[Sequence[tuple[int, int | None]]]) -> list[list[tuple[int, Any]]]:
+        model, _ = sharded("zero3", comm, mz.nn.MLP(6, (7, 5, 4), 3), **memory)
+        found = []
+        with model:
+            store = model.engine.store
+            units = store.layout.units
+            for order in orders:
+                rows = []
+                for number, following in order:
+                    before = begun(store)
+                    with store.unit(units[number], None if following is None else units[following]) as lent:
+                        rows.append((begun(store) - before, values(lent)))
+                found.append(rows)
+        return found
+
+    plain: list[tuple[int, int | None]] = [(0, None), (1, None), (2, None), (2, None), (0, None)]
+    announced: list[tuple[int, int | None]] = [(0, 1), (1, 2), (2, 2), (2, 0), (0, None)]
+    mistaken: list[tuple[int, int | None]] = [(0, 3), (1, 3), (2, None), (2, 1), (0, None)]
+    for alone, ahead, wrong in run_in_threads(4, lambda comm: lend(comm, (plain, announced, mistaken))):
+        assert [count for count, _ in alone] == [1, 1, 1, 1, 1]
+        assert [count for count, _ in ahead] == [2, 1, 1, 1, 0]
+        assert [row for _, row in alone] == [row for _, row in ahead] == [row for _, row in wrong]
+
+
+def after_a_failure(comm: Any, strategy: str, what: str, memory: dict[str, Any]) -> tuple[str, str]:
+    """Hashes of a training in which a layer of rank 0's samples raises once, and of one without."""
+    ((x, y),) = texts(1, 6)
+    hashes = []
+    for armed in ({"what": what, "first": 0}, {}):
+        switch = dict(armed)
+        model, _ = sharded(strategy, comm, with_traps(gpt(), {"blocks.1": switch}), micro_batch=2, **memory)
+        with model:
+            if switch:
+                with pytest.raises((ArithmeticError, MpizeroError), match="trap in"):
+                    model.train(*part(comm, x, y))
+                switch.clear()
+            for _ in range(2):
+                model.train(*part(comm, x, y))
+            hashes.append(model.parameters_sha256())
+    return hashes[0], hashes[1]
+
+
+@pytest.mark.parametrize("what", ["forward", "input", "weights"])
+def test_a_step_that_fails_leaves_nothing_on_its_way(what: str) -> None:
+    fine = {"bucket_mb": FINE}
+    cases = (
+        ("zero3", PRIVATE), ("zero3", MEMORIES[2]), ("zero2", MEMORIES[2]),
+        ("ddp", {**PRIVATE, **fine}), ("ddp", {**MEMORIES[2], **fine}),
+    )  # fmt: skip
+    for strategy, memory in cases:
+        for failed, clean in run_in_threads(4, lambda comm, s=strategy, m=memory: after_a_failure(comm, s, what, m)):
+            assert failed == clean
+
+
+@pytest.mark.mpi
+def test_a_step_that_fails_leaves_nothing_on_its_way_between_processes(world: Any) -> None:
+    cases = (
+        ("zero3", "forward", PRIVATE),
+        ("zero3", "weights", MEMORIES[2]),
+        ("zero2", "weights", PRIVATE),
+        ("zero2", "input", MEMORIES[2]),
+        ("zero1", "input", PRIVATE),
+        ("ddp", "weights", {**MEMORIES[2], "bucket_mb": FINE}),
+        ("ddp", "forward", {**PRIVATE, "bucket_mb": FINE}),
+    )
+    for strategy, what, memory in cases:
+        failed, clean = after_a_failure(world, strategy, what, memory)
+        parallel_assert(world, failed == clean, f"{strategy} {what} {memory}")
+
+
+# ---------------------------------------------------------------------- sums of gradients
+
+
+@dataclass(frozen=True)
+class Noted(Layer):
+    """A layer that calls ``note`` when its backward pass begins."""
+
+    layer: Any
+    note: Callable[[], None] = field(compare=False, hash=False)
+
+    def specs(self) -> Any:
+        return self.layer.specs()
+
+    def forward(self, params: Any, x: Any, run: Any = EVALUATE) -> Any:
+        return self.layer.forward(params, x, run)
+
+    def backward_input(self, params: Any, cache: Any, dy: Any) -> Any:
+        self.note()
+        return self.layer.backward_input(params, cache, dy)
+
+    def backward_weights(self, params: Any, cache: Any, pending: Any, grads: Any) -> None:
+        self.layer.backward_weights(params, cache, pending, grads)
+
+
+def in_flight(comm: Any, strategy: str, memory: dict[str, Any]) -> tuple[list[bool], bool, int]:
+    """Whether sums are on their way as the backward of each block begins, and after the step; its exchanges of them."""
+    placed: list[Any] = []
+    found: list[bool] = []
+
+    def note() -> None:
+        found.append(bool(sums().in_flight))
+
+    def sums() -> Any:
+        engine = placed[0].engine
+        return engine.rows._behind if engine._ring is None else engine._ring
+
+    plain = mz.nn.MLP(6, (7, 5, 4), 3)
+    noted = Blocks(plain, {name: lambda block: Noted(block, note) for name in plain.blocks})
+    model, _ = sharded(strategy, comm, noted, micro_batch=2, **memory)
+    placed.append(model)
+    x, y = np.ones((2 * comm.size, 6), np.float32), np.zeros(2 * comm.size, np.int64)
+    with model:
+        model.train(*part(comm, x, y))
+        counters = model.engine.grid.peers.counters
+        exchanges = counters.messages_by_tag["unit gradients"] + counters.messages_by_tag["gradients"]
+        return found, bool(sums().in_flight), exchanges
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_the_sums_of_a_unit_travel_while_the_next_one_computes(strategy: str) -> None:
+    for memory in MEMORIES[1:]:
+        for blocks, after, messages in run_in_threads(4, lambda comm, m=memory: in_flight(comm, strategy, m)):
+            assert blocks == [False, True, True, True]
+            assert not after
+            assert messages == 4
+    for blocks, after, messages in run_in_threads(2, lambda comm: in_flight(comm, strategy, {})):  # one group
+        assert (blocks, after, messages) == ([False] * 4, False, 0)
+
+
+def test_what_blocks_have_finished_travels_while_the_others_compute() -> None:
+    """Of 49, 40, 24 and 15 parameters in buckets of 16 the last are on their way when the second block computes.
+
+    On nodes of two ranks those from 96 on are summed by the second of each, those from 64 on by the first.
+    """
+    bucket = {"bucket_mb": 64 / 2**20}
+    late, early = [False, False, False, True], [False, False, True, True]
+    private = run_in_threads(4, lambda comm: in_flight(comm, "ddp", {**PRIVATE, **bucket}))
+    assert private == [(early, False, 8)] * 4
+    nodes = run_in_threads(4, lambda comm: in_flight(comm, "ddp", {**MEMORIES[2], **bucket}))
+    assert nodes == [(late, False, 4), (early, False, 4)] * 2
+
+
+@pytest.mark.parametrize("memory", MEMORIES[1:])
+def test_between_steps_that_sum_behind_computing_all_is_as_in_one_process(memory: dict[str, Any]) -> None:
+    for how in ("predict", "evaluate", "gradients", "apply", "integrity", "clone"):
+        expected = looked(None, "ddp", {}, how)
+        for found in run_in_threads(4, lambda comm, h=how: looked(comm, "ddp", {**memory, "bucket_mb": FINE}, h)):
+            for seen, wanted in zip(found, expected, strict=True):
+                np.testing.assert_array_equal(seen, wanted, err_msg=how)
+
+
+# ---------------------------------------------------------------------- published values
+
+
+class Gate:
+    """Messages that arrive when the test says so."""
+
+    def __init__(self) -> None:
+        self.open, self.waited = False, False
+
+    def test(self) -> bool:
+        return self.open
+
+    def wait(self) -> None:
+        self.waited = self.open = True
+
+
+def test_who_takes_a_block_waits_for_what_it_uses_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publication, "REGION", 1)
+    made: tuple[list[Gate], list[Gate]] = ([], [])
+
+    def begin(peers: Any, *_: Any) -> Gate:
+        made[peers.rank].append(Gate())
+        return made[peers.rank][-1]
+
+    def waits(comm: Any) -> list[list[bool]]:
+        model, _ = sharded("zero1", comm, mz.nn.MLP(6, (7, 5, 4), 3), **PRIVATE)
+        gates, found = made[comm.rank], []
+        with model:
+            store = model.engine.store
+            comm.barrier()
+            monkeypatch.setattr(publication, "begin_gather", begin)
+            comm.barrier()
+            (unit,) = store.layout.units
+
+            def note() -> None:
+                found.append([gate.waited for gate in gates])
+
+            store.publish(later=True)
+            with store.unit(unit, by_block=True) as lent:
+                note()
+                for name in unit.blocks[:2]:
+                    values(lent[name])
+                    note()
+                gates[2].open = True
+                values(lent[unit.blocks[0]])
+                values(lent[unit.blocks[2]])
+                note()
+            store.owned(0)
+            note()
+        return found
+
+    for steps in run_in_threads(2, waits):
+        assert steps == [
+            [False] * 4,
+            [True, False, False, False],
+            [True, True, False, False],
+            [True, True, False, False],
+            [True] * 4,
+        ]
+
+
+def look(model: Any, how: str, x: Any, y: Any) -> Any:
+    """Use parameters, or gradients by hand, in one of many ways."""
+    if how == "shard":
+        shard, whole = model.local_parameter_shard, model.get_parameters()
+        return np.array_equal(shard, np.concatenate([whole[span.start : span.stop] for span in model.owned]))
+    ways = {
+        "hash": model.parameters_sha256,
+        "vector": model.get_parameters,
+        "predict": lambda: model.predict(x[:1]),
+        "evaluate": lambda: model.evaluate(x, y)[:2],
+        "integrity": model.check_integrity,
+        "set": lambda: model.set_parameters(model.get_parameters() * np.float32(0.5)),
+        "gradients": lambda: model.compute_gradients(x, y).loss,
+        "apply": lambda: model.apply_gradients(model.compute_gradients(x, y), 0.1),
+        "restore": lambda: model.deserialize(model.serialize()),
+        "clone": lambda: cloned(model),
+    }
+    return ways[how]()
+
+
+def cloned(model: Any) -> str:
+    with model.clone() as copy:
+        return str(copy.parameters_sha256())
+
+
+LOOKS = (
+    "hash", "vector", "predict", "evaluate", "integrity", "shard", "set", "gradients", "apply", "restore",
+    "clone",
+)  # fmt: skip
+#: With fewer grains than ranks some ranks read nothing.
+BATCHES = (9, 2, 5)
+
+
+def looked(comm: Any, strategy: str, memory: dict[str, Any], how: str) -> list[Any]:
+    """What is seen after each of some steps, and the hash at the end."""
+    model, _ = sharded(strategy, comm, gpt(), micro_batch=2, **memory)
+    found = []
+    with model:
+        for number, samples in enumerate(BATCHES):
+            ((x, y),) = texts(1, samples)
+            mine = part(comm, x, y)
+            model.train(*mine)
+            if number != 1:
+                found.append(look(model, how, *(mine if how in ("evaluate", "gradients", "apply") else (x, y))))
+        return [*found, model.parameters_sha256()]
+
+
+@pytest.fixture
+def fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut what is published into as many regions as there are blocks."""
+    monkeypatch.setattr(publication, "REGION", 1)
+
+
+@pytest.mark.usefixtures("fine")
+@pytest.mark.parametrize("how", LOOKS)
+def test_every_use_sees_all_that_was_published(how: str) -> None:
+    place = LOOKS.index(how)
+    strategy, memory = ("zero1", "zero2")[place % 2], MEMORIES[1 + place // 2 % 2]
+    expected = looked(None, strategy, {}, how)
+    for found in run_in_threads(4, lambda comm: looked(comm, strategy, memory, how)):
+        for seen, wanted in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(seen, wanted, err_msg=f"{strategy} {memory}")
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("fine")
+def test_every_use_sees_all_that_was_published_between_processes(world: Any) -> None:
+    for place, how in enumerate(LOOKS):
+        strategy, memory = ("zero1", "zero2")[place % 2], MEMORIES[1 + place // 2 % 2]
+        expected, found = looked(None, strategy, {}, how), looked(world, strategy, memory, how)
+        same = all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True) if a is not None)
+        parallel_assert(world, same, f"{strategy} {memory} {how}")
+
+
+DROPPED = """
+import os
+import numpy as np
+from mpi4py import MPI
+import mpizero as mz
+config = mz.ShardingConfig(comm=MPI.COMM_WORLD, {memory})
+model = mz.ZeRO1Model(mz.nn.MLP(64, (2000, 2000), 3), config)
+x = np.ones((4, 64), np.float32)
+for _ in range(2):
+    model.train(x, np.zeros(4, np.int64))
+{then}
+print("end", flush=True)
+"""
+#: What a program does with values on their way, and whether all is well.
+ENDS = {
+    "nothing": ("share_node_memory=False", "", True),
+    "drops the model": ("ranks_per_node=1", "del model, x", True),
+    "ends MPI": ("share_node_memory=False", "MPI.Finalize()", True),
+    "fails on one rank": ("share_node_memory=False", "1 / (1 - MPI.COMM_WORLD.rank)", False),
+    "dies on one rank": (
+        "ranks_per_node=1",
+        "MPI.COMM_WORLD.rank and os.kill(os.getpid(), 9); model.evaluate(x, x)",
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("launcher", launchers() or [None], ids=lambda pair: "" if pair is None else Path(pair[0]).name)
+def test_a_program_may_end_while_values_are_on_their_way(launcher: Any, how: str, tmp_path: Path) -> None:
+    if launcher is None:
+        pytest.skip("no mpiexec")
+    memory, then, well = ENDS[how]
+    program = tmp_path / "program.py"
+    program.write_text(DROPPED.format(memory=memory, then=then))
+    done = run_job(launcher, tmp_path, [program])
+    assert (done.status == 0) == well, done.err
+    assert not well or done.out.count("end") == 2

@@ -1,0 +1,377 @@
+"""Collective calls of users: ranks that call different ones, or set different values, are told so at once."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.errors import CollectiveMismatch, ConfigError
+from mpizero.parallel.model.base import ShardedModelBase
+from mpizero.parallel.model.optimizers import ShardedOptimizer
+from mpizero.testing import run_in_threads
+from tests.parallel.models import STRATEGIES, hard_function, mlp, part, points, sharded, ten
+
+HERE = Path(__file__).name
+#: What a user may call, by the name that is told; each gets a model, its optimizer, x, y and a folder.
+CALLS: dict[str, Callable[..., Any]] = {
+    "train": lambda m, o, x, y, f: m.train(x, y),
+    "compute_gradients": lambda m, o, x, y, f: m.compute_gradients(x, y),
+    "evaluate": lambda m, o, x, y, f: m.evaluate(x, y),
+    "synchronize_gradients": lambda m, o, x, y, f: m.synchronize_gradients(),
+    "apply_gradients": lambda m, o, x, y, f: m.apply_gradients(m.kept, 0.1),
+    "step": lambda m, o, x, y, f: o.step(),
+    "optimize": lambda m, o, x, y, f: o.optimize(points(16)),
+    "check_integrity": lambda m, o, x, y, f: m.check_integrity(),
+    "parameters_sha256": lambda m, o, x, y, f: m.parameters_sha256(),
+    "get_parameters": lambda m, o, x, y, f: m.get_parameters(),
+    "gather_full_parameters": lambda m, o, x, y, f: m.gather_full_parameters(),
+    "named_parameters": lambda m, o, x, y, f: m.named_parameters(),
+    "set_parameters": lambda m, o, x, y, f: m.set_parameters(np.zeros(m.parameter_count)),
+    "export_npz": lambda m, o, x, y, f: m.export_npz(f / "a.npz"),
+    "clone": lambda m, o, x, y, f: m.clone(),
+    "save_model": lambda m, o, x, y, f: m.save_model(f / "saved"),
+    "begin_save": lambda m, o, x, y, f: m.begin_save(f / "saved"),
+    "finish_save": lambda m, o, x, y, f: m.finish_save(),
+    "load_model": lambda m, o, x, y, f: m.load_model(f / "missing"),
+    "serialize": lambda m, o, x, y, f: m.serialize(),
+    "reserve": lambda m, o, x, y, f: m.reserve(8),
+    "close": lambda m, o, x, y, f: m.close(),
+    "state_dict": lambda m, o, x, y, f: o.state_dict(),
+    "reset": lambda m, o, x, y, f: o.reset(),
+    "set_model": lambda m, o, x, y, f: o.set_model(m),
+    "synchronize_optimizer_state": lambda m, o, x, y, f: o.synchronize_optimizer_state(),
+    "should_early_stop": lambda m, o, x, y, f: o.should_early_stop(),
+    "make a model": lambda m, o, x, y, f: type(m)(m.wrapped_model, m.config),
+    "ShardingConfig.close": lambda m, o, x, y, f: m.config.close(),
+}
+
+
+def told_on(ranks: int, run: Callable[[Any], Any], error: type[Exception] = CollectiveMismatch) -> str:
+    """What all ranks are told alike when each of them runs into ``error``."""
+
+    def caught(comm: Any) -> str:
+        with pytest.raises(error) as found:
+            run(comm)
+        return str(found.value)
+
+    told = run_in_threads(ranks, caught)
+    assert set(told) == {told[0]}
+    return told[0]
+
+
+def prepared(strategy: str, comm: Any, **settings: Any) -> Any:
+    """A model that has made a step and holds a pending gradient, and its optimizer."""
+    model, optimizer = sharded(strategy, comm, **settings)
+    model.close = type(model).close.__get__(model)
+    model.train(*part(comm, *points(8)))
+    model.kept = model.compute_gradients(*part(comm, *points(8)))
+    return model, optimizer
+
+
+def spread(comm: Any, ways: dict[str, Any]) -> Any:
+    config = mz.ShardingConfig(comm=comm, micro_batch=2)
+    model = mz.HybridShardedModel(mlp(hidden=(8, 8), features=6), config, **ways)
+    optimizer = mz.HybridShardedOptimizer(mz.AdamW(lr=1e-2), config)
+    optimizer.set_model(model)
+    x, y = points(8)
+    model.batch = part(model.batch_group, x, y)
+    model.train(*model.batch)
+    model.kept = model.compute_gradients(*model.batch)
+    return model, optimizer
+
+
+def check_odd_one(make: Callable[[Any], Any], call: str, usual: str, folder: Path, ranks: int = 4) -> None:
+    """One rank calls something else; all are told of both, with their lines, and nothing has moved."""
+    kept: dict[int, tuple[Any, Any]] = {}
+
+    def run(comm: Any) -> None:
+        model, optimizer = make(comm)
+        x, y = getattr(model, "batch", part(comm, *points(8)))
+        kept[comm.rank] = model, model.local_parameter_shard
+        odd = comm.rank == comm.size - 1
+        CALLS[call if odd else usual](model, optimizer, x, y, folder)
+
+    told = told_on(ranks, run)
+    line = rf" at {HERE}:\d+ in <lambda>"
+    usually, oddly = (
+        rf"ranks 0-{ranks - 2}: (\w+\.)?{usual}",
+        rf"rank {ranks - 1}: (\w+\.)?{re.escape(call)}( 'model 2')?",
+    )
+    pattern = f"{usually}{line}; {oddly}{line}"
+    assert re.search(pattern, told), told
+    for model, before in kept.values():
+        assert model.local_parameter_shard.tobytes() == before.tobytes()
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("call", [name for name in CALLS if name != "train"])
+def test_who_calls_something_else_than_the_others_is_told_with_both_lines(call: str, tmp_path: Path) -> None:
+    for strategy, memory in [("zero2", {}), ("zero3", {"share_node_memory": False})]:
+        check_odd_one(lambda comm, s=strategy, m=memory: prepared(s, comm, **m), call, "train", tmp_path)
+
+
+@pytest.mark.parametrize("memory", [{}, {"share_node_memory": False}, {"ranks_per_node": 1}, {"ranks_per_node": 2}])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_that_holds_under_every_strategy_and_kind_of_memory(strategy: str, memory: Any, tmp_path: Path) -> None:
+    for call, usual in [("compute_gradients", "train"), ("close", "evaluate"), ("train", "step")]:
+        check_odd_one(lambda comm: prepared(strategy, comm, **memory), call, usual, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        {"pipeline_parallel_size": 2, "zero_stage": 1},
+        {"pipeline_parallel_size": 2, "data_parallel_size": 2, "zero_stage": 3},
+        {"tensor_parallel_size": 2, "zero_stage": 2},
+    ],
+)
+@pytest.mark.parametrize("call", ["compute_gradients", "evaluate", "check_integrity", "parameters_sha256", "close"])
+def test_that_holds_where_layers_are_spread_over_ranks(ways: Any, call: str, tmp_path: Path) -> None:
+    check_odd_one(lambda comm: spread(comm, ways), call, "train", tmp_path)
+
+
+def test_that_holds_for_local_steps(tmp_path: Path) -> None:
+    def run(comm: Any, call: str) -> None:
+        config = mz.ShardingConfig(comm=comm)
+        model = mz.DDPModel(mlp(), config)
+        optimizer = mz.LocalSGDOptimizer(mz.SGD(lr=0.1), config, every=2)
+        optimizer.set_model(model)
+        x, y = part(comm, *points(8))
+        model.train(x, y)
+        CALLS[call if comm.rank else "train"](model, optimizer, x, y, tmp_path)
+        model.train(x, y)
+
+    for call in ("compute_gradients", "evaluate", "parameters_sha256", "close", "save_model"):
+        told = told_on(3, lambda comm, call=call: run(comm, call))
+        assert re.search(rf"rank 0: DDPModel.train at {HERE}.*; ranks 1-2: DDPModel.{call} at {HERE}", told), told
+
+
+def test_two_models_of_one_configuration_are_not_mixed_up() -> None:
+    def run(comm: Any) -> None:
+        config = mz.ShardingConfig(comm=comm)
+        models = [mz.ZeRO2Model(ten(), config) for _ in range(2)]
+        models[comm.rank].train(np.ones((2, 10)), np.ones(2))
+
+    told = told_on(2, run)
+    assert re.search("rank 0: ZeRO2Model.train at .*; rank 1: ZeRO2Model.train 'model 2' at ", told), told
+
+
+def test_a_prediction_is_compared_where_parameters_are_sharded_and_free_elsewhere() -> None:
+    def run(comm: Any, strategy: str) -> None:
+        model, _ = sharded(strategy, comm)
+        with model:
+            if comm.rank == 0:
+                model.predict(points(2)[0])
+            model.train(*part(comm, *points(8)))
+
+    for strategy in ("ddp", "zero1", "zero2"):
+        run_in_threads(2, lambda comm, s=strategy: run(comm, s))
+    told = told_on(2, lambda comm: run(comm, "zero3"))
+    assert re.search(r"rank 0: ZeRO3Model.predict at .*; rank 1: ZeRO3Model.train at ", told), told
+
+
+def test_the_best_parameters_are_asked_for_together_where_a_strategy_shards_them_also_on_one_node() -> None:
+    def run(comm: Any, strategy: str) -> None:
+        model, optimizer = sharded(strategy, comm)
+        with model:
+            result = optimizer.optimize(points(16))
+            if comm.rank == 0:
+                _ = result.best_parameters
+            model.train(*part(comm, *points(8)))
+
+    run_in_threads(2, lambda comm: run(comm, "zero2"))
+    told = told_on(2, lambda comm: run(comm, "zero3"))
+    assert re.search(r"rank 0: ZeRO3Model.best_parameters at .*; rank 1: ZeRO3Model.train at ", told), told
+
+
+def test_what_a_rank_does_amid_an_error_is_told_with_the_error() -> None:
+    """A ``finally`` of one rank is not what went wrong."""
+
+    def run(comm: Any) -> None:
+        model, _ = prepared("zero2", comm)
+        try:
+            if comm.rank == 1:
+                raise ValueError("no such sample")
+            model.train(*part(comm, *points(8)))
+        finally:
+            model.close()
+
+    told = told_on(2, run)
+    assert re.search(
+        rf"rank 1: .*close at {HERE}:\d+ in run, after ValueError: no such sample at {HERE}:\d+ in run", told
+    )
+
+
+def test_steps_send_no_message_more_than_their_sample_counts_and_losses() -> None:
+    def run(comm: Any) -> Any:
+        model, _ = sharded("zero2", comm, share_node_memory=False)
+        with model:
+            model.train(*part(comm, *points(8)))
+            before = dict(comm.counters.messages_by_tag)
+            model.train(*part(comm, *points(8)))
+            return {
+                tag: n - before.get(tag, 0) for tag, n in comm.counters.messages_by_tag.items() if n != before.get(tag)
+            }
+
+    assert run_in_threads(2, run) == [{"operation": 1}] * 2
+
+
+# ---------------------------------------------------------------------- what is public
+
+
+def public(kind: type) -> Iterator[tuple[str, str, set[str]]]:
+    """Every public function of a class and its bases of this package: its name, docstring, and decorators."""
+    seen = set()
+    for base in kind.__mro__[:-1]:
+        if not base.__module__.startswith("mpizero") or base in seen:
+            continue
+        seen.add(base)
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for node in body.body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                marks = {ast.unparse(d).rpartition(".")[2] for d in node.decorator_list}
+                yield f"{base.__name__}.{node.name}", ast.get_docstring(node) or "", marks
+
+
+#: Calls that compare themselves, and why.
+BY_HAND = {
+    "ShardedModelBase.predict": "free where parameters are not sharded",
+    "ShardedCore.close": "does nothing the second time",
+    "ShardedOptimizer.set_model": "under no name of a class, so that ranks with another one are told in words",
+    "LocalSGDOptimizer.set_model": "as its parent's",
+    "Saving.checkpoint_arrays": "collective for local steps only",
+    "Saving.checkpoint_attributes": "collective for local steps only",
+}
+
+
+@pytest.mark.parametrize("kind", [ShardedModelBase, ShardedOptimizer, mz.HybridShardedModel, mz.LocalSGDOptimizer])
+def test_every_public_method_is_compared_or_says_that_it_is_not_collective(kind: type) -> None:
+    for name, told, marks in public(kind):
+        free = "property" in marks or "Not\ncollective" in told or "Not collective" in told or "Refuse:" in told
+        assert free or name in BY_HAND or marks & {"collective", "recorded"}, name
+
+
+# ---------------------------------------------------------------------- setters
+
+
+def differing(comm: Any, values: Any) -> Any:
+    """The same values, but for one bit on the last rank."""
+    changed = np.array(values)
+    if comm.rank == comm.size - 1:
+        flat = changed.reshape(-1)
+        flat[-1] = np.nextafter(flat[-1], np.inf)
+    return changed
+
+
+SETTERS: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
+    "set_parameters": (
+        lambda m, o, c: m.set_parameters(differing(c, np.arange(float(m.parameter_count)))),
+        "set_parameters: parameter 'one' of rank 2 is not that of rank 0: ",
+    ),
+    "with_parameters": (
+        lambda m, o, c: m.with_parameters(differing(c, np.zeros(m.parameter_count))),
+        "with_parameters: parameter 'one' of rank 2 is not that of rank 0: 5e-324, not 0.0",
+    ),
+    "load_named": (
+        lambda m, o, c: m.load_named({n: differing(c, v) if n == "b" else v for n, v in m.named_parameters().items()}),
+        r"load_named: parameter 'b' of rank 2 is not that of rank 0: float64 of shape \(13,\) with checksum",
+    ),
+    "another sign of zero": (
+        lambda m, o, c: m.set_parameters(np.full(m.parameter_count, -0.0 if c.rank == 1 else 0.0)),
+        "set_parameters: parameter 'w' of rank 1 is not that of rank 0",
+    ),
+    "another type": (
+        lambda m, o, c: m.set_parameters(np.zeros(m.parameter_count, np.float32 if c.rank == 1 else np.float64)),
+        "parameter 'w' of rank 1 is not that of rank 0: float32 of shape",
+    ),
+    "load_state_dict": (
+        lambda m, o, c: o.load_state_dict(
+            {**(s := o.state_dict()), "state": {k: {**v, "b": differing(c, v["b"])} for k, v in s["state"].items()}}
+        ),
+        "load_state_dict: 'exp_avg' of parameter 'b' of rank 2 is not that of rank 0",
+    ),
+    "step count": (
+        lambda m, o, c: o.load_state_dict({**o.state_dict(), "step_count": c.rank // 2}),
+        "load_state_dict: the step count of rank 2 is not that of rank 0: 1, not 0",
+    ),
+    "learning rate": (
+        lambda m, o, c: m.apply_gradients(m.compute_gradients(*VECTORS), 0.1 * (c.rank + 1)),
+        "apply_gradients: the learning_rate of rank 1 is not that of rank 0: 0.2, not 0.1",
+    ),
+}
+VECTORS = (np.ones((2, 7)), np.zeros((2, 11)))
+SETTERS |= {
+    "optimize": (
+        lambda m, o, c: o.optimize((differing(c, np.ones((8, 7))), np.zeros((8, 11)))),
+        r"optimize: the data \(x\) of rank 2 is not that of rank 0: float64 of shape \(8, 7\)",
+    ),
+    "optimize on each rank's own samples": (
+        lambda m, o, c: o.optimize((np.ones((8 + c.rank, 7)), np.zeros((8 + c.rank, 11)))),
+        "optimize: the number of samples of rank 1 is not that of rank 0: 9, not 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTERS)
+def test_values_that_differ_between_ranks_are_refused_and_nothing_changes(name: str) -> None:
+    setter, expected = SETTERS[name]
+    for strategy, memory in [("ddp", {}), ("zero3", {}), ("zero3", {"share_node_memory": False})]:
+
+        def run(comm: Any, strategy: str = strategy, memory: Any = memory) -> None:
+            model, optimizer = sharded(strategy, comm, hard_function(), **memory)
+            with model:
+                before = model.parameters_sha256()
+                try:
+                    setter(model, optimizer, comm)
+                finally:
+                    assert model.parameters_sha256() == before
+                    model.set_parameters(np.zeros(model.parameter_count))  # and it goes on
+
+        told = told_on(3, run, ConfigError)
+        assert re.search(expected, told), told
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_gradients_that_are_replicated_must_be_the_same(strategy: str) -> None:
+    def run(comm: Any) -> None:
+        model, _ = sharded(strategy, comm, hard_function())
+        with model:
+            found = model.compute_gradients(*VECTORS)
+            model.apply_gradients(mz.Gradients(differing(comm, found.values), found.weight, found.loss, True), 0.1)
+
+    told = told_on(2, run, ConfigError)
+    assert "apply_gradients: the gradient of 'one' of rank 1 is not that of rank 0" in told
+
+
+@pytest.mark.parametrize("restore", ["deserialize", "load_state", "of the optimizer"])
+def test_serialized_bytes_that_differ_are_refused_by_the_name_of_the_array(restore: str) -> None:
+    def run(comm: Any) -> None:
+        model, optimizer = sharded("zero2", comm, ten(), share_node_memory=False)
+        with model:
+            data = [model.serialize(), optimizer.serialize()]
+            model.train(np.ones((2, 10)), np.ones(2))
+            data += [model.serialize(), optimizer.serialize()]
+            before = model.parameters_sha256()
+            try:
+                if restore == "of the optimizer":
+                    optimizer.deserialize(data[1 + 2 * (comm.rank == 1)])
+                elif restore == "load_state":
+                    model.load_state(io.BytesIO(data[2 * (comm.rank == 1)]))
+                else:
+                    model.deserialize(data[2 * (comm.rank == 1)])
+            finally:
+                assert model.parameters_sha256() == before
+
+    told = told_on(2, run, ConfigError)
+    assert re.search(r"deserialize: array 'optimizer/exp_avg/w' of rank 1 is not that of rank 0", told), told

@@ -1,0 +1,257 @@
+"""Black boxes: what they may leave out, what they are told when they are wrong."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.comm import ProcessGrid
+from mpizero.errors import ConfigError, DataError, LayoutError, RemoteError
+from mpizero.parallel.batch.redistribute import deal
+from mpizero.testing import run_in_threads
+from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, layouts, sharded
+
+START = {"a": np.ones((2, 3)), "b": np.ones(3)}
+#: For tests that give batches which cannot be cut, of which a warning tells.
+UNCUT = pytest.mark.filterwarnings("ignore:.* cannot be cut into samples:UserWarning")
+GOOD = {"a": np.ones((2, 3)), "b": np.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        ((1.0, {"a": GOOD["a"]}, 1.0), "no gradient for 'b'; it returned .'a'"),
+        ((1.0, {**GOOD, "b": np.ones(4)}, 1.0), r"gradient of 'b' has shape \(4,\), its parameter has \(3,\)"),
+        ((1.0, GOOD), r"must return \(loss_sum, gradients by name, weight\), it returned .'float', 'dict'"),
+        (None, "must return .* it returned NoneType"),
+        ((1.0, [1, 2], 1.0), "must return .* it returned .'float', 'list', 'float'"),
+        (
+            (1.0, {**GOOD, "bb": np.ones(3)}, 1.0),
+            r"gradient for 'bb', which is no parameter .*the parameters are .'a', 'b'",
+        ),
+        ((1.0, {"a": GOOD["a"], "B": np.ones(3)}, 1.0), r"for 'B', which is no parameter \(did you mean 'b'\?\)"),
+        *(
+            (
+                (1.0, {**GOOD, "b": GOOD["b"].astype(kind)}, 1.0),
+                f"returned an array of {kind} of shape .3,. as the gradient of 'b'",
+            )
+            for kind in ("bool", "int64", "<U32", "object", "float16", "complex128")
+        ),
+        *(
+            (
+                (loss, GOOD, 1.0),
+                "loss_and_grad .answer at test_function_model.py:.* returned .* as the loss of sample",
+            )
+            for loss in ("1.5", b"1", None, 1j, np.complex128(1), np.ones(2), True, np.array("1"))
+        ),
+        *(
+            ((1.0, GOOD, weight), "returned .* as the weight of sample .*: expected one real")
+            for weight in ("1", None, 1j, np.ones(2))
+        ),
+        ((1.0, GOOD, -1.0), "returned -1 as the weight of sample .*: expected a number >= 0"),
+    ],
+)
+def test_a_wrong_answer_on_one_rank_is_told_to_all(result: Any, told: str) -> None:
+    def run(comm: Any) -> None:
+        def answer(parameters: Any, batch: Any) -> Any:
+            return result if comm.rank == 1 else (1.0, GOOD, 1.0)
+
+        for memory in MEMORIES:
+            model, _ = sharded("zero3", comm, mz.FunctionModel(START, answer), micro_batch=1, **memory)
+            with model:
+                with pytest.raises((LayoutError, DataError, RemoteError), match=told):
+                    model.train(np.ones((1, 1)), np.ones((1, 1)))
+                np.testing.assert_array_equal(model.get_parameters(), np.ones(9))
+
+    run_in_threads(4, run)
+
+
+def test_bad_parameters_are_refused() -> None:
+    def nothing(p: Any, b: Any) -> Any:
+        return 0.0, {}, 1.0
+
+    for arguments, told in (
+        (({}, nothing), "at least one"),
+        (({"a": np.ones(1), "b": np.ones(1, np.float32)}, nothing), "all parameters must be float32, or all float64"),
+        (({"a": np.ones(1, np.int64)}, nothing), "float32, or all float64"),
+        (({"a": np.ones(1)}, 3), "must be a function"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            mz.FunctionModel(*arguments)
+    with pytest.raises(ConfigError, match=r"frozen names \['c'\]"):
+        mz.FunctionModel({"a": np.ones(1)}, nothing, frozen=["c"])
+
+
+def test_frozen_parameters_need_no_gradient_and_parameters_are_read_only() -> None:
+    def loss_and_grad(p: Any, b: Any) -> Any:
+        with pytest.raises(ValueError, match="read-only"):
+            p["a"] += 1
+        return 1.0, {"b": np.ones(3)}, 1.0
+
+    for strategy in STRATEGIES:
+        model, _ = sharded(strategy, None, mz.FunctionModel(START, loss_and_grad, frozen=["a"]), mz.SGD(lr=0.5))
+        with model:
+            model.train(np.ones((1, 1)), np.ones((1, 1)))
+            named = model.named_parameters()
+            np.testing.assert_array_equal(named["a"], START["a"])
+            np.testing.assert_array_equal(named["b"], START["b"] - 0.5)
+            assert set(model.compute_gradients(np.ones((1, 1)), np.ones((1, 1))).values) == {0.0, 1.0}
+
+
+def writes_through_a_buffer(x: Any) -> None:
+    """Like ctypes and compiled code that is given a buffer to work in."""
+    (ctypes.c_double * x.size).from_buffer(x)[0] = 7.0
+
+
+def multiplies(x: Any) -> None:
+    x *= 2.0
+
+
+@pytest.mark.parametrize(
+    ("work", "told"), [(multiplies, "read-only"), (np.ndarray.sort, "read-only"), (writes_through_a_buffer, "writable")]
+)
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_function_cannot_change_the_users_samples(work: Any, told: str, which: int) -> None:
+    """One that works in place, on one rank, gets an error that says so, and all ranks are told."""
+
+    def run(comm: Any) -> None:
+        def loss_and_grad(p: Any, batch: Any) -> Any:
+            if comm.rank == 1:
+                work(batch[which])
+            return 1.0, GOOD, 1.0
+
+        def predict(p: Any, x: Any) -> Any:
+            work(x)
+
+        for strategy in ("ddp", "zero3"):
+            model, _ = sharded(strategy, comm, mz.FunctionModel(START, loss_and_grad, predict=predict), **PRIVATE)
+            batch = np.array([[3.0, 1.0], [2.0, 0.0]]), np.array([[3.0, 1.0], [2.0, 0.0]])
+            kept = [values.copy() for values in batch]
+            with model:
+                for call in (model.train, model.compute_gradients, model.evaluate):
+                    with pytest.raises((ValueError, TypeError, RemoteError), match=told) as caught:
+                        call(*batch)
+                    if comm.rank == 1:
+                        assert "loss_and_grad gets are read-only: let it copy" in caught.value.__notes__[0]
+                with pytest.raises((ValueError, TypeError), match=told) as caught:
+                    model.predict(batch[0])
+                assert "predict gets are read-only" in caught.value.__notes__[0]
+            for values, before in zip(batch, kept, strict=True):
+                np.testing.assert_array_equal(values, before)
+                assert values.flags.writeable, "only what the function sees is read-only"
+
+    run_in_threads(2, run)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_function_cannot_change_parameters_whether_they_were_gathered_for_it_or_not(strategy: str) -> None:
+    def loss_and_grad(p: Any, b: Any) -> Any:
+        assert not any(values.flags.writeable for values in p.values())
+        return 1.0, GOOD, 1.0
+
+    def run(comm: Any) -> None:
+        model, _ = sharded(strategy, comm, mz.FunctionModel(START, loss_and_grad), **PRIVATE)
+        with model:
+            model.train(np.ones((1, 1)), np.ones((1, 1)))
+
+    run_in_threads(2, run)
+
+
+@UNCUT
+@pytest.mark.mpi
+def test_batches_that_are_no_arrays_are_one_grain_a_rank(world: Any) -> None:
+    def loss_and_grad(p: Any, batch: Any) -> Any:
+        (numbers,), _ = batch
+        return float(sum(numbers)), {"w": np.full(5, float(sum(numbers)))}, 1.0
+
+    mean = sum(range(world.size)) / world.size
+    for strategy, memory in layouts(world.size):
+        wrapped = mz.FunctionModel({"w": np.zeros(5)}, loss_and_grad)
+        model, _ = sharded(strategy, world, wrapped, mz.SGD(lr=1.0), **memory)
+        with model:
+            assert model.train([{world.rank}], None) == mean
+            np.testing.assert_array_equal(model.get_parameters(), np.full(5, -mean))
+
+
+@UNCUT
+def test_such_a_grain_is_numbered_by_its_ranks_place_also_where_nodes_are_not_consecutive() -> None:
+    def run(comm: Any) -> int:
+        order = (0, 2, 1, 3)  # two nodes, dealt to like cards
+        with ProcessGrid.create(comm) as grid:
+            batch = deal(grid, "text", None, lambda n: n, lambda count: list(order[:count]), 1)
+        return next(iter(batch.grains))
+
+    assert run_in_threads(4, run) == [0, 2, 1, 3]
+
+
+def test_a_prediction_that_is_missing_is_said_and_one_that_is_a_view_is_a_copy() -> None:
+    def nothing(p: Any, b: Any) -> Any:
+        return 1.0, {"w": np.ones(3)}, 1.0
+
+    model, _ = sharded("ddp", None, mz.FunctionModel({"w": np.ones(3)}, nothing))
+    with model, pytest.raises(NotImplementedError, match=r"give one, FunctionModel\(..., predict=...\)"):
+        model.predict(np.ones(1))
+    model, _ = sharded("ddp", None, mz.FunctionModel({"w": np.ones(3)}, nothing, predict=lambda p, x: p["w"]))
+    with model:
+        seen = model.predict(np.ones(1))
+        model.set_parameters(np.zeros(3))
+        np.testing.assert_array_equal(seen, np.ones(3))
+        assert model.predict(None) is None
+
+
+def test_lists_of_two_ranks_and_arrays_do_not_mix() -> None:
+    def run(comm: Any) -> None:
+        model, _ = sharded("zero1", comm, mz.FunctionModel(START, lambda p, b: (1.0, GOOD, 1.0)))
+        with (
+            model,
+            pytest.raises(mz.errors.DataError, match=r"rank 1: x.0. is a number .int., .* as that of rank 0 can"),
+        ):
+            model.train(np.ones((1, 1)) if comm.rank == 0 else [1], np.ones((1, 1)))
+
+    run_in_threads(2, run)
+
+
+def test_numbers_in_arrays_of_one_element_and_gradients_of_another_precision_are_taken() -> None:
+    hashes = set()
+    for loss, weight, kind in (
+        (1.0, 2.0, np.float64),
+        (np.ones((1, 1)), np.float32(2), np.float32),
+        (1, np.int64(2), list),
+    ):
+        grads = {name: value.tolist() if kind is list else value.astype(kind) for name, value in GOOD.items()}
+        model, _ = sharded("zero1", None, mz.FunctionModel(START, lambda p, b, a=(loss, grads, weight): a))
+        with model:
+            assert model.train(np.ones((2, 1)), np.ones((2, 1))) == 0.5
+            hashes.add(model.parameters_sha256())
+    assert len(hashes) == 1
+
+
+def test_a_grain_of_weight_zero_pads_a_batch() -> None:
+    def padded(p: Any, batch: Any) -> Any:
+        used = batch[0][:, :1] > 0
+        return float(used.sum()), {"a": np.full((2, 3), float(used.sum())), "b": np.ones(3)}, float(used.sum())
+
+    model, _ = sharded("zero1", None, mz.FunctionModel(START, padded), micro_batch=1)
+    with model:
+        assert model.train(np.array([[1.0], [0.0], [1.0]]), np.zeros((3, 1))) == 1.0
+        assert model.last_step.weight == 2.0
+
+
+@pytest.mark.parametrize("weight", [1e39, 1e-46])
+def test_a_weight_that_the_gradients_type_cannot_hold_is_refused_and_nothing_changes(weight: float) -> None:
+    start = {"w": np.ones(3, np.float32)}
+
+    def run(comm: Any) -> None:
+        for strategy in STRATEGIES:
+            model, _ = sharded(strategy, comm, mz.FunctionModel(start, lambda p, b: (1.0, {"w": p["w"]}, weight)))
+            with model:
+                for call in (model.train, model.compute_gradients):
+                    with pytest.raises(DataError, match=r"has weight .e.*, which is beyond float32 .*only the ratios"):
+                        call(np.ones((1, 1)), np.ones((1, 1)))
+                np.testing.assert_array_equal(model.get_parameters(), np.ones(3))
+
+    run_in_threads(2, run)

@@ -1,0 +1,195 @@
+"""Sequences cut among ranks train the same model within rounding, beside replicas and stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.errors import ConfigError, DataError
+from mpizero.nn import Frozen
+from mpizero.testing import parallel_assert, run_in_threads
+from tests.parallel.models import part
+from tests.parallel.partition.test_tensor_parallel import same_within_rounding
+from tests.parallel.spreads import (
+    Blocks,
+    Case,
+    Trained,
+    Way,
+    alone,
+    gpt,
+    mlp,
+    of_first,
+    placed,
+    texts,
+    trained,
+    trained_alone,
+)
+
+F64 = {"dtype": "float64", "layers": 2}
+CASES = {
+    "dropout": Case(lambda: gpt(**F64), batches=texts(3, 9)),
+    "no dropout": Case(lambda: gpt(dropout=0.0, **F64), lambda: mz.SGD(lr=0.1, momentum=0.9), texts(3, 8)),
+    "untied": Case(lambda: gpt(tied=False, **F64), batches=texts(2, 8)),
+    "LAMB, clipping": Case(lambda: gpt(**F64), lambda: mz.LAMB(lr=1e-2), texts(2, 8), config={"clip": 0.2}),
+    "checkpointing, accumulate": Case(
+        lambda: gpt(activation_checkpointing=True, **F64), batches=texts(2, 9), config={"accumulate": 2}
+    ),
+    "loss scale": Case(lambda: gpt(**F64), batches=texts(2, 8), loss_scale=mz.DynamicLossScale(initial=2.0**10)),
+    "half frozen": Case(lambda: Blocks(gpt(**F64), {"blocks.0": Frozen}), batches=texts(2, 7)),
+    "long sequences": Case(lambda: gpt(sequence=83, **F64), batches=texts(2, 4, length=83)),
+    "sequences of all lengths": Case(
+        lambda: gpt(sequence=20, **F64), batches=[texts(1, 4, n, length=n)[0] for n in (20, 3, 1, 7)]
+    ),
+}
+MEMORIES: tuple[dict[str, Any], ...] = ({}, {"share_node_memory": False}, {"ranks_per_node": 2})
+
+
+# ---------------------------------------------------------------------- the same training within rounding
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cut_sequences_train_what_whole_ones_train(name: str) -> None:
+    case, number = CASES[name], list(CASES).index(name)
+    expected = trained_alone(case)
+    ways = (
+        (2, Way(context=2)),
+        (3, Way(context=3)),
+        (4, Way(context=2)),
+        (4, Way(2, context=2)),
+        (8, Way(2, context=2)),
+    )
+    for offset, (size, way) in list(enumerate(ways))[number % 2 :: 2]:
+        schedule = ("1f1b", "gpipe", "zero_bubble")[(number + offset) % 3] if way.pipeline > 1 else "1f1b"
+        used = way._replace(zero=(number + offset) % 4, schedule=schedule)
+        memory = MEMORIES[(number + offset) % 3]
+        found = run_in_threads(size, lambda comm, w=used, m=memory: trained(case, comm, w, **m))
+        again = run_in_threads(size, lambda comm, w=used, m=memory: trained(case, comm, w, **m)) if size < 4 else []
+        assert len(set(map(str, found + again))) == 1, (used, memory, "other bits on another rank or another time")
+        assert same_within_rounding(found[0], expected), (used, memory, found[0], expected)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_over_mpi_too_cut_sequences_train_what_whole_ones_train(world: Any) -> None:
+    for number, (name, case) in list(enumerate(CASES.items()))[:: 1 if world.size <= 3 else 3]:
+        stages = 2 if world.size == 8 else 1
+        context = world.size if world.size <= 4 and number % 2 else (2 if world.size % 2 == 0 else world.size)
+        way = Way(stages, context=context, zero=(number + world.size) % 4)
+        found = [trained(case, world, way, **MEMORIES[number % 3]) for _ in range(2 if world.size <= 4 else 1)]
+        expected = of_first(world, lambda case=case: trained_alone(case))
+        parallel_assert(world, found[0] == found[-1], f"{name}, {way}: other bits the second time")
+        parallel_assert(world, same_within_rounding(found[0], expected), f"{name}, {way}: {found[0]} {expected}")
+        assert len(set(world.allgather_object(str(found[0])))) == 1
+
+
+@pytest.mark.parametrize("zeros", [(0, 1), (2, 3)])
+def test_beside_cut_sequences_neither_stages_nor_replicas_nor_schedules_change_a_bit(zeros: tuple[int, int]) -> None:
+    """Waves deal the parts of a grain to neighbours, rows to one rank after the other: two orders of one sum."""
+    case, found = CASES["LAMB, clipping"], []
+    for zero in zeros:
+        for size, way in (
+            (2, Way(context=2)),
+            (4, Way(context=2)),
+            (4, Way(2, context=2, schedule="zero_bubble_v")),
+            (8, Way(4, context=2, schedule="gpipe")),
+            (8, Way(2, context=2, more={"order": "context,pipeline,tensor,data"})),
+        ):
+            used = way._replace(zero=zero)
+            results = run_in_threads(size, lambda comm, w=used: trained(case, comm, w, **MEMORIES[1]))
+            found += [(str(result), way) for result in results]
+    assert len({result for result, _ in found}) == 1, found
+
+
+def test_float32_stays_within_its_rounding() -> None:
+    case = Case(lambda: gpt(layers=2), lambda: mz.AdamW(lr=1e-3), texts(6, 8))
+    found: list[Trained] = run_in_threads(4, lambda comm: trained(case, comm, Way(context=4)))
+    assert same_within_rounding(found[0], trained_alone(case), 1e-5)
+
+
+def test_prediction_and_metrics_are_those_of_one_process_on_every_rank() -> None:
+    x, y = texts(1, 6)[0]
+    y = y.copy()
+    y[0, 3:] = -1  # ignored places are none of a rank's weight
+    case = CASES["dropout"]
+
+    def body(comm: Any, way: Way) -> None:
+        single, _ = alone(case)
+        model, _ = placed(case, comm, way)
+        with single, model:
+            for rows in (slice(0, 3), slice(2, 3)):
+                for length in (7, 2, 1):
+                    expected = single.predict(x[rows, :length])
+                    np.testing.assert_allclose(model.predict(x[rows, :length]), expected, rtol=1e-9, atol=1e-11)
+            for _ in range(2):
+                found, expected = model.evaluate(*part(model.batch_group, x, y)), single.evaluate(x, y)
+                assert found[0] == pytest.approx(expected[0], rel=1e-12)
+                assert found[1:] == expected[1:]
+                assert model.train(*part(model.batch_group, x, y)) == pytest.approx(single.train(x, y), rel=1e-12)
+
+    for size, way in ((2, Way(context=2)), (4, Way(context=4, zero=3)), (8, Way(2, context=2, zero=2))):
+        run_in_threads(size, lambda comm, w=way: body(comm, w))
+
+
+def test_gradients_by_hand_are_those_of_one_process() -> None:
+    x, y = texts(1, 6)[0]
+    case = Case(lambda: gpt(dropout=0.0, **F64), lambda: mz.SGD(lr=0.1))
+    with alone(case)[0] as single:
+        expected = single.compute_gradients(x, y)
+
+    def body(comm: Any, auto: bool) -> None:
+        model, optimizer = placed(case, comm, Way(context=2, zero=1), auto_sync_gradients=auto)
+        with model:
+            before = model.get_parameters()
+            found = model.compute_gradients(*part(model.batch_group, x, y))
+            assert found.loss == pytest.approx(expected.loss, rel=1e-12)
+            found = model.synchronize_gradients()
+            np.testing.assert_allclose(found.values, expected.values, rtol=1e-9, atol=1e-13)
+            optimizer.step()
+            np.testing.assert_allclose(model.get_parameters(), before - 0.1 * expected.values, rtol=1e-9, atol=1e-12)
+
+    for auto in (True, False):
+        run_in_threads(4, lambda comm, a=auto: body(comm, a))
+
+
+# ---------------------------------------------------------------------- what is said, and what is refused
+
+
+def test_metadata_and_replicas_count_the_context() -> None:
+    def body(comm: Any) -> Any:
+        model, _ = placed(CASES["dropout"], comm, Way(2, context=2, zero=3))
+        with model:
+            told = model.metadata()
+            assert told.group_sizes == {"pipeline": 2, "tensor": 1, "data": 2, "context": 2}
+            assert model.batch_group.size == 2
+            assert model.engine.grid.data.size == 4
+            return tuple(told.group_ranks.values())
+
+    expected = [(p, 0, d, c) for p in range(2) for d in range(2) for c in range(2)]
+    assert run_in_threads(8, body) == expected
+
+
+def test_models_and_batches_without_sequences_are_refused_on_all_ranks() -> None:
+    def build(comm: Any, model: Any, **sizes: int) -> str:
+        with mz.ShardingConfig(comm=comm) as config, pytest.raises(ConfigError) as caught:
+            mz.HybridShardedModel(model, config, context_parallel_size=2, **sizes)
+        return str(caught.value)
+
+    for told in run_in_threads(2, lambda comm: build(comm, mlp())):
+        assert "no attention along a sequence" in told
+    for told in run_in_threads(4, lambda comm: build(comm, gpt(), tensor_parallel_size=2)):
+        assert "tensor=2 with context=2" in told
+
+    def peers(comm: Any) -> None:
+        x, y = texts(1, 4)[0]
+        model, _ = placed(CASES["dropout"], comm, Way(context=2))
+        with model:
+            other = x[::-1].copy() if comm.rank == 1 else x
+            with pytest.raises(DataError, match="rank 1 has another x than rank 0"):
+                model.train(other, y)
+            with pytest.raises(DataError, match="context parallelism cuts inputs and targets"):
+                model.train(x[:, 0], y[:, 0])
+            model.train(x, y)
+
+    run_in_threads(2, peers)

@@ -1,0 +1,228 @@
+"""Stages, tensor parts and replicas together: the bits depend on the tensor size alone, and on nothing else."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.errors import DataError, RemoteError
+from mpizero.layout import SCHEDULES
+from mpizero.nn import Frozen
+from mpizero.testing import parallel_assert, run_in_threads
+from tests.parallel.models import part
+from tests.parallel.partition.test_tensor_parallel import same_within_rounding
+from tests.parallel.spreads import (
+    Blocks,
+    Case,
+    Trained,
+    Way,
+    gpt,
+    mlp,
+    of_first,
+    placed,
+    points,
+    texts,
+    trained,
+    trained_alone,
+)
+
+F64 = {"dtype": "float64"}
+CASES = {
+    "GPT": Case(lambda: gpt(**F64), batches=texts(2, 11)),
+    "LAMB, clipping": Case(lambda: gpt(**F64), lambda: mz.LAMB(lr=1e-2), texts(2, 10), config={"clip": 0.2}),
+    "untied": Case(lambda: gpt(tied=False, **F64), lambda: mz.Lion(lr=1e-3), texts(2, 8)),
+    "half frozen": Case(lambda: Blocks(gpt(**F64), {"embedding": Frozen, "blocks.0": Frozen}), batches=texts(2, 7)),
+    "checkpointing, accumulate": Case(
+        lambda: gpt(activation_checkpointing=True, **F64), batches=texts(2, 9), config={"accumulate": 2}
+    ),
+    "loss scale": Case(lambda: gpt(**F64), batches=texts(2, 8), loss_scale=mz.DynamicLossScale(initial=2.0**10)),
+    "MLP": Case(lambda: mlp(**F64), batches=points(3, 13)),
+    "one grain": Case(lambda: gpt(**F64), batches=texts(2, 2)),
+    "float32": Case(gpt, lambda: mz.AdamW(lr=1e-3), texts(4, 8), config={"clip": 0.5}),
+}
+MEMORIES: tuple[dict[str, Any], ...] = ({}, {"share_node_memory": False}, {"ranks_per_node": 2})
+ORDERS = ("pipeline,tensor,data", "pipeline,data,tensor", "data,tensor,pipeline", "tensor,pipeline,data")
+
+
+@cache
+def serial(name: str) -> Trained:
+    return trained_alone(CASES[name])
+
+
+@cache
+def split_only(name: str) -> Trained:
+    """The training on two tensor ranks and nothing else, which is that of one process within rounding."""
+    found, other = run_in_threads(2, lambda comm: trained(CASES[name], comm, Way(tensor=2)))
+    assert found == other
+    assert same_within_rounding(found, serial(name), 1e-5 if name == "float32" else 1e-12), (found, serial(name))
+    return found
+
+
+def hybrids(number: int) -> Way:
+    """Two stages and two tensor ranks, with schedules, ZeRO stages and orders in turn."""
+    more = {"order": ORDERS[number % len(ORDERS)]}
+    return Way(2, 2, zero=number % 4, schedule=SCHEDULES[number % len(SCHEDULES)], more=more)
+
+
+# ---------------------------------------------------------------------- bits
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stages_and_replicas_beside_split_layers_change_no_bit(name: str) -> None:
+    number = list(CASES).index(name)
+    for offset, size in enumerate((4, 8)):
+        way, memory = hybrids(number + 5 * offset), MEMORIES[(number + offset) % 3]
+        for found in run_in_threads(size, lambda comm, w=way, m=memory: trained(CASES[name], comm, w, **m)):
+            assert found == split_only(name), (way, memory)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_every_schedule_and_every_zero_stage_on_2_x_2_x_2_has_the_same_bits(zero: int) -> None:
+    for schedule in SCHEDULES[zero % 2 :: 2]:  # each with two ZeRO stages
+        way, memory = Way(2, 2, zero=zero, schedule=schedule), MEMORIES[zero // 2]
+        found = run_in_threads(8, lambda comm, w=way, m=memory: trained(CASES["LAMB, clipping"], comm, w, **m))
+        assert set(map(str, found)) == {str(split_only("LAMB, clipping"))}, way
+
+
+@pytest.mark.mpi(min_size=4)
+def test_over_mpi_too_stages_and_replicas_beside_split_layers_change_no_bit(world: Any) -> None:
+    names = list(CASES)[world.size // 4 - 1 :: 3]
+    for number, name in enumerate(names):
+        way, memory = hybrids(number + world.size // 4), MEMORIES[number % 3]
+        if world.size % 4 == 0:
+            expected = of_first(world, lambda name=name: split_only(name))
+            found = trained(CASES[name], world, way, **memory)
+            parallel_assert(world, found == expected, f"{name}, {way}, {memory}")
+
+
+@pytest.mark.parametrize(
+    "more", [{"cuts": [1]}, {"cuts": [5]}, {"costs": [9, 1, 1, 1, 1, 1]}], ids=["first", "last", "costs"]
+)
+def test_tied_tables_cut_apart_between_stages_and_split_within_them_change_no_bit(more: dict[str, Any]) -> None:
+    for zero in (1, 3):
+        way = Way(2, 2, zero=zero, more=more)
+        found = run_in_threads(8, lambda comm, w=way: trained(CASES["LAMB, clipping"], comm, w, **MEMORIES[1]))
+        assert set(map(str, found)) == {str(split_only("LAMB, clipping"))}, way
+
+
+def test_four_tensor_ranks_beside_two_stages() -> None:
+    """Parts by the shard rule: three of the widths are not divisible by four."""
+    case = CASES["MLP"]
+    expected = run_in_threads(4, lambda comm: trained(case, comm, Way(tensor=4)))
+    found = run_in_threads(8, lambda comm: trained(case, comm, Way(2, 4, zero=1, schedule="zero_bubble")))
+    assert set(map(str, expected + found)) == {str(expected[0])}
+    assert same_within_rounding(expected[0], serial("MLP"))
+
+
+# ---------------------------------------------------------------------- sums over all ranks
+
+
+def test_norms_have_the_same_bits_on_every_rank_and_count_every_element_once() -> None:
+    case = Case(lambda: gpt(dropout=0.0, **F64), lambda: mz.SGD(lr=0.1), texts(1, 8), config={"clip": 1e-3})
+    expected = trained_alone(case).norms[0]
+
+    def body(comm: Any, way: Way) -> Any:
+        model, _ = placed(case, comm, way)
+        with model:
+            before = model.get_parameters()
+            model.train(*part(model.batch_group, *case.batches[0]))
+            return model.last_step.gradient_norm, float(np.linalg.norm(model.get_parameters() - before))
+
+    for way in (Way(2, 2, zero=0), Way(2, 2, zero=3), Way(4, 2, zero=1), Way(2, 1, zero=2)):
+        found = run_in_threads(8, lambda comm, w=way: body(comm, w))
+        assert len({norm for norm, _ in found}) == 1, way
+        assert found[0][0] == pytest.approx(expected, rel=1e-12)
+        assert found[0][1] == pytest.approx(0.1 * 1e-3, rel=1e-12)
+
+
+@pytest.mark.mpi(min_size=8)
+def test_parameters_and_state_of_2_x_2_x_2_lie_where_the_formulas_say(world: Any) -> None:
+    """Four stages x tensor parts hold the model once, and the copies that ties and whole parameters need."""
+    model_of = gpt(layers=2, dim=16, vocabulary=32)
+    blocks = {name: layer.specs() for name, layer in model_of.blocks.items()}
+    for zero in range(4):
+        model, _ = placed(Case(lambda: model_of), world, Way(2, 2, zero=zero), share_node_memory=False)
+        with model:
+            model.train(*part(model.batch_group, *texts(1, 8, vocabulary=32)[0]))
+            told = model.metadata()
+            held = np.array([0, told.held_count], np.int64)
+            held[0] = told.held_count if model.engine.grid.here.data == 0 else 0
+            world.allreduce(held)
+            whole = sum(spec.size for specs in blocks.values() for spec in specs if spec.tied is None)
+            table = 32 * 16
+            unsplit = sum(
+                spec.size
+                for specs in blocks.values()
+                for spec in specs
+                if "norm" in spec.name or "position" in spec.name or spec.name.endswith("projection.bias")
+            )
+            assert held[0] == whole + table + unsplit
+            parameters = 4 * told.held_count / (2 if zero == 3 else 1)
+            state = 8 * told.held_count / (2 if zero >= 1 else 1)
+            slack = 4 * len(model.engine.layout.units)
+            assert abs(told.bytes_on_rank["parameters"] - parameters) <= slack + 64
+            assert abs(told.bytes_on_rank["optimizer state"] - state) <= 2 * slack
+            assert told.formula_bytes["parameters"] == parameters
+
+
+def test_replicas_that_see_other_batches_are_no_error_and_peers_that_do_are_named() -> None:
+    x, y = texts(1, 8)[0]
+
+    def body(comm: Any) -> str:
+        model, _ = placed(Case(gpt), comm, Way(2, 2))
+        with model:
+            model.train(*part(model.batch_group, x, y))
+            mine = part(model.batch_group, x, y)
+            wrong = (mine[0], mine[1][::-1].copy()) if comm.rank == 7 else mine
+            with pytest.raises(DataError) as caught:
+                model.train(*wrong)
+            model.train(*mine)
+            return str(caught.value)
+
+    for told in run_in_threads(8, body):
+        assert told.startswith("rank 7 has another y than rank 1: the ranks of one replica")
+
+
+def refuses_bad_samples(comm: Any, way: Way) -> None:
+    """Tensor ranks find the same fault in the same samples: all ranks raise, and go on as if nothing had been."""
+    x, y = texts(1, 8)[0]
+    bad_x, bad_y = x.copy(), y.copy()
+    bad_x[0, 3] = bad_y[0, 2] = 29  # in the first micro-batch of the first replica
+    model, _ = placed(Case(lambda: gpt(**F64)), comm, way)
+    with model:
+        model.train(*part(model.batch_group, x, y))
+        with model.deep_copy() as twin:
+            for call in (model.train, model.evaluate, model.compute_gradients):
+                for batch in ((bad_x, y), (x, bad_y)):
+                    with pytest.raises((DataError, RemoteError), match="29"):
+                        call(*part(model.batch_group, *batch))
+            with pytest.raises((DataError, RemoteError), match="29"):
+                model.predict(bad_x)
+            for _ in range(2):
+                losses = [each.train(*part(each.batch_group, x, y)) for each in (model, twin)]
+                parallel_assert(comm, losses[0] == losses[1], "loss")
+            parallel_assert(comm, model.parameters_sha256() == twin.parameters_sha256(), "parameters")
+
+
+@pytest.mark.parametrize(
+    ("size", "way"),
+    [
+        (2, Way(tensor=2, zero=1)),
+        (4, Way(tensor=2, zero=3)),
+        (4, Way(2, 2, zero=2, schedule="zero_bubble")),
+        (8, Way(2, 2, zero=3, schedule="gpipe")),
+        (4, Way(2, 2, zero=0, schedule="zero_bubble_v")),
+    ],
+)
+def test_bad_samples_are_told_on_all_ranks_and_leave_the_model_as_it_was(size: int, way: Way) -> None:
+    run_in_threads(size, lambda comm: refuses_bad_samples(comm, way))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_over_mpi_too_bad_samples_are_told_on_all_ranks(world: Any) -> None:
+    if world.size % 2 == 0:
+        refuses_bad_samples(world, Way(world.size // 4 or 1, 2, zero=world.size // 4))

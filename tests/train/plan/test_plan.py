@@ -1,0 +1,182 @@
+"""``mpizero plan`` tells what ``mpizero train`` then does, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LAYOUTS = [
+    (1, ()),
+    (2, ("parallel.strategy=ddp",)),
+    (2, ("parallel.strategy=ddp", "parallel.ranks_per_node=1", "train.gradient_compression=topk:0.05")),
+    (3, ("parallel.strategy=zero3", "parallel.ranks_per_node=1", "train.clip=0.5")),
+    (4, ("parallel.strategy=zero2", "parallel.ranks_per_node=2", "train.micro_batch=2")),
+    (2, ("parallel.pipeline=2", "parallel.strategy=zero1")),
+    (2, ("parallel.tensor=2", "parallel.share_node_memory=false")),
+    (2, ("parallel.context=2", "parallel.share_node_memory=false", "optimizer.name=lamb")),
+    (4, ("parallel.pipeline=2", "parallel.tensor=2", "parallel.ranks_per_node=2", "parallel.schedule=zero_bubble")),
+    (8, ("parallel.pipeline=2", "parallel.tensor=2", "parallel.strategy=zero3", "parallel.share_node_memory=false")),
+]
+
+INTERLEAVED = (
+    "model.layers=3",
+    "parallel.pipeline=2",
+    "parallel.schedule=interleaved",
+    "parallel.virtual_stages=2",
+)
+
+
+def planned(mpizero, ranks, *settings, flags=()):
+    overrides = [part for setting in settings for part in ("--set", setting)]
+    return mpizero(0, "plan", "tiny.toml", "--ranks", str(ranks), *overrides, *flags)
+
+
+@pytest.mark.parametrize(("ranks", "settings"), LAYOUTS)
+def test_a_run_sends_what_was_planned(mpizero, ranks, settings):
+    plan = planned(mpizero, ranks, *settings, flags=["--json"])
+    assert plan.status == 0, plan.err
+    run = mpizero.train(ranks, "train.steps=3", "train.validate_every=0", *settings)
+    assert run.status == 0, run.err
+    figures = plan.result
+    sent = [line["bytes_sent"] for line in mpizero.metrics()]
+    assert sent[1:] == [figures["ranks"][0]["bytes_sent"]] * 2
+    assert figures["parameter_count"] == run.result["parameter_count"]
+    assert figures["axes"] == {axis: run.result["layout"][axis] for axis in figures["axes"]}
+    assert sum(rank["samples"] for rank in figures["ranks"]) == 6 * figures["axes"]["pipeline"] * (
+        figures["axes"]["tensor"] * figures["axes"]["context"]
+    )
+
+
+def test_memory_is_told_by_part_and_node(mpizero):
+    plan = planned(mpizero, 4, "parallel.strategy=zero1", flags=["--json", "--ranks-per-node", "2"]).result
+    parameters = plan["parameter_count"]
+    for rank in plan["ranks"]:
+        memory = rank["memory"]
+        assert memory["parameters"]["shared"] - 4 * parameters in range(4096)
+        assert memory["parameters"]["sharers"] == 2
+        assert memory["optimizer state"]["private"] in (parameters // 4 * 8, (parameters // 4 + 1) * 8)
+        assert memory["activations"]["private"] > 0
+    assert [node["node"] for node in plan["nodes"]] == [0, 1]
+    private = [sum(held["private"] for held in rank["memory"].values()) for rank in plan["ranks"]]
+    windows = sum(held["shared"] for held in plan["ranks"][0]["memory"].values())
+    assert plan["nodes"][0] == {"node": 0, "bytes": private[0] + private[1] + windows, "window_bytes": windows}
+
+
+def test_what_does_not_fit_ends_with_status_1_and_one_line(mpizero):
+    assert planned(mpizero, 2, flags=["--memory-per-node", "1GB"]).status == 0
+    outcome = planned(mpizero, 2, flags=["--memory-per-node", "100kB"])
+    assert outcome.status == 1
+    (line,) = outcome.err.splitlines()
+    assert line.startswith("mpizero: does not fit: node 0 needs ")
+    assert "--memory-per-node allows 100,000" in line
+    assert "memory of the fullest rank" in outcome.out
+    found = planned(mpizero, 2, flags=["--memory-per-node", "100KiB"])
+    assert found.status == 78  # the prefixes are k and Ki
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "named"),
+    [
+        (3, ["parallel.pipeline=2"], "3 ranks are not a multiple of pipeline=2"),
+        (2, ["parallel.tensor=2", "model.heads=1"], "parallel.tensor = 2"),
+        (8, ["parallel.pipeline=8"], "more stages than layers"),
+        (2, ["parallel.schedule=best"], "parallel.schedule"),
+        (2, ["train.colour=3"], "train.colour"),
+        (0, [], "--ranks 0"),
+    ],
+)
+def test_what_a_run_would_refuse_the_plan_refuses_alike(mpizero, ranks, settings, named):
+    outcome = planned(mpizero, ranks, *settings)
+    assert outcome.status == 78
+    (line,) = outcome.told
+    assert named in line
+    if ranks:
+        assert mpizero.train(ranks, *settings).told == [line]
+
+
+@pytest.mark.parametrize("flag", [["--ranks-per-node", "0"], ["--memory-per-node", "much"], ["--gflops", "-1"]])
+def test_bad_options_are_named(mpizero, flag):
+    outcome = planned(mpizero, 2, flags=flag)
+    assert outcome.status == 78
+    assert flag[0] in outcome.told[0]
+
+
+#: Runs a command, and tells the most memory it had. (What getrusage tells has the parent's in it.)
+WATCHED = """
+import pathlib, re, sys
+from mpizero.train.cli.main import main
+status = main(sys.argv[1:])
+print(re.search(r"VmHWM:\\s*(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1])
+sys.exit(status)
+"""
+
+
+def test_nothing_as_large_as_the_model_is_made(mpizero):
+    """A model of 3.8 GB, 15 GB with its optimizer, is planned in a fraction of that."""
+    large = ("model.dim=512", "model.layers=300", "model.heads=8", "train.global_batch=64")
+    overrides = [part for setting in large for part in ("--set", setting)]
+    run = subprocess.run(
+        [sys.executable, "-c", WATCHED, "plan", "tiny.toml", "--ranks", "8", "--json", *overrides],
+        cwd=mpizero.folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    *document, most = run.stdout.splitlines()
+    assert json.loads("\n".join(document))["parameter_count"] * 4 > 3.7e9
+    assert int(most) < 500_000
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "said"),
+    [
+        (2, ["parallel.pipeline=2", "parallel.strategy=zero3"], 'parallel.strategy = "zero1" gathers once'),
+        (8, [], "ranks 6 to 7 have nothing to compute: 8 ranks share 6 grains"),
+        (16, ["parallel.tensor=2"], "ranks 6 to 7, 14 to 15 have nothing to compute: 8 replicas share 6 grains"),
+        (2, ["parallel.pipeline=2", "train.micro_batch=6"], "1 micro-batches cannot keep 2 stages busy"),
+        (2, [*INTERLEAVED, "train.micro_batch=2"], "interleaved pads 3 micro-batches to 4"),
+        (2, ["parallel.pipeline=2", "parallel.cuts=[1]"], "times the mean work of a stage"),
+    ],
+)
+def test_what_is_legal_but_unwise_is_said_with_advice(mpizero, ranks, settings, said):
+    warnings = planned(mpizero, ranks, *settings, flags=["--json"]).result["warnings"]
+    assert any(said in warning for warning in warnings), warnings
+
+
+def test_tensor_groups_over_nodes_are_advised_another_order(mpizero):
+    settings = ["parallel.tensor=2", "train.global_batch=8"]
+    flags = ["--json", "--ranks-per-node", "2"]
+    crossing = planned(mpizero, 4, *settings, flags=flags).result
+    (warning,) = crossing["warnings"]
+    assert 'parallel.order = "pipeline,data,tensor"' in warning
+    advised = planned(mpizero, 4, *settings, "parallel.order=pipeline,data,tensor", flags=flags).result
+    assert not advised["warnings"]
+    assert "tensor" not in advised["ranks"][0]["sent"]
+
+
+def test_a_timetable_is_printed(mpizero):
+    settings = ["parallel.pipeline=2", "model.layers=2", "parallel.schedule=zero_bubble"]
+    text = planned(mpizero, 2, *settings, flags=["--timetable"]).out
+    assert "stage 0 | F0" in text
+    assert "bubble" in text
+
+
+def test_an_mlp_takes_its_width_from_the_data(mpizero):
+    (mpizero.folder / "mlp.toml").write_text(
+        '[model]\nname = "mlp"\n[data]\narrays = "digits"\n[train]\nglobal_batch = 64\nsteps = 2\nvalidate_every = 0\n'
+    )
+    plan = mpizero(0, "plan", "mlp.toml", "--ranks", "2", "--ranks-per-node", "1", "--json")
+    run = mpizero(2, "train", "mlp.toml", "--set", "parallel.ranks_per_node=1")
+    assert plan.status == run.status == 0, plan.err + run.err
+    assert mpizero.metrics()[-1]["bytes_sent"] == plan.result["ranks"][0]["bytes_sent"]
+    assert json.loads(plan.out)["parameter_count"] == 64 * 64 + 64 + 64 * 64 + 64 + 64 * 10 + 10
