@@ -1,13 +1,17 @@
-"""The rules that keep the package in order, read from its source: floors, doors, cycles, budgets, docstrings."""
+"""Keep the package in order, by reading its source: rooms, floors, doors, cycles, budgets, names, words, docstrings."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
+
+from tests import vocabulary
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mpizero"
@@ -65,6 +69,98 @@ ENVIRONMENT = {
     "mpizero.kernels.blas",
 }
 MAX_FUNCTION, MAX_FILE, MAX_PARAMETERS = 60, 400, 6
+#: Modules that a folder may hold: more than one reads as one idea means that there are two.
+MAX_MODULES, MAX_TEST_MODULES = 16, 20
+#: Modules that import each other for annotations only, and why that is right.
+TYPING_CYCLES: dict[frozenset[str], str] = {
+    frozenset({"mpizero.layout.schedule", "mpizero.layout.simulate", "mpizero.layout.timetable"}): "to be cut",
+    frozenset({"mpizero.comm.mpi", "mpizero.comm.requests", "mpizero.comm.supervision.verification"}): "to be cut",
+    frozenset({"mpizero.kernels.device", "mpizero.kernels.device_products"}): "to be cut",
+    frozenset({"mpizero.nn.layers.linear", "mpizero.nn.split.linear"}): "to be cut",
+    frozenset({"mpizero.nn.layers.attention", "mpizero.nn.split.attention"}): "to be cut",
+    frozenset({"mpizero.nn.layers.block", "mpizero.nn.split.block"}): "to be cut",
+    frozenset({"mpizero.nn.layers.embedding", "mpizero.nn.split.embedding"}): "to be cut",
+    frozenset({"mpizero.nn.models.gpt", "mpizero.nn.split.head"}): "to be cut",
+    frozenset({"mpizero.checkpoint.pending", "mpizero.checkpoint.snapshot"}): "to be cut",
+    frozenset(
+        {
+            "mpizero.parallel.checkpointing.restore",
+            "mpizero.parallel.engine",
+            "mpizero.parallel.execution.factory",
+            "mpizero.parallel.gradients.bucket_tuner",
+        }
+    ): "to be cut",
+    frozenset({"mpizero.parallel.model.fit", "mpizero.parallel.model.optimizers"}): "to be cut",
+}
+#: Public classes of one name, and why that is right.
+TWO_CLASSES = {
+    "Layer": "the protocol in types.py and the base class of the layers that follow it",
+    "Schedule": "a pipeline's, and a learning rate's: both public names of the library",
+} | dict.fromkeys(
+    ["Bytes", "Difference", "Figures", "Finding", "Found", "Gradients", "Group", "Instruction", "Job", "Messages"]
+    + ["Part", "Piece", "Place", "Source", "Span", "Spread", "SpreadModel", "Stage", "Training", "Verdict", "Window"],
+    "to be renamed",
+)
+#: Folders of a package whose modules may have the names of modules in its other folders, and why.
+TWINS = {
+    "kernels/cpu": "each kernel has a twin of its name in every folder",
+    "kernels/cuda": "each kernel has a twin of its name in every folder",
+    "kernels/formulas": "the scalar functions of the kernels of its name",
+    "kernels/reference": "each kernel has a twin of its name in every folder",
+    "nn/split": "split forms of the layers in the module of the same name",
+}
+#: Packages that docs/architecture.md does not name yet.
+NOT_ON_THE_PAGE = {
+    *("checkpoint/backends", "checkpoint/format", "comm/exits", "comm/startup", "comm/status", "nn/layers"),
+    *("nn/models", "parallel/checkpointing", "train/checkpoints", "train/doctor", "train/run", "train/verify"),
+}
+#: First words of docstrings that do not tell what a thing does.
+NO_VERBS = re.compile(r"(What|Where|Who|Whoever|Whose|Whether|How|That|Of|Sums|Which)\b")
+#: Docstrings that still begin with one of them, by package, at most: to be lowered, never raised.
+NO_VERBS_REMAINING = {
+    "mpizero": 13,
+    "mpizero/checkpoint": 12,
+    "mpizero/checkpoint/format": 4,
+    "mpizero/checkpoint/tools": 4,
+    "mpizero/comm": 8,
+    "mpizero/comm/exits": 6,
+    "mpizero/comm/group": 7,
+    "mpizero/comm/reduce": 5,
+    "mpizero/comm/startup": 3,
+    "mpizero/comm/status": 5,
+    "mpizero/comm/supervision": 4,
+    "mpizero/data": 4,
+    "mpizero/fingerprint": 6,
+    "mpizero/kernels": 4,
+    "mpizero/kernels/cpu": 2,
+    "mpizero/kernels/cuda": 4,
+    "mpizero/layout": 13,
+    "mpizero/nn/context": 4,
+    "mpizero/nn/layers": 2,
+    "mpizero/nn/split": 1,
+    "mpizero/optim": 3,
+    "mpizero/parallel": 10,
+    "mpizero/parallel/batch": 5,
+    "mpizero/parallel/checkpointing": 4,
+    "mpizero/parallel/device": 5,
+    "mpizero/parallel/diagnostics": 4,
+    "mpizero/parallel/execution": 4,
+    "mpizero/parallel/gradients": 9,
+    "mpizero/parallel/model": 12,
+    "mpizero/parallel/optimizer": 4,
+    "mpizero/parallel/parameters": 12,
+    "mpizero/parallel/partition": 5,
+    "mpizero/planning": 30,
+    "mpizero/train": 5,
+    "mpizero/train/bench": 11,
+    "mpizero/train/checkpoints": 5,
+    "mpizero/train/cli": 1,
+    "mpizero/train/config": 9,
+    "mpizero/train/doctor": 3,
+    "mpizero/train/modelcheck": 6,
+    "mpizero/train/run": 13,
+    "mpizero/train/verify": 16,
+}
 #: "module" or "module.function": why it is over the budget.
 LONG: dict[str, str] = {
     "mpizero.optim.flat_optimizer.apply_tree": "the arguments of the fused kernel that it calls",
@@ -165,8 +261,13 @@ def test_a_library_is_imported_only_behind_its_door(module):
     assert not wrong, "\n".join(wrong)
 
 
+def _graph(typing: bool) -> dict[str, set[str]]:
+    """Every module with the modules of the package that it imports; maybe also those for annotations."""
+    return {m: {name for name, _ in imported(m, typing) if name in modules()} - {m} for m in modules()}
+
+
 def test_imports_have_no_cycle():
-    graph = {m: {name for name, _ in imported(m, typing=False) if name in modules()} - {m} for m in modules()}
+    graph = _graph(typing=False)
     done: set[str] = set()
 
     def visit(module: str, trail: tuple[str, ...]) -> None:
@@ -178,6 +279,111 @@ def test_imports_have_no_cycle():
 
     for module in graph:
         visit(module, ())
+
+
+def _reached(graph: dict[str, set[str]], module: str) -> set[str]:
+    """Every module that ``module`` imports, directly or not."""
+    reached: set[str] = set()
+    waiting = [module]
+    while waiting:
+        new = graph[waiting.pop()] - reached
+        reached |= new
+        waiting += new
+    return reached
+
+
+def test_imports_for_annotations_have_no_cycle_without_a_reason():
+    graph = _graph(typing=True)
+    reached = {module: _reached(graph, module) for module in graph}
+    cycles = {frozenset(m for m in reached[module] if module in reached[m]) for module in graph} - {frozenset()}
+    wrong = [sorted(cycle) for cycle in cycles if not any(cycle <= known for known in TYPING_CYCLES)]
+    assert not wrong, f"modules that import each other: {wrong}"
+
+
+def _folders(root: Path) -> dict[str, list[Path]]:
+    """Every folder below ``root`` with its modules; ``__init__.py`` does not count."""
+    found = defaultdict(list)
+    for path in sorted(root.rglob("*.py")):
+        if path.name != "__init__.py":
+            found[path.parent.relative_to(root).as_posix()].append(path)
+    return found
+
+
+def test_no_folder_holds_more_modules_than_one_idea_needs():
+    for root, most in ((PACKAGE, MAX_MODULES), (ROOT / "tests", MAX_TEST_MODULES)):
+        full = {folder: len(paths) for folder, paths in _folders(root).items() if len(paths) > most}
+        assert not full, f"more than {most} modules in a folder of {root.name}: {full}"
+
+
+def test_every_package_says_what_it_holds():
+    packages = [name for name, path in modules().items() if path.name == "__init__.py"]
+    assert len(packages) > 20
+    silent = [name for name in packages if not ast.get_docstring(tree(modules()[name]))]
+    assert not silent, f"packages without a docstring: {silent}"
+    bare = [folder for folder in _folders(PACKAGE) if not (PACKAGE / folder / "__init__.py").is_file()]
+    assert not bare, f"folders without __init__.py: {bare}"
+
+
+def test_a_public_class_has_a_name_of_its_own():
+    found = defaultdict(list)
+    for module, path in modules().items():
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(module)
+    twice = {name: where for name, where in found.items() if len(where) > 1 and name not in TWO_CLASSES}
+    assert not twice, f"classes that share a name: {twice}"
+
+
+def test_a_module_has_a_name_of_its_own_in_its_package():
+    found = defaultdict(list)
+    for folder, paths in _folders(PACKAGE).items():
+        if folder not in TWINS:
+            for path in paths:
+                found[folder.partition("/")[0], path.stem].append(folder)
+    twice = {name: folders for name, folders in found.items() if len(folders) > 1}
+    assert not twice, f"modules that share a name: {twice}"
+
+
+def _exists(name: str) -> bool:
+    """Whether a page's ``name.py`` is a module: its path from the root or the package, or its name alone."""
+    if "/" in name:
+        return (ROOT / name).is_file() or (PACKAGE / name).is_file()
+    return any(path.name == name for path in modules().values())
+
+
+def test_the_page_for_contributors_names_what_exists():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    wrong = [name for name in re.findall(r"`([\w/]+\.py)`", page) if not _exists(name)]
+    assert not wrong, f"docs/architecture.md names modules that do not exist: {wrong}"
+    drawn = {line.split()[0].removesuffix("/") for line in page.splitlines() if re.match(r"\s*\w+/\s", line)}
+    packages = set(_folders(PACKAGE)) - {"."} - NOT_ON_THE_PAGE
+    unnamed = [name for name in sorted(packages) if f"{name}/" not in page and name.rpartition("/")[2] not in drawn]
+    assert not unnamed, f"docs/architecture.md names no module and no folder of {unnamed}"
+
+
+def test_retired_words_do_not_come_back():
+    """Each word has one meaning, which the field gave it; tests/vocabulary.py says what to write instead."""
+    found, allowed = vocabulary.uses(ROOT), vocabulary.REMAINING
+    wrong = [
+        f"{word.pattern} -> {word.use}; {len(found[word.pattern])} uses, {allowed.get(word.pattern, 0)} allowed\n    "
+        + "\n    ".join(found[word.pattern])
+        for word in vocabulary.RETIRED
+        if len(found[word.pattern]) > allowed.get(word.pattern, 0)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_docstrings_begin_with_what_a_thing_does():
+    found = defaultdict(list)
+    for module, path in modules().items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                said = ast.get_docstring(node)
+                if said and NO_VERBS.match(said):
+                    folder = path.parent.relative_to(ROOT).as_posix()
+                    found[folder].append(f"{module}.{getattr(node, 'name', '')}: {said.splitlines()[0]}")
+    wrong = {folder: said for folder, said in found.items() if len(said) > NO_VERBS_REMAINING.get(folder, 0)}
+    assert not wrong, "begin with a verb:\n" + "\n".join(line for said in wrong.values() for line in said)
 
 
 @in_every(modules())
@@ -262,6 +468,8 @@ def test_twin_kernels_have_the_same_names():
 def test_allow_lists_name_only_what_exists():
     present = {name for module in modules() for name, _ in functions(module)} | set(modules())
     assert set(LONG) <= present
+    assert set(TWINS) <= set(_folders(PACKAGE))
+    assert set(vocabulary.REMAINING) <= {word.pattern for word in vocabulary.RETIRED}
     assert set(modules()) >= ENVIRONMENT
 
 

@@ -19,12 +19,12 @@ from mpizero.layout import Grains
 from mpizero.parallel import StepReport
 from mpizero.parallel.gradients.bucket_size import AUTO
 from mpizero.train.config.builder import Job, build
-from mpizero.train.config.setting_checks import rejected
 from mpizero.train.config.sections import Config
-from mpizero.train.run.process_memory import peak_resident
+from mpizero.train.config.setting_checks import rejected
 from mpizero.train.run.metrics import Speed, Validation, finite, shortened
 from mpizero.train.run.number_watch import NumberWatch
 from mpizero.train.run.preemption import StopRequests, Verdict
+from mpizero.train.run.process_memory import peak_resident
 from mpizero.train.run.progress import Progress
 from mpizero.train.run.resume import restore
 from mpizero.train.run.run_folder import RunFolder

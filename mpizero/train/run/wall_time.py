@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mpizero.train.config.setting_checks import clock_seconds
 from mpizero.train.config.sections import TrainSection
+from mpizero.train.config.setting_checks import clock_seconds
 from mpizero.train.run.signals import StopSignals
 
 #: Of what :func:`squeue` is asked, and for how many seconds its answer is awaited.

@@ -1,0 +1,1 @@
+"""Train by a configuration file: the trainer, its folder, and what stops and continues a run."""
