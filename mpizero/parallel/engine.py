@@ -27,7 +27,7 @@ from mpizero.parallel.batch.step_scalars import GrainScalars, Totals
 from mpizero.parallel.blas_threads import settle_blas
 from mpizero.parallel.checkpointing.restore import HalfLoaded
 from mpizero.parallel.config import ShardingConfig
-from mpizero.parallel.device.compute_device import deals_waves, open_workplace
+from mpizero.parallel.device.compute_device import open_workplace
 from mpizero.parallel.execution.evaluation import evaluate
 from mpizero.parallel.execution.evaluators import blocks_of
 from mpizero.parallel.execution.factory import make_runner
@@ -35,7 +35,6 @@ from mpizero.parallel.gradients.accumulation import GradientRows, contiguous_own
 from mpizero.parallel.gradients.bucket_tuner import make_tuner
 from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.parallel.gradients.gradient_store import GradientStore
-from mpizero.parallel.gradients.overlap import sums_behind
 from mpizero.parallel.integrity import Integrity
 from mpizero.parallel.optimizer.global_norm import Across
 from mpizero.parallel.optimizer.sharded_update import Updater, reduce_rows
@@ -49,6 +48,7 @@ from mpizero.parallel.partition.local_model import build_stage, trainable_names
 from mpizero.parallel.partition.parallel_layout import Spread
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.step_report import Outcome, StepReport
+from mpizero.parallel.step_rules import assigns_waves, fuses_update, needs_norm, overlaps_reduction
 from mpizero.types import Array, BlockModel, Run
 
 
@@ -120,7 +120,7 @@ class Engine:
         self.timeline, sharded = Timeline(), self.placement.shard_parameters
         self.store = ParameterStore(self.layout, self.grid, self.memory, sharded, self.dtype, timeline=self.timeline)
         self.workplace.share_gradients(ranks := self.grid.data.size)
-        allocator, waves = self.workplace.allocator(self.memory), deals_waves(self.placement, self.config, ranks)
+        allocator, waves = self.workplace.allocator(self.memory), assigns_waves(self.placement, self.config, ranks)
         self._gradients = GradientStore(self.store, allocator, self.config.accumulate, waves=waves)
         self._ring = self._gradients.ring
 
@@ -259,7 +259,7 @@ class Engine:
     def sums_behind(self) -> bool:
         """Whether a step sums rows behind its backward pass. Not collective."""
         peers, stages = self.grid.peers.size, self.grid.pipeline.size
-        return self.block_model and sums_behind(self.placement, peers, stages, self.exchange.codec)
+        return self.block_model and overlaps_reduction(self.placement, peers, stages, self.exchange.codec)
 
     def _computed(self, x: Any, y: Any, ring: bool, behind: bool) -> tuple[GlobalBatch, Totals, int]:
         self.exchange.begin()
@@ -305,8 +305,8 @@ class Engine:
     def _update(self, updater: Updater, totals: Totals, stack_row: int) -> Outcome:
         """Update and publish, unless the sum is not finite."""
         threads, divisor = self.config.threads, self._divisor(totals)
-        fuses = not self._needs_norm and updater.fusible and updater.ties is None
-        if fuses and (self.grid.peers.size == 1 or self._ring is not None):
+        norm, ties, peers = self._needs_norm, updater.ties is not None, self.grid.peers.size
+        if fuses_update(updater.optimizer, norm=norm, ties=ties, peers=peers, waves=self._ring is not None):
             with self.timeline.span("optimizer"):
                 if self._ring is not None:
                     stack = self._ring.stack
@@ -326,7 +326,7 @@ class Engine:
     @property
     def _needs_norm(self) -> bool:
         """Whether the sum must be seen before the update: to clip it, or since finite parts may overflow in it."""
-        return self.config.clip is not None or self.loss_scale is not None or self.exchange.overflows
+        return needs_norm(self.config, self.exchange.codec, loss_scale=self.loss_scale is not None)
 
     def _reduced(self, updater: Updater, divisor: Array, stack_row: int) -> Array:
         """Return the averaged gradient, tied uses added, where the updater's pieces look for it."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpizero.layout import Program
+from mpizero.parallel.step_rules import fuses_update
 from mpizero.planning.traffic import Traffic
 
 
@@ -72,10 +73,9 @@ class Passes:
     def fused(self) -> bool:
         """Whether the optimizer takes sums up at once; of the ring's, the last row of the stack."""
         training = self.traffic.training
-        fusible = training.optimizer.elementwise_kernel or training.optimizer.needs_tensor_norms
         ties = any(use.stage == self._stage for uses in self.traffic.part.stage.uses.values() for use in uses)
-        single = self.traffic.grid.peers.size == 1 or training.step.waves
-        return bool(fusible) and not training.needs_norm and not ties and single
+        peers, waves = self.traffic.grid.peers.size, training.step.waves
+        return fuses_update(training.optimizer, norm=training.needs_norm, ties=ties, peers=peers, waves=waves)
 
     @property
     def _stage(self) -> int:

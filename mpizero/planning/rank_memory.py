@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpizero.kernels.device import STAGING
-from mpizero.parallel.device.compute_device import gradients_stay, updates_on_card
+from mpizero.parallel.device.compute_device import updates_on_card
 from mpizero.parallel.device.device_parameters import gradient_places
 from mpizero.parallel.device.device_update import buffer_sizes
 from mpizero.parallel.gradients.exchange import residual_sizes
 from mpizero.parallel.parameters.allocator import PAGE
 from mpizero.parallel.parameters.store import SLOTS
+from mpizero.parallel.step_rules import keeps_gradients_on_device
 from mpizero.planning.activation_memory import Flow
 from mpizero.planning.byte_counts import window_bytes
 from mpizero.planning.traffic import Traffic
@@ -123,7 +124,7 @@ class Holdings:
     @property
     def _keeps_gradients(self) -> bool:
         """Whether gradients stay on the card."""
-        return gradients_stay(self.traffic.training.config, self.traffic.grid.data.size)
+        return keeps_gradients_on_device(self.traffic.training.config, self.traffic.grid.data.size)
 
     @property
     def _host_work(self) -> int:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mpizero.comm.reduce.codecs import Codec, codec_of
 from mpizero.layout import Instruction, build_schedule
-from mpizero.parallel.gradients.overlap import Bucket, cut_buckets, sums_behind
+from mpizero.parallel.gradients.overlap import Bucket, cut_buckets
 from mpizero.parallel.optimizer.tied_parameters import TieExchange
 from mpizero.parallel.parameters import publication
 from mpizero.parallel.placement import Placement
+from mpizero.parallel.step_rules import needs_norm, overlaps_reduction
 from mpizero.planning.byte_counts import Call, Exchange, Sent, exchange, gather, one, placed, total, turn
 from mpizero.planning.model_part import Part
 from mpizero.planning.planned_grid import Members, PlannedGrid
@@ -71,7 +72,7 @@ class Training:
     @property
     def needs_norm(self) -> bool:
         """Whether the sum must be seen before the update."""
-        return self.config.clip is not None or self.loss_scale or bool(self.codec and self.codec.overflows)
+        return needs_norm(self.config, self.codec, loss_scale=self.loss_scale)
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class Traffic:
     @property
     def _behind(self) -> bool:
         """Whether rows are summed behind the backward pass."""
-        return sums_behind(self.training.row, self.grid.peers.size, self.grid.pipeline.size, self.training.codec)
+        return overlaps_reduction(self.training.row, self.grid.peers.size, self.grid.pipeline.size, self.training.codec)
 
     @cached_property
     def _buckets(self) -> list[Bucket]:

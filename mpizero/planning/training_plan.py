@@ -12,9 +12,9 @@ import numpy as np
 from mpizero import optim
 from mpizero.layout import Axes, Coordinates, Costs, Grains, Simulation, build_schedule, simulate
 from mpizero.parallel.config import ShardingConfig
-from mpizero.parallel.device.compute_device import deals_waves
 from mpizero.parallel.partition.parallel_layout import Spread
 from mpizero.parallel.placement import Placement
+from mpizero.parallel.step_rules import assigns_waves
 from mpizero.planning.activation_memory import Flow
 from mpizero.planning.block_trial import Sample
 from mpizero.planning.byte_counts import Sent
@@ -159,7 +159,7 @@ class TrainingPlan:
     def training(self) -> Training:
         """What does not depend on the rank."""
         ranks = self.axes.data * self.axes.context
-        step = Step(self.grains, self.config.accumulate, deals_waves(self.row, self.config, ranks))
+        step = Step(self.grains, self.config.accumulate, assigns_waves(self.row, self.config, ranks))
         sizes = (self.x[:1].nbytes, self.y[:1].nbytes)
         item = np.dtype(self.model.dtype).itemsize
         return Training(self.row, self.config, optim.adapt(self.optimizer), step, item, sizes, self.loss_scale)

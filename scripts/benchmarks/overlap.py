@@ -60,17 +60,17 @@ def arguments() -> argparse.Namespace:
 @contextmanager
 def waiting_for_sums() -> Iterator[None]:
     """Sum no gradients behind computing."""
-    begin, behind = exact.ExactExchange.begin_turn, engine.sums_behind
+    begin, behind = exact.ExactExchange.begin_turn, engine.overlaps_reduction
 
     def begun(self: exact.ExactExchange, turn: Any, **_: Any) -> Any:
         return begin(self, turn, wait=True)
 
     exact.ExactExchange.begin_turn = begun  # type: ignore[method-assign]
-    engine.sums_behind = lambda *_: False
+    engine.overlaps_reduction = lambda *_: False
     try:
         yield
     finally:
-        engine.sums_behind = behind
+        engine.overlaps_reduction = behind
         exact.ExactExchange.begin_turn = begin  # type: ignore[method-assign]
 
 

@@ -116,7 +116,7 @@ def skipped_reduction(monkeypatch: Any) -> None:
         return row
 
     monkeypatch.setattr(GradientRows, "reduce", reduce)
-    monkeypatch.setattr(engine, "sums_behind", lambda *_: False)  # then nothing of the sum is made before
+    monkeypatch.setattr(engine, "overlaps_reduction", lambda *_: False)  # then nothing of the sum is made before
 
 
 def rank_keyed_dropout(monkeypatch: Any) -> None:
@@ -216,4 +216,4 @@ def another_order(monkeypatch: Any) -> None:
         return found
 
     monkeypatch.setattr(GradientRows, "reduce", reduce)
-    monkeypatch.setattr(engine, "sums_behind", lambda *_: False)
+    monkeypatch.setattr(engine, "overlaps_reduction", lambda *_: False)

@@ -27,7 +27,7 @@ from mpizero.parallel.gradients.wave_buffer import Allocator, Job
 from mpizero.parallel.optimizer.sharded_update import Updater
 from mpizero.parallel.parameters.allocator import Memory
 from mpizero.parallel.parameters.store import Lender, ParameterStore
-from mpizero.parallel.placement import Placement
+from mpizero.parallel.step_rules import keeps_gradients_on_device
 from mpizero.sampletree import as_arrays, leaves_of, map_leaves
 from mpizero.types import Group
 
@@ -120,7 +120,7 @@ class CardWorkplace(Workplace):
 
     def share_gradients(self, ranks: int) -> None:
         """Be told how many ranks add up gradients. Not collective."""
-        self.keeps_gradients = gradients_stay(self.config, ranks)
+        self.keeps_gradients = keeps_gradients_on_device(self.config, ranks)
 
     def allocator(self, memory: Memory) -> Allocator:
         """Return the card's memory for gradients that stay there, else the host's. Not collective."""
@@ -224,19 +224,6 @@ class CardWorkplace(Workplace):
     def _fetched(self) -> UnitGradients | None:
         assert self._mirror is not None
         return self._mirror.gradients
-
-
-def gradients_stay(config: ShardingConfig, ranks: int) -> bool:
-    """Tell whether gradients stay on a card: those of a rank that is alone in its data group of ``ranks``.
-
-    Not collective. Not with ``optimizer_device="cpu"``, for which they must come to the host.
-    """
-    return config.device != "cpu" and config.optimizer_device != "cpu" and ranks == 1
-
-
-def deals_waves(row: Placement, config: ShardingConfig, ranks: int) -> bool:
-    """Tell whether a data group of ``ranks`` deals grains in waves and sums unit by unit. Not collective."""
-    return row.waves and not gradients_stay(config, ranks)
 
 
 def updates_on_card(config: ShardingConfig, optimizer: Any) -> bool:

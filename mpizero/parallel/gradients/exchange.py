@@ -85,11 +85,6 @@ class GradientExchange(ExactExchange):
         self._kept, self._next = (self.memory.private(RESIDUALS, self._bounds[-1], np.float32) for _ in range(2))
 
     @property
-    def overflows(self) -> bool:
-        """Whether messages may make finite sums infinite. Not collective."""
-        return self.codec is not None and self.codec.overflows
-
-    @property
     def bucket_mb(self) -> float:
         """MiB in flight at once; 0.0 where nothing travels. Not collective."""
         return 0.0 if self.peers.size == 1 else in_flight(self.elements) * self.dtype.itemsize / 2**20

@@ -15,33 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpizero.comm.reduce.codecs import Codec
 from mpizero.comm.reduce.exact import Gathering, begin_gather, exchange_step
 from mpizero.comm.reduce.segments import Arriving, Turn, program_array, tree_sum
 from mpizero.layout import Partition, RowsPlan, Span
 from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.parallel.parameters.store import ParameterStore
-from mpizero.parallel.placement import Placement
 from mpizero.types import Array
-
-
-def sums_behind(placement: Placement, peers: int, stages: int, codec: Codec | None) -> bool:
-    """Tell whether a model of blocks sums rows behind the backward pass, for all peers. Not collective.
-
-    Not with compression, whose bits depend on where messages are cut; not in pipelines, whose stages end their last
-    micro-batches at other times; and not where only the owner takes a sum: each would be sent to by all others in turn.
-
-    Parameters
-    ----------
-    placement : Placement
-        Of the strategy.
-    peers, stages : int
-        Groups of ranks that exchange sums, and stages of the pipeline.
-    codec : Codec or None
-        What packs the messages.
-    """
-    replicated = not (placement.waves or placement.shard_optimizer) and peers > 1
-    return replicated and stages == 1 and codec is None
 
 
 class Bucket(NamedTuple):

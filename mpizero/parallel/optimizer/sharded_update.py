@@ -182,11 +182,6 @@ class Updater:
         """Whether this rank's state is that of the start. Not collective."""
         return not self.step_count and not any(array.any() for array in self.state.values())
 
-    @property
-    def fusible(self) -> bool:
-        """Whether the update, or its direction, can run in the same pass as the sum."""
-        return bool(self.optimizer.elementwise_kernel or self.optimizer.needs_tensor_norms)
-
     def ask_rate(self) -> float:
         """Return the learning rate of the next step, asked for now; :meth:`hypers` uses this one. Not collective."""
         self._asked = self.step_count, optim.learning_rate(self.optimizer, self.step_count)
