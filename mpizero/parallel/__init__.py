@@ -3,7 +3,6 @@
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.diagnostics.bad_steps import BadStep, dump_bad_step, read_bad_step
 from mpizero.parallel.diagnostics.replay import Replay, replay_bad_step
-from mpizero.parallel.diagnostics.skipped_steps import BadSteps
 from mpizero.parallel.model.base import Gradients, ShardedModelBase
 from mpizero.parallel.model.fit import OptimizationOptions, OptimizationResult
 from mpizero.parallel.model.gradient_compression import GradientCompressionOptimizer
@@ -25,6 +24,7 @@ from mpizero.parallel.model.optimizers import (
 )
 from mpizero.parallel.model.strategies import DDPModel, FSDPModel, ZeRO1Model, ZeRO2Model, ZeRO3Model, distribute
 from mpizero.parallel.partition.block_timing import BlockTimes, measure_blocks, measured_costs
+from mpizero.parallel.skipped_steps import BadSteps
 from mpizero.parallel.step_report import NonFinite, StepReport
 
 __all__ = [

@@ -21,8 +21,10 @@ from mpizero.kernels.device_products import SIXTEEN_BITS
 from mpizero.layout import Axes, Grains
 from mpizero.names import explains
 from mpizero.optim import DynamicLossScale
-from mpizero.parallel.diagnostics.skipped_steps import BadSteps
-from mpizero.parallel.gradients.bucket_size import check_bucket, elements_of
+from mpizero.parallel.skipped_steps import BadSteps
+
+#: ``bucket_mb`` is to be tuned.
+AUTO = "auto"
 
 
 @explains
@@ -300,3 +302,23 @@ def _positive(name: str, value: object) -> int | float:
     if not known or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]
         raise ConfigError(f"{name}={value!r}: expected a finite number > 0")
     return value if isinstance(value, int) else float(value)  # type: ignore[arg-type]
+
+
+def elements_of(mebibytes: float, itemsize: int) -> int:
+    """Return how many elements of ``itemsize`` bytes a bucket has, at least one. Not collective."""
+    return max(1, int(mebibytes * 2**20) // itemsize)
+
+
+def check_bucket(bucket_mb: object, compression: str | None) -> None:
+    """Raise :class:`ConfigError` unless ``bucket_mb`` is None, "auto" or a size. Not collective."""
+    if bucket_mb is None:
+        return
+    if bucket_mb != AUTO and (
+        isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not 0 < bucket_mb <= 4096
+    ):
+        raise ConfigError(f"bucket_mb={bucket_mb!r}: expected None, 'auto' or MiB of more than 0 and at most 4096")
+    if compression is not None:
+        raise ConfigError(
+            f"bucket_mb={bucket_mb!r} with gradient_compression={compression!r}: what a compressed message leaves out "
+            "depends on where it is cut, so its size is fixed; leave one of them out"
+        )

@@ -29,21 +29,21 @@ from mpizero.parallel.checkpointing.restore import HalfLoaded
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.device.compute_device import open_workplace
 from mpizero.parallel.execution.evaluation import evaluate
-from mpizero.parallel.execution.evaluators import blocks_of
 from mpizero.parallel.execution.factory import make_runner
 from mpizero.parallel.gradients.accumulation import GradientRows, contiguous_owners
 from mpizero.parallel.gradients.bucket_tuner import make_tuner
 from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.parallel.gradients.gradient_store import GradientStore
 from mpizero.parallel.integrity import Integrity
+from mpizero.parallel.memory_check import fits_shared_memory, tell_private
 from mpizero.parallel.optimizer.global_norm import Across
 from mpizero.parallel.optimizer.sharded_update import Updater, reduce_rows
 from mpizero.parallel.optimizer.tied_parameters import TieExchange
 from mpizero.parallel.parameters.allocator import Memory
 from mpizero.parallel.parameters.global_view import GlobalView
-from mpizero.parallel.parameters.memory_check import fits_shared_memory, tell_private
 from mpizero.parallel.parameters.shards import UpdatePiece
 from mpizero.parallel.parameters.store import ParameterStore
+from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.partition.local_model import build_stage, trainable_names
 from mpizero.parallel.partition.parallel_layout import Spread
 from mpizero.parallel.placement import Placement

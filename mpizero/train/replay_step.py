@@ -19,10 +19,10 @@ from mpizero.errors import ConfigError, DataError
 from mpizero.parallel import BadStep, DDPModel, Replay, ShardingConfig, read_bad_step, replay_bad_step
 from mpizero.parallel.checkpointing import model_state
 from mpizero.parallel.diagnostics.replay import Figures
-from mpizero.train.cli.number_format import joined
 from mpizero.train.config.builder import make_model
 from mpizero.train.config.config_file import config_of
 from mpizero.train.config.sections import Config
+from mpizero.train.number_format import joined
 from mpizero.train.run.metrics import finite
 from mpizero.train.run.resume import Saved
 

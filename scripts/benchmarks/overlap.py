@@ -32,8 +32,8 @@ from mpi4py import MPI
 import mpizero as mz
 from mpizero.comm.reduce import exact
 from mpizero.parallel import engine
+from mpizero.parallel.config import elements_of
 from mpizero.parallel.diagnostics.tracing import watching
-from mpizero.parallel.gradients.bucket_size import elements_of
 from mpizero.parallel.parameters import publication, store
 
 WORLD = MPI.COMM_WORLD

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mpizero.train.rounding import Rounding
 from mpizero.train.verify.diagnosis import Gradients, of_gradient, of_norm
-from mpizero.train.verify.rounding import Rounding
 from tests.testing import planted
 from tests.testing.planted import compared, finding, gpt
 

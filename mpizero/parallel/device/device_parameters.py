@@ -13,7 +13,7 @@ from mpizero.errors import ConfigError
 from mpizero.kernels.device import Card
 from mpizero.layout import FlatLayout, Unit
 from mpizero.layout.flat import views
-from mpizero.parallel.diagnostics.unwritten_gradients import LentGradients
+from mpizero.parallel.gradients.unwritten_gradients import LentGradients
 from mpizero.parallel.parameters.store import ParameterStore, flat_names
 from mpizero.types import Array
 

@@ -13,12 +13,11 @@ from mpizero.errors import CollectiveError, LayoutError, PeerFailure, Unsupporte
 from mpizero.layout import Unit
 from mpizero.layout.flat import joined
 from mpizero.nn.located import located, place
-from mpizero.parallel.execution.return_checks import check_names, gradient, loss_and_weight
-from mpizero.parallel.model.model_checks import check_model
 from mpizero.parallel.parameters.store import Lender, ParameterStore, flat_names
+from mpizero.parallel.return_checks import check_names, gradient, loss_and_weight
 from mpizero.sampletree import map_arrays, map_leaves
 from mpizero.signatures import takes_run
-from mpizero.types import EVALUATE, BlackBoxModel, BlockModel, Init, ParameterSpec, Run
+from mpizero.types import EVALUATE, BlackBoxModel, BlockModel, Run
 
 #: Lends the views that a unit's gradients are written to.
 GradientTarget = Callable[[Unit], Mapping[str, Any]]
@@ -346,22 +345,3 @@ def with_next(units: Iterable[Unit]) -> Iterator[tuple[Unit, Unit | None]]:
 
 def _named(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(joined(b, n), array) for b, tree in params.items() for n, array in flat_names(tree)]
-
-
-def blocks_of(model: Any) -> dict[str, tuple[ParameterSpec, ...]]:
-    """Return the parameter specs of a model, by block; each parameter of a black box is a block of its own.
-
-    Raises
-    ------
-    TypeError
-        If ``model`` is neither a block model nor a black box, naming what it lacks.
-    """
-    if isinstance(model, BlockModel):
-        return {name: tuple(block.specs()) for name, block in model.blocks.items()}
-    if not isinstance(model, BlackBoxModel):
-        check_model(model)
-    frozen = frozenset(getattr(model, "frozen", ()))
-    return {
-        name: (ParameterSpec("", np.shape(a), Init(), np.ndim(a) > 1, name not in frozen),)
-        for name, a in model.parameters.items()
-    }

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpizero.comm.supervision import guard
-from mpizero.parallel.diagnostics.unwritten_gradients import WriteCheck
 from mpizero.parallel.execution.evaluators import BlackBoxEvaluator, BlockEvaluator
 from mpizero.parallel.execution.pipeline import PipelineRunner
 from mpizero.parallel.execution.sequential import Runner, SequentialRunner, agreeable_errors
+from mpizero.parallel.gradients.unwritten_gradients import WriteCheck
 
 if TYPE_CHECKING:
     from mpizero.parallel.engine import Engine

@@ -23,13 +23,13 @@ from mpizero.layout import Instruction, Schedule, Unit, build_schedule
 from mpizero.nn.located import located
 from mpizero.parallel.batch.step_scalars import GrainScalars
 from mpizero.parallel.device.compute_device import Workplace
-from mpizero.parallel.diagnostics.unwritten_gradients import WriteCheck
 from mpizero.parallel.execution.evaluators import with_next
-from mpizero.parallel.execution.return_checks import loss_and_weight
 from mpizero.parallel.execution.sequential import RunOf, WatchedJob
+from mpizero.parallel.gradients.unwritten_gradients import WriteCheck
 from mpizero.parallel.gradients.wave_buffer import Job
 from mpizero.parallel.parameters.store import Lender
 from mpizero.parallel.partition.local_model import Stage
+from mpizero.parallel.return_checks import loss_and_weight
 from mpizero.sampletree import as_arrays
 from mpizero.types import EVALUATE, Run
 

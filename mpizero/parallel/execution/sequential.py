@@ -13,8 +13,8 @@ from mpizero.kernels import all_finite, to_host
 from mpizero.layout import Unit
 from mpizero.parallel.batch.step_scalars import GrainScalars
 from mpizero.parallel.device.compute_device import Workplace
-from mpizero.parallel.diagnostics.unwritten_gradients import WriteCheck
 from mpizero.parallel.execution.evaluators import Evaluator
+from mpizero.parallel.gradients.unwritten_gradients import WriteCheck
 from mpizero.parallel.gradients.wave_buffer import Job
 from mpizero.parallel.partition.local_model import Stage
 from mpizero.sampletree import as_arrays

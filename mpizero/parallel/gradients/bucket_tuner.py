@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpizero.comm import Communicator
-from mpizero.parallel.gradients.bucket_size import AUTO, elements_of
+from mpizero.parallel.config import AUTO, elements_of
 from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.types import Array
 

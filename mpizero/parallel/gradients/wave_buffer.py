@@ -22,8 +22,8 @@ from mpizero.comm.supervision.timeline import Timeline
 from mpizero.layout import FlatLayout, Unit, Wave, WavePlan, wave_plan
 from mpizero.layout.flat import views
 from mpizero.parallel.batch.redistribute import GlobalBatch, Grain
-from mpizero.parallel.diagnostics.unwritten_gradients import LentGradients
 from mpizero.parallel.gradients.exchange import GradientExchange
+from mpizero.parallel.gradients.unwritten_gradients import LentGradients
 from mpizero.parallel.parameters.allocator import PAGE, Memory
 from mpizero.parallel.parameters.shards import Share
 from mpizero.types import Array

@@ -19,13 +19,13 @@ from mpizero.layout.nodes import GROUPS
 from mpizero.optim import validation
 from mpizero.parallel.batch.redistribute import Asked
 from mpizero.parallel.batch.step_scalars import Totals
-from mpizero.parallel.checkpointing.saving import Saving
 from mpizero.parallel.engine import Engine
 from mpizero.parallel.model.core import Pending
 from mpizero.parallel.model.gather_state import gather_pieces
 from mpizero.parallel.model.inspection import Inspection
 from mpizero.parallel.model.local_training import LocalTraining
 from mpizero.parallel.model.metadata import ModelMetadata, describe
+from mpizero.parallel.model.saving import Saving
 from mpizero.parallel.parameters.shards import Share
 from mpizero.text import notice
 from mpizero.types import Array

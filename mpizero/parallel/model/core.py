@@ -19,14 +19,14 @@ from mpizero.layout.flat import joined
 from mpizero.names import check_names, explains
 from mpizero.parallel.batch.step_scalars import Totals
 from mpizero.parallel.config import ShardingConfig
-from mpizero.parallel.diagnostics.skipped_steps import SkippedSteps
 from mpizero.parallel.engine import Engine
-from mpizero.parallel.execution.evaluators import blocks_of
-from mpizero.parallel.model.model_checks import check_model, check_own_modules
-from mpizero.parallel.parameters.private_fallback import check_movable, in_private_memory
+from mpizero.parallel.model.private_fallback import check_movable, in_private_memory
+from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.partition.description import describe_model
+from mpizero.parallel.partition.model_checks import check_model, check_own_modules
 from mpizero.parallel.partition.parallel_layout import Spread
 from mpizero.parallel.placement import Placement, placement
+from mpizero.parallel.skipped_steps import SkippedSteps
 from mpizero.parallel.step_report import StepReport
 from mpizero.types import Array
 

@@ -8,8 +8,7 @@ from mpizero import optim
 from mpizero.comm.calls import recorded
 from mpizero.comm.reduce.codecs import codec_of
 from mpizero.errors import ConfigError
-from mpizero.parallel.config import ShardingConfig
-from mpizero.parallel.gradients.bucket_size import check_bucket
+from mpizero.parallel.config import ShardingConfig, check_bucket
 from mpizero.parallel.model.fit import OptimizationOptions
 from mpizero.parallel.model.optimizers import ShardedOptimizer
 

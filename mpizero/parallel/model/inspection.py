@@ -11,8 +11,8 @@ from mpizero.comm.agreement import agree_equal
 from mpizero.comm.calls import collective
 from mpizero.errors import ConfigError, UnsupportedError
 from mpizero.layout.flat import nested
-from mpizero.parallel.execution.evaluators import blocks_of
 from mpizero.parallel.model.parameter_access import ParameterAccess
+from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.types import Array
 
 

@@ -19,7 +19,7 @@ from mpizero.layout import Entry
 from mpizero.names import nearest, real_array
 from mpizero.parallel.checkpointing.model_state import copy_state
 from mpizero.parallel.model.core import ShardedCore
-from mpizero.parallel.parameters.private_fallback import in_private_memory
+from mpizero.parallel.model.private_fallback import in_private_memory
 from mpizero.types import Array
 
 

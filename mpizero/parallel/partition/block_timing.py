@@ -13,7 +13,7 @@ from mpizero.errors import ConfigError
 from mpizero.layout.flat import joined, nested
 from mpizero.nn.initialize import initial_values
 from mpizero.parallel.config import ShardingConfig
-from mpizero.parallel.execution.evaluators import blocks_of
+from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.types import Array, BlockModel, ParameterSpec, Run
 
 

@@ -14,7 +14,7 @@ from mpizero.comm import ProcessGrid
 from mpizero.errors import ConfigError
 from mpizero.layout import FlatLayout
 from mpizero.layout.flat import joined
-from mpizero.parallel.execution.evaluators import blocks_of
+from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.partition.parallel_layout import Spread
 from mpizero.sampletree import leaves_of
 from mpizero.types import Array, BlockModel, Group, Layer, Loss, ParameterSpec, Run

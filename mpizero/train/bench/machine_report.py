@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 from mpizero.planning.machine_file import Machine, Message
 from mpizero.planning.repeated import Spread
-from mpizero.train.cli.number_format import amount, columns
 from mpizero.train.doctor.finding import counted
+from mpizero.train.number_format import amount, columns
 
 
 def report(machine: Machine) -> str:

@@ -29,10 +29,10 @@ from mpizero.train.bench.phase_times import (
     waits,
 )
 from mpizero.train.bench.trace_events import write_trace
-from mpizero.train.cli.number_format import columns
 from mpizero.train.config.builder import Job, build
 from mpizero.train.config.sections import Config
 from mpizero.train.doctor.finding import counted
+from mpizero.train.number_format import columns
 from mpizero.train.plan import PlanRequest, plan
 
 

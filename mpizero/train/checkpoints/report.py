@@ -17,8 +17,8 @@ from mpizero.checkpoint.tools import Difference, Listed, element_types, matches,
 from mpizero.checkpoint.tools.elements import BFLOAT16, PARAMETERS, flat
 from mpizero.errors import ConfigError
 from mpizero.text import printable
-from mpizero.train.cli.number_format import age, aligned, amount, joined
 from mpizero.train.config.setting_checks import shown
+from mpizero.train.number_format import age, aligned, amount, joined
 from mpizero.train.run.progress import ByteProgress
 
 #: Lines of attributes at most that a comparison prints.

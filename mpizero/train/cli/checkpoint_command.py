@@ -189,7 +189,7 @@ def _verify_listed(listed: Listed, damaged: list[str]) -> None:
 
 def _verify_one(path: str) -> None:
     from mpizero import checkpoint
-    from mpizero.train.cli.number_format import amount
+    from mpizero.train.number_format import amount
     from mpizero.train.run.progress import ByteProgress
 
     with checkpoint.open_checkpoint(path, "self") as reader:
@@ -247,7 +247,7 @@ def _export(options: argparse.Namespace) -> int:
     from mpizero import checkpoint
     from mpizero.checkpoint.tools import export, export_bytes
     from mpizero.train.checkpoints.lookup import find_checkpoint
-    from mpizero.train.cli.number_format import amount
+    from mpizero.train.number_format import amount
     from mpizero.train.run.progress import ByteProgress
 
     form = options.format or _format_of(options.out)

@@ -16,8 +16,8 @@ from mpizero.launched import BY_ANY, launched_rank
 from mpizero.train.cli import bench_command, checkpoint_command, replay_command
 from mpizero.train.cli.options import add_layout_options, add_overrides, layout_of, named_as_options, whole_number
 from mpizero.train.cli.output import accept_all_characters, show
+from mpizero.train.cli.verify_options import add_verify
 from mpizero.train.run.signals import StopSignals
-from mpizero.train.verify.verify_options import add_verify
 
 if TYPE_CHECKING:
     from mpizero.comm import Communicator

@@ -6,7 +6,7 @@ from typing import Any
 
 from mpizero.comm.reduce.codecs import codec_of
 from mpizero.errors import ConfigError
-from mpizero.parallel.gradients.bucket_size import check_bucket
+from mpizero.parallel.config import check_bucket
 
 
 def compression(value: Any) -> str | None:

@@ -11,7 +11,7 @@ from mpizero.train.modelcheck.findings import ModelFinding
 from mpizero.train.modelcheck.repeats import Samples
 from mpizero.train.modelcheck.subject import Named, Subject, place_of
 from mpizero.train.modelcheck.trees import content, cut
-from mpizero.train.verify.rounding import Rounding
+from mpizero.train.rounding import Rounding
 
 
 def check_prediction(subject: Subject, batch: Samples, here: Named) -> tuple[list[ModelFinding], str]:

@@ -13,8 +13,8 @@ from mpizero.frames import users_line
 from mpizero.names import nearest
 from mpizero.nn.models.block_model import bind, evaluate, initial_parameters, model_specs, nest
 from mpizero.nn.split.model import run_on
-from mpizero.parallel.execution.evaluators import blocks_of
-from mpizero.parallel.execution.return_checks import named
+from mpizero.parallel.partition.blocks import blocks_of
+from mpizero.parallel.return_checks import named
 from mpizero.signatures import takes_run
 from mpizero.train.modelcheck.findings import ModelFinding, WrongAnswer
 from mpizero.train.modelcheck.trees import read_only, sample_count

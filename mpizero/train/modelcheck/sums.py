@@ -10,7 +10,7 @@ from mpizero.train.modelcheck.findings import ModelFinding
 from mpizero.train.modelcheck.repeats import Samples
 from mpizero.train.modelcheck.subject import Answer, Named, Subject, place_of
 from mpizero.train.modelcheck.trees import cut
-from mpizero.train.verify.rounding import Rounding
+from mpizero.train.rounding import Rounding
 from mpizero.types import Array
 
 #: How far sums may be apart, in units of what rounding of the parameters' last bits changes.

@@ -10,7 +10,7 @@ from mpizero.data.batches import sample_order
 from mpizero.errors import DataError, RemoteError
 from mpizero.layout import Grains
 from mpizero.parallel import BadSteps, StepReport, dump_bad_step
-from mpizero.parallel.diagnostics.skipped_steps import SkippedSteps
+from mpizero.parallel.skipped_steps import SkippedSteps
 from mpizero.train.config.builder import Job, widths_of
 from mpizero.train.run.progress import Progress
 from mpizero.train.run.run_folder import RunFolder

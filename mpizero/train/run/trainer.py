@@ -17,7 +17,7 @@ from mpizero.errors import ExitStatus, MpizeroError
 from mpizero.faults import strike
 from mpizero.layout import Grains
 from mpizero.parallel import StepReport
-from mpizero.parallel.gradients.bucket_size import AUTO
+from mpizero.parallel.config import AUTO
 from mpizero.train.config.builder import Job, build
 from mpizero.train.config.sections import Config
 from mpizero.train.config.setting_checks import rejected

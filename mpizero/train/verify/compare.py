@@ -20,9 +20,9 @@ from mpizero.layout import Grains
 from mpizero.optim import SGD
 from mpizero.parallel import ShardingConfig
 from mpizero.sampletree import SampleTree
+from mpizero.train.rounding import Rounding
 from mpizero.train.verify.layouts import ONE_PROCESS, Layout
 from mpizero.train.verify.pair import UNREPEATED, Pair
-from mpizero.train.verify.rounding import Rounding
 from mpizero.train.verify.training import Feed, Key, Task, Training, placed
 from mpizero.train.verify.verdicts import Finding, Report, Verdict
 

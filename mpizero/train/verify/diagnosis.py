@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpizero.train.verify.rounding import Rounding, largest
+from mpizero.train.rounding import Rounding, largest
 from mpizero.types import Array
 
 _ROUNDING = "numbers added in another order: the differences are of the size of rounding"

@@ -16,10 +16,10 @@ import numpy as np
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.layout import Entry
+from mpizero.train.rounding import Rounding, largest
 from mpizero.train.verify import diagnosis
 from mpizero.train.verify.diagnosis import Computed, Told
 from mpizero.train.verify.layouts import Layout
-from mpizero.train.verify.rounding import Rounding, largest
 from mpizero.train.verify.training import PARAMETER, Gradient, Looked, PartKey, State, Training, Update, slot_name
 from mpizero.train.verify.verdicts import Finding
 from mpizero.types import Array

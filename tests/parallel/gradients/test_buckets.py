@@ -10,8 +10,8 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import ConfigError, MpizeroError
+from mpizero.parallel.config import elements_of
 from mpizero.parallel.gradients import bucket_tuner
-from mpizero.parallel.gradients.bucket_size import elements_of
 from mpizero.parallel.gradients.bucket_tuner import ROUNDS, SIZES, WARM, fastest, worth_trying
 from mpizero.testing import parallel_assert, run_in_threads
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, gpt, part, sharded, tokens

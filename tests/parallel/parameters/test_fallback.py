@@ -173,7 +173,7 @@ def test_a_model_that_finds_no_room_for_copies_of_its_own_either_is_closed(monke
             comm.barrier()
             if comm.rank == 0:
                 limit_windows(monkeypatch, ROW)
-                monkeypatch.setattr("mpizero.parallel.parameters.private_fallback.Engine", no_memory)
+                monkeypatch.setattr("mpizero.parallel.model.private_fallback.Engine", no_memory)
             comm.barrier()
             with pytest.raises(OutOfMemoryError, match="no memory for parameters"):
                 model.train(*part(comm, *tokens(8)))

@@ -22,13 +22,13 @@ from mpizero.layout.parts import part_shape
 from mpizero.nn import initial_parameters, initial_values
 from mpizero.parallel.checkpointing import model_state
 from mpizero.parallel.checkpointing import restore as reading
-from mpizero.parallel.execution.evaluators import blocks_of
 from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.parallel.integrity import Integrity
 from mpizero.parallel.optimizer.sharded_update import Updater
 from mpizero.parallel.parameters.allocator import Memory
 from mpizero.parallel.parameters.global_view import GlobalView, check_holdings
 from mpizero.parallel.parameters.store import ParameterStore
+from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.placement import placement
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import Array, Init, ParameterSpec, Part

@@ -6,7 +6,7 @@ import numpy as np
 
 from mpizero.errors import SharedMemoryError
 from mpizero.parallel.engine import Engine
-from mpizero.parallel.parameters.memory_check import tell_private
+from mpizero.parallel.memory_check import tell_private
 from mpizero.parallel.partition.parallel_layout import Spread
 
 

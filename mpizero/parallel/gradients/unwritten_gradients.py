@@ -18,8 +18,8 @@ from mpizero.kernels import to_host
 from mpizero.layout.flat import joined
 from mpizero.names import nearest
 from mpizero.nn.layer import Layer
-from mpizero.parallel.execution.return_checks import named
 from mpizero.parallel.parameters.store import flat_names
+from mpizero.parallel.return_checks import named
 
 #: By bytes of an element: the integer type that shows its bits, and those of a quiet NaN with an arbitrary payload.
 _MARKS: dict[int, tuple[Any, int]] = {4: (np.uint32, 0x7FCA5C3E), 8: (np.uint64, 0x7FFA5C3E9B71D42F)}

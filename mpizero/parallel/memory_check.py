@@ -39,7 +39,7 @@ def fits_shared_memory(
         The row of the placement table.
     config : ShardingConfig
         Where it leaves the size of grains to the library, the most rows of gradients that a batch can need are
-        counted; otherwise one, and the first step finds out (see :mod:`mpizero.parallel.parameters.private_fallback`).
+        counted; otherwise one, and the first step finds out (see :mod:`mpizero.parallel.model.private_fallback`).
     """
     if grid.local_size == 1 and grid.data.size == grid.world.size:
         return True
