@@ -74,7 +74,6 @@ MAX_MODULES, MAX_TEST_MODULES = 16, 20
 #: Modules that import each other for annotations only, and why that is right.
 TYPING_CYCLES: dict[frozenset[str], str] = {
     frozenset({"mpizero.layout.schedule", "mpizero.layout.simulate", "mpizero.layout.timetable"}): "to be cut",
-    frozenset({"mpizero.comm.mpi", "mpizero.comm.requests", "mpizero.comm.supervision.verification"}): "to be cut",
     frozenset({"mpizero.kernels.device", "mpizero.kernels.device_products"}): "to be cut",
     frozenset({"mpizero.nn.layers.linear", "mpizero.nn.split.linear"}): "to be cut",
     frozenset({"mpizero.nn.layers.attention", "mpizero.nn.split.attention"}): "to be cut",
@@ -111,7 +110,7 @@ TWINS = {
 }
 #: Packages that docs/architecture.md does not name yet.
 NOT_ON_THE_PAGE = {
-    *("checkpoint/backends", "checkpoint/format", "comm/exits", "comm/startup", "comm/status", "nn/layers"),
+    *("checkpoint/backends", "checkpoint/format", "comm/startup", "comm/status", "nn/layers"),
     *("nn/models", "parallel/checkpointing", "train/checkpoints", "train/doctor", "train/run", "train/verify"),
 }
 #: First words of docstrings that do not tell what a thing does.
@@ -122,13 +121,8 @@ NO_VERBS_REMAINING = {
     "mpizero/checkpoint": 12,
     "mpizero/checkpoint/format": 4,
     "mpizero/checkpoint/tools": 4,
-    "mpizero/comm": 8,
-    "mpizero/comm/exits": 6,
-    "mpizero/comm/group": 7,
+    "mpizero/comm/group": 1,
     "mpizero/comm/reduce": 5,
-    "mpizero/comm/startup": 3,
-    "mpizero/comm/status": 5,
-    "mpizero/comm/supervision": 4,
     "mpizero/data": 4,
     "mpizero/fingerprint": 6,
     "mpizero/kernels": 4,

@@ -1,10 +1,10 @@
 """The only door to mpi4py: communicators, process grids, shared memory, exact sums, agreement, watchdog."""
 
 from mpizero.comm.communicator import CallTrace, Communicator, Counters, Request, SharedMemory
-from mpizero.comm.convert import as_communicator
 from mpizero.comm.grid import ProcessGrid
 from mpizero.comm.group.model_group import CommunicatorGroup
 from mpizero.comm.inmemory import InMemoryCommunicator
+from mpizero.comm.startup.convert import as_communicator
 
 __all__ = [
     "CallTrace",

@@ -1,4 +1,4 @@
-"""What may fail on one rank fails on all: agreed sections, and values that must not differ."""
+"""Let an error of one rank become an error of all, and compare values that must not differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from mpizero.comm.calls import agree_on_call
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.exits.failure_report import describe, ranks_text
+from mpizero.comm.failure_report import describe, ranks_text
 from mpizero.crc import crc32
 from mpizero.errors import CollectiveError, ConfigError, MpizeroError, PeerFailure, RemoteError
 

@@ -1,4 +1,4 @@
-"""What arguments a collective accepts; all checks are local and cost less than a microsecond."""
+"""Check the arguments of communicator calls, on this rank alone; a check takes less than a microsecond."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from mpizero.comm import checks
-from mpizero.comm.supervision.trace import Call, CallTrace
+from mpizero.comm.recording.call_trace import CallTrace, Signature
 from mpizero.comm.transport import POINT_TO_POINT, Counters, Request, SharedMemory, Transport
 from mpizero.errors import SharedMemoryError
 from mpizero.layout import Span
@@ -305,28 +305,30 @@ class Communicator(Transport):
 
     # ------------------------------------------------------------------ checks and counts
 
-    def _count_broadcast(self, operation: str, tag: str, buffer: Array, root: int) -> Call:
+    def _count_broadcast(self, operation: str, tag: str, buffer: Array, root: int) -> Signature:
         checks.peer(self, operation, tag, root)
         checks.array(self, operation, tag, buffer, written=self.rank != root)
         if self.rank == root:
             self.counters.add(buffer.nbytes * (self.size - 1), tag)
         return operation, tag, buffer.dtype.char, buffer.size, root
 
-    def _count_allgather(self, operation: str, tag: str, send: Array, recv: Array) -> Call:
+    def _count_allgather(self, operation: str, tag: str, send: Array, recv: Array) -> Signature:
         checks.pair(self, operation, tag, send, recv)
         if send.size * self.size != recv.size:
             raise self.error(operation, tag, f"{self.size} blocks of {send.size} elements do not fill it", recv)
         self.counters.add(send.nbytes * (self.size - 1), tag)
         return operation, tag, send.dtype.char, send.size
 
-    def _count_allgatherv(self, operation: str, tag: str, send: Array, recv: Array, counts: Sequence[int]) -> Call:
+    def _count_allgatherv(self, operation: str, tag: str, send: Array, recv: Array, counts: Sequence[int]) -> Signature:
         checks.pair(self, operation, tag, send, recv)
         checks.blocks(self, operation, tag, recv, counts)
         checks.own_block(self, operation, tag, send, counts)
         self.counters.add(send.nbytes * (self.size - 1), tag)
         return operation, tag, send.dtype.char, tuple(counts)
 
-    def _count_gather_spans(self, operation: str, tag: str, send: Array, recv: Array, spans: Sequence[Span]) -> Call:
+    def _count_gather_spans(
+        self, operation: str, tag: str, send: Array, recv: Array, spans: Sequence[Span]
+    ) -> Signature:
         checks.pair(self, operation, tag, send, recv)
         checks.places(self, operation, tag, recv, spans)
         counts = tuple(span.size for span in spans)
@@ -336,7 +338,7 @@ class Communicator(Transport):
 
     def _count_alltoallv(
         self, operation: str, tag: str, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]
-    ) -> Call:
+    ) -> Signature:
         checks.pair(self, operation, tag, send, recv)
         checks.blocks(self, operation, tag, send, send_counts)
         checks.blocks(self, operation, tag, recv, recv_counts)
@@ -347,7 +349,7 @@ class Communicator(Transport):
         self.counters.add(send.nbytes - int(send_counts[self.rank]) * send.itemsize, tag)
         return operation, tag, send.dtype.char
 
-    def _count_allreduce(self, operation: str, tag: str, buffer: Array, op: str) -> Call:
+    def _count_allreduce(self, operation: str, tag: str, buffer: Array, op: str) -> Signature:
         checks.array(self, operation, tag, buffer, written=True)
         checks.reduction(self, operation, tag, buffer, op)
         self.counters.add(2 * buffer.nbytes * (self.size - 1) // self.size, tag)

@@ -1,4 +1,4 @@
-"""Who works with whom: the axes of a job, the nodes that share memory, and the peers between nodes."""
+"""Group the ranks of a job: by the axes of parallelism, by node, and by peers between nodes."""
 
 from __future__ import annotations
 
@@ -124,12 +124,12 @@ class ProcessGrid(NodeOrder):
 
     @property
     def tensor_group(self) -> CommunicatorGroup:
-        """What layers split over the tensor axis know of each other. The first access is collective over the group."""
+        """The group for layers split over the tensor axis. The first access is collective over the group."""
         return self._group("tensor", self.tensor)
 
     @property
     def context_group(self) -> CommunicatorGroup:
-        """What layers split over the context axis know of each other. The first access is collective over the group."""
+        """The group for layers split over the context axis. The first access is collective over the group."""
         return self._group("context", self.context)
 
     def _group(self, name: str, comm: Communicator) -> CommunicatorGroup:

@@ -16,8 +16,8 @@ from typing import Any, Self
 import numpy as np
 
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.supervision.mismatch import mismatch
-from mpizero.comm.supervision.trace import CallTrace
+from mpizero.comm.recording.call_trace import CallTrace
+from mpizero.comm.recording.mismatch import mismatch
 from mpizero.comm.transport import Request, SharedMemory
 from mpizero.errors import CollectiveError, ConfigError, PeerFailure, SharedMemoryError
 from mpizero.layout import Span
@@ -28,7 +28,7 @@ _ADD: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum, "min": np.minimum
 
 
 class _Job:
-    """What all threads of one group share: a lock to sleep on, the first failure, who sleeps and who has gone."""
+    """Hold what the threads of one job share: a lock, the first failure, waiting members and ended members."""
 
     def __init__(self, size: int) -> None:
         self.size = size

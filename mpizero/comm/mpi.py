@@ -13,13 +13,13 @@ from mpi4py import MPI
 
 from mpizero.comm.checks import TAG_LIMIT
 from mpizero.comm.communicator import Communicator
+from mpizero.comm.recording.call_trace import Signature
+from mpizero.comm.recording.mismatch import first_mismatch
 from mpizero.comm.requests import MpiReceive, MpiRequest
 from mpizero.comm.shared import MpiSharedMemory, free_space
-from mpizero.comm.startup.arrival import PATIENCE
 from mpizero.comm.supervision import guard
-from mpizero.comm.supervision.mismatch import first_mismatch
-from mpizero.comm.supervision.trace import Call
-from mpizero.comm.supervision.verification import VerifiedRequest, Verifier
+from mpizero.comm.supervision.arrival import PATIENCE
+from mpizero.comm.supervision.verification import CallVerifier, VerifiedRequest
 from mpizero.comm.transport import Request, SharedMemory
 from mpizero.errors import ArgumentError, CollectiveError, CollectiveMismatch, ExitStatus, MpizeroError, PeerFailure
 from mpizero.layout import Span
@@ -101,9 +101,9 @@ class MpiCommunicator(Communicator):
     def _adopt(self, own: MPI.Comm, limit: int, members: tuple[int, ...], *, guest: bool) -> None:
         self._comm = cast("MPI.Intracomm", own)
         self._limit, self._guest = limit, guest
-        self._verifier: Verifier | None = None
+        self._verifier: CallVerifier | None = None
         if guard.current().verifies and self.size > 1:
-            self._verifier = Verifier(self._comm, self.trace, members)
+            self._verifier = CallVerifier(self._comm, self.trace, members)
 
     def _of(self, own: MPI.Comm, name: str, *, shares_memory: bool) -> Self:
         made = type(self).__new__(type(self))
@@ -128,13 +128,13 @@ class MpiCommunicator(Communicator):
     def mismatch(self) -> CollectiveError:
         """Find the first call that differs, here or in a communicator of these ranks. Collective over them."""
         holder = guard.current()
-        if holder.lookout is not None:
-            holder.lookout.forgive(self.trace)
+        if holder.mismatch_watch is not None:
+            holder.mismatch_watch.forgive(self.trace)
         mine = {e.key: (e.trace.name, e.trace.records()) for e in holder.register.inside(self.trace)}
         found = first_mismatch(self.allgather_object((holder.rank, mine), "contract"))
         return found or self.error("contract", "", "the ranks have called different collectives")
 
-    def _call(self, call: Call, primitive: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, call: Signature, primitive: Callable[..., Any], *arguments: Any) -> Any:
         sequence = self.trace.begin(call)
         if self._verifier is not None:
             primitive = partial(self._verified, self._verifier, primitive)
@@ -145,7 +145,7 @@ class MpiCommunicator(Communicator):
             return self._call((operation, tag), primitive, *arguments)
         return super()._count(operation, tag, primitive, *arguments)
 
-    def _verified(self, verifier: Verifier, primitive: Callable[..., Any], *arguments: Any) -> Any:
+    def _verified(self, verifier: CallVerifier, primitive: Callable[..., Any], *arguments: Any) -> Any:
         """Run a collective after, or where it does not block beside, a comparison of what the ranks call."""
         verification, operation = verifier.start(), self.trace.operation
         if operation.startswith("i"):
@@ -156,9 +156,9 @@ class MpiCommunicator(Communicator):
         return primitive(*arguments)
 
     def _failure(self, operation: str, tag: str, reason: object, array: object = None) -> CollectiveError:
-        lookout = guard.current().lookout
+        mismatch_watch = guard.current().mismatch_watch
         point_to_point = operation in ("isend", "irecv")
-        found = None if lookout is None or point_to_point else lookout.explain(self.trace)
+        found = None if mismatch_watch is None or point_to_point else mismatch_watch.explain(self.trace)
         return found or self.error(operation, tag, reason, array)
 
     # ------------------------------------------------------------------ collectives

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from mpi4py import MPI
 
-from mpizero.comm.transport import Request
+from mpizero.comm.transport import Request, Transport
 from mpizero.types import Array
-
-if TYPE_CHECKING:
-    from mpizero.comm.mpi import MpiCommunicator
 
 
 class MpiRequest(Request):
@@ -18,7 +15,7 @@ class MpiRequest(Request):
 
     __slots__ = ("_buffers", "_communicator", "_operation", "_requests", "_sequence", "_tag")
 
-    def __init__(self, communicator: MpiCommunicator, requests: list[MPI.Request], buffers: object) -> None:
+    def __init__(self, communicator: Transport, requests: list[MPI.Request], buffers: object) -> None:
         trace = communicator.trace
         self._communicator = communicator
         self._requests = requests

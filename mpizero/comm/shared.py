@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 from mpi4py import MPI
 
-from mpizero.comm.startup.leftovers import SHARED_FOLDER, taken_by_leftovers
+from mpizero.comm.leftovers import SHARED_FOLDER, taken_by_leftovers
 from mpizero.comm.transport import SharedMemory
 from mpizero.errors import SharedMemoryError
 from mpizero.types import Array

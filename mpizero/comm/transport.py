@@ -1,4 +1,4 @@
-"""What a communicator is made of: counters, trace, requests, shared memory, and the primitives of a transport."""
+"""Define what a communicator is made of: counters, requests, shared memory, and the primitives of a transport."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
-from mpizero.comm.supervision.timeline import MESSAGE, Called, Timeline
-from mpizero.comm.supervision.trace import Call, CallTrace
+from mpizero.comm.recording.call_trace import CallTrace, Signature
+from mpizero.comm.recording.timeline import MESSAGE, CommunicatorCall, Timeline
 from mpizero.errors import CollectiveError
 from mpizero.layout import Span
 from mpizero.types import Array
@@ -19,7 +19,7 @@ POINT_TO_POINT = "point to point"
 
 
 class Counters:
-    """What one rank has sent to *other* ranks through one communicator.
+    """Count what one rank has sent to *other* ranks through one communicator.
 
     [Note: bytes on the wire] The count is the amount of data, whatever algorithm the MPI library chooses:
     ``allgather(v)`` and ``igather_spans``: own block x (size - 1); ``alltoallv``: the blocks for others; ``broadcast``:
@@ -120,7 +120,7 @@ class Transport(ABC):
         label = f" {tag!r}" if tag != "" else ""
         return CollectiveError(f"[rank {self.rank}] {operation}{label} on {self.name!r}{what}: {reason}")
 
-    def _call(self, call: Call, primitive: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, call: Signature, primitive: Callable[..., Any], *arguments: Any) -> Any:
         """Run a collective primitive under the next sequence number; ``call`` is what all ranks must call alike."""
         return self._run(call[0], call[1], self.trace.begin(call), primitive, *arguments)
 
@@ -142,7 +142,7 @@ class Transport(ABC):
         finally:
             trace.entered = 0.0
             if self.timeline is not None:
-                self.timeline.add(MESSAGE, Called(self.name, operation, tag, sequence), entered)
+                self.timeline.add(MESSAGE, CommunicatorCall(self.name, operation, tag, sequence), entered)
 
     def _failure(self, operation: str, tag: str, reason: object, array: object = None) -> CollectiveError:
         """Return the error for a call that the transport has refused; says more where it knows more."""

@@ -16,9 +16,9 @@ import numpy as np
 
 from mpizero import kernels, optim
 from mpizero.comm.agreement import all_ranks
+from mpizero.comm.recording.timeline import Timeline
 from mpizero.comm.reduce.segments import program_array
 from mpizero.comm.supervision.guard import set_context
-from mpizero.comm.supervision.timeline import Timeline
 from mpizero.errors import ConfigError, SharedMemoryError
 from mpizero.layout import FlatLayout, Grains
 from mpizero.nn.freed_memory import keep_freed_memory

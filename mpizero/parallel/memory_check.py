@@ -8,7 +8,7 @@ from socket import gethostname
 import numpy as np
 
 from mpizero.comm import Communicator, ProcessGrid
-from mpizero.comm.startup.leftovers import SHARED_FOLDER, taken_by_leftovers
+from mpizero.comm.leftovers import SHARED_FOLDER, taken_by_leftovers
 from mpizero.layout import FlatLayout, rows_plan
 from mpizero.layout.grains import DEFAULT_GRAINS
 from mpizero.parallel.config import ShardingConfig

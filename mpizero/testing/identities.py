@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.comm.convert import lent
+from mpizero.comm.startup.convert import lent
 from mpizero.types import Array
 
 Point = Array | Mapping[str, Array]

@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 import mpizero as mz
 from mpizero.comm.mpi import MpiCommunicator
-from mpizero.comm.supervision.trace import CallTrace
+from mpizero.comm.recording.call_trace import CallTrace
 
 
 def count_only(self: CallTrace, call: tuple[Any, ...]) -> int:

@@ -401,7 +401,7 @@ def test_a_message_of_another_length_is_an_error(ranks, length, polling):
         if comm.size == 1 and length == 3:
             return  # Open MPI cuts a message to oneself silently
         arrival = comm.irecv(np.empty(2), (comm.rank - 1) % comm.size, tag=5)
-        departure = comm.isend(np.zeros(length), (comm.rank + 1) % comm.size, tag=5)
+        early_exit = comm.isend(np.zeros(length), (comm.rank + 1) % comm.size, tag=5)
 
         def end():
             while polling and not arrival.test():
@@ -410,7 +410,7 @@ def test_a_message_of_another_length_is_an_error(ranks, length, polling):
 
         with pytest.raises(CollectiveError, match=rf"\[rank {comm.rank}\] irecv '?5'? on .*float64\[2\]"):
             end()
-        departure.wait()
+        early_exit.wait()
 
     ranks(specification)
 

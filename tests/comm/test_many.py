@@ -13,7 +13,7 @@ from mpizero.errors import StateError
 def test_configurations_that_are_never_closed_are_refused_before_mpi_has_no_room(monkeypatch):
     from mpi4py import MPI
 
-    from mpizero.comm.supervision import registry
+    from mpizero.comm.recording import registry
 
     assert registry.MOST_LIVE < 2048  # MPICH's numbers of communicators and windows
     monkeypatch.setattr(registry, "MOST_LIVE", len(guard.current().register.live) + 8)

@@ -8,7 +8,7 @@ import traceback
 import pytest
 
 import mpizero
-from mpizero.comm.exits.failure_report import describe, told
+from mpizero.comm.failure_report import describe, told
 from mpizero.errors import ConfigError
 from mpizero.frames import TRACEBACK
 

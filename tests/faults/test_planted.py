@@ -93,7 +93,7 @@ def test_every_site_is_in_the_list_and_in_the_code():
     found = set()
     for path in (ROOT / "mpizero").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "strike":
+            if isinstance(node, ast.Signature) and isinstance(node.func, ast.Name) and node.func.id == "strike":
                 found.add(ast.literal_eval(node.args[0]))
     assert found == set(SITES)
     assert all(hasattr(Fault, f"_{action}") for action in ACTIONS)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.comm import Communicator, CommunicatorGroup
-from mpizero.comm.group.model_group import CardsGroup
+from mpizero.comm.group.model_group import GpuAwareGroup
 from mpizero.comm.group.pipeline_p2p import Courier, Route
 from mpizero.kernels import to_host
 from mpizero.kernels.device import Card
@@ -110,7 +110,7 @@ class DirectGroup(_LayerGroup):
 
     def __init__(self, group: CommunicatorGroup, card: Card) -> None:
         super().__init__(group, card)
-        self._cards = CardsGroup(group, card)
+        self._cards = GpuAwareGroup(group, card)
 
     def _for(self, x: Array) -> Group:
         return self._group if isinstance(x, np.ndarray) else self._cards

@@ -1,4 +1,4 @@
-"""Sums and gathers of a small group through messages, every sum in the order of the ranks."""
+"""Sum and gather arrays of a small group by messages; sums are in rank order."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mpizero.types import Array
 FOLD_BLOCK = 1 << 15
 
 
-class Path(Protocol):
-    """How the arrays of a group move. All paths add in rank order, so the bits do not depend on the path.
+class GroupTransport(Protocol):
+    """Move the arrays of a group. Every transport adds in rank order, so the bits do not depend on the transport.
 
     Every method is collective over the group; arrays are C-contiguous, ``sizes`` has one length a rank.
     """
@@ -51,8 +51,8 @@ def fold(operation: np.ufunc, terms: Sequence[Array] | Array, out: Array) -> Non
             operation(part, other, out=part)
 
 
-class Messages:
-    """Sums and gathers by the collectives of a communicator of at least two ranks.
+class MessageGroup:
+    """Sum and gather by the collectives of a communicator of at least two ranks.
 
     Buffers of messages are kept for the next call; what is returned is always new.
 

@@ -1,4 +1,4 @@
-"""What split layers know of the ranks they are split over: sums, gathers and shifts, in the order of the ranks."""
+"""Sum, gather and shift arrays among the ranks that a layer is split over; sums are in rank order."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 
 from mpizero.comm.checks import MOVABLE
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.group.messages import Messages, Path
-from mpizero.comm.group.window import Window
+from mpizero.comm.group.messages import GroupTransport, MessageGroup
+from mpizero.comm.group.window import WindowGroup
 from mpizero.comm.transport import Request
 from mpizero.kernels import namespace
 from mpizero.types import Array
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SHIFT_TAG = 31_000
 
 
-class Shift:
+class GroupShift:
     """Arrays on their way around the group; a :class:`mpizero.types.ShiftRequest`."""
 
     __slots__ = ("_received", "_requests")
@@ -75,11 +75,11 @@ class CommunicatorGroup:
     def __init__(self, comm: Communicator, node_comm: Communicator | None = None) -> None:
         self.comm = comm
         self.counts: Counter[str] = Counter()
-        self._messages = Messages(comm)
-        self._window: Window | None = None
+        self._message_group = MessageGroup(comm)
+        self._window: WindowGroup | None = None
         if node_comm is not None and 1 < comm.size == node_comm.size and node_comm.shares_memory:
-            self._window = Window(node_comm, self._messages)
-        self._path: Path = self._window or self._messages
+            self._window = WindowGroup(node_comm, self._message_group)
+        self._transport: GroupTransport = self._window or self._message_group
 
     def __repr__(self) -> str:
         """Show the communicator. Not collective."""
@@ -98,7 +98,7 @@ class CommunicatorGroup:
     @property
     def private_bytes(self) -> int:
         """Bytes of the message buffers that this rank keeps."""
-        return self._messages.nbytes
+        return self._message_group.nbytes
 
     @property
     def shared_bytes(self) -> int:
@@ -131,7 +131,7 @@ class CommunicatorGroup:
         if self.size == 1:
             return _copy(x)
         with self._timed("all_gather", tag):
-            whole = self._path.gather(_cube(x, axis), sizes, tag)
+            whole = self._transport.gather(_cube(x, axis), sizes, tag)
         return whole.reshape(*x.shape[:axis], sum(sizes), *x.shape[axis + 1 :])
 
     def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
@@ -147,10 +147,10 @@ class CommunicatorGroup:
         if self.size == 1:
             return _copy(x)
         with self._timed("reduce_scatter", tag):
-            block = self._path.scatter(_cube(x, axis), sizes, tag)
+            block = self._transport.scatter(_cube(x, axis), sizes, tag)
         return block.reshape(*x.shape[:axis], sizes[self.rank], *x.shape[axis + 1 :])
 
-    def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> Shift:
+    def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> GroupShift:
         """Start sending ``arrays`` to rank + ``by`` and receiving the like from rank - ``by``, around the ring.
 
         Collective over the group: all ranks give the same shapes and the same ``by``. C-contiguous arrays are not
@@ -162,15 +162,15 @@ class CommunicatorGroup:
         self.counts["shift"] += 1
         target, source = (self.rank + by) % self.size, (self.rank - by) % self.size
         if target == self.rank:
-            return Shift((), tuple(arrays))
+            return GroupShift((), tuple(arrays))
         received = tuple(self._empty(x.shape, x.dtype) for x in arrays)
         requests = [self.comm.irecv(x, source, SHIFT_TAG) for x in received]
         requests += [self.comm.isend(contiguous(x), target, SHIFT_TAG) for x in arrays]
-        return Shift(requests, received)
+        return GroupShift(requests, received)
 
     def close(self) -> None:
         """Free what was allocated, not ``comm``; a second call does nothing. Collective over the group."""
-        self._path.close()
+        self._transport.close()
 
     # ------------------------------------------------------------------ checks
 
@@ -189,7 +189,7 @@ class CommunicatorGroup:
         if self.size == 1:
             return _copy(x)
         with self._timed(kind, tag):
-            return self._path.reduce(contiguous(x).reshape(-1), operation, tag).reshape(x.shape)
+            return self._transport.reduce(contiguous(x).reshape(-1), operation, tag).reshape(x.shape)
 
     def _timed(self, kind: str, tag: str) -> AbstractContextManager[object]:
         """Note the time of a call, its copies and sums included, where somebody watches."""
@@ -222,7 +222,7 @@ class CommunicatorGroup:
         return self.comm.error(kind, tag, reason + shape, x)
 
 
-class CardsGroup(CommunicatorGroup):
+class GpuAwareGroup(CommunicatorGroup):
     """The ranks of a group whose arrays are those of cards, given to MPI as they are; see [Note: direct messages].
 
     Parameters
@@ -239,7 +239,7 @@ class CardsGroup(CommunicatorGroup):
         super().__init__(group.comm)
         self.counts, self._card = group.counts, card
         self.comm.before_cards = card.settle
-        self._path = self._messages = Messages(self.comm, self._empty)
+        self._transport = self._message_group = MessageGroup(self.comm, self._empty)
 
     def _takes(self, x: object) -> bool:
         return hasattr(x, "__cuda_array_interface__")

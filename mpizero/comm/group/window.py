@@ -1,4 +1,4 @@
-"""Sums and gathers of ranks that share memory, through one window: written once, read in place, nothing is sent.
+"""Sum and gather arrays of ranks that share memory through one window: written once, read in place, nothing is sent.
 
 [Note: two halves] A call writes into one half of the window, waits at one barrier, and reads; the next call uses the
 other half. A rank that writes into a half again has passed the barrier of the call between, which every rank enters
@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.group.messages import Messages, fold
-from mpizero.comm.supervision.mismatch import mismatch
-from mpizero.comm.supervision.trace import describe
+from mpizero.comm.group.messages import MessageGroup, fold
+from mpizero.comm.recording.call_trace import describe
+from mpizero.comm.recording.mismatch import mismatch
 from mpizero.comm.transport import SharedMemory
 from mpizero.errors import SharedMemoryError
 from mpizero.layout import Partition
@@ -40,14 +40,14 @@ _REMEMBERED = 512
 
 
 class _Place(NamedTuple):
-    """Where the arrays of one call lie in each half, and the number that stands for it."""
+    """Hold the views of one call in each half of the window, and the number that stands for the call."""
 
     signature: int
     halves: tuple[tuple[Array, ...], tuple[Array, ...]]
 
 
-class Window:
-    """A :class:`mpizero.comm.group.messages.Path` through memory that all ranks of the group share.
+class WindowGroup:
+    """A :class:`mpizero.comm.group.messages.GroupTransport` through memory that all ranks of the group share.
 
     The window is allocated at the first call and grows to the largest call; where there is no room for it all ranks go
     on with messages, and the first one says so.
@@ -56,13 +56,13 @@ class Window:
     ----------
     node : Communicator
         The ranks of the group; ``shares_memory``.
-    messages : Messages
+    messages : MessageGroup
         The same ranks, maybe in another order, which is the order of all sums.
     """
 
-    def __init__(self, node: Communicator, messages: Messages) -> None:
+    def __init__(self, node: Communicator, messages: MessageGroup) -> None:
         self._node = node
-        self._messages = messages
+        self._message_group = messages
         self._rank, self._size = messages.comm.rank, messages.comm.size
         self._memory: SharedMemory | None = None
         self._has_room = True
@@ -82,7 +82,7 @@ class Window:
         call = (operation.__name__, x.dtype.char, x.size)
         rows = self._open(call, [x.shape] * (self._size + shared_sum), x.dtype, tag)
         if rows is None:
-            return self._messages.reduce(x, operation, tag)
+            return self._message_group.reduce(x, operation, tag)
         rows[self._rank][...] = x
         self._meet(call, tag)
         result = np.empty(x.shape, x.dtype)
@@ -101,7 +101,7 @@ class Window:
         call = ("reduce_scatter", x.dtype.char, x.shape, tuple(sizes))
         rows = self._open(call, [x.shape] * self._size, x.dtype, tag)
         if rows is None:
-            return self._messages.scatter(x, sizes, tag)
+            return self._message_group.scatter(x, sizes, tag)
         start = sum(sizes[: self._rank])
         stop = start + sizes[self._rank]
         mine = rows[self._rank]
@@ -122,7 +122,7 @@ class Window:
         call = ("all_gather", x.dtype.char, outer, inner, tuple(sizes))
         arrays = self._open(call, [(outer, sum(sizes), inner)], x.dtype, tag)
         if arrays is None:
-            return self._messages.gather(x, sizes, tag)
+            return self._message_group.gather(x, sizes, tag)
         whole, start = arrays[0], sum(sizes[: self._rank])
         whole[:, start : start + sizes[self._rank]] = x
         self._meet(call, tag)
@@ -131,7 +131,7 @@ class Window:
     def close(self) -> None:
         """Free the window and the buffers of messages. Collective over the group."""
         self._drop()
-        self._messages.close()
+        self._message_group.close()
 
     # ------------------------------------------------------------------ the window
 

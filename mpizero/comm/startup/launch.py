@@ -18,7 +18,7 @@ _LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 
 @dataclass(frozen=True)
 class MpiFacts:
-    """What a process knows of its MPI.
+    """Describe the MPI library of this process.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What must not differ between ranks when they begin: the software they run on, and what they are about to do."""
+"""Compare the software of all ranks and their plans before they start."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
-from mpizero.comm.alike import agree_alike
 from mpizero.comm.communicator import Communicator
+from mpizero.comm.equality import agree_alike
 from mpizero.comm.startup.launch import mpi_facts
 
 #: HDF5 comes with h5py, whose own version stands for both.
@@ -43,7 +43,7 @@ def agree_to_start(comm: Communicator, plans: Callable[[], Mapping[str, Any]]) -
     """Raise on every rank unless all run the same software and have the same plans.
 
     Collective over ``comm``: one message of 32 bytes a rank while they agree. ``plans`` returns subjects by name, as
-    :func:`mpizero.comm.alike.agree_alike` takes them; ``mpizero train`` calls this with its configuration, and every
+    :func:`mpizero.comm.equality.agree_alike` takes them; ``mpizero train`` calls this with its configuration, and every
     sharded model with all that it is made of. It is the first message of both, so ranks that are to do different
     things meet here and not in the middle of them.
 

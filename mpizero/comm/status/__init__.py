@@ -1,1 +1,1 @@
-"""Where every rank stands, readable without MPI: shared memory within a node, TCP between nodes."""
+"""Share the status of every rank without MPI: by shared memory within a node, by TCP between nodes."""

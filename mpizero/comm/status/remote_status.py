@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from mpizero.comm.status.conversations import Script, Talk, Talks
 from mpizero.comm.status.received_slots import SLOT_LIMIT, checked
-from mpizero.comm.status.status_board import Board, Slot, encode
+from mpizero.comm.status.status_board import Slot, StatusBoard, encode
+from mpizero.comm.status.tcp_queries import Script, TcpQueries, TcpQuery
 
 #: Ranks of each node that answer: the second where the first is stopped or holds the interpreter lock.
 ANSWERING = 2
@@ -47,26 +47,26 @@ _LOOPBACK = "127."
 
 
 @dataclass(frozen=True)
-class Door:
-    """Where a rank of another node listens, and the ranks whose slots it can have; all by their world ranks."""
+class StatusServer:
+    """Describe a server on another node: its world rank, its address, and the ranks whose status it sends."""
 
     rank: int
     address: tuple[str, int]
     ranks: frozenset[int]
 
 
-class Elsewhere:
-    """What this rank can learn of other nodes, and what it tells them.
+class RemoteStatus:
+    """Read the status of the ranks of other nodes, and serve that of this node's ranks to them.
 
     Collective over the ranks that ``allgather`` (picklable object -> list of every rank's) reaches.
     """
 
-    def __init__(self, board: Board, host: str, allgather: Callable[[Any], list[Any]]) -> None:
+    def __init__(self, board: StatusBoard, host: str, allgather: Callable[[Any], list[Any]]) -> None:
         self._board = board
         self._servers: list[socket.socket] = []
         self._thread: threading.Thread | None = None
         self._closing = False
-        self._doors: dict[str, list[Door]] = {}
+        self._remote_servers: dict[str, list[StatusServer]] = {}
         self._last: dict[int, Slot] = {}
         self._next, self._pause = 0.0, 0.5
         self._body, self._said = b"", float("-inf")
@@ -82,7 +82,9 @@ class Elsewhere:
         for (rank, name), (places, *_) in zip(hosts, told, strict=True):
             if name != host:
                 ranks = frozenset(other for other, theirs in hosts if theirs == name)
-                self._doors.setdefault(name, []).extend(Door(rank, tuple(place), ranks) for place in places)
+                self._remote_servers.setdefault(name, []).extend(
+                    StatusServer(rank, tuple(place), ranks) for place in places
+                )
         if self._servers:
             self._thread = threading.Thread(target=self._serve, name="mpizero-elsewhere", daemon=True)
             try:
@@ -100,17 +102,17 @@ class Elsewhere:
 
     def _ask_all(self, found: dict[int, Slot]) -> None:
         limit = monotonic() + _ALL_ANSWERS
-        untried = {name: list(doors) for name, doors in self._doors.items()}
-        asked: dict[str, Talk] = {}
+        untried = {name: list(servers) for name, servers in self._remote_servers.items()}
+        asked: dict[str, TcpQuery] = {}
         answered: set[str] = set()
-        with Talks(_CLIENTS) as talks:
+        with TcpQueries(_CLIENTS) as talks:
             while (now := monotonic()) < limit:
                 asked = {name: talk for name, talk in asked.items() if not talk.ended}
-                untried = {name: doors for name, doors in untried.items() if doors and name not in answered}
+                untried = {name: servers for name, servers in untried.items() if servers and name not in answered}
                 for name in [name for name in untried if name not in asked][: _CLIENTS - len(asked)]:
-                    door = untried[name].pop(0)
-                    if (connection := _connecting(door.address)) is not None:
-                        asked[name] = talks.start(connection, self._asking(door, name, found, answered), _ANSWER)
+                    server = untried[name].pop(0)
+                    if (connection := _connecting(server.address)) is not None:
+                        asked[name] = talks.start(connection, self._asking(server, name, found, answered), _ANSWER)
                 if any(not talk.ended for talk in asked.values()):
                     talks.turn(limit - now)
                 elif not any(untried.values()):
@@ -118,7 +120,7 @@ class Elsewhere:
 
     def read_now_and_then(self) -> dict[int, Slot]:
         """Ask after ever longer pauses; between return what was known last. Not collective."""
-        if self._doors and monotonic() > self._next:
+        if self._remote_servers and monotonic() > self._next:
             self._last = self.read()
             self._next, self._pause = monotonic() + self._pause, min(1.5 * self._pause, 30.0)
         return self._last
@@ -136,17 +138,17 @@ class Elsewhere:
 
     # ------------------------------------------------------------------ what is said
 
-    def _asking(self, door: Door, name: str, found: dict[int, Slot], answered: set[str]) -> Script:
+    def _asking(self, server: StatusServer, name: str, found: dict[int, Slot], answered: set[str]) -> Script:
         challenge = yield _NONCE
         nonce = secrets.token_bytes(_NONCE)
-        yield nonce + self._proof(b"ask", door.rank, challenge + nonce)
+        yield nonce + self._proof(b"ask", server.rank, challenge + nonce)
         head = yield _PROOF + _LENGTH
         size = int.from_bytes(head[_PROOF:], "big")
-        if size > SLOT_LIMIT * len(door.ranks):
+        if size > SLOT_LIMIT * len(server.ranks):
             raise ValueError(f"an answer of {size} bytes")
         body = yield size
-        if hmac.compare_digest(head[:_PROOF], self._proof(b"answer", door.rank, challenge + nonce + body)):
-            found |= checked(body, door.ranks, monotonic())
+        if hmac.compare_digest(head[:_PROOF], self._proof(b"answer", server.rank, challenge + nonce + body)):
+            found |= checked(body, server.ranks, monotonic())
             answered.add(name)
 
     def _answering(self) -> Script:
@@ -175,14 +177,14 @@ class Elsewhere:
 
     def _serve(self) -> None:
         # What ends here is a help for diagnosis: an error in a thread would end the job.
-        with contextlib.suppress(Exception), Talks(_CLIENTS) as talks:
+        with contextlib.suppress(Exception), TcpQueries(_CLIENTS) as talks:
             for server in self._servers:
                 talks.listen(server)
             while not self._closing:
                 if sum(self._take(server, talks) for server in talks.turn(None)) >= _STRANGERS:
                     time.sleep(_PAUSE)
 
-    def _take(self, server: socket.socket, talks: Talks) -> int:
+    def _take(self, server: socket.socket, talks: TcpQueries) -> int:
         """Take those who have connected, and few strangers; return how many strangers those were."""
         strangers = 0
         for _ in range(_CLIENTS):

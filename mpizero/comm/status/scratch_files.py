@@ -16,7 +16,7 @@ def folders() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def nameless_file() -> Iterator[int]:
+def anonymous_file() -> Iterator[int]:
     """Open an empty file that is gone when it is closed.
 
     Not collective. A Python that was built against a glibc before 2.27 has no ``os.memfd_create``.

@@ -28,7 +28,7 @@ _ASKED, _KEY = 64, 32
 Slot = dict[str, Any]
 
 
-class Board:
+class StatusBoard:
     """One slot per rank of a node, and one claim per job part: who speaks the last words.
 
     Parameters
@@ -141,7 +141,9 @@ def encode(slots: Mapping[Any, Any]) -> bytes:
     return json.dumps(slots, separators=(",", ":")).encode()
 
 
-def open_board(rank: int, members: Sequence[int], host: str, allgather: Callable[[Any], list[Any]]) -> Board:
+def open_status_board(
+    rank: int, members: Sequence[int], host: str, allgather: Callable[[Any], list[Any]]
+) -> StatusBoard:
     """Open the board of this rank's node, or one of its own where that cannot be had.
 
     Collective over the ranks that ``allgather`` (picklable object -> list of every rank's) reaches: the world ranks
@@ -149,12 +151,12 @@ def open_board(rank: int, members: Sequence[int], host: str, allgather: Callable
     """
     hosts = allgather(host)
     ranks = [other for other, name in zip(members, hosts, strict=True) if name == host]
-    path = Board.create_file(len(ranks)) if rank == ranks[0] else None
+    path = StatusBoard.create_file(len(ranks)) if rank == ranks[0] else None
     shared = allgather(path)[members.index(ranks[0])]
     try:
-        board = Board(ranks, rank, shared)
+        board = StatusBoard(ranks, rank, shared)
     except (OSError, ValueError):  # the same host name, but another file system (containers)
-        board = Board(ranks, rank, None)
+        board = StatusBoard(ranks, rank, None)
     allgather(None)  # everyone has it open
     if path is not None:
         with contextlib.suppress(OSError):

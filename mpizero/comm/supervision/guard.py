@@ -22,16 +22,16 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from mpizero.comm.exits.c_exit_hook import LibraryExit
-from mpizero.comm.exits.job_exit import Ending
-from mpizero.comm.exits.python_hooks import Hooks
-from mpizero.comm.startup.arrival import arriving
-from mpizero.comm.startup.startup_board import open_roll
+from mpizero.comm.recording.call_trace import CallTrace
 from mpizero.comm.status.scratch_files import folders
+from mpizero.comm.status.startup_board import open_startup_board
 from mpizero.comm.status.status_board import Slot
+from mpizero.comm.supervision.arrival import arriving
+from mpizero.comm.supervision.c_exit_hook import CExitHook
 from mpizero.comm.supervision.heartbeat import Heartbeat
-from mpizero.comm.supervision.mismatch import Lookout
-from mpizero.comm.supervision.trace import CallTrace
+from mpizero.comm.supervision.job_exit import JobExit
+from mpizero.comm.supervision.mismatch_watch import MismatchWatch
+from mpizero.comm.supervision.python_hooks import PythonHooks
 from mpizero.errors import (
     ConfigError,
     ExitStatus,
@@ -45,14 +45,14 @@ DEBUG, DEBUGGED = "MPIZERO_DEBUG", ("collectives", "gradients")
 EMBEDDED = "MPIZERO_EMBEDDED"
 
 
-class Guard(Ending):
+class Guard(JobExit):
     """Takes over the process for the communicators of mpizero, and gives it back; made once, see [Note: one holder]."""
 
     def __init__(self) -> None:
         super().__init__(launched=is_several(os.environ))
         self.debug = frozenset(filter(None, map(str.strip, os.environ.get(DEBUG, "").split(","))))
         self.verifies = "collectives" in self.debug
-        self._library_exit: LibraryExit | None = None
+        self._c_exit_hook: CExitHook | None = None
         self._imported = self._keeps = self.shows_stacks = False
         #: The communicators that are watched over, with the ranks of those that were not split off another one.
         self._watched: dict[CallTrace, tuple[int, ...]] = {}
@@ -78,13 +78,15 @@ class Guard(Ending):
         if self.hooks is not None and self.hooks.live:
             return
         self._imported, self.process, self.host = True, os.getpid(), socket.gethostname()
-        self.hooks = Hooks(self)
+        self.hooks = PythonHooks(self)
         if is_several(os.environ):
             os.environ[RANK_PROCESS] = mark(os.environ)
             self.rank = self.peers.rank = launched_rank(os.environ)
             folder = next((folder for folder in folders() if os.access(folder, os.W_OK)), "")
             size = Launch.of(os.environ).size or 1
-            self.peers.roll = open_roll(job_name(os.environ), self.rank, size, folder, self.supervisor.complain)
+            self.peers.startup_board = open_startup_board(
+                job_name(os.environ), self.rank, size, folder, self.supervisor.complain
+            )
             self._tell()
         for word in sorted(self.debug.difference(DEBUGGED)):
             raise ConfigError(
@@ -107,7 +109,7 @@ class Guard(Ending):
         self._rest()
 
     def _rest(self) -> None:
-        heartbeat, self.heartbeat, self.lookout = self.heartbeat, None, None
+        heartbeat, self.heartbeat, self.mismatch_watch = self.heartbeat, None, None
         if heartbeat is not None:
             heartbeat.notes.clear()
             self.supervisor.remove(heartbeat.look)
@@ -115,9 +117,9 @@ class Guard(Ending):
             self.shows_stacks = False
             faulthandler.unregister(signal.SIGUSR2)
         self.peers.close()
-        if self._library_exit is not None:
-            self._library_exit.close()
-            self._library_exit = None
+        if self._c_exit_hook is not None:
+            self._c_exit_hook.close()
+            self._c_exit_hook = None
         os.environ.pop(RANK_PROCESS, None)
         self.hooks, self.process = None, 0
 
@@ -161,7 +163,7 @@ class Guard(Ending):
 
     def _known(self) -> dict[int, Slot]:
         own = {} if self.heartbeat is None else {self.rank: self.heartbeat.last}
-        return self.peers.on_roll() | self.peers.read() | own
+        return self.peers.read_startup_board() | self.peers.read() | own
 
     def _end_stuck(self, text: str) -> None:
         if not self.ending:
@@ -172,9 +174,9 @@ class Guard(Ending):
         if not self.peers.met(members):
             self.peers.meet(comm, members, self.host, self.supervisor.complain)
         self._tell()
-        self._look_out()
+        self._watch_mismatches()
         if len(members) == self.size:
-            self.peers.leave_roll(all_met=True)
+            self.peers.close_startup_board(all_met=True)
         return members
 
     def world_ranks(self, comm: Any) -> tuple[int, ...]:
@@ -232,12 +234,12 @@ class Guard(Ending):
         except Exception as error:  # what only helps to find a fault ends no run
             self.supervisor.complain(error)
 
-    def _look_out(self) -> None:
+    def _watch_mismatches(self) -> None:
         """Compare what this rank calls with what the others call, from now on. Not collective."""
-        if self.lookout is None and self.heartbeat is not None:
-            self.lookout = Lookout(self.heartbeat, self._end_mismatch)
-            self.heartbeat.listeners.append(self.lookout.look)
-            self._library_exit = LibraryExit(self._on_library_exit)
+        if self.mismatch_watch is None and self.heartbeat is not None:
+            self.mismatch_watch = MismatchWatch(self.heartbeat, self._end_mismatch)
+            self.heartbeat.listeners.append(self.mismatch_watch.look)
+            self._c_exit_hook = CExitHook(self._on_c_exit)
 
 
 _GUARD = Guard()

@@ -13,13 +13,13 @@ from time import monotonic
 from types import FrameType
 from typing import Any
 
-from mpizero.comm.startup.arrival import runs
-from mpizero.comm.status.peers import Peers
-from mpizero.comm.status.stacks import frame_of, innermost, place, stacks
+from mpizero.comm.recording.call_trace import MAKING, CallRecord, CallTrace
+from mpizero.comm.recording.registry import CommunicatorRegistry
+from mpizero.comm.status.peer_groups import PeerGroups
 from mpizero.comm.status.status_board import Slot
-from mpizero.comm.supervision.registry import Register
+from mpizero.comm.status.thread_stacks import frame_of, innermost, place, stacks
+from mpizero.comm.supervision.arrival import runs
 from mpizero.comm.supervision.supervisor import Supervisor
-from mpizero.comm.supervision.trace import MAKING, CallTrace, Record
 
 #: Seconds in which a main thread at the same instruction is taken to stand still.
 _STILL = 0.5
@@ -54,7 +54,7 @@ def library_call(frame: FrameType, world: Any) -> str:
     return f"{found[2]} of COMM_WORLD" if type(value) is type(world) and value == world else ""
 
 
-def calls(register: Register, since: Callable[[float], float]) -> list[list[Any]]:
+def calls(register: CommunicatorRegistry, since: Callable[[float], float]) -> list[list[Any]]:
     """Return the calls that are going on: key, communicator, sequence, operation, tag, seconds. Not collective.
 
     ``since`` tells the seconds from a moment on.
@@ -79,8 +79,8 @@ class Heartbeat:
 
     def __init__(
         self,
-        peers: Peers,
-        register: Register,
+        peers: PeerGroups,
+        register: CommunicatorRegistry,
         supervisor: Supervisor,
         context: Callable[[], dict[str, Any]],
     ) -> None:
@@ -149,7 +149,7 @@ class Heartbeat:
             slot["records"] = asked
         return slot | self.notes | self._context()
 
-    def _asked_for(self) -> dict[str, list[Record]]:
+    def _asked_for(self) -> dict[str, list[CallRecord]]:
         """Return the last calls of the communicators that a rank has asked for last."""
         asked = self.peers.asked()
         self._asked = [*asked, *(key for key in self._asked if key not in asked)][: len(asked) + 1]

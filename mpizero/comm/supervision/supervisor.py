@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from time import monotonic
 
-from mpizero.comm.exits.failure_report import write
+from mpizero.comm.failure_report import write
 
 #: Seconds between two looks, unless somebody asks for more.
 TICK = 0.25
@@ -45,7 +45,7 @@ class Supervisor:
 
     @property
     def lives(self) -> bool:
-        """Whether the thread runs: it does not where this user may have no more threads."""
+        """True while the thread runs; it cannot start where this user may have no more threads."""
         return self._thread is not None and self._thread.is_alive()
 
     def add(self, listener: Callable[[float], None], tick: float = TICK) -> None:

@@ -7,22 +7,18 @@ tested, so that ranks may still start it at different times.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from mpi4py import MPI
 
-from mpizero.comm.supervision.mismatch import mismatch
-from mpizero.comm.supervision.trace import CallTrace
-from mpizero.comm.transport import Request
+from mpizero.comm.recording.call_trace import CallTrace
+from mpizero.comm.recording.mismatch import mismatch
+from mpizero.comm.transport import Request, Transport
 from mpizero.errors import CollectiveError
 from mpizero.types import Array
 
-if TYPE_CHECKING:
-    from mpizero.comm.mpi import MpiCommunicator
 
-
-class Verifier:
+class CallVerifier:
     """Compares the contract numbers of the ranks of one communicator; raises the same error on all of them.
 
     Parameters
@@ -39,11 +35,11 @@ class Verifier:
         self._comm = comm.Split(0, comm.Get_rank())
         self._trace, self._members = trace, members
 
-    def start(self) -> Verification:
+    def start(self) -> PendingComparison:
         """Send this rank's number. Collective over the communicator."""
         mine, everyone = np.array([self._trace.number]), np.empty(self._comm.Get_size(), np.int64)
         request = self._comm.Iallgather([mine, MPI.INT64_T], [everyone, 1, MPI.INT64_T])
-        return Verification(self, request, mine, everyone)
+        return PendingComparison(self, request, mine, everyone)
 
     def error(self) -> CollectiveError:
         """Return what ranks with different numbers have called. Collective over the communicator."""
@@ -71,10 +67,10 @@ class Verifier:
         self._comm.Free()
 
 
-class Verification:
+class PendingComparison:
     """A comparison on its way."""
 
-    def __init__(self, verifier: Verifier, request: MPI.Request, mine: Array, everyone: Array) -> None:
+    def __init__(self, verifier: CallVerifier, request: MPI.Request, mine: Array, everyone: Array) -> None:
         self._verifier, self._request = verifier, request
         self._mine, self._everyone = mine, everyone
 
@@ -98,10 +94,10 @@ class Verification:
 class VerifiedRequest(Request):
     """A non-blocking operation that ends after its comparison."""
 
-    def __init__(self, communicator: MpiCommunicator, verification: Verification, request: Request) -> None:
+    def __init__(self, communicator: Transport, verification: PendingComparison, request: Request) -> None:
         trace = communicator.trace
         self._communicator, self._request = communicator, request
-        self._verification: Verification | None = verification
+        self._verification: PendingComparison | None = verification
         self._call = (trace.operation, trace.tag, trace.sequence)
 
     def wait(self) -> None:

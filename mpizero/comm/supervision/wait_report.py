@@ -1,4 +1,4 @@
-"""What is said of a call that does not return: who is not in it, and where every rank stands."""
+"""Describe a call that does not return: the ranks that are missing, and the status of every rank."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpizero.comm.exits.failure_report import ranks_text
+from mpizero.comm.failure_report import ranks_text
+from mpizero.comm.recording.call_trace import MAKING
 from mpizero.comm.status.status_board import Slot
-from mpizero.comm.supervision.trace import MAKING
 
 #: Heartbeats of silence after which a rank counts as stopped.
 _SILENT_TICKS = 8

@@ -26,13 +26,13 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.exits.failure_report import write
-from mpizero.comm.status.stacks import place, stacks
+from mpizero.comm.failure_report import write
+from mpizero.comm.recording.registry import CommunicatorRegistry
 from mpizero.comm.status.status_board import Slot
+from mpizero.comm.status.thread_stacks import place, stacks
 from mpizero.comm.supervision import guard, wait_report
 from mpizero.comm.supervision.heartbeat import calls, transfers
 from mpizero.comm.supervision.lock_timer import LockTimer
-from mpizero.comm.supervision.registry import Register
 from mpizero.comm.supervision.supervisor import HEARTBEAT, TICK
 from mpizero.errors import CollectiveError, ConfigError, ExitStatus
 
@@ -101,7 +101,7 @@ class Watchdog:
         self._shared = self._guard.follows(self._comm.trace)
         self._rank = self._guard.rank if self._shared else self._comm.rank
         if not self._shared:  # one rank, or ranks that are threads of this process
-            self._register = Register()
+            self._register = CommunicatorRegistry()
             self._register.add(self._comm.trace, range(self._comm.size), self._comm.rank)
         self._open_log()
         if self._shared:

@@ -12,7 +12,7 @@ from mpizero import kernels
 from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.agreement import all_ranks, grouped
 from mpizero.comm.calls import agree_on_call
-from mpizero.comm.supervision.trace import MODULUS
+from mpizero.comm.recording.call_trace import MODULUS
 from mpizero.errors import CollectiveError, ConfigError, DataError, PeerFailure
 from mpizero.layout import FlatLayout
 from mpizero.layout.flat import joined
@@ -23,7 +23,7 @@ from mpizero.parallel.step_report import NonFinite
 from mpizero.types import Array
 
 #: Marks of a rank, in the low bits of its first row's last word: a value was not finite; a grain raised.
-#: The bits above have its contract number, see comm/supervision/registry.py's [Note: one sum].
+#: The bits above have its contract number, see comm/recording/registry.py's [Note: one sum].
 _BAD, _FAILED = 1, 2
 _MARK_BITS = 2
 

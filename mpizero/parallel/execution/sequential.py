@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from mpizero.comm import ProcessGrid
-from mpizero.comm.supervision.timeline import Timeline
+from mpizero.comm.recording.timeline import Timeline
 from mpizero.errors import DataError
 from mpizero.kernels import all_finite, to_host
 from mpizero.layout import Unit

@@ -16,9 +16,9 @@ import numpy as np
 from mpizero import kernels
 from mpizero.comm import ProcessGrid
 from mpizero.comm.agreement import all_ranks
+from mpizero.comm.recording.timeline import Timeline
 from mpizero.comm.reduce.exact import RowsToSum
 from mpizero.comm.reduce.segments import Arriving, Piece, program_array
-from mpizero.comm.supervision.timeline import Timeline
 from mpizero.layout import FlatLayout, Unit, Wave, WavePlan, wave_plan
 from mpizero.layout.flat import views
 from mpizero.parallel.batch.redistribute import GlobalBatch, Grain

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_arrays, all_ranks
-from mpizero.comm.alike import agree_alike
+from mpizero.comm.equality import agree_alike
 from mpizero.data import ArraySource, batches
 from mpizero.errors import ConfigError, DataError, NonFiniteError
 from mpizero.layout import Grains

@@ -13,8 +13,8 @@ import numpy as np
 from mpizero import checkpoint, optim
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_arrays
-from mpizero.comm.alike import agree_alike
 from mpizero.comm.calls import agree_on_call, check_call, collective, recorded
+from mpizero.comm.equality import agree_alike
 from mpizero.errors import ArgumentError, ConfigError, LayoutError, StateError
 from mpizero.names import explains
 from mpizero.parallel.checkpointing import model_state

@@ -11,8 +11,8 @@ import numpy as np
 
 from mpizero.comm import ProcessGrid
 from mpizero.comm.agreement import all_ranks
+from mpizero.comm.recording.timeline import Timeline
 from mpizero.comm.reduce.exact import Gathering, begin_gather
-from mpizero.comm.supervision.timeline import Timeline
 from mpizero.layout import FlatLayout, Span, Unit
 from mpizero.layout.flat import views
 from mpizero.parallel.parameters import publication

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero.comm import Communicator
-from mpizero.comm.supervision.timeline import MESSAGE, Called, Span
+from mpizero.comm.recording.timeline import MESSAGE, CommunicatorCall, TimeSpan
 from mpizero.planning.time_floors import PHASES
 
 #: What is in no phase: Python between them, checks of memory, schedules.
@@ -101,13 +101,13 @@ def leaders(communicators: Iterable[Communicator], world: Communicator) -> dict[
     return {c.name: c.broadcast_object(world.rank, tag="bench") for c in communicators}
 
 
-def marks_of(spans: Sequence[Span], offset: float, first: Mapping[str, int]) -> tuple[Mark, ...]:
+def marks_of(spans: Sequence[TimeSpan], offset: float, first: Mapping[str, int]) -> tuple[Mark, ...]:
     """Return spans as they travel, outer ones first; calls inside of calls are left out. Not collective."""
     found: list[Mark] = []
     inside = float("-inf")  # when the call ends that spans are looked at after
     for phase, detail, start, stop in sorted(spans, key=lambda span: (span.start, -span.stop)):
         times = (start + offset, stop + offset)
-        if not isinstance(detail, Called):
+        if not isinstance(detail, CommunicatorCall):
             found.append(Mark(phase, _name(detail), *times))
         elif stop > inside:
             inside = stop

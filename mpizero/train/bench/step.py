@@ -13,7 +13,7 @@ import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.supervision.timeline import Span
+from mpizero.comm.recording.timeline import TimeSpan
 from mpizero.data import batches
 from mpizero.errors import ConfigError
 from mpizero.parallel.diagnostics.tracing import watching
@@ -157,7 +157,7 @@ def _floors(request: StepRequest, config: Config, comm: Communicator) -> Sequenc
 
 def _train(
     request: StepRequest, job: Job, tell: Callable[[str], None]
-) -> tuple[list[float], list[float], list[tuple[float, float, list[Span]]]]:
+) -> tuple[list[float], list[float], list[tuple[float, float, list[TimeSpan]]]]:
     """Return the seconds of plain and of watched steps, and start, end and spans of the latter. Collective."""
     train, model = job.config.train, job.model
     total = request.warm_up + 2 * request.steps
@@ -166,7 +166,7 @@ def _train(
     )
     plain: list[float] = []
     watched: list[float] = []
-    spans: list[tuple[float, float, list[Span]]] = []
+    spans: list[tuple[float, float, list[TimeSpan]]] = []
     for number, (x, y) in enumerate(stream):
         if number == request.warm_up and job.comm.rank == 0:
             tell(f"{job.describe()}; {request.steps} steps of each kind")

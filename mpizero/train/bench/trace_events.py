@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpizero.comm.supervision.timeline import MESSAGE
+from mpizero.comm.recording.timeline import MESSAGE
 from mpizero.train.bench.phase_times import Mark, StepMarks, waited, waits
 
 _MICROSECONDS = 1e6

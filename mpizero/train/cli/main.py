@@ -98,7 +98,7 @@ def _on_first_rank(work: Callable[[argparse.Namespace], int], options: argparse.
         with _one_line_errors():
             return work(options)
     except MpizeroError as error:
-        from mpizero.comm.exits.failure_report import told, write
+        from mpizero.comm.failure_report import told, write
 
         write(f"{told(error)}\n")
         return int(error.status)

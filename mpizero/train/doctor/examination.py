@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from mpizero.comm import Communicator
-from mpizero.comm.startup.leftovers import SHARED_FOLDER, Leftover, leftovers, remove, session_folders
+from mpizero.comm.leftovers import SHARED_FOLDER, Leftover, leftovers, remove, session_folders
 from mpizero.comm.startup.same_software import versions
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.train.doctor import launch_checks, machine_facts

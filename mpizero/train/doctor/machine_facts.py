@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpizero.comm import Communicator
+from mpizero.comm.leftovers import SHARED_FOLDER
 from mpizero.comm.startup.launch import mpi_facts
-from mpizero.comm.startup.leftovers import SHARED_FOLDER
 from mpizero.errors import ConfigError, MpizeroError
 from mpizero.kernels.blas import library
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.convert import lent
+from mpizero.comm.startup.convert import lent
 from mpizero.comm.startup.launch import default_world
 from mpizero.comm.threads import run_in_threads
 from mpizero.errors import ConfigError

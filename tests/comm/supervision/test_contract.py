@@ -7,10 +7,10 @@ import threading
 import numpy as np
 import pytest
 
+from mpizero.comm.recording.call_trace import MODULUS, REMEMBERED, CallTrace, describe, number_of
+from mpizero.comm.recording.mismatch import mismatch
+from mpizero.comm.recording.registry import CommunicatorRegistry
 from mpizero.comm.startup.same_software import agree_to_start, versions
-from mpizero.comm.supervision.mismatch import mismatch
-from mpizero.comm.supervision.registry import Register
-from mpizero.comm.supervision.trace import MODULUS, REMEMBERED, CallTrace, describe, number_of
 from mpizero.errors import CollectiveMismatch, ConfigError, ExitStatus
 from mpizero.testing import run_in_threads
 
@@ -91,7 +91,7 @@ def test_one_sum_sees_any_difference_in_any_communicator(place):
     def total(odd):
         numbers = []
         for rank in range(4):
-            register, world = Register(), None
+            register, world = CommunicatorRegistry(), None
             for index, members in enumerate(groups):
                 if rank in members:
                     calls = CALLS[: 3 + index]
@@ -108,7 +108,7 @@ def test_one_sum_sees_any_difference_in_any_communicator(place):
 
 
 def test_the_sum_leaves_out_whom_it_does_not_ask():
-    register = Register()
+    register = CommunicatorRegistry()
     half, world = called(*CALLS), called(*CALLS)
     register.add(world, (0, 1, 2), 0)
     register.add(half, (0, 1), 0)

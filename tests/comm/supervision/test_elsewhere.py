@@ -11,14 +11,14 @@ import time
 
 import pytest
 
+from mpizero.comm.recording.registry import CommunicatorRegistry
 from mpizero.comm.status import remote_status as module
-from mpizero.comm.status.peers import Peers
+from mpizero.comm.status.peer_groups import PeerGroups
 from mpizero.comm.status.received_slots import SLOT_LIMIT, checked
-from mpizero.comm.status.remote_status import Door, Elsewhere, addresses
-from mpizero.comm.status.status_board import Board
+from mpizero.comm.status.remote_status import RemoteStatus, StatusServer, addresses
+from mpizero.comm.status.status_board import StatusBoard
 from mpizero.comm.supervision import guard
 from mpizero.comm.supervision.heartbeat import Heartbeat
-from mpizero.comm.supervision.registry import Register
 from mpizero.comm.supervision.supervisor import Supervisor
 from mpizero.testing import run_in_threads
 
@@ -39,19 +39,19 @@ def slot_of(rank, seconds=0.0, **entries):
     return known | {"calls": [], "duties": [], "marks": {}} | entries
 
 
-def asked(comm, per_node, meddle=lambda elsewhere: None):
+def asked(comm, per_node, meddle=lambda remote_status: None):
     """Let every rank write a slot and ask; ranks stand on nodes of ``per_node``, boards know their own rank alone."""
     node = comm.rank // per_node
-    board = Board((comm.rank,), comm.rank, None)
+    board = StatusBoard((comm.rank,), comm.rank, None)
     board.write(slot_of(comm.rank, 2.0))
-    elsewhere = Elsewhere(board, f"node{node}", comm.allgather_object)
+    remote_status = RemoteStatus(board, f"node{node}", comm.allgather_object)
     try:
-        meddle(elsewhere)
-        found = elsewhere.read()
+        meddle(remote_status)
+        found = remote_status.read()
         comm.barrier()
         return {rank: (slot["place"], round(time.monotonic() - slot["beat"])) for rank, slot in found.items()}
     finally:
-        elsewhere.close()
+        remote_status.close()
 
 
 @pytest.fixture
@@ -61,9 +61,9 @@ def pair(monkeypatch):
     found = {}
 
     def make(comm):
-        board = Board((comm.rank,), comm.rank, None)
+        board = StatusBoard((comm.rank,), comm.rank, None)
         board.write(slot_of(comm.rank))
-        found[comm.rank] = Elsewhere(board, f"node{comm.rank}", comm.allgather_object)
+        found[comm.rank] = RemoteStatus(board, f"node{comm.rank}", comm.allgather_object)
 
     run_in_threads(2, make)
     yield found[0], found[1]
@@ -94,14 +94,14 @@ def listener(talk):
 
 
 def door_of(asker):
-    ((door,),) = asker._doors.values()
-    return door
+    ((server,),) = asker._remote_servers.values()
+    return server
 
 
 def turn_to(asker, address):
     """Let ``asker`` ask at another address for what it asks for."""
-    ((name, (door, *_)),) = asker._doors.items()
-    asker._doors = {name: [Door(door.rank, address, door.ranks)]}
+    ((name, (server, *_)),) = asker._remote_servers.items()
+    asker._remote_servers = {name: [StatusServer(server.rank, address, server.ranks)]}
 
 
 def received(connection, count=1 << 30):
@@ -128,15 +128,15 @@ def test_ranks_of_a_part_of_the_world_find_each_other(members):
 
     def specification(comm):
         rank = members[comm.rank]
-        board = Board((rank,), rank, None)
+        board = StatusBoard((rank,), rank, None)
         board.write(slot_of(rank))
-        elsewhere = Elsewhere(board, f"node{rank}", comm.allgather_object)
+        remote_status = RemoteStatus(board, f"node{rank}", comm.allgather_object)
         try:
-            found = elsewhere.read()
+            found = remote_status.read()
             comm.barrier()
             return places(found)
         finally:
-            elsewhere.close()
+            remote_status.close()
 
     expected = [{other: f"line of rank {other}" for other in members if other != rank} for rank in members]
     assert run_in_threads(len(members), specification) == expected
@@ -148,10 +148,10 @@ def test_one_node_has_nobody_to_ask():
 
 def test_a_wrong_secret_gets_no_answer():
     def specification(comm):
-        def meddle(elsewhere):
+        def meddle(remote_status):
             comm.barrier()
             if comm.rank == 1:
-                elsewhere._secret = bytes(32)
+                remote_status._secret = bytes(32)
 
         return asked(comm, 1, meddle)
 
@@ -160,8 +160,8 @@ def test_a_wrong_secret_gets_no_answer():
 
 def test_a_node_that_is_gone_is_left_out():
     def specification(comm):
-        def meddle(elsewhere):
-            elsewhere.close()
+        def meddle(remote_status):
+            remote_status.close()
             comm.barrier()
 
         return asked(comm, 1, meddle)
@@ -227,8 +227,8 @@ def test_an_answer_that_was_altered_counts_for_nothing(pair):
 def test_an_answer_of_one_rank_is_none_of_another(pair):
     """Somebody in between sends those who ask for one node to another."""
     asker, _ = pair
-    ((name, (door,)),) = asker._doors.items()
-    asker._doors = {name: [Door(door.rank + 1, door.address, door.ranks)]}
+    ((name, (server,)),) = asker._remote_servers.items()
+    asker._remote_servers = {name: [StatusServer(server.rank + 1, server.address, server.ranks)]}
     assert asker.read() == {}
 
 
@@ -406,9 +406,9 @@ def test_what_ranks_do_comes_as_it_was_said(pair):
 
 def test_a_slot_as_ranks_write_it_is_taken():
     def specification(comm):
-        register, trace = Register(), comm.trace
+        register, trace = CommunicatorRegistry(), comm.trace
         register.add(trace, range(comm.size), comm.rank)
-        heartbeat = Heartbeat(Peers(), register, Supervisor(), guard.current()._state)
+        heartbeat = Heartbeat(PeerGroups(), register, Supervisor(), guard.current()._state)
         with trace.common_duty("a step"), trace.transfer("writing"):
             trace.entered = time.monotonic()
             slot = heartbeat.slot(time.monotonic())
@@ -430,8 +430,8 @@ def test_it_listens_where_the_hosts_name_leads_and_nowhere_else(monkeypatch):
     monkeypatch.setattr(socket, "gethostbyname_ex", lambda name: (name, [], ["192.0.2.1", "127.0.0.3"]))
 
     def specification(comm):
-        def meddle(elsewhere):
-            address, port = door_of(elsewhere).address
+        def meddle(remote_status):
+            address, port = door_of(remote_status).address
             assert address == "127.0.0.3"
             for other in ("127.0.0.1", "127.0.0.2"):
                 with pytest.raises(ConnectionRefusedError):

@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-from mpizero.comm.startup import leftovers as module
-from mpizero.comm.startup.leftovers import leftovers, remove, session_folders
+from mpizero.comm import leftovers as module
+from mpizero.comm.leftovers import leftovers, remove, session_folders
 
 if not hasattr(fcntl, "F_SETLEASE"):
     pytest.skip("this system grants no leases", allow_module_level=True)

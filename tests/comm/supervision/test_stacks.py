@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpizero.comm.status.stacks import Line, frame_of, innermost, place, stacks
+from mpizero.comm.status.thread_stacks import Line, frame_of, innermost, place, stacks
 
 
 def waits(entered: threading.Event, gate: threading.Event) -> None:
@@ -50,7 +50,7 @@ def test_stacks_need_neither_memory_files_nor_a_folder(monkeypatch: pytest.Monke
 
 
 def test_the_users_line_comes_first_and_lines_of_communicators_never():
-    comm = f"{sys.modules['mpizero.comm.status.stacks'].__file__}".replace("stacks", "mpi")
+    comm = f"{sys.modules['mpizero.comm'].__file__}".replace("__init__", "mpi")
     model = comm.replace("comm/mpi.py", "parallel/engine.py")
     stack = [Line(comm, 7, "allreduce"), Line(model, 8, "step"), Line("/home/me/train.py", 9, "main")]
     assert place(stack) == "train.py:9 in main > engine.py:8 in step"
@@ -89,7 +89,7 @@ def test_threads_that_run_on_are_looked_at_without_harm():
 
 LOOKERS = """
 import gc, mmap, threading
-from mpizero.comm.status.stacks import frame_of, frame_of
+from mpizero.comm.status.thread_stacks import frame_of, frame_of
 
 class Held:
     pass

@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 
+from mpizero.comm.recording.call_trace import CallTrace
 from mpizero.comm.supervision.supervisor import HEARTBEAT, Supervisor
-from mpizero.comm.supervision.trace import CallTrace
 from mpizero.comm.supervision.watchdog import Watchdog
 from mpizero.errors import CollectiveError, ConfigError, PeerFailure
 from mpizero.testing import run_in_threads

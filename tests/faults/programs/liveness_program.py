@@ -26,7 +26,7 @@ import mpizero as mz  # noqa: E402
 from mpizero import checkpoint  # noqa: E402
 from mpizero.checkpoint import LocalArray  # noqa: E402
 from mpizero.comm.mpi import MpiCommunicator  # noqa: E402
-from mpizero.comm.status.remote_status import Elsewhere  # noqa: E402
+from mpizero.comm.status.remote_status import RemoteStatus  # noqa: E402
 from mpizero.comm.supervision import guard  # noqa: E402
 from mpizero.comm.supervision.watchdog import Watchdog  # noqa: E402
 
@@ -92,13 +92,13 @@ def old_libc_and_nowhere_to_write():
 
 def one_rank_without_a_board():
     """Let what is made for the board and the doors raise on one rank, amid what the others do together."""
-    import mpizero.comm.status.peers as peers
+    import mpizero.comm.status.peer_groups as peers
 
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
     if RANK == 1:
-        peers.open_board = peers.Elsewhere = refuse
+        peers.open_status_board = peers.RemoteStatus = refuse
     old_libc()
 
 
@@ -177,7 +177,7 @@ def other_program_at_the_end():
 def closed_doors():
     """Stand on nodes of one rank that cannot ask each other, and let one work on alone."""
     guard.current().host = f"node{RANK}"
-    Elsewhere.read = lambda self: {}
+    RemoteStatus.read = lambda self: {}
     other_program_at_the_end()
 
 

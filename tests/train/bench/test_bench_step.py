@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.comm.supervision.timeline import MESSAGE, Called, Span, Timeline
+from mpizero.comm.recording.timeline import MESSAGE, CommunicatorCall, Timeline, TimeSpan
 from mpizero.errors import ConfigError
 from mpizero.parallel.diagnostics.tracing import watching
 from mpizero.planning.machine_file import write_machine
@@ -35,11 +35,11 @@ data = {arrays = {x = "x.npy", y = "y.npy"}, validation = 0.0}
 global_batch = 8
 micro_batch = 1
 """
-GATHER = Called("data", "allgather", "losses", 7)
+GATHER = CommunicatorCall("data", "allgather", "losses", 7)
 
 
 def marks(*spans, first=None):
-    return marks_of([Span(*span) for span in spans], 0.0, first or {"data": 0})
+    return marks_of([TimeSpan(*span) for span in spans], 0.0, first or {"data": 0})
 
 
 def nonzero(phases):
@@ -80,7 +80,7 @@ def test_calls_of_other_groups_and_numbers_are_not_waited_for():
 
 
 def test_a_receive_is_waiting_and_messages_inside_layers_are_theirs():
-    receive, send = Called("pipeline", "irecv", "2", 1), Called("pipeline", "isend", "2", 1)
+    receive, send = CommunicatorCall("pipeline", "irecv", "2", 1), CommunicatorCall("pipeline", "isend", "2", 1)
     step = StepMarks(
         0.0,
         9.0,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from mpizero.comm.supervision.trace import MODULUS, CallTrace, weighted_sum
+from mpizero.comm.recording.call_trace import MODULUS, CallTrace, weighted_sum
 from mpizero.errors import StateError
 
 #: Closed communicators that are remembered.
@@ -18,11 +18,11 @@ MOST_LIVE = 1200
 
 
 @dataclass(eq=False)
-class Registration:
+class CommunicatorEntry:
     """A communicator of this process: its trace, the world ranks it joins, and a key that is the same on all of them.
 
     Communicators of the same ranks are made in the same order on each of them, so (members, ordinal) names one.
-    ``weight`` is this rank's: the weights of all members add up to 0, see :meth:`Register.contract_number`.
+    ``weight`` is this rank's: the weights of all members add up to 0, see :meth:`CommunicatorRegistry.contract_number`.
     """
 
     trace: CallTrace
@@ -32,19 +32,19 @@ class Registration:
 
 
 @dataclass
-class Register:
+class CommunicatorRegistry:
     """All communicators of this process."""
 
-    live: list[Registration] = field(default_factory=list)
+    live: list[CommunicatorEntry] = field(default_factory=list)
     #: Communicators that are closed: others may still wait in them.
-    closed: dict[str, Registration] = field(default_factory=dict)
+    closed: dict[str, CommunicatorEntry] = field(default_factory=dict)
     #: What errors have left open, with the communicator that it belongs to; see :meth:`free_left`.
-    left: list[tuple[Registration, Callable[[], None]]] = field(default_factory=list)
+    left: list[tuple[CommunicatorEntry, Callable[[], None]]] = field(default_factory=list)
     _ordinals: dict[tuple[int, ...], int] = field(default_factory=dict)
-    _inside: dict[CallTrace, list[Registration]] = field(default_factory=dict)
+    _inside: dict[CallTrace, list[CommunicatorEntry]] = field(default_factory=dict)
     _terms: dict[CallTrace, list[tuple[int, CallTrace]]] = field(default_factory=dict)
 
-    def add(self, trace: CallTrace, members: Sequence[int], place: int = 0) -> Registration:
+    def add(self, trace: CallTrace, members: Sequence[int], place: int = 0) -> CommunicatorEntry:
         """Start to follow ``trace``, of which this rank is member number ``place``. Not collective.
 
         Raises
@@ -61,7 +61,7 @@ class Register:
         group = tuple(members)
         ordinal = self._ordinals[group] = self._ordinals.get(group, -1) + 1
         key = f"{blake2b(repr(group).encode(), digest_size=4).hexdigest()}.{ordinal}"
-        entry = Registration(trace, group, key, _weight(key, place, len(group)))
+        entry = CommunicatorEntry(trace, group, key, _weight(key, place, len(group)))
         self.live.append(entry)
         self._inside.clear()
         self._terms.clear()
@@ -106,11 +106,11 @@ class Register:
         entries = (*reversed(tuple(self.live)), *tuple(self.closed.values()))
         return {entry.key: entry.trace.last() for entry in entries}
 
-    def find(self, key: str) -> Registration | None:
+    def find(self, key: str) -> CommunicatorEntry | None:
         """Return the communicator, open or closed, with this key."""
         return next((entry for entry in (*self.live, *self.closed.values()) if entry.key == key), None)
 
-    def inside(self, trace: CallTrace) -> list[Registration]:
+    def inside(self, trace: CallTrace) -> list[CommunicatorEntry]:
         """Return the open communicators of several ranks, all of which belong to the communicator of ``trace``."""
         if trace not in self._inside:
             whole = next((set(entry.members) for entry in self.live if entry.trace is trace), set[int]())

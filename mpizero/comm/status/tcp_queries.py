@@ -17,7 +17,7 @@ Script = Generator[bytes | int, bytes, None]
 _PIECE = 1 << 16
 
 
-class Talk:
+class TcpQuery:
     """One end of a connection that follows a script; until it has ``ended``."""
 
     def __init__(self, connection: socket.socket, script: Script, seconds: float) -> None:
@@ -65,22 +65,22 @@ class Talk:
             self._out = memoryview(step)
 
 
-class Talks:
+class TcpQueries:
     """Conversations side by side, at most ``limit`` of them: then the oldest gives way to a new one."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._selector = selectors.DefaultSelector()
-        self._live: list[Talk] = []
+        self._live: list[TcpQuery] = []
 
     def listen(self, server: socket.socket) -> None:
         """Let :meth:`turn` return this socket when somebody connects. Not collective."""
         server.setblocking(False)
         self._selector.register(server, selectors.EVENT_READ)
 
-    def start(self, connection: socket.socket, script: Script, seconds: float) -> Talk:
+    def start(self, connection: socket.socket, script: Script, seconds: float) -> TcpQuery:
         """Begin a conversation that ends within ``seconds``. Not collective."""
-        talk = Talk(connection, script, seconds)
+        talk = TcpQuery(connection, script, seconds)
         if len(self._live) >= self._limit:
             self._end(self._live[0])
         self._live.append(talk)
@@ -117,14 +117,14 @@ class Talks:
             self._end(talk)
         self._selector.close()
 
-    def _advance(self, talk: Talk) -> None:
+    def _advance(self, talk: TcpQuery) -> None:
         talk.advance()
         if talk.ended:
             self._end(talk)
         else:
             self._selector.modify(talk.connection, talk.events, talk)
 
-    def _end(self, talk: Talk) -> None:
+    def _end(self, talk: TcpQuery) -> None:
         talk.ended = True
         self._live.remove(talk)
         with contextlib.suppress(KeyError, ValueError):

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.startup.arrival import PATIENCE
 from mpizero.comm.startup.launch import default_world, one_process
+from mpizero.comm.supervision.arrival import PATIENCE
 from mpizero.errors import ArgumentError
 
 

@@ -1,4 +1,4 @@
-"""Where the threads of this process stand.
+"""Read the stacks of the threads of this process.
 
 [Note: no frames] The frames of another thread must not be followed from one to the next: between two steps that thread
 goes on, and CPython 3.11 has been seen to hand out memory of a frame that was gone. ``faulthandler`` looks at all
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from mpizero.comm.status.scratch_files import nameless_file
+from mpizero.comm.status.scratch_files import anonymous_file
 from mpizero.frames import Line, is_users
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+) .*:")
@@ -58,7 +58,7 @@ def stacks() -> dict[int, list[Line]]:
     there is no file for it to write to.
     """
     text = ""
-    with contextlib.suppress(OSError), nameless_file() as file:
+    with contextlib.suppress(OSError), anonymous_file() as file:
         faulthandler.dump_traceback(file)
         text = os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
     found: dict[int, list[Line]] = {}

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpizero.comm.agreement import raise_on_all
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.exits.failure_report import ranks_text
+from mpizero.comm.failure_report import ranks_text
 from mpizero.errors import ConfigError
 from mpizero.fingerprint import Fingerprint, Parts, shown, words
 from mpizero.text import notice

@@ -1,4 +1,4 @@
-"""Where the ranks of a node stand before they have a communicator: a file of one slot each, found by the job's name.
+"""Share the status of the ranks of a node before they have a communicator: a file with one slot for each rank.
 
 [Note: a roll] A board (:mod:`.board`) is opened by ranks that make a communicator together, so it cannot say who does
 not come to make it. The roll can: each rank of a job that imports mpizero opens it on its own, and it lasts until all
@@ -25,7 +25,7 @@ _HEADER = struct.Struct("<I")  # length
 _GONE = 2**32 - 1
 
 
-class Roll:
+class StartupBoard:
     """The slots of the ranks of this node and job.
 
     Parameters
@@ -70,7 +70,7 @@ class Roll:
                     found[rank] = slot
         return found
 
-    def all_came(self) -> bool:
+    def all_started(self) -> bool:
         """Tell whether every rank of the job has written a slot, also if it has gone. Not collective."""
         none = bytes(_HEADER.size)
         with self._closing:
@@ -113,7 +113,7 @@ class Roll:
             self._left = True
             if self._file >= 0:
                 os.pwrite(self._file, _HEADER.pack(_GONE), _SLOT * self._rank)
-        alone = not any(map(at_work, self.read().values()))
+        alone = not any(map(is_working, self.read().values()))
         with self._closing:
             file, self._file = self._file, -1
             if file >= 0:
@@ -123,15 +123,17 @@ class Roll:
                 os.close(file)
 
 
-def at_work(slot: Slot) -> bool:
+def is_working(slot: Slot) -> bool:
     """Tell whether the rank that has written ``slot`` on this node still has something to do. Not collective."""
     return slot["state"] == "working" and Path(f"/proc/{slot['pid']}").exists()
 
 
-def open_roll(name: str, rank: int, size: int, folder: str, complain: Callable[[BaseException], None]) -> Roll | None:
+def open_startup_board(
+    name: str, rank: int, size: int, folder: str, complain: Callable[[BaseException], None]
+) -> StartupBoard | None:
     """Open the roll of a job; None, with a complaint, where it cannot be had, and None for a job without a name."""
     try:
-        return Roll(name, rank, size, folder) if name else None
+        return StartupBoard(name, rank, size, folder) if name else None
     except OSError as error:
         complain(error)
         return None

@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mpizero.comm.startup.startup_board import Roll
-from mpizero.comm.status.remote_status import Elsewhere
-from mpizero.comm.status.status_board import Board, Slot, open_board
+from mpizero.comm.status.remote_status import RemoteStatus
+from mpizero.comm.status.startup_board import StartupBoard
+from mpizero.comm.status.status_board import Slot, StatusBoard, open_status_board
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class PeerGroup:
     """Ranks that have met.
 
     Attributes
@@ -37,25 +37,25 @@ class Group:
 
     members: tuple[int, ...]
     control: Any
-    board: Board
-    elsewhere: Elsewhere | None
+    board: StatusBoard
+    remote_status: RemoteStatus | None
 
     def close(self) -> None:
         """Answer no more, and write no more. Not collective."""
-        if self.elsewhere is not None:
-            self.elsewhere.close()
+        if self.remote_status is not None:
+            self.remote_status.close()
         self.board.close()
 
 
-class Peers:
+class PeerGroups:
     """All groups of this process, read and written as one board."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         #: The larger ones last, which is the order in which :meth:`claim` asks.
-        self.groups: list[Group] = []
+        self.groups: list[PeerGroup] = []
         #: Of those ranks of this node, too, with which this one has no communicator yet; None where there is none.
-        self.roll: Roll | None = None
+        self.startup_board: StartupBoard | None = None
 
     # ------------------------------------------------------------------ who
 
@@ -71,10 +71,10 @@ class Peers:
         ranks = tuple(sorted(members))
         control = comm.Split(0, self.rank)
         ask = control.allgather
-        board = together(ask, lambda told: open_board(self.rank, ranks, host, told), complain)
-        board = board or Board((self.rank,), self.rank, None)
-        elsewhere = together(ask, lambda told: Elsewhere(board, host, told), complain)
-        self.groups = sorted([*self.groups, Group(ranks, control, board, elsewhere)], key=_size)
+        board = together(ask, lambda told: open_status_board(self.rank, ranks, host, told), complain)
+        board = board or StatusBoard((self.rank,), self.rank, None)
+        remote_status = together(ask, lambda told: RemoteStatus(board, host, told), complain)
+        self.groups = sorted([*self.groups, PeerGroup(ranks, control, board, remote_status)], key=_size)
 
     def part(self, members: Sequence[int], *, free: bool) -> None:
         """Close what ``members``, who have met, have opened. Collective over them if ``free``: if MPI lives."""
@@ -97,15 +97,15 @@ class Peers:
 
     @property
     def leads(self) -> bool:
-        """Whether this node has the lowest rank of each group."""
+        """True where this node has the lowest rank of each group."""
         return all(group.members[0] in group.board.ranks for group in self.groups)
 
     # ------------------------------------------------------------------ boards
 
     def write(self, slot: Slot) -> None:
         """Replace this rank's slot. Not collective; one thread at a time."""
-        if self.roll is not None:
-            self.roll.write(slot)
+        if self.startup_board is not None:
+            self.startup_board.write(slot)
         for group in self.groups:
             group.board.write(slot)
 
@@ -113,9 +113,9 @@ class Peers:
         """Return the last slot of every rank of this node that has written one. Not collective."""
         return {rank: slot for group in self.groups for rank, slot in group.board.read().items()}
 
-    def on_roll(self) -> dict[int, Slot]:
+    def read_startup_board(self) -> dict[int, Slot]:
         """Return the last slots of other ranks that are on the roll. Not collective."""
-        return {} if self.roll is None else self.roll.read()
+        return {} if self.startup_board is None else self.startup_board.read()
 
     def read_one(self, rank: int) -> Slot | None:
         """Return the last slot of one of :attr:`ranks`; None if it has written none. Not collective."""
@@ -125,8 +125,8 @@ class Peers:
         """Return every slot that can be had; ``patiently`` asks other nodes ever more seldom. Not collective."""
         found: dict[int, Slot] = {}
         for group in self.groups:
-            if group.elsewhere is not None and set(group.members).difference(group.board.ranks):
-                found |= group.elsewhere.read_now_and_then() if patiently else group.elsewhere.read()
+            if group.remote_status is not None and set(group.members).difference(group.board.ranks):
+                found |= group.remote_status.read_now_and_then() if patiently else group.remote_status.read()
         return found | self.read()
 
     def ask(self, key: str) -> None:
@@ -140,24 +140,24 @@ class Peers:
 
     def claim(self) -> bool:
         """Tell whether this rank is the first of its node to ask; larger groups decide. Not collective."""
-        if not self.groups and self.roll is not None:
-            return self.roll.claim()
+        if not self.groups and self.startup_board is not None:
+            return self.startup_board.claim()
         return all(group.board.claim() for group in self.groups)
 
     def close(self) -> None:
         """Answer no more, and strike this rank off the roll. Not collective."""
         for group in self.groups:
             group.close()
-        self.leave_roll()
+        self.close_startup_board()
 
-    def leave_roll(self, *, all_met: bool = False) -> None:
+    def close_startup_board(self, *, all_met: bool = False) -> None:
         """Close the roll; when all ranks have met, or the job ends, nobody needs it any more. Not collective."""
-        roll, self.roll = self.roll, None
-        if roll is not None:
-            roll.close(remove=all_met)
+        startup_board, self.startup_board = self.startup_board, None
+        if startup_board is not None:
+            startup_board.close(remove=all_met)
 
 
-def _size(group: Group) -> tuple[int, tuple[int, ...]]:
+def _size(group: PeerGroup) -> tuple[int, tuple[int, ...]]:
     return len(group.members), group.members
 
 

@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable
 
 
-class LibraryExit:
+class CExitHook:
     """Calls ``function`` when something calls C's ``exit()``, until :meth:`close`; nothing where C has no such list.
 
     The interpreter must be alive when it is called, so close it before that ends.

@@ -1,4 +1,4 @@
-"""What a rank writes to standard error when it ends its job, in one piece and read by the launcher."""
+"""Describe errors, and write what a rank reports when it ends its job to standard error."""
 
 from __future__ import annotations
 

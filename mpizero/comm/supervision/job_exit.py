@@ -1,4 +1,4 @@
-"""How a job ends together: of the ranks that fail or leave early one speaks, and all go.
+"""End a job as one: one of the ranks that fail or leave early reports why, and all ranks end.
 
 Works under plain ``mpiexec python script.py``. What it cannot see is ``os._exit``, which runs no Python code: there
 the launcher must notice (Open MPI's does; MPICH's takes status 0 for success), so a marker file has to tell success.
@@ -21,17 +21,17 @@ import time
 from types import TracebackType
 from typing import Any, NoReturn
 
-from mpizero.comm.exits.early_exit import BLOCKED, PATIENCE, Departure, minimum
-from mpizero.comm.exits.failure_report import await_delivery, describe, format_error, told, write
-from mpizero.comm.exits.python_hooks import Hooks
-from mpizero.comm.startup.startup_board import at_work
-from mpizero.comm.status.peers import Peers
+from mpizero.comm.failure_report import await_delivery, describe, format_error, told, write
+from mpizero.comm.recording.call_trace import CallTrace
+from mpizero.comm.recording.registry import CommunicatorRegistry
+from mpizero.comm.status.peer_groups import PeerGroups
+from mpizero.comm.status.startup_board import is_working
 from mpizero.comm.status.status_board import Slot
+from mpizero.comm.supervision.early_exit import BLOCKED, PATIENCE, EarlyExit, minimum
 from mpizero.comm.supervision.heartbeat import Heartbeat
-from mpizero.comm.supervision.mismatch import Lookout
-from mpizero.comm.supervision.registry import Register
+from mpizero.comm.supervision.mismatch_watch import MismatchWatch
+from mpizero.comm.supervision.python_hooks import PythonHooks
 from mpizero.comm.supervision.supervisor import Supervisor
-from mpizero.comm.supervision.trace import CallTrace
 from mpizero.errors import (
     CollectiveError,
     CollectiveMismatch,
@@ -56,20 +56,20 @@ _NORMAL = 2**62
 _KEYBOARD_INTERRUPT = 130
 
 
-class Ending:
-    """What a process needs to know to end with the others, or to end them."""
+class JobExit:
+    """End this process together with the other ranks, or end the whole job."""
 
     def __init__(self, launched: bool) -> None:
         self.process = 0
         self.rank, self.size, self.host = 0, 1, ""
         self.launched = launched
-        self.hooks: Hooks | None = None
-        self.peers = Peers()
-        self.register = Register()
+        self.hooks: PythonHooks | None = None
+        self.peers = PeerGroups()
+        self.register = CommunicatorRegistry()
         self.supervisor = Supervisor()
         self.patience = PATIENCE
         self.heartbeat: Heartbeat | None = None
-        self.lookout: Lookout | None = None
+        self.mismatch_watch: MismatchWatch | None = None
         self.context: dict[str, Any] = {}
         self._leaving = ""
         self._agreed = False
@@ -135,12 +135,12 @@ class Ending:
         """Tell whether there are other ranks to be ended."""
         return self._mpi() is not None
 
-    def _on_library_exit(self) -> None:
+    def _on_c_exit(self) -> None:
         """Say what MPI has ended this process for, as far as the calls of the others tell; does not return then."""
-        if self.process != os.getpid() or self.lookout is None or not self._dying.acquire(blocking=False):
+        if self.process != os.getpid() or self.mismatch_watch is None or not self._dying.acquire(blocking=False):
             return
         call = next((entry.trace for entry in self.register.live if entry.trace.entered), None)
-        error: CollectiveError | None = self.lookout.search(_OTHER_NODE if call is None else BLOCKED)
+        error: CollectiveError | None = self.mismatch_watch.search(_OTHER_NODE if call is None else BLOCKED)
         if error is None and call is not None:
             error = CollectiveError(
                 f"the MPI library ended this process in {call.operation} {call.tag!r} of {call.name!r}"
@@ -181,7 +181,7 @@ class Ending:
         if found is None:
             return None
         self._agreed = True
-        self.peers.leave_roll(all_met=True)  # the first one that ends may be the others' end
+        self.peers.close_startup_board(all_met=True)  # the first one that ends may be the others' end
         if found == mine:
             write(f"{told(error)}\n")
         return found & 0xFF
@@ -203,30 +203,30 @@ class Ending:
                 self.heartbeat.beat()  # the last word of this rank on what it has called
             status, counts = self._asked  # if collectives came after it, somebody has caught it
             asked = status if counts == self.register.counts() else 0
-            departure = Departure(self.peers, self.register, asked, self.patience, self._end_early)
-            departure.wait()
+            early_exit = EarlyExit(self.peers, self.register, asked, self.patience, self._end_early)
+            early_exit.wait()
             if self.peers.groups:
                 with contextlib.suppress(mpi.Exception):
-                    minimum(mpi, [group.control for group in self.peers.groups], _NORMAL, departure.look)
-            if self.lookout is not None and (error := self.lookout.farewell()):
+                    minimum(mpi, [group.control for group in self.peers.groups], _NORMAL, early_exit.look)
+            if self.mismatch_watch is not None and (error := self.mismatch_watch.farewell()):
                 self._end_mismatch(error)
         self.supervisor.stop()
         if self._asked[0] not in (None, 0):  # the launcher ends the others then
-            self.peers.leave_roll(all_met=True)
+            self.peers.close_startup_board(all_met=True)
 
     def _leaves_before_mpi(self) -> None:
         """Wait for the others of this node, and end them where one starts MPI: it would wait for this rank for ever."""
         self._leaving = "leaving"
         if self.heartbeat is not None:
             self.heartbeat.beat()
-        begun, roll = time.monotonic(), self.peers.roll
+        begun, startup_board = time.monotonic(), self.peers.startup_board
         limit = begun + (PATIENCE if self._asked[0] in (None, 0) else _CONSEQUENCE)
         while (now := time.monotonic()) < limit:
-            others = self.peers.on_roll()
-            coming = roll is not None and now < begun + _COMING and not roll.all_came()
-            if not coming and not any(map(at_work, others.values())):
+            others = self.peers.read_startup_board()
+            coming = startup_board is not None and now < begun + _COMING and not startup_board.all_started()
+            if not coming and not any(map(is_working, others.values())):
                 return
-            starts = [rank for rank, slot in others.items() if slot.get("starts") and at_work(slot)]
+            starts = [rank for rank, slot in others.items() if slot.get("starts") and is_working(slot)]
             if starts and self._mpi(join=True) is not None:
                 self._end_early(f"rank {starts[0]} starts MPI, which takes all ranks, at {others[starts[0]]['place']}")
             time.sleep(0.1)
@@ -248,16 +248,16 @@ class Ending:
 
     def speaks(self) -> bool:
         """Tell whether this rank is the one to say why the job ends. See [Note: last words]."""
-        if not self.peers.groups and self.peers.roll is None:  # nobody to ask: lower ranks first
+        if not self.peers.groups and self.peers.startup_board is None:  # nobody to ask: lower ranks first
             time.sleep(min(0.1 * self.rank, _CONSEQUENCE) + (_OTHER_NODE if self.rank else 0.0))
             return True
-        if not (self.peers.leads if self.peers.groups else 0 in {self.rank, *self.peers.on_roll()}):
+        if not (self.peers.leads if self.peers.groups else 0 in {self.rank, *self.peers.read_startup_board()}):
             time.sleep(_OTHER_NODE)
         return self.peers.claim()
 
     @property
     def ending(self) -> bool:
-        """Whether this rank is about to end the job."""
+        """True once this rank has begun to end the job."""
         return self._dying.locked()
 
     def follows(self, trace: CallTrace) -> bool:
@@ -284,7 +284,7 @@ class Ending:
             await_delivery()
         else:
             time.sleep(_CONSEQUENCE)
-        self.peers.leave_roll(all_met=True)
+        self.peers.close_startup_board(all_met=True)
         if threading.current_thread() is threading.main_thread() or mpi.Query_thread() == mpi.THREAD_MULTIPLE:
             mpi.COMM_WORLD.Abort(int(status))
         os._exit(int(status))

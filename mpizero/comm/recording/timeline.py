@@ -1,4 +1,4 @@
-"""What one rank does when: spans of time by phase, noted while somebody watches, and at no cost otherwise."""
+"""Record the spans of time of one rank by phase, while tracing is on; free of cost while it is off."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, NamedTuple
 
-#: The phase of the calls of communicators; their detail is a :class:`Called`.
+#: The phase of the calls of communicators; their detail is a :class:`CommunicatorCall`.
 MESSAGE = "message"
 _NOTHING = nullcontext()
 
 
-class Called(NamedTuple):
+class CommunicatorCall(NamedTuple):
     """A call of a communicator.
 
     Attributes
@@ -35,7 +35,7 @@ class Called(NamedTuple):
         return f"{self.operation} {self.tag!r} on {self.communicator!r}"
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """A phase from its start to its end, in seconds of ``time.monotonic()``; ``detail`` says of what."""
 
     phase: str
@@ -57,7 +57,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self.on = False
-        self._spans: list[Span] = []
+        self._spans: list[TimeSpan] = []
 
     def span(self, phase: str, detail: Any = "") -> AbstractContextManager[object]:
         """Note the time of a block. Not collective."""
@@ -77,9 +77,9 @@ class Timeline:
 
     def add(self, phase: str, detail: Any, start: float) -> None:
         """Note a span that ends now. Not collective."""
-        self._spans.append(Span(phase, detail, start, monotonic()))
+        self._spans.append(TimeSpan(phase, detail, start, monotonic()))
 
-    def take(self) -> list[Span]:
+    def take(self) -> list[TimeSpan]:
         """Return the spans noted since the last call. Not collective."""
         found, self._spans = self._spans, []
         return found

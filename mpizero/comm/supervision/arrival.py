@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from mpizero.comm.recording.call_trace import MAKING
+from mpizero.comm.recording.registry import CommunicatorEntry
 from mpizero.comm.status.status_board import Slot
 from mpizero.comm.supervision import wait_report
-from mpizero.comm.supervision.registry import Registration
 from mpizero.comm.supervision.supervisor import TICK, Supervisor
-from mpizero.comm.supervision.trace import MAKING
 
 #: Seconds for all ranks to come, where nobody says: as long as a configuration gives its collectives.
 PATIENCE = 600.0
@@ -25,7 +25,7 @@ _RUNS = 200
 
 @contextmanager
 def arriving(
-    entry: Registration,
+    entry: CommunicatorEntry,
     supervisor: Supervisor,
     timeout: float | None,
     slots: Callable[[], dict[int, Slot]],
@@ -35,7 +35,7 @@ def arriving(
 
     Parameters
     ----------
-    entry : Registration
+    entry : CommunicatorEntry
         Of the communicator to be.
     supervisor : Supervisor
         In whose thread is looked.

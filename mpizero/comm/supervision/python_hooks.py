@@ -2,7 +2,7 @@
 
 [Note: who was there] What stood in their places is called where an error is none of ours, and a host's own
 ``sys.excepthook`` before the job is ended. Where somebody has put a function over one of ours meanwhile, that one
-stays, and ours only hands on from then on: each :class:`Hooks` is used once.
+stays, and ours only hands on from then on: each :class:`PythonHooks` is used once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, NoReturn, Protocol
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 
 
-class Listener(Protocol):
-    """Who is told."""
+class HookListener(Protocol):
+    """Receive the events that :class:`PythonHooks` catches."""
 
     def failed(self, error: BaseException, trace: TracebackType | None, origin: str) -> None:
         """Take an error that nobody has caught; ``origin`` says where, "" for the main thread."""
@@ -36,13 +36,13 @@ class Listener(Protocol):
         """Tell whether an error outside of the main program is the job's business."""
 
 
-class Hooks:
+class PythonHooks:
     """Takes over ``sys.excepthook``, ``sys.unraisablehook``, ``sys.exit``, ``threading.excepthook`` and ``atexit``.
 
     Those of this process; in a fork of it they only hand on. Not collective.
     """
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: HookListener) -> None:
         self._listener = listener
         self._process = os.getpid()
         self._live = True
@@ -70,7 +70,7 @@ class Hooks:
 
     @property
     def live(self) -> bool:
-        """Whether the listener is told, in this process."""
+        """True while the listener receives events in this process."""
         return self._live and self._process == os.getpid()
 
     def show(self, error: BaseException, trace: TracebackType | None, *, hosts_only: bool = False) -> None:

@@ -1,22 +1,16 @@
-"""Ranks that call different collectives are told so at once, with both lines; see trace.py's [Note: contract].
-
-[Note: three comparisons] Once a step the engine adds the contract numbers of all ranks up in a message that it sends
-anyway, before it touches a weight. Between, the heartbeat threads of a node look at each other's numbers on the board,
-which finds ranks that wait for one another in different calls, and programs without an engine. And with
-MPIZERO_DEBUG=collectives every collective is compared before it starts (debug.py). All end in the same error.
-"""
+"""Compare the calls of the ranks of a node in the background, and end the job where they differ."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
-from mpizero.comm.exits.failure_report import ranks_text
-from mpizero.comm.status.peers import Peers
+from mpizero.comm.recording.call_trace import CallRecord, CallTrace
+from mpizero.comm.recording.mismatch import mismatch
+from mpizero.comm.recording.registry import CommunicatorRegistry
+from mpizero.comm.status.peer_groups import PeerGroups
 from mpizero.comm.status.status_board import Slot
 from mpizero.comm.supervision.heartbeat import Heartbeat
-from mpizero.comm.supervision.registry import Register
-from mpizero.comm.supervision.trace import REMEMBERED, CallTrace, Record
 from mpizero.errors import CollectiveMismatch
 
 #: Seconds in a call after which a rank looks at all others; until then it looks at a few in turn.
@@ -24,68 +18,9 @@ _PATIENCE = 0.2
 _IN_TURN = 4
 #: Seconds for the others to show what they have called.
 _ANSWER = 1.0
-#: Calls that are shown before and after the first difference.
-_BEFORE, _AFTER = 2, 3
 
 
-def mismatch(name: str, records: Mapping[int, Sequence[Record]]) -> CollectiveMismatch | None:
-    """Describe the first collective that ranks have called differently; None if there is none. Not collective.
-
-    Parameters
-    ----------
-    name : str
-        What the communicator is called.
-    records : mapping of int to sequence of Record
-        The last collectives of each rank, the oldest first.
-    """
-    rows = {rank: {record.sequence: record for record in found} for rank, found in sorted(records.items())}
-    for sequence in sorted({number for row in rows.values() for number in row}):
-        here = {rank: row[sequence] for rank, row in rows.items() if sequence in row}
-        if len({record.number for record in here.values()}) > 1:
-            break
-    else:
-        return None
-    if len({record.what for record in here.values()}) == 1:
-        return CollectiveMismatch(
-            f"the ranks of {name!r} have called different collectives more than {REMEMBERED} calls ago; "
-            f"at #{sequence}, the oldest that is remembered: {_groups(here)}"
-        )
-    details = [f"  {what}" for what in _around(rows, sequence)]
-    return CollectiveMismatch(f"collective #{sequence} of {name!r} differs between ranks: {_groups(here)}", details)
-
-
-def first_mismatch(told: Sequence[tuple[int, Mapping[str, tuple[str, list[Record]]]]]) -> CollectiveMismatch | None:
-    """Return the mismatch of the first communicator that has one. Not collective.
-
-    ``told`` has each rank's number and, by key, the name and the records of its communicators.
-    """
-    for key in dict.fromkeys(key for _, calls in told for key in calls):
-        those = {rank: calls[key] for rank, calls in told if key in calls}
-        name = next(iter(those.values()))[0]
-        if (found := mismatch(name, {rank: records for rank, (_, records) in those.items()})) is not None:
-            return found
-    return None
-
-
-def _around(rows: Mapping[int, Mapping[int, Record]], sequence: int) -> list[str]:
-    lines = []
-    for number in range(sequence - _BEFORE, sequence + _AFTER + 1):
-        here = {rank: row[number] for rank, row in rows.items() if number in row}
-        if here:
-            mark = "before" if number < sequence else "differs" if number == sequence else "after"
-            lines.append(f"{mark:7} #{number}: {_groups(here)}")
-    return lines
-
-
-def _groups(records: Mapping[int, Record]) -> str:
-    """Describe a collective, the ranks that called the same at the same line together."""
-    calls: dict[str, list[int]] = {}
-    for rank, record in records.items():
-        calls.setdefault(f"{record.what} at {record.where}", []).append(rank)
-    return "; ".join(f"{ranks_text(ranks)}: {call}" for call, ranks in calls.items())
-
-
-class Lookout:
+class MismatchWatch:
     """Compares this rank's calls with those of the other ranks of its node, in the heartbeat's thread.
 
     Parameters
@@ -98,8 +33,8 @@ class Lookout:
 
     def __init__(self, heartbeat: Heartbeat, end: Callable[[CollectiveMismatch], None]) -> None:
         self._heartbeat = heartbeat
-        self._peers: Peers = heartbeat.peers
-        self._register: Register = heartbeat.register
+        self._peers: PeerGroups = heartbeat.peers
+        self._register: CommunicatorRegistry = heartbeat.register
         self._end = end
         self._told: set[str] = set()
         self._turn = 0
@@ -165,5 +100,7 @@ class Lookout:
             slots = self._peers.read()
             shown = {rank: slot["records"][key] for rank, slot in slots.items() if key in slot.get("records", {})}
             if expected.issubset(shown) or time.monotonic() > limit:
-                return mismatch(entry.trace.name, {rank: [Record(*r) for r in rows] for rank, rows in shown.items()})
+                return mismatch(
+                    entry.trace.name, {rank: [CallRecord(*r) for r in rows] for rank, rows in shown.items()}
+                )
             time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What a rank has called through one communicator: the call it is in, and a record of its last collectives.
+"""Record what a rank calls through one communicator: the present call, and its last collectives.
 
 [Note: contract] All ranks of a communicator must call the same collectives in the same order with the same element
 type, count, operation and tag. MPI reports some breaches, hangs on others, and gives wrong numbers in silence for equal
@@ -42,9 +42,9 @@ _LEARNT = 4096
 _MEANING = {"broadcast": "root ", "ibroadcast": "root ", "broadcast_object": "root "}
 
 #: A collective as all ranks must call it: operation, tag, then dtype character, count or counts, and what else.
-Call = tuple[Any, ...]
+Signature = tuple[Any, ...]
 #: Number of the collective, the number that stands for all up to it, the call, and where it stands in the source.
-_Entry = tuple[int, int, Call, CodeType | None, int]
+_Entry = tuple[int, int, Signature, CodeType | None, int]
 
 #: As the code objects of this package have them.
 _OWN_FILES = frozenset(map(str, Path(__file__).parents[1].rglob("*.py")))
@@ -53,7 +53,7 @@ _LIBRARY = f"{Path(__file__).parents[2]}{sep}"
 _PROGRAMS = f"{_LIBRARY}train{sep}"
 
 
-class Record(NamedTuple):
+class CallRecord(NamedTuple):
     """A collective of one rank, to be shown.
 
     Attributes
@@ -72,7 +72,7 @@ class Record(NamedTuple):
     where: str
 
 
-class Transfer:
+class FileTransfer:
     """Bytes on their way from or to files: how many have come, and when the last did."""
 
     __slots__ = ("bytes", "moved", "what")
@@ -125,14 +125,14 @@ class CallTrace:
         self.started = 0
         self.duty = ("", 0.0)
         self.duties = 0
-        self.transfers: tuple[Transfer, ...] = ()
+        self.transfers: tuple[FileTransfer, ...] = ()
         self._changing = Lock()  # a checkpoint's writer is a thread of its own
-        self._numbers: dict[Call, int] = {}
+        self._numbers: dict[Signature, int] = {}
         self._amid: dict[int, str] = {}
         self._last: _Entry = (0, 0, (), None, 0)
         self._entries: list[_Entry] = [self._last] * REMEMBERED
 
-    def begin(self, call: Call) -> int:
+    def begin(self, call: Signature) -> int:
         """Record a collective, called three frames up or further out, and return its number. Not collective."""
         sequence = self.started + 1
         own = self._numbers.get(call)
@@ -147,7 +147,7 @@ class CallTrace:
         self.started = sequence
         return sequence
 
-    def enter(self, operation: Call) -> None:
+    def enter(self, operation: Signature) -> None:
         """Record what the user has asked this rank for, which takes a number like a collective. Not collective.
 
         The line is the user's: the first outside of this package, or in its command line. An error that is being
@@ -175,7 +175,7 @@ class CallTrace:
         """The number that stands for all collectives begun so far."""
         return self.last()[1]
 
-    def _learn(self, call: Call) -> int:
+    def _learn(self, call: Signature) -> int:
         """Remember the number of a call; those of calls that never come again are forgotten now and then."""
         if len(self._numbers) >= _LEARNT:
             self._numbers.clear()
@@ -200,7 +200,7 @@ class CallTrace:
 
         Not collective; in any thread. As long as bytes come, those who wait for this rank are not stuck.
         """
-        transfer = Transfer(what)
+        transfer = FileTransfer(what)
         with self._changing:
             self.transfers = (*self.transfers, transfer)
         try:
@@ -219,17 +219,17 @@ class CallTrace:
         entry = self._before(sequence)
         return None if entry is None or sequence > self.started else _after(entry, sequence)
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[CallRecord]:
         """Return the last collectives, the oldest first. Not collective."""
         started, found = self.started, []
         for sequence in range(max(1, started + 1 - REMEMBERED), started + 1):
             entry = self._before(sequence)
             if entry is not None and entry[0] == sequence:
                 where = _line(entry[3], entry[4]) + self._amid.get(sequence, "")
-                found.append(Record(*entry[:2], describe(entry[2]), where))
+                found.append(CallRecord(*entry[:2], describe(entry[2]), where))
             elif entry is not None:
                 tag = f" {self.tag!r}" if sequence == self.sequence and self.tag else ""
-                found.append(Record(sequence, _after(entry, sequence), f"node_barrier{tag}", _COUNTED))
+                found.append(CallRecord(sequence, _after(entry, sequence), f"node_barrier{tag}", _COUNTED))
         return found
 
     def _before(self, sequence: int) -> _Entry | None:
@@ -278,12 +278,12 @@ def weighted_sum(terms: Sequence[tuple[int, CallTrace]]) -> int:
     return total
 
 
-def number_of(call: Call) -> int:
+def number_of(call: Signature) -> int:
     """Return a number below the modulus that is the same for the same call in every process. Not collective."""
     return int.from_bytes(blake2b(describe(call, shown=None).encode(), digest_size=8).digest(), "little") % MODULUS
 
 
-def describe(call: Call, shown: int | None = _SHOWN) -> str:
+def describe(call: Signature, shown: int | None = _SHOWN) -> str:
     """Describe a call in at most ``shown`` characters: operation, tag, type and count, the rest. Not collective."""
     operation, tag, *rest = call
     parts = [operation, repr(tag)] if tag else [operation]

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.comm.startup.arrival import takes
-from mpizero.comm.startup.startup_board import at_work
-from mpizero.comm.status.peers import Peers
+from mpizero.comm.recording.call_trace import MAKING
+from mpizero.comm.recording.registry import CommunicatorRegistry
+from mpizero.comm.status.peer_groups import PeerGroups
+from mpizero.comm.status.startup_board import is_working
 from mpizero.comm.status.status_board import Slot
-from mpizero.comm.supervision.registry import Register
-from mpizero.comm.supervision.trace import MAKING
+from mpizero.comm.supervision.arrival import takes
 
 #: Seconds that others must have waited for this rank before it counts as gone early.
 BLOCKED = 1.0
@@ -34,7 +34,7 @@ _LOOK, _COUNTED = 0.1, 0.5
 _MESSAGES = ("isend", "irecv")
 
 
-def needs_me(register: Register, other: int, slot: Slot) -> str:
+def needs_me(register: CommunicatorRegistry, other: int, slot: Slot) -> str:
     """Say what ``other`` waits for, "" if not for this rank.
 
     Not collective. ``register`` is this rank's, ``slot`` what the other has written last.
@@ -53,7 +53,7 @@ def needs_me(register: Register, other: int, slot: Slot) -> str:
     return ""
 
 
-class Departure:
+class EarlyExit:
     """The end of this rank's program, while it waits for that of the others.
 
     Parameters
@@ -69,7 +69,12 @@ class Departure:
     """
 
     def __init__(
-        self, peers: Peers, register: Register, status: Any, patience: float, end: Callable[[str], None]
+        self,
+        peers: PeerGroups,
+        register: CommunicatorRegistry,
+        status: Any,
+        patience: float,
+        end: Callable[[str], None],
     ) -> None:
         self._peers, self._register, self._status, self._patience = peers, register, status, patience
         self._end = end
@@ -91,7 +96,7 @@ class Departure:
         if waited < BLOCKED:
             return ""
         slots = self._peers.read_all(patiently=True)
-        everyone = self._peers.on_roll() | slots
+        everyone = self._peers.read_startup_board() | slots
         for rank in sorted(set(everyone).difference({self._peers.rank})):
             if reason := needs_me(self._register, rank, everyone[rank]) or self._awaits(rank, everyone[rank]):
                 return reason
@@ -104,7 +109,7 @@ class Departure:
     def wait(self) -> None:
         """Wait while ranks of this node are at work which have no communicator with this one. Not collective."""
         begun = monotonic()
-        while any(map(at_work, self._peers.on_roll().values())):
+        while any(map(is_working, self._peers.read_startup_board().values())):
             self.look(monotonic() - begun)
             time.sleep(_LOOK)
 
