@@ -1,4 +1,4 @@
-"""Whether the shared memory of the nodes has room for a model."""
+"""Find out whether the shared memory of the nodes has room for a model."""
 
 from __future__ import annotations
 

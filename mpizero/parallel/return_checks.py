@@ -1,4 +1,4 @@
-"""What a user's function or loss has returned: taken if it is what was asked for, else refused by its name."""
+"""Check what a user's function or loss returns, and name the function in the error."""
 
 from __future__ import annotations
 

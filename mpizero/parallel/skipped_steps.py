@@ -1,4 +1,4 @@
-"""What becomes of a training whose steps are skipped: somebody says so, and after too many in a row it ends."""
+"""Report skipped steps, and end the training after too many in a row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ADVICE = (
 
 @dataclass(frozen=True, kw_only=True)
 class BadSteps:
-    """What to do about steps that are skipped because a loss or a gradient is not finite.
+    """Say what happens when steps are skipped because a loss or a gradient is not finite.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""How far numbers may be apart that differ by rounding alone, for the type and the length of sums."""
+"""Bound the difference of numbers that differ by rounding alone, for the type and the length of sums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OF_ELEMENT = 2.0
 
 @dataclass(frozen=True)
 class Rounding:
-    """What rounding may do to the numbers of one training.
+    """Bound what rounding may change in the numbers of one training.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class Rounding:
 
     @property
     def of_sums(self) -> float:
-        """What sums in another order may differ by, relative to their largest. Not collective."""
+        """Return the relative difference that sums in another order may have. Not collective."""
         return _PER_DOUBLING * self.epsilon * math.log2(2.0 + self.terms)
 
     def near(self, found: float, expected: float) -> bool:

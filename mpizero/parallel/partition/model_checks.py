@@ -1,4 +1,4 @@
-"""Whether a user's own model can be trained: what it lacks is said where it is given, not where it is missed."""
+"""Check that a user's own model can be trained, and name what it lacks where it is given."""
 
 from __future__ import annotations
 
