@@ -16,6 +16,7 @@ from mpizero.nn.layers.checkpointed import Checkpointed
 from mpizero.nn.layers.dropout import Dropout
 from mpizero.nn.layers.embedding import Embedding, Position, TokenEmbedding
 from mpizero.nn.layers.frozen import Frozen
+from mpizero.nn.layers.language_head import LanguageHead
 from mpizero.nn.layers.linear import Linear, Projection
 from mpizero.nn.layers.norm import LayerNorm, RMSNorm
 from mpizero.nn.loss import CrossEntropy, MeanSquaredError
@@ -30,11 +31,12 @@ from mpizero.nn.models.block_model import (
     model_specs,
     nest,
 )
-from mpizero.nn.models.gpt import GPT, LanguageHead
+from mpizero.nn.models.gpt import GPT
 from mpizero.nn.models.mlp import MLP, Select
 from mpizero.nn.models.weights import from_torch, to_torch, torch_name
 from mpizero.nn.operations import Operations
 from mpizero.nn.sequential import Sequential
+from mpizero.nn.split import split_forms  # noqa: F401 - fills the table of split forms
 from mpizero.nn.split.linear import ColumnLinear, RowLinear
 from mpizero.nn.split.model import SplitModel, run_on, split_model, whole_prediction
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
@@ -94,9 +94,23 @@ class Layer(ABC):
         The split layer takes and returns whole activations, the same on every rank, and is collective over the group
         in its forward and backward pass. It names its parameters as this layer does and says which part of them it
         holds: :attr:`ParameterSpec.part`. A gradient of a parameter without a part is the same on every rank when
-        ``backward_weights`` returns. The default has nothing to split and returns the layer itself. Not collective.
+        ``backward_weights`` returns. The default looks for the layer's class in :data:`SPLIT_FORMS`, and returns the
+        layer itself where there is nothing to split. Not collective.
+
+        Raises
+        ------
+        ConfigError
+            The class derives from one of the table and may compute something else, without saying how that is split.
         """
-        return self
+        kind = next((kind for kind in type(self).__mro__ if kind in SPLIT_FORMS), None)
+        if group.size == 1 or kind is None:
+            return self
+        if kind is not type(self):
+            raise ConfigError(
+                f"{type(self).__name__} has split() from {kind.__name__}, which does not know what the subclass "
+                "changes; define split(group) in it"
+            )
+        return SPLIT_FORMS[kind](self, group)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Count the operations of this rank's products for one sample, from the whole input's shape. Not collective.
@@ -119,6 +133,10 @@ class Layer(ABC):
         if self.children():
             raise UnsupportedError(f"{type(self).__name__} does not say how its layers are joined: define trace()")
         return graph.add_layer(self, name, source, self.output_shape(source.shape))
+
+
+#: The function that splits a layer over a group, by the layer's class; :mod:`mpizero.nn.split.split_forms` fills it.
+SPLIT_FORMS: dict[type, Callable[[Any, Group], Layer]] = {}
 
 
 class _Counted:
@@ -284,22 +302,6 @@ def as_ids(x: Array, bound: int, where: str) -> Array:
         )
     ids: Array = namespace(x).ascontiguousarray(x, dtype=np.int64)
     return ids
-
-
-def splits(layer: Layer, kind: type[Layer], group: Group) -> bool:
-    """Tell whether ``layer`` is to be split as a ``kind``: not over a group of one rank. Not collective.
-
-    Raises
-    ------
-    ConfigError
-        ``layer`` is of a subclass, which may compute something else and has not said how that is split.
-    """
-    if group.size > 1 and type(layer) is not kind:
-        raise ConfigError(
-            f"{type(layer).__name__} has split() from {kind.__name__}, which does not know what the subclass changes; "
-            "define split(group) in it"
-        )
-    return group.size > 1
 
 
 def require_layer(where: str, layer: Any) -> None:

@@ -32,7 +32,7 @@ from mpizero.kernels.blas import matmul
 from mpizero.nn.layers.activation import Activation
 from mpizero.nn.layers.affine import Affine
 from mpizero.nn.layers.attention import CausalSelfAttention
-from mpizero.nn.layers.forms import BlockForm
+from mpizero.nn.layers.block import TransformerBlockBase
 from mpizero.nn.models.block_model import gradient_slots
 from mpizero.planning.repeated import Spread
 from mpizero.train.doctor.machine_facts import blas
@@ -137,7 +137,9 @@ def timed_methods(args: argparse.Namespace, spent: Counter[str], operations: Cou
     ]
     places += [(mz.nn.Linear, name) for name in ("product", *passes[1:])]
     places += [(mz.nn.LayerNorm, name) for name in ("forward", "backward_joined", "backward_weights")]
-    places += [(kind, name) for kind in (BlockForm, mz.nn.Projection, mz.nn.TokenEmbedding) for name in passes]
+    places += [
+        (kind, name) for kind in (TransformerBlockBase, mz.nn.Projection, mz.nn.TokenEmbedding) for name in passes
+    ]
     places += [(CausalSelfAttention, name) for name in ("attend", "attend_backward")]
     places += [(mz.nn.CrossEntropy, name) for name in ("forward", "backward")]
     patches = [timed(kind, name) for kind, name in places]

@@ -14,7 +14,7 @@ from mpizero.nn.context.context_layers import (
     ContextDropout,
     ContextEmbedding,
     ContextPosition,
-    PlaceByPlace,
+    Positionwise,
     cut_layer,
 )
 from mpizero.nn.context.ring import Zigzag, agreed_lengths, placed
@@ -27,10 +27,10 @@ from mpizero.nn.layers.checkpointed import Checkpointed
 from mpizero.nn.layers.dropout import Dropout
 from mpizero.nn.layers.embedding import Embedding, Position, TokenEmbedding
 from mpizero.nn.layers.frozen import Frozen
+from mpizero.nn.layers.language_head import LanguageHead
 from mpizero.nn.layers.linear import Linear, Projection
 from mpizero.nn.layers.norm import LayerNorm, RMSNorm
 from mpizero.nn.loss import CrossEntropy
-from mpizero.nn.models.gpt import LanguageHead
 from mpizero.nn.models.mlp import Select
 from mpizero.nn.sequential import Sequential
 from mpizero.nn.split.model import SplitModel
@@ -214,7 +214,7 @@ def _on_part(layer: Any, group: Group, where: str) -> Any:
         inside = {name: _on_part(child, group, f"{where}, {name!r}") for name, child in layer.layers}
         return layer if all(inside[name] is child for name, child in layer.layers) else Sequential(inside)
     if type(layer) in _PRODUCTS:
-        return PlaceByPlace(layer, group)
+        return Positionwise(layer, group)
     if type(layer) in _PLACE_BY_PLACE or isinstance(layer, Activation):
         return layer
     raise ConfigError(

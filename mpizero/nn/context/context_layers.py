@@ -10,15 +10,15 @@ from typing import Any, TypeVar, cast
 from mpizero.errors import DataError
 from mpizero.nn.context.ring import Zigzag, placed
 from mpizero.nn.context.ring_attention import RingSelfAttention
-from mpizero.nn.graph import Graph, Place
 from mpizero.nn.layer import Layer, namespace
 from mpizero.nn.layers.attention import CausalSelfAttention
 from mpizero.nn.layers.block import FeedForward, TransformerBlock
 from mpizero.nn.layers.dropout import Dropout, Window
 from mpizero.nn.layers.embedding import Embedding, Position, TokenEmbedding
 from mpizero.nn.layers.norm import LayerNorm
+from mpizero.nn.layers.wrapper import Wrapper
 from mpizero.nn.operations import Operations
-from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
+from mpizero.types import EVALUATE, Array, Group, Params, Run
 
 L = TypeVar("L")
 
@@ -167,39 +167,14 @@ class ContextBlock(TransformerBlock):
 
 
 @dataclass(frozen=True)
-class PlaceByPlace(Layer):
-    """A layer that needs to know nothing of the other places: the same on a part, but for the work it counts."""
+class Positionwise(Wrapper):
+    """Run a layer that treats each place on its own: unchanged on a part of the sequence, with less work to count."""
 
-    layer: Layer
     group: Group
-
-    def specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe the wrapped layer's parameters under their own names. Not collective."""
-        return self.layer.specs()
-
-    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Run the wrapped layer. Not collective."""
-        return self.layer.forward(params, x, run)
-
-    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Run the wrapped layer's input half. Not collective."""
-        return self.layer.backward_input(params, cache, dy)
-
-    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Run the wrapped layer's weight half. Not collective."""
-        self.layer.backward_weights(params, cache, pending, grads)
-
-    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Give the wrapped layer's. Not collective."""
-        return self.layer.output_shape(shape)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Count the wrapped layer's products for this rank's places of a sample of ``shape``. Not collective."""
         return self.layer.operations(own_shape(shape, self.group))
-
-    def trace(self, graph: Graph, name: str, source: Place) -> Place:
-        """Add the wrapped layer. Not collective."""
-        return self.layer.trace(graph, name, source)
 
 
 def own_shape(shape: tuple[int, ...], group: Group) -> tuple[int, ...]:

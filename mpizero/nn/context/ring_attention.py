@@ -92,7 +92,7 @@ class RingSelfAttention(CausalSelfAttention):
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Count this rank's products, from the shape of a whole sample. Not collective."""
-        into_qkv, projection, _ = self._layers
+        into_qkv, projection = self._layers
         own = (Zigzag(shape[0], self.group.size).sizes[self.group.rank], *shape[1:])
         return into_qkv.operations(own) + projection.operations(own) + self.attend_operations(shape[0])
 
@@ -134,7 +134,7 @@ class _Tiles:
         self.zigzag = Zigzag(run.length, layer.group.size)
         self.kernels = kernels.backend(qkv).ring
         self.scale = vector(qkv, layer._scale)
-        self._run, self._dropout, self._first_head = run, layer._layers[2], first_head
+        self._run, self._dropout, self._first_head = run, layer.probability_dropout, first_head
         self._heads, self._rank, self._samples = layer.heads, layer.group.rank, qkv.shape[0]
         self._work = Workspace(qkv)
 

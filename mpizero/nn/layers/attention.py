@@ -6,6 +6,7 @@ Samples and heads are taken some at a time, so that their scores and all that is
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,7 +26,6 @@ from mpizero.nn.layer import (
     operand,
     require_positive,
     require_sequences,
-    splits,
     vector,
 )
 from mpizero.nn.layers.affine import Affine
@@ -33,8 +33,7 @@ from mpizero.nn.layers.dropout import Dropout, Window
 from mpizero.nn.layers.linear import Linear
 from mpizero.nn.layers.workspace import Workspace
 from mpizero.nn.operations import Operations
-from mpizero.nn.split.attention import SplitAttention
-from mpizero.types import EVALUATE, Array, Group, Init, Params, Run
+from mpizero.types import EVALUATE, Array, Init, Params, Run
 
 #: Queries per product. 64 was fastest for 128 and 256 tokens: smaller blocks skip more of the masked half, but
 #: their products are too small for the BLAS.
@@ -47,9 +46,66 @@ CACHE, DEVICE = 1 << 18, 1 << 28
 Part = tuple[slice, slice]
 
 
+class AttentionBase(Affine):
+    """Attend between two linear maps; the base of the whole and the split form."""
+
+    @property
+    @abstractmethod
+    def _layers(self) -> tuple[Affine, Affine]: ...
+
+    @property
+    @abstractmethod
+    def features(self) -> int:
+        """Features of an input."""
+
+    @property
+    @abstractmethod
+    def own_heads(self) -> tuple[CausalSelfAttention, int]:
+        """The own heads as a layer, of which only the attention is used, and the number of the first one."""
+
+    def children(self) -> dict[str, Layer]:
+        """Return ``qkv`` and ``projection``. Not collective."""
+        into_qkv, projection = self._layers
+        return {"qkv": into_qkv, "projection": projection}
+
+    def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Attend within each sample of ``x`` (samples, length, dim). Collective where the layer is split."""
+        require_sequences(x, self.features, "CausalSelfAttention")
+        (into_qkv, projection), (own, first_head) = self._layers, self.own_heads
+        qkv, qkv_cache = into_qkv.product(params["qkv"], x, run)
+        mixed, seen = own.attend(qkv, into_qkv.last_bias(params["qkv"]), run, first_head)
+        y, projection_cache = projection.product(params["projection"], mixed, run)
+        return y, (qkv_cache, seen, projection_cache)
+
+    def last_bias(self, params: Params) -> Array | None:
+        """Return the projection's bias. Not collective."""
+        return self._layers[1].last_bias(params["projection"])
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Compute the gradient of ``x``. Collective where the layer is split."""
+        into_qkv, projection = self._layers
+        qkv_cache, seen, projection_cache = cache
+        dmixed, projection_pending = projection.backward_input(params["projection"], projection_cache, dy)
+        dqkv = self.own_heads[0].attend_backward(seen, known(dmixed))
+        dx, qkv_pending = into_qkv.backward_input(params["qkv"], qkv_cache, dqkv)
+        return dx, (qkv_pending, projection_pending)
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the gradients of both weights and biases. Collective where sequences are split."""
+        into_qkv, projection = self._layers
+        projection.backward_weights(params["projection"], cache[2], pending[1], grads["projection"])
+        into_qkv.backward_weights(params["qkv"], cache[0], pending[0], grads["qkv"])
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count the two linear maps and the products between them. Not collective."""
+        into_qkv, projection = self._layers
+        own = self.own_heads[0].attend_operations(shape[0])
+        return into_qkv.operations(shape) + projection.operations(shape) + own
+
+
 @explains
 @dataclass(frozen=True)
-class CausalSelfAttention(Affine):
+class CausalSelfAttention(AttentionBase):
     """Let each place of a sequence attend to itself and the places before it.
 
     One product gives queries, keys and values side by side, (samples, length, 3, heads, dim / heads).
@@ -85,45 +141,24 @@ class CausalSelfAttention(Affine):
         Dropout(self.dropout, self.site)
 
     @cached_property
-    def _layers(self) -> tuple[Linear, Linear, Dropout]:
-        return (
-            Linear(self.dim, 3 * self.dim, init=self.init),
-            Linear(self.dim, self.dim, init=self.projection_init),
-            Dropout(self.dropout, self.site),
-        )
+    def _layers(self) -> tuple[Linear, Linear]:
+        qkv = Linear(self.dim, 3 * self.dim, init=self.init)
+        return qkv, Linear(self.dim, self.dim, init=self.projection_init)
 
-    def children(self) -> dict[str, Layer]:
-        """Give ``qkv`` and ``projection``. Not collective."""
-        qkv, projection, _ = self._layers
-        return {"qkv": qkv, "projection": projection}
+    @cached_property
+    def probability_dropout(self) -> Dropout:
+        """The dropout of the attention probabilities."""
+        return Dropout(self.dropout, self.site)
 
-    def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Attend within each sample of ``x`` (samples, length, dim). Not collective."""
-        require_sequences(x, self.dim, "CausalSelfAttention")
-        into_qkv, projection, _ = self._layers
-        qkv, qkv_cache = into_qkv.product(params["qkv"], x, run)
-        mixed, seen = self.attend(qkv, into_qkv.last_bias(params["qkv"]), run)
-        y, projection_cache = projection.product(params["projection"], mixed, run)
-        return y, (qkv_cache, seen, projection_cache)
+    @property
+    def features(self) -> int:
+        """Features of an input."""
+        return self.dim
 
-    def last_bias(self, params: Params) -> Array | None:
-        """Give the projection's. Not collective."""
-        return self._layers[1].last_bias(params["projection"])
-
-    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the gradient of ``x``. Not collective."""
-        into_qkv, projection, _ = self._layers
-        qkv_cache, seen, projection_cache = cache
-        dmixed, projection_pending = projection.backward_input(params["projection"], projection_cache, dy)
-        dqkv = self.attend_backward(seen, known(dmixed))
-        dx, qkv_pending = into_qkv.backward_input(params["qkv"], qkv_cache, dqkv)
-        return dx, (qkv_pending, projection_pending)
-
-    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of both weights and biases. Not collective."""
-        into_qkv, projection, _ = self._layers
-        projection.backward_weights(params["projection"], cache[2], pending[1], grads["projection"])
-        into_qkv.backward_weights(params["qkv"], cache[0], pending[0], grads["qkv"])
+    @property
+    def own_heads(self) -> tuple[CausalSelfAttention, int]:
+        """The layer itself, whose heads begin with the first one."""
+        return self, 0
 
     def attend(self, qkv: Array, bias: Array | None, run: Run, first_head: int = 0) -> tuple[Array, Any]:
         """Mix the values of ``qkv + bias`` (samples, length, 3 dim) into (samples, length, dim). Not collective.
@@ -200,15 +235,6 @@ class CausalSelfAttention(Affine):
         samples, length, _ = x.shape
         return x.reshape(samples, length, self.heads, self.dim // self.heads).transpose(0, 2, 1, 3)
 
-    def split(self, group: Group) -> Layer:
-        """Split the heads; :class:`ConfigError` unless the group's size divides their number. Not collective."""
-        return SplitAttention(self, group) if splits(self, CausalSelfAttention, group) else self
-
-    def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the two linear maps and the products between them. Not collective."""
-        into_qkv, projection, _ = self._layers
-        return into_qkv.operations(shape) + projection.operations(shape) + self.attend_operations(shape[0])
-
     def attend_operations(self, length: int) -> Operations:
         """Count the products of :meth:`attend` that are not skipped as masked, on a CPU. Not collective.
 
@@ -222,7 +248,7 @@ class CausalSelfAttention(Affine):
 
     def trace(self, graph: Graph, name: str, source: Place) -> Place:
         """Add the two products and the attention between them. Not collective."""
-        into_qkv, projection, _ = self._layers
+        into_qkv, projection = self._layers
         place = into_qkv.trace(graph, f"{name}.qkv", source)
         settings = {"heads": self.heads, "scale": self._scale, "dropout": self.dropout}
         place = graph.add("CausalAttention", f"{name}.attend", (place,), source.shape, **settings)
@@ -309,7 +335,7 @@ class _Heads:
 
     def dropped(self, x: Array, part: Part) -> Array:
         """Return what dropout leaves of a part's probabilities or their gradient: a new array, or ``x`` itself."""
-        dropout = self._layer._layers[2]
+        dropout = self._layer.probability_dropout
         if not dropout.drops(x, self._run):
             return x
         some, heads = part

@@ -10,11 +10,10 @@ from mpizero import kernels
 from mpizero.errors import DataError
 from mpizero.names import explains
 from mpizero.nn.graph import Graph, Place
-from mpizero.nn.layer import Layer, as_ids, namespace, require_array, require_numbers, require_positive, splits
+from mpizero.nn.layer import Layer, as_ids, namespace, require_array, require_numbers, require_positive
 from mpizero.nn.layers.dropout import Dropout
 from mpizero.nn.operations import Operations
-from mpizero.nn.split.embedding import SplitEmbedding, SplitTokenEmbedding
-from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, Run
+from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
 
 
 @explains
@@ -61,10 +60,6 @@ class Embedding(Layer):
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Add the axis of ``features``. Not collective."""
         return (*shape, self.features)
-
-    def split(self, group: Group) -> Layer:
-        """Split the rows of the table. Not collective."""
-        return SplitEmbedding(self, group) if splits(self, Embedding, group) else self
 
 
 @explains
@@ -184,10 +179,6 @@ class TokenEmbedding(Layer):
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Add the axis of ``features``. Not collective."""
         return (*shape, self.features)
-
-    def split(self, group: Group) -> Layer:
-        """Split the rows of the token table. Not collective."""
-        return SplitTokenEmbedding(self, group) if splits(self, TokenEmbedding, group) else self
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Count no products: rows are copied. Not collective."""

@@ -7,11 +7,10 @@ from math import prod
 from typing import Any
 
 from mpizero.names import explains
-from mpizero.nn.layer import Layer, as_rows, matmul, require_init, require_positive, splits, sum_rows
+from mpizero.nn.layer import Layer, as_rows, matmul, require_init, require_positive, sum_rows
 from mpizero.nn.layers.affine import Affine
 from mpizero.nn.operations import Operations, linear_operations
-from mpizero.nn.split.linear import SplitLinear, SplitProjection
-from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, Run
+from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
 
 
 @explains
@@ -78,10 +77,6 @@ class Linear(Affine):
         """Replace the last axis by ``outputs``. Not collective."""
         return (*shape[:-1], self.outputs)
 
-    def split(self, group: Group) -> Layer:
-        """Split the matrix by columns. Not collective."""
-        return SplitLinear(self, group) if splits(self, Linear, group) else self
-
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Count the three products. Not collective."""
         return linear_operations(prod(shape[:-1]), self.inputs, self.outputs, self.input_gradient)
@@ -128,10 +123,6 @@ class Projection(Layer):
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Replace the last axis by ``classes``. Not collective."""
         return (*shape[:-1], self.classes)
-
-    def split(self, group: Group) -> Layer:
-        """Split the classes; every rank gets all logits. Not collective."""
-        return SplitProjection(self, group, joined=True) if splits(self, Projection, group) else self
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Count the three products. Not collective."""

@@ -11,19 +11,15 @@ import numpy as np
 
 from mpizero.errors import UnsupportedError
 from mpizero.names import explains
-from mpizero.nn.graph import Graph, Place
-from mpizero.nn.layer import Layer, require_positive, require_rate, splits
+from mpizero.nn.layer import Layer, require_positive, require_rate
 from mpizero.nn.layers.block import TransformerBlock
 from mpizero.nn.layers.checkpointed import Checkpointed
 from mpizero.nn.layers.embedding import TokenEmbedding
-from mpizero.nn.layers.forms import HeadForm
-from mpizero.nn.layers.linear import Projection
-from mpizero.nn.layers.norm import LayerNorm
+from mpizero.nn.layers.language_head import LanguageHead
 from mpizero.nn.loss import CrossEntropy
 from mpizero.nn.models.block_model import export_computation_graph
 from mpizero.nn.models.predictor import compile_gpt
 from mpizero.nn.models.settings import model_dtype, require_seed
-from mpizero.nn.sequential import Sequential
 from mpizero.nn.split.block import SplitBlock
 from mpizero.nn.split.embedding import SplitTokenEmbedding
 from mpizero.nn.split.head import SplitCrossEntropy, SplitHead
@@ -33,39 +29,6 @@ from mpizero.types import Array, BlockModel, Group, Params
 _TOKEN_TABLE = "embedding.token.weight"
 #: Random numbers are keyed by site: 0 is the embedding's dropout, then three for each block.
 _SITES_PER_BLOCK = 3
-
-
-@explains
-@dataclass(frozen=True)
-class LanguageHead(HeadForm):
-    """Final norm, then projection onto the vocabulary: a language model's last block.
-
-    ``tied`` names the parameter whose storage the projection shares, or is None.
-    """
-
-    dim: int
-    vocabulary: int
-    tied: str | None = None
-
-    @cached_property
-    def _layers(self) -> tuple[LayerNorm, Projection]:
-        return LayerNorm(self.dim), Projection(self.dim, self.vocabulary, self.tied)
-
-    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Replace the last axis by ``vocabulary``. Not collective."""
-        return (*shape[:-1], self.vocabulary)
-
-    def split(self, group: Group) -> Layer:
-        """Split the vocabulary; every rank gets all logits. Not collective."""
-        if not splits(self, LanguageHead, group):
-            return self
-        norm, projection = self._layers
-        return Sequential({"norm": norm, "projection": projection.split(group)})
-
-    def trace(self, graph: Graph, name: str, source: Place) -> Place:
-        """Add norm and projection. Not collective."""
-        norm, projection = self._layers
-        return projection.trace(graph, f"{name}.projection", norm.trace(graph, f"{name}.norm", source))
 
 
 @explains

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mpizero.nn.layer import Layer, known, require_sequences
-from mpizero.nn.layers.activation import Activation, named_activation
+from mpizero.nn.layer import known, require_sequences
+from mpizero.nn.layers.activation import Activation
+from mpizero.nn.layers.block import FeedForward, FeedForwardBase, TransformerBlock, TransformerBlockBase
 from mpizero.nn.layers.dropout import Dropout, Window
-from mpizero.nn.layers.forms import BlockForm, FeedForwardForm
 from mpizero.nn.layers.norm import LayerNorm
-from mpizero.nn.operations import Operations
+from mpizero.nn.layers.wrapper import Wrapper
 from mpizero.nn.regions import Gather, Split
 from mpizero.nn.split.attention import SplitAttention
 from mpizero.nn.split.linear import ColumnLinear, RowLinear
 from mpizero.nn.split.parts import complete_shared, own_range, require_length
-from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
-
-if TYPE_CHECKING:
-    from mpizero.nn.layers.block import FeedForward, TransformerBlock
+from mpizero.types import EVALUATE, Array, Group, Params, Run
 
 
 @dataclass(frozen=True)
-class SplitFeedForward(FeedForwardForm):
+class SplitFeedForward(FeedForwardBase):
     """Two linear layers with an activation between them, split along the hidden features.
 
     Parameters
@@ -43,16 +40,13 @@ class SplitFeedForward(FeedForwardForm):
 
     @cached_property
     def _layers(self) -> tuple[ColumnLinear, Activation, RowLinear]:
-        expand, projection = self.whole.children().values()
-        return (
-            ColumnLinear(expand, self.group, sequence=self.sequence),  # type: ignore[arg-type]
-            named_activation(self.whole.activation),
-            RowLinear(projection, self.group, self.sequence),  # type: ignore[arg-type]
-        )
+        expand, activation, projection = self.whole._layers
+        column = ColumnLinear(expand, self.group, sequence=self.sequence)
+        return column, activation, RowLinear(projection, self.group, self.sequence)
 
 
 @dataclass(frozen=True)
-class SplitBlock(BlockForm):
+class SplitBlock(TransformerBlockBase):
     """A pre-norm block over parts of sequences: heads and hidden features are split, all else goes by places.
 
     Between its column-row pairs a rank works on its own places only, so norms, dropouts and the residual stream take
@@ -86,7 +80,7 @@ class SplitBlock(BlockForm):
 
     @cached_property
     def _dropouts(self) -> tuple[Dropout, Dropout]:
-        return Dropout(self.whole.dropout, self.whole.site + 1), Dropout(self.whole.dropout, self.whole.site + 2)
+        return self.whole._dropouts
 
     def _dropped(self, dropout: Dropout, x: Array, run: Run) -> Array:
         return dropped(dropout, x, run, self.group)
@@ -113,21 +107,13 @@ def dropped(dropout: Dropout, x: Array, run: Run, group: Group) -> Array:
 
 
 @dataclass(frozen=True)
-class AlongSequence(Layer):
-    """Run a layer that works on parts of sequences, ``layer``, between activations that are whole on every rank.
+class SequenceParallel(Wrapper):
+    """Run a layer that works on parts of sequences between activations that are whole on every rank."""
 
-    Parameters keep the wrapped layer's names.
-    """
-
-    layer: Layer
     group: Group
 
-    def specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe the wrapped layer's parameters under their own names. Not collective."""
-        return self.layer.specs()
-
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Give each rank its places of ``x`` (samples, length, ...), and join the results. Collective."""
+        """Run the layer on this rank's places of ``x`` (samples, length, ...) and gather the results. Collective."""
         require_sequences(x, None, "TransformerBlock")
         cut, join = Split(self.group, 1, x.shape[1]), Gather(self.group, 1, x.shape[1])
         y, cache = self.layer.forward(params, cut.forward(x), replace(run, length=x.shape[1]))
@@ -142,11 +128,3 @@ class AlongSequence(Layer):
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Run the wrapped layer's weight half. Collective as it is."""
         self.layer.backward_weights(params, cache[1], pending, grads)
-
-    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Give the wrapped layer's. Not collective."""
-        return self.layer.output_shape(shape)
-
-    def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the wrapped layer's products. Not collective."""
-        return self.layer.operations(shape)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpizero import kernels
 from mpizero.nn.layer import Layer, as_ids, namespace
 from mpizero.nn.layers.dropout import Dropout
+from mpizero.nn.layers.embedding import Embedding, Position, TokenEmbedding
 from mpizero.nn.operations import Operations
 from mpizero.nn.regions import Reduce, Region, Scatter
 from mpizero.nn.split.block import dropped
 from mpizero.nn.split.parts import Ranges, own_range, part_of, size_of
 from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
-
-if TYPE_CHECKING:
-    from mpizero.nn.layers.embedding import Embedding, TokenEmbedding
 
 
 @dataclass(frozen=True)
@@ -98,10 +96,9 @@ class SplitTokenEmbedding(Layer):
     sequence: bool = False
 
     @cached_property
-    def _layers(self) -> tuple[SplitEmbedding, Layer, Dropout]:
-        token, position = self.whole.children().values()
-        split = SplitEmbedding(token, self.group, self.sequence)  # type: ignore[arg-type]
-        return split, position, Dropout(self.whole.dropout, self.whole.site)
+    def _layers(self) -> tuple[SplitEmbedding, Position, Dropout]:
+        token, position, dropout = self.whole._layers
+        return SplitEmbedding(token, self.group, self.sequence), position, dropout
 
     def children(self) -> dict[str, Layer]:
         """Give ``token`` and ``position``. Not collective."""

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpizero import kernels
-from mpizero.nn.layer import Layer, namespace, vector
-from mpizero.nn.layers.forms import HeadForm
+from mpizero.nn.layer import namespace, vector
+from mpizero.nn.layers.language_head import LanguageHead, LanguageHeadBase
+from mpizero.nn.layers.norm import LayerNorm
+from mpizero.nn.loss import CrossEntropy
 from mpizero.nn.regions import Gather
 from mpizero.nn.split.linear import SplitProjection
 from mpizero.nn.split.parts import complete_shared, own_range, require_length
 from mpizero.types import EVALUATE, Array, Group, Params, Run
 
-if TYPE_CHECKING:
-    from mpizero.nn.loss import CrossEntropy
-    from mpizero.nn.models.gpt import LanguageHead
-
 
 @dataclass(frozen=True)
-class SplitHead(HeadForm):
+class SplitHead(LanguageHeadBase):
     """Final norm over the own places of sequences, then the logits of the own vocabulary items for all places.
 
     Messages: a gather forward, a reduce-scatter backward; in the weight half a gather and a sum of the norm's
@@ -40,9 +38,9 @@ class SplitHead(HeadForm):
     group: Group
 
     @cached_property
-    def _layers(self) -> tuple[Layer, SplitProjection]:
-        norm, projection = self.whole.children().values()
-        return norm, SplitProjection(projection, self.group, sequence=True)  # type: ignore[arg-type]
+    def _layers(self) -> tuple[LayerNorm, SplitProjection]:
+        norm, projection = self.whole._layers
+        return norm, SplitProjection(projection, self.group, sequence=True)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Map own places (samples, places, dim) to logits (samples, length, own items). Collective over the group."""

@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpizero.nn.layer import Layer, as_rows, matmul, sum_rows
 from mpizero.nn.layers.affine import Affine
+from mpizero.nn.layers.linear import Linear, Projection
+from mpizero.nn.layers.wrapper import Wrapper
 from mpizero.nn.operations import Operations, linear_operations
 from mpizero.nn.regions import Copy, Expand, Gather, Reduce, Region, Scatter
 from mpizero.nn.split.parts import Ranges, own_range, part_of, size_of
 from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
 
-if TYPE_CHECKING:
-    from mpizero.nn.layers.linear import Linear, Projection
+
+class SplitLinearBase(Affine):
+    """Share what linear layers split by columns and by rows do alike."""
+
+    whole: Linear
+
+    @property
+    @abstractmethod
+    def ranges(self) -> Ranges:
+        """The columns or rows this rank holds."""
+
+    @cached_property
+    def held(self) -> int:
+        """Number of columns or rows this rank holds."""
+        return size_of(self.ranges)
+
+    def last_bias(self, params: Params) -> Array | None:
+        """Return ``bias``, or this rank's part of it, where there is one. Not collective."""
+        return params["bias"] if self.whole.bias else None
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the unsplit layer's output shape. Not collective."""
+        return self.whole.output_shape(shape)
 
 
 @dataclass(frozen=True)
-class ColumnLinear(Affine):
+class ColumnLinear(SplitLinearBase):
     """The own columns of a linear map: from whole inputs to own outputs.
 
     Parameters
@@ -45,11 +69,6 @@ class ColumnLinear(Affine):
         """The columns this rank holds."""
         return self.columns or (own_range(self.whole.outputs, self.group),)
 
-    @cached_property
-    def held(self) -> int:
-        """Number of columns this rank holds."""
-        return size_of(self.ranges)
-
     def own_specs(self) -> tuple[ParameterSpec, ...]:
         """Describe the own columns of ``weight`` and, where there is one, the own part of ``bias``. Not collective."""
         return tuple(part_of(spec, len(spec.shape) - 1, self.ranges) for spec in self.whole.own_specs())
@@ -62,10 +81,6 @@ class ColumnLinear(Affine):
         inputs = entry.forward(x)
         y = matmul(inputs.reshape(prod(inputs.shape[:-1]), self.whole.inputs), weight)
         return y.reshape(*inputs.shape[:-1], self.held), (x, entry)
-
-    def last_bias(self, params: Params) -> Array | None:
-        """Give the own part of ``bias``, where there is one. Not collective."""
-        return params["bias"] if self.whole.bias else None
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Compute the sum over the ranks of ``dy @ weight.T``. Collective over the group."""
@@ -83,17 +98,13 @@ class ColumnLinear(Affine):
         if self.whole.bias:
             sum_rows(pending, grads["bias"])
 
-    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Give the unsplit layer's. Not collective."""
-        return self.whole.output_shape(shape)
-
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Count the products with the own columns. Not collective."""
         return linear_operations(prod(shape[:-1]), self.whole.inputs, self.held, self.whole.input_gradient)
 
 
 @dataclass(frozen=True)
-class RowLinear(Affine):
+class RowLinear(SplitLinearBase):
     """The own rows of a linear map: from own inputs, by the shard rule, to the whole output, summed over the ranks.
 
     The bias is whole on every rank and added to the sum. Between the halves of the backward pass a rank holds the whole
@@ -119,11 +130,6 @@ class RowLinear(Affine):
         """The rows this rank holds."""
         return (own_range(self.whole.inputs, self.group),)
 
-    @cached_property
-    def held(self) -> int:
-        """Number of rows this rank holds."""
-        return size_of(self.ranges)
-
     def own_specs(self) -> tuple[ParameterSpec, ...]:
         """Describe the own rows of ``weight`` and, where there is one, the whole ``bias``. Not collective."""
         weight, *bias = self.whole.own_specs()
@@ -136,10 +142,6 @@ class RowLinear(Affine):
         leave: Region = Scatter(self.group, 1, x.shape[1]) if self.sequence else Reduce(self.group)
         y = leave.forward(matmul(rows, weight).reshape(*x.shape[:-1], self.whole.outputs))
         return y, (rows, leave)
-
-    def last_bias(self, params: Params) -> Array | None:
-        """Give the whole ``bias``, where there is one. Not collective."""
-        return params["bias"] if self.whole.bias else None
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Compute ``dy @ weight.T``, (..., own inputs). Collective over the group if sequences are split."""
@@ -155,54 +157,33 @@ class RowLinear(Affine):
         if self.whole.bias:
             sum_rows(dy.reshape(prod(dy.shape[:-1]), self.whole.outputs), grads["bias"])
 
-    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Give the unsplit layer's. Not collective."""
-        return self.whole.output_shape(shape)
-
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Count the products with the own rows. Not collective."""
         return linear_operations(prod(shape[:-1]), self.held, self.whole.outputs)
 
 
 @dataclass(frozen=True)
-class SplitLinear(Layer):
-    """A linear map split by columns, with inputs and outputs that are whole on every rank.
+class SplitLinear(Wrapper):
+    """Split a linear map by columns, with inputs and outputs that are whole on every rank.
 
     For a layer on its own. Two in a row cost fewer messages as :class:`ColumnLinear` and :class:`RowLinear`.
     """
 
-    whole: Linear
-    group: Group
-
-    @cached_property
-    def _column(self) -> ColumnLinear:
-        return ColumnLinear(self.whole, self.group)
-
-    def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe the own columns. Not collective."""
-        return self._column.own_specs()
+    layer: ColumnLinear
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Map ``x`` (..., inputs) to (..., outputs). Collective over the group."""
-        y, cache = self._column.forward(params, x, run)
-        join = Gather(self.group, y.ndim - 1, self.whole.outputs)
+        y, cache = self.layer.forward(params, x, run)
+        join = Gather(self.layer.group, y.ndim - 1, self.layer.whole.outputs)
         return join.forward(y), (cache, join)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Compute the gradient of ``x``. Collective over the group."""
-        return self._column.backward_input(params, cache[0], cache[1].backward(dy))
+        return self.layer.backward_input(params, cache[0], cache[1].backward(dy))
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the own columns' gradients. Not collective."""
-        self._column.backward_weights(params, cache[0], pending, grads)
-
-    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Give the unsplit layer's. Not collective."""
-        return self.whole.output_shape(shape)
-
-    def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the products with the own columns. Not collective."""
-        return self._column.operations(shape)
+        self.layer.backward_weights(params, cache[0], pending, grads)
 
 
 @dataclass(frozen=True)
@@ -261,7 +242,7 @@ class SplitProjection(Layer):
         matmul(pending.T, inputs, out=grads["weight"])
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Give the unsplit layer's. Not collective."""
+        """Return the unsplit layer's output shape. Not collective."""
         return self.whole.output_shape(shape)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:

@@ -1,0 +1,79 @@
+"""Turn a language model's features into logits of its vocabulary."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from mpizero.names import explains
+from mpizero.nn.graph import Graph, Place
+from mpizero.nn.layer import Layer, known
+from mpizero.nn.layers.linear import Projection
+from mpizero.nn.layers.norm import LayerNorm
+from mpizero.nn.operations import Operations
+from mpizero.types import EVALUATE, Array, Params, Run
+
+
+class LanguageHeadBase(Layer):
+    """Apply a norm, then project onto the vocabulary; the base of the whole and the split form."""
+
+    @property
+    @abstractmethod
+    def _layers(self) -> tuple[Layer, Layer]: ...
+
+    def children(self) -> dict[str, Layer]:
+        """Give ``norm`` and ``projection``. Not collective."""
+        norm, projection = self._layers
+        return {"norm": norm, "projection": projection}
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Map ``x`` (samples, length, dim) to logits (samples, length, vocabulary). Collective where split."""
+        norm, projection = self._layers
+        normed, norm_cache = norm.forward(params["norm"], x, run)
+        logits, projection_cache = projection.forward(params["projection"], normed, run)
+        return logits, (norm_cache, projection_cache)
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Compute the gradient of ``x``. Collective where the projection is split."""
+        norm, projection = self._layers
+        dnormed, projection_pending = projection.backward_input(params["projection"], cache[1], dy)
+        dx, norm_pending = norm.backward_input(params["norm"], cache[0], known(dnormed))
+        return dx, (norm_pending, projection_pending)
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the gradients of the norm and of this use of the table. Collective where split."""
+        norm, projection = self._layers
+        projection.backward_weights(params["projection"], cache[1], pending[1], grads["projection"])
+        norm.backward_weights(params["norm"], cache[0], pending[0], grads["norm"])
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count the projection's products. Not collective."""
+        return self._layers[1].operations(shape)
+
+
+@explains
+@dataclass(frozen=True)
+class LanguageHead(LanguageHeadBase):
+    """Apply the final norm, then project onto the vocabulary: a language model's last block.
+
+    ``tied`` names the parameter whose storage the projection shares, or is None.
+    """
+
+    dim: int
+    vocabulary: int
+    tied: str | None = None
+
+    @cached_property
+    def _layers(self) -> tuple[LayerNorm, Projection]:
+        return LayerNorm(self.dim), Projection(self.dim, self.vocabulary, self.tied)
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Replace the last axis by ``vocabulary``. Not collective."""
+        return (*shape[:-1], self.vocabulary)
+
+    def trace(self, graph: Graph, name: str, source: Place) -> Place:
+        """Add norm and projection. Not collective."""
+        norm, projection = self._layers
+        return projection.trace(graph, f"{name}.projection", norm.trace(graph, f"{name}.norm", source))

@@ -1,0 +1,54 @@
+"""Run another layer in a different way; the base of such layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mpizero.nn.graph import Graph, Place
+from mpizero.nn.layer import Layer, require_layer
+from mpizero.nn.operations import Operations
+from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
+
+
+@dataclass(frozen=True)
+class Wrapper(Layer):
+    """Run ``layer``, whose parameters keep their names; a subclass overrides what it does in a different way."""
+
+    layer: Layer
+
+    def __post_init__(self) -> None:
+        require_layer(type(self).__name__, self.layer)
+
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """Describe the wrapped layer's parameters under their own names. Not collective."""
+        return self.layer.specs()
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Run the wrapped layer. Collective as it is."""
+        return self.layer.forward(params, x, run)
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Run the wrapped layer's input half. Collective as it is."""
+        return self.layer.backward_input(params, cache, dy)
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Run the wrapped layer's weight half. Collective as it is."""
+        self.layer.backward_weights(params, cache, pending, grads)
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the wrapped layer's output shape. Not collective."""
+        return self.layer.output_shape(shape)
+
+    def split(self, group: Group) -> Layer:
+        """Split the wrapped layer. Not collective."""
+        layer = self.layer.split(group)
+        return self if layer is self.layer else replace(self, layer=layer)
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count the wrapped layer's products. Not collective."""
+        return self.layer.operations(shape)
+
+    def trace(self, graph: Graph, name: str, source: Place) -> Place:
+        """Add the wrapped layer to a graph. Not collective."""
+        return self.layer.trace(graph, name, source)
