@@ -89,7 +89,9 @@ TYPING_CYCLES: dict[frozenset[str], str] = {
             "mpizero.parallel.gradients.bucket_tuner",
         }
     ): "to be cut",
-    frozenset({"mpizero.parallel.model.fit", "mpizero.parallel.model.optimizers"}): "to be cut",
+    frozenset(f"mpizero.parallel.model.{name}" for name in ("base", "best_parameters", "fit", "optimizers")): (
+        "users get the optimizer from the model and the model from the optimizer, both with their types"
+    ),
 }
 #: Public classes of one name, and why that is right.
 TWO_CLASSES = {

@@ -3,26 +3,31 @@
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.diagnostics.bad_steps import BadStep, dump_bad_step, read_bad_step
 from mpizero.parallel.diagnostics.replay import Replay, replay_bad_step
-from mpizero.parallel.model.base import Gradients, ShardedModelBase
+from mpizero.parallel.model.base import Evaluation, ShardedModelBase
+from mpizero.parallel.model.communication_optimizers import GradientCompressionOptimizer, LocalSGDOptimizer
 from mpizero.parallel.model.fit import OptimizationOptions, OptimizationResult
-from mpizero.parallel.model.gradient_compression import GradientCompressionOptimizer
 from mpizero.parallel.model.hybrid import (
     HybridShardedModel,
     HybridShardedOptimizer,
     PipelineParallelModel,
     TensorParallelModel,
 )
-from mpizero.parallel.model.local_sgd import LocalSGDOptimizer
+from mpizero.parallel.model.manual_gradients import Gradients
 from mpizero.parallel.model.metadata import ModelMetadata
-from mpizero.parallel.model.optimizers import (
+from mpizero.parallel.model.optimizers import ShardedOptimizer
+from mpizero.parallel.model.strategies import (
+    DDPModel,
     DDPOptimizer,
+    FSDPModel,
     FSDPOptimizer,
-    ShardedOptimizer,
+    ZeRO1Model,
     ZeRO1Optimizer,
+    ZeRO2Model,
     ZeRO2Optimizer,
+    ZeRO3Model,
     ZeRO3Optimizer,
+    distribute,
 )
-from mpizero.parallel.model.strategies import DDPModel, FSDPModel, ZeRO1Model, ZeRO2Model, ZeRO3Model, distribute
 from mpizero.parallel.partition.block_timing import BlockTimes, measure_blocks, measured_costs
 from mpizero.parallel.skipped_steps import BadSteps
 from mpizero.parallel.step_report import NonFinite, StepReport
@@ -33,6 +38,7 @@ __all__ = [
     "BlockTimes",
     "DDPModel",
     "DDPOptimizer",
+    "Evaluation",
     "FSDPModel",
     "FSDPOptimizer",
     "GradientCompressionOptimizer",

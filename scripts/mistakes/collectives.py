@@ -21,9 +21,9 @@ def placed(strategy: str = "zero2", **settings: Any) -> tuple[Any, Any]:
     """Return a linear model over all ranks and its optimizer, after one step."""
     config = mz.ShardingConfig(comm=world(), **settings)
     wrapped = mz.FunctionModel(case.parameters(), case.squares, predict=lambda p, x: x @ p["weight"] + p["bias"])
-    model, optimizer = mz.distribute(wrapped, mz.AdamW(lr=0.01), strategy=strategy, config=config)
+    model = mz.distribute(wrapped, mz.AdamW(lr=0.01), strategy=strategy, config=config)
     model.train(*case.samples())
-    return model, optimizer
+    return model, model.optimizer
 
 
 def world() -> Any:

@@ -149,7 +149,7 @@ def train_with_sums_on_their_way():
 
     config = mz.ShardingConfig(comm=COMM, micro_batch=1, share_node_memory=False)
     network = mz.nn.GPT(dim=32, layers=4, heads=2, sequence=16, vocabulary=32)
-    model, _ = mz.distribute(network, mz.AdamW(lr=1e-3), strategy="zero2", config=config)
+    model = mz.distribute(network, mz.AdamW(lr=1e-3), strategy="zero2", config=config)
     ring = model.engine._ring
     finish = ring.finish
 

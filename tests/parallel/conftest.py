@@ -19,9 +19,9 @@ def place() -> Iterator[Callable[..., Sharded]]:
         config = mz.ShardingConfig(
             comm="self" if comm is None else comm, **{"minimum_parameter_group_size": 1, **settings}
         )
-        sharded, bound = mz.distribute(model, optimizer, strategy=strategy, config=config)
+        sharded = mz.distribute(model, optimizer, strategy=strategy, config=config)
         made.extend([sharded, config])
-        return sharded, bound
+        return sharded, sharded.optimizer
 
     yield make
     for thing in made:

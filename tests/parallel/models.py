@@ -37,14 +37,14 @@ def sharded(strategy: str, comm: Any, model: Any = None, optimizer: Any = None, 
     """A placed model, whose configuration is closed with it, and its optimizer."""
     config = mz.ShardingConfig(comm="self" if comm is None else comm, **{"minimum_parameter_group_size": 1, **settings})
     chosen = optimizer if optimizer is not None else mz.AdamW(lr=1e-2)
-    placed, bound = mz.distribute(model if model is not None else mlp(), chosen, strategy=strategy, config=config)
+    placed = mz.distribute(model if model is not None else mlp(), chosen, strategy=strategy, config=config)
 
     def close() -> None:
         type(placed).close(placed)
         config.close()
 
     placed.close = close  # type: ignore[method-assign]
-    return placed, bound
+    return placed, placed.optimizer
 
 
 def mlp(**changes: Any) -> mz.nn.MLP:

@@ -83,7 +83,7 @@ def test_batches_of_5_3_0_and_7_have_the_bits_of_one_batch_of_15(strategy: str) 
 
     def run(comm: Any) -> str:
         with mz.ShardingConfig(comm=comm, micro_batch=2) as config:
-            model, _ = mz.distribute(gpt(), mz.AdamW(lr=1e-2), strategy=strategy, config=config)
+            model = mz.distribute(gpt(), mz.AdamW(lr=1e-2), strategy=strategy, config=config)
             with model:
                 for _ in range(3):
                     model.train(*part(comm, x, y, [5, 3, 0, 7]))

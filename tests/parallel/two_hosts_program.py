@@ -36,7 +36,7 @@ def train(config, strategy, folder):
         mz.HybridShardedOptimizer(optimizer, config).set_model(model)
         group = model.batch_group
     else:
-        model, _ = mz.distribute(gpt(), optimizer, strategy=strategy, config=config)
+        model = mz.distribute(gpt(), optimizer, strategy=strategy, config=config)
         group = config.communicator
     with model:
         before = by_interface(config.communicator), model.engine.grid.bytes_sent

@@ -55,7 +55,7 @@ def trained_here(model, optimizer, batches, strategy, **settings):
     def rank(comm):
         losses = []
         with mz.ShardingConfig(comm=comm, minimum_parameter_group_size=1, micro_batch=1, **settings) as config:
-            sharded, _ = mz.distribute(model, optimizer, strategy=strategy, config=config)
+            sharded = mz.distribute(model, optimizer, strategy=strategy, config=config)
             with sharded:
                 for x, y in batches:
                     losses.append(sharded.train(x[comm.rank :: RANKS], y[comm.rank :: RANKS]))

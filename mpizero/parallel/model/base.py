@@ -3,76 +3,48 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple, cast
 
-import numpy as np
-
-from mpizero import kernels
-from mpizero.comm.agreement import agree_arrays, agree_equal
 from mpizero.comm.calls import collective, recorded
-from mpizero.comm.reduce.exact import gather_spans
-from mpizero.errors import ArgumentError, ConfigError, LayoutError, NonFiniteError, StateError
-from mpizero.layout import FlatLayout
-from mpizero.layout.nodes import GROUPS
-from mpizero.optim import validation
+from mpizero.errors import StateError
 from mpizero.parallel.batch.redistribute import Asked
-from mpizero.parallel.batch.step_scalars import Totals
-from mpizero.parallel.engine import Engine
-from mpizero.parallel.model.core import Pending
-from mpizero.parallel.model.gather_state import gather_pieces
-from mpizero.parallel.model.inspection import Inspection
-from mpizero.parallel.model.local_training import LocalTraining
+from mpizero.parallel.config import ShardingConfig
+from mpizero.parallel.model.manual_gradients import ManualGradients
 from mpizero.parallel.model.metadata import ModelMetadata, describe
-from mpizero.parallel.model.saving import Saving
-from mpizero.parallel.parameters.shards import Share
+from mpizero.parallel.model.optimizers import ShardedOptimizer
 from mpizero.text import notice
-from mpizero.types import Array
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """What ``compute_gradients`` returns.
+class Evaluation(NamedTuple):
+    """Hold what ``evaluate`` has found over all ranks' samples.
 
     Attributes
     ----------
-    values : 1-D array
-        Synchronized: the averaged gradient, whole for DDP and ZeRO-1, of the owned ranges for ZeRO-2 and 3 (as long as
-        ``local_parameter_shard``). Otherwise this rank's weighted sum over all parameters. Frozen parameters: zeros.
-        With pipeline or tensor parallelism "all" are those that the rank's stage and tensor part hold. Where it was
-        gathered it is the averaged gradient of the whole model, in the order of ``get_parameters``, on every rank.
+    loss_sum : float
+        Sum of the losses.
     weight : float
-        Total weight of the global batch.
-    loss : float
-        Mean loss over the global batch.
-    synchronized : bool
-        Whether the values are summed over the ranks.
-    layout : FlatLayout or None
-        Names and places of the values, where they are gathered.
+        Total weight of the samples; where each counts once, their number.
+    correct : int or None
+        Number of correct predictions; None where the prediction is not one score a class.
     """
 
-    values: Array
+    loss_sum: float
     weight: float
-    loss: float
-    synchronized: bool
-    layout: FlatLayout | None = None
+    correct: int | None
 
-    def named(self) -> dict[str, Array]:
-        """Return views of a gathered gradient by parameter, in their shapes. Not collective.
+    @property
+    def loss(self) -> float:
+        """The mean loss."""
+        return self.loss_sum / self.weight if self.weight else math.nan
 
-        Raises
-        ------
-        LayoutError
-            If it is not gathered.
-        """
-        if self.layout is None:
-            raise LayoutError("this rank has a part of the gradient: ask for all, compute_gradients(x, y, gather=True)")
-        entries = self.layout.parameters
-        return {e.spec.name: self.values[e.span.start : e.span.stop].reshape(e.spec.shape) for e in entries}
+    @property
+    def accuracy(self) -> float | None:
+        """The share of correct predictions; None where there is nothing to count."""
+        return None if self.correct is None or not self.weight else self.correct / self.weight
 
 
-class ShardedModelBase(Inspection, LocalTraining, Saving):
+class ShardedModelBase(ManualGradients):
     """A model whose parameters, gradients and optimizer state are placed over the ranks of ``config.comm``.
 
     Construction, and every method that is not marked otherwise, is collective over ``config.comm``. The model holds
@@ -86,12 +58,74 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
         What is trained. It is never changed; parameters live in the sharded model.
     config : ShardingConfig
         The ranks and how they work together.
+    optimizer : optimizer, ShardedOptimizer or None
+        Updates the parameters: a library optimizer, any object with an elementwise ``update(params, grads, state)``, or
+        a sharded optimizer that no model has yet. None leaves plain SGD with ``config.learning_rate``, until the
+        ``set_model`` of a sharded optimizer binds another.
 
     Raises
     ------
     TypeError
-        If an argument is None or no model.
+        If model or configuration is None or something else, or the optimizer is not gradient-based.
+    ConfigError
+        If ranks give different models, configurations or optimizers, or the optimizer belongs to another configuration
+        or strategy.
     """
+
+    #: What a plain optimizer is wrapped in.
+    optimizer_class: ClassVar[type[ShardedOptimizer]] = ShardedOptimizer
+
+    def __init__(self, wrapped_model: Any, config: ShardingConfig, *, optimizer: Any = None) -> None:
+        self._optimizer, self._told_plain = optimizer, False
+        super().__init__(wrapped_model, config)
+        given, self._optimizer = self._optimizer, None
+        if given is not None:
+            try:
+                given.set_model(self)
+            except BaseException:
+                self.engine.grid.world.leave_behind(self._free)  # the other ranks may not have raised
+                raise
+
+    def _plans(self) -> dict[str, Any]:
+        """Return what must be the same on all ranks, the optimizer too, which becomes a sharded one. Not collective."""
+        plans, given = super()._plans(), self._optimizer
+        if given is not None and not isinstance(given, ShardedOptimizer):
+            given = self._optimizer = self.optimizer_class(given, self._config)
+        if given is not None and given.is_bound:
+            raise StateError(f"the {type(given).__name__} belongs to another model: give each model its own")
+        return {**plans, **({} if given is None else given.comparable(self))}
+
+    @property
+    def optimizer(self) -> ShardedOptimizer:
+        """The sharded optimizer bound to this model, by construction, ``distribute`` or ``set_model``. Not collective.
+
+        Raises
+        ------
+        RuntimeError
+            If it has none: plain SGD with ``config.learning_rate`` trains it.
+        """
+        name, bound = type(self).__name__, self._optimizer
+        if bound is None:
+            raise StateError(
+                f"this {name} has no optimizer: give it one when it is made, {name}(model, config, "
+                "optimizer=mz.AdamW(lr=1e-3)), or bind one by its set_model"
+            )
+        if bound.model is not self:
+            raise StateError(f"the {type(bound).__name__} of this {name} has been bound to another model meanwhile")
+        return cast("ShardedOptimizer", bound)
+
+    def _take_optimizer(self, optimizer: ShardedOptimizer) -> None:
+        """Remember the optimizer that has been bound. Not collective."""
+        self._optimizer = optimizer
+        self.tell_unread()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the model and its optimizer: ``model, optimizer = mz.distribute(...)``. Not collective."""
+        return iter((self, self.optimizer))
+
+    def __getitem__(self, index: int) -> Any:
+        """Return the model for 0, its optimizer for 1, as ``mz.distribute(...)[0]`` asks. Not collective."""
+        return tuple(self)[index]
 
     @recorded
     def train(self, x: Any, y: Any, *, epoch: int = 0) -> float:
@@ -122,189 +156,31 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
             return totals.mean
         if self._mean_every:
             return self._train_alone(x, y)
-        if self.engine.updater is None:
+        if self._optimizer is None and not self._told_plain:
             self._tell_plain()
         report = self._with_room(lambda engine: engine.train(x, y))
         self._stepped(report)
         return report.loss
 
     def _tell_plain(self) -> None:
-        """Say on rank 0 that plain SGD trains although an optimizer was made. Not collective."""
-        if self.rank == 0 and (unbound := next(iter(self._config.unbound), None)):
-            notice(
-                f"{type(unbound).__name__} was made with this configuration and is bound to no model: call "
-                f"its set_model(model); as it is, plain SGD with learning_rate={self._config.learning_rate} trains"
-            )
+        """Say on rank 0 that plain SGD trains this model. Not collective."""
+        self._told_plain = True
+        if self.rank != 0:
+            return
+        unbound = next(iter(self._config.unbound), None)
+        forgotten = "" if unbound is None else f"; {type(unbound).__name__} is bound to no model: call its set_model"
+        notice(
+            f"{type(self).__name__} has no optimizer: plain SGD with learning_rate={self._config.learning_rate} trains "
+            f"it (optimizer=... gives it another){forgotten}"
+        )
 
     @recorded
-    def compute_gradients(self, x: Any, y: Any, loss: Any = None, *, epoch: int = 0, gather: bool = False) -> Gradients:
-        """Return the gradient of the mean loss without changing the parameters.
+    def evaluate(self, x: Any, y: Any) -> Evaluation:
+        """Return loss and correct predictions over all ranks' samples, without training.
 
-        Parameters
-        ----------
-        x, y : array, or tree of arrays
-            This rank's samples of the global batch, as in :meth:`train`.
-        loss : Loss or None
-            Used in place of the model's own; not for black boxes.
-        epoch : int
-            As in :meth:`train`.
-        gather : bool
-            Return the gradient of all parameters, in the order of ``get_parameters``, on every rank and with the same
-            bits under every strategy.
-
-        Raises
-        ------
-        ConfigError
-            If it shall be gathered with ``auto_sync_gradients=False``, before it is summed.
+        The result has ``loss`` and ``accuracy``, and unpacks as ``loss_sum, weight, correct``.
         """
-        if gather and not self._config.auto_sync_gradients:
-            raise ConfigError(
-                "compute_gradients(gather=True) with auto_sync_gradients=False: these are the rank's own sums; call "
-                "synchronize_gradients(gather=True) after it"
-            )
-        self.engine.asked = Asked(epoch, bool(gather))
-
-        def compute(engine: Engine) -> tuple[Totals, Array | None]:
-            with engine.runner.using_loss(loss):
-                synced = self._config.auto_sync_gradients
-                return engine.gradients(x, y) if synced else (engine.local_gradients(x, y), None)
-
-        totals, reduced, _ = self._pend(compute)
-        if reduced is not None:
-            return self._gradients(totals, reduced, gather=gather)
-        engine = self.engine
-        layout = engine.layout
-        values = np.zeros(layout.size, engine.dtype)
-        row = engine.local_sum()
-        for entry in layout.entries:
-            if entry.gradient >= 0:
-                start = layout.gradient_bases[entry.unit] + entry.gradient
-                values[entry.offset : entry.offset + entry.spec.size] += row[start : start + entry.spec.size]
-        return Gradients(values, totals.weight, totals.mean, False)
-
-    @collective
-    def synchronize_gradients(self, *, gather: bool = False) -> Gradients:
-        """Average the pending gradient over the data group, weighted by sample count.
-
-        ``gather`` as in :meth:`compute_gradients`; the same on all ranks.
-
-        Raises
-        ------
-        RuntimeError
-            If there is no gradient yet.
-        """
-        totals, reduced, _ = self._reduced_pending("synchronize_gradients")
-        return self._gradients(totals, reduced, gather=gather)
-
-    @recorded
-    def apply_gradients(self, gradients: Gradients, learning_rate: float) -> None:
-        """Subtract ``learning_rate`` times a synchronized gradient from the parameters.
-
-        Raises
-        ------
-        TypeError
-            If it is something else than what ``compute_gradients`` or ``synchronize_gradients`` returned.
-        LayoutError
-            If the gradient is not synchronized, or not of this model.
-        ConfigError
-            If the learning rate is no finite number, or not the same on all ranks, or a gradient that is replicated
-            (DDP, ZeRO-1) is not: names the first rank and parameter that differ.
-        NonFiniteError
-            If the gradient is not finite on some rank.
-        """
-        engine, comm = self.engine, self._config.communicator
-        share, layout, grid = engine.store.share, engine.layout, engine.grid
-        replicated = not (engine.placement.shard_gradients or self._mean_every)
-        gathered = gradients.layout if isinstance(gradients, Gradients) else None
-
-        def given() -> dict[str, Any]:
-            self._check_gradients(gradients)
-            number = validation.number("apply_gradients", "learning_rate", learning_rate, low=-math.inf)
-            parts = (gathered or layout).parameters if gathered or replicated else ()
-            named = {f"the gradient of {e.spec.name!r}": gradients.values[e.span.start : e.span.stop] for e in parts}
-            return {"the learning_rate": number, **named}
-
-        same_data = grid.axes.group(comm.rank, GROUPS["data"])[0] if replicated and not gathered else 0
-        agree_arrays(comm, "apply_gradients", given, same_data)
-        if grid.model.size > 1:
-            agree_equal(comm, "the learning_rate of apply_gradients", float(learning_rate))
-        rate, values = engine.dtype.type(float(learning_rate)), gradients.values
-        if gathered:
-            values = engine.whole.owned(values)
-        owned = gathered is not None or engine.placement.shard_gradients
-        for unit, span, offset in zip(layout.units, share.spans, share.offsets, strict=True):
-            start = offset if owned else span.start
-            self.engine.store.owned(unit.index)[:] -= rate * values[start : start + span.size]
-        self.engine.exchange.finish(1.0, updated=True)
-        self.engine.store.publish()
-        self._pending = None
-        self.invalidate_cache()
-
-    def _check_gradients(self, gradients: Any) -> None:
-        dtype = self.engine.dtype
-        if not isinstance(gradients, Gradients):
-            raise ArgumentError(
-                "apply_gradients takes the Gradients that compute_gradients or synchronize_gradients returned, got "
-                f"{type(gradients).__name__}"
-            )
-        values = gradients.values
-        if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
-            got = f"{values.dtype} array" if isinstance(values, np.ndarray) else type(values).__name__
-            raise ArgumentError(f"apply_gradients: the values of the Gradients are a {dtype} array, got {got}")
-        if not gradients.synchronized:
-            raise LayoutError(
-                "apply_gradients takes a synchronized gradient, this one holds the rank's own sums: call "
-                "synchronize_gradients first, and give what it returns"
-            )
-        sharded = self.engine.placement.shard_gradients
-        expected = self.shard_size if sharded else self.engine.layout.size
-        whose = "those of the ranges that this rank owns" if sharded else "all that this rank's stage and part hold"
-        if gradients.layout is not None:
-            expected, whose = self.parameter_count, "one for each parameter"
-        if values.shape != (expected,):
-            raise LayoutError(
-                f"apply_gradients needs {expected} values, {whose}, got an array of shape {values.shape}: that of "
-                "another model or layout"
-            )
-        if not kernels.all_finite(np.ascontiguousarray(values)):
-            raise NonFiniteError(
-                f"apply_gradients: the gradient is infinite or NaN, and the mean loss was {gradients.loss:g}: the "
-                "parameters are as before; look at the values before they are applied, or use train or the optimizer's "
-                "step, which skip such a step"
-            )
-
-    @recorded
-    def apply_pending(self) -> None:
-        """Update the parameters from the pending gradient with the bound optimizer; what ``optimizer.step`` does.
-
-        A gradient that is not finite is skipped, as in ``train``; ``last_step`` says so.
-
-        Raises
-        ------
-        RuntimeError
-            If no gradient is pending.
-        NonFiniteError
-            As ``train``.
-        """
-        engine, (totals, _, sent) = self.engine, self._waiting("step")
-
-        def reduced() -> Array:
-            found = self._reduced_pending("step")[1]
-            self._pending = None
-            return found
-
-        if self._mean_every:
-            self._settle(lambda engine: engine.step(totals, reduced, sent))
-        else:
-            self._stepped(engine.step(totals, reduced, sent))
-
-    @recorded
-    def evaluate(self, x: Any, y: Any) -> tuple[float, float, int | None]:
-        """Return loss sum, weight and number of right answers over all ranks' samples, without training.
-
-        The last is None where the prediction is not one score a class.
-        """
-        return self._evaluate_alone(x, y) if self._mean_every else self.engine.evaluate(x, y)
+        return Evaluation(*(self._evaluate_alone(x, y) if self._mean_every else self.engine.evaluate(x, y)))
 
     def predict(self, x: Any) -> Any:
         """Return the prediction for this rank's ``x``; ranks may ask for different numbers of samples.
@@ -315,51 +191,6 @@ class ShardedModelBase(Inspection, LocalTraining, Saving):
         if self.shards_parameters:
             self._check_call("predict")
         return self.engine.runner.predict(x)
-
-    def _pend(self, compute: Callable[[Engine], tuple[Totals, Array | None]]) -> Pending:
-        """Compute a gradient that waits for its step."""
-
-        def computed(engine: Engine) -> Pending:
-            sent = engine.grid.bytes_sent
-            return Pending(*compute(engine), sent)
-
-        self._pending = None
-        self._pending = self._with_room(computed)
-        return self._pending
-
-    def _waiting(self, name: str) -> Pending:
-        if self._pending is None:
-            updated = "train has updated the parameters already, by " if self._config.auto_sync_gradients else ""
-            raise StateError(
-                f"{name}: no gradient waits for it: {updated}auto_sync_gradients={self._config.auto_sync_gradients}; "
-                "call compute_gradients before it, or train with auto_sync_gradients=False"
-            )
-        return self._pending
-
-    def _reduced_pending(self, name: str) -> tuple[Totals, Array, int]:
-        engine, pending = self.engine, self._waiting(name)
-        reduced = pending.reduced if pending.reduced is not None else engine.reduce_local(pending.totals)
-        self._pending = pending._replace(reduced=reduced)
-        return pending.totals, reduced, pending.sent
-
-    def _gradients(self, totals: Totals, reduced: Array, *, gather: bool) -> Gradients:
-        """Arrange a reduced gradient in parameter order: the owned ranges, or all where replicated or gathered."""
-        engine, share = self.engine, self.engine.store.share
-        if gather:
-            whole = gather_pieces(engine, engine.dtype, lambda p: reduced[p.gradient : p.gradient + p.size])
-            return Gradients(whole, totals.weight, totals.mean, True, engine.whole.layout)
-        sharded = engine.placement.shard_gradients
-        values = np.zeros(self.shard_size if sharded else engine.layout.size, engine.dtype)
-        for piece in engine.pieces():
-            start = piece.span.start
-            if sharded:
-                start += share.offsets[piece.entry.unit] - share.spans[piece.entry.unit].start
-            values[start : start + piece.size] = reduced[piece.gradient : piece.gradient + piece.size]
-        if not sharded:
-            data = engine.grid.data
-            spans = [Share(engine.layout, rank, data.size).spans for rank in range(data.size)]
-            gather_spans(data, [values[s.start : s.stop] for s in share.spans], values, spans)
-        return Gradients(values, totals.weight, totals.mean, True)
 
     @collective
     def check_integrity(self) -> None:

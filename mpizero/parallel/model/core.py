@@ -66,6 +66,8 @@ class ShardedCore(ABC):
     label: ClassVar[str | None] = None
     #: How the model is spread besides data parallelism; None is not at all.
     _spread: Spread | None = None
+    #: The sharded optimizer that is bound to the model.
+    _optimizer: Any = None
     #: Whether it is made of a model that the ranks have agreed on, whose own fields may have changed since.
     _is_copy = False
 

@@ -17,6 +17,12 @@ from mpizero.parallel.placement import Placement, placement
 ZERO_STAGES = ("ddp", "zero1", "zero2", "zero3")
 
 
+class HybridShardedOptimizer(ShardedOptimizer):
+    """Any optimizer over a model that is split over ranks: each updates its owned ranges of its part."""
+
+    strategies = ("hybrid", "tensor", "pipeline")
+
+
 class SpreadModel(ShardedModelBase):
     """A model over pipeline x tensor x data x context ranks; the classes below fix some of the sizes.
 
@@ -30,13 +36,18 @@ class SpreadModel(ShardedModelBase):
         Sizes of the axes, schedule and cuts.
     zero_stage : {0, 1, 2, 3}
         What the ranks of a data group shard: nothing (DDP), optimizer state, gradients too, parameters too.
+    optimizer : optimizer, ShardedOptimizer or None
+        As in :class:`ShardedModelBase`.
     """
 
     _spread: Spread
+    optimizer_class: ClassVar[type[ShardedOptimizer]] = HybridShardedOptimizer
 
-    def __init__(self, wrapped_model: Any, config: ShardingConfig, spread: Spread, zero_stage: int) -> None:
+    def __init__(
+        self, wrapped_model: Any, config: ShardingConfig, spread: Spread, zero_stage: int, optimizer: Any = None
+    ) -> None:
         self._spread, self.zero_stage = spread, zero_stage
-        super().__init__(wrapped_model, config)
+        super().__init__(wrapped_model, config, optimizer=optimizer)
 
     @property
     def _placement(self) -> Placement:
@@ -105,6 +116,8 @@ class HybridShardedModel(SpreadModel):
     costs : sequence of float or None
         Cost of every block, for the balance, for example what :func:`measured_costs` returns; None takes the
         floating-point operations that the layers tell.
+    optimizer : optimizer, ShardedOptimizer or None
+        As in :class:`ShardedModelBase`.
 
     Raises
     ------
@@ -131,6 +144,7 @@ class HybridShardedModel(SpreadModel):
         context_parallel_size: int = 1,
         cuts: Sequence[int] | None = None,
         costs: Sequence[float] | None = None,
+        optimizer: Any = None,
     ) -> None:
         spread = Spread(
             pipeline=pipeline_parallel_size,
@@ -143,7 +157,7 @@ class HybridShardedModel(SpreadModel):
             cuts=cuts,
             costs=costs,
         )
-        super().__init__(wrapped_model, config, spread, zero_stage)
+        super().__init__(wrapped_model, config, spread, zero_stage, optimizer)
 
 
 @explains
@@ -160,6 +174,8 @@ class TensorParallelModel(SpreadModel):
         Parts of split layers; None takes all ranks.
     zero_stage : {0, 1, 2, 3}
         What the replicas shard.
+    optimizer : optimizer, ShardedOptimizer or None
+        As in :class:`ShardedModelBase`.
     """
 
     strategy: ClassVar[str] = "tensor"
@@ -172,9 +188,10 @@ class TensorParallelModel(SpreadModel):
         tensor_parallel_size: int | None = None,
         *,
         zero_stage: int = 0,
+        optimizer: Any = None,
     ) -> None:
         size = _all_ranks_of(config) if tensor_parallel_size is None else tensor_parallel_size
-        super().__init__(wrapped_model, config, Spread(tensor=size), zero_stage)
+        super().__init__(wrapped_model, config, Spread(tensor=size), zero_stage, optimizer)
 
 
 @explains
@@ -193,6 +210,8 @@ class PipelineParallelModel(SpreadModel):
         As in :class:`HybridShardedModel`.
     zero_stage : {0, 1, 2, 3}
         What the replicas shard.
+    optimizer : optimizer, ShardedOptimizer or None
+        As in :class:`ShardedModelBase`.
     """
 
     strategy: ClassVar[str] = "pipeline"
@@ -209,16 +228,11 @@ class PipelineParallelModel(SpreadModel):
         cuts: Sequence[int] | None = None,
         costs: Sequence[float] | None = None,
         zero_stage: int = 0,
+        optimizer: Any = None,
     ) -> None:
         size = _all_ranks_of(config) if pipeline_parallel_size is None else pipeline_parallel_size
         spread = Spread(pipeline=size, schedule=schedule, virtual_stages=virtual_stages, cuts=cuts, costs=costs)
-        super().__init__(wrapped_model, config, spread, zero_stage)
-
-
-class HybridShardedOptimizer(ShardedOptimizer):
-    """Any optimizer over a model that is split over ranks: each updates its owned ranges of its part."""
-
-    strategies = ("hybrid", "tensor", "pipeline")
+        super().__init__(wrapped_model, config, spread, zero_stage, optimizer)
 
 
 def _all_ranks_of(config: ShardingConfig) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
@@ -39,10 +40,10 @@ class ShardedOptimizer:
     ----------
     wrapped_optimizer : optimizer
         A library optimizer, or any object with an elementwise ``update(params, grads, state)``.
-    config : ShardingConfig
-        The same as the model's.
+    config : ShardingConfig or None
+        The same as the model's; None takes the model's when it is bound.
     options : OptimizationOptions or None
-        What :meth:`optimize` does.
+        What :meth:`optimize` does, where it is not told.
     loss_scale : DynamicLossScale or None
         Multiplies the loss before the backward pass and divides the gradient after; a step whose gradient is not
         finite is skipped and lowers it.
@@ -59,91 +60,124 @@ class ShardedOptimizer:
     def __init__(
         self,
         wrapped_optimizer: Any,
-        config: ShardingConfig,
+        config: ShardingConfig | None = None,
         *,
         options: OptimizationOptions | None = None,
         loss_scale: optim.DynamicLossScale | None = None,
     ) -> None:
-        if not isinstance(config, ShardingConfig):
+        if not isinstance(config, ShardingConfig | None):
             raise ArgumentError(f"{type(self).__name__} needs a ShardingConfig, got {config!r}")
         if loss_scale is not None and not isinstance(loss_scale, optim.DynamicLossScale):
             raise ArgumentError(f"{type(self).__name__}: loss_scale is a DynamicLossScale or None, got {loss_scale!r}")
-        if options is not None and not isinstance(options, OptimizationOptions):
-            raise ArgumentError(f"{type(self).__name__}: options are OptimizationOptions, got {options!r:.80}")
         self.wrapped_optimizer = optim.adapt(wrapped_optimizer)
-        self.config = config
-        self.options = options if options is not None else OptimizationOptions()
-        self.loss_scale = config.loss_scale(loss_scale)
+        self.options = self._checked(options) or OptimizationOptions()
+        self._config, self._loss_scale = config, loss_scale
         self._model: ShardedModelBase | None = None
         self._stalled = False
-        config.unbound.add(self)
+        if config is not None:
+            config.unbound.add(self)
 
     # ------------------------------------------------------------------ binding and stepping
 
     def set_model(self, model: ShardedModelBase) -> None:
         """Bind to a model and allocate the state for what this rank owns. Collective over the model's ranks.
 
+        Replaces an optimizer that the model has, whose state is dropped, and makes this one ``model.optimizer``.
+
         Raises
         ------
         ConfigError
             If the model has another configuration or strategy, or ranks bind different optimizers.
         """
-        self._check(model)
-        model.engine.bind(self.wrapped_optimizer, self.loss_scale)
-        model.tell_unread()
-        self._model = model
-        self.config.unbound.discard(self)
-
-    def _check(self, model: ShardedModelBase) -> None:
-        """Refuse a model that this optimizer does not fit, or an optimizer that differs between ranks. Collective."""
+        if self._config is None:
+            _check_sharded(model)
+        comm = (self._config or model.config).communicator
         # Under no name of a class: which one differs is told in words next.
-        check_call(self.config.communicator, "set_model")
-        agree_alike(self.config.communicator, lambda: self._plans(model), "bind an optimizer")
+        check_call(comm, "set_model")
+        agree_alike(comm, lambda: self._plans(model), "bind an optimizer")
+        self._config = model.config
+        self._bind(model)
+        self._model = model
+        self._config.unbound.discard(self)
+        model._take_optimizer(self)
+
+    def _bind(self, model: ShardedModelBase) -> None:
+        """Give the model's engine this optimizer. Collective."""
+        model.engine.bind(self.wrapped_optimizer, self.loss_scale)
 
     def _plans(self, model: ShardedModelBase) -> dict[str, Any]:
-        """Return what must be the same on all ranks, by name. Not collective."""
-        if not isinstance(model, ShardedCore):
-            raise ArgumentError(
-                f"set_model takes a sharded model, such as ZeRO2Model(model, config); got {type(model).__name__}"
+        """Return what must be the same on all ranks when they bind, by name. Not collective."""
+        _check_sharded(model)
+        plans, optimizer = self.comparable(model), self.wrapped_optimizer
+        specs = [entry.spec for entry in model.layout.parameters]
+        if isinstance(optimizer, optim.FlatOptimizer):
+            optimizer.check_groups([spec.name for spec in specs])
+        groups = {optimizer.group_of(spec) for spec in specs}
+        return plans | {
+            "the optimizer's state": optimizer.slots,
+            "the optimizer's first step": {group: optimizer.hyper(1, group, np.float64) for group in sorted(groups)},
+        }
+
+    def comparable(self, model: ShardedModelBase) -> dict[str, Any]:
+        """Return what must be the same on all ranks, by name, before the model is placed. Not collective.
+
+        Raises
+        ------
+        ConfigError
+            If the model has another configuration or strategy.
+        """
+        if self._config not in (None, model.config):
+            raise ConfigError(
+                "model and optimizer must share one ShardingConfig object; an optimizer that is given none takes the "
+                "model's"
             )
-        optimizer = self.wrapped_optimizer
-        if model.config is not self.config:
-            raise ConfigError("model and optimizer must share one ShardingConfig object")
         if self.strategies and model.strategy not in self.strategies:
             wanted = " or ".join(repr(strategy) for strategy in self.strategies)
             raise ConfigError(
                 f"{type(self).__name__} belongs to a model of strategy {wanted}, "
                 f"got {type(model).__name__} of {model.strategy!r}"
             )
-        specs = [entry.spec for entry in model.layout.parameters]
-        if isinstance(optimizer, optim.FlatOptimizer):
-            optimizer.check_groups([spec.name for spec in specs])
-        groups = {optimizer.group_of(spec) for spec in specs}
-        scalars = {group: optimizer.hyper(1, group, np.float64) for group in sorted(groups)}
         return {
             "the class of the sharded optimizer": type(self).__name__,
-            "the optimizer": getattr(optimizer, "optimizer", optimizer),  # the user's own, not what adapts it
-            "the optimizer's state": optimizer.slots,
-            "the optimizer's first step": scalars,
-            "the loss scale": self.loss_scale,
-            **self._agreed,
+            # the user's own, not what adapts it
+            "the optimizer": getattr(self.wrapped_optimizer, "optimizer", self.wrapped_optimizer),
+            "the loss scale": model.config.loss_scale(self._loss_scale),
         }
 
-    @property
-    def _agreed(self) -> dict[str, Any]:
-        """What else must be the same on all ranks."""
-        return {}
+    def for_copy(self, model: ShardedModelBase) -> Self:
+        """Return this optimizer for a copy of its model, whose engine has its state already. Not collective."""
+        twin = copy(self)
+        twin._model, twin._stalled = model, False
+        return twin
 
     def _callers(self) -> tuple[Communicator, str]:
         """Return the ranks whose collective calls are compared, and which of their models is meant. Not collective."""
         return (self.config.communicator, "") if self._model is None else self._model._callers()
 
     @property
+    def config(self) -> ShardingConfig:
+        """The configuration: that of the model, where none was given. Not collective."""
+        return self.model.config if self._config is None else self._config
+
+    @property
+    def loss_scale(self) -> optim.DynamicLossScale | None:
+        """The loss scale to train with: the given one, or what ``mixed_precision`` needs. Not collective."""
+        return self.config.loss_scale(self._loss_scale)
+
+    @property
     def model(self) -> ShardedModelBase:
         """The bound model."""
         if self._model is None:
-            raise StateError(f"{type(self).__name__} has no model yet: call set_model first")
+            raise StateError(
+                f"{type(self).__name__} has no model yet: call set_model first, or give it to a model when that is "
+                "made, optimizer=..."
+            )
         return self._model
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether a model has it. Not collective."""
+        return self._model is not None
 
     @property
     def step_count(self) -> int:
@@ -172,13 +206,15 @@ class ShardedOptimizer:
         self.model.apply_pending()
 
     @recorded
-    def optimize(self, data: Any) -> OptimizationResult:
+    def optimize(self, data: Any, options: OptimizationOptions | None = None) -> OptimizationResult:
         """Train for ``options.epochs`` epochs over ``data``, with validation and early stop. Collective.
 
         Parameters
         ----------
         data : (x, y) arrays, the same on every rank, or a data source
             Samples on the first axis.
+        options : OptimizationOptions or None
+            None takes those that the optimizer was made with.
 
         Raises
         ------
@@ -188,7 +224,12 @@ class ShardedOptimizer:
             If nothing of the first epoch is finite, no validation loss ever is, or too many steps in a row are skipped
             (the configuration's ``bad_steps``). An epoch whose validation loss is not finite is no improvement.
         """
-        return run_loop(self, data, self.options)
+        return run_loop(self, data, self._checked(options) or self.options)
+
+    def _checked(self, options: Any) -> OptimizationOptions | None:
+        if not isinstance(options, OptimizationOptions | None):
+            raise ArgumentError(f"{type(self).__name__}: options are OptimizationOptions, got {options!r:.80}")
+        return options
 
     @recorded
     def should_early_stop(self) -> bool:
@@ -330,29 +371,8 @@ class ShardedOptimizer:
             model_state.restore_state(self.model.loadable_engine, reader)
 
 
-class DDPOptimizer(ShardedOptimizer):
-    """Replicated state: one copy a node, each rank updating its part of it."""
-
-    strategies = ("ddp",)
-
-
-class ZeRO1Optimizer(ShardedOptimizer):
-    """State sharded over all ranks."""
-
-    strategies = ("zero1",)
-
-
-class ZeRO2Optimizer(ShardedOptimizer):
-    """State sharded over all ranks, fed by sharded gradients."""
-
-    strategies = ("zero2",)
-
-
-class ZeRO3Optimizer(ShardedOptimizer):
-    """State, gradients and parameters sharded."""
-
-    strategies = ("zero3", "fsdp")
-
-
-class FSDPOptimizer(ZeRO3Optimizer):
-    """ZeRO-3 by its other name."""
+def _check_sharded(model: Any) -> None:
+    if not isinstance(model, ShardedCore):
+        raise ArgumentError(
+            f"set_model takes a sharded model, such as ZeRO2Model(model, config); got {type(model).__name__}"
+        )

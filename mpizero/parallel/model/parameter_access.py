@@ -56,7 +56,10 @@ class ParameterAccess(ShardedCore):
 
     @recorded
     def with_parameters(self, values: Array) -> Self:
-        """Return a new sharded model of the same wrapped model with other parameters, the same on every rank."""
+        """Return a new sharded model of the same wrapped model with other parameters, the same on every rank.
+
+        It has no optimizer.
+        """
         values = self._checked("with_parameters", values)
         copy = self._twin(self._wrapped)
         copy._update_local_shard_from_full(values)
@@ -153,7 +156,10 @@ class ParameterAccess(ShardedCore):
 
     @recorded
     def clone(self) -> Self:
-        """Return a sharded model with the same configuration and communicator and its own copy of the parameters."""
+        """Return a sharded model with the same configuration and communicator and its own copy of the parameters.
+
+        It has no optimizer: bind one by its ``set_model``, or take :meth:`deep_copy`.
+        """
         copy = self._twin(self._wrapped)
         copy.engine.store.copy_from(self.engine.store)
         return copy
@@ -162,7 +168,7 @@ class ParameterAccess(ShardedCore):
     def deep_copy(self) -> Self:
         """Return a clone with its own wrapped model and, where an optimizer is bound, its own optimizer state.
 
-        The copy makes the same steps as the original by ``train``, with its own copy of the optimizer's state.
+        The copy makes the same steps as the original by ``train``; its ``optimizer`` is of the same kind.
         """
         copy, engine = self._twin(deepcopy(self._wrapped)), self.engine
         shared = copy.engine.grid.node.size - engine.grid.node.size
@@ -173,6 +179,8 @@ class ParameterAccess(ShardedCore):
             raise SharedMemoryError("deep_copy: the nodes have no shared memory for a second model; save and load it")
         copy.engine.store.copy_from(engine.store)
         copy_state(engine, copy.engine)
+        if self._optimizer is not None:
+            copy._optimizer = self._optimizer.for_copy(copy)
         return copy
 
     def _twin(self, wrapped: Any) -> Self:

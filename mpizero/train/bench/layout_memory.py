@@ -15,7 +15,7 @@ from mpizero import nn, optim
 from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError
-from mpizero.parallel import HybridShardedModel, HybridShardedOptimizer, ShardingConfig
+from mpizero.parallel import HybridShardedModel, ShardingConfig
 from mpizero.parallel.placement import placement
 from mpizero.planning import RankPlan, TrainingPlan
 from mpizero.train.bench.activation_meter import watch
@@ -197,9 +197,8 @@ class _Run:
             node = host.broadcast_object(self.comm.rank, tag="bench")
         before = settled_size(self.comm)
         config = self.config(self.comm)
-        optimizer = HybridShardedOptimizer(optim.AdamW(lr=1e-4), config)
-        with config, HybridShardedModel(model, config, **self.layout.arguments()) as sharded:
-            optimizer.set_model(sharded)
+        sizes = self.layout.arguments()
+        with config, HybridShardedModel(model, config, **sizes, optimizer=optim.AdamW(lr=1e-4)) as sharded:
             grid, meter = sharded.engine.grid, watch(sharded.engine)
             x, y = _samples(model, self.request.micro_batches, grid.here.data)
             sharded.train(x, y)  # stages tell each other the shapes of messages once

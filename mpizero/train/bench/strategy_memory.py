@@ -147,7 +147,7 @@ def _train(model: nn.MLP, comm: Communicator, strategy: str, shared: bool, steps
     x = random.standard_normal((1, model.features)).astype(np.float32)
     y = np.array([comm.rank % _CLASSES])
     before = settled_size(comm)
-    sharded, _ = distribute(model, optim.AdamW(lr=1e-4), strategy=strategy, config=config)
+    sharded = distribute(model, optim.AdamW(lr=1e-4), strategy=strategy, config=config)
     with sharded:
         for _ in range(steps):
             sharded.train(x, y)

@@ -15,7 +15,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.errors import DataError
 from mpizero.layout import Grains
-from mpizero.parallel import BadSteps, HybridShardedModel, HybridShardedOptimizer, ShardingConfig, distribute
+from mpizero.parallel import BadSteps, HybridShardedModel, ShardedModelBase, ShardingConfig, distribute
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.sections import Config, DataSection, GptSection, MlpSection, OptimizerSection
 from mpizero.train.config.setting_checks import rejected
@@ -91,7 +91,7 @@ def build(config: Config, comm: Communicator) -> Iterator[Job]:
         fingerprint = data_fingerprint(source)
     agree_equal(comm, "the training data", fingerprint)
     sharding = build_sharding(config, comm)
-    model, optimizer = lay_out(wrapped, build_optimizer(config), config.parallel, sharding)
+    model = lay_out(wrapped, build_optimizer(config), config.parallel, sharding)
     section = config.model
     task = section.task if isinstance(section, MlpSection) else "language"
     units = section.sequence if isinstance(section, GptSection) else 1
@@ -104,7 +104,7 @@ def build(config: Config, comm: Communicator) -> Iterator[Job]:
             validation=validation,
             sharding=sharding,
             model=model,
-            optimizer=optimizer,
+            optimizer=model.optimizer,
             task=task,
             units_per_sample=units,
             fingerprint=fingerprint,
@@ -112,17 +112,14 @@ def build(config: Config, comm: Communicator) -> Iterator[Job]:
     sharding.close()
 
 
-def lay_out(model: Any, optimizer: Any, parallel: ParallelSection, sharding: ShardingConfig) -> tuple[Any, Any]:
+def lay_out(model: Any, optimizer: Any, parallel: ParallelSection, sharding: ShardingConfig) -> ShardedModelBase:
     """Place a model and its optimizer over the ranks of ``sharding``.
 
     Collective over its ranks.
     """
     if not parallel.splits_model:
         return distribute(model, optimizer, strategy=parallel.strategy, config=sharding)
-    bound = HybridShardedOptimizer(optimizer, sharding)
-    spread = HybridShardedModel(model, sharding, **parallel.arguments())
-    bound.set_model(spread)
-    return spread, bound
+    return HybridShardedModel(model, sharding, **parallel.arguments(), optimizer=optimizer)
 
 
 def build_source(config: Config) -> tuple[Any, Any]:

@@ -311,6 +311,6 @@ def placed(task: Task, comm: Communicator | str, layout: Layout) -> Iterator[Tra
     parallel = layout.parallel
     memory = {"share_node_memory": parallel.share_node_memory, "ranks_per_node": parallel.ranks_per_node}
     with ShardingConfig(comm=comm, **{**task.settings, **memory}) as config:
-        model, _ = lay_out(task.make_model(config.communicator), task.make_optimizer(), parallel, config)
+        model = lay_out(task.make_model(config.communicator), task.make_optimizer(), parallel, config)
         with model:
             yield Training(model, iter(task.feed(config, model.batch_group)))

@@ -124,7 +124,7 @@ def settle():
     from mpizero.parallel.model.strategies import distribute
 
     with ShardingConfig(comm="self", embedded=True) as config:
-        model, _ = distribute(MLP(3, (8,), 2, dtype="float64"), AdamW(lr=0.01), config=config)
+        model = distribute(MLP(3, (8,), 2, dtype="float64"), AdamW(lr=0.01), config=config)
         model.train(np.ones((2, 3)), np.zeros(2, np.int64))
         model.close()
 

@@ -25,7 +25,7 @@ def trained(comm, strategy, hidden, micro, reserve=False):
     rank, size = (0, 1) if comm is None else (comm.Get_rank(), comm.Get_size())
     mine = slice(SAMPLES * rank // size, SAMPLES * (rank + 1) // size)
     with mz.ShardingConfig(comm=comm, micro_batch=micro) as config:
-        model, _ = mz.distribute(wrapped, mz.AdamW(lr=1e-3), strategy=strategy, config=config)
+        model = mz.distribute(wrapped, mz.AdamW(lr=1e-3), strategy=strategy, config=config)
         with model:
             if reserve:
                 model.reserve(SAMPLES)
@@ -72,7 +72,7 @@ def trials(world, hidden):
                 own = kept if trial % 2 else stack.enter_context(mz.ShardingConfig(comm=world, micro_batch=1))
                 strategy = ("ddp", "zero3")[trial % 2]
                 wrapped = mz.nn.MLP(32, [hidden], 2, task="regression")
-                model, _ = mz.distribute(wrapped, mz.AdamW(lr=1e-3), strategy=strategy, config=own)
+                model = mz.distribute(wrapped, mz.AdamW(lr=1e-3), strategy=strategy, config=own)
                 stack.enter_context(model)
                 model.train(x, y)
                 raise FloatingPointError("diverged")

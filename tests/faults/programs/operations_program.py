@@ -39,7 +39,7 @@ CALLS = {
 
 
 def main() -> None:
-    model, _ = mz.distribute(
+    model = mz.distribute(
         mz.nn.MLP(features=6, hidden=(7, 5), outputs=3), mz.AdamW(lr=0.01), strategy=STRATEGY, config=CONFIG
     )
     for _ in range(2):

@@ -100,7 +100,7 @@ def test_an_overflow_halves_the_loss_scale_and_changes_nothing_else(world: Any) 
     x = 2.0**30 * x  # gradients near 2**30: they overflow float32 at a scale of 2**100, not at 2**90
     for strategy, memory in layouts(world.size):
         config = mz.ShardingConfig(comm=world, micro_batch=1, **memory)
-        with config, mz.distribute(mlp(), mz.SGD(lr=1e-12), strategy=strategy, config=config)[0] as model:
+        with config, mz.distribute(mlp(), mz.SGD(lr=1e-12), strategy=strategy, config=config) as model:
             optimizer = mz.ShardedOptimizer(mz.AdamW(lr=1e-3), config, loss_scale=policy)
             optimizer.set_model(model)
             scales, skipped = [], []

@@ -50,8 +50,8 @@ def test_what_is_no_gradient_based_optimizer_is_refused_with_what_is_missing() -
     for cls in (mz.DDPOptimizer, mz.ZeRO1Optimizer, mz.ZeRO2Optimizer, mz.FSDPOptimizer, mz.LocalSGDOptimizer):
         with pytest.raises(TypeError, match=r"no method update\(params, grads, state\)"):
             cls(object(), config)
-        with pytest.raises(TypeError, match="needs a ShardingConfig, got None"):
-            cls(mz.SGD(lr=0.1), None)
+        with pytest.raises(TypeError, match="needs a ShardingConfig, got 'x'"):
+            cls(mz.SGD(lr=0.1), "x")
 
     class Normalized:
         def update(self, params: Any, grads: Any, state: Any) -> None:

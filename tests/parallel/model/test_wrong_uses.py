@@ -264,12 +264,12 @@ def test_an_optimizer_that_begins_without_the_state_that_was_loaded_past_it_is_t
 def test_plain_sgd_in_the_place_of_an_optimizer_that_was_never_bound_is_told(capsys):
     with mz.ShardingConfig() as config, mz.ZeRO2Model(black_box(), config) as model:
         model.train(X, Y)
-        assert capsys.readouterr().err == ""
+        assert "bound to no model" not in capsys.readouterr().err
     with mz.ShardingConfig() as config, mz.ZeRO2Model(black_box(), config) as model:
         _forgotten = mz.ZeRO2Optimizer(mz.Adam(lr=0.1), config)
         model.train(X, Y)
         model.train(X, Y)
-        assert capsys.readouterr().err.count("ZeRO2Optimizer was made with this configuration and is bound to no") == 1
+        assert capsys.readouterr().err.count("ZeRO2Optimizer is bound to no model: call its set_model") == 1
 
 
 def test_ranks_that_name_other_checkpoints_are_told_whose_counts(tmp_path, capfd):

@@ -15,7 +15,7 @@ from tests.parallel.models import STRATEGIES, gpt, part, tokens
 def trained(comm: Any, strategy: str) -> tuple[str, int]:
     x, y = tokens(6)
     with mz.ShardingConfig(comm=comm, micro_batch=1) as config:
-        model, _ = mz.distribute(gpt(), mz.AdamW(lr=1e-2), strategy=strategy, config=config)
+        model = mz.distribute(gpt(), mz.AdamW(lr=1e-2), strategy=strategy, config=config)
         with model:
             for _ in range(2):
                 model.train(*part(comm, x, y))
@@ -60,7 +60,7 @@ def test_rows_that_the_first_step_has_no_room_for_make_all_ranks_keep_their_own_
 
     def train(comm: Any) -> tuple[str, int]:
         with mz.ShardingConfig(comm=comm, micro_batch=1, ranks_per_node=per_node) as config:
-            model, _ = mz.distribute(gpt(), mz.AdamW(lr=1e-2), strategy=strategy, config=config)
+            model = mz.distribute(gpt(), mz.AdamW(lr=1e-2), strategy=strategy, config=config)
             with model:
                 for _ in range(2):
                     model.train(*part(comm, x, y))
@@ -82,7 +82,7 @@ def test_a_larger_batch_without_room_is_an_error_that_leaves_all_as_it_was(monke
 
     def train(comm: Any) -> None:
         with mz.ShardingConfig(comm=comm, micro_batch=1) as config:
-            model, _ = mz.distribute(gpt(), mz.AdamW(lr=1e-2), strategy="ddp", config=config)
+            model = mz.distribute(gpt(), mz.AdamW(lr=1e-2), strategy="ddp", config=config)
             with model:
                 model.train(*part(comm, x[:2], y[:2]))
                 before = model.parameters_sha256()
@@ -104,7 +104,7 @@ def test_what_is_reserved_before_a_checkpoint_is_loaded_falls_back_and_keeps_the
 
     def train(comm: Any, loads: bool) -> str:
         with mz.ShardingConfig(comm=comm, micro_batch=1) as config:
-            model, _ = mz.distribute(gpt(), mz.AdamW(lr=1e-2), strategy="ddp", config=config)
+            model = mz.distribute(gpt(), mz.AdamW(lr=1e-2), strategy="ddp", config=config)
             with model:
                 model.reserve(len(x))
                 if loads:

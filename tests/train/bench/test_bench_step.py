@@ -122,7 +122,7 @@ def test_watching_changes_no_bit_and_ends(strategy, share):
 
     def train(comm, *, watched):
         config = mz.ShardingConfig(comm=comm, micro_batch=1, share_node_memory=share, clip=0.1)
-        model, _ = mz.distribute(mz.nn.MLP(4, [5], 3), mz.AdamW(), strategy=strategy, config=config)
+        model = mz.distribute(mz.nn.MLP(4, [5], 3), mz.AdamW(), strategy=strategy, config=config)
         with model:
             spans = []
             for _ in range(2):

@@ -1,0 +1,281 @@
+"""Compute, synchronize and apply gradients by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpizero import kernels
+from mpizero.comm.agreement import agree_arrays, agree_equal
+from mpizero.comm.calls import collective, recorded
+from mpizero.comm.reduce.exact import gather_spans
+from mpizero.errors import ArgumentError, ConfigError, LayoutError, NonFiniteError, StateError
+from mpizero.layout import FlatLayout
+from mpizero.layout.nodes import GROUPS
+from mpizero.optim import validation
+from mpizero.parallel.batch.redistribute import Asked
+from mpizero.parallel.batch.step_scalars import Totals
+from mpizero.parallel.engine import Engine
+from mpizero.parallel.model.core import Pending
+from mpizero.parallel.model.gather_state import gather_pieces
+from mpizero.parallel.model.inspection import Inspection
+from mpizero.parallel.model.local_training import LocalTraining
+from mpizero.parallel.model.saving import Saving
+from mpizero.parallel.parameters.shards import Share
+from mpizero.types import Array
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What ``compute_gradients`` returns.
+
+    Attributes
+    ----------
+    values : 1-D array
+        Synchronized: the averaged gradient, whole for DDP and ZeRO-1, of the owned ranges for ZeRO-2 and 3 (as long as
+        ``local_parameter_shard``). Otherwise this rank's weighted sum over all parameters. Frozen parameters: zeros.
+        With pipeline or tensor parallelism "all" are those that the rank's stage and tensor part hold. Where it was
+        gathered it is the averaged gradient of the whole model, in the order of ``get_parameters``, on every rank.
+    weight : float
+        Total weight of the global batch.
+    loss : float
+        Mean loss over the global batch.
+    synchronized : bool
+        Whether the values are summed over the ranks.
+    layout : FlatLayout or None
+        Names and places of the values, where they are gathered.
+    """
+
+    values: Array
+    weight: float
+    loss: float
+    synchronized: bool
+    layout: FlatLayout | None = None
+
+    def named(self) -> dict[str, Array]:
+        """Return views of a gathered gradient by parameter, in their shapes. Not collective.
+
+        Raises
+        ------
+        LayoutError
+            If it is not gathered.
+        """
+        if self.layout is None:
+            raise LayoutError("this rank has a part of the gradient: ask for all, compute_gradients(x, y, gather=True)")
+        entries = self.layout.parameters
+        return {e.spec.name: self.values[e.span.start : e.span.stop].reshape(e.spec.shape) for e in entries}
+
+
+class ManualGradients(Inspection, LocalTraining, Saving):
+    """Give the gradient of a batch, take one back, and update from the one that is pending."""
+
+    @recorded
+    def compute_gradients(self, x: Any, y: Any, loss: Any = None, *, epoch: int = 0, gather: bool = False) -> Gradients:
+        """Return the gradient of the mean loss without changing the parameters.
+
+        Parameters
+        ----------
+        x, y : array, or tree of arrays
+            This rank's samples of the global batch, as in :meth:`train`.
+        loss : Loss or None
+            Used in place of the model's own; not for black boxes.
+        epoch : int
+            As in :meth:`train`.
+        gather : bool
+            Return the gradient of all parameters, in the order of ``get_parameters``, on every rank and with the same
+            bits under every strategy.
+
+        Raises
+        ------
+        ConfigError
+            If it shall be gathered with ``auto_sync_gradients=False``, before it is summed.
+        """
+        if gather and not self._config.auto_sync_gradients:
+            raise ConfigError(
+                "compute_gradients(gather=True) with auto_sync_gradients=False: these are the rank's own sums; call "
+                "synchronize_gradients(gather=True) after it"
+            )
+        self.engine.asked = Asked(epoch, bool(gather))
+
+        def compute(engine: Engine) -> tuple[Totals, Array | None]:
+            with engine.runner.using_loss(loss):
+                synced = self._config.auto_sync_gradients
+                return engine.gradients(x, y) if synced else (engine.local_gradients(x, y), None)
+
+        totals, reduced, _ = self._pend(compute)
+        if reduced is not None:
+            return self._gradients(totals, reduced, gather=gather)
+        engine = self.engine
+        layout = engine.layout
+        values = np.zeros(layout.size, engine.dtype)
+        row = engine.local_sum()
+        for entry in layout.entries:
+            if entry.gradient >= 0:
+                start = layout.gradient_bases[entry.unit] + entry.gradient
+                values[entry.offset : entry.offset + entry.spec.size] += row[start : start + entry.spec.size]
+        return Gradients(values, totals.weight, totals.mean, False)
+
+    @collective
+    def synchronize_gradients(self, *, gather: bool = False) -> Gradients:
+        """Average the pending gradient over the data group, weighted by sample count.
+
+        ``gather`` as in :meth:`compute_gradients`; the same on all ranks.
+
+        Raises
+        ------
+        RuntimeError
+            If there is no gradient yet.
+        """
+        totals, reduced, _ = self._reduced_pending("synchronize_gradients")
+        return self._gradients(totals, reduced, gather=gather)
+
+    @recorded
+    def apply_gradients(self, gradients: Gradients, learning_rate: float) -> None:
+        """Subtract ``learning_rate`` times a synchronized gradient from the parameters.
+
+        Raises
+        ------
+        TypeError
+            If it is something else than what ``compute_gradients`` or ``synchronize_gradients`` returned.
+        LayoutError
+            If the gradient is not synchronized, or not of this model.
+        ConfigError
+            If the learning rate is no finite number, or not the same on all ranks, or a gradient that is replicated
+            (DDP, ZeRO-1) is not: names the first rank and parameter that differ.
+        NonFiniteError
+            If the gradient is not finite on some rank.
+        """
+        engine, comm = self.engine, self._config.communicator
+        share, layout, grid = engine.store.share, engine.layout, engine.grid
+        replicated = not (engine.placement.shard_gradients or self._mean_every)
+        gathered = gradients.layout if isinstance(gradients, Gradients) else None
+
+        def given() -> dict[str, Any]:
+            self._check_gradients(gradients)
+            number = validation.number("apply_gradients", "learning_rate", learning_rate, low=-math.inf)
+            parts = (gathered or layout).parameters if gathered or replicated else ()
+            named = {f"the gradient of {e.spec.name!r}": gradients.values[e.span.start : e.span.stop] for e in parts}
+            return {"the learning_rate": number, **named}
+
+        same_data = grid.axes.group(comm.rank, GROUPS["data"])[0] if replicated and not gathered else 0
+        agree_arrays(comm, "apply_gradients", given, same_data)
+        if grid.model.size > 1:
+            agree_equal(comm, "the learning_rate of apply_gradients", float(learning_rate))
+        rate, values = engine.dtype.type(float(learning_rate)), gradients.values
+        if gathered:
+            values = engine.whole.owned(values)
+        owned = gathered is not None or engine.placement.shard_gradients
+        for unit, span, offset in zip(layout.units, share.spans, share.offsets, strict=True):
+            start = offset if owned else span.start
+            self.engine.store.owned(unit.index)[:] -= rate * values[start : start + span.size]
+        self.engine.exchange.finish(1.0, updated=True)
+        self.engine.store.publish()
+        self._pending = None
+        self.invalidate_cache()
+
+    def _check_gradients(self, gradients: Any) -> None:
+        dtype = self.engine.dtype
+        if not isinstance(gradients, Gradients):
+            raise ArgumentError(
+                "apply_gradients takes the Gradients that compute_gradients or synchronize_gradients returned, got "
+                f"{type(gradients).__name__}"
+            )
+        values = gradients.values
+        if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
+            got = f"{values.dtype} array" if isinstance(values, np.ndarray) else type(values).__name__
+            raise ArgumentError(f"apply_gradients: the values of the Gradients are a {dtype} array, got {got}")
+        if not gradients.synchronized:
+            raise LayoutError(
+                "apply_gradients takes a synchronized gradient, this one holds the rank's own sums: call "
+                "synchronize_gradients first, and give what it returns"
+            )
+        sharded = self.engine.placement.shard_gradients
+        expected = self.shard_size if sharded else self.engine.layout.size
+        whose = "those of the ranges that this rank owns" if sharded else "all that this rank's stage and part hold"
+        if gradients.layout is not None:
+            expected, whose = self.parameter_count, "one for each parameter"
+        if values.shape != (expected,):
+            raise LayoutError(
+                f"apply_gradients needs {expected} values, {whose}, got an array of shape {values.shape}: that of "
+                "another model or layout"
+            )
+        if not kernels.all_finite(np.ascontiguousarray(values)):
+            raise NonFiniteError(
+                f"apply_gradients: the gradient is infinite or NaN, and the mean loss was {gradients.loss:g}: the "
+                "parameters are as before; look at the values before they are applied, or use train or the optimizer's "
+                "step, which skip such a step"
+            )
+
+    @recorded
+    def apply_pending(self) -> None:
+        """Update the parameters from the pending gradient with the bound optimizer; what ``optimizer.step`` does.
+
+        A gradient that is not finite is skipped, as in ``train``; ``last_step`` says so.
+
+        Raises
+        ------
+        RuntimeError
+            If no gradient is pending.
+        NonFiniteError
+            As ``train``.
+        """
+        engine, (totals, _, sent) = self.engine, self._waiting("step")
+
+        def reduced() -> Array:
+            found = self._reduced_pending("step")[1]
+            self._pending = None
+            return found
+
+        if self._mean_every:
+            self._settle(lambda engine: engine.step(totals, reduced, sent))
+        else:
+            self._stepped(engine.step(totals, reduced, sent))
+
+    def _pend(self, compute: Callable[[Engine], tuple[Totals, Array | None]]) -> Pending:
+        """Compute a gradient that waits for its step."""
+
+        def computed(engine: Engine) -> Pending:
+            sent = engine.grid.bytes_sent
+            return Pending(*compute(engine), sent)
+
+        self._pending = None
+        self._pending = self._with_room(computed)
+        return self._pending
+
+    def _waiting(self, name: str) -> Pending:
+        if self._pending is None:
+            updated = "train has updated the parameters already, by " if self._config.auto_sync_gradients else ""
+            raise StateError(
+                f"{name}: no gradient waits for it: {updated}auto_sync_gradients={self._config.auto_sync_gradients}; "
+                "call compute_gradients before it, or train with auto_sync_gradients=False"
+            )
+        return self._pending
+
+    def _reduced_pending(self, name: str) -> tuple[Totals, Array, int]:
+        engine, pending = self.engine, self._waiting(name)
+        reduced = pending.reduced if pending.reduced is not None else engine.reduce_local(pending.totals)
+        self._pending = pending._replace(reduced=reduced)
+        return pending.totals, reduced, pending.sent
+
+    def _gradients(self, totals: Totals, reduced: Array, *, gather: bool) -> Gradients:
+        """Arrange a reduced gradient in parameter order: the owned ranges, or all where replicated or gathered."""
+        engine, share = self.engine, self.engine.store.share
+        if gather:
+            whole = gather_pieces(engine, engine.dtype, lambda p: reduced[p.gradient : p.gradient + p.size])
+            return Gradients(whole, totals.weight, totals.mean, True, engine.whole.layout)
+        sharded = engine.placement.shard_gradients
+        values = np.zeros(self.shard_size if sharded else engine.layout.size, engine.dtype)
+        for piece in engine.pieces():
+            start = piece.span.start
+            if sharded:
+                start += share.offsets[piece.entry.unit] - share.spans[piece.entry.unit].start
+            values[start : start + piece.size] = reduced[piece.gradient : piece.gradient + piece.size]
+        if not sharded:
+            data = engine.grid.data
+            spans = [Share(engine.layout, rank, data.size).spans for rank in range(data.size)]
+            gather_spans(data, [values[s.start : s.stop] for s in share.spans], values, spans)
+        return Gradients(values, totals.weight, totals.mean, True)

@@ -1,0 +1,372 @@
+"""Models that take their optimizer when they are made: what they have, what they refuse, what copies keep."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.comm import Communicator
+from mpizero.errors import ArgumentError, ConfigError, MpizeroError, StateError
+from mpizero.testing import parallel_assert, run_in_threads
+from tests.parallel.models import mlp, part, points, ten
+
+X, Y = points(12)
+MEMORIES: tuple[dict[str, Any], ...] = ({}, {"share_node_memory": False}, {"ranks_per_node": 1})
+
+
+class Signum:
+    """An optimizer of a user's own."""
+
+    slots = ("m",)
+
+    def update(self, params: Any, grads: Any, state: Any) -> None:
+        state["m"] *= 0.9
+        state["m"] += 0.1 * grads
+        params -= 0.05 * np.sign(state["m"])
+
+
+#: How a model is made, by the class of the optimizer that it then has.
+KINDS: dict[str, tuple[Any, type[mz.ShardedOptimizer]]] = {
+    "ddp": (mz.DDPModel, mz.DDPOptimizer),
+    "zero1": (mz.ZeRO1Model, mz.ZeRO1Optimizer),
+    "zero2": (mz.ZeRO2Model, mz.ZeRO2Optimizer),
+    "zero3": (mz.ZeRO3Model, mz.ZeRO3Optimizer),
+    "fsdp": (mz.FSDPModel, mz.FSDPOptimizer),
+    "hybrid": (mz.HybridShardedModel, mz.HybridShardedOptimizer),
+    "tensor": (
+        lambda *args, **named: mz.TensorParallelModel(*args, tensor_parallel_size=1, **named),
+        mz.HybridShardedOptimizer,
+    ),
+    "pipeline": (
+        lambda *args, **named: mz.PipelineParallelModel(*args, pipeline_parallel_size=1, **named),
+        mz.HybridShardedOptimizer,
+    ),
+}
+
+
+def config_of(comm: Any, **settings: Any) -> mz.ShardingConfig:
+    return mz.ShardingConfig(
+        comm="self" if comm is None else comm, **{"micro_batch": 2, "minimum_parameter_group_size": 1, **settings}
+    )
+
+
+def trained(model: Any, steps: int = 3) -> tuple[list[float], str]:
+    batch = part(model.batch_group, X, Y)
+    return [model.train(*batch) for _ in range(steps)], model.parameters_sha256()
+
+
+def made(kind: str, comm: Any, optimizer: Any, **memory: Any) -> Any:
+    """Train a model that has its optimizer from the start; return what it found and the state of its optimizer."""
+    with config_of(comm, **memory) as config, KINDS[kind][0](mlp(), config, optimizer=optimizer) as model:
+        assert type(model.optimizer) is KINDS[kind][1]
+        assert model.optimizer.model is model
+        assert model.optimizer.config is config
+        assert not list(config.unbound)
+        return trained(model), model.optimizer.step_count, model.optimizer.state_dict()
+
+
+def bound_later(kind: str, comm: Any, optimizer: Any, **memory: Any) -> Any:
+    """The same by the classes of the contract."""
+    with config_of(comm, **memory) as config, KINDS[kind][0](mlp(), config) as model:
+        sharded = KINDS[kind][1](optimizer, config)
+        sharded.set_model(model)
+        assert model.optimizer is sharded
+        return trained(model), sharded.step_count, sharded.state_dict()
+
+
+def check_kind(kind: str, comm: Any, **memory: Any) -> None:
+    for optimizer in (mz.AdamW(lr=1e-2), Signum()):
+        found, expected = made(kind, comm, optimizer, **memory), bound_later(kind, comm, optimizer, **memory)
+        alone = bound_later("ddp", None, optimizer)
+        assert found[:2] == expected[:2] == alone[:2]
+        for other in (expected, alone):
+            np.testing.assert_equal(found[2], other[2])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("memory", MEMORIES, ids=["shared", "private", "nodes"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_is_made_with_its_optimizer_trains_as_one_that_is_given_it(
+    world: Communicator, kind: str, memory: dict[str, Any]
+) -> None:
+    check_kind(kind, world, **memory)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_that_holds_where_ranks_are_threads(ranks: int) -> None:
+    for kind, memory in zip(("zero1", "zero2", "zero3"), MEMORIES, strict=True):
+        run_in_threads(ranks, lambda comm, k=kind, m=memory: check_kind(k, comm, **m))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_that_holds_on_a_part_of_the_ranks(world: Communicator) -> None:
+    half = world.split(world.rank % 2, world.rank, "half")
+    try:
+        check_kind("zero2", half)
+        check_kind("hybrid", half, share_node_memory=False)
+    finally:
+        half.close()
+
+
+@pytest.mark.mpi
+def test_layers_that_are_split_over_all_ranks_take_it_too(world: Communicator) -> None:
+    with config_of(world, micro_batch=4) as config:
+        model = mz.TensorParallelModel(mlp(hidden=(8,), features=6), config, optimizer=mz.AdamW(lr=1e-2))
+        with model:
+            losses = [model.train(X, Y) for _ in range(2)]
+            assert losses[1] < losses[0]
+            assert model.optimizer.step_count == 2
+            assert isinstance(model.optimizer, mz.HybridShardedOptimizer)
+
+
+@pytest.mark.mpi
+def test_distribute_returns_a_model_that_has_its_optimizer(world: Communicator) -> None:
+    with config_of(world) as config:
+        with mz.distribute(mlp(), mz.AdamW(lr=1e-2), strategy="zero3", config=config) as model:
+            assert type(model) is mz.ZeRO3Model
+            expected = trained(model)
+            assert model.optimizer.step_count == 3
+        placed, optimizer = mz.distribute(mlp(), mz.AdamW(lr=1e-2), strategy="zero3", config=config)  # as before
+        with placed:
+            assert optimizer is placed.optimizer
+            assert trained(placed) == expected
+        with mz.distribute(mlp(), mz.AdamW(lr=1e-2), strategy="zero3", config=config)[0] as first:
+            assert first[1] is first.optimizer
+            with pytest.raises(IndexError):
+                first[2]
+
+
+@pytest.mark.mpi
+def test_a_sharded_optimizer_without_a_configuration_takes_that_of_its_model(world: Communicator) -> None:
+    options = mz.OptimizationOptions(epochs=2, batch_size=6)
+    with config_of(world) as config, mz.ZeRO2Model(mlp(), config, optimizer=mz.AdamW(lr=1e-2)) as plain:
+        expected = plain.optimizer.optimize((X, Y), options).history
+        own = mz.ZeRO2Optimizer(mz.AdamW(lr=1e-2), options=options)
+        with pytest.raises(StateError, match="ZeRO2Optimizer has no model yet"):
+            _ = own.config
+        with mz.ZeRO2Model(mlp(), config, optimizer=own) as model:
+            assert model.optimizer is own
+            assert own.config is config
+            assert own.optimize((X, Y)).history == expected
+        compressed = mz.GradientCompressionOptimizer(mz.AdamW(lr=1e-2), compression="int8")
+        with mz.ZeRO1Model(mlp(), config, optimizer=compressed) as model:
+            trained(model)
+            assert model.engine.exchange.codec is not None
+        with mz.DDPModel(mlp(), config, optimizer=mz.LocalSGDOptimizer(mz.SGD(lr=0.1), every=2)) as model:
+            model.train(*part(world, X, Y))
+            model.train(*part(world, X, Y))
+            vectors = world.allgather_object(model.get_parameters().tobytes())
+            assert len(set(vectors)) == 1
+
+
+def test_options_of_another_kind_are_refused() -> None:
+    model = mz.ZeRO2Model(mlp(), config_of(None), optimizer=mz.SGD(lr=0.1))
+    with model, pytest.raises(ArgumentError, match="ZeRO2Optimizer: options are OptimizationOptions, got 3"):
+        model.optimizer.optimize((X, Y), 3)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- what copies keep
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", ["ddp", "zero2", "zero3", "hybrid"])
+def test_a_deep_copy_has_the_optimizer_and_a_clone_has_none(world: Communicator, kind: str) -> None:
+    with config_of(world) as config, KINDS[kind][0](mlp(), config, optimizer=mz.AdamW(lr=1e-2)) as model:
+        trained(model, 1)
+        with model.deep_copy() as copy:
+            assert type(copy.optimizer) is type(model.optimizer)
+            assert copy.optimizer.model is copy
+            assert model.optimizer.model is model
+            assert copy.optimizer.step_count == 1
+            expected = trained(model)
+            assert copy.optimizer.step_count == 1
+            assert trained(copy) == expected
+            np.testing.assert_equal(copy.optimizer.state_dict(), model.optimizer.state_dict())
+        for twin in (model.clone(), model.with_parameters(model.get_parameters())):
+            with twin:
+                with pytest.raises(StateError, match="has no optimizer: give it one when it is made"):
+                    _ = twin.optimizer
+                KINDS[kind][1](mz.AdamW(lr=1e-2)).set_model(twin)
+                assert twin.optimizer.step_count == 0
+                twin.train(*part(twin.batch_group, X, Y))
+
+
+@pytest.mark.mpi
+def test_a_loaded_model_keeps_its_optimizer_and_takes_the_state(world: Communicator) -> None:
+    with config_of(world) as config, mz.ZeRO2Model(mlp(), config, optimizer=mz.AdamW(lr=1e-2)) as model:
+        trained(model, 2)
+        data, expected = model.serialize(), trained(model, 2)
+        with mz.ZeRO3Model(mlp(), config, optimizer=mz.AdamW(lr=1e-2)) as other:
+            bound = other.optimizer
+            other.deserialize(data)
+            assert other.optimizer is bound
+            assert bound.step_count == 2
+            assert trained(other, 2) == expected
+            bound.deserialize(model.optimizer.serialize())
+            assert bound.step_count == 4
+
+
+def test_another_optimizer_takes_the_place_of_the_first() -> None:
+    with config_of(None) as config, mz.ZeRO2Model(mlp(), config, optimizer=mz.AdamW(lr=1e-2)) as model:
+        first = model.optimizer
+        trained(model, 1)
+        second = mz.ZeRO2Optimizer(mz.SGD(lr=0.1))
+        second.set_model(model)
+        assert model.optimizer is second
+        assert second.step_count == 0
+        with pytest.raises(StateError, match="has been given another optimizer meanwhile"):
+            _ = first.step_count
+
+
+def test_an_optimizer_that_has_gone_to_another_model_is_not_given_out() -> None:
+    config = config_of(None)
+    with config, mz.ZeRO2Model(mlp(), config, optimizer=mz.SGD()) as model, mz.ZeRO2Model(mlp(), config) as other:
+        model.optimizer.set_model(other)
+        with pytest.raises(StateError, match="the ZeRO2Optimizer of this ZeRO2Model has been bound to another"):
+            _ = model.optimizer
+
+
+# ---------------------------------------------------------------------- wrong uses
+
+
+def other_configuration(comm: Any) -> Any:
+    return mz.ZeRO2Model(ten(), config_of(comm), optimizer=mz.ZeRO2Optimizer(mz.SGD(), config_of(comm)))
+
+
+def bound_already(comm: Any) -> Any:
+    config = config_of(comm)
+    optimizer = mz.ZeRO2Model(ten(), config, optimizer=mz.SGD(lr=0.1)).optimizer
+    return mz.ZeRO2Model(ten(), config, optimizer=optimizer)
+
+
+def one_rank_without(comm: Any) -> Any:
+    return mz.ZeRO2Model(ten(), config_of(comm), optimizer=mz.SGD(lr=0.1) if comm.rank else None)
+
+
+def one_rank_with_a_class(comm: Any) -> Any:
+    return mz.ZeRO2Model(ten(), config_of(comm), optimizer=mz.SGD if comm.rank == 1 else mz.SGD(lr=0.1))
+
+
+WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a sharded optimizer of another configuration": (other_configuration, "must share one ShardingConfig object"),
+    "a sharded optimizer of another strategy": (
+        lambda comm: mz.ZeRO2Model(ten(), config_of(comm), optimizer=mz.ZeRO1Optimizer(mz.SGD())),
+        "ZeRO1Optimizer belongs to a model of strategy 'zero1', got ZeRO2Model",
+    ),
+    "a class": (
+        lambda comm: mz.ZeRO2Model(ten(), config_of(comm), optimizer=mz.AdamW),
+        "expected an optimizer, got the class AdamW: call it to make one",
+    ),
+    "no optimizer at all": (
+        lambda comm: mz.HybridShardedModel(mlp(), config_of(comm), optimizer="adamw"),
+        r"str is not a gradient-based optimizer: it has no method update",
+    ),
+    "an optimizer of another model": (bound_already, "belongs to another model: give each model its own"),
+    "another learning rate on a rank": (
+        lambda comm: mz.ZeRO2Model(ten(), config_of(comm), optimizer=mz.SGD(lr=0.1 * (1 + comm.rank))),
+        r"learning rate 0\.1 on rank 0, 0\.2 on rank 1",
+    ),
+    "another number of steps on a rank": (
+        lambda comm: mz.DDPModel(
+            mlp(), config_of(comm), optimizer=mz.LocalSGDOptimizer(mz.SGD(lr=0.1), every=2 + comm.rank)
+        ),
+        "every 2 on rank 0, 3 on rank 1",
+    ),
+    "none on a rank": (one_rank_without, "the class of the sharded optimizer"),
+    "a class on a rank": (one_rank_with_a_class, "got the class SGD|rank.* 1 raised"),
+    "a group of no parameter": (
+        lambda comm: mz.ZeRO2Model(
+            ten(), config_of(comm), optimizer=mz.SGD(lr=0.1, groups=[mz.ParameterGroup("nothing*", lr_scale=2.0)])
+        ),
+        "nothing",
+    ),
+    "a loss scale for a black box": (
+        lambda comm: mz.ZeRO2Model(
+            ten(), config_of(comm), optimizer=mz.ZeRO2Optimizer(mz.SGD(), loss_scale=mz.DynamicLossScale())
+        ),
+        "a loss scale needs a model of blocks",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_uses_are_told_on_all_ranks_and_the_next_model_is_made(name: str) -> None:
+    make, expected = WRONG[name]
+
+    def run(comm: Any) -> str:
+        with pytest.raises(MpizeroError) as found:
+            make(comm)
+        with config_of(comm) as config, mz.ZeRO2Model(mlp(), config, optimizer=mz.SGD(lr=0.1)) as model:
+            trained(model, 1)
+        return str(found.value)
+
+    for told in run_in_threads(2, run):
+        assert re.search(expected, told), told
+
+
+@pytest.mark.mpi
+def test_a_model_that_refuses_its_optimizer_leaves_nothing_behind(world: Communicator) -> None:
+    with config_of(world) as config:
+        for _ in range(3):
+            with pytest.raises(ConfigError, match="nothing"):
+                mz.ZeRO3Model(mlp(), config, optimizer=mz.SGD(groups=[mz.ParameterGroup("nothing*", lr_scale=2.0)]))
+        with mz.ZeRO3Model(mlp(), config, optimizer=mz.SGD(lr=0.1)) as model:
+            trained(model, 1)
+    parallel_assert(world, True)
+
+
+# ---------------------------------------------------------------------- without an optimizer
+
+
+@pytest.mark.mpi
+def test_training_without_an_optimizer_says_once_which_one_it_uses(world: Communicator, capfd: Any) -> None:
+    with config_of(world, learning_rate=0.05) as config:
+        with mz.ZeRO2Model(mlp(), config) as model:
+            model.compute_gradients(*part(world, X, Y))
+            world.barrier()
+            assert capfd.readouterr().err == ""
+            expected = trained(model)
+            world.barrier()
+            told = capfd.readouterr().err.splitlines()
+        line = (
+            "mpizero: ZeRO2Model has no optimizer: plain SGD with learning_rate=0.05 trains it (optimizer=... gives it "
+            "another)"
+        )
+        assert told == ([line] if world.rank == 0 else [])
+        with mz.ZeRO2Model(mlp(), config, optimizer=mz.SGD(lr=0.05)) as model:
+            assert trained(model) == expected
+        world.barrier()
+        assert capfd.readouterr().err == ""
+
+
+def test_an_optimizer_that_was_made_and_forgotten_is_named(capsys: Any) -> None:
+    config = config_of(None)
+    optimizer = mz.ZeRO2Optimizer(mz.AdamW(lr=1e-2), config)
+    with mz.ZeRO2Model(mlp(), config) as model:
+        trained(model)
+    assert "; ZeRO2Optimizer is bound to no model: call its set_model" in capsys.readouterr().err
+    assert not optimizer.is_bound
+
+
+# ---------------------------------------------------------------------- evaluate
+
+
+@pytest.mark.mpi
+def test_evaluate_names_what_it_returns_and_still_unpacks(world: Communicator) -> None:
+    with config_of(world) as config, mz.ZeRO2Model(mlp(), config) as model:
+        found = model.evaluate(*part(world, X, Y))
+        loss_sum, weight, correct = found
+        assert (found.loss_sum, found.weight, found.correct) == (loss_sum, weight, correct)
+        assert weight == 12.0
+        assert found.loss == loss_sum / 12
+        assert correct is not None
+        assert found.accuracy == correct / 12
+    with config_of(world) as config, mz.ZeRO2Model(ten(), config) as model:
+        black_box = model.evaluate(np.ones((2, 10)), np.ones(2))
+        assert black_box.accuracy is None
+        assert black_box[:2] == (90.0 * world.size, 2.0 * world.size)
