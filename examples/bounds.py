@@ -54,9 +54,7 @@ function = bounded({"scale": np.ones(1), "power": np.full(1, 0.5)}, loss_and_gra
 check_model(function, x[:8], y[:8], comm=MPI.COMM_WORLD)
 
 config = mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=10)
-with mz.ZeRO1Model(function, config) as model:
-    optimizer = mz.ZeRO1Optimizer(mz.Adam(lr=2e-1), config)
-    optimizer.set_model(model)
+with mz.ZeRO1Model(function, config, optimizer=mz.Adam(lr=2e-1)) as model:
     for part in mz.data.batches(mz.data.ArraySource(x, y), config, global_batch=40, seed=0, steps=300):
         loss = model.train(*part)
     found = model.named_parameters()

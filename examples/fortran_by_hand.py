@@ -43,9 +43,7 @@ for _ in range(STEPS):
 function = mz.FunctionModel({"conductivity": np.full(CELLS + 1, 0.2)}, loss_and_grad)
 check_model(function, x[:4], end[:4], comm=MPI.COMM_WORLD)
 config = mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=4)
-with mz.ZeRO1Model(function, config) as model:
-    optimizer = mz.ZeRO1Optimizer(mz.Adam(lr=1e-2), config)
-    optimizer.set_model(model)
+with mz.ZeRO1Model(function, config, optimizer=mz.Adam(lr=1e-2)) as model:
     for part in mz.data.batches(mz.data.ArraySource(x, end), config, global_batch=32, seed=0, steps=60):
         loss = model.train(*part)
     error = np.abs(model.named_parameters()["conductivity"] - true)[1:-1].max()

@@ -46,9 +46,7 @@ x += rng.normal(0, 0.3, x.shape).astype(np.float32)
 
 check_model(function, x[:8], y[:8], comm=MPI.COMM_WORLD)
 config = mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=4)
-with mz.ZeRO2Model(function, config) as model:
-    optimizer = mz.ZeRO2Optimizer(mz.AdamW(lr=1e-2), config)
-    optimizer.set_model(model)
+with mz.ZeRO2Model(function, config, optimizer=mz.AdamW(lr=1e-2)) as model:
     source = mz.data.ArraySource(x, y)
     for part in mz.data.batches(source, config, global_batch=32, seed=0, steps=30):
         loss = model.train(*part)

@@ -99,7 +99,7 @@ def train(case: Case, comm: Any, strategy: str, memory: str, steps: int) -> str:
         Hash of the parameters.
     """
     with mz.ShardingConfig(comm=comm, micro_batch=case.grain, clip=case.clip, **MEMORIES[memory]) as config:
-        model, _ = mz.distribute(case.wrapped(), case.update(), strategy=strategy, config=config)
+        model = mz.distribute(case.wrapped(), case.update(), strategy=strategy, config=config)
         with model:
             for x, y in case.batches(steps, model.rank, model.world_size):
                 model.train(x, y)

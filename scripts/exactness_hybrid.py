@@ -169,9 +169,9 @@ def train(case: Case, comm: Any, way: Way, steps: int) -> tuple[str, list[float]
             schedule=way.schedule,
             virtual_stages=VIRTUAL[way.schedule],
             context_parallel_size=way.context,
+            optimizer=case.update(),
         )
         with model:
-            mz.HybridShardedOptimizer(case.update(), config).set_model(model)
             batches = case.batches(steps, model.batch_group.rank, model.batch_group.size)
             losses = [model.train(x, y) for x, y in batches]
             return model.parameters_sha256(), losses
@@ -194,7 +194,7 @@ def alone(cases: Sequence[Case], steps: int) -> dict[str, Row]:
     found = {}
     for case in cases:
         with mz.ShardingConfig(comm="self", micro_batch=case.grain, clip=case.clip) as config:
-            model, _ = mz.distribute(case.wrapped(), case.update(), strategy="ddp", config=config)
+            model = mz.distribute(case.wrapped(), case.update(), strategy="ddp", config=config)
             with model:
                 losses = [model.train(x, y) for x, y in case.batches(steps, 0, 1)]
                 found[case.name] = {"sha256": model.parameters_sha256(), "losses": losses}

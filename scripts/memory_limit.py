@@ -66,9 +66,8 @@ def train(options: argparse.Namespace, width: int, layers: int, steps: int) -> d
     x = rng.standard_normal((options.samples, width)).astype(np.float32)
     y = rng.integers(0, CLASSES, options.samples)
     mine = slice(comm.rank * len(x) // comm.size, (comm.rank + 1) * len(x) // comm.size)
-    with peak_growth() as rss, proportional_growth(0.05) as pss, mz.FSDPModel(net, config) as model:
-        optimizer = mz.FSDPOptimizer(mz.AdamW(lr=1e-4), config)
-        optimizer.set_model(model)
+    adamw = mz.AdamW(lr=1e-4)
+    with peak_growth() as rss, proportional_growth(0.05) as pss, mz.FSDPModel(net, config, optimizer=adamw) as model:
         losses = [model.train(x[mine], y[mine]).hex() for _ in range(steps)]
         digest, count, counted = model.parameters_sha256(), model.parameter_count, model.engine.memory.peak_bytes
     everyone = comm.allgather_object({"counted": counted, "pss": pss[0], "rss": rss[0]})

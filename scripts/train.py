@@ -26,13 +26,11 @@ def main() -> None:
     config = mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=2)
     source = mz.data.TextSource(args.text, sequence=64)
     gpt = mz.nn.GPT(dim=args.dim, layers=2, heads=4, sequence=64)
-    with mz.FSDPModel(gpt, config) as model:
-        optimizer = mz.FSDPOptimizer(mz.AdamW(lr=args.lr), config)
-        optimizer.set_model(model)
+    with mz.FSDPModel(gpt, config, optimizer=mz.AdamW(lr=args.lr)) as model:
         for x, y in mz.data.batches(source, config, global_batch=args.batch, seed=0, steps=args.steps):
             loss = model.train(x, y)  # forward, backward, exact sum over ranks, sharded update
-            if model.rank == 0 and optimizer.step_count % 10 == 0:
-                print(f"step {optimizer.step_count}: loss {loss:.4f}", flush=True)
+            if model.rank == 0 and model.optimizer.step_count % 10 == 0:
+                print(f"step {model.optimizer.step_count}: loss {loss:.4f}", flush=True)
         digest = model.parameters_sha256()
         if model.rank == 0:
             print(f"{model.parameter_count} parameters on {model.world_size} ranks, sha256 {digest}")

@@ -177,7 +177,7 @@ def main() -> None:
     values, slots, products = mz.nn.initial_parameters(gpt), gradient_slots(gpt), Products(args)
     counted = args.batch * sum(o.total for o in mz.nn.model_operations(gpt, (args.sequence,)).values())
     config = mz.ShardingConfig(comm="self", micro_batch=args.batch)
-    model, _ = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=args.strategy, config=config)
+    model = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=args.strategy, config=config)
 
     def passes() -> None:
         mz.nn.loss_and_gradients(gpt, values, (x, y), Run(training=True), slots=slots)

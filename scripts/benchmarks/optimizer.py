@@ -101,7 +101,7 @@ class Exchanges:
         plain = mz.FunctionModel({"w": np.ones(size, np.float32)}, lambda parameters, batch: (0.0, {"w": ones}, 1.0))
         config = mz.ShardingConfig(comm=self.world, micro_batch=1)
         self.optimizer = mz.AdamW(lr=1e-4)
-        self.model, _ = mz.distribute(plain, self.optimizer, strategy=args.strategy, config=config)
+        self.model = mz.distribute(plain, self.optimizer, strategy=args.strategy, config=config)
         self.model.train(np.zeros((1, 1)), np.zeros(1))  # makes windows and state, and leaves gradients in the rows
         half = size // RANKS
         self.counts = [half, size - half]
@@ -237,7 +237,7 @@ class Sums:
         ):
             gpt = mz.nn.GPT(dim=256, layers=4, heads=4, sequence=shape["sequence"], vocabulary=shape["vocabulary"])
             config = mz.ShardingConfig(comm=self.world, micro_batch=grain, accumulate=accumulate)
-            self.models[name], _ = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=args.strategy, config=config)
+            self.models[name] = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=args.strategy, config=config)
 
     def turn(self, case: str, warmup: int, steps: int) -> float:
         """Return the seconds of one step, between two barriers."""

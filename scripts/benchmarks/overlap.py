@@ -109,7 +109,7 @@ class Training:
             comm=WORLD, micro_batch=args.samples, share_node_memory=shared, bucket_mb=bucket_mb
         )
         model = mz.nn.GPT(dim=args.dim, layers=args.layers, heads=args.dim // 64, sequence=128, vocabulary=256)
-        self.model, _ = mz.distribute(model, mz.AdamW(lr=3e-4), strategy=strategy, config=self.config)
+        self.model = mz.distribute(model, mz.AdamW(lr=3e-4), strategy=strategy, config=self.config)
         tokens = np.random.default_rng(WORLD.rank).integers(0, 256, (args.samples, 129))
         self.x, self.y = tokens[:, :-1], tokens[:, 1:]
 

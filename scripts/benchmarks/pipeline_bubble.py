@@ -109,10 +109,9 @@ def measured(args: argparse.Namespace, schedule: str) -> Row:
     samples = args.micro_batches * args.micro_batch
     text = np.random.default_rng(0).integers(0, VOCABULARY, (samples, args.sequence + 1))
     with mz.ShardingConfig(comm=world, micro_batch=args.micro_batch, threads=1) as config:
-        virtual = SCHEDULES[schedule]
-        model = mz.PipelineParallelModel(gpt, config, schedule=schedule, virtual_stages=virtual)
+        ways = {"schedule": schedule, "virtual_stages": SCHEDULES[schedule]}
+        model = mz.PipelineParallelModel(gpt, config, **ways, optimizer=mz.AdamW(lr=1e-4))
         with model:
-            mz.HybridShardedOptimizer(mz.AdamW(lr=1e-4), config).set_model(model)
             probe = Probe(model.engine.runner, world)
             seconds = []
             for step in range(args.warmup + args.steps):

@@ -52,7 +52,7 @@ def job(started: float, strategy: str) -> None:
     marks.append(time.monotonic())
     config = mz.ShardingConfig(comm=world, micro_batch=1)
     gpt = mz.nn.GPT(dim=64, layers=2, heads=4, sequence=64, vocabulary=256)
-    model, _ = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=strategy, config=config)
+    model = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=strategy, config=config)
     marks.append(time.monotonic())
     ids = np.random.default_rng(world.rank).integers(0, 256, (1, 65))
     model.train(ids[:, :-1], ids[:, 1:])
@@ -75,10 +75,10 @@ def memory(parameters: int, strategy: str) -> None:
 
     comm = as_communicator(MPI.COMM_WORLD)
     config = mz.ShardingConfig(comm=comm, micro_batch=1)
-    mz.distribute(wide_mlp(1), mz.SGD(lr=1e-3), strategy=strategy, config=config)[0].close()  # libraries and kernels
+    mz.distribute(wide_mlp(1), mz.SGD(lr=1e-3), strategy=strategy, config=config).close()  # libraries and kernels
     plain = wide_mlp(parameters)
     before = settled_size(comm)
-    model, _ = mz.distribute(plain, mz.SGD(lr=1e-3), strategy=strategy, config=config)
+    model = mz.distribute(plain, mz.SGD(lr=1e-3), strategy=strategy, config=config)
     seen = 0.0
     for unit in model.engine.layout.units:
         with model.engine.store.unit(unit) as named:

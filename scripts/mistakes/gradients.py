@@ -71,7 +71,7 @@ def train(wrapped: Any, *, x: Any = None, steps: int = 1, strategy: str = "zero2
 
     samples, y = case.samples()
     config = mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=2, **settings)
-    with config, mz.distribute(wrapped, mz.SGD(lr=0.1), strategy=strategy, config=config)[0] as model:
+    with config, mz.distribute(wrapped, mz.SGD(lr=0.1), strategy=strategy, config=config) as model:
         for _ in range(steps):
             loss = model.train(samples if x is None else x, y)
     print("loss", loss)

@@ -24,7 +24,7 @@ def _mlp(**settings: Any) -> mz.nn.MLP:
 
 
 def _trained(model: Any, optimizer: Any, config: mz.ShardingConfig, steps: int = 4, strategy: str = "zero2") -> None:
-    placed, _ = mz.distribute(model, optimizer, strategy=strategy, config=config)
+    placed = mz.distribute(model, optimizer, strategy=strategy, config=config)
     for _ in range(steps):
         placed.train(*case.samples())
 

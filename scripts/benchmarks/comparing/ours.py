@@ -31,7 +31,7 @@ class Ours:
         names = ("dim", "layers", "heads", "sequence", "vocabulary")
         gpt = mz.nn.GPT(**{name: shape[name] for name in names})
         config = mz.ShardingConfig(comm=self.world, micro_batch=self.grain or shape["batch"])
-        self.model, _ = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=self.strategy, config=config)
+        self.model = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=self.strategy, config=config)
         self.x, self.y = data(shape, self.world.rank)
         return {"parameters": self.model.parameter_count, "version": "mpizero", "note": blas()}
 
