@@ -188,7 +188,8 @@ class Saving(ShardedCore):
         if self._unread and self.rank == 0:
             notice(
                 f"the optimizer begins anew: its state in {self._unread} was not read, for the "
-                "model had no optimizer yet; to go on where that training ended, give it to the model, or call set_model, before load_model"
+                "model had no optimizer yet; to go on where that training ended, give the model its optimizer, or call "
+                "set_model, before load_model"
             )
         self._unread = ""
 
