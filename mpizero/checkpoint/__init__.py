@@ -1,9 +1,9 @@
-"""Checkpoints: global named arrays in one HDF5 file and a manifest, written and read on any number of ranks."""
+"""Save and load named arrays, whole in one HDF5 file beside a manifest, on any number of ranks."""
 
 from typing import TYPE_CHECKING
 
 from mpizero.checkpoint.atomic_folder import remove_leftovers
-from mpizero.checkpoint.folders import Found, Left, newest, prune, sound, step_folder, step_of, survey
+from mpizero.checkpoint.folders import RemovalFailure, StepFolder, newest, prune, sound, step_folder, step_of, survey
 from mpizero.checkpoint.format.skeleton import ALIGNMENT, ALIGNMENT_LIMIT
 from mpizero.checkpoint.format.table import LocalArray
 from mpizero.checkpoint.full_check import verify
@@ -27,8 +27,8 @@ __all__ = [
     "CheckpointIOError",
     "CheckpointMissingError",
     "CheckpointVersionError",
-    "Found",
-    "Left",
+    "StepFolder",
+    "RemovalFailure",
     "LocalArray",
     "PendingSave",
     "Reader",

@@ -1,4 +1,4 @@
-"""Atomic replacement of folders: work under a temporary name, make it durable, rename."""
+"""Replace a folder atomically: work under a temporary name, make it durable, rename."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpizero.faults import strike
 
 #: A save in progress, or what a killed one left: ``.tmp-<name>.<host>.<pid>``.
 TEMPORARY = ".tmp-"
-#: A step folder on its way out.
+#: A step folder that is being removed.
 DELETED = ".tmp-del-"
 #: A replaced checkpoint, for the moment between two renames where the file system cannot exchange folders.
 REPLACED = ".old-"
@@ -36,8 +36,8 @@ _SYNCED, _SYNC_AND_WAIT = 32 * 1024 * 1024, 1 | 2 | 4
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A temporary folder that will become ``target``; the lock on it tells other runs that it is in use."""
+class LockedFolder:
+    """Describe a temporary folder that will become ``target``; its lock tells other runs that it is in use."""
 
     target: str
     path: str
@@ -50,7 +50,7 @@ class Stage:
         return os.path.join(self.path, STATE_NAME)
 
 
-def open_stage(target: str, replace: bool) -> Stage:
+def create_locked_folder(target: str, replace: bool) -> LockedFolder:
     """Check that ``target`` may be written, remove leftovers of killed saves, and make an empty locked folder.
 
     Not collective: rank 0 only.
@@ -75,7 +75,7 @@ def open_stage(target: str, replace: bool) -> Stage:
     except BaseException:
         os.rmdir(path)
         raise
-    return Stage(target, path, lock, replace)
+    return LockedFolder(target, path, lock, replace)
 
 
 def _here() -> str:
@@ -130,42 +130,42 @@ def fill_file(path: str, skeleton: Skeleton) -> None:
         os.close(file)
 
 
-def commit(stage: Stage, manifest: bytes, state: int) -> None:
+def commit(folder: LockedFolder, manifest: bytes, state: int) -> None:
     """Write the manifest, make everything durable, and give the folder its name.
 
     Not collective: rank 0 only. ``state`` is the state file, open. Where this raises, what was at the target is there.
     """
     strike("save.manifest")
-    path = os.path.join(stage.path, MANIFEST_NAME)
+    path = os.path.join(folder.path, MANIFEST_NAME)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         write_at(file, memoryview(manifest), 0, path)
         os.fsync(file)
-        os.fsync(stage.lock)
+        os.fsync(folder.lock)
         # Both stay open meanwhile: so a number stands for one file on any file system.
         written = {STATE_NAME: os.fstat(state), MANIFEST_NAME: os.fstat(file)}
         strike("save.commit")
-        _give_name(stage, written)
+        _give_name(folder, written)
     finally:
         os.close(file)
-    for old in (stage.path, _aside(stage.target)):
+    for old in (folder.path, _path_of_replaced(folder.target)):
         shutil.rmtree(old, ignore_errors=True)  # committed: what cannot be removed now, the next save removes
 
 
-def _give_name(stage: Stage, written: Mapping[str, os.stat_result]) -> None:
+def _give_name(folder: LockedFolder, written: Mapping[str, os.stat_result]) -> None:
     """Put the folder in the target's place durably, with these files in it, or leave all as it was."""
-    target, aside = stage.target, _aside(stage.target)
+    target, old_path = folder.target, _path_of_replaced(folder.target)
     with ExitStack() as undo:
-        if not (stage.replace and os.path.lexists(target)):
-            os.rename(stage.path, target)  # fails where something stands that was not there at the start
-            undo.callback(os.rename, target, stage.path)
-        elif _exchange(stage.path, target):
-            undo.callback(_exchange, stage.path, target)
+        if not (folder.replace and os.path.lexists(target)):
+            os.rename(folder.path, target)  # fails where something stands that was not there at the start
+            undo.callback(os.rename, target, folder.path)
+        elif _exchange(folder.path, target):
+            undo.callback(_exchange, folder.path, target)
         else:
-            os.rename(target, aside)
-            undo.callback(os.rename, aside, target)
-            os.rename(stage.path, target)
-            undo.callback(os.rename, target, stage.path)
+            os.rename(target, old_path)
+            undo.callback(os.rename, old_path, target)
+            os.rename(folder.path, target)
+            undo.callback(os.rename, target, folder.path)
         for name, expected in written.items():
             _check_in_place(os.path.join(target, name), expected)
         sync_folder(os.path.dirname(target))
@@ -187,30 +187,30 @@ def _check_in_place(path: str, written: os.stat_result) -> None:
         raise CheckpointError(f"{path}: is not the file that was written: does another job save to the same folder?")
 
 
-def _aside(target: str) -> str:
+def _path_of_replaced(target: str) -> str:
     return os.path.join(os.path.dirname(target), REPLACED + os.path.basename(target))
 
 
 def standing(target: str) -> str:
-    """Return where the checkpoint of ``target`` stands: aside, if its replacement was killed between two renames.
+    """Return the path of the checkpoint of ``target``: the hidden one, if a save was killed between two renames.
 
-    Not collective. A link aside is refused: no save has put it there.
+    Not collective. A link there is refused: no save has made it.
     """
-    aside = _aside(target)
-    if os.path.lexists(target) or not os.path.isdir(aside):
+    old_path = _path_of_replaced(target)
+    if os.path.lexists(target) or not os.path.isdir(old_path):
         return target
-    if os.path.islink(aside):
-        raise CheckpointError(f"{target}: does not exist, and {aside} is a link, which is not followed")
-    return aside
+    if os.path.islink(old_path):
+        raise CheckpointError(f"{target}: does not exist, and {old_path} is a link, which is not followed")
+    return old_path
 
 
-def discard(stage: Stage) -> None:
+def discard(folder: LockedFolder) -> None:
     """Remove the temporary folder, if it is still there, and its lock. Not collective: rank 0 only."""
     with suppress(OSError):
         # What stands there may be the checkpoint that this one should have replaced.
-        if os.path.samestat(os.lstat(stage.path), os.fstat(stage.lock)):
-            shutil.rmtree(stage.path, ignore_errors=True)
-    os.close(stage.lock)
+        if os.path.samestat(os.lstat(folder.path), os.fstat(folder.lock)):
+            shutil.rmtree(folder.path, ignore_errors=True)
+    os.close(folder.lock)
 
 
 def remove_leftovers(parent: str | os.PathLike[str], name: str = "") -> None:
@@ -231,16 +231,16 @@ def remove_leftovers(parent: str | os.PathLike[str], name: str = "") -> None:
         if not (match := unfinished.fullmatch(entry)):
             continue
         removal, of, host, process = match.groups()
-        ours = bool(removal) or host == socket.gethostname()  # what is on its way out, anybody may remove
+        ours = bool(removal) or host == socket.gethostname()  # any run may remove what another began to remove
         if not _remove_if_unused(os.path.join(parent, entry), ours) and of == name:
             raise CheckpointError(f"another run (host {host}, process {process}) is writing it at this moment")
-    aside = os.path.join(parent, REPLACED + name)
-    if name and os.path.isdir(aside) and not os.path.islink(aside):
+    old_path = os.path.join(parent, REPLACED + name)
+    if name and os.path.isdir(old_path) and not os.path.islink(old_path):
         target = os.path.join(parent, name)
         if os.path.lexists(target):
-            shutil.rmtree(aside)
+            shutil.rmtree(old_path)
         else:
-            os.rename(aside, target)
+            os.rename(old_path, target)
 
 
 def _remove_if_unused(path: str, ours: bool) -> bool:
@@ -305,7 +305,8 @@ def remove_folder(path: str) -> bool:
     parent, name = os.path.split(path)
     hidden = os.path.join(parent, f"{DELETED}{name}.{_here()}")
     try:
-        if not os.access(path, os.W_OK | os.X_OK) and os.path.lexists(path):  # nobody shall find it half removed
+        # What could only be half removed is not hidden: no other run shall find it incomplete.
+        if not os.access(path, os.W_OK | os.X_OK) and os.path.lexists(path):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         os.rename(path, hidden)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Failures of checkpoints, and how every rank comes to raise the same one."""
+"""Raise the same error about a checkpoint on every rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mpizero.errors import (
 T = TypeVar("T")
 
 
-#: How the errors about checkpoints are called while they travel; any other one is "checkpoint".
+#: Short names of errors about checkpoints in messages between ranks; any other one is "checkpoint".
 _KINDS: dict[str, type[MpizeroError]] = {
     "missing": CheckpointMissingError,
     "io": CheckpointIOError,
@@ -39,43 +39,43 @@ _KINDS: dict[str, type[MpizeroError]] = {
 }
 
 
-class Outcome(NamedTuple):
-    """An exception in a form that travels between ranks."""
+class PortableError(NamedTuple):
+    """Hold an exception in a form that can be sent to other ranks."""
 
     kind: str
     code: int
     message: str
 
 
-def outcome_of(error: Exception) -> Outcome:
-    """Return what the other ranks are told of an exception. Not collective."""
+def portable_error(error: Exception) -> PortableError:
+    """Return an exception in a form that can be sent to other ranks. Not collective."""
     if isinstance(error, CheckpointError):
         kind = next((kind for kind, known in _KINDS.items() if type(error) is known), "checkpoint")
-        return Outcome(kind, getattr(error, "errno", 0) or 0, str(error))
+        return PortableError(kind, getattr(error, "errno", 0) or 0, str(error))
     if isinstance(error, ConfigError):
-        return Outcome("config", 0, str(error))
+        return PortableError("config", 0, str(error))
     if isinstance(error, OSError):
         reason = os.strerror(error.errno) if error.errno else str(error)
         where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
-        return Outcome("missing" if error.errno == errno.ENOENT else "io", error.errno or 0, where + reason)
-    return Outcome("foreign", 0, f"{type(error).__name__}: {error}")
+        return PortableError("missing" if error.errno == errno.ENOENT else "io", error.errno or 0, where + reason)
+    return PortableError("foreign", 0, f"{type(error).__name__}: {error}")
 
 
-def _raise(outcome: Outcome, text: str) -> NoReturn:
-    error = _KINDS[outcome.kind](text)
+def _raise(portable: PortableError, text: str) -> NoReturn:
+    error = _KINDS[portable.kind](text)
     if isinstance(error, OSError):
-        error.errno = outcome.code or None
+        error.errno = portable.code or None
     raise error
 
 
-class Attempt:
-    """A block whose failure the other ranks must learn of: it is kept, and told by :func:`raise_first`.
+class CapturedError:
+    """Keep the exception that a block raises, until :func:`raise_first` raises it on every rank.
 
-    What says that the communicator is broken is let through: nobody would answer.
+    Errors of a broken communicator are let through: no other rank would receive a message.
     """
 
     def __init__(self) -> None:
-        self.failure: Exception | None = None
+        self.error: Exception | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -85,44 +85,44 @@ class Attempt:
     ) -> bool:
         if not isinstance(error, Exception) or isinstance(error, CollectiveError | PeerFailure):
             return False
-        self.failure = error
+        self.error = error
         return True
 
     @property
-    def outcome(self) -> Outcome | None:
-        """The failure in a form that travels; None if there is none."""
-        return None if self.failure is None else outcome_of(self.failure)
+    def portable(self) -> PortableError | None:
+        """The error in a form that can be sent to other ranks; None if there is none."""
+        return None if self.error is None else portable_error(self.error)
 
 
-def raise_first(outcomes: Sequence[Outcome | None], prefix: str, failure: Exception | None = None) -> None:
-    """Raise the error of the lowest rank that has one; ``failure`` is this rank's own.
+def raise_first(errors: Sequence[PortableError | None], prefix: str, own: Exception | None = None) -> None:
+    """Raise the error of the lowest rank that has one; ``own`` is this rank's.
 
-    Not collective: every rank has the ``outcomes`` of all.
+    Not collective: every rank has the ``errors`` of all.
     """
-    for rank, outcome in enumerate(outcomes):
-        if outcome is None:
+    for rank, error in enumerate(errors):
+        if error is None:
             continue
-        if failure is not None and outcome_of(failure).kind == "foreign":
-            raise failure
-        where = f"[rank {rank}] " if len(outcomes) > 1 else ""
-        _raise(outcome, f"{prefix}: {where}{outcome.message}")
+        if own is not None and portable_error(own).kind == "foreign":
+            raise own
+        where = f"[rank {rank}] " if len(errors) > 1 else ""
+        _raise(error, f"{prefix}: {where}{error.message}")
 
 
 @contextmanager
 def agreed(comm: Communicator, prefix: str) -> Iterator[None]:
-    """Leave on every rank, or raise the same error on every rank: the lowest failing rank's.
+    """Run a block on every rank; if it fails on one, raise the lowest failing rank's error on every rank.
 
     Collective over ``comm``. The message is ``prefix``, the rank, and the reason. Unlike ``comm.agreement.all_ranks``
-    the other ranks do not raise ``RemoteError``: whoever loads a missing file catches ``FileNotFoundError`` on every
-    rank alike. An error that is nobody's business but ours (a bug) keeps its traceback on its own rank.
+    the other ranks do not raise ``RemoteError``: a program that loads a missing file catches ``FileNotFoundError`` on
+    every rank alike. Any other error (a bug) keeps its traceback on its own rank.
     """
-    with Attempt() as own:
+    with CapturedError() as own:
         yield
-    raise_first(comm.allgather_object(own.outcome, tag="checkpoint outcome"), prefix, own.failure)
+    raise_first(comm.allgather_object(own.portable, tag="checkpoint outcome"), prefix, own.error)
 
 
 @contextmanager
-def borrowed(comm: object) -> Iterator[Communicator]:
+def communicator_of(comm: object) -> Iterator[Communicator]:
     """Turn ``comm`` into a Communicator, and close it in the end if it had to be made.
 
     Collective over ``comm``. Within, every error is agreed, so all ranks come to the end together.
@@ -131,7 +131,7 @@ def borrowed(comm: object) -> Iterator[Communicator]:
     try:
         yield world
     except (CollectiveError, PeerFailure):
-        raise  # the others may never come to close it
+        raise  # the other ranks may never close it
     except BaseException:
         _close(world, comm)
         raise
@@ -144,20 +144,20 @@ def _close(world: Communicator, comm: object) -> None:
 
 
 def on_root(
-    comm: Communicator, prefix: str, function: Callable[[], T], beside: Callable[[], object] | None = None
+    comm: Communicator, prefix: str, function: Callable[[], T], before: Callable[[], object] | None = None
 ) -> T:
     """Call ``function`` on rank 0 and return its result on every rank, or raise the same error on every rank.
 
-    Collective over ``comm``: one exchange. The result is pickled. Every rank calls ``beside`` first; its failures count
-    too.
+    Collective over ``comm``: one exchange. The result is pickled. Every rank calls ``before`` first; its failures
+    count too.
     """
     result: T | None = None
-    with Attempt() as own:
-        if beside is not None:
-            beside()
+    with CapturedError() as own:
+        if before is not None:
+            before()
         if comm.rank == 0:
             result = function()
-    told = comm.allgather_object((own.outcome, result), tag="checkpoint")
-    raise_first([outcome for outcome, _ in told], prefix, own.failure)
-    shared: T = told[0][1]
+    gathered = comm.allgather_object((own.portable, result), tag="checkpoint")
+    raise_first([error for error, _ in gathered], prefix, own.error)
+    shared: T = gathered[0][1]
     return shared

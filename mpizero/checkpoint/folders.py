@@ -1,4 +1,4 @@
-"""The checkpoint folder of a run: one ``step_<number>`` folder per checkpoint."""
+"""List, check and remove the checkpoints of a run: one ``step_<number>`` folder each."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mpizero.checkpoint.atomic_folder import STEP_NAME, remove_folder, remove_leftovers
-from mpizero.checkpoint.failures import borrowed, on_root, outcome_of
-from mpizero.checkpoint.reader import read_manifest
+from mpizero.checkpoint.failures import communicator_of, on_root, portable_error
+from mpizero.checkpoint.open_manifest import read_manifest
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
 
 _NAME = re.compile(STEP_NAME)
@@ -40,8 +40,8 @@ def step_folders(folder: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Found:
-    """A step folder, and what is wrong with its manifest, sizes or HDF5 structure; the arrays are not read.
+class StepFolder:
+    """Describe a step folder, and what is wrong with its manifest, sizes or HDF5 structure, without reading arrays.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class Found:
         What is wrong, "" if nothing is.
     damaged : bool
         Whether a checksum or a size has shown that it is of no use. One with another problem (no permission, a failing
-        disk, a missing file, a newer version of the format) may be whole, and is never taken for none.
+        disk, a missing file, a newer version of the format) may be whole, and is never treated as missing.
     """
 
     path: str
@@ -73,15 +73,15 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Left:
-    """An old checkpoint that :func:`prune` could not remove.
+class RemovalFailure:
+    """Describe an old checkpoint that :func:`prune` could not remove.
 
     Attributes
     ----------
     path : str
-        Where.
+        The folder.
     reason : str
-        Why, without the path.
+        Why it was not removed, without the path.
     """
 
     path: str
@@ -91,28 +91,28 @@ class Left:
         return f"old checkpoint not removed: {self.path}: {self.reason}"
 
 
-def _warn(left: Left) -> None:
-    warnings.warn(str(left), stacklevel=2)
+def _warn(failure: RemovalFailure) -> None:
+    warnings.warn(str(failure), stacklevel=2)
 
 
-def _look_at(path: str) -> Found:
+def _look_at(path: str) -> StepFolder:
     step = step_of(path) or 0
     try:
         read_manifest(path)
     except CheckpointDamagedError as error:
-        return Found(path, step, str(error), damaged=True)
+        return StepFolder(path, step, str(error), damaged=True)
     except (CheckpointError, OSError) as error:
-        return Found(path, step, outcome_of(error).message)
-    return Found(path, step)
+        return StepFolder(path, step, portable_error(error).message)
+    return StepFolder(path, step)
 
 
-def survey(folder: str | os.PathLike[str], comm: object = None) -> list[Found]:
+def survey(folder: str | os.PathLike[str], comm: object = None) -> list[StepFolder]:
     """Return every step folder, newest first, with what is wrong with it.
 
     Collective over ``comm``; rank 0 looks.
     """
     where = os.path.abspath(os.fspath(folder))
-    with borrowed(comm) as world:
+    with communicator_of(comm) as world:
         return on_root(world, _cannot_look(where), lambda: [_look_at(path) for path in step_folders(where)])
 
 
@@ -153,24 +153,24 @@ def newest(
             )
         return best
 
-    with borrowed(comm) as world:
+    with communicator_of(comm) as world:
         return on_root(world, _cannot_look(where), look)
 
 
-def _passed_over(found: Found) -> str:
+def _passed_over(found: StepFolder) -> str:
     return f"checkpoint passed over: {found.problem}"
 
 
 def sound(
     folder: str | os.PathLike[str], comm: object = None, report: Callable[[str], object] = warnings.warn
 ) -> list[str]:
-    """Return every sound step folder, newest first: what to try in turn when the newest one fails to load.
+    """Return every sound step folder, newest first: to be tried one after the other where the newest fails to load.
 
-    Collective over ``comm``; rank 0 calls ``report`` with a line for each other one. That no one is sound does not mean
-    that there is none: :func:`survey` tells.
+    Collective over ``comm``; rank 0 calls ``report`` with a line for each other one. Where none is sound,
+    :func:`survey` tells whether there are any.
     """
     paths = []
-    with borrowed(comm) as world:
+    with communicator_of(comm) as world:
         for found in survey(folder, world):
             if found.sound:
                 paths.append(found.path)
@@ -185,15 +185,15 @@ def prune(
     comm: object = None,
     *,
     keep_every: int = 0,
-    report: Callable[[Left], object] = _warn,
+    report: Callable[[RemovalFailure], object] = _warn,
 ) -> list[str]:
     """Remove the step folders older than the newest ``keep`` sound ones, and leftovers; return what was removed.
 
     Steps that are multiples of ``keep_every``, unless that is 0, are kept for ever.
 
-    Collective over ``comm``; rank 0 removes, each folder by one rename out of sight first. Only sound and damaged ones
+    Collective over ``comm``; rank 0 removes, each folder hidden by one rename first. Only sound and damaged ones
     count and are removed: damaged ones never push out a sound one, and one that cannot be opened stays, as does a link
-    to a checkpoint elsewhere. Rank 0 calls ``report`` with what it cannot remove, and goes on.
+    to a checkpoint in another place. Rank 0 calls ``report`` with what it cannot remove, and goes on.
 
     Raises
     ------
@@ -212,14 +212,14 @@ def prune(
             remove_leftovers(where)
             old = [path for path in _beyond(where, keep) if not keep_every or (step_of(path) or 0) % keep_every]
         except OSError as error:
-            report(Left(error.filename or where, error.strerror or str(error)))
+            report(RemovalFailure(error.filename or where, error.strerror or str(error)))
             old = []
         for path in reversed(old):
-            for left in _remove(path, removed):
-                report(left)
+            for failure in _remove(path, removed):
+                report(failure)
         return removed
 
-    with borrowed(comm) as world:
+    with communicator_of(comm) as world:
         return on_root(world, f"cannot remove old checkpoints of {os.fspath(folder)}", remove)
 
 
@@ -234,19 +234,19 @@ def _beyond(where: str, keep: int) -> list[str]:
     else:
         return []
     steps = step_folders(where)
-    if not set(kept) <= set(steps):  # somebody deletes folders at this moment: the older ones may be the last
+    if not set(kept) <= set(steps):  # another process deletes folders now: the older ones may be the last
         return []
     return steps[steps.index(kept[-1]) + 1 :]
 
 
-def _remove(path: str, removed: list[str]) -> Iterator[Left]:
+def _remove(path: str, removed: list[str]) -> Iterator[RemovalFailure]:
     """Remove a step folder if it may go, and note it; yield why it stays, or what stays of it."""
     if os.path.islink(path):
-        yield Left(path, "it is a link; remove it by hand")
+        yield RemovalFailure(path, "it is a link; remove it by hand")
         return
     if (found := _look_at(path)).unreadable:
-        if os.path.lexists(path):  # else somebody was faster
-            yield Left(path, f"it cannot be opened, and may be whole: {found.problem}")
+        if os.path.lexists(path):  # else another process was faster
+            yield RemovalFailure(path, f"it cannot be opened, and may be whole: {found.problem}")
         return
     try:
         if remove_folder(path):
@@ -254,4 +254,4 @@ def _remove(path: str, removed: list[str]) -> Iterator[Left]:
     except OSError as error:
         if not os.path.lexists(path):
             removed.append(path)
-        yield Left(path, error.strerror or str(error))
+        yield RemovalFailure(path, error.strerror or str(error))

@@ -1,4 +1,4 @@
-"""The full check of a checkpoint at rest, by one process."""
+"""Check all of a stored checkpoint, in one process."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from mpizero.checkpoint.byte_source import FileByteSource
 from mpizero.checkpoint.format.checksum import BLOCK, cut
 from mpizero.checkpoint.format.manifest import STATE_NAME, Manifest, StoredArray
-from mpizero.checkpoint.format.skeleton import Positioned
-from mpizero.checkpoint.reader import FileBytes, read_manifest
+from mpizero.checkpoint.format.skeleton import SeekableFile
+from mpizero.checkpoint.open_manifest import read_manifest
 from mpizero.crc import crc32
 from mpizero.errors import CheckpointDamagedError, CheckpointError
 
@@ -37,7 +38,7 @@ def verify_checksums(where: str, report: Callable[[int], object] | None = None) 
     """Read all of a checkpoint and compare every checksum; return its manifest. Not collective."""
     _, manifest = read_manifest(where)
     state = os.path.join(where, STATE_NAME)
-    source = FileBytes(state, manifest.state_bytes)
+    source = FileByteSource(state, manifest.state_bytes)
     buffer = memoryview(bytearray(BLOCK))
     try:
         for path, stored in manifest.arrays.items():
@@ -54,10 +55,10 @@ def verify_checksums(where: str, report: Callable[[int], object] | None = None) 
     return manifest
 
 
-class _View(Positioned):
-    """The state file as libhdf5 sees it: through our open file alone, so that a name in it opens no other one."""
+class _View(SeekableFile):
+    """Show libhdf5 the state file through our open file alone, so that a name in it opens no other file."""
 
-    def __init__(self, source: FileBytes, nbytes: int) -> None:
+    def __init__(self, source: FileByteSource, nbytes: int) -> None:
         super().__init__(nbytes)
         self._source = source
 
@@ -73,7 +74,7 @@ def _compare_with_hdf5(state: str, manifest: Manifest) -> None:
     """Check that any HDF5 tool finds the arrays that the manifest describes; only after the structure's checksum."""
     import h5py
 
-    source = FileBytes(state, manifest.state_bytes)
+    source = FileByteSource(state, manifest.state_bytes)
     try:
         with h5py.File(_View(source, manifest.state_bytes), "r") as file:
             _compare_group(file, "", manifest.arrays, state)

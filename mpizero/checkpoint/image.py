@@ -1,4 +1,4 @@
-"""A checkpoint as one byte string: the HDF5 file, then its manifest."""
+"""Convert a checkpoint to one byte string and back: the HDF5 file, then its manifest."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 
 from mpizero.checkpoint.backends.direct import as_bytes, checksums
-from mpizero.checkpoint.failures import agreed, borrowed, on_root
+from mpizero.checkpoint.byte_source import MemoryByteSource
+from mpizero.checkpoint.failures import agreed, communicator_of, on_root
 from mpizero.checkpoint.format.manifest import MANIFEST_LIMIT, decode, encode
 from mpizero.checkpoint.format.skeleton import build
 from mpizero.checkpoint.format.table import LocalArray
+from mpizero.checkpoint.open_manifest import check_structure
 from mpizero.checkpoint.publish import describe
-from mpizero.checkpoint.reader import MemoryBytes, Reader, check_structure
+from mpizero.checkpoint.reader import Reader
 from mpizero.checkpoint.save_plan import agree_on_arrays
 from mpizero.comm import as_communicator
 from mpizero.comm.communicator import Communicator
@@ -30,7 +32,7 @@ def to_bytes(arrays: Sequence[LocalArray], attributes: Mapping[str, Any], comm: 
     Collective over ``comm``; arguments as in :func:`~mpizero.checkpoint.writer.write`. The result starts with the HDF5
     file, so h5py reads ``io.BytesIO`` of it. Every rank holds the whole: meant for small models.
     """
-    with borrowed(comm) as world:
+    with communicator_of(comm) as world:
         return _to_bytes(world, arrays, attributes)
 
 
@@ -84,6 +86,6 @@ def from_bytes(data: bytes | bytearray | memoryview) -> Reader:
         raise type(error)(f"serialized model: manifest: {error}") from None
     if manifest.state_bytes != start:
         raise CheckpointError(f"serialized model: {start} bytes of state instead of {manifest.state_bytes}")
-    source = MemoryBytes(view[:start])
+    source = MemoryByteSource(view[:start])
     check_structure(source, manifest, "serialized model")
     return Reader(as_communicator("self"), manifest, source, name)

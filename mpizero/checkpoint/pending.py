@@ -1,4 +1,4 @@
-"""Saving beside training: the values are copied, a thread writes the copy, and all ranks agree on it later.
+"""Save while training goes on: copy the values, let a thread write the copy, and agree on it later.
 
 [Note: no MPI in the thread] The thread that writes computes checksums, writes and makes durable; it never calls MPI.
 What all ranks must agree on is agreed by the calling threads: before, where it is to be written, and afterwards, in
@@ -16,34 +16,34 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from mpizero.checkpoint.backends.direct import Halted, PieceSums, open_state, write_pieces
-from mpizero.checkpoint.failures import agreed, borrowed
+from mpizero.checkpoint.backends.direct import PieceSums, WritingStopped, open_state, write_pieces
+from mpizero.checkpoint.failures import agreed, communicator_of
 from mpizero.checkpoint.format.skeleton import ALIGNMENT
 from mpizero.checkpoint.format.table import LocalArray
 from mpizero.checkpoint.publish import TemporaryFolder, publish
-from mpizero.checkpoint.save_plan import Again, SavePlan, make_plan
+from mpizero.checkpoint.save_plan import RepeatedSave, SavePlan, make_plan
 from mpizero.checkpoint.snapshot import SnapshotBuffer
 from mpizero.comm import calls
 from mpizero.comm.communicator import CallTrace, Communicator
 from mpizero.errors import StateError
 
-#: How far the writing thread stands back (``nice``) where training or other ranks want the core, too.
+#: ``nice`` of the writing thread: training and other ranks get the core first.
 _NICE = 10
 
 
-def _stand_back() -> None:
-    """Let other threads have the core first, where the system has a priority for each: Linux."""
+def _lower_priority() -> None:
+    """Lower the priority of this thread, where each has its own: Linux."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
-class Writing:
-    """A thread that writes pieces of arrays into a file and makes them durable.
+class WriterThread:
+    """Write pieces of arrays into a file in a thread, and make them durable.
 
-    It is a daemon: a process that ends does not wait for it. The file is opened before it starts: another one, that
-    comes to the same path when this save was given up, is never written to. ``trace`` tells the other ranks that bytes
-    are written.
+    The thread is a daemon: a process that ends does not wait for it. The file is opened before the thread starts, so
+    another file, that comes to the same path after this save was discarded, is never written to. ``trace`` tells the
+    other ranks that bytes are written.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Writing:
         self._trace = trace
         self._sums: list[PieceSums] | None = None
         self._failure: Exception | None = None
-        self._halt = threading.Event()
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(file, arrays, offsets), name=name, daemon=True)
         self._handle = -1
         try:
@@ -64,11 +64,11 @@ class Writing:
             self._failure = error
 
     def _run(self, file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int]) -> None:
-        _stand_back()
+        _lower_priority()
         try:
             with self._trace.transfer(f"writing {file}") as advance:
-                self._sums = write_pieces(self._handle, file, arrays, offsets, advance, self._halt.is_set)
-        except Halted:
+                self._sums = write_pieces(self._handle, file, arrays, offsets, advance, self._stop.is_set)
+        except WritingStopped:
             pass
         except Exception as error:  # raised again where all ranks can learn of it
             self._failure = error
@@ -78,9 +78,9 @@ class Writing:
         """Whether the thread has ended, well or not."""
         return not self._thread.is_alive()
 
-    def halt(self) -> None:
+    def stop(self) -> None:
         """Ask the thread to stop at its next block. Not collective."""
-        self._halt.set()
+        self._stop.set()
 
     def join(self) -> None:
         """Wait for the end of the thread. Not collective."""
@@ -98,7 +98,7 @@ class Writing:
 
 
 class PendingSave:
-    """A save whose values are taken and whose checkpoint does not exist yet; made by :func:`check_call`.
+    """Represent a save whose values are copied and whose checkpoint does not exist yet; made by :func:`begin`.
 
     Only :meth:`commit` makes the checkpoint. A pending save that is dropped, or left when the process ends, leaves
     nothing.
@@ -109,11 +109,11 @@ class PendingSave:
         comm: Communicator,
         plan: SavePlan,
         temporary: TemporaryFolder,
-        writing: Writing,
+        writing: WriterThread,
         undo: tuple[ExitStack, ExitStack],
     ) -> None:
         self._comm, self._plan, self._temporary, self._writing = comm, plan, temporary, writing
-        local, self._lent = undo
+        local, self._comm_stack = undo
         # Also called when this object is dropped, and when the interpreter exits.
         self._clear = weakref.finalize(self, local.close)
         self._committed = False
@@ -136,7 +136,7 @@ class PendingSave:
     def commit(self) -> None:
         """Wait until all ranks have written, and make the checkpoint appear; a second call does nothing.
 
-        Collective over the communicator of :func:`check_call`.
+        Collective over the communicator of :func:`begin`.
 
         Raises
         ------
@@ -150,7 +150,7 @@ class PendingSave:
         if self.ended:
             raise StateError(f"the save of {self.target} was discarded or has failed: begin another")
         calls.check_call(self._comm, "PendingSave.commit")
-        with self._lent:
+        with self._comm_stack:
             try:
                 with agreed(self._comm, self._plan.prefix):
                     sums = self._writing.result()
@@ -162,7 +162,7 @@ class PendingSave:
     def discard(self) -> None:
         """Give up the save and remove what it has written; does nothing after :meth:`commit`.
 
-        Not collective: it waits for nobody, not even for this rank's thread.
+        Not collective: it waits neither for other ranks nor for this rank's thread.
         """
         self._clear()
 
@@ -195,8 +195,8 @@ def begin(
         On every rank, as for :func:`~mpizero.checkpoint.writer.write`; what goes wrong in the thread is raised by
         ``commit``.
     """
-    with ExitStack() as lent, ExitStack() as local:
-        world = lent.enter_context(borrowed(comm))
+    with ExitStack() as comm_stack, ExitStack() as local:
+        world = comm_stack.enter_context(communicator_of(comm))
         buffer = SnapshotBuffer() if buffer is None else buffer
         temporary, copied = local.enter_context(TemporaryFolder(world, replace)), list[LocalArray]()
 
@@ -208,10 +208,12 @@ def begin(
             copy(wanted)
             return temporary.open(target, buffer.layout.skeleton) if world.rank == 0 else ""
 
-        plan = make_plan(world, folder, arrays, attributes, alignment, Again(buffer.layout, start))
+        plan = make_plan(world, folder, arrays, attributes, alignment, RepeatedSave(buffer.layout, start))
         # No rank writes before all have copied: it would take the memory and the cores of those that still do.
         temporary.agree(plan, lambda: copy(plan.local))
-        writing = Writing(temporary.state, copied, plan.offsets, f"rank {world.rank} writes {plan.target}", world.trace)
-        buffer.lend(writing)
-        local.callback(writing.halt)
-        return PendingSave(world, plan, temporary, writing, (local.pop_all(), lent.pop_all()))
+        writing = WriterThread(
+            temporary.state, copied, plan.offsets, f"rank {world.rank} writes {plan.target}", world.trace
+        )
+        buffer.keep(writing.join)
+        local.callback(writing.stop)
+        return PendingSave(world, plan, temporary, writing, (local.pop_all(), comm_stack.pop_all()))

@@ -1,4 +1,4 @@
-"""From temporary folder to checkpoint: its life on rank 0, the manifest of what all ranks wrote, the commit."""
+"""Turn a temporary folder into a checkpoint: write the manifest of what all ranks wrote, and commit it on rank 0."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from mpizero.checkpoint.atomic_folder import Stage, commit, discard, fill_file, open_stage
+from mpizero.checkpoint.atomic_folder import LockedFolder, commit, create_locked_folder, discard, fill_file
 from mpizero.checkpoint.backends import direct
 from mpizero.checkpoint.backends.direct import PieceSums
-from mpizero.checkpoint.failures import on_root, outcome_of
+from mpizero.checkpoint.failures import on_root, portable_error
 from mpizero.checkpoint.format.manifest import MANIFEST_NAME, STATE_NAME, Manifest, StoredArray, encode
 from mpizero.checkpoint.format.skeleton import Skeleton
 from mpizero.checkpoint.format.table import Table
 from mpizero.checkpoint.full_check import verify_checksums
-from mpizero.checkpoint.reader import read_manifest
+from mpizero.checkpoint.open_manifest import read_manifest
 from mpizero.checkpoint.save_plan import SavePlan
 from mpizero.comm.communicator import Communicator
 from mpizero.crc import crc32
@@ -22,7 +22,7 @@ from mpizero.errors import CheckpointDamagedError, CheckpointError
 
 
 class TemporaryFolder:
-    """The temporary folder that one save works in, opened by rank 0; whatever happens, it does not stay.
+    """Hold the temporary folder of one save, which rank 0 opens, and remove it unless it was committed.
 
     A context manager: leaving it is not collective.
 
@@ -37,14 +37,14 @@ class TemporaryFolder:
     ----------
     state : str
         Path of the state file, once it is known to this rank.
-    stage : Stage or None
+    folder : LockedFolder or None
         The open folder, on rank 0.
     """
 
     def __init__(self, comm: Communicator, replace: bool) -> None:
         self._comm, self._replace, self._process = comm, replace, os.getpid()
         self.state = ""
-        self.stage: Stage | None = None
+        self.folder: LockedFolder | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -57,12 +57,12 @@ class TemporaryFolder:
         self.close()
         if skeleton is None:
             raise CheckpointError("rank 0 has no layout")
-        self.stage = open_stage(target, self.makes_room(target))
-        fill_file(self.stage.state, skeleton)
-        return self.stage.state
+        self.folder = create_locked_folder(target, self.may_replace(target))
+        fill_file(self.folder.state, skeleton)
+        return self.folder.state
 
-    def makes_room(self, target: str) -> bool:
-        """Tell whether what stands at ``target`` may be replaced: if that is wished, or if it is damaged.
+    def may_replace(self, target: str) -> bool:
+        """Tell whether what stands at ``target`` may be replaced: if ``replace`` says so, or if it is damaged.
 
         Raises
         ------
@@ -81,30 +81,30 @@ class TemporaryFolder:
             return True
         except (CheckpointError, OSError) as error:
             raise CheckpointError(
-                f"exists already, and cannot be opened ({outcome_of(error).message}): it may be whole, so it is not "
-                "replaced; choose another name"
+                f"exists already, and cannot be opened ({portable_error(error).message}): it may be whole, so it is "
+                "not replaced; choose another name"
             ) from None
         return self._replace
 
-    def agree(self, plan: SavePlan, beside: Callable[[], object] | None = None) -> None:
+    def agree(self, plan: SavePlan, before: Callable[[], object] | None = None) -> None:
         """Open the folder, unless that was done ahead, and tell all ranks where the state file is.
 
-        Collective over the ranks that save. Each calls ``beside`` before it learns of the file; if the folder was made
+        Collective over the ranks that save. Each calls ``before`` before it learns of the file; if the folder was made
         ahead, it is not called.
         """
         if plan.opened is None:
-            self.state = on_root(self._comm, plan.prefix, lambda: self.open(plan.target, plan.skeleton), beside)
+            self.state = on_root(self._comm, plan.prefix, lambda: self.open(plan.target, plan.skeleton), before)
         else:
             self.state = plan.opened
 
     def close(self) -> None:
         """Remove the folder, unless it was given its name; a second call does nothing. Not collective."""
-        stage, self.stage = self.stage, None
-        if stage is not None and os.getpid() == self._process:  # a forked child leaves it alone
-            discard(stage)
+        folder, self.folder = self.folder, None
+        if folder is not None and os.getpid() == self._process:  # a forked child leaves it alone
+            discard(folder)
 
 
-def publish(comm: Communicator, plan: SavePlan, folder: TemporaryFolder, sums: Sequence[PieceSums]) -> None:
+def publish(comm: Communicator, plan: SavePlan, temporary: TemporaryFolder, sums: Sequence[PieceSums]) -> None:
     """Write the manifest over what all ranks have written durably, and give the folder its name.
 
     Collective over ``comm``; all ranks raise the same error or none.
@@ -112,15 +112,15 @@ def publish(comm: Communicator, plan: SavePlan, folder: TemporaryFolder, sums: S
     gathered = comm.allgather_object(sums, tag="checkpoint checksums")
 
     def finish() -> None:
-        if folder.stage is None or plan.skeleton is None:
+        if temporary.folder is None or plan.skeleton is None:
             return
-        state = os.open(folder.state, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        state = os.open(temporary.state, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            structure = _structure(state, folder.state, plan.skeleton)
+            structure = _structure(state, temporary.state, plan.skeleton)
             manifest = describe(plan.table, plan.skeleton, structure, gathered, plan.attributes)
-            if folder.stage.replace and os.path.lexists(plan.target) and not folder.makes_room(plan.target):
+            if temporary.folder.replace and os.path.lexists(plan.target) and not temporary.may_replace(plan.target):
                 raise CheckpointError("a sound checkpoint has taken the place of the damaged one: choose another name")
-            commit(folder.stage, encode(manifest), state)
+            commit(temporary.folder, encode(manifest), state)
         finally:
             os.close(state)
 

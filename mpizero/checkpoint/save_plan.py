@@ -1,4 +1,4 @@
-"""What a save is going to write, agreed by all ranks from names, shapes and ranges before a checkpoint is touched."""
+"""Plan a save: agree on its names, shapes and ranges on all ranks, before a checkpoint is touched."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mpizero.checkpoint.failures import Attempt, agreed, on_root, raise_first
+from mpizero.checkpoint.failures import CapturedError, agreed, on_root, raise_first
 from mpizero.checkpoint.format.manifest import canonical_json
 from mpizero.checkpoint.format.regular_files import path_of
 from mpizero.checkpoint.format.skeleton import ALIGNMENT, Skeleton, build, check_alignment
@@ -20,7 +20,7 @@ from mpizero.errors import CheckpointError
 
 @dataclass(frozen=True)
 class SavePlan:
-    """One save: where to, this rank's pieces, what all ranks' pieces make up, and where each array begins in the file.
+    """Describe one save: its target, this rank's pieces, the arrays of all ranks, and their first bytes in the file.
 
     ``skeleton`` is the file without its values; rank 0 alone has it. ``opened`` is as in
     :class:`Agreement`.
@@ -36,16 +36,16 @@ class SavePlan:
 
     @property
     def prefix(self) -> str:
-        """How the message of a failed save begins."""
+        """The beginning of the message of a failed save."""
         return _prefix(self.target)
 
 
 @dataclass
 class KnownLayout:
-    """What a save has agreed on, for the next one of the same arrays: it need not be worked out again.
+    """Keep what a save has agreed on, for the next save of the same arrays.
 
-    ``number`` stands for the claims of all ranks in their order, and ``place`` is this rank's number and that of ranks:
-    where all places are as before, and all numbers are the same, the claims of all ranks are those of then.
+    ``number`` is a checksum of the claims of all ranks in their order, and ``place`` is this rank's number and that of
+    all ranks. Where all places are as before, and all numbers the same, the claims of all ranks are the same, too.
     """
 
     claims: list[Claim] | None = None
@@ -57,15 +57,15 @@ class KnownLayout:
     skeleton: Skeleton | None = None
 
 
-class Again(NamedTuple):
-    """What a rank has saved last, and how it starts where it saves the same again.
+class RepeatedSave(NamedTuple):
+    """Hold what a rank has saved last, and the function that starts a save of the same arrays.
 
     Attributes
     ----------
     layout : KnownLayout
         Filled by every save, for the next one.
     start : function
-        Is called ahead of the agreement, with the target, which rank 0 alone knows ("" elsewhere), and the rank's
+        Called ahead of the agreement, with the target, which rank 0 alone knows ("" on the others), and the rank's
         arrays. Rank 0's opens the state file and returns its path.
     """
 
@@ -83,12 +83,12 @@ def make_plan(
     arrays: Sequence[LocalArray],
     attributes: Mapping[str, Any],
     alignment: int = ALIGNMENT,
-    again: Again | None = None,
+    again: RepeatedSave | None = None,
 ) -> SavePlan:
     """Agree on what is to be written, and lay out the file on rank 0.
 
     Collective over ``comm``; all ranks raise the same error or none. Where the layout of ``again`` is of the same
-    arrays on every rank, what it knows is taken, in one exchange; else it is filled.
+    arrays on every rank, the known layout is used, in one exchange; else it is filled.
     """
     path = path_of(folder)  # all ranks refuse what is none
     where = os.path.realpath(path) if comm.rank == 0 else ""
@@ -110,8 +110,8 @@ def make_plan(
     return SavePlan(target, local, table, attributes, known.offsets, known.skeleton, opened)
 
 
-class _Wish(NamedTuple):
-    """What a rank wants to save.
+class _SaveRequest(NamedTuple):
+    """Describe what a rank wants to save.
 
     Its claims, or None for those of the save that ``number`` stands for; and the CRC32 of the attributes.
     """
@@ -122,7 +122,7 @@ class _Wish(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """What :func:`agree_on_arrays` comes to.
+    """Hold the result of :func:`agree_on_arrays`.
 
     Attributes
     ----------
@@ -135,7 +135,7 @@ class Agreement(NamedTuple):
     attributes : dict
         A copy of what was given.
     number : int
-        Stands for the arrays of all ranks, as in :class:`KnownLayout`.
+        Checksum of the claims of all ranks, as in :class:`KnownLayout`.
     opened : str or None
         Path of the state file that rank 0 opened ahead of the agreement; None where it is still to be opened.
     """
@@ -149,7 +149,7 @@ class Agreement(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """A rank's arrays, what it claims by them, and the attributes as JSON."""
+    """Hold a rank's arrays, its claims, and the attributes as JSON."""
 
     local: list[LocalArray]
     claims: list[Claim]
@@ -169,34 +169,34 @@ def agree_on_arrays(
     attributes: Mapping[str, Any],
     prefix: Callable[[str], str],
     where: str = "",
-    again: Again | None = None,
+    again: RepeatedSave | None = None,
 ) -> Agreement:
-    """Check what every rank wants to save, and tell every rank.
+    """Check what every rank wants to save, and agree on it.
 
     Collective over ``comm``: one exchange, and another where some ranks save what they saved last and others do not.
     All ranks raise the same error or none, which begins with ``prefix`` of rank 0's ``where``. The table is the known
-    one if every rank has the arrays of which it is. A rank that has them calls its ``again.start`` before the exchange;
-    what goes wrong there counts too. Folders that rank 0 makes above a target then stay, whatever comes of it.
+    one if every rank has the same arrays as then. Such a rank calls its ``again.start`` before the exchange; a failure
+    there counts too. Folders that rank 0 makes above a target then stay, even if the save fails.
     """
     known = KnownLayout() if again is None else again.layout
-    checked, wish, opened = _Checked([], [], ""), None, None
-    with Attempt() as own:
+    checked, request, opened = _Checked([], [], ""), None, None
+    with CapturedError() as own:
         checked = _check(arrays, attributes)
         as_before = known.claims == checked.claims and known.place == (comm.rank, comm.size)
-        wish = _Wish(None if as_before else checked.claims, known.number, crc32(checked.attributes.encode()))
+        request = _SaveRequest(None if as_before else checked.claims, known.number, crc32(checked.attributes.encode()))
         if as_before and again is not None:
             opened = again.start(where, checked.local)
-    told = comm.allgather_object((where, own.outcome, wish, opened), tag="checkpoint")
-    target = told[0][0]
-    raise_first([outcome for _, outcome, _, _ in told], prefix(target), own.failure)
-    wishes = [wish for _, _, wish, _ in told]
-    differing = [rank for rank, wish in enumerate(wishes) if wish.attributes != wishes[0].attributes]
+    gathered = comm.allgather_object((where, own.portable, request, opened), tag="checkpoint")
+    target = gathered[0][0]
+    raise_first([error for _, error, _, _ in gathered], prefix(target), own.error)
+    requests = [request for _, _, request, _ in gathered]
+    differing = [rank for rank, request in enumerate(requests) if request.attributes != requests[0].attributes]
     if differing:
         raise CheckpointError(f"{prefix(target)}: attributes of rank {differing[0]} differ from those of rank 0")
     copied = json.loads(checked.attributes)
-    if all(wish.claims is None for wish in wishes) and len({wish.number for wish in wishes}) == 1:
-        return Agreement(target, checked.local, known.table, copied, known.number, told[0][3])
-    claims = [wish.claims for wish in wishes]
+    if all(request.claims is None for request in requests) and len({request.number for request in requests}) == 1:
+        return Agreement(target, checked.local, known.table, copied, known.number, gathered[0][3])
+    claims = [request.claims for request in requests]
     if None in claims:
         claims = comm.allgather_object(checked.claims, "checkpoint")
     with agreed(comm, prefix(target)):

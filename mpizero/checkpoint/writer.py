@@ -1,4 +1,4 @@
-"""Saving: collective, checksummed from memory, and visible only when it is whole."""
+"""Save a checkpoint: collective, checksummed from memory, and visible only when it is whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from mpizero.checkpoint.backends import direct, mpio
 from mpizero.checkpoint.backends.direct import PieceSums
-from mpizero.checkpoint.failures import agreed, borrowed
+from mpizero.checkpoint.failures import agreed, communicator_of
 from mpizero.checkpoint.format.skeleton import ALIGNMENT
 from mpizero.checkpoint.format.table import LocalArray
 from mpizero.checkpoint.publish import TemporaryFolder, publish
@@ -68,7 +68,7 @@ def write(
     ConfigError
         Unknown back end, or one that this installation does not have; an alignment that is none.
     """
-    with borrowed(comm) as world:
+    with communicator_of(comm) as world:
         plan = make_plan(world, folder, arrays, attributes, alignment)
         with agreed(world, plan.prefix):
             check_backend(world, backend)

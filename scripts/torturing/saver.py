@@ -17,7 +17,7 @@ import numpy as np
 
 from mpizero import checkpoint
 from mpizero.checkpoint import LocalArray, SnapshotBuffer
-from mpizero.checkpoint.save_plan import Again, make_plan
+from mpizero.checkpoint.save_plan import RepeatedSave, make_plan
 from mpizero.comm import as_communicator
 from mpizero.comm.supervision.watchdog import Watchdog
 
@@ -74,7 +74,7 @@ def problem_of(path: str) -> str:
 def buffer_of_a_saver(comm: Any, folder: Path) -> SnapshotBuffer:
     """Return a buffer that knows these arrays, as after the first save of a training: the next one begins ahead."""
     buffer = SnapshotBuffer()
-    make_plan(comm, folder, pieces(0, comm.rank, comm.size), {}, again=Again(buffer.layout, lambda *_: ""))
+    make_plan(comm, folder, pieces(0, comm.rank, comm.size), {}, again=RepeatedSave(buffer.layout, lambda *_: ""))
     return buffer
 
 

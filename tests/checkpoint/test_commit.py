@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from mpizero import checkpoint
-from mpizero.checkpoint import CheckpointIOError, tools
-from mpizero.checkpoint import atomic_folder as stage_module
+from mpizero.checkpoint import CheckpointIOError, atomic_folder, tools
 from mpizero.errors import CheckpointError, ExitStatus, PeerFailure
 from mpizero.testing import run_in_threads
 from tests.checkpoint.sealed import seal
@@ -36,7 +35,7 @@ def test_an_existing_checkpoint_is_never_overwritten_unasked(small, tmp_path):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_model_is_replaced_when_asked(small, tmp_path, ranks, can_exchange, monkeypatch):
     if not can_exchange:
-        monkeypatch.setattr(stage_module, "_exchange", lambda first, second: False)
+        monkeypatch.setattr(atomic_folder, "_exchange", lambda first, second: False)
     other = type(small)({path: whole + 1 for path, whole in small.arrays.items()})
     small.save(tmp_path / "c")
     run_in_threads(ranks, lambda comm: other.save(tmp_path / "c", comm, replace=True))
@@ -211,13 +210,13 @@ def test_more_than_the_free_space_is_refused_before_writing(small, tmp_path, mon
 
 
 KILL = """
-from mpizero.checkpoint import stage
+from mpizero.checkpoint import atomic_folder
 from mpizero.comm import as_communicator
 points = [(os, n) for n in ("mkdir", "open", "pwrite", "posix_fallocate", "fsync", "rename", "unlink", "rmdir")]
-points.append((stage, "_exchange"))
+points.append((atomic_folder, "_exchange"))
 fallback = sys.argv[3] == "renames"
 if fallback:
-    stage._exchange = lambda first, second: False
+    atomic_folder._exchange = lambda first, second: False
 import h5py
 from mpizero.kernels import cpu
 
@@ -401,7 +400,7 @@ def test_a_commit_that_another_host_spoils_is_an_error_and_costs_no_earlier_chec
         return str(caught.value)
 
     with monkeypatch.context() as patched:
-        patched.setattr(stage_module, "strike", strike)
+        patched.setattr(atomic_folder, "strike", strike)
         assert len(set(run_in_threads(2, fail))) == 1
     assert os.listdir(tmp_path) == ["step_00000001"]
     assert small.loads(tmp_path / "step_00000001")
@@ -418,9 +417,9 @@ def test_a_failure_after_the_new_name_was_given_puts_the_old_checkpoint_back(
         raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 
     with monkeypatch.context() as patched:
-        patched.setattr(stage_module, "sync_folder", refuse)
+        patched.setattr(atomic_folder, "sync_folder", refuse)
         if not can_exchange:
-            patched.setattr(stage_module, "_exchange", lambda first, second: False)
+            patched.setattr(atomic_folder, "_exchange", lambda first, second: False)
         with pytest.raises(CheckpointIOError, match="Input/output error"):
             other.save(tmp_path / "c", replace=True)
     assert os.listdir(tmp_path) == ["c"]

@@ -137,7 +137,7 @@ def link(folder: Path) -> None:
 )
 def test_pruning_never_removes_what_it_cannot_open_nor_a_link_and_says_so(run, spoil, why):
     spoil(run / "step_00000090")
-    left: list[checkpoint.Left] = []
+    left: list[checkpoint.RemovalFailure] = []
     assert [name(path) for path in checkpoint.prune(run, 1, report=left.append)] == ["step_00000100"]
     (only,) = left
     assert re.fullmatch(rf"old checkpoint not removed: {run}/step_00000090: .*{why}.*", str(only))
@@ -188,7 +188,7 @@ def failing_call(call: str, code: int):
     ids=["files that stay", "forbidden", "a failing disk", "a stale handle"],
 )
 def test_what_cannot_be_removed_is_told_and_left_for_another_time(run, monkeypatch, spoil, why):
-    left: list[checkpoint.Left] = []
+    left: list[checkpoint.RemovalFailure] = []
     with monkeypatch.context() as patched:
         spoil(run, patched)
         checkpoint.prune(run, 2, report=left.append)

@@ -24,7 +24,7 @@ def become(folder: Path, tensors=None, expected=None, attributes=None, **rules) 
     """Save tensors as another program would, and import them."""
     numpy.save_file(PLAIN if tensors is None else tensors, folder / "f.safetensors")
     with tools.TensorFile(folder / "f.safetensors") as source:
-        tools.write_imported(source, folder / "c", attributes or {}, tools.Rules(**rules), expected=expected)
+        tools.write_imported(source, folder / "c", attributes or {}, tools.ImportRules(**rules), expected=expected)
     return folder / "c"
 
 
@@ -38,7 +38,7 @@ def test_a_round_trip_changes_nothing(state, tmp_path):
     with checkpoint.open_checkpoint(tmp_path / "c") as reader:
         tools.export(reader, tmp_path / "f", "safetensors", state=True)
     with tools.TensorFile(tmp_path / "f") as source:
-        tools.write_imported(source, tmp_path / "back", source.attributes, tools.Rules())
+        tools.write_imported(source, tmp_path / "back", source.attributes, tools.ImportRules())
     for name in ("manifest.json", "state.h5"):
         assert (tmp_path / "c" / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
 
@@ -48,8 +48,8 @@ def test_a_round_trip_through_bfloat16_keeps_its_bits_and_its_type(small, tmp_pa
     with checkpoint.open_checkpoint(tmp_path / "c") as reader:
         tools.export(reader, tmp_path / "f", "safetensors", dtype="bfloat16")
     with tools.TensorFile(tmp_path / "f") as source:
-        tools.write_imported(source, tmp_path / "half", source.attributes, tools.Rules())
-        tools.write_imported(source, tmp_path / "wide", source.attributes, tools.Rules(dtype="float32"))
+        tools.write_imported(source, tmp_path / "half", source.attributes, tools.ImportRules())
+        tools.write_imported(source, tmp_path / "wide", source.attributes, tools.ImportRules(dtype="float32"))
     with checkpoint.open_checkpoint(tmp_path / "half") as reader:
         assert set(tools.element_types(reader).values()) == {"bfloat16"}
         tools.export(reader, tmp_path / "g", "safetensors")

@@ -11,7 +11,7 @@ import pytest
 
 from mpizero import checkpoint
 from mpizero.checkpoint import LocalArray
-from mpizero.checkpoint.reader import FileBytes, MemoryBytes
+from mpizero.checkpoint.byte_source import FileByteSource, MemoryByteSource
 from mpizero.errors import CheckpointError
 from mpizero.testing import run_in_threads
 
@@ -71,13 +71,13 @@ def test_the_full_check_passes_and_tells_the_bytes(saved):
 @pytest.mark.parametrize("readers", [2, 3, 4, 8])
 def test_a_rank_reads_no_more_than_its_own_ranges(state, saved, readers, monkeypatch):
     read: list[int] = []
-    original = FileBytes.read_into
+    original = FileByteSource.read_into
 
     def counting(self, offset, view):
         read.append(len(view))
         original(self, offset, view)
 
-    monkeypatch.setattr(FileBytes, "read_into", counting)
+    monkeypatch.setattr(FileByteSource, "read_into", counting)
     assert all(run_in_threads(readers, lambda comm: state.loads(saved / "on3", comm)))
     total = sum(whole.nbytes for whole in state.arrays.values())
     structure = (saved / "on3" / "state.h5").stat().st_size - total
@@ -143,7 +143,7 @@ def test_a_reader_of_memory_lets_go_of_it(small):
     image = bytearray(checkpoint.to_bytes(small.whole(), {}))
     reader = checkpoint.from_bytes(image)
     reader.close()
-    assert isinstance(reader._source, MemoryBytes)
+    assert isinstance(reader._source, MemoryByteSource)
     assert len(reader._source._data) == 0
 
 

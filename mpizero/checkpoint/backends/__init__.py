@@ -1,1 +1,1 @@
-"""Back ends of saving: how the bytes of all ranks come into one HDF5 file."""
+"""Write the bytes of all ranks into one HDF5 file: the back ends of saving."""

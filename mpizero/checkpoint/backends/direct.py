@@ -1,4 +1,4 @@
-"""The direct back end: every rank writes its ranges of the HDF5 file by itself, without HDF5."""
+"""Write every rank's ranges of the HDF5 file by system calls, without HDF5: the direct back end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpizero.types import Array
 
 
 class PieceSums(NamedTuple):
-    """CRC32 of a piece of an array, one for each part that :func:`~mpizero.checkpoint.format.checksum.cut` gives."""
+    """Hold the CRC32s of a piece of an array, one for each part that ``format.checksum.cut`` gives."""
 
     path: str
     start: int
@@ -27,8 +27,8 @@ class PieceSums(NamedTuple):
     checksums: tuple[int, ...]
 
 
-class Halted(Exception):  # noqa: N818 - somebody's wish, not a mistake
-    """Writing was given up between two blocks."""
+class WritingStopped(Exception):  # noqa: N818 - a request, not a mistake
+    """Raised when writing was stopped between two blocks, as asked."""
 
 
 def as_bytes(values: Array) -> memoryview:
@@ -58,18 +58,18 @@ def write_pieces(
     arrays: Sequence[LocalArray],
     offsets: Mapping[str, int],
     advance: Callable[[int], object] = lambda _: None,
-    halted: Callable[[], bool] = lambda: False,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> list[PieceSums]:
     """Write this rank's pieces into an open ``file`` and make them durable; return their checksums.
 
     Not collective, no MPI. ``handle``, from :func:`open_state`, is closed. Each block's checksum is taken from memory
     just before it is written: what is damaged later, reading finds. ``advance`` is told the bytes of each block when it
-    is written, and again when it is durable. Between two blocks ``halted`` is asked whether to give up.
+    is written, and again when it is durable. Writing stops between two blocks where ``stopped()`` is true.
 
     Raises
     ------
-    Halted
-        It was given up.
+    WritingStopped
+        ``stopped()`` was true.
     OSError
         Naming the file and the array.
     """
@@ -80,8 +80,8 @@ def write_pieces(
                 data, begin = as_bytes(values), first * array.dtype.itemsize
                 checksums = []
                 for start, stop in cut(begin, begin + len(data)):
-                    if halted():
-                        raise Halted
+                    if stopped():
+                        raise WritingStopped
                     part = data[start - begin : stop - begin]
                     strike("save.write", handle)
                     checksums.append(crc32(part))

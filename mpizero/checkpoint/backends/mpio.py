@@ -1,4 +1,4 @@
-"""The back end of parallel HDF5: every rank writes its ranges through one file opened by all."""
+"""Write every rank's ranges through one file opened by all, with parallel HDF5: the back end "mpio"."""
 
 from __future__ import annotations
 

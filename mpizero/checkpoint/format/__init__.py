@@ -1,1 +1,1 @@
-"""The format of a checkpoint: manifest, table of arrays, HDF5 skeleton and checksums."""
+"""Define the format of a checkpoint: manifest, table of arrays, HDF5 skeleton and checksums."""

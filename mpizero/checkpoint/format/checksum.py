@@ -1,4 +1,4 @@
-"""CRC32 of pieces, and how the CRCs of neighbouring pieces give the CRC of the whole without seeing the bytes again."""
+"""Join the CRC32s of neighbouring pieces to the CRC32 of the whole, without reading the bytes again."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _CACHED = 1024 * 1024
 
 
 def crc32_shifted(crc: int, length: int) -> int:
-    """Return what a CRC32 becomes where ``length`` bytes follow; that of a whole is the XOR of its parts' so.
+    """Return what a CRC32 becomes where ``length`` bytes follow.
 
-    Not collective.
+    Not collective. The CRC32 of a whole is the XOR of those of its parts, each shifted to its place.
     """
     return crc32_combine(crc, 0, length)
 

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, where, and with which checksums; two lines of JSON."""
+"""Encode and decode the manifest: two lines of JSON that say what a checkpoint holds, where, with which checksums."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STRUCTURE_LIMIT, STRUCTURE_PER_ARRAY = 1024 * 1024, 8192
 
 @dataclass(frozen=True)
 class StoredArray:
-    """One array in ``state.h5``: its first byte, and the CRC32 of each block of :data:`BLOCK` bytes."""
+    """Describe one array in ``state.h5``: its first byte, and the CRC32 of each block of :data:`BLOCK` bytes."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -42,7 +42,7 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything a reader needs; ``structure`` is the CRC32 of all bytes of the file outside its arrays, in order."""
+    """Hold all that a reader needs; ``structure`` is the CRC32 of the file's bytes outside its arrays, in order."""
 
     attributes: dict[str, Any]
     arrays: dict[str, StoredArray]
@@ -149,7 +149,7 @@ def decode(data: bytes) -> Manifest:
 
 
 def _manifest(body: dict[str, Any]) -> Manifest:
-    """Take a manifest of this version: exactly its keys, for whatever adds one raises the version."""
+    """Take a manifest of this version: with exactly its keys, since a new key needs a new version."""
     _check_keys(body, {"format", "version", "attributes", "state", "block_bytes", "arrays"}, "the manifest")
     state, arrays, attributes = body["state"], body["arrays"], body["attributes"]
     if not (isinstance(state, dict) and isinstance(arrays, dict) and isinstance(attributes, dict)):

@@ -1,4 +1,4 @@
-"""Files that somebody else may have made: only regular ones are opened, and small ones read whole are bounded."""
+"""Open files that are not trusted: regular ones only, and of those that are read whole, small ones only."""
 
 from __future__ import annotations
 

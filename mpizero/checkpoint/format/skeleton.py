@@ -1,4 +1,4 @@
-"""The HDF5 file without its values: laid out in memory, so that libhdf5 never touches the disk."""
+"""Lay out the HDF5 file without its values in memory, so that libhdf5 never touches the disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALIGNMENT_LIMIT = 4096
 
 @dataclass(frozen=True)
 class Skeleton:
-    """Where everything lies in a file of ``nbytes`` bytes.
+    """Describe the places of everything in a file of ``nbytes`` bytes.
 
     ``offsets`` gives the first byte of every array (0 for an array without elements), ``structure`` the bytes between
     the arrays: all that HDF5 itself wrote, zeros where it wrote nothing.
@@ -39,8 +39,8 @@ class Skeleton:
     structure: tuple[tuple[int, bytes], ...]
 
 
-class Positioned(io.RawIOBase):
-    """What every file in memory of ``nbytes`` bytes needs, for h5py."""
+class SeekableFile(io.RawIOBase):
+    """Implement what h5py needs of a file of ``nbytes`` bytes: its position, and seeking."""
 
     def __init__(self, nbytes: int = 0) -> None:
         self.nbytes = nbytes
@@ -64,8 +64,8 @@ class Positioned(io.RawIOBase):
         return self._position
 
 
-class _Recording(Positioned):
-    """A file in memory that keeps only what was written; the arrays' room costs nothing."""
+class _Recording(SeekableFile):
+    """Keep in memory only what was written to a file; bytes left out for arrays cost nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,8 +133,8 @@ def build(table: Table, alignment: int = ALIGNMENT, marks: Mapping[str, Any] = M
     from 1.10 on.
 
     [Note: two alignments] HDF5 aligns every object from some size on, its own small ones too, so one wide alignment
-    would leave a hole behind each of them. Arrays that are wide themselves therefore come after all others, with the
-    file opened once more: no hole is larger than the array behind it.
+    would leave a hole after each of them. Arrays that are wide themselves therefore come after all others, with the
+    file opened once more: no hole is larger than the array after it.
     """
     import h5py
 

@@ -1,4 +1,4 @@
-"""JSON that somebody else may have written: strict, and bounded before anything is made of it."""
+"""Parse JSON that is not trusted: strictly, and bounded before anything is made of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which arrays a checkpoint holds, and which rank writes which part of them: integers and names, no files."""
+"""Describe the arrays of a checkpoint, and which rank writes which part of them: integers and names, no files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Table = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 @dataclass(frozen=True)
 class LocalArray:
-    """One array of a checkpoint, as one rank sees it.
+    """Describe one array of a checkpoint, with the pieces of it that one rank writes or reads.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ def check_array(array: LocalArray, writable: bool = False) -> LocalArray:
 
 @dataclass(frozen=True)
 class Claim:
-    """What one rank says about one array: its shape, its type and the ranges that this rank writes."""
+    """Describe what one rank writes of one array: its shape, its type and the ranges."""
 
     path: str
     shape: tuple[int, ...]
@@ -115,7 +115,7 @@ class Claim:
 
 
 def merge(claims: Sequence[Sequence[Claim]]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-    """Join what all ranks say, sorted by name; each element must be written by exactly one rank.
+    """Join the claims of all ranks, sorted by name; each element must be written by exactly one rank.
 
     Not collective: every rank calls it with the same gathered claims and gets the same table or the same error.
     """

@@ -1,10 +1,10 @@
-"""What one process does with checkpoints at rest, a block of an array at a time: look, compare, export, import."""
+"""List, compare, export and import stored checkpoints, in one process, a block of an array at a time."""
 
-from mpizero.checkpoint.tools.difference import ArrayDifference, Difference, compare
+from mpizero.checkpoint.tools.difference import ArrayDifference, CheckpointDifference, compare
 from mpizero.checkpoint.tools.elements import element_types, matches
 from mpizero.checkpoint.tools.export import FORMATS, export, export_bytes
-from mpizero.checkpoint.tools.importing import Rules, write_imported
-from mpizero.checkpoint.tools.listing import Listed, listing
+from mpizero.checkpoint.tools.importing import ImportRules, write_imported
+from mpizero.checkpoint.tools.listing import ListedCheckpoint, listing
 from mpizero.checkpoint.tools.statistics import ArrayStatistics, statistics
 from mpizero.checkpoint.tools.tensorfile import TensorFile
 
@@ -12,9 +12,9 @@ __all__ = [
     "FORMATS",
     "ArrayDifference",
     "ArrayStatistics",
-    "Difference",
-    "Listed",
-    "Rules",
+    "CheckpointDifference",
+    "ListedCheckpoint",
+    "ImportRules",
     "TensorFile",
     "compare",
     "element_types",

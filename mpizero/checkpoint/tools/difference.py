@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, read side by side, a block at a time."""
+"""Compare two checkpoints, read side by side, a block at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpizero.types import Array
 
 @dataclass(frozen=True)
 class ArrayDifference:
-    """Two arrays of one name, shape and type whose values differ.
+    """Describe two arrays of one name, shape and type whose values differ.
 
     Attributes
     ----------
@@ -45,8 +45,8 @@ class ArrayDifference:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """All that differs between two checkpoints.
+class CheckpointDifference:
+    """Describe all that differs between two checkpoints.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class Difference:
 
 def compare(
     a: Reader, b: Reader, tolerance: float = 0.0, pattern: str | None = None, report: Report | None = None
-) -> Difference:
+) -> CheckpointDifference:
     """Compare two open checkpoints; with tolerance 0 bit by bit.
 
     Collective over the communicators that they were opened with.
@@ -102,7 +102,7 @@ def compare(
     alike = [path for path in common if first[path] == second[path]]
     elements = element_types(a)
     found = (_compare(a, b, (path, elements[path]), tolerance, report) for path in alike)
-    return Difference(
+    return CheckpointDifference(
         missing=tuple(path for path in first if path not in second),
         extra=tuple(path for path in second if path not in first),
         reshaped={path: (first[path], second[path]) for path in common if first[path] != second[path]},

@@ -1,4 +1,4 @@
-"""Arrays of a checkpoint by name and element type, bfloat16 among them, and conversions of elements."""
+"""Choose arrays by name, read them block by block, and convert their elements, bfloat16 among them."""
 
 from __future__ import annotations
 

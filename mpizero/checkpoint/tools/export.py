@@ -1,4 +1,4 @@
-"""Arrays of a checkpoint in files of other formats, a block at a time."""
+"""Write arrays of a checkpoint into files of other formats, a block at a time."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from mpizero.types import Array
 
 
 @dataclass(frozen=True)
-class Item:
-    """One array of an export.
+class ExportedArray:
+    """Describe one array of an export.
 
     Attributes
     ----------
@@ -65,18 +65,20 @@ class Item:
 
 
 #: Yields the values of an item, converted, as 1-D pieces in order.
-Values = Callable[[Item], Iterator[Array]]
+Values = Callable[[ExportedArray], Iterator[Array]]
 
 
-class Writer(Protocol):
-    """Write items into a new file at ``path``."""
+class ExportWriter(Protocol):
+    """Write arrays into a new file at ``path``."""
 
-    def __call__(self, path: str, items: Sequence[Item], values: Values, attributes: Mapping[str, Any]) -> None:
+    def __call__(
+        self, path: str, items: Sequence[ExportedArray], values: Values, attributes: Mapping[str, Any]
+    ) -> None:
         """Not collective."""
 
 
 #: How each format is written, and whether it knows bfloat16.
-FORMATS: dict[str, tuple[Writer, bool]] = {
+FORMATS: dict[str, tuple[ExportWriter, bool]] = {
     "safetensors": (tensorfile.write, True),
     "npz": (npz.write, False),
     "hdf5": (hdf5.write, False),
@@ -93,7 +95,7 @@ def export(
     pattern: str | None = None,
     replace: bool = False,
     report: Report | None = None,
-) -> list[Item]:
+) -> list[ExportedArray]:
     """Write arrays of an open checkpoint into one new file; return what it holds.
 
     Not collective: the checkpoint is open on one process. Values are verified before they are written, and the memory
@@ -130,7 +132,7 @@ def export(
     if format == "safetensors":
         tensorfile.library()
 
-    def values(item: Item) -> Iterator[Array]:
+    def values(item: ExportedArray) -> Iterator[Array]:
         for _, part in blocks(reader, item.path, report):
             converted = convert(part, item.source, item.element)
             if lost := overflows(part, item.source, converted, item.element):
@@ -146,7 +148,7 @@ def export(
 
 def chosen(
     reader: Reader, *, state: bool, dtype: str | None, pattern: str | None, knows_bfloat16: bool = True
-) -> list[Item]:
+) -> list[ExportedArray]:
     """Return what an export would hold, in the order of names. Not collective."""
     if dtype is not None and dtype not in FLOATING:
         raise ConfigError(f"type {dtype!r}: must be one of {', '.join(FLOATING)}")
@@ -157,7 +159,7 @@ def chosen(
         if matches(path, pattern) and (state or path.startswith(PARAMETERS)):
             element = dtype if dtype is not None and source in FLOATING else source
             element = "float32" if element == BFLOAT16 and not knows_bfloat16 else element
-            items.append(Item(path, short_name(path), reader.arrays[path][0], source, element))
+            items.append(ExportedArray(path, short_name(path), reader.arrays[path][0], source, element))
     if not items:
         which = "arrays" if state else "parameters"
         raise ConfigError(f"checkpoint {reader.name}: none of its {which} fits the pattern {pattern!r}")

@@ -1,4 +1,4 @@
-"""One plain HDF5 file.
+"""Write arrays into one plain HDF5 file.
 
 As for checkpoints, libhdf5 lays the file out in memory and never touches the disk: where that is full, it crashes.
 """

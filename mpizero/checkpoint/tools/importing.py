@@ -1,4 +1,4 @@
-"""Tensors of other programs as a checkpoint."""
+"""Write tensors of other programs as a checkpoint."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ Expected = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
-    """How tensors become arrays.
+class ImportRules:
+    """Describe how tensors become arrays.
 
     Attributes
     ----------
@@ -82,7 +82,7 @@ def write_imported(
     source: TensorFile,
     out: str | os.PathLike[str],
     attributes: Mapping[str, Any],
-    rules: Rules,
+    rules: ImportRules,
     *,
     expected: Expected | None = None,
     replace: bool = False,
@@ -99,7 +99,7 @@ def write_imported(
         The checkpoint.
     attributes : dict
         Its attributes; those that do not fit the arrays are adapted.
-    rules : Rules
+    rules : ImportRules
         Names and conversions.
     expected : mapping, optional
         The arrays of the model: all its parameters must be there, and none else; optimizer arrays all or none.
@@ -111,7 +111,7 @@ def write_imported(
     CheckpointError
         The tensors do not fit.
     ConfigError
-        Rules that no tensor follows, or something stands at ``out``.
+        ImportRules that no tensor follows, or something stands at ``out``.
     """
     check_free(os.fspath(out), replace)
     found: dict[str, Tensor] = {}
@@ -151,7 +151,7 @@ def adapt_attributes(
     return adapted
 
 
-def _check_rules(source: TensorFile, rules: Rules, found: Mapping[str, Tensor]) -> None:
+def _check_rules(source: TensorFile, rules: ImportRules, found: Mapping[str, Tensor]) -> None:
     """Reject rules that no tensor follows: usually a misspelt name."""
     for old, _ in rules.names:
         if not any(_wanted(old, name) for name in source.tensors):
@@ -161,7 +161,7 @@ def _check_rules(source: TensorFile, rules: Rules, found: Mapping[str, Tensor]) 
             raise ConfigError(f"transpose {pattern}: no array has such a name")
 
 
-def _become(source: TensorFile, tensor: Tensor, path: str, rules: Rules) -> tuple[tuple[int, ...], str]:
+def _become(source: TensorFile, tensor: Tensor, path: str, rules: ImportRules) -> tuple[tuple[int, ...], str]:
     """Return shape and element type of the array that a tensor becomes."""
     if tensor.element is None:
         raise CheckpointError(
@@ -173,7 +173,7 @@ def _become(source: TensorFile, tensor: Tensor, path: str, rules: Rules) -> tupl
     return (tensor.shape[::-1] if turned else tensor.shape), element
 
 
-def _values(source: TensorFile, tensor: Tensor, path: str, rules: Rules, element: str) -> Array:
+def _values(source: TensorFile, tensor: Tensor, path: str, rules: ImportRules, element: str) -> Array:
     values = source.values(tensor.name)
     assert tensor.element is not None
     if element == tensor.element:

@@ -1,4 +1,4 @@
-"""The checkpoints of a folder, sound and damaged."""
+"""List the checkpoints of a folder, sound and damaged."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mpizero.errors import CheckpointDamagedError, CheckpointError
 
 
 @dataclass(frozen=True)
-class Listed:
-    """One step folder.
+class ListedCheckpoint:
+    """Describe one step folder.
 
     Attributes
     ----------
@@ -48,12 +48,12 @@ class Listed:
         return "sound" if self.problem is None else "damaged" if self.damaged else "unreadable"
 
 
-def listing(folder: str | os.PathLike[str]) -> list[Listed]:
+def listing(folder: str | os.PathLike[str]) -> list[ListedCheckpoint]:
     """Return the checkpoints of a checkpoint folder, the oldest first. Not collective."""
     return [_listed(path) for path in reversed(step_folders(os.path.abspath(os.fspath(folder))))]
 
 
-def _listed(path: str) -> Listed:
+def _listed(path: str) -> ListedCheckpoint:
     problem: str | None = None
     attributes: dict[str, Any] = {}
     damaged = False
@@ -64,7 +64,7 @@ def _listed(path: str) -> Listed:
         problem, damaged = str(error), isinstance(error, CheckpointDamagedError)
     sizes = {name: _stat(os.path.join(path, name)) for name in (MANIFEST_NAME, STATE_NAME)}
     manifest = sizes[MANIFEST_NAME]
-    return Listed(
+    return ListedCheckpoint(
         path,
         step_of(path) or 0,
         sum(found.st_size for found in sizes.values() if found is not None),

@@ -1,4 +1,4 @@
-"""NumPy's ``.npz``: a zip archive with one ``.npy`` for each array.
+"""Write and read NumPy's ``.npz``: a zip archive with one ``.npy`` for each array.
 
 [Note: why not NumPy's own] ``numpy.savez`` takes names as keyword arguments, and has keywords of its own: an array
 called ``file`` cannot be written. ``numpy.load`` allocates what a header asks for before it looks at the data.

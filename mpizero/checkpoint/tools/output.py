@@ -1,4 +1,4 @@
-"""A file that appears whole or not at all."""
+"""Write a file that appears whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures about the values of an array."""
+"""Compute statistics of the values of an array."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpizero.types import Array
 
 @dataclass(frozen=True)
 class ArrayStatistics:
-    """Figures of the finite values of an array, in float64; None where there are none.
+    """Hold statistics of the finite values of an array, in float64; None where there are none.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class ArrayStatistics:
 def statistics(reader: Reader, path: str, report: Report | None = None, element: str | None = None) -> ArrayStatistics:
     """Read an array, verified, block by block, and return its figures.
 
-    Collective over the communicator that the checkpoint was opened with. Whoever asks for many arrays gives the
+    Collective over the communicator that the checkpoint was opened with. A caller that reads many arrays gives the
     ``element`` type of each, from :func:`element_types`, which otherwise looks at all arrays every time.
     """
     element = element or element_types(reader)[path]

@@ -1,4 +1,4 @@
-"""safetensors files: a length, a header in JSON, the tensors one after the other.
+"""Read and write safetensors files: a length, a header in JSON, the tensors one after the other.
 
 [Note: which part the library does] ``safetensors`` reads headers, and refuses those that are too large, name shapes
 that do not fit their bytes, overlap or leave gaps; nothing is allocated before. It offers no way to write without
@@ -97,7 +97,7 @@ def write(
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a file; ``element`` is None for types that a checkpoint cannot hold."""
+    """Describe one tensor of a file; ``element`` is None for types that a checkpoint cannot hold."""
 
     name: str
     code: str
@@ -112,7 +112,7 @@ class Tensor:
 
 
 class TensorFile:
-    """A safetensors file, mapped into memory; its header is checked before anything is allocated.
+    """Read a safetensors file, mapped into memory; its header is checked before anything is allocated.
 
     Not collective.
 

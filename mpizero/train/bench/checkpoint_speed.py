@@ -18,8 +18,9 @@ import numpy as np
 
 from mpizero import checkpoint
 from mpizero.checkpoint import LocalArray, SnapshotBuffer
+from mpizero.checkpoint.byte_source import FileByteSource
 from mpizero.checkpoint.format.manifest import Manifest
-from mpizero.checkpoint.reader import FileBytes, read_manifest
+from mpizero.checkpoint.open_manifest import read_manifest
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError
@@ -198,7 +199,7 @@ class _Bench:
         """Open the checkpoint as :meth:`load` does and read the same bytes, with no checksum taken."""
         folder = self.folder / self.request.backends[0]
         with checkpoint.open_checkpoint(folder, self.comm):
-            source = FileBytes(str(folder / "state.h5"), self.manifest.state_bytes)
+            source = FileByteSource(str(folder / "state.h5"), self.manifest.state_bytes)
             for array in self.wanted:
                 for first, values in array.pieces:
                     source.read_into(self.manifest.arrays[array.path].offset + 4 * first, values.view(np.uint8).data)

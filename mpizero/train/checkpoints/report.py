@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from mpizero import checkpoint
-from mpizero.checkpoint.tools import Difference, Listed, element_types, matches, statistics
+from mpizero.checkpoint.tools import CheckpointDifference, ListedCheckpoint, element_types, matches, statistics
 from mpizero.checkpoint.tools.elements import BFLOAT16, PARAMETERS, flat
 from mpizero.errors import ConfigError
 from mpizero.text import printable
@@ -154,7 +154,7 @@ def _date(seconds: float) -> str:
 # ------------------------------------------------------------------ a folder of checkpoints
 
 
-def listing_json(found: Sequence[Listed]) -> str:
+def listing_json(found: Sequence[ListedCheckpoint]) -> str:
     """Return the checkpoints of a run for programs. Not collective."""
     now = time.time()
     listed = [
@@ -173,7 +173,7 @@ def listing_json(found: Sequence[Listed]) -> str:
     return as_json({"checkpoints": listed})
 
 
-def listing_text(found: Sequence[Listed]) -> str:
+def listing_text(found: Sequence[ListedCheckpoint]) -> str:
     """Return the checkpoints of a run for people. Not collective."""
     rows = [["step", "loss", "size", "age", "", "checkpoint"]]
     for one in found:
@@ -187,12 +187,12 @@ def listing_text(found: Sequence[Listed]) -> str:
 # ------------------------------------------------------------------ two checkpoints
 
 
-def difference_json(names: Sequence[str], found: Difference) -> str:
+def difference_json(names: Sequence[str], found: CheckpointDifference) -> str:
     """Return what differs for programs. Not collective."""
     return as_json({"a": names[0], "b": names[1], "equal": found.equal, **asdict(found)})
 
 
-def difference_text(names: Sequence[str], found: Difference) -> str:
+def difference_text(names: Sequence[str], found: CheckpointDifference) -> str:
     """Return what differs for people. Not collective."""
     lines = [*_named("only in A", found.missing), *_named("only in B", found.extra)]
     lines += [f"{path}: {a} in A, {b} in B" for path, (a, b) in found.reshaped.items()]

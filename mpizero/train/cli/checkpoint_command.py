@@ -13,7 +13,7 @@ from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError,
 from mpizero.train.cli.output import show
 
 if TYPE_CHECKING:
-    from mpizero.checkpoint.tools import Listed
+    from mpizero.checkpoint.tools import ListedCheckpoint
 
 _PATH = "a run's folder (newest good checkpoint), its checkpoint folder, or one checkpoint"
 #: How the names of files in each format of ``export`` end.
@@ -179,7 +179,7 @@ def _verify(options: argparse.Namespace) -> int:
     return int(ExitStatus.OK)
 
 
-def _verify_listed(listed: Listed, damaged: list[str]) -> None:
+def _verify_listed(listed: ListedCheckpoint, damaged: list[str]) -> None:
     try:
         _verify_one(listed.path)
     except CheckpointError as error:
@@ -263,11 +263,11 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    from mpizero.checkpoint.tools import Rules, TensorFile, write_imported
+    from mpizero.checkpoint.tools import ImportRules, TensorFile, write_imported
     from mpizero.train.checkpoints import importing
 
     names = [(old, new) for old, _, new in (given.partition("=") for given in options.map)]
-    rules = Rules(names=names, drop=options.drop, transpose=options.transpose, dtype=options.dtype)
+    rules = ImportRules(names=names, drop=options.drop, transpose=options.transpose, dtype=options.dtype)
     with TensorFile(options.file) as source:
         if options.like is not None:
             model = importing.like(options.like)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpizero import checkpoint
-from mpizero.checkpoint import Found
+from mpizero.checkpoint import StepFolder
 from mpizero.comm import Communicator
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from mpizero.parallel.checkpointing import model_state
@@ -97,12 +97,12 @@ class Start:
     ----------
     saved : Saved
         What the checkpoint holds beside its arrays, which are restored.
-    newer : list of Found
+    newer : list of StepFolder
         The checkpoints of later steps, newest first: they move aside before the first save.
     """
 
     saved: Saved
-    newer: list[Found]
+    newer: list[StepFolder]
 
 
 def restore(
@@ -126,7 +126,7 @@ def restore(
         start = _restore_step(job, folder, comm, found, step)
         progress.say(f"resuming from step {step}, as asked for")
         return start
-    passed: list[Found] = []
+    passed: list[StepFolder] = []
     for one in found:
         if one.sound and any(newer.unreadable for newer in passed):
             raise _refusal(folder, passed, one)
@@ -141,7 +141,7 @@ def restore(
     return None
 
 
-def _try(job: Job, found: Found, comm: Communicator) -> tuple[Found, Saved | None]:
+def _try(job: Job, found: StepFolder, comm: Communicator) -> tuple[StepFolder, Saved | None]:
     """Load a checkpoint, if it is sound; or return what is wrong with it."""
     if not found.sound:
         return found, None
@@ -151,7 +151,7 @@ def _try(job: Job, found: Found, comm: Communicator) -> tuple[Found, Saved | Non
         return replace(found, problem=str(error), damaged=isinstance(error, CheckpointDamagedError)), None
 
 
-def _restore_step(job: Job, folder: RunFolder, comm: Communicator, found: Sequence[Found], step: int) -> Start:
+def _restore_step(job: Job, folder: RunFolder, comm: Communicator, found: Sequence[StepFolder], step: int) -> Start:
     chosen = next((one for one in found if one.step == step), None)
     if chosen is None:
         there = ", ".join(str(one.step) for one in reversed(found))
@@ -165,7 +165,7 @@ def _restore_step(job: Job, folder: RunFolder, comm: Communicator, found: Sequen
     return Start(saved, [one for one in found if one.step > step])
 
 
-def _refusal(folder: RunFolder, passed: Sequence[Found], good: Found | None) -> CheckpointError:
+def _refusal(folder: RunFolder, passed: Sequence[StepFolder], good: StepFolder | None) -> CheckpointError:
     """Return the error that names what cannot be taken, and what the user may ask for by name."""
     told = "; ".join(
         f"{os.path.basename(one.path)} {'is damaged' if one.damaged else 'cannot be used'}: {one.problem}"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpizero import checkpoint
-from mpizero.checkpoint import Left, PendingSave
+from mpizero.checkpoint import PendingSave, RemovalFailure
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup.same_software import versions
@@ -108,7 +108,7 @@ class Saver:
             report=self._not_removed,
         )
 
-    def _not_removed(self, left: Left) -> None:
+    def _not_removed(self, left: RemovalFailure) -> None:
         if left.reason not in self._told:
             self._told.add(left.reason)
             self._report(f"{left}; training goes on")

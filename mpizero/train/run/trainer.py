@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.checkpoint import Found
+from mpizero.checkpoint import StepFolder
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup.same_software import agree_to_start
@@ -180,7 +180,7 @@ class Trainer:
         self.progress.begin(self.step)
         self.progress.say(job.describe())
 
-    def _move_aside(self, newer: Sequence[Found]) -> None:
+    def _move_aside(self, newer: Sequence[StepFolder]) -> None:
         """Keep the checkpoints of later steps where neither a save nor a resume comes across them."""
         place = self.folder.set_steps_aside(one.path for one in newer)
         for one in newer:

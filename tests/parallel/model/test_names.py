@@ -131,7 +131,7 @@ def test_exported_files_have_them_and_import_gives_them_back(saved, tmp_path, ki
             found = {name: file[name][()] for name in GOOD}
     else:
         found = pytest.importorskip("safetensors.numpy").load_file(path)
-        rules = tools.Rules(names=[("w[0]", "v[0]")], drop=["['a'][0]"], transpose=["重み"])
+        rules = tools.ImportRules(names=[("w[0]", "v[0]")], drop=["['a'][0]"], transpose=["重み"])
         with tools.TensorFile(path) as source:
             tools.write_imported(source, tmp_path / "back", source.attributes, rules)
         with checkpoint.open_checkpoint(tmp_path / "back") as reader:

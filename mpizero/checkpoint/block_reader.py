@@ -1,0 +1,111 @@
+"""Read pieces of arrays, and verify them by the checksums of the blocks that they lie in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from mpizero.checkpoint.backends.direct import as_bytes
+from mpizero.checkpoint.byte_source import ByteSource
+from mpizero.checkpoint.format.checksum import BLOCK, cut, in_cache, judge
+from mpizero.checkpoint.format.manifest import STATE_NAME, StoredArray
+from mpizero.checkpoint.format.table import LocalArray
+from mpizero.crc import crc32
+from mpizero.errors import CheckpointDamagedError
+from mpizero.faults import strike
+
+
+class BlockPart(NamedTuple):
+    """Hold what a rank read of one block: bytes ``start:stop`` of the array, with their CRC32."""
+
+    path: str
+    start: int
+    stop: int
+    crc: int
+
+
+class BlockReader:
+    """Read pieces of stored arrays, and verify every block, also one that several ranks read in parts.
+
+    Not collective: what the ranks tell each other is sent by :class:`~mpizero.checkpoint.reader.Reader`.
+    """
+
+    def __init__(self, source: ByteSource, arrays: Mapping[str, StoredArray]) -> None:
+        self._source, self._arrays = source, arrays
+
+    def fill(self, request: LocalArray, advance: Callable[[int], object]) -> list[BlockPart]:
+        """Fill the pieces of one array; verify whole blocks at once, return the parts of others.
+
+        Not collective. ``advance`` is called with the bytes of each piece.
+        """
+        stored, parts = self._arrays[request.path], []
+        for first, values in request.pieces:
+            data, begin = as_bytes(values), first * stored.dtype.itemsize
+            for start, stop in cut(begin, begin + len(data)):
+                view = data[start - begin : stop - begin]
+                strike("load.read")
+                part = BlockPart(request.path, start, stop, self._read_block(stored.offset + start, view, advance))
+                if stop - start < _block_length(stored, start):
+                    parts.append(part)
+                elif part.crc != stored.checksums[start // BLOCK]:
+                    raise self._mismatch(part)
+        return parts
+
+    def _read_block(self, offset: int, block: memoryview, advance: Callable[[int], object]) -> int:
+        """Fill ``block`` from ``offset`` on, and return its checksum, taken while it is in the cache."""
+        crc = 0
+        for place, piece in in_cache(block):
+            self._source.read_into(offset + place, piece)
+            crc = crc32(piece, crc)
+            advance(len(piece))
+        return crc
+
+    def unproven(self, gathered: Sequence[Sequence[BlockPart]], own_rank: int) -> list[BlockPart]:
+        """Join the parts of all ranks; return this rank's that no tiling of their block can prove.
+
+        Not collective: ``gathered`` holds the parts of all ranks. Each rank looks at the blocks of which it has a part.
+        """
+        own = {(part.path, part.start // BLOCK) for part in gathered[own_rank]}
+        blocks: dict[tuple[str, int], list[tuple[int, BlockPart]]] = {key: [] for key in own}
+        for rank, parts in enumerate(gathered):
+            for part in parts:
+                if (key := (part.path, part.start // BLOCK)) in own:
+                    blocks[key].append((rank, part))
+        alone = []
+        for (path, index), listed in sorted(blocks.items()):
+            stored, origin = self._arrays[path], index * BLOCK
+            segments = [(part.start - origin, part.stop - origin, part.crc) for _, part in listed]
+            verdicts = judge(_block_length(stored, origin), stored.checksums[index], segments)
+            for (rank, part), verdict in zip(listed, verdicts, strict=True):
+                if verdict is False:
+                    raise self._mismatch(part)
+                if verdict is None and rank == own_rank:
+                    alone.append(part)
+        return alone
+
+    def prove_alone(self, part: BlockPart) -> None:
+        """Read the rest of the block of ``part`` and compare the block's checksum. Not collective."""
+        stored = self._arrays[part.path]
+        origin = part.start // BLOCK * BLOCK
+        end = origin + _block_length(stored, origin)
+        head, tail = bytearray(part.start - origin), bytearray(end - part.stop)
+        self._source.read_into(stored.offset + origin, memoryview(head))
+        self._source.read_into(stored.offset + part.stop, memoryview(tail))
+        segments = [(0, len(head), crc32(head)), (part.start - origin, part.stop - origin, part.crc)]
+        segments.append((part.stop - origin, end - origin, crc32(tail)))
+        verdicts = judge(end - origin, stored.checksums[origin // BLOCK], [s for s in segments if s[0] < s[1]])
+        if not all(verdicts):
+            raise self._mismatch(part)
+
+    def _mismatch(self, part: BlockPart) -> CheckpointDamagedError:
+        origin = part.start // BLOCK * BLOCK
+        end = origin + _block_length(self._arrays[part.path], origin)
+        return CheckpointDamagedError(
+            f"{STATE_NAME}: array {part.path!r}: checksum mismatch in its bytes {origin} to {end - 1}: damaged"
+        )
+
+
+def _block_length(stored: StoredArray, start: int) -> int:
+    """Return the bytes of the block that byte ``start`` of an array lies in."""
+    origin = start // BLOCK * BLOCK
+    return min(origin + BLOCK, stored.nbytes) - origin

@@ -1,0 +1,68 @@
+"""Read bytes of a checkpoint's state, from its file or from memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from abc import ABC, abstractmethod
+
+from mpizero.checkpoint.format.regular_files import open_regular
+from mpizero.errors import CheckpointDamagedError, CheckpointError
+
+
+class ByteSource(ABC):
+    """Give a reader the bytes of ``state.h5``."""
+
+    @abstractmethod
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill ``view`` from ``offset`` on. Not collective."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the bytes; a second call does nothing. Not collective."""
+
+
+class FileByteSource(ByteSource):
+    """Read a regular file of known size."""
+
+    def __init__(self, path: str, nbytes: int) -> None:
+        self.path = path
+        self._file = open_regular(path)
+        if (found := os.fstat(self._file).st_size) != nbytes:
+            self.close()
+            raise CheckpointDamagedError(f"{path}: {found} bytes instead of {nbytes}: truncated or damaged")
+        with contextlib.suppress(OSError):  # advice only: read far ahead of pieces that fit a core's cache
+            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill ``view`` from ``offset`` on. Not collective."""
+        done = 0
+        while done < len(view):
+            try:
+                count = os.preadv(self._file, [view[done:]], offset + done)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, self.path) from None
+            if not count:
+                raise CheckpointError(f"{self.path}: ends at byte {offset + done}: truncated meanwhile")
+            done += count
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing. Not collective."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+
+class MemoryByteSource(ByteSource):
+    """Read bytes in memory."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill ``view`` from ``offset`` on. Not collective."""
+        view[:] = self._data[offset : offset + len(view)]
+
+    def close(self) -> None:
+        """Release the memory. Not collective."""
+        self._data = memoryview(b"")
