@@ -63,12 +63,12 @@ class StepFolder:
 
     @property
     def sound(self) -> bool:
-        """Whether it can be opened."""
+        """True if it can be opened."""
         return not self.problem
 
     @property
     def unreadable(self) -> bool:
-        """Whether it could not be opened, for another reason than damage."""
+        """True if it could not be opened, for another reason than damage."""
         return bool(self.problem) and not self.damaged
 
 

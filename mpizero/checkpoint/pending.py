@@ -75,7 +75,7 @@ class WriterThread:
 
     @property
     def finished(self) -> bool:
-        """Whether the thread has ended, well or not."""
+        """True once the thread has ended, well or not."""
         return not self._thread.is_alive()
 
     def stop(self) -> None:
@@ -125,12 +125,12 @@ class PendingSave:
 
     @property
     def finished(self) -> bool:
-        """Whether this rank has written its part, or failed to: :meth:`commit` then waits for the others only."""
+        """True once this rank has written its part, or failed to: :meth:`commit` then waits for the others only."""
         return self._writing.finished
 
     @property
     def ended(self) -> bool:
-        """Whether the save was committed, has failed, or was discarded."""
+        """True once the save was committed, has failed, or was discarded."""
         return not self._clear.alive
 
     def commit(self) -> None:

@@ -72,7 +72,7 @@ class CheckpointDifference:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs."""
+        """True if nothing differs."""
         return not (self.missing or self.extra or self.reshaped or self.arrays or self.attributes)
 
 
