@@ -7,7 +7,7 @@ parameters is therefore one contiguous range of its gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -88,6 +88,11 @@ class Unit:
     def aliases(self) -> tuple[Entry, ...]:
         """The uses of parameters that live elsewhere."""
         return tuple(entry for entry in self.entries if entry.spec.tied is not None)
+
+    @cached_property
+    def gathered(self) -> int:
+        """Number of elements that a gather brings: the unit's own parameters and the tied ones it uses."""
+        return self.span.size + sum(entry.spec.size for entry in self.aliases)
 
     @cached_property
     def gradient_ranges(self) -> dict[str, tuple[Span, ...]]:
@@ -191,6 +196,26 @@ class FlatLayout:
             bases.append(total)
             total += unit.gradients
         return tuple(bases)
+
+    @cached_property
+    def largest_gradient(self) -> int:
+        """Number of gradient elements of the largest unit."""
+        return max((unit.gradients for unit in self.units), default=0)
+
+    @cached_property
+    def largest_frozen(self) -> int:
+        """Number of elements of the largest use without a gradient."""
+        return max((entry.spec.size for entry in self.entries if entry.gradient < 0), default=0)
+
+    @cached_property
+    def largest_gathered(self) -> int:
+        """Number of elements of the largest gathered unit."""
+        return max((unit.gathered for unit in self.units), default=0)
+
+    def units_of(self, blocks: Iterable[str]) -> tuple[Unit, ...]:
+        """Return the units whose blocks are all among ``blocks``."""
+        names = frozenset(blocks)
+        return tuple(unit for unit in self.units if names.issuperset(unit.blocks))
 
     @property
     def gradient_size(self) -> int:

@@ -51,6 +51,11 @@ class Grains:
         start = grain * self.size
         return slice(start, min(start + self.size, self.samples))
 
+    def micro_batches(self, grain: int, accumulate: int) -> tuple[slice, ...]:
+        """Return the samples of each micro-batch of a grain, of which a full one has ``accumulate``."""
+        span, size = self.span(grain), -(-self.size // accumulate)
+        return tuple(slice(start, min(start + size, span.stop)) for start in range(span.start, span.stop, size))
+
     def dealt(self, part: int, parts: int) -> range:
         """Return the grains of one of ``parts`` workers when grains are dealt contiguously."""
         shard = Partition(self.count, parts).shard(part)

@@ -38,8 +38,9 @@ class NodeOrder:
 
     Attributes
     ----------
-    data, node : Ranked
-        The data group, and those of its ranks that share memory with this one.
+    data, batch, context, node : Ranked
+        The data group, those of its ranks that share samples and those that share sequences, and those that share
+        memory with this one.
     nodes : tuple of tuple of int
         The data ranks of every node.
     position : tuple of int
@@ -47,6 +48,8 @@ class NodeOrder:
     """
 
     data: Ranked
+    batch: Ranked
+    context: Ranked
     node: Ranked
     nodes: tuple[tuple[int, ...], ...]
     position: tuple[int, ...]

@@ -22,6 +22,7 @@ from mpizero.comm.supervision.guard import set_context
 from mpizero.errors import ConfigError, SharedMemoryError
 from mpizero.layout import FlatLayout, Grains
 from mpizero.nn.freed_memory import keep_freed_memory
+from mpizero.parallel.batch.grain_owners import contiguous_owners, wave_owners
 from mpizero.parallel.batch.redistribute import NOTHING_MORE, GlobalBatch, deal, in_contexts
 from mpizero.parallel.batch.step_scalars import GrainScalars, Totals
 from mpizero.parallel.blas_threads import settle_blas
@@ -30,7 +31,7 @@ from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.device.compute_device import open_workplace
 from mpizero.parallel.execution.evaluation import evaluate
 from mpizero.parallel.execution.factory import make_runner
-from mpizero.parallel.gradients.accumulation import GradientRows, contiguous_owners
+from mpizero.parallel.gradients.accumulation import GradientRows
 from mpizero.parallel.gradients.bucket_tuner import make_tuner
 from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.parallel.gradients.gradient_store import GradientStore
@@ -168,7 +169,7 @@ class Engine:
                 optimizer, self.store, self.memory, replicated=self.exchange.replicated, in_rows=self._ring is None
             )
         self.updater.across = self.across
-        if any(use.stage == self.stage.number for uses in self.stage.uses.values() for use in uses):
+        if self.stage.has_shared_parameters:
             layouts = {use.stage: self._layout_of(use.stage) for uses in self.stage.uses.values() for use in uses}
             self.updater.ties = TieExchange(self.grid, self.stage, layouts, self.updater.trees.own)
         self.integrity.watch(self.updater)
@@ -290,7 +291,7 @@ class Engine:
 
     def _deal(self, x: Any, y: Any, *, waves: bool) -> GlobalBatch:
         """Bring samples to the ranks that compute their grains, and begin to count."""
-        owners = self._ring.owners if waves and self._ring is not None else partial(contiguous_owners, self.grid)
+        owners = partial(wave_owners if waves and self._ring is not None else contiguous_owners, self.grid)
         batch = deal(self.grid, x, y, self.config.grain_size, owners, self.config.accumulate, asked=self.asked)
         self.workplace.check_batch(x, y)
         if self.grid.context.size > 1:
@@ -332,8 +333,7 @@ class Engine:
         """Return the averaged gradient, tied uses added, where the updater's pieces look for it."""
         if self._ring is None:
             return reduce_rows(self.rows, self.exchange, updater, divisor, None)
-        reduced: Array = self._ring.stack[stack_row]
-        np.divide(reduced, divisor, out=reduced)
+        reduced: Array = np.divide(self._ring.stack[stack_row], divisor, out=self._ring.stack[stack_row])
         updater.exchange_ties(reduced)
         updater.add_uses(reduced)
         return reduced

@@ -11,12 +11,13 @@ from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.leftovers import SHARED_FOLDER, taken_by_leftovers
 from mpizero.layout import FlatLayout, rows_plan
 from mpizero.layout.grains import DEFAULT_GRAINS
+from mpizero.parallel.batch.grain_owners import contiguous_shares
 from mpizero.parallel.config import ShardingConfig
-from mpizero.parallel.gradients.accumulation import contiguous_shares
-from mpizero.parallel.parameters.allocator import PAGE
+from mpizero.parallel.parameters.allocator import paged
 from mpizero.parallel.parameters.shards import Share
-from mpizero.parallel.parameters.store import SLOTS, ParameterStore
+from mpizero.parallel.parameters.store import SLOTS
 from mpizero.parallel.placement import Placement
+from mpizero.parallel.step_rules import gathers_units, wave_buffers
 from mpizero.text import notice
 
 
@@ -78,17 +79,17 @@ def _window_bytes(
 ) -> int:
     """Return the bytes of the windows that the ranks of one data group on one node hold together."""
 
-    def paged(elements: int) -> int:
-        return -(-elements * item // PAGE) * PAGE
+    def window(elements: int) -> int:
+        return paged(elements * item)
 
-    if placement.shard_parameters and grid.peers.size > 1:
+    if gathers_units(placement, grid.peers.size):
         shares = sum(Share(layout, rank, grid.data.size).size for rank in grid.node_ranks)
-        parameters = paged(shares) + SLOTS * paged(max(map(ParameterStore.needed, layout.units), default=0))
+        parameters = window(shares) + SLOTS * window(layout.largest_gathered)
     else:
-        parameters = paged(layout.size)
+        parameters = window(layout.size)
     if placement.waves:
-        return parameters + 2 * grid.node.size * paged(max((unit.gradients for unit in layout.units), default=0))
-    return parameters + _rows(grid, config) * grid.node.size * paged(layout.gradient_size)
+        return parameters + wave_buffers(grid.node.size) * grid.node.size * window(layout.largest_gradient)
+    return parameters + _rows(grid, config) * grid.node.size * window(layout.gradient_size)
 
 
 def _rows(grid: ProcessGrid, config: ShardingConfig) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpizero.comm.reduce.codecs import Codec
+from mpizero.comm.reduce.codecs import Codec, codec_of
+from mpizero.layout.nodes import NodeOrder
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.placement import Placement
 
@@ -68,3 +69,30 @@ def fuses_update(optimizer: Any, *, norm: bool, ties: bool, peers: int, waves: b
     """
     able = optimizer.elementwise_kernel or optimizer.needs_tensor_norms
     return bool(able) and not norm and not ties and (peers == 1 or waves)
+
+
+def gradient_codec(compression: str | None, itemsize: int) -> Codec | None:
+    """Return the codec of gradient messages; only float32 is compressed.
+
+    Raises
+    ------
+    ConfigError
+        There is no such compression.
+    """
+    codec = codec_of(compression)
+    return codec if itemsize == 4 else None
+
+
+def gathers_units(placement: Placement, groups: int) -> bool:
+    """Tell whether each of ``groups`` groups of ranks holds a shard, so that units are gathered before their use."""
+    return placement.shard_parameters and groups > 1
+
+
+def updated_by(placement: Placement, grid: NodeOrder) -> tuple[int, ...]:
+    """Return the ranks of ``grid.data`` whose ranges this rank updates: with replicated state those of all peers."""
+    return (grid.data.rank,) if placement.shard_optimizer else grid.peer_ranks
+
+
+def wave_buffers(node_size: int) -> int:
+    """Return how many units of gradients a node's wave buffer holds: one is filled while another is summed."""
+    return 2 if node_size > 1 else 1

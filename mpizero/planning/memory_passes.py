@@ -63,23 +63,16 @@ class Passes:
         return sum(sum(gradients[rank]) for rank in self.traffic.grid.peer_ranks)
 
     @property
-    def _updated(self) -> int:
-        """Elements that this rank updates."""
-        own = (self.traffic.grid.data.rank,)
-        ranks = own if self.traffic.training.row.shard_optimizer else self.traffic.grid.peer_ranks
-        return sum(self.traffic.part.shards.trained[rank] for rank in ranks)
-
-    @property
     def fused(self) -> bool:
         """Whether the optimizer takes sums up at once; of the ring's, the last row of the stack."""
-        training = self.traffic.training
-        ties = any(use.stage == self._stage for uses in self.traffic.part.stage.uses.values() for use in uses)
-        peers, waves = self.traffic.grid.peers.size, training.step.waves
-        return fuses_update(training.optimizer, norm=training.needs_norm, ties=ties, peers=peers, waves=waves)
-
-    @property
-    def _stage(self) -> int:
-        return self.traffic.part.stage.number
+        training, stage = self.traffic.training, self.traffic.part.stage
+        return fuses_update(
+            training.optimizer,
+            norm=training.needs_norm,
+            ties=stage.has_shared_parameters,
+            peers=self.traffic.grid.peers.size,
+            waves=training.step.waves,
+        )
 
     # ------------------------------------------------------------------ by phase
 
@@ -132,7 +125,7 @@ class Passes:
         if self.fused and not training.step.waves:
             rows = _rows_read(training.step.rows(self.traffic.grid).root)
         gradients = self._owned if training.row.shard_optimizer else self._group
-        found = [self._pass(gradients, rows, 0), self._pass(self._updated, arrays, arrays)]
+        found = [self._pass(gradients, rows, 0), self._pass(self.traffic.updated, arrays, arrays)]
         if training.needs_norm:
             found.append(self._pass(self._owned, 1, 0))
         return [Pass(sum(p.read for p in found), sum(p.written for p in found))]

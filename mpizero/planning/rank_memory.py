@@ -21,9 +21,9 @@ from mpizero.parallel.device.compute_device import updates_on_card
 from mpizero.parallel.device.device_parameters import gradient_places
 from mpizero.parallel.device.device_update import buffer_sizes
 from mpizero.parallel.gradients.exchange import residual_sizes
-from mpizero.parallel.parameters.allocator import PAGE
+from mpizero.parallel.parameters.allocator import paged
 from mpizero.parallel.parameters.store import SLOTS
-from mpizero.parallel.step_rules import keeps_gradients_on_device
+from mpizero.parallel.step_rules import keeps_gradients_on_device, wave_buffers
 from mpizero.planning.activation_memory import Flow
 from mpizero.planning.byte_counts import window_bytes
 from mpizero.planning.traffic import Traffic
@@ -102,7 +102,7 @@ class Holdings:
         """Return the bytes that the rank holds on its card, by part; nothing without one. Not collective."""
         if not self._on_card:
             return {}
-        layout, shards, figures = self.traffic.part.layout, self.traffic.part.shards, self.flow.figures
+        layout, figures = self.traffic.part.layout, self.flow.figures
         state = {"optimizer state": self._state() * self._item} if self._updates_on_card else {}
         buffers = self._frozen if self._keeps_gradients else self._update_buffers() if self._updates_on_card else 0
         gradients = max((gradient_places(unit)[1] for unit in layout.units), default=0) * self._item
@@ -110,7 +110,7 @@ class Holdings:
             state
             | ({"buffers": buffers} if buffers else {})
             | {
-                "parameters": (shards.largest if self.traffic.sharded else layout.size) * self._item,
+                "parameters": (layout.largest_gathered if self.traffic.sharded else layout.size) * self._item,
                 "gradients": self._gradients().private if self._keeps_gradients else gradients,
                 "activations": figures.kept,
                 "working arrays": figures.most - figures.kept,
@@ -134,7 +134,7 @@ class Holdings:
 
     def _update_buffers(self) -> int:
         norms, whole = self.traffic.training.optimizer.needs_tensor_norms, not self.traffic.sharded
-        return sum(buffer_sizes(self._updated(), self._item, norms=norms, whole=whole)) * self._item
+        return sum(buffer_sizes(self.traffic.updated, self._item, norms=norms, whole=whole)) * self._item
 
     @property
     def _updates_on_card(self) -> bool:
@@ -151,7 +151,7 @@ class Holdings:
         sharers = self.traffic.grid.node.size
         if sharers == 1:
             return Bytes(sum(sizes))
-        return Bytes(0, sum(_paged(size) for size in sizes), sharers)
+        return Bytes(0, sum(paged(size) for size in sizes), sharers)
 
     def _parameters(self) -> Bytes:
         shards, grid = self.traffic.part.shards, self.traffic.grid
@@ -164,12 +164,10 @@ class Holdings:
         traffic, shards = self.traffic, self.traffic.part.shards
         step, grid = traffic.training.step, traffic.grid
         if not step.waves:
-            rows = self._shared(
-                step.rows(grid).rows * grid.node.size * _paged(shards.layout.gradient_size * self._item)
-            )
+            rows = self._shared(step.rows(grid).rows * grid.node.size * paged(shards.layout.gradient_size * self._item))
             return rows._replace(private=rows.private + self._folded)
-        slot = grid.node.size * _paged(shards.largest_gradient * self._item)
-        ring = self._shared(*[slot] * (2 if grid.node.size > 1 else 1))
+        slot = grid.node.size * paged(shards.layout.largest_gradient * self._item)
+        ring = self._shared(*[slot] * wave_buffers(grid.node.size))
         stack = step.ring(grid).rows * sum(shards.gradients[grid.data.rank]) * self._item
         return ring._replace(private=ring.private + stack + self._folded)
 
@@ -181,13 +179,7 @@ class Holdings:
 
     def _state(self) -> int:
         """Return the elements of the optimizer's arrays."""
-        return len(self.traffic.training.optimizer.slots) * self._updated()
-
-    def _updated(self) -> int:
-        """Return the parameters that the rank updates."""
-        traffic = self.traffic
-        ranks = (traffic.grid.data.rank,) if traffic.training.row.shard_optimizer else traffic.grid.peer_ranks
-        return int(sum(traffic.part.shards.trained[rank] for rank in ranks))
+        return len(self.traffic.training.optimizer.slots) * self.traffic.updated
 
     def _residuals(self) -> Bytes:
         """Return what compression leaves out, before and after a step."""
@@ -201,12 +193,12 @@ class Holdings:
         """Return the gathered units, and the place where gradients of frozen parameters are left."""
         units = Bytes()
         if self.traffic.sharded:
-            units = self._shared(*[self.traffic.part.shards.largest * self._item] * SLOTS)
+            units = self._shared(*[self.traffic.part.layout.largest_gathered * self._item] * SLOTS)
         return units._replace(private=units.private + (0 if self._keeps_gradients else self._frozen))
 
     @property
     def _frozen(self) -> int:
-        return max((e.spec.size for e in self.traffic.part.layout.entries if e.gradient < 0), default=0) * self._item
+        return self.traffic.part.layout.largest_frozen * self._item
 
     def _exchange_buffers(self) -> int:
         """Return the largest buffers that messages of gradients pass through."""
@@ -231,7 +223,3 @@ class Holdings:
         for call in calls:
             rooms |= Counter(call.rooms(group.rank, group.size))
         return Bytes(sum(rooms.values()))
-
-
-def _paged(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE

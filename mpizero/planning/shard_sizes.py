@@ -7,7 +7,6 @@ from functools import cached_property
 
 from mpizero.layout import FlatLayout, Span, Unit, cover
 from mpizero.parallel.parameters.shards import Share
-from mpizero.parallel.parameters.store import ParameterStore
 
 
 @dataclass(frozen=True)
@@ -52,16 +51,6 @@ class Shards:
         spans = self.shares[rank].spans
         homes = [(entry, self.layout.by_name[str(entry.spec.tied)].unit) for entry in unit.aliases]
         return (spans[unit.index].size, *(entry.span.intersect(spans[home]).size for entry, home in homes))
-
-    @cached_property
-    def largest(self) -> int:
-        """Elements of the largest gathered unit."""
-        return max((ParameterStore.needed(unit) for unit in self.layout.units), default=0)
-
-    @cached_property
-    def largest_gradient(self) -> int:
-        """Elements of the largest unit's gradients."""
-        return max((unit.gradients for unit in self.layout.units), default=0)
 
     def squares(self, rank: int) -> int:
         """Return the partial sums of squares that a data rank tells for norms. Not collective."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from mpizero.layout import Grains, RowsPlan, WavePlan, rows_plan, wave_plan
-from mpizero.parallel.gradients.accumulation import contiguous_owners, contiguous_shares
+from mpizero.parallel.batch.grain_owners import contiguous_owners, contiguous_shares, wave_owners
 
 if TYPE_CHECKING:
-    from mpizero.comm import ProcessGrid
     from mpizero.planning.planned_grid import PlannedGrid
 
 
@@ -37,7 +36,7 @@ class Step:
         """Return how whole gradients are folded and summed. Not collective."""
         count, key = self.grains.count * grid.context.size, _kind(grid)
         if key not in self._rows:
-            shares = contiguous_shares(cast("ProcessGrid", grid), count)
+            shares = contiguous_shares(grid, count)
             self._rows[key] = rows_plan(shares, grid.group_sizes, count)
         return self._rows[key]
 
@@ -69,21 +68,17 @@ class Step:
                 sizes = self.micro_batches(number // contexts) if number < parts else ()
                 found += [*sizes, *[0] * (self.accumulate - len(sizes))]
             return tuple(found)
-        for number in contiguous_shares(cast("ProcessGrid", grid), count * contexts)[grid.place]:
+        for number in contiguous_shares(grid, count * contexts)[grid.place]:
             found += self.micro_batches(number % count)
         return tuple(found)
 
     def micro_batches(self, grain: int) -> tuple[int, ...]:
         """Return the samples of each micro-batch of a grain. Not collective."""
-        span, micro = self.grains.span(grain), -(-self.grains.size // self.accumulate)
-        return tuple(min(micro, span.stop - start) for start in range(span.start, span.stop, micro))
+        return tuple(part.stop - part.start for part in self.grains.micro_batches(grain, self.accumulate))
 
     def owners(self, grid: PlannedGrid) -> Sequence[int]:
         """Return the rank of ``grid.batch`` that computes each grain. Not collective."""
-        if not self.waves:
-            return contiguous_owners(cast("ProcessGrid", grid), self.grains.count)
-        order = grid.order if grid.context.size == 1 else range(grid.batch.size)
-        return [order[grain % len(order)] for grain in range(self.grains.count)]
+        return (wave_owners if self.waves else contiguous_owners)(grid, self.grains.count)
 
     def samples_moved(self, grid: PlannedGrid) -> int:
         """Return how many samples a rank sends to the owners of their grains, when batches are dealt contiguously.

@@ -136,12 +136,7 @@ class Floors:
     def _publication(self, traffic: Traffic) -> float:
         """Return the seconds of updated parameters on their way, and of units that are gathered."""
         found = self._exchanges("gather", traffic.publications()) if traffic.training.row.shard_optimizer else 0.0
-        gathers = traffic.unit_gathers()
-        for instruction in traffic.program if gathers else ():
-            blocks = set(traffic.part.blocks(instruction.chunk))
-            units = [unit.index for unit in traffic.part.layout.units if blocks.issuperset(unit.blocks)]
-            found += self._exchanges("gather", (gathers[unit] for unit in units))
-        return found + self._barrier(traffic)
+        return found + self._exchanges("gather", traffic.gathers()) + self._barrier(traffic)
 
     def _barrier(self, traffic: Traffic) -> float:
         return self.machine.seconds("barrier", 0) if traffic.grid.node.size > 1 else 0.0

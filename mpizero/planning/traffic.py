@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
-from mpizero.comm.reduce.codecs import Codec, codec_of
-from mpizero.layout import Instruction, build_schedule
+from mpizero.comm.reduce.codecs import Codec
+from mpizero.layout import Instruction, Unit, build_schedule
 from mpizero.parallel.gradients.overlap import Bucket, cut_buckets
 from mpizero.parallel.optimizer.tied_parameters import TieExchange
 from mpizero.parallel.parameters import publication
 from mpizero.parallel.placement import Placement
-from mpizero.parallel.step_rules import needs_norm, overlaps_reduction
+from mpizero.parallel.step_rules import gathers_units, gradient_codec, needs_norm, overlaps_reduction, updated_by
 from mpizero.planning.byte_counts import Call, Exchange, Sent, exchange, gather, one, placed, total, turn
 from mpizero.planning.model_part import Part
 from mpizero.planning.planned_grid import Members, PlannedGrid
@@ -62,7 +62,7 @@ class Training:
     @property
     def codec(self) -> Codec | None:
         """What packs gradients between nodes."""
-        return codec_of(self.config.gradient_compression) if self.itemsize == 4 else None
+        return gradient_codec(self.config.gradient_compression, self.itemsize)
 
     @property
     def bucket(self) -> int | None:
@@ -105,7 +105,12 @@ class Traffic:
     @cached_property
     def sharded(self) -> bool:
         """Whether parameters are gathered unit by unit."""
-        return self.training.row.shard_parameters and self.grid.peers.size > 1
+        return gathers_units(self.training.row, self.grid.peers.size)
+
+    @cached_property
+    def updated(self) -> int:
+        """The elements that this rank updates."""
+        return sum(self.part.shards.trained[rank] for rank in updated_by(self.training.row, self.grid))
 
     @cached_property
     def jobs(self) -> tuple[int, ...]:
@@ -194,35 +199,24 @@ class Traffic:
             for unit, region in self.part.layout.regions(publication.REGION)
         ]
 
-    def unit_gathers(self) -> dict[int, Exchange]:
-        """Return the gather of each unit, by its index; empty where none is gathered. Not collective."""
+    def gathers(self) -> list[Exchange]:
+        """Return the gathers of units before the passes of a step. Not collective."""
         if not self.sharded:
-            return {}
-        shards, peers = self.part.shards, self.grid.peer_ranks
-        return {
-            unit.index: placed(
-                zip(*(shards.gathered(rank, unit) for rank in peers), strict=True),
-                self.grid.peers.rank,
-                self.training.itemsize,
-            )
-            for unit in self.part.layout.units
-        }
+            return []
+        units = {chunk: self.part.layout.units_of(self.part.blocks(chunk)) for chunk in self.part.stage.chunks}
+        of_unit = {unit.index: self._gather(unit) for unit in self.part.layout.units}
+        return [of_unit[unit.index] for instruction in self.program for unit in units[instruction.chunk]]
+
+    def _gather(self, unit: Unit) -> Exchange:
+        columns = zip(*(self.part.shards.gathered(rank, unit) for rank in self.grid.peer_ranks), strict=True)
+        return placed(columns, self.grid.peers.rank, self.training.itemsize)
 
     def _gradients(self) -> Sent:
         return total(e.sent for e in (*self.reductions(), *self.replications()))
 
     def _parameters(self) -> Sent:
         found = total(e.sent for e in self.publications()) if self.training.row.shard_optimizer else Sent()
-        gathers = self.unit_gathers()
-        if not gathers:
-            return found
-        by_chunk = {chunk: self._chunk_units(chunk) for chunk in self.part.stage.chunks}
-        every = [gathers[unit].sent for instruction in self.program for unit in by_chunk[instruction.chunk]]
-        return found + total(every)
-
-    def _chunk_units(self, chunk: int) -> list[int]:
-        blocks = set(self.part.blocks(chunk))
-        return [unit.index for unit in self.part.layout.units if blocks.issuperset(unit.blocks)]
+        return found + total(gather.sent for gather in self.gathers())
 
     # ------------------------------------------------------------------ inside the model
 
@@ -275,7 +269,7 @@ class Traffic:
         return found
 
     def _ties(self) -> Sent:
-        if not any(use.stage == self.part.stage.number for uses in self.part.stage.uses.values() for use in uses):
+        if not self.part.stage.has_shared_parameters:
             return Sent()
         ties = TieExchange(cast("ProcessGrid", self.grid), self.part.stage, self.part.layouts, ())
         return total(

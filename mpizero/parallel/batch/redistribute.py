@@ -19,6 +19,7 @@ from mpizero.crc import crc32
 from mpizero.errors import DataError
 from mpizero.layout import Grains
 from mpizero.layout.nodes import GROUPS
+from mpizero.parallel.batch.grain_owners import grain_part_number
 from mpizero.sampletree import SampleTree
 from mpizero.types import Array, Group
 
@@ -237,7 +238,7 @@ def deal(
     grains = Grains(sum(counts), grain_size(sum(counts)))
     transfer = _transfer(grains, tuple(counts), tuple(owners(grains.count)), comm.rank)
     tree = replace(offer.tree, leaves=tuple(transfer.exchange(comm, leaf) for leaf in offer.tree.leaves))
-    return GlobalBatch(transfer.cut(tree, -(-grains.size // micro)), grains.count, grains.samples)
+    return GlobalBatch(transfer.cut(tree, micro), grains.count, grains.samples)
 
 
 def _warn(uncut: str) -> None:
@@ -265,7 +266,7 @@ def in_contexts(batch: GlobalBatch, group: Group, *, waves: bool) -> GlobalBatch
         return batch
     grains = {}
     for grain in batch.grains.values():
-        number = grain.number * group.size + group.rank if waves else group.rank * batch.count + grain.number
+        number = grain_part_number(grain.number, batch.count, group.rank, group.size, waves=waves)
         parts = tuple((*cut_batch(x, y, group), first) for x, y, first in grain.micro_batches)
         grains[number] = Grain(number, parts, grain.stop)
     return GlobalBatch(grains, batch.count * group.size, batch.samples)
@@ -316,15 +317,14 @@ class _Transfer:
         )
         return recv.reshape(sum(self.receives), *array.shape[1:])
 
-    def cut(self, tree: SampleTree, micro: int) -> dict[int, Grain]:
-        """Cut this rank's samples into grains, and those into micro-batches of ``micro`` samples."""
+    def cut(self, tree: SampleTree, accumulate: int) -> dict[int, Grain]:
+        """Cut this rank's samples into grains, and those into micro-batches, ``accumulate`` of a full one."""
         dealt, position = {}, 0
         for g in self.mine:
-            span = self.grains.span(g)
             parts = []
-            for start in range(span.start, span.stop, micro):
-                size = min(micro, span.stop - start)
-                parts.append((*tree.cut(slice(position, position + size)), start))
+            for samples in self.grains.micro_batches(g, accumulate):
+                size = samples.stop - samples.start
+                parts.append((*tree.cut(slice(position, position + size)), samples.start))
                 position += size
-            dealt[g] = Grain(g, tuple(parts), span.stop)
+            dealt[g] = Grain(g, tuple(parts), self.grains.span(g).stop)
         return dealt

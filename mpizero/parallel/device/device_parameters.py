@@ -72,7 +72,7 @@ class CardMirror:
             )
         self.layout, self.timeline = store.layout, store.timeline
         self.gradients = UnitGradients(store.layout, store.dtype, card) if fetches else None
-        size = max(map(store.needed, self.layout.units), default=0) if store.sharded else store.layout.size
+        size = self.layout.largest_gathered if store.sharded else store.layout.size
         self._values = card.keep("parameters", size, store.dtype)
         self._views: dict[int, dict[str, Any]] = {}
         self._version = 0

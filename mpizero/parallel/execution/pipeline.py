@@ -19,7 +19,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.group.pipeline_p2p import Route, key_of
 from mpizero.errors import CollectiveError, LayoutError, PeerFailure
 from mpizero.kernels import to_host
-from mpizero.layout import Instruction, Schedule, Unit, build_schedule
+from mpizero.layout import Instruction, Schedule, build_schedule
 from mpizero.nn.located import located
 from mpizero.parallel.batch.step_scalars import GrainScalars
 from mpizero.parallel.device.compute_device import Workplace
@@ -96,14 +96,10 @@ class PipelineRunner:
         self.workplace = workplace or Workplace()
         self.courier = self.workplace.courier(comm)
         self.stage_of = stage.spread.chunks
-        self.units = {chunk: self._units_of(chunk) for chunk in stage.chunks}
+        self.units = {chunk: self.store.layout.units_of(stage.cuts[chunk]) for chunk in stage.chunks}
         self.most_caches = 0
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._predicted = 0
-
-    def _units_of(self, chunk: int) -> tuple[Unit, ...]:
-        blocks = set(self.stage.cuts[chunk])
-        return tuple(unit for unit in self.store.layout.units if blocks.issuperset(unit.blocks))
 
     def schedule(self, micro_batches: int) -> Schedule:
         """Return the schedule for a number of micro-batches. Not collective."""

@@ -12,44 +12,16 @@ from mpizero.comm import ProcessGrid
 from mpizero.comm.reduce.exact import RowsToSum
 from mpizero.comm.reduce.segments import program_array, tree_sum
 from mpizero.errors import StateError
-from mpizero.layout import FlatLayout, Grains, RowsPlan, Span, Unit, rows_plan
+from mpizero.layout import FlatLayout, RowsPlan, Span, Unit, rows_plan
+from mpizero.parallel.batch.grain_owners import contiguous_shares
 from mpizero.parallel.batch.redistribute import GlobalBatch
 from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.parallel.gradients.overlap import SumsBehind
 from mpizero.parallel.gradients.wave_buffer import Allocator, GradientViews, Job, MicroFold
-from mpizero.parallel.parameters.allocator import PAGE, on_all_ranks
+from mpizero.parallel.parameters.allocator import on_all_ranks, paged
 from mpizero.parallel.parameters.shards import Share
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.types import Array
-
-
-def contiguous_owners(grid: ProcessGrid, count: int) -> list[int]:
-    """Return the rank of ``grid.batch`` that computes each of ``count`` grains: contiguous, node after node.
-
-    The ranks of a context group compute a grain together, each its places of the sequence.
-    """
-    contexts = grid.context.size
-    order = grid.order if contexts == 1 else range(grid.batch.size)
-    owner = [0] * count
-    for position, rank in enumerate(order):
-        for grain in Grains(count, 1).dealt(position, grid.batch.size):
-            owner[grain] = rank
-    return owner
-
-
-def contiguous_shares(grid: ProcessGrid, count: int) -> list[range]:
-    """Return the grains of each place of ``grid.data``, as :func:`contiguous_owners` deals them.
-
-    With contexts, ``count`` counts each part of a grain: part c of grain g is number ``c * (count / contexts) + g``, so
-    that a rank's are contiguous.
-    """
-    contexts, whole = grid.context.size, count // grid.context.size
-    shares = []
-    for place in range(grid.data.size):
-        data, context = divmod(place, contexts)
-        own = Grains(whole, 1).dealt(data, grid.batch.size)
-        shares.append(range(context * whole + own.start, context * whole + own.stop))
-    return shares
 
 
 class GradientRows:
@@ -69,7 +41,7 @@ class GradientRows:
     ) -> None:
         self.layout, self.grid, self.memory, self.named = layout, grid, memory, named
         self.dtype = np.dtype(dtype)
-        self.stride = -(-layout.gradient_size * self.dtype.itemsize // PAGE) * PAGE // self.dtype.itemsize
+        self.stride = paged(layout.gradient_size * self.dtype.itemsize) // self.dtype.itemsize
         self.window: Array = np.zeros((0, self.stride), dtype)
         self._storage = self.window
         self.micro = MicroFold(memory, layout.gradient_size, dtype, accumulate)
@@ -79,10 +51,6 @@ class GradientRows:
         self.plan: RowsPlan | None = None
         self._behind: SumsBehind | None = None
         self.one = np.ones(1, dtype)
-
-    def owners(self, count: int) -> list[int]:
-        """Return the rank of ``grid.batch`` that computes each of ``count`` grains."""
-        return contiguous_owners(self.grid, count)
 
     def planned(self, count: int) -> RowsPlan:
         """Return the plan for ``count`` grains."""

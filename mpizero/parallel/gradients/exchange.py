@@ -12,12 +12,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpizero.comm.reduce.codecs import Codec, codec_of
+from mpizero.comm.reduce.codecs import Codec
 from mpizero.comm.reduce.exact import ExactExchange, gather_packed, gather_spans, in_flight
 from mpizero.layout import Span
 from mpizero.parallel.parameters.allocator import Memory
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.parallel.placement import Placement
+from mpizero.parallel.step_rules import gradient_codec
 from mpizero.types import Array
 
 #: What the allocator calls residuals.
@@ -73,11 +74,10 @@ class GradientExchange(ExactExchange):
 
         All ranks must do the same.
         """
-        codec = codec_of(compression)
+        codec = gradient_codec(compression, self.dtype.itemsize)
         self.memory.release(RESIDUALS, self._kept)
         self.memory.release(RESIDUALS, self._next)
-        self.compression = compression
-        self.codec = codec if self.dtype == np.float32 else None
+        self.compression, self.codec = compression, codec
         totals = [share.gradient_size for share in self.shares]
         sizes = residual_sizes(totals, self.peers.rank, self.codec, replicated=self.replicated)
         self._begun = False

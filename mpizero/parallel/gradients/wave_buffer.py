@@ -24,8 +24,9 @@ from mpizero.layout.flat import views
 from mpizero.parallel.batch.redistribute import GlobalBatch, Grain
 from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.parallel.gradients.unwritten_gradients import LentGradients
-from mpizero.parallel.parameters.allocator import PAGE, Memory
+from mpizero.parallel.parameters.allocator import Memory, paged
 from mpizero.parallel.parameters.shards import Share
+from mpizero.parallel.step_rules import wave_buffers
 from mpizero.types import Array
 
 
@@ -77,8 +78,7 @@ class GradientViews:
     """Named views of gradient buffers; frozen parameters get a scratch place whose values nobody reads."""
 
     def __init__(self, layout: FlatLayout, memory: Allocator, dtype: Any) -> None:
-        frozen = max((e.spec.size for e in layout.entries if e.gradient < 0), default=0)
-        self.scratch = memory.private("buffers", frozen, dtype)
+        self.scratch = memory.private("buffers", layout.largest_frozen, dtype)
         self.layout = layout
 
     def unit(self, unit: Unit, buffer: Array) -> dict[str, Any]:
@@ -142,10 +142,8 @@ class GradientRing:
         self.dtype = np.dtype(dtype)
         self.shares = tuple(Share(layout, rank, grid.data.size) for rank in grid.peer_ranks)
         self.share = Share(layout, grid.data.rank, grid.data.size)
-        largest = max((unit.gradients for unit in layout.units), default=0)
-        slots = 2 if grid.node.size > 1 else 1
-        stride = -(-largest * self.dtype.itemsize // PAGE) * PAGE // self.dtype.itemsize
-        self.slots = memory.shared("gradients", [(grid.node.size, stride)] * slots, dtype)
+        stride = paged(layout.largest_gradient * self.dtype.itemsize) // self.dtype.itemsize
+        self.slots = memory.shared("gradients", [(grid.node.size, stride)] * wave_buffers(grid.node.size), dtype)
         self.micro = MicroFold(memory, layout.gradient_size, dtype, accumulate)
         self.accumulate = accumulate
         self.stack = memory.private("gradients", (1, self.share.gradient_size), dtype)
@@ -156,11 +154,6 @@ class GradientRing:
         self.one = np.ones(1, dtype)
         #: Is told when units are summed.
         self.timeline = Timeline()
-
-    def owners(self, count: int) -> list[int]:
-        """Return the rank of ``grid.batch`` that computes each of ``count`` grains: one after the other, in waves."""
-        order = self.grid.order if self.grid.context.size == 1 else range(self.grid.batch.size)
-        return [order[grain % len(order)] for grain in range(count)]
 
     def planned(self, count: int) -> WavePlan:
         """Return the plan for ``count`` grains."""

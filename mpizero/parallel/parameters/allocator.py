@@ -19,6 +19,11 @@ from mpizero.types import Array
 PAGE = 4096
 
 
+def paged(nbytes: int) -> int:
+    """Return the bytes of the whole pages that ``nbytes`` take. Not collective."""
+    return -(-nbytes // PAGE) * PAGE
+
+
 #: What needs less memory for the state, and for computing.
 STATE_ADVICE = (
     "shard more (FSDPModel keeps 1/ranks of parameters, gradients and optimizer state), use more ranks or nodes, or "
@@ -160,7 +165,7 @@ class Memory:
         self.before()
         dtype = np.dtype(dtype)
         sizes = [prod(shape) * dtype.itemsize for shape in shapes]
-        starts = np.concatenate([[0], np.cumsum([-(-size // PAGE) * PAGE for size in sizes])])
+        starts = np.concatenate([[0], np.cumsum([paged(size) for size in sizes])])
         window = self.node.allocate_shared(int(starts[-1]), kind)
         self.shared_bytes[kind] += int(starts[-1])
         self._note_peak()

@@ -115,8 +115,7 @@ class ParameterStore:
         with on_all_ranks(grid.world, "parameters"):
             (self._values,) = memory.shared("parameters", [(size,)], dtype)
             if self.sharded:
-                largest = max((self.needed(unit) for unit in layout.units), default=0)
-                self._slots = memory.shared("buffers", [(largest,)] * SLOTS, dtype)
+                self._slots = memory.shared("buffers", [(layout.largest_gathered,)] * SLOTS, dtype)
         self._coming: tuple[Unit, Gathering] | None = None
         self._regions = () if self.sharded or grid.peers.size == 1 else layout.regions(publication.REGION)
         self._needed = {block: self._last_region(block) for unit in layout.units for block in unit.blocks}
@@ -160,11 +159,6 @@ class ParameterStore:
         """Where this rank's shard starts in a sharded store."""
         return int(self.bases[self.grid.node.rank])
 
-    @staticmethod
-    def needed(unit: Unit) -> int:
-        """Return the elements of a gathered unit: its own parameters and the tied ones it uses."""
-        return unit.span.size + sum(entry.spec.size for entry in unit.aliases)
-
     def owned(self, unit: int) -> Array:
         """Return the writable values of this rank's range of a unit. Not collective."""
         for published in self._published:
@@ -207,7 +201,7 @@ class ParameterStore:
 
     def lent(self, unit: Unit) -> Array:
         """Return the gathered values of the unit that a sharded store has lent last. Not collective."""
-        return self._slots[(self._next - 1) % len(self._slots)][: self.needed(unit)]
+        return self._slots[(self._next - 1) % len(self._slots)][: unit.gathered]
 
     def publish(self, *, exchange: bool = True, later: bool = False) -> None:
         """Make what owners wrote readable by all. Collective over the data group.

@@ -82,6 +82,11 @@ class Stage:
         """For every parameter that several stages use: its uses, in declared order."""
         return {name: uses for name, uses in self._all_uses.items() if len({use.stage for use in uses}) > 1}
 
+    @property
+    def has_shared_parameters(self) -> bool:
+        """Tell whether this stage uses a parameter that other stages use, too."""
+        return any(use.stage == self.number for uses in self.uses.values() for use in uses)
+
     @cached_property
     def _all_uses(self) -> dict[str, tuple[Use, ...]]:
         found: dict[str, tuple[Use, ...]] = {}

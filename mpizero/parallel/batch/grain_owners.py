@@ -1,0 +1,50 @@
+"""Assign the grains of a global batch to ranks: contiguously, or one after the other in waves."""
+
+from __future__ import annotations
+
+from mpizero.layout import Grains
+from mpizero.layout.nodes import NodeOrder
+
+
+def contiguous_owners(grid: NodeOrder, count: int) -> list[int]:
+    """Return the rank of ``grid.batch`` that computes each of ``count`` grains: contiguous, node after node.
+
+    The ranks of a context group compute a grain together, each its places of the sequence.
+    """
+    owner = [0] * count
+    for position, rank in enumerate(_batch_order(grid)):
+        for grain in Grains(count, 1).dealt(position, grid.batch.size):
+            owner[grain] = rank
+    return owner
+
+
+def contiguous_shares(grid: NodeOrder, count: int) -> list[range]:
+    """Return the grains of each place of ``grid.data``, as :func:`contiguous_owners` assigns them.
+
+    With contexts, ``count`` counts the parts of all grains; a part's number is :func:`grain_part_number`.
+    """
+    contexts, whole = grid.context.size, count // grid.context.size
+    shares = []
+    for place in range(grid.data.size):
+        data, context = divmod(place, contexts)
+        own = Grains(whole, 1).dealt(data, grid.batch.size)
+        shares.append(range(context * whole + own.start, context * whole + own.stop))
+    return shares
+
+
+def wave_owners(grid: NodeOrder, count: int) -> list[int]:
+    """Return the rank of ``grid.batch`` that computes each of ``count`` grains, one after the other, in waves."""
+    order = _batch_order(grid)
+    return [order[grain % len(order)] for grain in range(count)]
+
+
+def _batch_order(grid: NodeOrder) -> tuple[int, ...]:
+    return grid.order if grid.context.size == 1 else tuple(range(grid.batch.size))
+
+
+def grain_part_number(grain: int, count: int, context: int, contexts: int, *, waves: bool) -> int:
+    """Return the number of the part of one of ``count`` grains that one rank of a context group computes.
+
+    In waves the parts of a grain are neighbours, so that one wave has them; otherwise the parts of one rank are.
+    """
+    return grain * contexts + context if waves else context * count + grain
