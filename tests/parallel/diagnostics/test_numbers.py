@@ -47,7 +47,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(world: 
 def owner(model: Any, count: int) -> int:
     """The rank that computes the last of ``count`` grains."""
     engine = model.engine
-    owners = (engine._ring or engine.rows).owners(count)
+    owners = (wave_owners if engine._ring else contiguous_owners)(engine.grid, count)
     return int(owners[-1])
 
 
