@@ -9,6 +9,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import DataError, LayoutError, RemoteError
+from mpizero.parallel.batch.grain_owners import contiguous_owners, wave_owners
 from mpizero.testing import run_in_threads
 from tests.parallel.models import gpt, layouts, mlp, part, points, sharded, step_whose_sum_overflows, ten, tokens
 
