@@ -1,4 +1,4 @@
-"""Compile every CUDA kernel to machine code, without a card, and check what the assembler says of it.
+"""Compile every CUDA kernel to machine code, without a GPU, and check what the assembler says of it.
 
     python scripts/cuda_kernels.py                   # all of them: a table, and status 1 where one is not as it should
     python scripts/cuda_kernels.py --only loss.      # those whose name begins so
@@ -128,7 +128,7 @@ def ptx(kernel: Any, dtype: str, target: tuple[int, int]) -> str:
     from numba import cuda, types
     from numba.cuda import dispatcher
 
-    # For helpers, which serve all targets, numba asks the card for its kind: the only thing a card is needed for.
+    # For helpers, which serve all targets, numba asks the GPU for its kind: the only thing a GPU is needed for.
     dispatcher.get_current_device = lambda: argparse.Namespace(compute_capability=TARGETS[0])
     signature = types.void(*kernel.argument_types(dtype))
     code, _ = cuda.compile(kernel.dispatcher().py_func, signature, device=False, abi="numba", cc=target)

@@ -16,7 +16,7 @@ usage: scripts/test.sh [--quick] [--only PART]... [--help]
   serial     tests without MPI
   mpich      tests with MPI on 1, 2, 3, 4 and 8 ranks (MPICH from PyPI, no system package needed)
   cuda       the GPU kernels in Numba's CUDA simulator
-  ptx        the GPU kernels compiled to machine code by numba-cuda and ptxas, no card needed: errors, spills, doubles
+  ptx        the GPU kernels compiled to machine code by numba-cuda and ptxas, no GPU needed: errors, spills, doubles
   torch      layers, losses, gradients and training compared with PyTorch's (its CPU build); recipes with it and JAX
   openmpi    tests with MPI on 4 ranks of the system's Open MPI with parallel HDF5
   exactness  one training on every number of ranks and strategy, kinds of memory in turn: the same bits
@@ -99,12 +99,12 @@ have_openmpi() {
     command -v mpicc.openmpi mpiexec.openmpi gcc >/dev/null && [ -f /usr/include/hdf5/openmpi/hdf5.h ] && python_headers
 }
 
-# numba-cuda with the compilers that it uses, and ptxas, of one release; neither a card nor its driver.
+# numba-cuda with the compilers that it uses, and ptxas, of one release; neither a GPU nor its driver.
 install_cuda() {
     "$1/bin/pip" install -q -e . 'numba-cuda[cu13]' 'cuda-toolkit[nvcc]==13.*' pytest
 }
 
-# PyTorch's CPU build and JAX (another version may come with gigabytes for cards), over what the test environment has.
+# PyTorch's CPU build and JAX (another version may come with gigabytes for GPUs), over what the test environment has.
 install_torch() {
     "$1/bin/pip" install -q torch==2.13.0 jax==0.10.2 &&
         "$1/bin/python" - "$("$PY" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')" <<'LINK'

@@ -20,11 +20,11 @@ TAG_LIMIT = 32000
 
 
 def array(comm: Transport, operation: str, tag: object, value: Array, written: bool = False) -> None:
-    """Refuse what is not a C-contiguous array of a movable dtype: NumPy's, or a card's where they travel.
+    """Refuse what is not a C-contiguous array of a movable dtype: NumPy's, or a GPU's where they travel.
 
     Not collective.
     """
-    flags = value.flags if isinstance(value, np.ndarray) else _flags_of_card(comm, operation, tag, value)
+    flags = value.flags if isinstance(value, np.ndarray) else _flags_of_device_array(comm, operation, tag, value)
     if not flags.c_contiguous:
         raise comm.error(operation, tag, "the array is not C-contiguous; send a copy", value)
     if written and not getattr(flags, "writeable", True):  # CuPy's are always
@@ -33,10 +33,10 @@ def array(comm: Transport, operation: str, tag: object, value: Array, written: b
         raise comm.error(operation, tag, "this dtype has no message type; view it as integers of its width", value)
 
 
-def _flags_of_card(comm: Transport, operation: str, tag: object, value: Array) -> Any:
-    if comm.before_cards is None or not hasattr(value, "__cuda_array_interface__"):
+def _flags_of_device_array(comm: Transport, operation: str, tag: object, value: Array) -> Any:
+    if comm.wait_for_device is None or not hasattr(value, "__cuda_array_interface__"):
         raise comm.error(operation, tag, f"expected a NumPy array, got {type(value).__name__}")
-    comm.before_cards()
+    comm.wait_for_device()
     return value.flags
 
 

@@ -103,8 +103,8 @@ class Transport(ABC):
         self.shares_memory = shares_memory or size == 1
         self.counters = Counters()
         self.trace = CallTrace(name)
-        #: Is called before MPI gets an array of a card, to wait for the card's own work; None: such are refused.
-        self.before_cards: Callable[[], None] | None = None
+        #: Is called before MPI gets an array of a GPU, to wait for the GPU's own work; None: such are refused.
+        self.wait_for_device: Callable[[], None] | None = None
         #: What was raised when the ranks had been asked for different operations; they do not meet again.
         self.out_of_step: CollectiveError | None = None
         #: Takes down when this rank was inside of calls, while there is one.

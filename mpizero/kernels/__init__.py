@@ -50,5 +50,5 @@ def namespace(array: Any) -> Any:
 
 
 def to_host(array: Any) -> Any:
-    """Return a copy of a card's array on the host; anything else is returned itself. Not collective."""
+    """Return a copy of a GPU's array on the host; anything else is returned itself. Not collective."""
     return array.get() if hasattr(array, "__cuda_array_interface__") else array

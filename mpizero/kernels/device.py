@@ -1,4 +1,4 @@
-"""The graphics cards that a rank can compute on: what there is, copies between host and card, calls of cuBLAS.
+"""The GPUs that a rank can compute on: what there is, copies between host and GPU, calls of cuBLAS.
 
 CuPy holds the arrays; under ``NUMBA_ENABLE_CUDASIM=1`` simulated ones take their place. Copies of model state go
 through one pinned buffer, a piece after the other, at the full rate of the bus.
@@ -21,10 +21,10 @@ from mpizero.types import Array
 
 #: Bytes of the pinned buffer: far above what a transfer needs to be fast, far below what a node has.
 STAGING = 1 << 24
-#: Parts of a card's array that lie no further apart than this (elements) are read together, with what is between them.
+#: Parts of a GPU's array that lie no further apart than this (elements) are read together, with what is between them.
 _NEAR = 1 << 12
-#: Cards that the simulator shows, so that several ranks do not all have the same.
-SIMULATED_CARDS = 2
+#: GPUs that the simulator shows, so that several ranks do not all have the same.
+SIMULATED_DEVICES = 2
 INSTALL = "install them by pip install 'mpizero[cuda12]' (or cuda13)"
 #: CUDA's numbers for float32, for sums in it, and for cuBLAS's own choice of an algorithm.
 _FLOAT32, _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM = 0, 68, -1
@@ -35,24 +35,24 @@ Fill = Callable[[int, Array], object]
 
 
 class Source(NamedTuple):
-    """``size`` elements for a card's array, from its element ``start`` on."""
+    """``size`` elements for a GPU's array, from its element ``start`` on."""
 
     start: int
     size: int
     fill: Fill
 
 
-class Card(ABC):
-    """One card, for one rank.
+class Device(ABC):
+    """One GPU, for one rank.
 
-    Not thread-safe; a rank opens and uses its card in one thread.
+    Not thread-safe; a rank opens and uses its GPU in one thread.
 
     Attributes
     ----------
     number : int
-        Of this card among the node's.
+        Of this GPU among the node's.
     name : str
-        What the card calls itself.
+        What the GPU calls itself.
     held : Counter of str to int
         Bytes of model state that this rank keeps on it, by kind.
     """
@@ -79,11 +79,11 @@ class Card(ABC):
 
     @abstractmethod
     def _pinned(self, nbytes: int) -> Array:
-        """Return host memory that the card can copy from and to by itself, as bytes."""
+        """Return host memory that the GPU can copy from and to by itself, as bytes."""
 
     @abstractmethod
     def empty(self, size: int, dtype: Any) -> Array:
-        """Return a 1-D array of the card, of undefined contents. Not collective."""
+        """Return a 1-D array of the GPU, of undefined contents. Not collective."""
 
     def keep(self, kind: str, size: int, dtype: Any) -> Array:
         """Return what :meth:`empty` does, counted as model state of a kind. Not collective."""
@@ -96,25 +96,25 @@ class Card(ABC):
         self.held[kind] -= array.nbytes
 
     @abstractmethod
-    def settle(self) -> None:
-        """Return when all that this rank has started on the card has ended. Not collective."""
+    def synchronize(self) -> None:
+        """Wait until all work that this rank started on the GPU has ended. Not collective."""
 
     @abstractmethod
     def _array(self, values: Array) -> Array:
-        """Return a copy of a host array on the card."""
+        """Return a copy of a host array on the GPU."""
 
     @staticmethod
     def check(values: Any) -> None:
-        """Raise :class:`DataError` unless ``values`` can be put on a card. Not collective."""
+        """Raise :class:`DataError` unless ``values`` can be put on a GPU. Not collective."""
         if not isinstance(values, np.ndarray) or values.dtype.kind not in "biuf":
             kind = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__
             raise DataError(
-                f"a card takes samples and targets that are NumPy arrays of numbers, not {kind}; convert them, or use "
+                f"a GPU takes samples and targets that are NumPy arrays of numbers, not {kind}; convert them, or use "
                 'device = "cpu"'
             )
 
     def put(self, values: Any) -> Array:
-        """Return a copy of an array on the card; one that is there already is returned itself. Not collective.
+        """Return a copy of an array on the GPU; one that is there already is returned itself. Not collective.
 
         Raises
         ------
@@ -128,11 +128,11 @@ class Card(ABC):
         return self._array(np.ascontiguousarray(values))
 
     def write(self, target: Any, values: Array) -> None:
-        """Copy a 1-D host array to one of the card, of the same dtype and length. Not collective."""
+        """Copy a 1-D host array to one of the GPU, of the same dtype and length. Not collective."""
         self.send(target, [Source(0, values.size, copied(values))])
 
     def send(self, target: Any, sources: Sequence[Source]) -> None:
-        """Fill a 1-D array of the card from sources that cover all of it: they write to the pinned buffer.
+        """Fill a 1-D array of the GPU from sources that cover all of it: they write to the pinned buffer.
 
         Not collective.
         """
@@ -147,12 +147,12 @@ class Card(ABC):
             target[first:last].set(staged)
 
     def read(self, source: Any, targets: Sequence[tuple[int, Array]]) -> None:
-        """Copy parts of a 1-D array of the card to host arrays. Not collective.
+        """Copy parts of a 1-D array of the GPU to host arrays. Not collective.
 
         Parameters
         ----------
         source : Array
-            On the card.
+            On the GPU.
         targets : sequence of (int, Array)
             Where a part starts, and the C-contiguous host array that takes it; ascending, of the source's dtype.
         """
@@ -190,8 +190,8 @@ def _neighbours(targets: Sequence[tuple[int, Array]]) -> Iterator[list[tuple[int
         yield group
 
 
-class CupyCard(Card):
-    """A card of NVIDIA's, through CuPy.
+class CupyDevice(Device):
+    """Use an NVIDIA GPU through CuPy.
 
     The thread that opens it has it as its current one from then on, for CuPy and for Numba's kernels, both on the
     default stream: what is started later runs later.
@@ -214,12 +214,12 @@ class CupyCard(Card):
         return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
     def empty(self, size: int, dtype: Any) -> Array:
-        """Return a 1-D array of the card, of undefined contents. Not collective."""
+        """Return a 1-D array of the GPU, of undefined contents. Not collective."""
         array: Array = self._cupy.empty(size, dtype)
         return array
 
-    def settle(self) -> None:
-        """Return when all that this rank has started on the card has ended. Not collective."""
+    def synchronize(self) -> None:
+        """Wait until all work that this rank started on the GPU has ended. Not collective."""
         self._cupy.cuda.get_current_stream().synchronize()
 
     def _array(self, values: Array) -> Array:
@@ -246,8 +246,8 @@ class CupyCard(Card):
             )  # fmt: skip
 
 
-class SimulatedCard(Card):
-    """A card of Numba's simulator: for tests, and slow."""
+class SimulatedDevice(Device):
+    """A GPU of Numba's simulator: for tests, and slow."""
 
     def __init__(self, number: int) -> None:
         self.number, self.name = number, "simulated"
@@ -257,13 +257,13 @@ class SimulatedCard(Card):
         return np.empty(nbytes, np.uint8)
 
     def empty(self, size: int, dtype: Any) -> Array:
-        """Return a 1-D array of the card; undefined contents are NaN here. Not collective."""
+        """Return a 1-D array of the GPU; undefined contents are NaN here. Not collective."""
         from mpizero.kernels.simulated import NAMESPACE
 
         array: Array = NAMESPACE.full(size, np.nan, dtype)
         return array
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Return at once: the simulator has no work of its own. Not collective."""
 
     def _array(self, values: Array) -> Array:
@@ -279,16 +279,16 @@ class SimulatedCard(Card):
 
 
 def simulated() -> bool:
-    """Tell whether Numba simulates its cards. Not collective."""
+    """Tell whether Numba simulates its GPUs. Not collective."""
     from numba.core import config
 
     return bool(config.ENABLE_CUDASIM)
 
 
 def found() -> tuple[int, str]:
-    """Return the number of cards that this process can train on, and if there are none, why. Not collective."""
+    """Return the number of GPUs that this process can train on, and if there are none, why. Not collective."""
     if simulated():
-        return SIMULATED_CARDS, ""
+        return SIMULATED_DEVICES, ""
     missing = [name for name in ("cupy", "numba_cuda") if importlib.util.find_spec(name) is None]
     if missing:
         return 0, f"no package {' and no '.join(missing)}; {INSTALL}"
@@ -301,8 +301,8 @@ def found() -> tuple[int, str]:
     return count, "" if count else "the driver shows none; see nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
-def open_card(place: int) -> Card:
-    """Open the card of the ``place``-th rank of a node: ranks take cards in turn. Not collective.
+def open_device(place: int) -> Device:
+    """Open the GPU of the ``place``-th rank of a node: ranks take GPUs in turn. Not collective.
 
     Raises
     ------
@@ -312,4 +312,4 @@ def open_card(place: int) -> Card:
     count, reason = found()
     if not count:
         raise ConfigError(f'device = "cuda": {reason}, or train with device = "cpu"')
-    return SimulatedCard(place % count) if simulated() else CupyCard(place % count)
+    return SimulatedDevice(place % count) if simulated() else CupyDevice(place % count)

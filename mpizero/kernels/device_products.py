@@ -1,7 +1,7 @@
-"""Products on a card: of float32 matrices, or of matrices rounded to 16 bits.
+"""Products on a GPU: of float32 matrices, or of matrices rounded to 16 bits.
 
 [Note: products in 16 bits] Operands are rounded to bfloat16 or float16, to nearest even, by the library's own kernels;
-the card multiplies those and adds in float32, into float32. So what is stored stays in float32, and what a product
+the GPU multiplies those and adds in float32, into float32. So what is stored stays in float32, and what a product
 gives is the same wherever its operands came from.
 """
 
@@ -17,36 +17,36 @@ import numpy as np
 from mpizero.types import Array
 
 if TYPE_CHECKING:
-    from mpizero.kernels.device import Card
+    from mpizero.kernels.device import Device
 
 #: Kernels that round to a dtype of 16 bits and widen from it, and CUDA's number for the dtype.
 SIXTEEN_BITS = {"float16": ("to_float16", "from_float16", 2), "bfloat16": ("to_bfloat16", "from_bfloat16", 14)}
 
 
 class Halves:
-    """Matrices of a card, rounded to 16 bits for products: an array of any number of axes, the last two of a matrix.
+    """Matrices of a GPU, rounded to 16 bits for products: an array of any number of axes, the last two of a matrix.
 
     Parameters
     ----------
     bits : Array
         The rounded elements, as uint16.
-    card : Card
+    device : Device
         Where they lie.
     dtype : str
         What they are rounded to, a key of :data:`SIXTEEN_BITS`.
     """
 
-    __slots__ = ("bits", "card", "dtype")
+    __slots__ = ("bits", "device", "dtype")
 
-    def __init__(self, bits: Array, card: Card, dtype: str) -> None:
-        self.bits, self.card, self.dtype = bits, card, dtype
+    def __init__(self, bits: Array, device: Device, dtype: str) -> None:
+        self.bits, self.device, self.dtype = bits, device, dtype
 
     def __getitem__(self, key: Any) -> Halves:
-        return Halves(self.bits[key], self.card, self.dtype)
+        return Halves(self.bits[key], self.device, self.dtype)
 
     def swapaxes(self, first: int, second: int) -> Halves:
         """Return a view with two axes interchanged. Not collective."""
-        return Halves(self.bits.swapaxes(first, second), self.card, self.dtype)
+        return Halves(self.bits.swapaxes(first, second), self.device, self.dtype)
 
 
 class Stack(NamedTuple):
@@ -99,8 +99,8 @@ def widened(x: Halves) -> Array:
     return shaped
 
 
-#: The card and the dtype that products of this thread round their operands to; None leaves them.
-ASKED: ContextVar[tuple[Card, str] | None] = ContextVar("products", default=None)
+#: The GPU and the dtype that products of this thread round their operands to; None leaves them.
+ASKED: ContextVar[tuple[Device, str] | None] = ContextVar("products", default=None)
 
 
 def operand(x: Array) -> Array | Halves:
@@ -113,7 +113,7 @@ def operand(x: Array) -> Array | Halves:
 
 
 def multiply(a: Array | Halves, b: Array | Halves, out: Array) -> None:
-    """Write the products of the matrices of two operands to ``out``, float32 on a card.
+    """Write the products of the matrices of two operands to ``out``, float32 on a GPU.
 
     Not collective. All have the same leading axes, and both operands come from :func:`operand`, or both do not.
 
@@ -135,20 +135,20 @@ def multiply(a: Array | Halves, b: Array | Halves, out: Array) -> None:
         place = Stack.of(target)
     if left is None or right is None or place is None:
         raise ValueError(f"the matrices of an operand do not lie one after the other: {left}, {right}")
-    a.card.multiply(a, b, target, (left, right, place))
+    a.device.multiply(a, b, target, (left, right, place))
     if target is not out:
         xp.copyto(out, target)
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
-    """Compute the product of two float32 matrices on a card: [Note: products in 16 bits]. Not collective."""
+    """Compute the product of two float32 matrices on a GPU: [Note: products in 16 bits]. Not collective."""
     if out is None:
         out = _library(a).empty((a.shape[0], b.shape[1]), a.dtype)
     multiply(operand(a), operand(b), out)
     return out
 
 
-def _halved(x: Array, card: Card, dtype: str) -> Halves:
+def _halved(x: Array, device: Device, dtype: str) -> Halves:
     """Round an array, in the order in which its matrices lie in memory."""
     from mpizero.kernels import cuda
 
@@ -158,11 +158,11 @@ def _halved(x: Array, card: Card, dtype: str) -> Halves:
     bits = xp.empty(flat.size, np.uint16)
     getattr(cuda.copy, SIXTEEN_BITS[dtype][0])(flat, bits)
     shaped = bits.reshape(turned.shape if transposed else x.shape)
-    return Halves(shaped.swapaxes(-1, -2) if transposed else shaped, card, dtype)
+    return Halves(shaped.swapaxes(-1, -2) if transposed else shaped, device, dtype)
 
 
 def _library(array: Any) -> Any:
-    """Return the array library of an array of a card."""
+    """Return the array library of an array of a GPU."""
     from mpizero.kernels import namespace  # which imports this module
 
     return namespace(array)

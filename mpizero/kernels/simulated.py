@@ -1,7 +1,7 @@
-"""Arrays of a simulated card: NumPy's values behind the manners of CuPy's arrays.
+"""Arrays of a simulated GPU: NumPy's values behind the manners of CuPy's arrays.
 
 Under ``NUMBA_ENABLE_CUDASIM=1`` they stand where a GPU would have CuPy's. As with those, arrays of the host and of the
-card do not mix, nothing turns into a NumPy array by itself, and sums over everything are arrays without axes. What
+GPU do not mix, nothing turns into a NumPy array by itself, and sums over everything are arrays without axes. What
 trains on these has not forgotten a copy.
 """
 
@@ -17,7 +17,7 @@ from mpizero.types import Array
 
 
 class SimulatedArray(NDArrayOperatorsMixin):
-    """An array on a simulated card.
+    """An array on a simulated GPU.
 
     Parameters
     ----------
@@ -79,14 +79,14 @@ class SimulatedArray(NDArrayOperatorsMixin):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """What tells arrays of a card from others."""
+        """What tells arrays of a GPU from others."""
         own = self.values.__array_interface__
         return {key: own[key] for key in ("shape", "typestr", "data", "strides")} | {"version": 3}
 
     def __array_namespace__(self) -> Any:
         return NAMESPACE
 
-    # ------------------------------------------------------------------ between host and card
+    # ------------------------------------------------------------------ between host and GPU
 
     def get(self, out: Array | None = None) -> Array:
         """Copy to the host, into ``out`` if given. Not collective."""
@@ -102,7 +102,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
         self.values[...] = values
 
     def __array__(self, *args: Any, **kwargs: Any) -> Array:
-        raise TypeError("an array of the card does not turn into a NumPy array by itself: use get()")
+        raise TypeError("an array of the GPU does not turn into a NumPy array by itself: use get()")
 
     # ------------------------------------------------------------------ elements
 
@@ -143,7 +143,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
 
 
 class Namespace:
-    """The functions of NumPy, for arrays of a simulated card."""
+    """The functions of NumPy, for arrays of a simulated GPU."""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(np, name)
@@ -168,7 +168,7 @@ def _unwrapped(value: Any) -> Any:
     if isinstance(value, SimulatedArray):
         return value.values
     if isinstance(value, np.ndarray):
-        raise TypeError(f"an array of the host (shape {value.shape}) among arrays of the card: put it there first")
+        raise TypeError(f"an array of the host (shape {value.shape}) among arrays of the GPU: put it there first")
     if isinstance(value, tuple | list):
         return type(value)(_unwrapped(item) for item in value)
     return value

@@ -201,7 +201,7 @@ def namespace(array: Any) -> Any:
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     """Compute the product of two matrices by the library that multiplies.
 
-    Not collective. See :mod:`mpizero.kernels.blas`, and :mod:`mpizero.kernels.device_products` for arrays of a card.
+    Not collective. See :mod:`mpizero.kernels.blas`, and :mod:`mpizero.kernels.device_products` for arrays of a GPU.
     """
     if isinstance(a, np.ndarray):
         return blas.matmul(a, b, out)
@@ -209,7 +209,7 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
 
 
 def operand(x: Array) -> Any:
-    """Return what :func:`multiply` shall take for ``x``: on a card perhaps a copy in 16 bits, else ``x`` itself.
+    """Return what :func:`multiply` shall take for ``x``: on a GPU perhaps a copy in 16 bits, else ``x`` itself.
 
     Not collective. What is cut out of it, or has its last two axes swapped, is an operand too.
     """
@@ -227,7 +227,7 @@ def multiply(a: Any, b: Any, out: Array) -> None:
 def sum_rows(dy: Array, out: Array) -> None:
     """Write the sum of a matrix's rows to ``out``: a bias's gradient. Not collective.
 
-    On the host they are added in ascending order. The same on a card, a thread a column, would leave most of it idle:
+    On the host they are added in ascending order. The same on a GPU, a thread a column, would leave most of it idle:
     there CuPy adds, in an order of its own that is the same every time.
     """
     xp = namespace(dy)

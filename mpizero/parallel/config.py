@@ -70,19 +70,19 @@ class ShardingConfig:
     check_every : int
         Steps between two checks of parameters and optimizer state for memory that has changed by itself; 0 is never.
     device : {"cpu", "cuda"}
-        Where the layers of a model of blocks compute: "cuda" is a graphics card, of which the ranks of a node take
+        Where the layers of a model of blocks compute: "cuda" is a GPU, of which the ranks of a node take
         one each in turn (docs/gpu.md).
     optimizer_device : {None, "cpu", "cuda"}
         Where optimizer state lies and parameters are updated: None is the device of the layers, the host for a user's
-        own optimizer. "cpu" keeps both off cards that are too small for them (elsewhere called offloading).
+        own optimizer. "cpu" keeps both off GPUs that are too small for them (elsewhere called offloading).
     direct_messages : bool
-        Whether the layers' messages go from card to card where a probe proves that MPI can; False: always through the
+        Whether the layers' messages go from GPU to GPU where a probe proves that MPI can; False: always through the
         host's memory.
     bad_steps : BadSteps
         What becomes of steps that are skipped because a loss or a gradient is not finite: by default a line on standard
         error about each, and an error after five in a row (docs/bad_numbers.md).
     mixed_precision : {None, "bfloat16", "float16"}
-        Rounds the operands of products on cards to 16 bits; they are added in float32, and everything else is in
+        Rounds the operands of products on GPUs to 16 bits; they are added in float32, and everything else is in
         float32. "float16" brings a dynamic loss scale with it, unless the optimizer is given one.
     embedded : bool
         Leaves the process alone, which belongs to another program: no hooks, signal handlers, threads, ports or
@@ -138,13 +138,13 @@ class ShardingConfig:
             raise ConfigError(f"optimizer_device={self.optimizer_device!r}: expected None, 'cpu' or 'cuda'")
         if self.optimizer_device == "cuda" and self.device == "cpu":
             raise ConfigError(
-                "optimizer_device='cuda' is for layers on cards: give device='cuda' with it, or leave it out"
+                "optimizer_device='cuda' is for layers on GPUs: give device='cuda' with it, or leave it out"
             )
         if self.mixed_precision not in (None, *SIXTEEN_BITS):
             raise ConfigError(f"mixed_precision={self.mixed_precision!r}: expected None, 'bfloat16' or 'float16'")
         if self.mixed_precision is not None and self.device == "cpu":
             raise ConfigError(
-                f"mixed_precision={self.mixed_precision!r} is for cards: give device='cuda' with it, or leave it out"
+                f"mixed_precision={self.mixed_precision!r} is for GPUs: give device='cuda' with it, or leave it out"
             )
 
     def _set(self, name: str, value: object) -> None:

@@ -28,7 +28,7 @@ from mpizero.parallel.batch.step_scalars import GrainScalars, Totals
 from mpizero.parallel.blas_threads import settle_blas
 from mpizero.parallel.checkpointing.restore import HalfLoaded
 from mpizero.parallel.config import ShardingConfig
-from mpizero.parallel.device.compute_device import open_workplace
+from mpizero.parallel.device.compute_device import open_compute_device
 from mpizero.parallel.execution.evaluation import evaluate
 from mpizero.parallel.execution.factory import make_runner
 from mpizero.parallel.gradients.accumulation import GradientRows
@@ -56,7 +56,7 @@ from mpizero.types import Array, BlockModel, Run
 class Engine:
     """Parameters, gradients and optimizer state of one model, placed by one row of the table.
 
-    Construction and every public method are collective over ``config.comm``. ``card`` says which card of the node to
+    Construction and every public method are collective over ``config.comm``. ``device`` says which GPU of the node to
     compute on; without it its ranks take them in turn.
     """
 
@@ -67,13 +67,13 @@ class Engine:
         placement: Placement,
         spread: Spread | None = None,
         *,
-        card: int | None = None,
+        device: int | None = None,
         private: bool = False,
     ) -> None:
         self.model, self.config, self.placement = model, config, placement
         self._blas_threads = settle_blas(config.communicator, config.threads)
         self.block_model = isinstance(model, BlockModel)
-        self.workplace = open_workplace(config, self.block_model, card)
+        self.compute_device = open_compute_device(config, self.block_model, device)
         if self.block_model and not config.is_guest:
             keep_freed_memory()
         self.dtype = np.dtype(model.dtype)
@@ -112,7 +112,7 @@ class Engine:
         self.grid = self.config.grid_of(axes, private=private)
         if self.grid.context.size > 1 and self.grid.order != tuple(range(self.grid.data.size)):
             self.grid = self.config.grid_of(axes, private=True)  # the parts of a grain must be neighbours in a wave
-        self.stage = build_stage(self.model, self.grid, spread or Spread(), self.workplace.group)
+        self.stage = build_stage(self.model, self.grid, spread or Spread(), self.compute_device.group)
         self.layout = self._layout_of(self.stage.number)
 
     def _take_memory(self) -> None:
@@ -120,8 +120,8 @@ class Engine:
         self.memory = Memory(self.grid.node)
         self.timeline, sharded = Timeline(), self.placement.shard_parameters
         self.store = ParameterStore(self.layout, self.grid, self.memory, sharded, self.dtype, timeline=self.timeline)
-        self.workplace.share_gradients(ranks := self.grid.data.size)
-        allocator, waves = self.workplace.allocator(self.memory), assigns_waves(self.placement, self.config, ranks)
+        self.compute_device.share_gradients(ranks := self.grid.data.size)
+        allocator, waves = self.compute_device.allocator(self.memory), assigns_waves(self.placement, self.config, ranks)
         self._gradients = GradientStore(self.store, allocator, self.config.accumulate, waves=waves)
         self._ring = self._gradients.ring
 
@@ -165,7 +165,7 @@ class Engine:
             self.updater.release()
         with all_ranks(self.grid.world, first=True):
             self.exchange.compress(self.config.gradient_compression)
-            self.updater = self.workplace.updater(
+            self.updater = self.compute_device.updater(
                 optimizer, self.store, self.memory, replicated=self.exchange.replicated, in_rows=self._ring is None
             )
         self.updater.across = self.across
@@ -177,7 +177,7 @@ class Engine:
     def exchange_model(self, model: Any) -> None:
         """Evaluate ``model``, which has the same parameters, from now on."""
         self.model = model
-        self.stage = build_stage(model, self.grid, self.stage.spread, self.workplace.group)
+        self.stage = build_stage(model, self.grid, self.stage.spread, self.compute_device.group)
         self.runner = make_runner(self)
 
     @property
@@ -293,7 +293,7 @@ class Engine:
         """Bring samples to the ranks that compute their grains, and begin to count."""
         owners = partial(wave_owners if waves and self._ring is not None else contiguous_owners, self.grid)
         batch = deal(self.grid, x, y, self.config.grain_size, owners, self.config.accumulate, asked=self.asked)
-        self.workplace.check_batch(x, y)
+        self.compute_device.check_batch(x, y)
         if self.grid.context.size > 1:
             batch = in_contexts(batch, self.grid.context_group, waves=waves)
         self.scalars.begin(batch, self.step_number + 1)

@@ -5,7 +5,7 @@
 whole pages. "group buffers" are the messages or the window of a tensor or context group. The rest lives while a step
 runs: "activations" are what blocks keep for their backward pass, "working arrays" what else there is at the fullest
 moment, while a block runs, and "messages" what a pipeline stage then sends and waits for besides, at most. Where
-layers compute on cards, the first two are there, beside copies of parameters and of a unit's gradients (of a rank
+layers compute on GPUs, the first two are there, beside copies of parameters and of a unit's gradients (of a rank
 that is alone in its data group all gradients), and optimizer state with its buffers where that is updated there; the
 host's only working array is then what copies pass through.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpizero.kernels.device import STAGING
-from mpizero.parallel.device.compute_device import updates_on_card
+from mpizero.parallel.device.compute_device import updates_on_device
 from mpizero.parallel.device.device_parameters import gradient_places
 from mpizero.parallel.device.device_update import buffer_sizes
 from mpizero.parallel.gradients.exchange import residual_sizes
@@ -87,24 +87,24 @@ class Holdings:
         found = {
             "parameters": self._parameters(),
             "gradients": Bytes() if self._keeps_gradients else self._gradients(),
-            "optimizer state": Bytes(0 if self._updates_on_card else self._state() * self._item),
+            "optimizer state": Bytes(0 if self._updates_on_device else self._state() * self._item),
             "residuals": self._residuals(),
             "buffers": self._buffers(),
             "exchange buffers": Bytes(self._exchange_buffers()),
             "group buffers": self._group_buffers(),
-            "activations": Bytes(0 if self._on_card else figures.kept),
-            "working arrays": Bytes(self._host_work if self._on_card else figures.most - figures.kept),
+            "activations": Bytes(0 if self._on_device else figures.kept),
+            "working arrays": Bytes(self._host_work if self._on_device else figures.most - figures.kept),
             "messages": Bytes(figures.total - figures.most),
         }
         return {part: held for part, held in found.items() if held.private or held.shared}
 
-    def card(self) -> dict[str, int]:
-        """Return the bytes that the rank holds on its card, by part; nothing without one. Not collective."""
-        if not self._on_card:
+    def device(self) -> dict[str, int]:
+        """Return the bytes that the rank holds on its GPU, by part; nothing without one. Not collective."""
+        if not self._on_device:
             return {}
         layout, figures = self.traffic.part.layout, self.flow.figures
-        state = {"optimizer state": self._state() * self._item} if self._updates_on_card else {}
-        buffers = self._frozen if self._keeps_gradients else self._update_buffers() if self._updates_on_card else 0
+        state = {"optimizer state": self._state() * self._item} if self._updates_on_device else {}
+        buffers = self._frozen if self._keeps_gradients else self._update_buffers() if self._updates_on_device else 0
         gradients = max((gradient_places(unit)[1] for unit in layout.units), default=0) * self._item
         return (
             state
@@ -118,18 +118,18 @@ class Holdings:
         )
 
     @property
-    def _on_card(self) -> bool:
+    def _on_device(self) -> bool:
         return self.traffic.training.config.device != "cpu"
 
     @property
     def _keeps_gradients(self) -> bool:
-        """Whether gradients stay on the card."""
+        """Whether gradients stay on the GPU."""
         return keeps_gradients_on_device(self.traffic.training.config, self.traffic.grid.data.size)
 
     @property
     def _host_work(self) -> int:
-        """Return what copies pass through, and the reduced gradient that a user's own optimizer takes from the card."""
-        fetched = self._keeps_gradients and not self._updates_on_card
+        """Return what copies pass through, and the reduced gradient that a user's own optimizer takes from the GPU."""
+        fetched = self._keeps_gradients and not self._updates_on_device
         return STAGING + (self.traffic.part.layout.gradient_size * self._item if fetched else 0)
 
     def _update_buffers(self) -> int:
@@ -137,8 +137,8 @@ class Holdings:
         return sum(buffer_sizes(self.traffic.updated, self._item, norms=norms, whole=whole)) * self._item
 
     @property
-    def _updates_on_card(self) -> bool:
-        return updates_on_card(self.traffic.training.config, self.traffic.training.optimizer)
+    def _updates_on_device(self) -> bool:
+        return updates_on_device(self.traffic.training.config, self.traffic.training.optimizer)
 
     # ------------------------------------------------------------------ what the engine allocates
 

@@ -45,8 +45,8 @@ class RankPlan:
         Number of its node.
     memory : dict of str to Bytes
         By part ([Note: held bytes]).
-    card : dict of str to int
-        Bytes on its card by part; empty without one.
+    device_memory : dict of str to int
+        Bytes on its GPU by part; empty without one.
     sent : dict of str to Sent
         By purpose.
     samples, micro_batches : int
@@ -61,7 +61,7 @@ class RankPlan:
     here: Coordinates
     node: int
     memory: dict[str, Bytes]
-    card: dict[str, int]
+    device_memory: dict[str, int]
     sent: dict[str, Sent]
     samples: int
     micro_batches: int
@@ -190,7 +190,7 @@ class TrainingPlan:
             here=traffic.grid.here,
             node=rank // (self.ranks_per_node or self.ranks),
             memory=holdings.parts(),
-            card=holdings.card(),
+            device_memory=holdings.device(),
             sent=traffic.sent(),
             samples=samples,
             micro_batches=sum(size > 0 for size in traffic.jobs),

@@ -91,9 +91,9 @@ def _memory(plan: Plan) -> str:
     nodes, windows = plan.training.node_bytes, plan.training.node_windows
     node = max(nodes, key=lambda n: nodes[n])
     if plan.config.train.device != "cpu":
-        text += "\n" + _table(plan, "on the card of the fullest rank", _rows(plan, lambda rank: rank.card), PARTS)
+        text += "\n" + _table(plan, "on the GPU of the fullest rank", _rows(plan, lambda r: r.device_memory), PARTS)
         text += (
-            "\nranks that share a card add up; not counted there: CUDA itself, memory that CuPy keeps, operands in 16 "
+            "\nranks that share a GPU add up; not counted there: CUDA itself, memory that CuPy keeps, operands in 16 "
             "bits, and that attention takes more scores at once than the block that was tried"
         )
     return (
@@ -220,7 +220,7 @@ def _rank(rank: RankPlan) -> dict[str, Any]:
         **rank.here._asdict(),
         "bytes": rank.bytes,
         "memory": {part: held._asdict() for part, held in rank.memory.items()},
-        "card": rank.card,
+        "device_memory": rank.device_memory,
         "bytes_sent": rank.bytes_sent,
         "messages": rank.messages,
         "sent": {purpose: sent._asdict() for purpose, sent in rank.sent.items()},

@@ -1,16 +1,16 @@
-"""What a graphics card makes of training: the CPU's losses, the card's copy rate, PyTorch's tokens a second.
+"""What a GPU makes of training: the CPU's losses, the GPU's copy rate, PyTorch's tokens a second.
 
-Three parts, each on this process's first card; speeds are taken in turns, ratios inside a round, and shown are medians
+Three parts, each on this process's first GPU; speeds are taken in turns, ratios inside a round, and shown are medians
 over rounds and, in parentheses, least and most.
 
-1. ``losses``: a small GPT in float32 trains some steps on the card and on the CPU; shown is the largest relative
+1. ``losses``: a small GPT in float32 trains some steps on the GPU and on the CPU; shown is the largest relative
    difference of their losses, which must stay below 1e-4.
-2. ``kernel``: the fused AdamW kernel (reads 4 and writes 3 floats an element) beside a copy within the card's memory of
-   as many bytes: its share of the card's copy rate.
+2. ``kernel``: the fused AdamW kernel (reads 4 and writes 3 floats an element) beside a copy within the GPU's memory of
+   as many bytes: its share of the GPU's copy rate.
 3. ``train``: whole steps of a GPT in float32 and with products in bfloat16, beside PyTorch's eager mode (float32 and
-   autocast to bfloat16) with its fused AdamW, where a PyTorch that finds the card can be imported.
+   autocast to bfloat16) with its fused AdamW, where a PyTorch that finds the GPU can be imported.
 
-Without a card it says why and ends with status 69. In Numba's simulator only the first part runs: it has no speed.
+Without a GPU it says why and ends with status 69. In Numba's simulator only the first part runs: it has no speed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from comparing.turns import in_turns
 
 import mpizero as mz
 from mpizero.kernels import cuda
-from mpizero.kernels import device as cards
+from mpizero.kernels import device as devices
 from mpizero.planning.repeated import Spread
 
 PARTS = ("losses", "kernel", "train")
@@ -69,7 +69,7 @@ def samples(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
 
 
 def losses(args: argparse.Namespace) -> bool:
-    """Compare the losses of card and CPU; tell whether they are near enough."""
+    """Compare the losses of GPU and CPU; tell whether they are near enough."""
     small = {"dim": 64, "layers": 2, "heads": 4, "sequence": 32, "vocabulary": 64, "batch": 8}
     args = argparse.Namespace(
         **{**vars(args), **{name: min(size, getattr(args, name)) for name, size in small.items()}}
@@ -85,19 +85,19 @@ def losses(args: argparse.Namespace) -> bool:
     apart = max(abs(a - b) / abs(a) for a, b in zip(found["cpu"], found["cuda"], strict=True))
     verdict = "ok" if apart < LIMIT else "TOO FAR"
     print(
-        f"losses  {args.steps} steps, float32: card and CPU differ by {apart:.1e} at most, limit {LIMIT:.0e}: {verdict}"
+        f"losses  {args.steps} steps, float32: GPU and CPU differ by {apart:.1e} at most, limit {LIMIT:.0e}: {verdict}"
     )
     return apart < LIMIT
 
 
-def kernel(args: argparse.Namespace, card: cards.Card) -> None:
-    """Compare AdamW with the card's copy rate."""
+def kernel(args: argparse.Namespace, device: devices.Device) -> None:
+    """Compare AdamW with the GPU's copy rate."""
     import cupy
 
     size, repeat = int(args.parameters), 10
-    w, g, m, v = (card.put(np.random.default_rng(k).random(size, np.float32)) for k in range(4))
+    w, g, m, v = (device.put(np.random.default_rng(k).random(size, np.float32)) for k in range(4))
     one, other = (cupy.empty(size * TOUCHED // 2, cupy.float32) for _ in range(2))
-    hyper = card.put(np.array([0.99, 0.9, 0.1, 0.999, 0.001, RATE, 1.0, 1e-8], np.float32))
+    hyper = device.put(np.array([0.99, 0.9, 0.1, 0.999, 0.001, RATE, 1.0, 1e-8], np.float32))
 
     def seconds(work: Callable[[], Any]) -> float:
         cupy.cuda.Device().synchronize()
@@ -134,7 +134,7 @@ class Ours:
         self.model.train(*self.batch)
 
     def wait(self) -> None:
-        """Wait for the card: a step has."""
+        """Wait for the GPU: a step has."""
 
     def close(self) -> None:
         """Free the model."""
@@ -164,7 +164,7 @@ class Torch:
         self.optimizer.zero_grad()
 
     def wait(self) -> None:
-        """Wait for the card."""
+        """Wait for the GPU."""
         self.torch.cuda.synchronize()
 
     def close(self) -> None:
@@ -178,7 +178,7 @@ def contenders(args: argparse.Namespace) -> dict[str, Any]:
         import torch
 
         if not torch.cuda.is_available():
-            raise ImportError("it finds no card")
+            raise ImportError("it finds no GPU")
     except ImportError as error:
         print(f"train   no PyTorch to compare with: {error}")
         return made
@@ -212,18 +212,18 @@ def train(args: argparse.Namespace) -> None:
 def main() -> int:
     """Run the parts."""
     args = arguments()
-    count, reason = cards.found()
+    count, reason = devices.found()
     if not count:
-        print(f"no card: {reason}", file=sys.stderr)
+        print(f"no GPU: {reason}", file=sys.stderr)
         return os.EX_UNAVAILABLE
-    if cards.simulated():
-        print("simulated card: its losses are compared, speed it has none")
+    if devices.simulated():
+        print("simulated GPU: its losses are compared, speed it has none")
         return 0 if "losses" not in args.parts or losses(args) else 1
-    card = cards.open_card(0)
-    print(f"card    {card.name}")
+    device = devices.open_device(0)
+    print(f"GPU     {device.name}")
     near = "losses" not in args.parts or losses(args)
     if "kernel" in args.parts:
-        kernel(args, card)
+        kernel(args, device)
     if "train" in args.parts:
         train(args)
     return 0 if near else 1

@@ -79,10 +79,10 @@ class Probe:
 
     def execute(self, instruction: Any, watched: Any, run_of: Any) -> None:
         """Run one instruction and note how long it took without waiting."""
-        courier = self.runner.courier
-        started, waited = time.perf_counter(), courier.waited
+        pipeline_p2p = self.runner.pipeline_p2p
+        started, waited = time.perf_counter(), pipeline_p2p.waited
         self._execute(instruction, watched, run_of)
-        taken = time.perf_counter() - started - (courier.waited - waited)
+        taken = time.perf_counter() - started - (pipeline_p2p.waited - waited)
         self.seconds[instruction.kind, instruction.chunk].append(taken)
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Run by test_direct_messages under mpiexec, in the simulator: its cards have memory of the host, known to any MPI."""
+"""Run by test_direct_messages under mpiexec, in the simulator: its GPUs have memory of the host, known to any MPI."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpi4py import MPI
 import mpizero as mz
 from mpizero.comm import as_communicator
 from mpizero.comm.group import device_p2p, gpu_aware
-from mpizero.kernels import device as cards
+from mpizero.kernels import device as devices
 
 LAYOUTS = {
     "pipeline": {"pipeline_parallel_size": 2},
@@ -35,23 +35,23 @@ def trained(comm, layout, *, directly):
         placed.engine.bind(mz.AdamW(lr=1e-2))
         losses = [placed.train(drawn[:, :-1], drawn[:, 1:]) for _ in range(2)]
         values = placed.gather_full_parameters()
-        told = placed.engine.workplace.describe()
+        told = placed.engine.compute_device.describe()
     device_p2p.to_host = to_host
     return losses, hashlib.sha256(values.tobytes()).hexdigest(), told, len(copied)
 
 
 def proven(comm):
     """Return what a probe says as things are, when a pattern arrives wrong on rank 1, and when MPI claims nothing."""
-    found = [gpu_aware.prove(comm, lambda: cards.open_card(comm.rank))]
+    found = [gpu_aware.prove(comm, lambda: devices.open_device(comm.rank))]
     pattern, simulated = gpu_aware._pattern, gpu_aware.simulated
     if comm.rank == 1:
         gpu_aware._pattern = lambda rank, size: pattern(rank, size) ^ (size == gpu_aware.PATTERNS[1])
-    found.append(gpu_aware.prove(comm, lambda: cards.open_card(comm.rank)))
+    found.append(gpu_aware.prove(comm, lambda: devices.open_device(comm.rank)))
     gpu_aware._pattern = pattern
     gpu_aware.simulated = lambda: False
-    found.append(gpu_aware.prove(comm, lambda: sys.exit("a card was opened")))
+    found.append(gpu_aware.prove(comm, lambda: sys.exit("a GPU was opened")))
     gpu_aware.simulated = simulated
-    assert comm.before_cards is None
+    assert comm.wait_for_device is None
     return found
 
 

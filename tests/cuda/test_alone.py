@@ -1,6 +1,6 @@
-"""A rank that is alone in its data group trains on its card: gradients and new values stay there until they are wanted.
+"""A rank that is alone in its data group trains on its GPU: gradients and new values stay there until they are wanted.
 
-That it has the bits of several ranks, for every strategy, is in ``test_training.py`` and ``test_card_updates.py``.
+That it has the bits of several ranks, for every strategy, is in ``test_training.py`` and ``test_device_updates.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import mpizero as mz
 from mpizero.errors import IntegrityError
 from mpizero.kernels import pool
 from mpizero.kernels.cuda.launch import CudaKernel
-from mpizero.kernels.device import Card
+from mpizero.kernels.device import Device
 from mpizero.kernels.simulated import SimulatedArray
 from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
@@ -61,12 +61,12 @@ def trained(kind="plain", optimizer="adamw", place=mz.DDPModel, steps=2, **setti
 
 @pytest.fixture
 def copied(monkeypatch):
-    """Return a list that grows with the elements of every copy of model state between host and card."""
+    """Return a list that grows with the elements of every copy of model state between host and GPU."""
     sizes = []
 
     def watched(name, of):
-        method = getattr(Card, name)
-        monkeypatch.setattr(Card, name, lambda card, *args: (sizes.append(of(*args)), method(card, *args))[1])
+        method = getattr(Device, name)
+        monkeypatch.setattr(Device, name, lambda device, *args: (sizes.append(of(*args)), method(device, *args))[1])
 
     watched("send", lambda target, sources: target.size)
     watched("read", lambda source, targets: sum(host.size for _, host in targets))
@@ -95,7 +95,7 @@ def test_a_step_copies_no_gradient_and_no_parameter(place, optimizer, clip, copi
 @pytest.mark.parametrize("settings", [{}, {"clip": 0.1, "accumulate": 2, "micro_batch": 2}], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "tied", "frozen"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_sums_and_updates_on_a_card_have_the_hosts_bits(optimizer, kind, settings):
+def test_sums_and_updates_on_a_gpu_have_the_hosts_bits(optimizer, kind, settings):
     """The simulator rounds as the host does; with the optimizer there, gradients go there as well."""
     here, there = (trained(kind, optimizer, **settings, optimizer_device=where) for where in (None, "cpu"))
     assert here == there
@@ -149,8 +149,8 @@ def test_local_gradients_are_the_hosts():
     assert found(None) == found("cpu")
 
 
-def test_a_card_is_used_in_the_thread_that_opened_it(monkeypatch):
-    """Threads of a rank share the host's work; kernels started in another thread would find another card."""
+def test_a_gpu_is_used_in_the_thread_that_opened_it(monkeypatch):
+    """Threads of a rank share the host's work; kernels started in another thread would find another GPU."""
     monkeypatch.setattr(pool, "BLOCK", 4)
     threads, call = set(), CudaKernel.__call__
 
@@ -164,13 +164,13 @@ def test_a_card_is_used_in_the_thread_that_opened_it(monkeypatch):
     assert threads == {threading.current_thread()}
 
 
-def test_ranks_that_train_alone_between_means_keep_their_own_cards():
+def test_ranks_that_train_alone_between_means_keep_their_own_gpus():
     def number(comm):
         with config(comm) as sharding, mz.DDPModel(network(), sharding) as model:
             optimizer = mz.LocalSGDOptimizer(mz.SGD(lr=0.1), sharding, every=2)
             optimizer.set_model(model)
             model.train(*batch())
-            return model.engine.workplace.card_number, model.engine.workplace.keeps_gradients
+            return model.engine.compute_device.device_number, model.engine.compute_device.keeps_gradients
 
     assert run_in_threads(2, number) == [(0, True), (1, True)]
 
@@ -198,18 +198,18 @@ def test_a_users_own_optimizer_takes_the_sums_on_the_host():
         with config(optimizer_device=where, clip=0.5) as sharding, mz.DDPModel(network(), sharding) as model:
             model.engine.bind(Own())
             losses = [model.train(*batch()) for _ in range(2)]
-            model.engine.bind(OPTIMIZERS["adamw"])  # and then one of the library's, on the card or not
+            model.engine.bind(OPTIMIZERS["adamw"])  # and then one of the library's, on the GPU or not
             return losses, model.train(*batch()), model.gather_full_parameters().tobytes()
 
     assert found(None) == found("cpu")
 
 
-def test_a_parameter_that_turned_over_on_the_card_is_found_and_named():
+def test_a_parameter_that_turned_over_on_the_gpu_is_found_and_named():
     with config(check_every=1) as sharding, mz.DDPModel(network(), sharding) as model:
         model.engine.bind(OPTIMIZERS["adamw"])
         model.train(*batch())
         model.train(*batch())
-        model.engine.workplace.lender(model.engine.store).current()[1] = 0.5
+        model.engine.compute_device.lender(model.engine.store).current()[1] = 0.5
         with pytest.raises(IntegrityError, match=r"parameter 'hidden.0.linear.weight', elements 0 to"):
             model.train(*batch())
 
@@ -229,9 +229,9 @@ def test_a_plan_tells_what_lies_where_to_the_byte(place, settings, kind):
         )  # fmt: skip
         plan = whole.by_rank[0]
     assert 0 not in whole.traffic(0).jobs, "in rows nobody takes part in a micro-batch that is not there"
-    assert {part: size for part, size in plan.card.items() if part not in ("activations", "working arrays")} == {
-        part: size for part, size in held.bytes_on_card.items() if size
-    }
+    assert {
+        part: size for part, size in plan.device_memory.items() if part not in ("activations", "working arrays")
+    } == {part: size for part, size in held.bytes_on_device.items() if size}
     assert {"gradients", "buffers"} & {part for part, size in held.bytes_on_rank.items() if size} == set()
     assert {"gradients", "buffers"} & set(plan.memory) == set()
 
@@ -250,7 +250,7 @@ def test_stages_of_one_rank_each_exchange_the_uses_of_a_tied_table_and_nothing_e
             model.engine.bind(OPTIMIZERS["adamw"])
             losses = [model.train(x, y) for _ in range(2)]
             most = max(copied)
-            return losses, model.gather_full_parameters().tobytes(), model.engine.workplace.keeps_gradients, most
+            return losses, model.gather_full_parameters().tobytes(), model.engine.compute_device.keeps_gradients, most
 
     here, there = (run_in_threads(2, lambda comm, where=where: found(comm, where)) for where in (None, "cpu"))
     assert [told[:2] for told in here] == [told[:2] for told in there]

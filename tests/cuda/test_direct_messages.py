@@ -1,4 +1,4 @@
-"""Messages from card to card, where MPI takes them there: the bits of those through the host, and only once proven."""
+"""Messages from GPU to GPU, where MPI takes them there: the bits of those through the host, and only once proven."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
 
 from mpizero.comm.group import gpu_aware
 from mpizero.errors import CollectiveError, ConfigError
-from mpizero.kernels import device as cards
+from mpizero.kernels import device as devices
 from mpizero.testing import run_in_threads
 from tests.faults.jobs import launchers, run_job
 
@@ -35,10 +35,10 @@ def said(request, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["pipeline", "tensor", "context"])
-def test_what_goes_from_card_to_card_has_the_bits_of_what_goes_through_the_host(layout, said):
+def test_what_goes_from_gpu_to_gpu_has_the_bits_of_what_goes_through_the_host(layout, said):
     for (losses, parameters, told, copied), through_host in said(layout):
         assert [losses, parameters] == through_host[:2]
-        assert "messages go from card to card" in told
+        assert "messages go from GPU to GPU" in told
         assert "messages go through the host (direct_messages = false)" in through_host[2]
         assert copied == 0
         assert through_host[3] > 0
@@ -49,14 +49,14 @@ def test_a_probe_believes_what_arrives_and_tries_nothing_that_mpi_does_not_claim
     assert first == second
     fine, wrong, unclaimed = first
     assert fine == ""
-    assert wrong.startswith("a pattern sent between cards arrived wrong on rank")
-    assert unclaimed == "this MPI does not say that it takes memory of CUDA cards"
+    assert wrong.startswith("a pattern sent between GPUs arrived wrong on rank")
+    assert unclaimed == "this MPI does not say that it takes memory of CUDA devices"
 
 
 def test_threads_of_one_process_send_through_the_host():
     def ask(comm):
         with pytest.raises(CollectiveError, match="expected a NumPy array, got SimulatedArray"):
-            comm.isend(cards.open_card(0).put(np.ones(1)), 0)
+            comm.isend(devices.open_device(0).put(np.ones(1)), 0)
         return gpu_aware.prove(comm, pytest.fail)
 
     assert run_in_threads(2, ask) == ["these ranks are threads of one process"] * 2

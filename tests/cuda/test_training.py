@@ -1,6 +1,6 @@
-"""Training on cards, simulated ones: what the host computes within rounding, and the same bits on any layout.
+"""Training on GPUs, simulated ones: what the host computes within rounding, and the same bits on any layout.
 
-Arrays of a simulated card do not mix with the host's, so a forgotten copy is an error here as on a real one.
+Arrays of a simulated GPU do not mix with the host's, so a forgotten copy is an error here as on a real one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
 
 import mpizero as mz
 from mpizero.errors import ConfigError, DataError
-from mpizero.kernels import device as cards
+from mpizero.kernels import device as devices
 from mpizero.kernels import device_products
 from mpizero.kernels.cuda.launch import CudaKernel
 from mpizero.kernels.reference import copy as reference
@@ -76,17 +76,17 @@ def close(first, second, rtol):
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [("float32", 2e-5), ("float64", 1e-10)])
-def test_a_card_trains_as_the_host_does(dtype, rtol, monkeypatch):
+def test_a_gpu_trains_as_the_host_does(dtype, rtol, monkeypatch):
     started, call = set(), CudaKernel.__call__
     monkeypatch.setattr(CudaKernel, "__call__", lambda kernel, *args: (started.add(kernel.name), call(kernel, *args)))
-    card, host = (trained(device, model=gpt(dtype), clip=1.0, accumulate=2) for device in ("cuda", "cpu"))
-    close(card, host, rtol)
+    device, host = (trained(device, model=gpt(dtype), clip=1.0, accumulate=2) for device in ("cuda", "cpu"))
+    close(device, host, rtol)
     assert started >= {"gather", "layernorm", "causal_softmax", "bias_gelu", "dropout", "softmax_cross_entropy"}
 
 
 @pytest.mark.parametrize("task", ["classification", "regression"])
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "tanh"])
-def test_a_network_of_any_activation_and_task_trains_on_a_card(task, activation):
+def test_a_network_of_any_activation_and_task_trains_on_a_gpu(task, activation):
     rng = np.random.default_rng(1)
     y = rng.integers(0, 2, 4) if task == "classification" else rng.normal(size=(4, 2)).astype(np.float32)
     batch = (rng.normal(size=(4, 3)).astype(np.float32), y)
@@ -111,7 +111,7 @@ def test_bits_are_those_of_one_rank_for_any_strategy(place, memory):
 
 
 @pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 1), ("zero_bubble", 3)])
-def test_a_pipeline_of_cards_has_the_bits_of_one(schedule, zero):
+def test_a_pipeline_of_gpus_has_the_bits_of_one(schedule, zero):
     alone = trained("cuda", steps=1)
     layout = {"pipeline_parallel_size": 2, "schedule": schedule, "zero_stage": zero, **PRIVATE}
     for found in run_in_threads(2, lambda comm: trained("cuda", comm, place=mz.HybridShardedModel, steps=1, **layout)):
@@ -121,7 +121,7 @@ def test_a_pipeline_of_cards_has_the_bits_of_one(schedule, zero):
 
 
 @pytest.mark.parametrize("axis", ["tensor", "context"])
-def test_layers_split_over_cards_give_what_one_does(axis):
+def test_layers_split_over_gpus_give_what_one_does(axis):
     alone, layout = trained("cpu", steps=1), {f"{axis}_parallel_size": 2}
     for found in run_in_threads(2, lambda comm: trained("cuda", comm, place=mz.HybridShardedModel, steps=1, **layout)):
         close(found, alone, 5e-5)
@@ -142,15 +142,15 @@ def test_the_products_of_split_layers_are_rounded_too(axis, monkeypatch):
     assert set(seen) == {(2, True), (4, True)}
 
 
-def test_ranks_of_a_node_take_its_cards_in_turn():
+def test_ranks_of_a_node_take_its_gpus_in_turn():
     def number(comm):
         with mz.ShardingConfig(comm=comm, device="cuda") as config, mz.DDPModel(gpt(), config) as model:
-            return model.engine.workplace.card.number
+            return model.engine.compute_device.device.number
 
     assert run_in_threads(3, number) == [0, 1, 0]
 
 
-def test_a_rank_without_a_card_stops_all_of_them_with_the_reason(monkeypatch):
+def test_a_rank_without_a_gpu_stops_all_of_them_with_the_reason(monkeypatch):
     def construct(comm):
         monkeypatch.setattr("mpizero.parallel.device.compute_device.found", lambda: (0, "no package cupy; install it"))
         with mz.ShardingConfig(comm=comm, device="cuda") as config, pytest.raises(ConfigError) as caught:
@@ -159,18 +159,17 @@ def test_a_rank_without_a_card_stops_all_of_them_with_the_reason(monkeypatch):
 
     (told,) = set(run_in_threads(2, construct))
     assert told == (
-        'device = "cuda": rank 0 of 2 has no card to train on: no package cupy; install it, '
-        'or train with device = "cpu"'
+        'device = "cuda": rank 0 of 2 has no GPU to train on: no package cupy; install it, or train with device = "cpu"'
     )
 
 
-def test_what_is_missing_is_told_without_a_card(monkeypatch):
-    monkeypatch.setattr(cards, "simulated", lambda: False)
-    count, reason = cards.found()
+def test_what_is_missing_is_told_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(devices, "simulated", lambda: False)
+    count, reason = devices.found()
     assert count == 0
     assert reason
     with pytest.raises(ConfigError, match='device = "cpu"'):
-        cards.open_card(0)
+        devices.open_device(0)
 
 
 @pytest.mark.filterwarnings("ignore:.* cannot be cut into samples:UserWarning")
@@ -196,7 +195,7 @@ class Joined(mz.nn.Layer):
         return None, None
 
 
-def test_trees_of_arrays_are_copied_to_the_card_leaf_by_leaf():
+def test_trees_of_arrays_are_copied_to_the_gpu_leaf_by_leaf():
     x = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
     y = np.arange(6) % 3
     tree = {"a": x[:, :2], "b": (x[:, 2:],)}
@@ -212,22 +211,22 @@ def test_trees_of_arrays_are_copied_to_the_card_leaf_by_leaf():
 
 
 def test_copies_longer_than_the_pinned_buffer_go_in_pieces(monkeypatch):
-    monkeypatch.setattr(cards, "STAGING", 64)
-    card = cards.open_card(0)
+    monkeypatch.setattr(devices, "STAGING", 64)
+    device = devices.open_device(0)
     values = np.arange(100, dtype=np.float32)
-    there = card.empty(100, np.float32)
-    card.write(there, values)
+    there = device.empty(100, np.float32)
+    device.write(there, values)
     assert np.array_equal(there.get(), values)
     parts = [np.zeros((2, 3), np.float32), np.zeros(50, np.float32)]
-    card.read(there, [(7, parts[0]), (30, parts[1])])
+    device.read(there, [(7, parts[0]), (30, parts[1])])
     assert np.array_equal(parts[0].reshape(-1), values[7:13])
     assert np.array_equal(parts[1], values[30:80])
 
 
-def test_arrays_of_a_card_do_not_mix_with_the_hosts():
-    card = cards.open_card(0)
+def test_arrays_of_a_gpu_do_not_mix_with_the_hosts():
+    device = devices.open_device(0)
     here = np.ones(3, np.float32)
-    there = card.put(here)
+    there = device.put(here)
     for mixed in (
         lambda: there + here,
         lambda: here + there,
@@ -249,18 +248,18 @@ def rounded(x, dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_product_in_16_bits_is_one_of_rounded_operands_added_in_float32(dtype):
-    rng, card = np.random.default_rng(2), cards.open_card(0)
+    rng, device = np.random.default_rng(2), devices.open_device(0)
     a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((3, 5), (5, 4)))
     wanted = rounded(a, dtype) @ rounded(b, dtype)
-    left = [card.put(a), card.put(a.T.copy()).T, card.put(np.repeat(a, 2, axis=1))[:, ::2]]
-    right = [card.put(b), card.put(b.T.copy()).T]
-    with card.multiplying_in(dtype):
+    left = [device.put(a), device.put(a.T.copy()).T, device.put(np.repeat(a, 2, axis=1))[:, ::2]]
+    right = [device.put(b), device.put(b.T.copy()).T]
+    with device.multiplying_in(dtype):
         for x, y in itertools.product(left, right):
             np.testing.assert_allclose(device_products.matmul(x, y).get(), wanted, rtol=1e-6)
-            for out in (card.empty(12, np.float32).reshape(3, 4), card.empty(24, np.float32).reshape(3, 8)[:, ::2]):
+            for out in (device.empty(12, np.float32).reshape(3, 4), device.empty(24, np.float32).reshape(3, 8)[:, ::2]):
                 assert device_products.matmul(x, y, out) is out
                 np.testing.assert_allclose(out.get(), wanted, rtol=1e-6)
-        assert device_products.matmul(card.put(a[:0]), right[0]).shape == (0, 4)
+        assert device_products.matmul(device.put(a[:0]), right[0]).shape == (0, 4)
     np.testing.assert_allclose(
         device_products.matmul(left[0], right[0]).get(), a @ b, rtol=1e-6
     )  # and no longer than asked
@@ -308,11 +307,11 @@ def strided_gemm_ex(
 
 @pytest.fixture
 def cublas():
-    """A card of CuPy's that hands its products to the emulation of cuBLAS."""
-    card = cards.CupyCard.__new__(cards.CupyCard)
-    card._cublas = SimpleNamespace(gemmEx=gemm_ex, gemmStridedBatchedEx=strided_gemm_ex)
-    card._cupy = SimpleNamespace(cuda=SimpleNamespace(device=SimpleNamespace(get_cublas_handle=lambda: 0)))
-    return card
+    """A GPU of CuPy's that hands its products to the emulation of cuBLAS."""
+    device = devices.CupyDevice.__new__(devices.CupyDevice)
+    device._cublas = SimpleNamespace(gemmEx=gemm_ex, gemmStridedBatchedEx=strided_gemm_ex)
+    device._cupy = SimpleNamespace(cuda=SimpleNamespace(device=SimpleNamespace(get_cublas_handle=lambda: 0)))
+    return device
 
 
 def operands(shape, rng):
@@ -355,15 +354,15 @@ def test_matrices_that_are_no_stack_are_not_taken_for_one():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("heads", "length"), [(2, 3), (1, 7)])
 def test_the_products_inside_attention_are_rounded_forward_and_backward(dtype, heads, length, monkeypatch):
-    monkeypatch.setattr("mpizero.nn.layers.attention.BLOCK_ON_CARD", 4)
-    card, rng = cards.open_card(0), np.random.default_rng(5)
+    monkeypatch.setattr("mpizero.nn.layers.attention.BLOCK_ON_DEVICE", 4)
+    device, rng = devices.open_device(0), np.random.default_rng(5)
     layer = mz.nn.CausalSelfAttention(8, heads)
     qkv, dmixed = (rng.normal(size=(2, length, width)).astype(np.float32) for width in (24, 8))
 
     def both(mixed_in):
-        with card.multiplying_in(mixed_in):
-            mixed, seen = layer.attend(card.put(qkv), None, mz.types.EVALUATE)
-            return mixed.get(), layer.attend_backward(seen, card.put(dmixed)).get()
+        with device.multiplying_in(mixed_in):
+            mixed, seen = layer.attend(device.put(qkv), None, mz.types.EVALUATE)
+            return mixed.get(), layer.attend_backward(seen, device.put(dmixed)).get()
 
     q, k, v = (rounded(x, dtype) for x in qkv.reshape(2, length, 3, heads, -1).transpose(2, 0, 3, 1, 4))
     do = rounded(dmixed.reshape(2, length, heads, -1).transpose(0, 2, 1, 3), dtype)
@@ -416,7 +415,7 @@ def test_float16_scales_its_loss_and_skips_what_overflows():
             assert model.engine.loss_scale.scale == 2.0**23
 
 
-def test_16_bits_need_a_card_and_master_weights_in_float32():
+def test_16_bits_need_a_gpu_and_master_weights_in_float32():
     with pytest.raises(ConfigError, match="device='cuda'"):
         mz.ShardingConfig(mixed_precision="bfloat16")
     with pytest.raises(ConfigError, match="'bfloat16' or 'float16'"):
@@ -428,10 +427,10 @@ def test_16_bits_need_a_card_and_master_weights_in_float32():
         mz.DDPModel(gpt("float64"), config)
 
 
-def test_a_plan_tells_what_a_card_holds():
+def test_a_plan_tells_what_a_gpu_holds():
     def held(comm):
         with config_of(comm) as config, mz.ZeRO2Model(gpt(), config) as model:
-            mirror = model.engine.workplace._mirror
+            mirror = model.engine.compute_device._mirror
             return {"parameters": mirror._values.nbytes, "gradients": mirror.gradients._buffer.nbytes}
 
     def config_of(comm):
@@ -443,12 +442,12 @@ def test_a_plan_tells_what_a_card_holds():
     )
     for rank, found in enumerate(run_in_threads(2, held)):
         told = plan.by_rank[rank]
-        assert found == {part: told.card[part] for part in found}
-        assert told.card["activations"] > 0
+        assert found == {part: told.device_memory[part] for part in found}
+        assert told.device_memory["activations"] > 0
         assert "activations" not in told.memory
 
 
-def test_a_run_of_the_command_line_begins_on_a_card_and_resumes_on_the_host(tmp_path):
+def test_a_run_of_the_command_line_begins_on_a_gpu_and_resumes_on_the_host(tmp_path):
     rng = np.random.default_rng(0)
     np.save(tmp_path / "x.npy", rng.normal(size=(20, 3)).astype(np.float32))
     np.save(tmp_path / "y.npy", rng.integers(0, 2, 20))
@@ -463,5 +462,5 @@ def test_a_run_of_the_command_line_begins_on_a_card_and_resumes_on_the_host(tmp_
             cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
         )  # fmt: skip
-        told.append((json.loads(done.stdout.splitlines()[-1])["steps"], "layers compute on cards" in done.stderr))
+        told.append((json.loads(done.stdout.splitlines()[-1])["steps"], "layers compute on GPUs" in done.stderr))
     assert told == [(2, True), (3, False)]

@@ -101,7 +101,7 @@ def test_wrong_usage_is_told_once(mpizero, ranks):
     assert outcome.err.count("invalid choice: 'trian'") == 1
 
 
-def test_a_rank_without_a_card_is_named(inputs, monkeypatch):
+def test_a_rank_without_a_gpu_is_named(inputs, monkeypatch):
     for variable, value in (("CUDA_VISIBLE_DEVICES", ""), ("NUMBA_ENABLE_CUDASIM", "0")):
         monkeypatch.setenv(variable, value)
-    explained(inputs.train(2, "train.device=cuda"), CONFIG, "rank 0 of 2 has no card")
+    explained(inputs.train(2, "train.device=cuda"), CONFIG, "rank 0 of 2 has no GPU")

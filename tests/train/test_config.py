@@ -188,8 +188,8 @@ BAD = [
     ("train.gradient_compression", "8"),
     ("train.threads", "0"),
     ("train.device", "gpu"),
-    ("train.mixed_precision", "bfloat16"),  # without a card
-    ("train.optimizer_device", "cuda"),  # without a card
+    ("train.mixed_precision", "bfloat16"),  # without a GPU
+    ("train.optimizer_device", "cuda"),  # without a GPU
     ("train.validate_every", "-1"),
     ("optimizer.name", "adamv"),
     ("optimizer.lr", "nan"),

@@ -1,4 +1,4 @@
-"""Doctor's look at launch and cards: ranks that do not see each other, other threads or tasks than Slurm gave, time."""
+"""Doctor's look at launch and GPUs: ranks that do not see each other, other threads or tasks than Slurm gave, time."""
 
 from __future__ import annotations
 
@@ -127,16 +127,16 @@ def test_ranks_that_think_they_are_alone_are_told_so(mpizero, monkeypatch, comma
     assert not (mpizero.folder / "run").exists()
 
 
-def test_doctor_tells_how_many_ranks_share_a_card_or_why_none_can(monkeypatch):
+def test_doctor_tells_how_many_ranks_share_a_gpu_or_why_none_can(monkeypatch):
     monkeypatch.setattr(machine_facts, "gpus", lambda: (2, ["cupy", "numba_cuda"]))
-    monkeypatch.setattr(machine_facts, "cards", lambda: (2, ""))
+    monkeypatch.setattr(machine_facts, "devices", lambda: (2, ""))
     for finding in run_in_threads(3, lambda comm: check_gpu(comm, 1)):
         assert finding.status == "ok"
-        assert "2 ranks a card" in finding.text
+        assert "2 ranks a GPU" in finding.text
         assert "through the host's memory: these ranks are threads of one process" in finding.text
     monkeypatch.setattr(machine_facts, "why_through_host", lambda comm, place: "")
-    assert "go from card to card" in run_in_threads(2, lambda comm: check_gpu(comm, 1))[0].text
-    monkeypatch.setattr(machine_facts, "cards", lambda: (0, "no package cupy"))
+    assert "go from GPU to GPU" in run_in_threads(2, lambda comm: check_gpu(comm, 1))[0].text
+    monkeypatch.setattr(machine_facts, "devices", lambda: (0, "no package cupy"))
     for finding in run_in_threads(3, lambda comm: check_gpu(comm, 1)):
         assert finding.status == "warn"
         assert "rank 0 has no package cupy" in finding.remedy

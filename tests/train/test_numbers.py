@@ -193,7 +193,7 @@ def test_a_run_keeps_few_bad_steps_and_ends_after_five_in_a_row(data, alone, cap
 
 @pytest.fixture
 def overflowing(data, monkeypatch):
-    """Train with a loss scale, as cards do with float16; gradients near 2**30 are finite up to some 2**97."""
+    """Train with a loss scale, as GPUs do with float16; gradients near 2**30 are finite up to some 2**97."""
     x = np.nan_to_num(np.load(data / "x.npy"), posinf=0.0)
     np.save(data / "x.npy", 2.0**30 * x.astype(np.float32))
 

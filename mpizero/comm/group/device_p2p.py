@@ -1,4 +1,4 @@
-"""Messages between layers on cards: from where arrays are, where MPI takes them there, or through the host's memory."""
+"""Messages between layers on GPUs: from where arrays are, where MPI takes them there, or through the host's memory."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ import numpy as np
 
 from mpizero.comm import Communicator, CommunicatorGroup
 from mpizero.comm.group.model_group import GpuAwareGroup
-from mpizero.comm.group.pipeline_p2p import Courier, Route
+from mpizero.comm.group.pipeline_p2p import PipelineP2P, Route
 from mpizero.kernels import to_host
-from mpizero.kernels.device import Card
+from mpizero.kernels.device import Device
 from mpizero.types import Array, Group, ShiftRequest
 
 
-class CardCourier(Courier):
+class HostStagedP2P(PipelineP2P):
     """Messages between stages that leave from and arrive in memory of the host."""
 
-    def __init__(self, comm: Communicator, card: Card) -> None:
+    def __init__(self, comm: Communicator, device: Device) -> None:
         super().__init__(comm)
-        self.card = card
+        self.device = device
 
     def send(self, route: Route, micro: int, key: Any, peer: int, array: Array | None) -> None:
-        """Start to send an array of the card; None if there is none. Not collective."""
+        """Start to send an array of the GPU; None if there is none. Not collective."""
         super().send(route, micro, key, peer, array if peer == self.comm.rank else to_host(array))
 
     def receive(self, route: Route, micro: int, key: Any, peer: int) -> Array | None:
-        """Return what the other end sent, on the card; None if it failed. Waits; not collective."""
+        """Return what the other end sent, on the GPU; None if it failed. Waits; not collective."""
         array = super().receive(route, micro, key, peer)
-        return None if array is None else self.card.put(array)
+        return None if array is None else self.device.put(array)
 
 
-class DirectCourier(Courier):
-    """Messages between stages that MPI takes from the card, and leaves there."""
+class GpuAwareP2P(PipelineP2P):
+    """Messages between stages that MPI takes from the GPU, and leaves there."""
 
-    def __init__(self, comm: Communicator, card: Card) -> None:
+    def __init__(self, comm: Communicator, device: Device) -> None:
         super().__init__(comm)
-        self.card, comm.before_cards = card, card.settle
+        self.device, comm.wait_for_device = device, device.synchronize
 
     def _empty(self, dims: tuple[int, ...], dtype: str) -> Array:
-        return self.card.empty(prod(dims), dtype).reshape(dims)
+        return self.device.empty(prod(dims), dtype).reshape(dims)
 
 
-class _CardShift:
-    """Arrays on their way around the group, which arrive on the card."""
+class _DeviceShift:
+    """Arrays on their way around the group, which arrive on the GPU."""
 
-    def __init__(self, request: ShiftRequest, card: Card | None) -> None:
-        self._request, self._card = request, card
+    def __init__(self, request: ShiftRequest, device: Device | None) -> None:
+        self._request, self._device = request, device
 
     def wait(self) -> tuple[Array, ...]:
         """Return what has arrived. Not collective."""
         arrays = self._request.wait()
-        return arrays if self._card is None else tuple(map(self._card.put, arrays))
+        return arrays if self._device is None else tuple(map(self._device.put, arrays))
 
     def test(self) -> bool:
         """Make progress and tell whether it has arrived. Not collective."""
@@ -61,10 +61,10 @@ class _CardShift:
 
 
 class _LayerGroup:
-    """A group for layers on a card. Arrays of the host are taken too, and answered with such."""
+    """A group for layers on a GPU. Arrays of the host are taken too, and answered with such."""
 
-    def __init__(self, group: Group, card: Card) -> None:
-        self._group, self._card = group, card
+    def __init__(self, group: Group, device: Device) -> None:
+        self._group, self._device = group, device
 
     @property
     def rank(self) -> int:
@@ -77,11 +77,11 @@ class _LayerGroup:
         return self._group.size
 
 
-class CardGroup(_LayerGroup):
-    """A group for layers on a card, whose messages leave from and arrive in memory of the host."""
+class HostStagedGroup(_LayerGroup):
+    """A group for layers on a GPU, whose messages leave from and arrive in memory of the host."""
 
     def _like(self, x: Array, result: Array) -> Array:
-        return result if isinstance(x, np.ndarray) else self._card.put(result)
+        return result if isinstance(x, np.ndarray) else self._device.put(result)
 
     def all_reduce(self, x: Array, tag: str = "") -> Array:
         """Return the sum over the ranks. Collective over the group."""
@@ -101,19 +101,19 @@ class CardGroup(_LayerGroup):
 
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> ShiftRequest:
         """Start sending arrays around the ring. Collective over the group."""
-        card = None if all(isinstance(x, np.ndarray) for x in arrays) else self._card
-        return _CardShift(self._group.shift([to_host(x) for x in arrays], by, tag), card)
+        device = None if all(isinstance(x, np.ndarray) for x in arrays) else self._device
+        return _DeviceShift(self._group.shift([to_host(x) for x in arrays], by, tag), device)
 
 
-class DirectGroup(_LayerGroup):
-    """A group for layers on a card, whose messages MPI takes from the card, and leaves there."""
+class GpuAwareLayerGroup(_LayerGroup):
+    """A group for layers on a GPU, whose messages MPI takes from the GPU, and leaves there."""
 
-    def __init__(self, group: CommunicatorGroup, card: Card) -> None:
-        super().__init__(group, card)
-        self._cards = GpuAwareGroup(group, card)
+    def __init__(self, group: CommunicatorGroup, device: Device) -> None:
+        super().__init__(group, device)
+        self._devices = GpuAwareGroup(group, device)
 
     def _for(self, x: Array) -> Group:
-        return self._group if isinstance(x, np.ndarray) else self._cards
+        return self._group if isinstance(x, np.ndarray) else self._devices
 
     def all_reduce(self, x: Array, tag: str = "") -> Array:
         """Return the sum over the ranks. Collective over the group."""
@@ -132,5 +132,5 @@ class DirectGroup(_LayerGroup):
         return self._for(x).reduce_scatter(x, axis, sizes, tag)
 
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> ShiftRequest:
-        """Start sending arrays, all of the card or all of the host, around the ring. Collective over the group."""
+        """Start sending arrays, all of the GPU or all of the host, around the ring. Collective over the group."""
         return self._for(arrays[0]).shift(arrays, by, tag)

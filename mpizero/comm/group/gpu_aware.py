@@ -1,8 +1,8 @@
-"""Whether messages may leave from and arrive in the memory of graphics cards: what MPI says, and what is proven.
+"""Whether messages may leave from and arrive in the memory of GPUs: what MPI says, and what is proven.
 
-[Note: direct messages] A library that knows nothing of cards takes a card's address for one of the host, and the
+[Note: direct messages] A library that knows nothing of GPUs takes a GPU's address for one of the host, and the
 process ends. So nothing is tried unless the library of every rank says that it knows them; what it says may still be
-wrong, or not true of the transport between two nodes. So patterns are then sent between cards, short and long, from
+wrong, or not true of the transport between two nodes. So patterns are then sent between GPUs, short and long, from
 rank to rank and by the collectives that layers use, and compared where they arrive.
 """
 
@@ -23,7 +23,7 @@ from mpizero.kernels.device import simulated
 from mpizero.types import Array
 
 if TYPE_CHECKING:
-    from mpizero.kernels.device import Card
+    from mpizero.kernels.device import Device
 
 #: Bytes of the patterns: one that travels with its envelope, and one that a library sends in pieces of its own.
 PATTERNS = (64, 1 << 22)
@@ -33,15 +33,15 @@ PATIENCE = 60.0
 _PERIOD = 251
 _TAG = 31_500
 #: Sends a pattern of so many bytes, and says what is wrong with what arrives.
-Send = Callable[[Communicator, "Card", int], str]
+Send = Callable[[Communicator, "Device", int], str]
 #: Where Linux says what a process has loaded.
 _LOADED = "/proc/self/maps"
 
 
-def prove(comm: Communicator, open_card: Callable[[], Card]) -> str:
-    """Find out whether arrays of cards may be given to MPI; return why not, the same on every rank, or nothing.
+def prove(comm: Communicator, open_device: Callable[[], Device]) -> str:
+    """Find out whether arrays of GPUs may be given to MPI; return why not, the same on every rank, or nothing.
 
-    Collective over ``comm``. ``open_card`` returns this rank's; it is called where MPI claims to know cards.
+    Collective over ``comm``. ``open_device`` returns this rank's; it is called where MPI claims to know GPUs.
 
     Raises
     ------
@@ -51,23 +51,23 @@ def prove(comm: Communicator, open_card: Callable[[], Card]) -> str:
     reason = _agreed(comm, unclaimed(comm))
     if reason:
         return reason
-    card = open_card()
-    comm.before_cards = card.settle
+    device = open_device()
+    comm.wait_for_device = device.synchronize
     try:
-        return _agreed(comm, _tried(comm, card, _around)) or _agreed(comm, _tried(comm, card, _among_all))
+        return _agreed(comm, _tried(comm, device, _around)) or _agreed(comm, _tried(comm, device, _among_all))
     finally:
-        comm.before_cards = None
+        comm.wait_for_device = None
 
 
 def unclaimed(comm: Communicator) -> str:
-    """Return why nobody should try: what MPI says of itself; nothing if it claims to know cards. Not collective."""
+    """Return why nobody should try: what MPI says of itself; nothing if it claims to know GPUs. Not collective."""
     if getattr(comm, "mpi", None) is None:  # its class is not imported here: that would start MPI, also for a plan
         return "these ranks are threads of one process"
     if comm.size == 1:
         return "there is one rank"
     if simulated():
         return ""  # their memory is the host's
-    return "" if _claims() else "this MPI does not say that it takes memory of CUDA cards"
+    return "" if _claims() else "this MPI does not say that it takes memory of CUDA devices"
 
 
 def _claims() -> bool:
@@ -92,31 +92,31 @@ def _agreed(comm: Communicator, reason: str) -> str:
     return next((told for told in comm.allgather_object(reason, "direct messages") if told), "")
 
 
-def _tried(comm: Communicator, card: Card, send: Send) -> str:
+def _tried(comm: Communicator, device: Device, send: Send) -> str:
     try:
-        return next((wrong for size in PATTERNS if (wrong := send(comm, card, size))), "")
+        return next((wrong for size in PATTERNS if (wrong := send(comm, device, size))), "")
     except ConfigError:
         raise
     except (MpizeroError, TypeError, ValueError, BufferError) as error:  # the others go on, to the agreement
         return f"rank {comm.rank}: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _around(comm: Communicator, card: Card, size: int) -> str:
+def _around(comm: Communicator, device: Device, size: int) -> str:
     """Send a pattern to the next rank; say what is wrong with the one that arrives."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    arrived = card.put(np.zeros(size, np.uint8))
-    requests = [comm.irecv(arrived, before, _TAG), comm.isend(card.put(_pattern(comm.rank, size)), after, _TAG)]
+    arrived = device.put(np.zeros(size, np.uint8))
+    requests = [comm.irecv(arrived, before, _TAG), comm.isend(device.put(_pattern(comm.rank, size)), after, _TAG)]
     _wait(requests)
     return _compared(arrived, [before], size, comm.rank)
 
 
-def _among_all(comm: Communicator, card: Card, size: int) -> str:
+def _among_all(comm: Communicator, device: Device, size: int) -> str:
     """Send patterns by an exchange of blocks and by a gather; say what is wrong with what arrives."""
     ranks, part = comm.size, max(1, size // comm.size)
-    blocks, gathered = (card.put(np.zeros(ranks * part, np.uint8)) for _ in range(2))
+    blocks, gathered = (device.put(np.zeros(ranks * part, np.uint8)) for _ in range(2))
     own = _pattern(comm.rank, part)
-    comm.alltoallv(card.put(np.tile(own, ranks)), [part] * ranks, blocks, [part] * ranks, "direct messages")
-    comm.allgatherv(card.put(own), gathered, [part] * ranks, "direct messages")
+    comm.alltoallv(device.put(np.tile(own, ranks)), [part] * ranks, blocks, [part] * ranks, "direct messages")
+    comm.allgatherv(device.put(own), gathered, [part] * ranks, "direct messages")
     wrong = (_compared(arrived, range(ranks), part, comm.rank) for arrived in (blocks, gathered))
     return next(filter(None, wrong), "")
 
@@ -126,8 +126,8 @@ def _wait(requests: list[Request]) -> None:
     while not all([request.test() for request in requests]):
         if time.monotonic() > limit:
             raise ConfigError(
-                f"a message from one card to another has not arrived for {PATIENCE:.0f} s, though this MPI says that "
-                "it takes memory of cards: train with direct_messages = false, which sends from memory of the host"
+                f"a message from one GPU to another has not arrived for {PATIENCE:.0f} s, though this MPI says that "
+                "it takes memory of GPUs: train with direct_messages = false, which sends from memory of the host"
             )
 
 
@@ -139,4 +139,4 @@ def _compared(arrived: Array, senders: range | list[int], size: int, rank: int) 
     wanted = np.concatenate([_pattern(sender, size) for sender in senders])
     if np.array_equal(to_host(arrived), wanted):
         return ""
-    return f"a pattern sent between cards arrived wrong on rank {rank}, though this MPI says that it takes their memory"
+    return f"a pattern sent between GPUs arrived wrong on rank {rank}, though this MPI says that it takes their memory"

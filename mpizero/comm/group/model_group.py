@@ -19,7 +19,7 @@ from mpizero.kernels import namespace
 from mpizero.types import Array
 
 if TYPE_CHECKING:
-    from mpizero.kernels.device import Card
+    from mpizero.kernels.device import Device
 
 #: Tag of the messages of a shift; other messages of the same communicator use lower ones.
 SHIFT_TAG = 31_000
@@ -223,29 +223,29 @@ class CommunicatorGroup:
 
 
 class GpuAwareGroup(CommunicatorGroup):
-    """The ranks of a group whose arrays are those of cards, given to MPI as they are; see [Note: direct messages].
+    """The ranks of a group whose arrays are those of GPUs, given to MPI as they are; see [Note: direct messages].
 
     Parameters
     ----------
     group : CommunicatorGroup
         The ranks; its counts go on.
-    card : Card
+    device : Device
         This rank's.
     """
 
-    _expected = "an array of a card"
+    _expected = "an array of a GPU"
 
-    def __init__(self, group: CommunicatorGroup, card: Card) -> None:
+    def __init__(self, group: CommunicatorGroup, device: Device) -> None:
         super().__init__(group.comm)
-        self.counts, self._card = group.counts, card
-        self.comm.before_cards = card.settle
+        self.counts, self._device = group.counts, device
+        self.comm.wait_for_device = device.synchronize
         self._transport = self._message_group = MessageGroup(self.comm, self._empty)
 
     def _takes(self, x: object) -> bool:
         return hasattr(x, "__cuda_array_interface__")
 
     def _empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
-        return self._card.empty(prod(shape) if isinstance(shape, tuple) else shape, dtype).reshape(shape)
+        return self._device.empty(prod(shape) if isinstance(shape, tuple) else shape, dtype).reshape(shape)
 
 
 def contiguous(x: Array) -> Array:

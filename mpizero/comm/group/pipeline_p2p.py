@@ -54,7 +54,7 @@ def key_of(x: Any) -> Any:
     return tuple((leaf.shape, leaf.dtype.str) for leaf in leaves) if leaves and arrays else None
 
 
-class Courier:
+class PipelineP2P:
     """Send and receive between the stages of one pipeline.
 
     Messages of one route are sent and taken in the same order on both ends. Not thread-safe.

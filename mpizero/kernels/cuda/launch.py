@@ -106,7 +106,7 @@ class CudaKernel:
         return cuda.jit(with_compiled_helpers(self.python, _device_function))
 
     def argument_types(self, dtype: str) -> tuple[Any, ...]:
-        """Return numba's types of the arguments of a launch on a card, ``dtype`` in the place of ``T``. Not collective.
+        """Return numba's types of the arguments of a launch on a GPU, ``dtype`` in the place of ``T``. Not collective.
 
         Device arrays count as writable there, ``const`` or not.
         """

@@ -38,8 +38,8 @@ from mpizero.types import EVALUATE, Array, Init, Params, Run
 #: Queries per product. 64 was fastest for 128 and 256 tokens: smaller blocks skip more of the masked half, but
 #: their products are too small for the BLAS.
 BLOCK = 64
-#: The same on a card, where starting a product takes as long as many small ones. Not tried on one yet.
-BLOCK_ON_CARD = 256
+#: The same on a GPU, where starting a product takes as long as many small ones. Not tried on one yet.
+BLOCK_ON_DEVICE = 256
 #: Bytes of scores computed at once, on CPUs and elsewhere.
 CACHE, DEVICE = 1 << 18, 1 << 28
 #: Samples and heads that are taken at once.
@@ -238,7 +238,7 @@ class CausalSelfAttention(AttentionBase):
     def attend_operations(self, length: int) -> Operations:
         """Count the products of :meth:`attend` that are not skipped as masked, on a CPU. Not collective.
 
-        A card skips less: see :data:`BLOCK_ON_CARD`.
+        A GPU skips less: see :data:`BLOCK_ON_DEVICE`.
         """
         sizes = [(stop - start, stop, length - start) for start, stop in _blocks(length)]
         seen = sum(2 * self.dim * queries * before for queries, before, _ in sizes)
@@ -284,7 +284,7 @@ class _Heads:
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """Cut the queries: the keys that those of a block can see end where the block does."""
-        return _blocks(self.apart.shape[3], BLOCK if isinstance(self.apart, np.ndarray) else BLOCK_ON_CARD)
+        return _blocks(self.apart.shape[3], BLOCK if isinstance(self.apart, np.ndarray) else BLOCK_ON_DEVICE)
 
     def take(self, qkv: Array, bias: Array | None, some: slice) -> None:
         """Keep queries, keys and values of some samples of ``qkv + bias`` (samples, length, 3 dim), head by head."""

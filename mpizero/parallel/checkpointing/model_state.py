@@ -36,7 +36,7 @@ def local_arrays(
 ) -> list[checkpoint.LocalArray]:
     """Return the ranges of every parameter and optimizer array that this rank writes. Not collective.
 
-    They are views, but of copies where optimizer state lies on a card; those have no contents with ``fetch=False``.
+    They are views, but of copies where optimizer state lies on a GPU; those have no contents with ``fetch=False``.
     The arrays are those of the whole model, whatever this rank holds of it. ``values``, in the flat order, take the
     place of the parameters.
     """

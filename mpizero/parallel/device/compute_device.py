@@ -1,11 +1,11 @@
-"""Where a rank computes: on the host, where parameters lie, or on a card, with copies between the two.
+"""Where a rank computes: on the host, where parameters lie, or on a GPU, with copies between the two.
 
-[Note: a card's step] Parameters and gradient sums stay on the host, in the same memory and by the same code whatever
-computes. A unit's parameters are copied to the card, its blocks run there, and the gradient of each micro-batch comes
-back as soon as its backward ends; the sums go to the card once more, for the update of this rank's ranges
-([Note: an update on a card]). A rank that is alone in its data group adds up and updates on its card, by the same tree,
+[Note: a GPU's step] Parameters and gradient sums stay on the host, in the same memory and by the same code whatever
+computes. A unit's parameters are copied to the GPU, its blocks run there, and the gradient of each micro-batch comes
+back as soon as its backward ends; the sums go to the GPU once more, for the update of this rank's ranges
+([Note: an update on a GPU]). A rank that is alone in its data group adds up and updates on its GPU, by the same tree,
 and the host takes values when somebody asks for them. So every strategy, layout and checkpoint is the host's, and
-results have the same bits on any number of ranks as far as a card's products repeat theirs.
+results have the same bits on any number of ranks as far as a GPU's products repeat theirs.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 from mpizero import optim
 from mpizero.comm import Communicator, CommunicatorGroup
-from mpizero.comm.group.device_p2p import CardCourier, CardGroup, DirectCourier, DirectGroup
+from mpizero.comm.group.device_p2p import GpuAwareLayerGroup, GpuAwareP2P, HostStagedGroup, HostStagedP2P
 from mpizero.comm.group.gpu_aware import prove
-from mpizero.comm.group.pipeline_p2p import Courier
+from mpizero.comm.group.pipeline_p2p import PipelineP2P
 from mpizero.errors import ConfigError
-from mpizero.kernels.device import Card, found, open_card
+from mpizero.kernels.device import Device, found, open_device
 from mpizero.layout import Unit
 from mpizero.parallel.config import ShardingConfig
-from mpizero.parallel.device.device_parameters import CardAllocator, CardMirror, UnitGradients
-from mpizero.parallel.device.device_update import CardUpdater, StagedUpdater
+from mpizero.parallel.device.device_parameters import DeviceAllocator, DeviceParameters, UnitGradients
+from mpizero.parallel.device.device_update import DeviceUpdater, StagedUpdater
 from mpizero.parallel.gradients.wave_buffer import Allocator, Job
 from mpizero.parallel.optimizer.sharded_update import Updater
 from mpizero.parallel.parameters.allocator import Memory
@@ -32,17 +32,17 @@ from mpizero.sampletree import as_arrays, leaves_of, map_leaves
 from mpizero.types import Group
 
 
-class Workplace:
-    """The host: nothing needs to be copied. :class:`CardWorkplace` overrides what does."""
+class ComputeDevice:
+    """The host: nothing needs to be copied. :class:`CudaComputeDevice` overrides what does."""
 
     #: Whether every block's end is told, so that its gradients are looked at, and perhaps sent, as soon as they are
-    #: there; on a card each look is a wait for it.
+    #: there; on a GPU each look is a wait for it.
     tells_blocks = True
 
-    #: Whether gradients stay on this rank's card, in rows: no other rank adds to them.
+    #: Whether gradients stay on this rank's GPU, in rows: no other rank adds to them.
     keeps_gradients = False
-    #: The number of the card, where there is one.
-    card_number: int | None = None
+    #: The number of the GPU, where there is one.
+    device_number: int | None = None
 
     def share_gradients(self, ranks: int) -> None:
         """Be told how many ranks add up gradients; before anything below is asked for. Not collective."""
@@ -69,9 +69,9 @@ class Workplace:
         """Return a group whose methods take and return arrays as layers have them."""
         return group
 
-    def courier(self, comm: Communicator) -> Courier:
-        """Return a courier of such arrays between pipeline stages."""
-        return Courier(comm)
+    def pipeline_p2p(self, comm: Communicator) -> PipelineP2P:
+        """Return the messages of such arrays between pipeline stages."""
+        return PipelineP2P(comm)
 
     def describe(self) -> str:
         """Return what a line about a run ends with. Not collective."""
@@ -99,23 +99,23 @@ class Workplace:
         """Bring a unit's gradients, complete now, to ``host``."""
 
 
-class CardWorkplace(Workplace):
-    """A graphics card.
+class CudaComputeDevice(ComputeDevice):
+    """A GPU.
 
     Parameters
     ----------
-    card : Card
-        The card, open.
+    device : Device
+        The GPU, open.
     config : ShardingConfig
         Says what operands of products are rounded to, and where the optimizer runs.
     """
 
     tells_blocks = False
 
-    def __init__(self, card: Card, config: ShardingConfig) -> None:
-        self.card, self.config, self.sixteen = card, config, config.mixed_precision
-        self.card_number = card.number
-        self._mirror: CardMirror | None = None
+    def __init__(self, device: Device, config: ShardingConfig) -> None:
+        self.device, self.config, self.sixteen = device, config, config.mixed_precision
+        self.device_number = device.number
+        self._mirror: DeviceParameters | None = None
         self._found: str | None = None
 
     def share_gradients(self, ranks: int) -> None:
@@ -123,46 +123,46 @@ class CardWorkplace(Workplace):
         self.keeps_gradients = keeps_gradients_on_device(self.config, ranks)
 
     def allocator(self, memory: Memory) -> Allocator:
-        """Return the card's memory for gradients that stay there, else the host's. Not collective."""
-        return CardAllocator(self.card) if self.keeps_gradients else memory
+        """Return the GPU's memory for gradients that stay there, else the host's. Not collective."""
+        return DeviceAllocator(self.device) if self.keeps_gradients else memory
 
     def lender(self, store: ParameterStore) -> Lender:
-        """Return the mirror of ``store`` on the card; gradients of its units then have room there. Not collective."""
+        """Return the mirror of ``store`` on the GPU; gradients of its units then have room there. Not collective."""
         return self._mirror_of(store)
 
-    def _mirror_of(self, store: ParameterStore) -> CardMirror:
+    def _mirror_of(self, store: ParameterStore) -> DeviceParameters:
         if self._mirror is None or self._mirror.store is not store:
-            self._mirror = CardMirror(store, self.card, self.sixteen, fetches=not self.keeps_gradients)
+            self._mirror = DeviceParameters(store, self.device, self.sixteen, fetches=not self.keeps_gradients)
         return self._mirror
 
     def updater(
         self, optimizer: Any, store: ParameterStore, memory: Memory, *, replicated: bool, in_rows: bool
     ) -> Updater:
-        """Return an optimizer on the card, or on the host where it cannot or shall not be there. Not collective.
+        """Return an optimizer on the GPU, or on the host where it cannot or shall not be there. Not collective.
 
         Raises
         ------
         ConfigError
-            If ``optimizer_device`` asks for the card, and the optimizer is the user's own.
+            If ``optimizer_device`` asks for the GPU, and the optimizer is the user's own.
         """
         adapted = optim.adapt(optimizer)
-        if not updates_on_card(self.config, adapted):
+        if not updates_on_device(self.config, adapted):
             return super().updater(adapted, store, memory, replicated=replicated, in_rows=in_rows)
-        kind = CardUpdater if self.keeps_gradients else StagedUpdater
+        kind = DeviceUpdater if self.keeps_gradients else StagedUpdater
         return kind(adapted, store, memory, self._mirror_of(store), replicated=replicated, in_rows=in_rows)
 
     def held(self) -> dict[str, int]:
-        """Return the bytes of model state on the card, by kind. Not collective."""
-        return {kind: nbytes for kind, nbytes in sorted(self.card.held.items()) if nbytes}
+        """Return the bytes of model state on the GPU, by kind. Not collective."""
+        return {kind: nbytes for kind, nbytes in sorted(self.device.held.items()) if nbytes}
 
     def group(self, group: Group) -> Group:
-        """Return the group, which takes and returns arrays of the card.
+        """Return the group, which takes and returns arrays of the GPU.
 
-        Collective over ``config.comm`` the first time, as :meth:`courier` is: all ranks split a model alike.
+        Collective over ``config.comm`` the first time, as :meth:`pipeline_p2p` is: all ranks split a model alike.
         """
         if isinstance(group, CommunicatorGroup) and not self._indirect:
-            return DirectGroup(group, self.card)
-        return CardGroup(group, self.card)
+            return GpuAwareLayerGroup(group, self.device)
+        return HostStagedGroup(group, self.device)
 
     @property
     def _indirect(self) -> str:
@@ -174,49 +174,49 @@ class CardWorkplace(Workplace):
         if self._found is None:
             self._found = "direct_messages = false"
             if self.config.direct_messages:
-                self._found = prove(self.config.communicator, lambda: self.card)
+                self._found = prove(self.config.communicator, lambda: self.device)
         return self._found
 
-    def courier(self, comm: Communicator) -> Courier:
-        """Return a courier of arrays of the card. Collective over ``config.comm`` the first time."""
-        return CardCourier(comm, self.card) if self._indirect else DirectCourier(comm, self.card)
+    def pipeline_p2p(self, comm: Communicator) -> PipelineP2P:
+        """Return the messages of GPU arrays between pipeline stages. Collective over ``config.comm`` the first time."""
+        return HostStagedP2P(comm, self.device) if self._indirect else GpuAwareP2P(comm, self.device)
 
     def describe(self) -> str:
-        """Name this rank's card. Not collective."""
+        """Name this rank's GPU. Not collective."""
         products = "" if self.sixteen is None else f", products in {self.sixteen}"
         told = "" if self._found is None else f", messages go {self._path}"
-        return f"; layers compute on cards, here number {self.card.number} ({self.card.name}){products}{told}"
+        return f"; layers compute on GPUs, here number {self.device.number} ({self.device.name}){products}{told}"
 
     @property
     def _path(self) -> str:
-        return f"through the host ({self._indirect})" if self._indirect else "from card to card"
+        return f"through the host ({self._indirect})" if self._indirect else "from GPU to GPU"
 
     def check_batch(self, x: Any, y: Any) -> None:
         """Raise :class:`DataError` unless ``x`` and ``y`` are arrays of numbers. Not collective."""
         for values in (x, y):
             for leaf in leaves_of(as_arrays(values)):
-                self.card.check(leaf)
+                self.device.check(leaf)
 
     def put(self, values: Any) -> Any:
-        """Copy an array, or those of a tree, to the card. Not collective."""
-        return map_leaves(self.card.put, values)
+        """Copy an array, or those of a tree, to the GPU. Not collective."""
+        return map_leaves(self.device.put, values)
 
     def put_job(self, job: Job) -> Job:
-        """Copy a job's samples to the card. Not collective."""
+        """Copy a job's samples to the GPU. Not collective."""
         if job.grain is None:
             return job
         put = tuple((self.put(x), self.put(y), first) for x, y, first in job.grain.micro_batches)
         return job._replace(grain=job.grain._replace(micro_batches=put))
 
     def target(self, unit: Unit, host: Any) -> Any:
-        """Return views of the card's buffer for one unit, or ``host``, which are on the card if the rank is alone.
+        """Return views of the GPU's buffer for one unit, or ``host``, which are on the GPU if the rank is alone.
 
         Not collective.
         """
         return host if self._fetched is None else self._fetched.views(unit)
 
     def done(self, unit: Unit, host: Any) -> None:
-        """Copy a unit's gradients from the card, unless they stay there. Not collective."""
+        """Copy a unit's gradients from the GPU, unless they stay there. Not collective."""
         if self._fetched is not None:
             self._fetched.fetch(unit, host)
 
@@ -226,13 +226,13 @@ class CardWorkplace(Workplace):
         return self._mirror.gradients
 
 
-def updates_on_card(config: ShardingConfig, optimizer: Any) -> bool:
-    """Tell whether an optimizer (of :func:`mpizero.optim.adapt`) keeps its state and runs on a card. Not collective.
+def updates_on_device(config: ShardingConfig, optimizer: Any) -> bool:
+    """Tell whether an optimizer (of :func:`mpizero.optim.adapt`) keeps its state and runs on a GPU. Not collective.
 
     Raises
     ------
     ConfigError
-        If ``optimizer_device`` asks for the card, and the optimizer is the user's own.
+        If ``optimizer_device`` asks for the GPU, and the optimizer is the user's own.
     """
     if config.device == "cpu" or config.optimizer_device == "cpu":
         return False
@@ -240,37 +240,37 @@ def updates_on_card(config: ShardingConfig, optimizer: Any) -> bool:
     if not own and config.optimizer_device is not None:
         raise ConfigError(
             f"optimizer_device={config.optimizer_device!r}: {optimizer.name}.update works on arrays of the host, only "
-            "the library's optimizers run on a card: leave optimizer_device out"
+            "the library's optimizers run on a GPU: leave optimizer_device out"
         )
     return own
 
 
-def open_workplace(config: ShardingConfig, block_model: bool, card: int | None = None) -> Workplace:
-    """Return the host, or this rank's card: the ranks of a node take its cards in turn, unless ``card`` says which.
+def open_compute_device(config: ShardingConfig, block_model: bool, device: int | None = None) -> ComputeDevice:
+    """Return the host, or this rank's GPU: the ranks of a node take its GPUs in turn, unless ``device`` says which.
 
     Collective over ``config.comm``.
 
     Raises
     ------
     ConfigError
-        On every rank, if one has no card, naming it and the way out; or if the model, no model of blocks, has layers of
-        its own that the card knows nothing of.
+        On every rank, if one has no GPU, naming it and the way out; or if the model, no model of blocks, has layers of
+        its own that the GPU knows nothing of.
     """
     if config.device == "cpu":
-        return Workplace()
+        return ComputeDevice()
     if not block_model:
         raise ConfigError(
             f"device={config.device!r} needs a model of blocks: a black box computes where its function does, so train "
-            'it with device = "cpu" and let the function use the card'
+            'it with device = "cpu" and let the function use the GPU'
         )
     comm = config.communicator
-    with comm.split_node(name="cards") as node:
-        place = node.rank if card is None else card
-    reasons = comm.allgather_object(found()[1], "cards")
+    with comm.split_node(name="devices") as node:
+        place = node.rank if device is None else device
+    reasons = comm.allgather_object(found()[1], "devices")
     without = [rank for rank, reason in enumerate(reasons) if reason]
     if without:
         raise ConfigError(
-            f'device = "cuda": rank {without[0]} of {comm.size} has no card to train on: {reasons[without[0]]}, or '
+            f'device = "cuda": rank {without[0]} of {comm.size} has no GPU to train on: {reasons[without[0]]}, or '
             'train with device = "cpu"'
         )
-    return CardWorkplace(open_card(place), config)
+    return CudaComputeDevice(open_device(place), config)

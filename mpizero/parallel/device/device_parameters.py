@@ -1,4 +1,4 @@
-"""A card's copies of what layers need of the host: parameters, and room for the gradients of a unit."""
+"""A GPU's copies of what layers need of the host: parameters, and room for the gradients of a unit."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from typing import Any
 import numpy as np
 
 from mpizero.errors import ConfigError
-from mpizero.kernels.device import Card
+from mpizero.kernels.device import Device
 from mpizero.layout import FlatLayout, Unit
 from mpizero.layout.flat import views
 from mpizero.parallel.gradients.unwritten_gradients import LentGradients
 from mpizero.parallel.parameters.store import ParameterStore, flat_names
 from mpizero.types import Array
 
-#: Elements between the starts of two gradients on a card: products into them are then aligned as the BLAS likes it.
+#: Elements between the starts of two gradients on a GPU: products into them are then aligned as the BLAS likes it.
 ALIGNED = 64
 
 
-class CardAllocator:
-    """Gives the gradients of a rank that is alone in its data group their place on its card, and counts them there."""
+class DeviceAllocator:
+    """Gives the gradients of a rank that is alone in its data group their place on its GPU, and counts them there."""
 
-    def __init__(self, card: Card) -> None:
-        self.card = card
+    def __init__(self, device: Device) -> None:
+        self.device = device
 
     def private(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
-        """Return a zeroed array of the card. Not collective."""
+        """Return a zeroed array of the GPU. Not collective."""
         sizes = shape if isinstance(shape, tuple) else (shape,)
-        array = self.card.keep(kind, prod(sizes), dtype)
+        array = self.device.keep(kind, prod(sizes), dtype)
         array[:] = 0
         return array.reshape(sizes)
 
     def release(self, kind: str, array: Array) -> None:
         """Stop counting an array that its owner drops. Not collective."""
-        self.card.release(kind, array)
+        self.device.release(kind, array)
 
     def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
-        """Return zeroed arrays of the card. Not collective."""
+        """Return zeroed arrays of the GPU. Not collective."""
         return tuple(self.private(kind, shape, dtype) for shape in shapes)
 
     def free_shared(self, kind: str, arrays: Sequence[Array]) -> None:
@@ -48,52 +48,52 @@ class CardAllocator:
             self.release(kind, array)
 
 
-class CardMirror:
-    """The parameters of a store on a card: all of them, or a unit's at a time where the store is sharded.
+class DeviceParameters:
+    """The parameters of a store on a GPU: all of them, or a unit's at a time where the store is sharded.
 
     Parameters
     ----------
     store : ParameterStore
         The parameters.
-    card : Card
-        The card.
+    device : Device
+        The GPU.
     sixteen : str or None
         What operands of products are rounded to.
     fetches : bool
         Whether a unit's gradients need a place here from which they go to the host.
     """
 
-    def __init__(self, store: ParameterStore, card: Card, sixteen: str | None, *, fetches: bool) -> None:
-        self.store, self.card, self.sixteen = store, card, sixteen
+    def __init__(self, store: ParameterStore, device: Device, sixteen: str | None, *, fetches: bool) -> None:
+        self.store, self.device, self.sixteen = store, device, sixteen
         if sixteen is not None and store.dtype != np.float32:
             raise ConfigError(
                 f"mixed_precision={sixteen!r} needs a model in float32, this one is in {store.dtype}: its "
                 'master weights are float32 (dtype = "float32"), or leave mixed_precision out'
             )
         self.layout, self.timeline = store.layout, store.timeline
-        self.gradients = UnitGradients(store.layout, store.dtype, card) if fetches else None
+        self.gradients = UnitGradients(store.layout, store.dtype, device) if fetches else None
         size = self.layout.largest_gathered if store.sharded else store.layout.size
-        self._values = card.keep("parameters", size, store.dtype)
+        self._values = device.keep("parameters", size, store.dtype)
         self._views: dict[int, dict[str, Any]] = {}
         self._version = 0
 
     @contextmanager
     def unit(self, unit: Unit, following: Unit | None = None, *, by_block: bool = False) -> Iterator[dict[str, Any]]:
-        """Lend views of a unit's parameters on the card. Collective over the data group if sharded.
+        """Lend views of a unit's parameters on the GPU. Collective over the data group if sharded.
 
-        ``by_block`` changes nothing: what goes to the card must be here.
+        ``by_block`` changes nothing: what goes to the GPU must be here.
         """
         with self.store.unit(unit, following) if self.store.sharded else nullcontext():
             begun = self.timeline.begin()
             if self.store.sharded:
                 values = self.store.lent(unit)
-                self.card.write(self._values[: values.size], values)
+                self.device.write(self._values[: values.size], values)
             else:
                 self.current()
-            self.timeline.end("publication", "card", begun)
+            self.timeline.end("publication", "device", begun)
             if unit.index not in self._views:
                 self._views[unit.index] = self.store.unit_views(unit, self._values)
-            with self.card.multiplying_in(self.sixteen):
+            with self.device.multiplying_in(self.sixteen):
                 yield self._views[unit.index]
 
     def settle(self) -> None:
@@ -106,12 +106,12 @@ class CardMirror:
         return not self.store.sharded
 
     def current(self) -> Array:
-        """Return all parameters on the card, as they are on the host now; only where it is ``whole``.
+        """Return all parameters on the GPU, as they are on the host now; only where it is ``whole``.
 
         Collective over the data group where published values are still on their way.
         """
         if self._version != self.store.version:
-            self.card.write(self._values, self.store.values)
+            self.device.write(self._values, self.store.values)
             self._version = self.store.version
         return self._values
 
@@ -127,16 +127,16 @@ class CardMirror:
             self.store.lie_elsewhere(self._read)
 
     def _read(self, host: Array) -> None:
-        self.card.read(self._values, [(0, host)])
+        self.device.read(self._values, [(0, host)])
 
 
 class UnitGradients:
-    """One unit's gradients on a card: computed there, then copied to the host, before the next unit's."""
+    """One unit's gradients on a GPU: computed there, then copied to the host, before the next unit's."""
 
-    def __init__(self, layout: FlatLayout, dtype: Any, card: Card) -> None:
-        self.card = card
+    def __init__(self, layout: FlatLayout, dtype: Any, device: Device) -> None:
+        self.device = device
         self._places = {unit.index: gradient_places(unit) for unit in layout.units}
-        self._buffer = card.keep("gradients", max((size for _, size in self._places.values()), default=0), dtype)
+        self._buffer = device.keep("gradients", max((size for _, size in self._places.values()), default=0), dtype)
         self._views: dict[int, dict[str, Any]] = {}
 
     def views(self, unit: Unit) -> dict[str, Any]:
@@ -168,11 +168,11 @@ class UnitGradients:
             for name, array in flat_names(tree)
             if (block, name) not in frozen
         ]
-        self.card.read(self._buffer[:size], sorted(targets, key=lambda target: target[0]))
+        self.device.read(self._buffer[:size], sorted(targets, key=lambda target: target[0]))
 
 
 def gradient_places(unit: Unit) -> tuple[dict[tuple[str, str], int], int]:
-    """Return where the gradient of each of a unit's entries starts on a card, and the size of them all.
+    """Return where the gradient of each of a unit's entries starts on a GPU, and the size of them all.
 
     Not collective.
     """

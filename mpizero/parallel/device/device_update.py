@@ -1,13 +1,13 @@
-"""An optimizer's pass on a card, where its state lies.
+"""An optimizer's pass on a GPU, where its state lies.
 
-Gradients of a rank that is alone in its data group are on the card themselves (:class:`CardUpdater`): the host's pass
-runs on the card's arrays, and nothing is copied. Those of other ranks come from the host (:class:`StagedUpdater`).
+Gradients of a rank that is alone in its data group are on the GPU themselves (:class:`DeviceUpdater`): the host's pass
+runs on the GPU's arrays, and nothing is copied. Those of other ranks come from the host (:class:`StagedUpdater`).
 
-[Note: an update on a card] What a rank updates is one range in the order of its optimizer state. Block by block, each
-as long as the pinned buffer, gradients are summed, or copied, into that buffer and sent, the card's kernels run, and
-the updated parameters are read into the window that the node shares. Where the card has a copy of all parameters,
+[Note: an update on a GPU] What a rank updates is one range in the order of its optimizer state. Block by block, each
+as long as the pinned buffer, gradients are summed, or copied, into that buffer and sent, the GPU's kernels run, and
+the updated parameters are read into the window that the node shares. Where the GPU has a copy of all parameters,
 values are updated in that copy; the shard of a sharded store passes through a block of its own. Kernels work element by
-element, so blocks and shards change no bit; they round as the card does, which may contract a product and a sum.
+element, so blocks and shards change no bit; they round as the GPU does, which may contract a product and a sum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.kernels import pool
-from mpizero.kernels.device import STAGING, Card, Fill, Source, copied
+from mpizero.kernels.device import STAGING, Device, Fill, Source, copied
 from mpizero.parallel.optimizer.sharded_update import Updater
 from mpizero.parallel.optimizer.tied_parameters import home_of
 from mpizero.parallel.parameters.allocator import Memory
@@ -29,14 +29,14 @@ from mpizero.parallel.parameters.shards import UpdatePiece, UpdateRun
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.types import Array
 
-#: A rank uses its card in the thread that has opened it; the threads of a rank share the host's work only.
+#: A rank uses its GPU in the thread that has opened it; the threads of a rank share the host's work only.
 _ONE_THREAD = 1
 
 
 class Mirror(Protocol):
-    """A card's copy of parameters."""
+    """A GPU's copy of parameters."""
 
-    card: Card
+    device: Device
 
     @property
     def whole(self) -> bool:
@@ -67,8 +67,8 @@ class _Cut(NamedTuple):
         return self.of.store + self.first
 
 
-class CardUpdater(Updater):
-    """One of the library's optimizers with state and gradients on a card: the host's pass runs on the card's arrays.
+class DeviceUpdater(Updater):
+    """One of the library's optimizers with state and gradients on a GPU: the host's pass runs on the GPU's arrays.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class CardUpdater(Updater):
     memory : Memory
         Counts what is on the host.
     mirror : Mirror
-        The card's copy of ``store``.
+        The GPU's copy of ``store``.
     replicated, in_rows : bool
         As for :class:`Updater`.
     """
@@ -94,30 +94,30 @@ class CardUpdater(Updater):
         replicated: bool,
         in_rows: bool,
     ) -> None:
-        self.mirror, self.card = mirror, mirror.card
+        self.mirror, self.device = mirror, mirror.device
         super().__init__(optimizer, store, memory, replicated=replicated, in_rows=in_rows)
 
     def _new_state(self) -> Array:
-        state = self.card.keep("optimizer state", self.size, self.dtype)
+        state = self.device.keep("optimizer state", self.size, self.dtype)
         state[:] = 0
         return state
 
     def release(self) -> None:
         """Stop counting what is dropped. Not collective."""
         for array in self.state.values():
-            self.card.release("optimizer state", array)
+            self.device.release("optimizer state", array)
 
     def host_state(self, *, fetch: bool = True) -> dict[str, Array]:
         """Return a copy of the state on the host, of undefined contents with ``fetch=False``. Not collective."""
         host = {slot: np.empty(self.size, self.dtype) for slot in self.state}
         for slot, values in host.items() if fetch else ():
-            self.card.read(self.state[slot], [(0, values)])
+            self.device.read(self.state[slot], [(0, values)])
         return host
 
     def take_state(self, host: Mapping[str, Array]) -> None:
-        """Copy a state to the card. Not collective."""
+        """Copy a state to the GPU. Not collective."""
         for slot, values in host.items():
-            self.card.write(self.state[slot], values)
+            self.device.write(self.state[slot], values)
 
     def update_fused(self, rows: Array, program: Array, divisor: Array, out: Array, threads: int) -> None:
         """Sum, divide and update as the host does. Collective for optimizers that need norms."""
@@ -130,32 +130,32 @@ class CardUpdater(Updater):
         self.mirror.updated(on_host=False)
 
     def where_used(self, reduced: Array) -> Array:
-        """Return the reduced gradient on the card. Not collective."""
-        return self.card.put(reduced)
+        """Return the reduced gradient on the GPU. Not collective."""
+        return self.device.put(reduced)
 
     def _placed(self, scalars: Array) -> Array:
-        return self.card.put(scalars)
+        return self.device.put(scalars)
 
     def _parameters(self) -> Array:
         return self.mirror.current()
 
 
-class StagedUpdater(CardUpdater):
-    """State on a card, gradients on the host: they pass through buffers on the card, block by block."""
+class StagedUpdater(DeviceUpdater):
+    """State on a GPU, gradients on the host: they pass through buffers on the GPU, block by block."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         gradient, weights = buffer_sizes(
             self.size, self.dtype.itemsize, norms=self.optimizer.needs_tensor_norms, whole=self.mirror.whole
         )
-        self._gradient = self.card.keep("buffers", gradient, self.dtype)
-        self._weights = self.card.keep("buffers", weights, self.dtype)
+        self._gradient = self.device.keep("buffers", gradient, self.dtype)
+        self._weights = self.device.keep("buffers", weights, self.dtype)
 
     def release(self) -> None:
         """Stop counting what is dropped. Not collective."""
         super().release()
         for buffer in (self._gradient, self._weights):
-            self.card.release("buffers", buffer)
+            self.device.release("buffers", buffer)
 
     def where_used(self, reduced: Array) -> Array:
         """Return the reduced gradient on the host. Not collective."""
@@ -164,7 +164,7 @@ class StagedUpdater(CardUpdater):
     # ------------------------------------------------------------------ updates
 
     def update_fused(self, rows: Array, program: Array, divisor: Array, out: Array, threads: int) -> None:
-        """Sum and divide on the way to the card, and update there; ``out`` is left as it is.
+        """Sum and divide on the way to the GPU, and update there; ``out`` is left as it is.
 
         Collective for optimizers that need norms.
         """
@@ -197,7 +197,7 @@ class StagedUpdater(CardUpdater):
             base = 0 if norms else first  # directions are kept, all of them, until their norms are known
             size = sum(cut.size for cut in cuts)
             gradient = self._gradient[first - base : first - base + size]
-            self.card.send(gradient, [Source(cut.state - first, cut.size, _from(fills[cut.of], cut)) for cut in cuts])
+            self.device.send(gradient, [Source(cut.state - first, cut.size, _from(fills[cut.of], cut)) for cut in cuts])
             with self._lent(first, cuts, changed=not norms) as weights:
                 for cut, w in zip(cuts, weights, strict=True):
                     g = gradient[cut.state - first : cut.state - first + cut.size]
@@ -210,7 +210,7 @@ class StagedUpdater(CardUpdater):
         self._made()
 
     def _apply_kept_directions(self, hypers: dict[int, Array]) -> None:
-        """LAMB's second half, as :meth:`Updater._apply_directions`, with all directions on the card. Collective."""
+        """LAMB's second half, as :meth:`Updater._apply_directions`, with all directions on the GPU. Collective."""
         own = self.trees.own
         held = self.mirror.current() if self.mirror.whole else self.store.values
         weights = self._square_sums(held, [piece.store for piece in own])
@@ -239,21 +239,21 @@ class StagedUpdater(CardUpdater):
 
     @contextmanager
     def _lent(self, first: int, cuts: Sequence[_Cut], *, changed: bool) -> Iterator[list[Array]]:
-        """Lend the parameters of a block's cuts on the card; what was ``changed`` goes to the host at the end."""
+        """Lend the parameters of a block's cuts on the GPU; what was ``changed`` goes to the host at the end."""
         host = [self.store.values[cut.store : cut.store + cut.size] for cut in cuts]
         if self.mirror.whole:
             source, starts = self.mirror.current(), [cut.store for cut in cuts]
         else:
             source, starts = self._weights[: sum(cut.size for cut in cuts)], [cut.state - first for cut in cuts]
             places = zip(starts, host, strict=True)
-            self.card.send(source, [Source(start, values.size, copied(values)) for start, values in places])
+            self.device.send(source, [Source(start, values.size, copied(values)) for start, values in places])
         yield [source[start : start + cut.size] for start, cut in zip(starts, cuts, strict=True)]
         if changed:
-            self.card.read(source, sorted(zip(starts, host, strict=True), key=lambda target: target[0]))
+            self.device.read(source, sorted(zip(starts, host, strict=True), key=lambda target: target[0]))
 
 
 def buffer_sizes(size: int, itemsize: int, *, norms: bool, whole: bool) -> tuple[int, int]:
-    """Return the elements of a card's buffers for the gradients and the parameters of a rank that updates ``size``.
+    """Return the elements of a GPU's buffers for the gradients and the parameters of a rank that updates ``size``.
 
     Not collective.
 
@@ -264,7 +264,7 @@ def buffer_sizes(size: int, itemsize: int, *, norms: bool, whole: bool) -> tuple
     norms : bool
         Whether the optimizer needs norms of its directions, so that all of them are kept.
     whole : bool
-        Whether the card has a copy of all parameters.
+        Whether the GPU has a copy of all parameters.
     """
     block = min(size, STAGING // itemsize)
     return size if norms else block, 0 if whole else block

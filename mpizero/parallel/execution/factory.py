@@ -20,13 +20,13 @@ def make_runner(engine: Engine) -> Runner:
     kinds: Any = {
         "counts": grid.here.tensor == 0,  # tensor ranks find the same losses
         "agreeable": agreeable_errors(grid),
-        "workplace": engine.workplace,
+        "compute_device": engine.compute_device,
     }
     if not engine.block_model:
         return SequentialRunner(BlackBoxEvaluator(stage.model, engine.store), scalars, stage, **kinds)
     always = "gradients" in guard.current().debug
     kinds["marks"] = WriteCheck(stage.model.blocks, scalars.frozen, always=always)
-    lender = engine.workplace.lender(engine.store)
+    lender = engine.compute_device.lender(engine.store)
     if grid.pipeline.size > 1:
         return PipelineRunner(stage, lender, grid.pipeline, scalars, scale, **kinds)
     return SequentialRunner(BlockEvaluator(stage.model, lender, scale, stage.run_on), scalars, stage, **kinds)

@@ -22,7 +22,7 @@ from mpizero.kernels import to_host
 from mpizero.layout import Instruction, Schedule, build_schedule
 from mpizero.nn.located import located
 from mpizero.parallel.batch.step_scalars import GrainScalars
-from mpizero.parallel.device.compute_device import Workplace
+from mpizero.parallel.device.compute_device import ComputeDevice
 from mpizero.parallel.execution.evaluators import with_next
 from mpizero.parallel.execution.sequential import RunOf, WatchedJob
 from mpizero.parallel.gradients.unwritten_gradients import WriteCheck
@@ -71,7 +71,7 @@ class PipelineRunner:
         Whether the losses of the last chunk, if it is here, are those that count.
     agreeable : tuple of type
         The errors of layers that can wait until all ranks agree; see :func:`agreeable_errors`.
-    workplace : Workplace, optional
+    compute_device : ComputeDevice, optional
         Where the layers compute; the host unless given.
     marks : WriteCheck, optional
         Looks whether layers write their gradients.
@@ -87,14 +87,14 @@ class PipelineRunner:
         *,
         counts: bool = True,
         agreeable: tuple[type[Exception], ...] = (Exception,),
-        workplace: Workplace | None = None,
+        compute_device: ComputeDevice | None = None,
         marks: WriteCheck | None = None,
     ) -> None:
         self.stage, self.store, self.comm, self.scalars = stage, store, comm, scalars
         self.loss_scale, self.counts, self.agreeable = loss_scale, counts, agreeable
         self.criterion, self.marks = stage.model.loss, marks
-        self.workplace = workplace or Workplace()
-        self.courier = self.workplace.courier(comm)
+        self.compute_device = compute_device or ComputeDevice()
+        self.pipeline_p2p = self.compute_device.pipeline_p2p(comm)
         self.stage_of = stage.spread.chunks
         self.units = {chunk: self.store.layout.units_of(stage.cuts[chunk]) for chunk in stage.chunks}
         self.most_caches = 0
@@ -112,7 +112,7 @@ class PipelineRunner:
         """Do all jobs, forward and backward. Collective over the pipeline, and the data group if sharded."""
         self._flights = {}
         self.ready()  # stages wait for each other in ways that ranks of a node must not
-        watched = [WatchedJob(job, self.scalars, self.store.timeline, self.workplace, self.marks) for job in jobs]
+        watched = [WatchedJob(job, self.scalars, self.store.timeline, self.compute_device, self.marks) for job in jobs]
         if not jobs:
             return
         # What a schedule pads is absent on every stage and every replica: nothing of it needs to be done.
@@ -123,8 +123,8 @@ class PipelineRunner:
             begun = self.store.timeline.begin()
             self._execute(instruction, watched[instruction.micro], run_of)
             self.store.timeline.end("schedule", instruction, begun)
-            self.courier.progress()
-        self.courier.finish()
+            self.pipeline_p2p.progress()
+        self.pipeline_p2p.finish()
         if self.marks is not None:
             self.marks.end(failed=self.scalars.error is not None)
 
@@ -173,7 +173,7 @@ class PipelineRunner:
         """Take a chunk's input, run it, send its output on; return the output, None if the flight failed."""
         value = x
         if chunk > 0:
-            value = self.courier.receive(Route("forward", chunk), micro, key_of(x), self.stage_of[chunk - 1])
+            value = self.pipeline_p2p.receive(Route("forward", chunk), micro, key_of(x), self.stage_of[chunk - 1])
             flight.failed = value is None
         for unit, following in with_next(self.units[chunk]):
             with self.store.unit(unit, following) as params, self._computing(flight) as working:
@@ -189,8 +189,8 @@ class PipelineRunner:
         """Send what a chunk computed of ``x``, or that it failed."""
         with self._computing(flight) as working:
             if working:
-                self.courier.check(route, key_of(x), value)
-        self.courier.send(route, micro, key_of(x), peer, None if flight.failed else value)
+                self.pipeline_p2p.check(route, key_of(x), value)
+        self.pipeline_p2p.send(route, micro, key_of(x), peer, None if flight.failed else value)
 
     def _backward(self, chunk: int, micro: int, watched: WatchedJob) -> None:
         """Run both halves of a chunk's backward pass, unit by unit."""
@@ -236,7 +236,7 @@ class PipelineRunner:
         flight, d = self._flights[chunk, micro], None
         if chunk < len(self.stage_of) - 1:
             key = key_of(self._samples(watched)[0])
-            d = self.courier.receive(Route("backward", chunk), micro, key, self.stage_of[chunk + 1])
+            d = self.pipeline_p2p.receive(Route("backward", chunk), micro, key, self.stage_of[chunk + 1])
             flight.failed = flight.failed or d is None
             return flight, d
         with self._computing(flight) as working:
@@ -292,10 +292,10 @@ class PipelineRunner:
     def predict(self, x: Any) -> Any:
         """Return the prediction for this rank's ``x``, the same for all stages. Collective over the pipeline."""
         errors: list[Exception] = []
-        own = None if x is None else self.workplace.put(self.stage.own_places(as_arrays(x)))
+        own = None if x is None else self.compute_device.put(self.stage.own_places(as_arrays(x)))
         value = self._forward_only(own, EVALUATE, errors.append)
         with all_ranks(self.comm, "predict"):  # so everything that was sent has arrived
-            self.courier.finish()
+            self.pipeline_p2p.finish()
             if errors:
                 raise errors[0]
         if x is None:
@@ -313,7 +313,7 @@ class PipelineRunner:
 
         Collective over the pipeline. What a layer raises goes to the scalars.
         """
-        x, y = self.workplace.put(x), self.workplace.put(y)
+        x, y = self.compute_device.put(x), self.compute_device.put(y)
         value = self._forward_only(x, run, self.scalars.fail)
         if x is None or value is None or not self.stage.is_last:
             return 0.0, 0.0, None
@@ -334,7 +334,7 @@ class PipelineRunner:
         value, run = None, self.stage.run_on(x, run)
         for chunk in self.stage.chunks:
             value = self._pass_forward(chunk, -self._predicted, x, run, _Flight(fail))
-        self.courier.progress()
+        self.pipeline_p2p.progress()
         return value
 
     @contextmanager
@@ -356,6 +356,6 @@ class PipelineRunner:
         key = key_of(job.grain.micro_batches[job.number][0])
         chunk = instruction.chunk
         if instruction.kind == "forward" and chunk > 0:
-            self.courier.post(Route("forward", chunk), instruction.micro, key, self.stage_of[chunk - 1])
+            self.pipeline_p2p.post(Route("forward", chunk), instruction.micro, key, self.stage_of[chunk - 1])
         elif instruction.kind in _BACKWARD_KINDS and chunk < len(self.stage_of) - 1:
-            self.courier.post(Route("backward", chunk), instruction.micro, key, self.stage_of[chunk + 1])
+            self.pipeline_p2p.post(Route("backward", chunk), instruction.micro, key, self.stage_of[chunk + 1])

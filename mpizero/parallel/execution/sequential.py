@@ -12,7 +12,7 @@ from mpizero.errors import DataError
 from mpizero.kernels import all_finite, to_host
 from mpizero.layout import Unit
 from mpizero.parallel.batch.step_scalars import GrainScalars
-from mpizero.parallel.device.compute_device import Workplace
+from mpizero.parallel.device.compute_device import ComputeDevice
 from mpizero.parallel.execution.evaluators import Evaluator
 from mpizero.parallel.gradients.unwritten_gradients import WriteCheck
 from mpizero.parallel.gradients.wave_buffer import Job
@@ -64,10 +64,15 @@ class WatchedJob:
     """
 
     def __init__(
-        self, job: Job, scalars: GrainScalars, timeline: Timeline, workplace: Workplace, marks: WriteCheck | None
+        self,
+        job: Job,
+        scalars: GrainScalars,
+        timeline: Timeline,
+        compute_device: ComputeDevice,
+        marks: WriteCheck | None,
     ) -> None:
-        self.job, self.scalars, self.timeline = workplace.put_job(job), scalars, timeline
-        self.workplace = workplace
+        self.job, self.scalars, self.timeline = compute_device.put_job(job), scalars, timeline
+        self.compute_device = compute_device
         self._marks = marks if marks is not None and marks.on else None
         self._written: dict[int, Any] = {}
         self._checked: set[str] = set()
@@ -75,7 +80,7 @@ class WatchedJob:
     def target(self, unit: Unit) -> Any:
         """Lend the views that a unit's gradients are written to."""
         self._written[unit.index] = self.job.target(unit)
-        views = self.workplace.target(unit, self._written[unit.index])
+        views = self.compute_device.target(unit, self._written[unit.index])
         if self._marks is not None:
             self._marks.mark(views)
         return views
@@ -94,7 +99,7 @@ class WatchedJob:
         begun = self.timeline.begin()
         written = self._written.pop(unit.index, {})
         if written:
-            self.workplace.done(unit, written)
+            self.compute_device.done(unit, written)
         for block, views in reversed(written.items()):  # the last one came first
             if block not in self._checked:
                 self._check(unit, block, views)
@@ -131,7 +136,7 @@ class SequentialRunner:
         Whether the losses found here are those that count; of ranks that all find the same, one does.
     agreeable : tuple of type
         The errors of layers that can wait until all ranks agree; see :func:`agreeable_errors`.
-    workplace : Workplace, optional
+    compute_device : ComputeDevice, optional
         Where the evaluator computes; the host unless given.
     marks : WriteCheck, optional
         Looks whether layers write their gradients.
@@ -145,11 +150,11 @@ class SequentialRunner:
         *,
         counts: bool = True,
         agreeable: tuple[type[Exception], ...] = (Exception,),
-        workplace: Workplace | None = None,
+        compute_device: ComputeDevice | None = None,
         marks: WriteCheck | None = None,
     ) -> None:
         self.evaluator, self.scalars, self.stage = evaluator, scalars, stage
-        self.counts, self.agreeable, self.workplace = counts, agreeable, workplace or Workplace()
+        self.counts, self.agreeable, self.compute_device = counts, agreeable, compute_device or ComputeDevice()
         self.marks = marks
 
     def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
@@ -159,7 +164,7 @@ class SequentialRunner:
                 self.evaluator.absent(job.done)
             else:
                 timeline = self.evaluator.store.timeline
-                self._compute(WatchedJob(job, self.scalars, timeline, self.workplace, self.marks), run_of)
+                self._compute(WatchedJob(job, self.scalars, timeline, self.compute_device, self.marks), run_of)
         if self.marks is not None:
             self.marks.end(failed=self.scalars.error is not None)
         self.ready()  # what nobody here has read: others of the node may wait for it
@@ -169,7 +174,7 @@ class SequentialRunner:
         assert grain is not None
         x, y, _ = grain.micro_batches[number]
         try:
-            ended = watched.ended if self.workplace.tells_blocks else None
+            ended = watched.ended if self.compute_device.tells_blocks else None
             run = run_of(*grain.place(number))
             loss, weight = self.evaluator.gradients(x, y, run, watched.target, watched.done, ended)
             if self.counts:
@@ -185,13 +190,13 @@ class SequentialRunner:
 
     def predict(self, x: Any) -> Any:
         """Return the prediction for this rank's ``x``. Collective if sharded."""
-        own = None if x is None else self.workplace.put(self.stage.own_places(as_arrays(x)))
+        own = None if x is None else self.compute_device.put(self.stage.own_places(as_arrays(x)))
         prediction = self.evaluator.predict(own)
         return None if x is None else to_host(self.stage.whole_prediction(prediction))
 
     def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
         """Return loss sum, weight and prediction. Collective if sharded."""
-        loss, weight, prediction = self.evaluator.loss(self.workplace.put(x), self.workplace.put(y), run)
+        loss, weight, prediction = self.evaluator.loss(self.compute_device.put(x), self.compute_device.put(y), run)
         return loss, weight, None if prediction is None else to_host(self.stage.whole_scores(prediction))
 
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:

@@ -31,7 +31,7 @@ from mpizero.types import Array
 
 
 class Allocator(Protocol):
-    """What gives arrays and counts them: :class:`mpizero.parallel.parameters.allocator.Memory`, or a card."""
+    """What gives arrays and counts them: :class:`mpizero.parallel.parameters.allocator.Memory`, or a GPU."""
 
     def private(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
         """Return a zeroed array of this rank alone. Not collective."""

@@ -26,9 +26,9 @@ class LocalTraining(ParameterAccess):
     @recorded
     def become_local(self, every: int) -> None:
         """Train alone from now on, on private parameters, averaged every ``every`` steps; see LocalSGDOptimizer."""
-        values, card = self.get_parameters(), self.engine.workplace.card_number
+        values, device = self.get_parameters(), self.engine.compute_device.device_number
         self.engine.close()
-        self._engine = Engine(self._wrapped, self._config.replace(comm="self"), placement(self.strategy), card=card)
+        self._engine = Engine(self._wrapped, self._config.replace(comm="self"), placement(self.strategy), device=device)
         self._mean_every, self._pending = every, None
         self._update_local_shard_from_full(values)
 

@@ -40,8 +40,8 @@ class ModelMetadata:
         By kind: this rank's private arrays and its equal part of its node's windows. The kinds of ``formula_bytes``,
         "buffers" (gathered units, scratch for frozen gradients), and "exchange buffers" (messages; at most 4 MiB for
         float32, 6 with compression, 8 for float64, whatever the model's size).
-    bytes_on_card : dict of str to int
-        By kind: what this rank keeps on its card ("parameters", "gradients", "optimizer state", "buffers"); empty
+    bytes_on_device : dict of str to int
+        By kind: what this rank keeps on its GPU ("parameters", "gradients", "optimizer state", "buffers"); empty
         without one.
     bytes_on_node : dict of str to int
         By kind, windows and every rank's private arrays, if all ranks hold as much as this one.
@@ -68,7 +68,7 @@ class ModelMetadata:
     trainable_count: int
     held_count: int
     bytes_on_rank: dict[str, int]
-    bytes_on_card: dict[str, int]
+    bytes_on_device: dict[str, int]
     bytes_on_node: dict[str, int]
     formula_bytes: dict[str, float]
     peak_bytes: int
@@ -110,7 +110,7 @@ def describe(engine: Engine, config: ShardingConfig, bytes_sent: int, label: str
         trainable_count=_trainable(engine.whole.layout),
         held_count=engine.layout.size,
         bytes_on_rank=memory.kinds(),
-        bytes_on_card=engine.workplace.held(),
+        bytes_on_device=engine.compute_device.held(),
         bytes_on_node=per_node,
         formula_bytes=_formula(engine),
         peak_bytes=memory.peak_bytes,

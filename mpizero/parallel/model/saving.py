@@ -32,7 +32,7 @@ class Saving(ShardedCore):
     _unread = ""
 
     def checkpoint_arrays(self) -> list[LocalArray]:
-        """Return this rank's owned ranges of parameters and optimizer state, as views (of a copy of what a card holds).
+        """Return this rank's owned ranges of parameters and optimizer state, as views (of a copy of what a GPU holds).
 
         Not collective, except for a model that trains by local steps: the mean of the ranks' parameters, with the
         optimizer state of rank 0.
@@ -43,7 +43,7 @@ class Saving(ShardedCore):
         return self._written(model_state.local_arrays(self.engine, values=mean))
 
     def optimizer_arrays(self) -> list[LocalArray]:
-        """Return this rank's owned ranges of the optimizer state, as views (or of a card's copy). Not collective."""
+        """Return this rank's owned ranges of the optimizer state, as views (or of a GPU's copy). Not collective."""
         return self._written(model_state.local_arrays(self.engine, parameters=False))
 
     def checkpoint_attributes(self) -> dict[str, Any]:

@@ -162,7 +162,7 @@ class Updater:
             self.memory.release("optimizer state", array)
 
     def host_state(self, *, fetch: bool = True) -> dict[str, Array]:
-        """Return the state in arrays of the host: itself, or a copy where it lies on a card. Not collective.
+        """Return the state in arrays of the host: itself, or a copy where it lies on a GPU. Not collective.
 
         ``fetch=False`` leaves the contents of copies undefined, for who writes all of them.
         """

@@ -91,7 +91,7 @@ class TieExchange:
     def add(self, reduced: Array) -> None:
         """Put the sum of all uses where the pieces look for their gradient. Collective over the stages' data groups.
 
-        Of a gradient on a card, what belongs to the uses meets on the host.
+        Of a gradient on a GPU, what belongs to the uses meets on the host.
         """
         with_all = [(tie, *self._start(tie, reduced)) for tie in self.ties]
         for tie, arrived, requests in with_all:
@@ -158,7 +158,7 @@ class TieExchange:
 
 
 def _copied(values: Array) -> Array:
-    """Return a copy on the host of an array of the host or of a card."""
+    """Return a copy on the host of an array of the host or of a GPU."""
     copy: Array = values.copy() if isinstance(values, np.ndarray) else kernels.to_host(values)
     return copy
 

@@ -43,7 +43,7 @@ class _Lent(dict[str, Any]):
 
 
 class Lender(Protocol):
-    """Lends the parameters of units: a :class:`ParameterStore`, or its mirror on a card."""
+    """Lends the parameters of units: a :class:`ParameterStore`, or its mirror on a GPU."""
 
     layout: FlatLayout
     timeline: Timeline
@@ -66,7 +66,7 @@ class ParameterStore:
     for next is on its way to the other: it is begun when the first is complete on all ranks of the group, so nobody
     reads any more what stood in that place before. Every rank begins and takes the same units in the same order.
 
-    [Note: values elsewhere] A rank that is alone and trains on a card has newer values there than here. They are
+    [Note: values elsewhere] A rank that is alone and trains on a GPU has newer values there than here. They are
     brought when somebody asks for :attr:`values`, for a range to write, or for a unit.
 
     Parameters

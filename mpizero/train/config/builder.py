@@ -74,7 +74,7 @@ class Job:
             f"{parallel.describe(self.comm.size)}; "
             f"{len(self.source):,} training and {len(self.validation):,} validation samples; "
             f"{train.global_batch} a step in {grains.described(train.accumulate)}{idle}"
-            f"{self.model.engine.workplace.describe()}"
+            f"{self.model.engine.compute_device.describe()}"
         )
 
 

@@ -28,7 +28,7 @@ from mpizero.train.config.setting_checks import (
 )
 
 #: Settings that may differ between a saved run and the one that resumes it: none changes the mathematics (tensor and
-#: context groups, and cards, round sums differently). Training data are compared by content, wherever they lie.
+#: context groups, and GPUs, round sums differently). Training data are compared by content, wherever they lie.
 FREE_SECTIONS = ("parallel", "checkpoint")
 FREE_KEYS = (
     "train.steps",
@@ -165,7 +165,7 @@ class TrainSection(Section):
             )
         for name in ("optimizer_device", "mixed_precision"):
             if getattr(self, name) not in (None, "cpu") and self.device == "cpu":
-                raise self.reject(name, 'is for cards: set train.device = "cuda" with it')
+                raise self.reject(name, 'is for GPUs: set train.device = "cuda" with it')
         if self.time_limit is not None and self.time_reserve is not None and self.time_reserve >= self.time_limit:
             raise self.reject("time_reserve", f"must be less than train.time_limit = {self.time_limit}")
 

@@ -157,21 +157,21 @@ def check_kernels(comm: Communicator, threads: int) -> Finding:
 def check_gpu(comm: Communicator, threads: int) -> Finding:
     """Look for GPUs, whether ``device = "cuda"`` would find them, and how messages go. Collective over ``comm``."""
     count, packages = machine_facts.gpus()
-    usable, reason = machine_facts.cards() if count else (0, "")
+    usable, reason = machine_facts.devices() if count else (0, "")
     with comm.split_node(name="doctor") as node:
         ranks, place = node.size, node.rank
     everywhere = comm.allgather_object((count, usable, reason, ranks))
     if not any(count for count, *_ in everywhere):
         return Finding("gpu", "ok", "none seen; training runs on CPUs")
     text = f"{max(count for count, *_ in everywhere)} on a node; {', '.join(packages) or 'no Python package for it'}"
-    for rank, (_, cards, why, _) in enumerate(everywhere):
-        if not cards:
-            why = why or "no card on its node"
+    for rank, (_, devices, why, _) in enumerate(everywhere):
+        if not devices:
+            why = why or "no GPU on its node"
             return Finding("gpu", "warn", text, f'train.device = "cuda" cannot be used: rank {rank} has {why}')
-    most = max(-(-sharing // cards) for _, cards, _, sharing in everywhere)
+    most = max(-(-sharing // devices) for _, devices, _, sharing in everywhere)
     why = machine_facts.why_through_host(comm, place)
-    path = f"through the host's memory: {why}" if why else "from card to card, as tried"
-    text = f'{text}; with train.device = "cuda" {counted(most, "rank")} a card, in turn; messages of layers go {path}'
+    path = f"through the host's memory: {why}" if why else "from GPU to GPU, as tried"
+    text = f'{text}; with train.device = "cuda" {counted(most, "rank")} a GPU, in turn; messages of layers go {path}'
     return Finding("gpu", "ok", text)
 
 

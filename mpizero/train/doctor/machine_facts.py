@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "blas",
-    "cards",
+    "devices",
     "cores",
     "gpus",
     "hdf5",
@@ -181,8 +181,8 @@ def try_kernel() -> tuple[str, Place | None, float]:
     return wrong, place, time.perf_counter() - started
 
 
-def cards() -> tuple[int, str]:
-    """Return the number of cards that ``device = "cuda"`` would take in turn, and if there are none, why.
+def devices() -> tuple[int, str]:
+    """Return the number of GPUs that ``device = "cuda"`` would take in turn, and if there are none, why.
 
     Not collective.
     """
@@ -192,14 +192,14 @@ def cards() -> tuple[int, str]:
 
 
 def why_through_host(comm: Communicator, place: int) -> str:
-    """Return why messages between layers on cards would go through the host; nothing if they go directly.
+    """Return why messages between layers on GPUs would go through the host; nothing if they go directly.
 
     Collective over ``comm``. ``place`` is this rank's on its node.
     """
     from mpizero.comm.group.gpu_aware import prove
-    from mpizero.kernels.device import open_card
+    from mpizero.kernels.device import open_device
 
-    return prove(comm, lambda: open_card(place))
+    return prove(comm, lambda: open_device(place))
 
 
 def gpus() -> tuple[int, list[str]]:

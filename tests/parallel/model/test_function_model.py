@@ -180,7 +180,7 @@ def test_batches_that_are_no_arrays_are_one_grain_a_rank(world: Any) -> None:
 @UNCUT
 def test_such_a_grain_is_numbered_by_its_ranks_place_also_where_nodes_are_not_consecutive() -> None:
     def run(comm: Any) -> int:
-        order = (0, 2, 1, 3)  # two nodes, dealt to like cards
+        order = (0, 2, 1, 3)  # two nodes, dealt to like GPUs
         with ProcessGrid.create(comm) as grid:
             batch = deal(grid, "text", None, lambda n: n, lambda count: list(order[:count]), 1)
         return next(iter(batch.grains))

@@ -1,6 +1,6 @@
-"""Optimizers on cards, simulated ones: the host's update in bits, on any layout, with state that is saved and checked.
+"""Optimizers on GPUs, simulated ones: the host's update in bits, on any layout, with state that is saved and checked.
 
-The simulator computes with NumPy's numbers, hence the host's bits; a real card may round a product and a sum at once.
+The simulator computes with NumPy's numbers, hence the host's bits; a real GPU may round a product and a sum at once.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
 
 import mpizero as mz
 from mpizero.errors import ConfigError, IntegrityError
-from mpizero.kernels import device as cards
+from mpizero.kernels import device as devices
 from mpizero.parallel.device import device_update
-from mpizero.parallel.device.device_update import CardUpdater
+from mpizero.parallel.device.device_update import DeviceUpdater
 from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
 from mpizero.testing import run_in_threads
@@ -69,8 +69,8 @@ def trained(optimizer, comm=None, *, place=mz.DDPModel, dtype="float32", steps=3
         bound = OPTIMIZER_OF[place](OPTIMIZERS[optimizer], sharding)
         bound.set_model(model)
         losses = train(model, steps, dtype)
-        on_card = isinstance(model.engine.updater, CardUpdater)
-        assert on_card == (settings.get("optimizer_device") != "cpu")
+        on_device = isinstance(model.engine.updater, DeviceUpdater)
+        assert on_device == (settings.get("optimizer_device") != "cpu")
         return losses, found_of(model, bound)
 
 
@@ -84,10 +84,10 @@ OPTIMIZER_OF = {
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_simulated_card_updates_as_the_host_does_bit_for_bit(optimizer, dtype):
+def test_a_simulated_gpu_updates_as_the_host_does_bit_for_bit(optimizer, dtype):
     clip = 0.1 if optimizer in ("adamw", "lamb") else None  # one pass, and two
-    on_card, on_host = (trained(optimizer, dtype=dtype, clip=clip, optimizer_device=where) for where in (None, "cpu"))
-    assert on_card == on_host
+    on_device, on_host = (trained(optimizer, dtype=dtype, clip=clip, optimizer_device=where) for where in (None, "cpu"))
+    assert on_device == on_host
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
@@ -97,7 +97,7 @@ def test_blocks_change_nothing(optimizer, place, monkeypatch):
         return run_in_threads(2, lambda comm: trained(optimizer, comm, place=place, steps=1, **PRIVATE))
 
     whole = found()
-    for module in (cards, device_update):
+    for module in (devices, device_update):
         monkeypatch.setattr(module, "STAGING", 20)  # 5 elements, of 26: blocks end inside of parameters
     assert found() == whole
 
@@ -111,10 +111,12 @@ def test_bits_of_parameters_and_state_are_those_of_one_rank(place, memory, optim
         assert found == (losses, alone)
 
 
-def test_a_rank_alone_never_copies_its_parameters_to_the_card_again(monkeypatch):
-    written, write = [], cards.Card.write
+def test_a_rank_alone_never_copies_its_parameters_to_the_gpu_again(monkeypatch):
+    written, write = [], devices.Device.write
     monkeypatch.setattr(
-        cards.Card, "write", lambda card, target, values: (written.append(values.size), write(card, target, values))
+        devices.Device,
+        "write",
+        lambda device, target, values: (written.append(values.size), write(device, target, values)),
     )
     with config() as sharding, mz.DDPModel(network(), sharding) as model:
         model.engine.bind(OPTIMIZERS["adamw"])
@@ -123,11 +125,11 @@ def test_a_rank_alone_never_copies_its_parameters_to_the_card_again(monkeypatch)
         model.set_parameters(model.get_parameters() + 1)  # changed by other means: they go there once more
         model.predict(batch()[0])
         assert written == [model.parameter_count] * 2
-        mirror = model.engine.workplace.lender(model.engine.store).current()
+        mirror = model.engine.compute_device.lender(model.engine.store).current()
         assert np.array_equal(mirror.get(), model.engine.store.values)
 
 
-def test_state_on_a_card_is_saved_as_the_hosts_and_loads_on_both(tmp_path):
+def test_state_on_a_gpu_is_saved_as_the_hosts_and_loads_on_both(tmp_path):
     paths = {where: tmp_path / str(where) for where in (None, "cpu")}
     images, wanted = [], None
     for where, path in paths.items():
@@ -167,7 +169,7 @@ def test_a_state_dict_and_a_clone_carry_the_state():
         assert not any(a.any() for arrays in first.state_dict()["state"].values() for a in arrays.values())
 
 
-def test_replicated_state_that_differs_is_repaired_on_the_card():
+def test_replicated_state_that_differs_is_repaired_on_the_gpu():
     def repair(comm):
         with config(comm, **PRIVATE) as sharding, mz.DDPModel(network(), sharding) as model:
             optimizer = mz.DDPOptimizer(OPTIMIZERS["adamw"], sharding)
@@ -182,7 +184,7 @@ def test_replicated_state_that_differs_is_repaired_on_the_card():
     assert run_in_threads(2, repair) == [(1, True)] * 2
 
 
-def test_a_bit_that_turned_over_on_the_card_is_found_and_named():
+def test_a_bit_that_turned_over_on_the_gpu_is_found_and_named():
     with config(check_every=1) as sharding, mz.DDPModel(network(), sharding) as model:
         model.engine.bind(OPTIMIZERS["adamw"])
         train(model, 2)
@@ -192,7 +194,7 @@ def test_a_bit_that_turned_over_on_the_card_is_found_and_named():
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the simulator's kernels meet an infinite sample
-def test_a_skipped_step_leaves_state_and_parameters_on_the_card_as_they_were():
+def test_a_skipped_step_leaves_state_and_parameters_on_the_gpu_as_they_were():
     with config() as sharding, mz.DDPModel(network(), sharding) as model:
         optimizer = mz.DDPOptimizer(OPTIMIZERS["adamw"], sharding, loss_scale=mz.DynamicLossScale())
         optimizer.set_model(model)
@@ -217,7 +219,7 @@ def test_a_users_own_optimizer_stays_on_the_host():
         model.engine.bind(Own())
         train(model, 1)
         own = model.gather_full_parameters()
-        assert "optimizer state" not in model.metadata().bytes_on_card
+        assert "optimizer state" not in model.metadata().bytes_on_device
     with config(optimizer_device="cuda") as sharding, mz.DDPModel(network(), sharding) as model:
         with pytest.raises(ConfigError, match=r"Own.update works on arrays of the host"):
             model.engine.bind(Own())
@@ -226,7 +228,7 @@ def test_a_users_own_optimizer_stays_on_the_host():
         np.testing.assert_allclose(model.gather_full_parameters(), own, rtol=1e-6)
 
 
-def test_an_optimizer_on_a_card_needs_layers_there():
+def test_an_optimizer_on_a_gpu_needs_layers_there():
     with pytest.raises(ConfigError, match="device='cuda'"):
         mz.ShardingConfig(optimizer_device="cuda")
     with pytest.raises(ConfigError, match="None, 'cpu' or 'cuda'"):
@@ -244,16 +246,16 @@ def test_a_plan_tells_where_state_lies_to_the_byte(optimizer, memory, where):
             model.engine.bind(OPTIMIZERS["sgd"])
             model.engine.bind(OPTIMIZERS[optimizer])  # what the first had is given back
             told = model.metadata()
-            return told.bytes_on_card, told.bytes_on_rank.get("optimizer state", 0)
+            return told.bytes_on_device, told.bytes_on_rank.get("optimizer state", 0)
 
     x, y = batch()
-    for rank, (card, host) in enumerate(run_in_threads(2, held)):
+    for rank, (device, host) in enumerate(run_in_threads(2, held)):
         plan = TrainingPlan(
             model=network(), optimizer=OPTIMIZERS[optimizer], config=config(**settings), row=placement("zero3"),
             ranks=2, global_batch=4, x=x, y=y,
         ).by_rank[rank]  # fmt: skip
         state = plan.memory.get("optimizer state")
         assert host == (state.private if state else 0)
-        assert card == {kind: size for kind, size in plan.card.items() if kind in card}
-        assert {"optimizer state", "buffers"} <= set(card) if where is None else "optimizer state" not in card
+        assert device == {kind: size for kind, size in plan.device_memory.items() if kind in device}
+        assert {"optimizer state", "buffers"} <= set(device) if where is None else "optimizer state" not in device
         assert (host > 0) == (where == "cpu")
