@@ -1,17 +1,20 @@
-"""Ranks that must have the same find out in what they differ, in the words of whoever wrote it."""
+"""Compare values that must be the same on all ranks, and name the first part in which they differ."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache
+from itertools import zip_longest
 from types import FunctionType
 from typing import Any
 
 import numpy as np
 
 from mpizero.comm.agreement import raise_on_all
+from mpizero.comm.calls import agree_on_call
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.failure_report import ranks_text
+from mpizero.comm.failure_report import by_ranks
+from mpizero.crc import crc32
 from mpizero.errors import ConfigError
 from mpizero.fingerprint import Fingerprint, Parts, shown, words
 from mpizero.text import notice
@@ -27,7 +30,7 @@ _WAY_OUT = "give every rank the same"
 _ALLOWED = "or, if it may differ, a name that begins with an underscore, which is not compared (docs/failures.md)"
 
 
-def agree_alike(comm: Communicator, make: Callable[[], Mapping[str, Any]], tag: str) -> None:
+def agree_equal(comm: Communicator, make: Callable[[], Mapping[str, Any]], tag: str) -> None:
     """Raise on every rank unless what ``make`` returns is the same on all, or if it fails on one.
 
     Collective over ``comm``: one message of 32 bytes a rank while they agree, the same message whatever is compared.
@@ -105,10 +108,70 @@ class _Search:
         return self.comm.allgather_object(value, self.tag)
 
 
-def by_ranks(texts: Sequence[str]) -> str:
-    """Return "0.1 on ranks 0-2, 0.2 on rank 3" for what each rank has. Not collective."""
-    groups = {text: [rank for rank, other in enumerate(texts) if other == text] for text in dict.fromkeys(texts)}
-    return ", ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in groups.items())
+def agree_arrays(comm: Communicator, what: str, give: Callable[[], Mapping[str, Any]], first: int = 0) -> None:
+    """Raise on every rank unless all give the same arrays; the first message of an operation.
+
+    Collective over ``comm``: 32 bytes a rank while they agree. Arrays are compared by name, type, shape and bytes, by
+    their CRC32: NaN equals itself, 0.0 is not -0.0.
+
+    Parameters
+    ----------
+    comm : Communicator
+        The ranks.
+    what : str
+        What was called, for the error.
+    give : callable
+        Returns what this rank was given: arrays, or what becomes one, by name. What it raises, all ranks raise.
+    first : int
+        The first of the ranks with which this one is compared.
+
+    Raises
+    ------
+    CollectiveMismatch
+        As :func:`mpizero.comm.calls.agree_on_call`.
+    ConfigError
+        Names the first rank and the first name that differ, and what was given under it.
+    """
+    error: Exception | None = None
+    arrays: dict[str, Any] = {}
+    whole = 0
+    try:
+        arrays = {name: np.asarray(value) for name, value in give().items()}
+        for name, array in arrays.items():
+            whole = _checksum(name, array, whole)
+    except Exception as caught:
+        error = caught
+    told = agree_on_call(comm, (error is not None, whole, first))
+    if told[:, 0].any():
+        raise_on_all(comm, error, what)
+    if (told[:, 1] == told[told[:, 2], 1]).all():
+        return
+    checksums = [_checksum(name, array) for name, array in arrays.items()]
+    table = comm.allgather_object(checksums, what)
+    rank = next(rank for rank in range(comm.size) if table[rank] != table[told[rank, 2]])
+    other = int(told[rank, 2])
+    pairs = zip_longest(table[rank], table[other])
+    place = next(place for place, (given, expected) in enumerate(pairs) if given != expected)
+    mine = [(name, _describe_array(array)) for name, array in arrays.items()][place : place + 1] or [("", "nothing")]
+    shown = comm.allgather_object(mine, what)
+    (name, given), (known, expected) = shown[rank][0], shown[other][0]
+    raise ConfigError(
+        f"{what}: {name or known} of rank {rank} is not that of rank {other}: {given}, not {expected}; every rank must "
+        "give the same, bit for bit, for example what rank 0 has: comm.bcast(values, root=0)"
+    )
+
+
+def _checksum(name: str, array: Any, start: int = 0) -> int:
+    start = crc32(f"{name} {array.dtype.str} {array.shape}".encode(), start)
+    if array.dtype == object:
+        return crc32(repr(array).encode(), start)
+    return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8), start)
+
+
+def _describe_array(array: Any) -> str:
+    if array.size == 1:
+        return shown(array.item())
+    return f"{array.dtype} of shape {array.shape} with checksum {_checksum('', array):08x}"
 
 
 @lru_cache(maxsize=64)

@@ -10,7 +10,7 @@ import stat
 import termios
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 from mpizero.frames import shows_all, users_line
@@ -47,6 +47,19 @@ def ranks_text(ranks: Sequence[int]) -> str:
             parts.append([rank, rank])
     text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
     return f"rank{'s' if len(ranks) != 1 else ''} {text}"
+
+
+def ranks_by_text(texts: Iterable[tuple[int, str]]) -> dict[str, str]:
+    """Return "ranks 0-2" for each different text, given pairs of a rank and its text in the order of the ranks."""
+    found: dict[str, list[int]] = {}
+    for rank, text in texts:
+        found.setdefault(text, []).append(rank)
+    return {text: ranks_text(ranks) for text, ranks in found.items()}
+
+
+def by_ranks(texts: Sequence[str]) -> str:
+    """Return "0.1 on ranks 0-2, 0.2 on rank 3", given the text of each rank."""
+    return ", ".join(f"{text} on {ranks}" for text, ranks in ranks_by_text(enumerate(texts)).items())
 
 
 def format_error(error: BaseException, trace: TracebackType | None) -> str:

@@ -6,8 +6,9 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from mpizero.comm.agreement import agree_equal, all_ranks
+from mpizero.comm.agreement import all_ranks
 from mpizero.comm.communicator import Communicator
+from mpizero.comm.equality import agree_equal
 from mpizero.data.source import Indices, Source
 from mpizero.errors import ArgumentError, ConfigError, DataError
 from mpizero.kernels import cpu
@@ -164,8 +165,8 @@ def batches(
         if not len(source):
             raise DataError("the source has no samples to train on")
     described = {"class": type(source).__name__, "samples": len(source), **source.describe()}
-    arguments = {"source": described, "global_batch": global_batch, "seed": seed}
-    agree_equal(comm, "batches", {**arguments, "steps": steps, "consumed": consumed})
+    settings = {"global_batch": global_batch, "seed": seed, "steps": steps, "consumed": consumed}
+    agree_equal(comm, lambda: {"the arguments of batches": {"source": described, **settings}}, "agree batches")
     return Batches(source, config, global_batch, seed, steps, consumed, group=comm if group is None else group)
 
 

@@ -134,7 +134,7 @@ def test_only_sources_with_samples_give_batches(numbers, ranks):
 
 def test_ranks_with_other_data_or_arguments_are_told_so(numbers, ranks):
     def other_data(comm):
-        with pytest.raises(MpizeroError, match=r"\['source'\]\['samples'\] differs"):
+        with pytest.raises(MpizeroError, match=r"source\['samples'\] of the arguments of batches 5 on ranks 0-1, 6"):
             data.batches(numbers(5 + (comm.rank == 2)), ranks(comm), 4)
 
     def other_seed(comm):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mpizero.comm.failure_report import ranks_text
+from mpizero.comm.failure_report import ranks_by_text
 from mpizero.comm.recording.call_trace import REMEMBERED, CallRecord
 from mpizero.errors import CollectiveMismatch
 
@@ -69,7 +69,5 @@ def _around(rows: Mapping[int, Mapping[int, CallRecord]], sequence: int) -> list
 
 def _groups(records: Mapping[int, CallRecord]) -> str:
     """Describe a collective, the ranks that called the same at the same line together."""
-    calls: dict[str, list[int]] = {}
-    for rank, record in records.items():
-        calls.setdefault(f"{record.what} at {record.where}", []).append(rank)
-    return "; ".join(f"{ranks_text(ranks)}: {call}" for call, ranks in calls.items())
+    texts = ((rank, f"{record.what} at {record.where}") for rank, record in records.items())
+    return "; ".join(f"{ranks}: {call}" for call, ranks in ranks_by_text(texts).items())

@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.equality import agree_alike
+from mpizero.comm.equality import agree_equal
 from mpizero.comm.startup.launch import mpi_facts
 
 #: HDF5 comes with h5py, whose own version stands for both.
@@ -43,7 +43,7 @@ def agree_to_start(comm: Communicator, plans: Callable[[], Mapping[str, Any]]) -
     """Raise on every rank unless all run the same software and have the same plans.
 
     Collective over ``comm``: one message of 32 bytes a rank while they agree. ``plans`` returns subjects by name, as
-    :func:`mpizero.comm.equality.agree_alike` takes them; ``mpizero train`` calls this with its configuration, and every
+    :func:`mpizero.comm.equality.agree_equal` takes them; ``mpizero train`` calls this with its configuration, and every
     sharded model with all that it is made of. It is the first message of both, so ranks that are to do different
     things meet here and not in the middle of them.
 
@@ -52,4 +52,4 @@ def agree_to_start(comm: Communicator, plans: Callable[[], Mapping[str, Any]]) -
     ConfigError
         Names the first version, setting or parameter that differs, its values and their ranks.
     """
-    agree_alike(comm, lambda: {"the software": _software(), **plans()}, "agree to start")
+    agree_equal(comm, lambda: {"the software": _software(), **plans()}, "agree to start")

@@ -10,8 +10,9 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.comm import Communicator, ProcessGrid
-from mpizero.comm.agreement import all_ranks, grouped
+from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import agree_on_call
+from mpizero.comm.failure_report import by_ranks
 from mpizero.comm.recording.call_trace import MODULUS
 from mpizero.errors import CollectiveError, ConfigError, DataError, PeerFailure
 from mpizero.layout import FlatLayout
@@ -93,7 +94,7 @@ def tree_total(values: Array) -> Array:
 def rates_differ(step: int, rates: Array) -> ConfigError:
     """Return the error about learning rates, one a rank, that are not the same. Not collective."""
     return ConfigError(
-        f"the learning rate of step {step} differs between ranks: {grouped([repr(float(rate)) for rate in rates])}; "
+        f"the learning rate of step {step} differs between ranks: {by_ranks([repr(float(rate)) for rate in rates])}; "
         "lr must be a function of the step alone, the same on every rank: not of time, random numbers or the rank"
     )
 

@@ -17,7 +17,8 @@ import numpy as np
 from mpizero import checkpoint
 from mpizero.checkpoint import LocalArray
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import agree_arrays, all_ranks
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.equality import agree_arrays
 from mpizero.comm.reduce.exact import EXCHANGE_ELEMENTS
 from mpizero.errors import CollectiveError, PeerFailure
 from mpizero.layout import Partition, Span
@@ -108,7 +109,7 @@ def opened_alike(comm: Communicator, what: str, data: bytes) -> Iterator[checkpo
     CheckpointError
         Damaged, foreign or hostile bytes; on every rank.
     ConfigError
-        As :func:`mpizero.comm.agreement.agree_arrays`.
+        As :func:`mpizero.comm.equality.agree_arrays`.
     """
     readers = []
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import agree_arrays, all_ranks
-from mpizero.comm.equality import agree_alike
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.equality import agree_arrays, agree_equal
 from mpizero.data import ArraySource, batches
 from mpizero.errors import ConfigError, DataError, NonFiniteError
 from mpizero.layout import Grains
@@ -113,7 +113,7 @@ def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOption
     """Run the loop of ``optimizer.optimize``. Collective."""
     model, comm, config = optimizer.model, optimizer.config.communicator, optimizer.config
     train, valid = _same_data(comm, data, options)
-    agree_alike(comm, lambda: {"the options of optimize": options}, "optimize")
+    agree_equal(comm, lambda: {"the options of optimize": options}, "optimize")
     batch = min(options.batch_size, len(train))
     per_epoch = len(train) // batch
     history: list[dict[str, float]] = []

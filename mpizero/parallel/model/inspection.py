@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.comm.agreement import agree_equal
 from mpizero.comm.calls import collective
+from mpizero.comm.equality import agree_equal
 from mpizero.errors import ConfigError, UnsupportedError
 from mpizero.layout.flat import nested
 from mpizero.parallel.model.parameter_access import ParameterAccess
@@ -42,7 +42,7 @@ class Inspection(ParameterAccess):
     @collective
     def active_feature_indices(self, indices: Sequence[int]) -> None:
         chosen = tuple(int(i) for i in indices)
-        agree_equal(self._config.communicator, "active_feature_indices", chosen)
+        agree_equal(self._config.communicator, lambda: {"active_feature_indices": chosen}, "active_feature_indices")
         self._replace_wrapped(self._delegate("with_active_features")(chosen))
 
     def is_feature_used(self, index: int) -> bool:

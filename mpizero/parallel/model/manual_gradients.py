@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from mpizero import kernels
-from mpizero.comm.agreement import agree_arrays, agree_equal
 from mpizero.comm.calls import collective, recorded
+from mpizero.comm.equality import agree_arrays, agree_equal
 from mpizero.comm.reduce.exact import gather_spans
 from mpizero.errors import ArgumentError, ConfigError, LayoutError, NonFiniteError, StateError
 from mpizero.layout import FlatLayout
@@ -164,7 +164,7 @@ class ManualGradients(Inspection, LocalTraining, Saving):
         same_data = grid.axes.group(comm.rank, GROUPS["data"])[0] if replicated and not gathered else 0
         agree_arrays(comm, "apply_gradients", given, same_data)
         if grid.model.size > 1:
-            agree_equal(comm, "the learning_rate of apply_gradients", float(learning_rate))
+            agree_equal(comm, lambda: {"the learning_rate": float(learning_rate)}, "apply_gradients")
         rate, values = engine.dtype.type(float(learning_rate)), gradients.values
         if gathered:
             values = engine.whole.owned(values)

@@ -13,9 +13,8 @@ import numpy as np
 
 from mpizero import checkpoint, optim
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import agree_arrays
 from mpizero.comm.calls import agree_on_call, check_call, collective, recorded
-from mpizero.comm.equality import agree_alike
+from mpizero.comm.equality import agree_arrays, agree_equal
 from mpizero.errors import ArgumentError, ConfigError, LayoutError, StateError
 from mpizero.names import explains
 from mpizero.parallel.checkpointing import model_state
@@ -94,7 +93,7 @@ class ShardedOptimizer:
         comm = (self._config or model.config).communicator
         # Under no name of a class: which one differs is told in words next.
         check_call(comm, "set_model")
-        agree_alike(comm, lambda: self._plans(model), "bind an optimizer")
+        agree_equal(comm, lambda: self._plans(model), "bind an optimizer")
         self._config = model.config
         self._bind(model)
         self._model = model

@@ -12,8 +12,9 @@ from typing import Any, Self
 import numpy as np
 
 from mpizero.checkpoint.tools import npz
-from mpizero.comm.agreement import agree_arrays, all_ranks
+from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import agree_on_call, collective, recorded
+from mpizero.comm.equality import agree_arrays
 from mpizero.errors import LayoutError, SharedMemoryError
 from mpizero.layout import Entry
 from mpizero.names import nearest, real_array

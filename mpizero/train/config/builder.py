@@ -12,7 +12,8 @@ import numpy as np
 
 from mpizero import data, nn, optim
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import agree_equal, all_ranks
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.equality import agree_equal
 from mpizero.errors import DataError
 from mpizero.layout import Grains
 from mpizero.parallel import BadSteps, HybridShardedModel, ShardedModelBase, ShardingConfig, distribute
@@ -89,7 +90,7 @@ def build(config: Config, comm: Communicator) -> Iterator[Job]:
         check_samples(config, source)
         wrapped = build_model(config, source, validation)
         fingerprint = data_fingerprint(source)
-    agree_equal(comm, "the training data", fingerprint)
+    agree_equal(comm, lambda: {"the training data": fingerprint}, "agree data")
     sharding = build_sharding(config, comm)
     model = lay_out(wrapped, build_optimizer(config), config.parallel, sharding)
     section = config.model

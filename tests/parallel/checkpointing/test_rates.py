@@ -34,8 +34,8 @@ def refuses_to_mix(comm: Any, model: Any, rate: OfRank, step: Callable[[], objec
     with model:
         step()
         before = model.parameters_sha256(), model.serialize()
-        others = {2: "rank 0: 0.1", 3: "ranks 0, 2: 0.1"}.get(comm.size, "0.1")
-        with pytest.raises(ConfigError, match=rf"the learning rate of step 2 .*{others}.*; rank 1: 0\.11"):
+        others = {2: "0.1 on rank 0", 3: "0.1 on ranks 0, 2"}.get(comm.size, "0.1")
+        with pytest.raises(ConfigError, match=rf"the learning rate of step 2 .*{others}.*, 0\.11 on rank 1"):
             step()
         assert (model.parameters_sha256(), model.serialize()) == before
         rate._extra = 0.0
