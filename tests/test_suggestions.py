@@ -60,8 +60,8 @@ def test_a_wrong_keyword_names_the_class_what_was_meant_and_what_there_is(target
 def test_what_is_missing_or_too_much_is_named():
     with pytest.raises(ArgumentError, match=r"^Linear: missing a required argument: 'outputs'; it takes inputs, "):
         mz.nn.Linear(3)
-    with pytest.raises(ArgumentError, match=r"^AdamW: 1 given without a name, at most 0 can be; it takes lr, "):
-        mz.AdamW(0.1)
+    with pytest.raises(ArgumentError, match=r"^AdamW: 2 given without a name, at most 1 can be; it takes lr, "):
+        mz.AdamW(0.1, 0.01)
 
 
 def test_an_error_of_types_inside_of_a_call_stays_what_it_is():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -75,7 +75,7 @@ class FlatOptimizer:
         Exceptions, by name.
     """
 
-    lr: LearningRate = 1e-3
+    lr: LearningRate = field(default=1e-3, kw_only=False)
     weight_decay: float = 0.0
     groups: Sequence[ParameterGroup] = ()
 

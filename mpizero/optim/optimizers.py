@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -120,7 +120,7 @@ class RMSprop(FlatOptimizer):
         Added to the root, > 0.
     """
 
-    lr: LearningRate = 1e-2
+    lr: LearningRate = field(default=1e-2, kw_only=False)
     alpha: float = 0.99
     eps: float = 1e-8
 
@@ -148,7 +148,7 @@ class Lion(FlatOptimizer):
         Weights of the average in the step and in its own update, in [0, 1).
     """
 
-    lr: LearningRate = 1e-4
+    lr: LearningRate = field(default=1e-4, kw_only=False)
     betas: tuple[float, float] = (0.9, 0.99)
 
     def _check(self, owner: str) -> None:

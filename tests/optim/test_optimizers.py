@@ -208,3 +208,8 @@ def test_a_schedule_sets_the_rate_of_every_step():
 def test_a_setting_that_cannot_be_used_is_named_with_what_is_allowed(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW, RMSprop, Lion, LAMB])
+def test_the_learning_rate_may_be_given_without_its_name(kind):
+    assert kind(3e-3) == kind(lr=3e-3)
