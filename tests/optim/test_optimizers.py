@@ -210,6 +210,6 @@ def test_a_setting_that_cannot_be_used_is_named_with_what_is_allowed(make, messa
         make()
 
 
-@pytest.mark.parametrize("kind", [SGD, Adam, AdamW, RMSprop, Lion, LAMB])
+@pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Lion, optim.LAMB])
 def test_the_learning_rate_may_be_given_without_its_name(kind):
     assert kind(3e-3) == kind(lr=3e-3)
