@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 from mpizero.comm.calls import collective, recorded
 from mpizero.errors import StateError
+from mpizero.names import explains
 from mpizero.parallel.batch.redistribute import Asked
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.model.manual_gradients import ManualGradients
@@ -44,6 +45,7 @@ class Evaluation(NamedTuple):
         return None if self.correct is None or not self.weight else self.correct / self.weight
 
 
+@explains
 class ShardedModelBase(ManualGradients):
     """A model whose parameters, gradients and optimizer state are placed over the ranks of ``config.comm``.
 
