@@ -73,7 +73,6 @@ MAX_FUNCTION, MAX_FILE, MAX_PARAMETERS = 60, 400, 6
 MAX_MODULES, MAX_TEST_MODULES = 16, 20
 #: Modules that import each other for annotations only, and why that is right.
 TYPING_CYCLES: dict[frozenset[str], str] = {
-    frozenset({"mpizero.layout.schedule", "mpizero.layout.simulate", "mpizero.layout.timetable"}): "to be cut",
     frozenset({"mpizero.kernels.device", "mpizero.kernels.device_products"}): "to be cut",
     frozenset({"mpizero.nn.layers.linear", "mpizero.nn.split.linear"}): "to be cut",
     frozenset({"mpizero.nn.layers.attention", "mpizero.nn.split.attention"}): "to be cut",
@@ -126,7 +125,6 @@ NO_VERBS_REMAINING = {
     "mpizero/kernels": 4,
     "mpizero/kernels/cpu": 2,
     "mpizero/kernels/cuda": 4,
-    "mpizero/layout": 13,
     "mpizero/nn/context": 4,
     "mpizero/nn/layers": 2,
     "mpizero/nn/split": 1,

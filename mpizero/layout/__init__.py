@@ -1,19 +1,20 @@
-"""Who owns what, in integers only: no arrays, no MPI."""
+"""Describe in integers which rank owns what, and which stage computes what: no arrays, no MPI."""
 
 from mpizero.layout.axes import AXES, Axes, Coordinates
-from mpizero.layout.flat import Entry, FlatLayout, Span, Unit
+from mpizero.layout.flat import FlatLayout, ParameterUse, Span, Unit
 from mpizero.layout.grains import Grains
 from mpizero.layout.hyperslab import hyperslabs
 from mpizero.layout.instructions import Instruction
 from mpizero.layout.partition import Partition
-from mpizero.layout.schedule import SCHEDULES, Schedule, build_schedule, chunk_stages
-from mpizero.layout.simulate import Costs, Event, Simulation, bubble_formula, simulate
+from mpizero.layout.schedule import Schedule
+from mpizero.layout.schedules import SCHEDULES, build_schedule, chunk_stages
+from mpizero.layout.simulate import Costs, Simulation, TimedInstruction, bubble_formula, simulate
 from mpizero.layout.stages import balanced_chunks, balanced_cuts, check_parts, explicit_cuts
 from mpizero.layout.tree import (
     FoldPlan,
-    Node,
     Program,
     RowsPlan,
+    TreeNode,
     Wave,
     WavePlan,
     cover,
@@ -29,13 +30,13 @@ __all__ = [
     "Axes",
     "Coordinates",
     "Costs",
-    "Entry",
-    "Event",
+    "ParameterUse",
+    "TimedInstruction",
     "FlatLayout",
     "FoldPlan",
     "Grains",
     "Instruction",
-    "Node",
+    "TreeNode",
     "Partition",
     "Program",
     "RowsPlan",

@@ -1,4 +1,4 @@
-"""The process grid in integers: the place of every rank in pipeline x tensor x data x context."""
+"""Place every rank in the grid pipeline x tensor x data x context, in integers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AXES = ("pipeline", "tensor", "data", "context")
 
 
 class Coordinates(NamedTuple):
-    """The place of one rank: its stage, its part of split layers, its replica, its part of the sequence."""
+    """Hold the place of one rank: its stage, its part of split layers, its replica, its part of the sequence."""
 
     pipeline: int
     tensor: int
@@ -26,7 +26,7 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Axes:
-    """The sizes of the four axes and which of them varies fastest over the ranks.
+    """Hold the sizes of the four axes, and which of them varies fastest over the ranks.
 
     In the contract's order ``rank = ((p * T + t) * D + d) * C + c``.
 
@@ -123,7 +123,7 @@ class Axes:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """How far apart two ranks are that differ by one in an axis."""
+        """The distance of two ranks that differ by one in an axis, by axis."""
         found, stride = {}, 1
         for axis in reversed(self.order):
             found[axis] = stride

@@ -1,7 +1,7 @@
-"""Named parameters in one flat order, cut into units, with the space that their gradients take.
+"""Lay out named parameters in one flat order, cut into units, with the space that their gradients take.
 
 [Note: gradient space] A unit's gradients stand in their own order: first its own trainable parameters (frozen ones take
-no room), then one slot for every *use* of a parameter that lives elsewhere (tied weights). A range of the unit's
+no space), then one slot for every *use* of a parameter of another place (tied weights). A range of the unit's
 parameters is therefore one contiguous range of its gradients.
 """
 
@@ -18,7 +18,7 @@ from mpizero.types import Array, ParameterSpec
 
 
 class Span(NamedTuple):
-    """A half-open range of a flat order."""
+    """Represent a half-open range of a flat order."""
 
     start: int
     stop: int
@@ -39,8 +39,8 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One use of a parameter.
+class ParameterUse:
+    """Describe one use of a parameter: the parameter itself, or a tied use of an earlier one.
 
     Attributes
     ----------
@@ -51,9 +51,9 @@ class Entry:
     unit : int
         The unit that this use belongs to.
     offset : int
-        Where its values start in the flat parameter order (a tied use: where its target's do).
+        First place of its values in the flat parameter order (for a tied use, that of its target).
     gradient : int
-        Where its gradient starts in the unit's gradient space; -1 when it has none.
+        First place of its gradient in the unit's gradient space; -1 when it has none.
     """
 
     spec: ParameterSpec
@@ -75,18 +75,18 @@ class Entry:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that travel together: gathered, reduced and freed as one."""
+    """Describe a group of parameters that are gathered, reduced and freed together."""
 
     index: int
     blocks: tuple[str, ...]
     span: Span
-    entries: tuple[Entry, ...]
+    entries: tuple[ParameterUse, ...]
     own_gradients: int
     gradients: int
 
     @property
-    def aliases(self) -> tuple[Entry, ...]:
-        """The uses of parameters that live elsewhere."""
+    def aliases(self) -> tuple[ParameterUse, ...]:
+        """The tied uses of earlier parameters."""
         return tuple(entry for entry in self.entries if entry.spec.tied is not None)
 
     @cached_property
@@ -96,7 +96,7 @@ class Unit:
 
     @cached_property
     def gradient_ranges(self) -> dict[str, tuple[Span, ...]]:
-        """Where each block's gradients stand in the unit's gradient space: as few ranges as there can be."""
+        """The ranges of each block's gradients in the unit's gradient space: as few ranges as possible."""
         found: dict[str, list[Span]] = {block: [] for block in self.blocks}
         for entry in sorted(self.entries, key=lambda entry: entry.gradient):
             ranges, span = found[entry.block], Span(entry.gradient, entry.gradient + entry.spec.size)
@@ -123,7 +123,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The flat order of all parameters and the units it is cut into.
+    """Describe the flat order of all parameters and the units it is cut into.
 
     Build it with :meth:`build`; every rank builds the same one.
     """
@@ -165,24 +165,24 @@ class FlatLayout:
         return cls(units, builder.offset)
 
     @cached_property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[ParameterUse, ...]:
         """All uses in declared order."""
         return tuple(entry for unit in self.units for entry in unit.entries)
 
     @cached_property
-    def parameters(self) -> tuple[Entry, ...]:
-        """The first use of every parameter, in declared order: what is stored, saved and hashed."""
+    def parameters(self) -> tuple[ParameterUse, ...]:
+        """The first use of every parameter, in declared order: these are stored, saved and hashed."""
         return tuple(entry for entry in self.entries if entry.spec.tied is None)
 
     @cached_property
-    def by_name(self) -> dict[str, Entry]:
+    def by_name(self) -> dict[str, ParameterUse]:
         """The stored parameters by name."""
         return {entry.spec.name: entry for entry in self.parameters}
 
     @cached_property
-    def uses(self) -> dict[str, tuple[Entry, ...]]:
+    def uses(self) -> dict[str, tuple[ParameterUse, ...]]:
         """The later, tied uses of each parameter that has any, in declared order, without those in frozen layers."""
-        found: dict[str, tuple[Entry, ...]] = {}
+        found: dict[str, tuple[ParameterUse, ...]] = {}
         for entry in self.entries:
             if entry.spec.tied is not None and entry.gradient >= 0:
                 found[entry.spec.tied] = (*found.get(entry.spec.tied, ()), entry)
@@ -190,7 +190,7 @@ class FlatLayout:
 
     @cached_property
     def gradient_bases(self) -> tuple[int, ...]:
-        """Where each unit's gradient space starts when all of them stand in one row."""
+        """The first place of each unit's gradient space when all of them form one row."""
         bases, total = [], 0
         for unit in self.units:
             bases.append(total)
@@ -246,7 +246,7 @@ class FlatLayout:
         return tuple(spans)
 
     def regions(self, minimum: int) -> tuple[tuple[int, Span], ...]:
-        """Cut the flat order behind blocks into regions, each inside one unit: its index, and the range.
+        """Cut the flat order at ends of blocks into regions, each inside one unit: its index, and the range.
 
         A region has at least ``minimum`` elements, unless its unit ends before; the last one of a unit may have less.
         """
@@ -262,7 +262,7 @@ class FlatLayout:
                 found.append((unit.index, Span(start, stop)))
         return tuple(found)
 
-    def pieces(self, span: Span) -> Iterator[tuple[Entry, Span]]:
+    def pieces(self, span: Span) -> Iterator[tuple[ParameterUse, Span]]:
         """Yield the stored parameters that a flat range meets, each with the flat range they share."""
         for entry in self.parameters:
             part = entry.span.intersect(span)
@@ -314,7 +314,7 @@ def _united(
 
 
 class _Builder:
-    """Running offsets while units are laid out."""
+    """Keep running offsets while units are laid out."""
 
     def __init__(self) -> None:
         self.offset = 0
@@ -336,20 +336,20 @@ class _Builder:
                 total += entry.spec.size
         return Unit(index, tuple(names), Span(start, self.offset), tuple(entries), own, total)
 
-    def entry(self, spec: ParameterSpec, block: str, unit: int) -> Entry:
+    def entry(self, spec: ParameterSpec, block: str, unit: int) -> ParameterUse:
         if spec.tied is not None:
             return self.tied_entry(spec, block, unit)
         if spec.name in self.known:
             raise LayoutError(f"parameter name {spec.name!r} is used twice; names must be unique")
         self.known[spec.name] = (spec, self.offset)
         self.offset += spec.size
-        return Entry(spec, block, unit, self.offset - spec.size, -1)
+        return ParameterUse(spec, block, unit, self.offset - spec.size, -1)
 
-    def tied_entry(self, spec: ParameterSpec, block: str, unit: int) -> Entry:
+    def tied_entry(self, spec: ParameterSpec, block: str, unit: int) -> ParameterUse:
         if spec.tied not in self.known:
             raise LayoutError(f"{spec.name!r} is tied to {spec.tied!r}, which is not an earlier parameter")
         target, offset = self.known[str(spec.tied)]
         if target.shape != spec.shape:
             raise LayoutError(f"{spec.name!r} has shape {spec.shape}, its target {spec.tied!r} has {target.shape}")
         trainable = target.trainable and spec.trainable  # a frozen layer writes no gradient of what it shares
-        return Entry(replace(spec, trainable=trainable), block, unit, offset, -1)
+        return ParameterUse(replace(spec, trainable=trainable), block, unit, offset, -1)

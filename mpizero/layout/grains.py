@@ -1,4 +1,4 @@
-"""Grains: the fixed pieces of a global batch whose gradients are summed in one order, whoever computes them."""
+"""Cut a global batch into grains: fixed pieces, whose gradients are summed in one order on any number of ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Grains:
             raise ConfigError(f"grains need samples >= 0 and size >= 1, got {self.samples=} and {self.size=}")
 
     def described(self, micro_batches: int) -> str:
-        """Say for people how many grains there are, of how many samples and micro-batches. Not collective."""
+        """Return a text with the number of grains, and their samples and micro-batches. Not collective."""
         parts = f", each of {micro_batches} micro-batches" if micro_batches > 1 else ""
         return f"{self.count} grains of {self.size}{parts}"
 
@@ -56,12 +56,12 @@ class Grains:
         span, size = self.span(grain), -(-self.size // accumulate)
         return tuple(slice(start, min(start + size, span.stop)) for start in range(span.start, span.stop, size))
 
-    def dealt(self, part: int, parts: int) -> range:
-        """Return the grains of one of ``parts`` workers when grains are dealt contiguously."""
+    def assigned(self, part: int, parts: int) -> range:
+        """Return the grains of one of ``parts`` workers when grains are assigned contiguously."""
         shard = Partition(self.count, parts).shard(part)
         return range(shard.start, shard.stop)
 
     def samples_of(self, part: int, parts: int) -> slice:
-        """Return the samples of one of ``parts`` workers when grains are dealt contiguously."""
-        grains = self.dealt(part, parts)
+        """Return the samples of one of ``parts`` workers when grains are assigned contiguously."""
+        grains = self.assigned(part, parts)
         return slice(min(grains.start * self.size, self.samples), min(grains.stop * self.size, self.samples))

@@ -1,4 +1,4 @@
-"""Rectangular blocks of an N-d array that cover a range of its C-order elements."""
+"""Cover a range of C-order elements of an N-d array by rectangular blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pipeline stage does, one step after the other."""
+"""Name the instructions of a pipeline stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BACKWARD_WEIGHTS = "backward_weights"
 
 
 class Instruction(NamedTuple):
-    """One computation of one chunk on one micro-batch; its messages are implied.
+    """Describe one computation of one chunk on one micro-batch; its messages are implied.
 
     A forward needs the output of the chunk before and sends its own to the chunk after; a backward, or its input half,
     needs its forward and the input gradient of the chunk after, and sends its own to the chunk before. A weight half
@@ -36,7 +36,7 @@ class Instruction(NamedTuple):
         return f"{self.kind} of chunk {self.chunk}, micro-batch {self.micro}"
 
     def needs(self, chunks: int) -> tuple[Instruction, ...]:
-        """Return what must have been done before; a whole backward counts as both of its halves."""
+        """Return the instructions that must come before; a whole backward counts as both of its halves."""
         kind, chunk, micro = self
         if kind == BACKWARD_WEIGHTS:
             return (Instruction(BACKWARD_INPUT, chunk, micro),)
@@ -47,7 +47,7 @@ class Instruction(NamedTuple):
 
     @property
     def does(self) -> tuple[Instruction, ...]:
-        """What is done after it: a whole backward is both of its halves."""
+        """The instructions that it completes: a whole backward is both of its halves."""
         if self.kind != BACKWARD:
             return (self,)
         _, chunk, micro = self

@@ -1,4 +1,4 @@
-"""Which ranks work together, and which of them share a node: rules for real and for planned jobs alike."""
+"""Find the ranks of each group, and those that share a node: for real and for planned jobs alike."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ GROUPS = {
 SHARING = ("tensor", "context")
 
 
-class Ranked(Protocol):
-    """A group as one of its ranks sees it."""
+class RankedGroup(Protocol):
+    """Give the place of this rank in a group, and the group's size."""
 
     @property
     def rank(self) -> int:
@@ -34,29 +34,29 @@ class Ranked(Protocol):
 
 
 class NodeOrder:
-    """What follows from the nodes of a data group; a base of grids, which have these attributes.
+    """Derive orders and groups from the nodes of a data group; a base of grids, which have these attributes.
 
     Attributes
     ----------
-    data, batch, context, node : Ranked
+    data, batch, context, node : RankedGroup
         The data group, those of its ranks that share samples and those that share sequences, and those that share
         memory with this one.
     nodes : tuple of tuple of int
         The data ranks of every node.
     position : tuple of int
-        Node-major place of every data rank.
+        TreeNode-major place of every data rank.
     """
 
-    data: Ranked
-    batch: Ranked
-    context: Ranked
-    node: Ranked
+    data: RankedGroup
+    batch: RankedGroup
+    context: RankedGroup
+    node: RankedGroup
     nodes: tuple[tuple[int, ...], ...]
     position: tuple[int, ...]
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The data ranks, node after node: the order in which grains are dealt."""
+        """The data ranks, node after node: the order in which grains are assigned."""
         return tuple(rank for ranks in self.nodes for rank in ranks)
 
     @property

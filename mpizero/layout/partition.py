@@ -1,4 +1,4 @@
-"""The shard rule: contiguous parts whose sizes differ by at most one element."""
+"""Cut elements into contiguous shards whose sizes differ by at most one: the shard rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slices of parameters: where what one tensor rank holds stands in the whole.
+"""Map the part of a parameter that one tensor rank holds to places in the whole.
 
 A part is cut along one axis, so both the whole and the part are *rows*: one for each index of the axes before it. The
 elements of a range of the axis are neighbours in a row, in the part as in the whole.
@@ -16,7 +16,7 @@ from mpizero.types import Array, Part
 
 
 class PartRun(NamedTuple):
-    """``size`` elements that are neighbours in the whole (from ``whole`` on) and in the part (from ``local`` on)."""
+    """Describe ``size`` elements that are neighbours in the whole (from ``whole``) and in the part (from ``local``)."""
 
     whole: int
     local: int
@@ -24,7 +24,7 @@ class PartRun(NamedTuple):
 
 
 class PartRows(NamedTuple):
-    """The whole and the part as rows.
+    """Describe the whole and the part as rows.
 
     Attributes
     ----------
@@ -33,7 +33,7 @@ class PartRows(NamedTuple):
     whole, local : int
         Elements of a row of the whole, and of one of the part.
     runs : tuple of PartRun
-        What a row of the part holds, in its order; neighbouring ranges are one run.
+        The elements of a row of the part, in its order; neighbouring ranges are one run.
     """
 
     number: int
@@ -43,7 +43,7 @@ class PartRows(NamedTuple):
 
 
 def part_shape(part: Part) -> tuple[int, ...]:
-    """Return the shape of what a rank holds.
+    """Return the shape of the part that a rank holds.
 
     Raises
     ------
@@ -65,7 +65,7 @@ def part_shape(part: Part) -> tuple[int, ...]:
 
 
 def part_rows(part: Part) -> PartRows:
-    """Return the whole parameter and what a rank holds of it as rows."""
+    """Return the whole parameter and the part that a rank holds as rows."""
     held = part_shape(part)[part.axis]
     inner = prod(part.shape[part.axis + 1 :])
     sizes = [stop - start for start, stop in part.ranges]
@@ -84,7 +84,7 @@ def _join(runs: list[PartRun], run: PartRun) -> None:
 
 
 def part_runs(part: Part, shape_local: Sequence[int], start: int, stop: int) -> Iterator[PartRun]:
-    """Cover C-order elements ``start:stop`` of what a rank holds by maximal runs, in order.
+    """Cover C-order elements ``start:stop`` of the part that a rank holds by maximal runs, in order.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ def put_rows(rows: PartRows, values: Array, whole: Array) -> None:
 
 
 def _whole_rows(row: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cut ``start:stop`` into what comes before the first whole row, the whole rows, and what comes after."""
+    """Cut ``start:stop`` at the first and after the last whole row: three ranges, without empty ones."""
     if start == stop:
         return
     first = min(stop, -(-start // row) * row)

@@ -1,4 +1,4 @@
-"""The schedules' programs: generators of the instructions of one stage, in order.
+"""Build pipeline schedules: a generator of one stage's instructions for each, and the table that names them.
 
 In all of them the backwards of a chunk, and its weight halves, come in ascending order of the micro-batches, because
 the streaming sum over grains (``layout/tree.py``) takes them in this order.
@@ -6,9 +6,14 @@ the streaming sum over grains (``layout/tree.py``) takes them in this order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
 
+from mpizero.errors import ConfigError
 from mpizero.layout.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS, FORWARD, Instruction
+from mpizero.layout.schedule import Schedule
+from mpizero.layout.simulate import Costs, simulate
 
 
 def gpipe(stage: int, _stages: int, micro_batches: int, _virtual: int) -> Iterator[Instruction]:
@@ -70,7 +75,7 @@ def zero_bubble_v(stage: int, stages: int, micro_batches: int, _virtual: int) ->
 
     Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 6 (ZB-V), in the order of PyTorch's
     ``ScheduleZBVZeroBubble``; it does not wait where F = B = W and there are enough micro-batches. Chunk ``stage`` goes
-    down the V and chunk ``2 * stages - 1 - stage`` up again, so the loss is on stage 0 and the last stage hands its
+    down the V and chunk ``2 * stages - 1 - stage`` up again, so the loss is on stage 0 and the last stage passes its
     output to itself. A stage holds at most ``2 * stages`` caches of chunks of half the size, the memory of 1F1B's first
     stage. With fewer than ``2 * stages - 1`` micro-batches it is the same program without the missing ones.
     """
@@ -81,7 +86,7 @@ def zero_bubble_v(stage: int, stages: int, micro_batches: int, _virtual: int) ->
 
 
 class _Chunk:
-    """Instructions of one chunk: each call is the next micro-batch's."""
+    """Make the instructions of one chunk: each call gives the next micro-batch's."""
 
     def __init__(self, chunk: int) -> None:
         self.chunk = chunk
@@ -130,7 +135,7 @@ def _v_program(stage: int, stages: int, micro_batches: int, down: _Chunk, up: _C
 
 
 def _alternate(ahead: int, forwards: list[Instruction], backwards: list[Instruction]) -> Iterator[Instruction]:
-    """``ahead`` forwards, then a forward and a backward in turn, then the remaining backwards."""
+    """Do ``ahead`` forwards, then a forward and a backward alternately, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     yield from forwards[:ahead]
     for position, backward in enumerate(backwards):
@@ -139,9 +144,9 @@ def _alternate(ahead: int, forwards: list[Instruction], backwards: list[Instruct
 
 
 def fuse(program: Iterable[Instruction], stage_of: tuple[int, ...]) -> Iterator[Instruction]:
-    """Turn an input half and its weight half into one backward where they follow each other and nobody waits between.
+    """Turn an input half and its weight half into one backward where they follow each other and no stage waits between.
 
-    Nobody does where the gradient of the chunk's input is for no chunk or for a chunk of the same stage.
+    No stage does where the gradient of the chunk's input is for no chunk or for a chunk of the same stage.
     """
     held: Instruction | None = None
     for instruction in program:
@@ -158,3 +163,105 @@ def fuse(program: Iterable[Instruction], stage_of: tuple[int, ...]) -> Iterator[
             yield instruction
     if held is not None:
         yield held
+
+
+class _ScheduleRow(NamedTuple):
+    """Describe one schedule: its generator and what it accepts."""
+
+    program: Callable[[int, int, int, int], Iterator[Instruction]]
+    virtual: Callable[[int], bool] = lambda virtual: virtual == 1
+    wanted: str = "1"
+    shape: Callable[[int, int], tuple[int, ...]] = lambda stages, virtual: tuple(range(stages)) * virtual
+    padded: bool = False
+
+
+_ROWS = {
+    "gpipe": _ScheduleRow(gpipe),
+    "1f1b": _ScheduleRow(one_forward_one_backward),
+    "interleaved": _ScheduleRow(
+        interleaved,
+        lambda virtual: virtual >= 2,
+        "at least 2 (with 1 it is the schedule '1f1b')",
+        padded=True,
+    ),
+    "zero_bubble": _ScheduleRow(zero_bubble),
+    "zero_bubble_v": _ScheduleRow(
+        zero_bubble_v,
+        lambda virtual: virtual in {1, 2},
+        "2 (or 1, the default: it always has two chunks a stage)",
+        lambda stages, _: (*range(stages), *reversed(range(stages))),
+    ),
+}
+#: Names of the
+SCHEDULES = tuple(_ROWS)
+
+
+def chunk_stages(name: str, stages: int, virtual: int = 1) -> tuple[int, ...]:
+    """Return the stage of every chunk. Not collective.
+
+    Parameters
+    ----------
+    name : str
+        One of :data:`SCHEDULES`.
+    stages : int
+        Number of stages.
+    virtual : int
+        Chunks a stage; "interleaved" needs two or more, "zero_bubble_v" has two, the others one.
+
+    Raises
+    ------
+    ConfigError
+        On an unknown name or numbers that the schedule does not take.
+
+    Examples
+    --------
+    >>> chunk_stages("interleaved", 2, 3), chunk_stages("zero_bubble_v", 2)
+    ((0, 1, 0, 1, 0, 1), (0, 1, 1, 0))
+    """
+    if name not in _ROWS:
+        raise ConfigError(f"unknown schedule {name!r}; expected one of {', '.join(SCHEDULES)}")
+    row = _ROWS[name]
+    _positive(name, "stages", stages)
+    _positive(name, "virtual stages", virtual)
+    if not row.virtual(virtual):
+        raise ConfigError(f"schedule {name!r} cannot have {virtual} virtual stages; expected {row.wanted}")
+    return row.shape(stages, virtual)
+
+
+@lru_cache(maxsize=64, typed=True)
+def build_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1) -> Schedule:
+    """Build a schedule and prove that it can be run. Not collective; cached.
+
+    Parameters
+    ----------
+    name : str
+        One of :data:`SCHEDULES`.
+    stages, micro_batches : int
+        Number of stages and of micro-batches; "interleaved" pads the latter to a multiple of the former.
+    virtual : int
+        Chunks a stage, as in :func:`chunk_stages`.
+
+    Raises
+    ------
+    ConfigError
+        On an unknown name or numbers that the schedule does not take.
+    """
+    stage_of = chunk_stages(name, stages, virtual)
+    _positive(name, "micro-batches", micro_batches)
+    row = _ROWS[name]
+    micros = -(-micro_batches // stages) * stages if row.padded else micro_batches
+    schedule = Schedule(
+        name,
+        stages,
+        len(stage_of),
+        micros,
+        stage_of,
+        tuple(tuple(fuse(row.program(stage, stages, micros, virtual), stage_of)) for stage in range(stages)),
+    )
+    simulate(schedule, Costs.uniform(schedule.chunks))
+    return schedule
+
+
+def _positive(name: str, what: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"schedule {name!r} cannot have {value!r} {what}; expected an integer >= 1")

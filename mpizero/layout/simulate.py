@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from mpizero.errors import ConfigError, ScheduleError
 from mpizero.layout.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS, FORWARD, Instruction
-
-if TYPE_CHECKING:
-    from mpizero.layout.schedule import Schedule
+from mpizero.layout.schedule import Schedule
 
 
 @dataclass(frozen=True)
 class Costs:
-    """How long the parts of a chunk's work on one micro-batch take.
+    """Hold the seconds that the parts of a chunk's work on one micro-batch take.
 
     Attributes
     ----------
@@ -64,7 +62,7 @@ class Costs:
         return cls((forward,) * chunks, (backward_input,) * chunks, (backward_weights,) * chunks, latency)
 
     def seconds(self, instruction: Instruction) -> float:
-        """Return how long an instruction takes."""
+        """Return the seconds that an instruction takes."""
         chunk = instruction.chunk
         if instruction.kind == FORWARD:
             return self.forward[chunk]
@@ -75,8 +73,8 @@ class Costs:
         return self.backward_input[chunk] + self.backward_weights[chunk]
 
 
-class Event(NamedTuple):
-    """One instruction and the seconds at which it starts and ends."""
+class TimedInstruction(NamedTuple):
+    """Hold one instruction and the seconds at which it starts and ends."""
 
     instruction: Instruction
     start: float
@@ -85,18 +83,18 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule does when it is run; make one with :func:`simulate`.
+    """Hold the simulated run of a schedule; made by :func:`simulate`.
 
     Attributes
     ----------
     schedule : Schedule
-        What was run.
-    events : tuple of tuple of Event
+        The schedule.
+    events : tuple of tuple of TimedInstruction
         The instructions of every stage, in order.
     """
 
     schedule: Schedule
-    events: tuple[tuple[Event, ...], ...]
+    events: tuple[tuple[TimedInstruction, ...], ...]
 
     @property
     def makespan(self) -> float:
@@ -110,7 +108,7 @@ class Simulation:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """The share of the makespan that every stage waits, 0 to 1."""
+        """Share of the makespan for which every stage waits, 0 to 1."""
         return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
 
     @property
@@ -134,7 +132,7 @@ class Simulation:
 
     @property
     def caches(self) -> tuple[int, ...]:
-        """How many caches (of one chunk and one micro-batch) every stage holds at most."""
+        """The largest number of caches (of one chunk and one micro-batch) that every stage holds."""
         return self.schedule.caches()
 
 
@@ -144,7 +142,7 @@ def simulate(schedule: Schedule, costs: Costs, present: int | None = None) -> Si
     Parameters
     ----------
     schedule : Schedule
-        What to run.
+        The schedule.
     costs : Costs
         Times by chunk.
     present : int, optional
@@ -202,10 +200,10 @@ def _check_retirement(schedule: Schedule) -> None:
                 last[kind, chunk] = micro
 
 
-def _run(schedule: Schedule, costs: Costs, present: int) -> tuple[tuple[Event, ...], ...]:
+def _run(schedule: Schedule, costs: Costs, present: int) -> tuple[tuple[TimedInstruction, ...], ...]:
     """Let every stage run until it waits, over and over, until all have ended or none goes on."""
     ends: dict[Instruction, float] = {}
-    events: list[list[Event]] = [[] for _ in schedule.programs]
+    events: list[list[TimedInstruction]] = [[] for _ in schedule.programs]
     going = True
     while going:
         going = False
@@ -221,7 +219,7 @@ def _run(schedule: Schedule, costs: Costs, present: int) -> tuple[tuple[Event, .
                     away = schedule.stage_of[need.chunk] != stage
                     start = max(start, ends[need] + costs.latency * away)
                 end = start + (costs.seconds(instruction) if instruction.micro < present else 0.0)
-                done.append(Event(instruction, start, end))
+                done.append(TimedInstruction(instruction, start, end))
                 ends.update(dict.fromkeys(instruction.does, end))
                 going = True
     if stuck := list(_stuck(schedule, events, ends)):
@@ -229,7 +227,7 @@ def _run(schedule: Schedule, costs: Costs, present: int) -> tuple[tuple[Event, .
     return tuple(map(tuple, events))
 
 
-def _stuck(schedule: Schedule, events: list[list[Event]], ends: dict[Instruction, float]) -> Iterator[str]:
+def _stuck(schedule: Schedule, events: list[list[TimedInstruction]], ends: dict[Instruction, float]) -> Iterator[str]:
     """Say for which instruction every stage that has not ended waits for ever."""
     for stage, program in enumerate(schedule.programs):
         if len(events[stage]) == len(program):

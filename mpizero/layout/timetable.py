@@ -1,16 +1,13 @@
-"""A simulated pipeline schedule as text."""
+"""Show a simulated pipeline schedule as text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import TYPE_CHECKING
 
 from mpizero.errors import ConfigError
 from mpizero.layout.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS, FORWARD, Instruction
-
-if TYPE_CHECKING:
-    from mpizero.layout.simulate import Simulation
+from mpizero.layout.simulate import Simulation
 
 #: The letter of each kind of instruction in timetables, as PyTorch's pipelining has them.
 LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHTS: "W"}
@@ -36,7 +33,7 @@ def timetable(simulation: Simulation, unit: float | None = None) -> str:
     Parameters
     ----------
     simulation : Simulation
-        What to show.
+        The run to show.
     unit : float, optional
         Seconds a column; by default the longest that all instructions are multiples of, if there is one.
 

@@ -1,10 +1,10 @@
-"""The canonical binary tree: one order of additions for every number of ranks.
+"""Plan sums in the order of the canonical binary tree: one order of additions for every number of ranks.
 
-Node ``(level, position)`` is the sum of its children ``(level-1, 2*position)`` and ``(level-1, 2*position+1)``; a
-missing right child passes the left one through. Leaves are grains (or elements of a tensor). Whoever adds follows this
+TreeNode ``(level, position)`` is the sum of its children ``(level-1, 2*position)`` and ``(level-1, 2*position+1)``; a
+missing right child passes the left one through. Leaves are grains (or elements of a tensor). All sums follow this
 tree, so the bits of the root depend on the leaves alone.
 
-[Note: tree programs] A sum is handed to the kernels as a program for a stack machine over the rows of a matrix:
+[Note: tree programs] A sum is passed to the kernels as a program for a stack machine over the rows of a matrix:
 ``v >= 0`` pushes row v, ``-1`` pops the top and adds it to the one beneath, ``v <= -2`` adds row ``-2 - v`` to the top.
 """
 
@@ -17,8 +17,8 @@ from typing import NamedTuple
 Program = tuple[int, ...]
 
 
-class Node(NamedTuple):
-    """One node of the tree: the sum of leaves ``position << level`` to ``(position + 1) << level``."""
+class TreeNode(NamedTuple):
+    """Identify one node of the tree: the sum of leaves ``position << level`` to ``(position + 1) << level``."""
 
     level: int
     position: int
@@ -28,22 +28,22 @@ class Node(NamedTuple):
         return range(self.position << self.level, min((self.position + 1) << self.level, total))
 
 
-def cover(start: int, stop: int, total: int) -> tuple[Node, ...]:
+def cover(start: int, stop: int, total: int) -> tuple[TreeNode, ...]:
     """Return the largest nodes, in order, that together are the leaves ``start:stop`` of ``total``."""
-    nodes: list[Node] = []
+    nodes: list[TreeNode] = []
     while start < stop:
         level = 0
         while start % (2 << level) == 0 and min(start + (2 << level), total) <= stop and (1 << level) < total:
             level += 1
-        nodes.append(Node(level, start >> level))
+        nodes.append(TreeNode(level, start >> level))
         start = min(start + (1 << level), total)
     return tuple(nodes)
 
 
-def _climb(node: Node, total: int) -> Node:
+def _climb(node: TreeNode, total: int) -> TreeNode:
     """Pass a node up through every parent whose right child is missing."""
     while (1 << node.level) < total and node.position % 2 == 0 and (node.position + 1) << node.level >= total:
-        node = Node(node.level + 1, node.position // 2)
+        node = TreeNode(node.level + 1, node.position // 2)
     return node
 
 
@@ -51,32 +51,32 @@ def _joined(left: Program, right: Program) -> Program:
     return (*left, -2 - right[0]) if len(right) == 1 else (*left, *right, -1)
 
 
-def merge(held: Iterable[tuple[Node, Program]], total: int) -> tuple[tuple[Node, Program], ...]:
+def merge(held: Iterable[tuple[TreeNode, Program]], total: int) -> tuple[tuple[TreeNode, Program], ...]:
     """Add held nodes as far as the tree allows.
 
     Parameters
     ----------
-    held : iterable of (Node, program)
+    held : iterable of (TreeNode, program)
         Disjoint nodes, each with the program that gives its value.
     total : int
         Leaves of the whole tree.
 
     Returns
     -------
-    tuple of (Node, program)
+    tuple of (TreeNode, program)
         Disjoint maximal nodes in the order of their leaves.
     """
-    stack: list[tuple[Node, Program]] = []
+    stack: list[tuple[TreeNode, Program]] = []
     for node, program in sorted(held, key=lambda item: item[0].position << item[0].level):
         top, sums = _climb(node, total), program
-        while top.position % 2 and stack and stack[-1][0] == Node(top.level, top.position - 1):
+        while top.position % 2 and stack and stack[-1][0] == TreeNode(top.level, top.position - 1):
             _, left = stack.pop()
-            top, sums = _climb(Node(top.level + 1, top.position // 2), total), _joined(left, sums)
+            top, sums = _climb(TreeNode(top.level + 1, top.position // 2), total), _joined(left, sums)
         stack.append((top, sums))
     return tuple(stack)
 
 
-class Fold(NamedTuple):
+class FoldStep(NamedTuple):
     """Compute ``grain`` into ``row``; then, for each pair, add row ``source`` to row ``target``."""
 
     grain: int
@@ -86,29 +86,29 @@ class Fold(NamedTuple):
 
 @dataclass(frozen=True)
 class FoldPlan:
-    """How one rank folds contiguous grains while it computes them, with few rows."""
+    """Describe how one rank sums contiguous grains while it computes them, with few rows."""
 
-    folds: tuple[Fold, ...]
-    held: tuple[tuple[Node, int], ...]
+    folds: tuple[FoldStep, ...]
+    held: tuple[tuple[TreeNode, int], ...]
     rows: int
 
 
 def fold_plan(start: int, stop: int, total: int) -> FoldPlan:
     """Plan the streaming sum of grains ``start:stop`` of ``total`` with a binary counter of rows."""
-    stack: list[tuple[Node, int]] = []
-    folds: list[Fold] = []
+    stack: list[tuple[TreeNode, int]] = []
+    folds: list[FoldStep] = []
     used = 0
     for grain in range(start, stop):
         taken = {row for _, row in stack}
         row = next(r for r in range(len(taken) + 1) if r not in taken)
         used = max(used, row + 1)
-        node, target, additions = _climb(Node(0, grain), total), row, []
-        while node.position % 2 and stack and stack[-1][0] == Node(node.level, node.position - 1):
+        node, target, additions = _climb(TreeNode(0, grain), total), row, []
+        while node.position % 2 and stack and stack[-1][0] == TreeNode(node.level, node.position - 1):
             _, left = stack.pop()
             additions.append((left, target))
-            node, target = _climb(Node(node.level + 1, node.position // 2), total), left
+            node, target = _climb(TreeNode(node.level + 1, node.position // 2), total), left
         stack.append((node, target))
-        folds.append(Fold(grain, row, tuple(additions)))
+        folds.append(FoldStep(grain, row, tuple(additions)))
     return FoldPlan(tuple(folds), tuple(stack), used)
 
 
@@ -121,7 +121,7 @@ class Merge(NamedTuple):
 
 @dataclass(frozen=True)
 class Wave:
-    """One wave: at most one grain a worker, then the sums that its arrival allows.
+    """Describe one wave: at most one grain a worker, then the sums that its arrival allows.
 
     Attributes
     ----------
@@ -130,7 +130,7 @@ class Wave:
     group_programs : tuple of tuple of program
         For each group, the programs (over its workers' rows) of the nodes it sends.
     merges : tuple of Merge
-        What an owner does: rows below ``arrivals`` are arrived ones (groups in order, their nodes in order;
+        The sums of an owner: rows below ``arrivals`` are arrived ones (groups in order, their nodes in order;
         with a single group the workers' rows themselves), the others are rows of its stack.
     arrivals : int
         Number of arriving rows.
@@ -144,7 +144,7 @@ class Wave:
 
 @dataclass(frozen=True)
 class WavePlan:
-    """All waves of a global batch; the total stands in row ``root`` of ``rows`` stack rows at the end."""
+    """Describe all waves of a global batch; the total stands in row ``root`` of ``rows`` stack rows at the end."""
 
     waves: tuple[Wave, ...]
     rows: int
@@ -152,9 +152,9 @@ class WavePlan:
 
 
 def wave_plan(total: int, groups: Sequence[int]) -> WavePlan:
-    """Deal ``total`` grains in waves to groups of ``groups[i]`` workers and plan the owners' streaming sums."""
+    """Assign ``total`` grains in waves to groups of ``groups[i]`` workers and plan the owners' streaming sums."""
     workers = sum(groups)
-    stack: list[tuple[Node, int]] = []
+    stack: list[tuple[TreeNode, int]] = []
     waves: list[Wave] = []
     used = 1
     for first in range(0, total, workers):
@@ -170,14 +170,14 @@ def wave_plan(total: int, groups: Sequence[int]) -> WavePlan:
 
 def _arrivals(
     grains: Sequence[int | None], groups: Sequence[int], total: int
-) -> tuple[tuple[tuple[Program, ...], ...], list[tuple[Node, Program]], int]:
-    """Return what each group sends, the arriving nodes, and how many rows arrive."""
+) -> tuple[tuple[tuple[Program, ...], ...], list[tuple[TreeNode, Program]], int]:
+    """Return the programs of each group, the arriving nodes, and the number of arriving rows."""
     programs: list[tuple[Program, ...]] = []
-    arrived: list[tuple[Node, Program]] = []
+    arrived: list[tuple[TreeNode, Program]] = []
     first = 0
     for size in groups:
-        leaves: list[tuple[Node, Program]] = [
-            (Node(0, g), (i,)) for i, g in enumerate(grains[first : first + size]) if g is not None
+        leaves: list[tuple[TreeNode, Program]] = [
+            (TreeNode(0, g), (i,)) for i, g in enumerate(grains[first : first + size]) if g is not None
         ]
         if len(groups) == 1:
             return ((),), leaves, size
@@ -189,8 +189,8 @@ def _arrivals(
 
 
 def _place(
-    merged: Sequence[tuple[Node, Program]], arrivals: int, free: list[int]
-) -> tuple[list[tuple[Node, int]], tuple[Merge, ...]]:
+    merged: Sequence[tuple[TreeNode, Program]], arrivals: int, free: list[int]
+) -> tuple[list[tuple[TreeNode, int]], tuple[Merge, ...]]:
     """Give every merged node a stack row: one that its own sum reads, else a free one."""
     stack, merges = [], []
     for node, program in merged:
@@ -208,7 +208,7 @@ def _rows_read(program: Program) -> list[int]:
 
 @dataclass(frozen=True)
 class RowsPlan:
-    """Contiguous dealing: every worker folds its grains alone, then all rows are summed once.
+    """Describe the sum of contiguous grains: every worker sums its own, then all rows are summed once.
 
     Attributes
     ----------
@@ -231,12 +231,12 @@ class RowsPlan:
     arrivals: int
 
 
-def rows_plan(dealt: Sequence[range], groups: Sequence[int], total: int) -> RowsPlan:
-    """Plan the sum of ``total`` grains of which worker w holds the contiguous ``dealt[w]``."""
-    folds = tuple(fold_plan(grains.start, grains.stop, total) for grains in dealt)
+def rows_plan(assigned: Sequence[range], groups: Sequence[int], total: int) -> RowsPlan:
+    """Plan the sum of ``total`` grains of which worker w holds the contiguous ``assigned[w]``."""
+    folds = tuple(fold_plan(grains.start, grains.stop, total) for grains in assigned)
     rows = max([1, *(plan.rows for plan in folds)])
     programs: list[tuple[Program, ...]] = []
-    arrived: list[tuple[Node, Program]] = []
+    arrived: list[tuple[TreeNode, Program]] = []
     first = 0
     for size in groups:
         leaves = [(n, (w * rows + r,)) for w, plan in enumerate(folds[first : first + size]) for n, r in plan.held]

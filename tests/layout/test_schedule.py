@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from mpizero.errors import ConfigError, ExitStatus
-from mpizero.layout import SCHEDULES, Costs, Instruction, Schedule, build_schedule, chunk_stages
+from mpizero.layout import SCHEDULES, Costs, Instruction, Schedule, build_schedule, chunk_stages, simulate
+from mpizero.layout.timetable import timetable
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = [(name, 1) for name in SCHEDULES if name != "interleaved"] + [("interleaved", 2), ("interleaved", 3)]
@@ -108,7 +109,11 @@ def test_schedules_that_mean_nothing_are_refused(arguments: tuple[str, int, int]
 
 
 def rows(schedule: Schedule, costs: Costs | None = None, unit: float | None = None) -> list[str]:
-    return [line for line in schedule.timetable(costs, unit).splitlines() if line.startswith("stage")]
+    return [
+        line
+        for line in timetable(simulate(schedule, costs or Costs.uniform(schedule.chunks)), unit).splitlines()
+        if line.startswith("stage")
+    ]
 
 
 def test_a_timetable_has_a_row_a_stage_and_a_column_a_unit_of_time() -> None:
@@ -132,7 +137,7 @@ def test_a_timetable_s_unit_follows_the_costs() -> None:
     assert rows(schedule, Costs.uniform(1, 2, 2, 2), unit=1.0) == ["stage 0 | F0 F0 B0 B0 B0 B0"]
     assert rows(schedule, Costs.uniform(1, 0, 0, 0)) == ["stage 0 |"]
     with pytest.raises(ConfigError, match="0.0 seconds"):
-        schedule.timetable(unit=0.0)
+        rows(schedule, unit=0.0)
 
 
 def script(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpizero.layout import Grains, Node, Program, cover, fold_plan, merge, rows_plan, wave_plan
+from mpizero.layout import Grains, Program, TreeNode, cover, fold_plan, merge, rows_plan, wave_plan
 
 Expression = object  # a leaf number, or a pair of expressions
 
 
-def canonical(node: Node, total: int) -> Expression:
+def canonical(node: TreeNode, total: int) -> Expression:
     """The tree's definition, by recursion."""
     if node.level == 0:
         return node.position
-    left, right = Node(node.level - 1, 2 * node.position), Node(node.level - 1, 2 * node.position + 1)
+    left, right = TreeNode(node.level - 1, 2 * node.position), TreeNode(node.level - 1, 2 * node.position + 1)
     if right.position << right.level >= total:
         return canonical(left, total)
     return canonical(left, total), canonical(right, total)
@@ -27,7 +27,7 @@ def root(total: int) -> Expression:
     level = 0
     while (1 << level) < total:
         level += 1
-    return canonical(Node(level, 0), total)
+    return canonical(TreeNode(level, 0), total)
 
 
 def run(program: Program, rows: Sequence[Expression]) -> Expression:
@@ -56,7 +56,7 @@ def test_cover_is_disjoint_complete_and_maximal(total: int, data: st.DataObject)
 @given(st.integers(1, 64), st.integers(1, 9))
 def test_covers_of_any_partition_merge_into_the_canonical_root(total: int, parts: int) -> None:
     grains = Grains(total, 1)
-    nodes = [n for p in range(parts) for n in cover(*_bounds(grains.dealt(p, parts)), total)]
+    nodes = [n for p in range(parts) for n in cover(*_bounds(grains.assigned(p, parts)), total)]
     ((_, program),) = merge([(node, (i,)) for i, node in enumerate(nodes)], total)
     assert run(program, [canonical(n, total) for n in nodes]) == root(total)
 
@@ -87,7 +87,7 @@ groups = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 @settings(max_examples=150)
 def test_contiguous_dealing_gives_the_canonical_root(total: int, sizes: list[int]) -> None:
     workers = sum(sizes)
-    plan = rows_plan([Grains(total, 1).dealt(w, workers) for w in range(workers)], sizes, total)
+    plan = rows_plan([Grains(total, 1).assigned(w, workers) for w in range(workers)], sizes, total)
     held = []
     for fold in plan.folds:
         rows: list[Expression] = [None] * plan.rows

@@ -13,7 +13,7 @@ def contiguous_owners(grid: NodeOrder, count: int) -> list[int]:
     """
     owner = [0] * count
     for position, rank in enumerate(_batch_order(grid)):
-        for grain in Grains(count, 1).dealt(position, grid.batch.size):
+        for grain in Grains(count, 1).assigned(position, grid.batch.size):
             owner[grain] = rank
     return owner
 
@@ -27,7 +27,7 @@ def contiguous_shares(grid: NodeOrder, count: int) -> list[range]:
     shares = []
     for place in range(grid.data.size):
         data, context = divmod(place, contexts)
-        own = Grains(whole, 1).dealt(data, grid.batch.size)
+        own = Grains(whole, 1).assigned(data, grid.batch.size)
         shares.append(range(context * whole + own.start, context * whole + own.stop))
     return shares
 

@@ -16,7 +16,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import agree_on_call, collective, recorded
 from mpizero.comm.equality import agree_arrays
 from mpizero.errors import LayoutError, SharedMemoryError
-from mpizero.layout import Entry
+from mpizero.layout import ParameterUse
 from mpizero.names import nearest, real_array
 from mpizero.parallel.checkpointing.model_state import copy_state
 from mpizero.parallel.model.core import ShardedCore
@@ -192,5 +192,5 @@ class ParameterAccess(ShardedCore):
         return twin
 
 
-def _called(entry: Entry) -> str:
+def _called(entry: ParameterUse) -> str:
     return f"parameter {entry.spec.name!r}"

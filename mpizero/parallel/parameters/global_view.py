@@ -15,7 +15,7 @@ import numpy as np
 
 from mpizero.comm import ProcessGrid
 from mpizero.errors import LayoutError
-from mpizero.layout import Entry, FlatLayout, Span, Unit
+from mpizero.layout import FlatLayout, ParameterUse, Span, Unit
 from mpizero.layout.axes import Coordinates
 from mpizero.layout.parts import part_rows, part_runs, part_shape, put_rows, take_rows
 from mpizero.parallel.parameters.store import ParameterStore
@@ -28,7 +28,7 @@ Held = Callable[[str], Array]
 class Piece(NamedTuple):
     """What one rank of a model group says of a unit: a parameter of the whole model, as that rank declares it."""
 
-    entry: Entry
+    entry: ParameterUse
     spec: ParameterSpec
 
 
@@ -230,7 +230,7 @@ class GlobalView:
 
     # ------------------------------------------------------------------ questions (not collective)
 
-    def home(self, spec: ParameterSpec) -> Entry:
+    def home(self, spec: ParameterSpec) -> ParameterUse:
         """Return the parameter of the whole model that a held one is, is a slice of, or is a copy of."""
         return self.layout.by_name[spec.guest or spec.name]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from mpizero.layout import Entry, FlatLayout, Span
+from mpizero.layout import FlatLayout, ParameterUse, Span
 from mpizero.types import ParameterSpec
 
 
@@ -71,7 +71,7 @@ class UpdatePiece(NamedTuple):
     optimizer's arrays; ``uses`` are the starts of the gradients of its later, tied uses.
     """
 
-    entry: Entry
+    entry: ParameterUse
     span: Span
     store: int
     gradient: int
@@ -130,7 +130,7 @@ def update_pieces(
     return tuple(pieces)
 
 
-def _locate(share: Share, entry: Entry, inside: int, in_rows: bool) -> int:
+def _locate(share: Share, entry: ParameterUse, inside: int, in_rows: bool) -> int:
     gradient = entry.gradient + inside
     if in_rows:
         return share.layout.gradient_bases[entry.unit] + gradient

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.layout import Entry
+from mpizero.layout import ParameterUse
 from mpizero.train.rounding import Rounding, largest
 from mpizero.train.verify import diagnosis
 from mpizero.train.verify.diagnosis import Computed, Told
@@ -42,7 +42,7 @@ class _Vectors:
     expected: Array
     bound: float | None
 
-    def mask(self, entry: Entry) -> Array:
+    def mask(self, entry: ParameterUse) -> Array:
         """Return which elements of a tensor differ: in a bit, or by more than the bound."""
         a, b = (values[entry.span.start : entry.span.stop] for values in (self.found, self.expected))
         bits = f"u{a.dtype.itemsize}"
@@ -350,7 +350,7 @@ def _explain_clip(found: Difference, clipped: Array, before: Array, expected: Ar
     return _explained(Difference(Finding(0, "clip factor", found=factors[0], expected=factors[1])), told)
 
 
-def _difference(vectors: _Vectors, entry: Entry, mask: Array, tensors: int) -> Difference:
+def _difference(vectors: _Vectors, entry: ParameterUse, mask: Array, tensors: int) -> Difference:
     places = np.flatnonzero(mask)
     first = int(places[0])
     found, expected = (float(v[entry.span.start + first]) for v in (vectors.found, vectors.expected))
