@@ -120,7 +120,6 @@ NO_VERBS_REMAINING = {
     "mpizero": 13,
     "mpizero/comm/group": 1,
     "mpizero/comm/reduce": 5,
-    "mpizero/data": 4,
     "mpizero/fingerprint": 6,
     "mpizero/kernels": 4,
     "mpizero/kernels/cpu": 2,

@@ -1,4 +1,4 @@
-"""Training data: sources of samples, the validation split, and batches that do not depend on the number of ranks."""
+"""Provide training data: sources of samples, the validation split, and batches that depend on no number of ranks."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Samples in arrays: in memory, in ``.npy`` files, or scikit-learn's digits."""
+"""Read samples from arrays: in memory, in ``.npy`` files, or scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DIGITS = ("datasets", "data", "digits.csv.gz")
 
 @explains
 class ArraySource(Source):
-    """Samples of arrays in memory, the same on every rank.
+    """Read samples from arrays in memory, the same on every rank.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class ArraySource(Source):
 
 @explains
 class NpySource(Source):
-    """Samples of two ``.npy`` files, mapped into memory.
+    """Read samples from two ``.npy`` files, mapped into memory.
 
     Parameters
     ----------

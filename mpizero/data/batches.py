@@ -1,4 +1,4 @@
-"""The batch law: which samples make up global batch k, and which of them this rank gets."""
+"""Choose the samples of each global batch, and those of them that this rank gets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpizero.types import Run
 
 
 class BatchConfig(Protocol):
-    """What batches need to know about the ranks; :class:`~mpizero.parallel.config.ShardingConfig` has it."""
+    """Describe what batches need of a configuration; :class:`~mpizero.parallel.config.ShardingConfig` has it."""
 
     @property
     def communicator(self) -> Communicator:
@@ -88,14 +88,14 @@ class Batches:
             raise StopIteration
         start = self.consumed
         order = sample_order(start + self._own.start, start + self._own.stop, len(self._source), self._seed)
-        samples = self._told(order, start) if self._source.takes_run else self._source.samples(order)
+        samples = self._samples_with_run(order, start) if self._source.takes_run else self._source.samples(order)
         self.consumed += self._batch
         if self._left is not None:
             self._left -= 1
         return samples
 
-    def _told(self, order: Indices, start: int) -> tuple[Any, Any]:
-        """Read samples with what a source wants to be told of them, each epoch's for itself."""
+    def _samples_with_run(self, order: Indices, start: int) -> tuple[Any, Any]:
+        """Read samples for a source that takes ``run``, those of each epoch by themselves."""
         length, done, parts = len(self._source), 0, list[Any]()
         while done < order.size or not parts:
             first = self._own.start + done
@@ -122,8 +122,8 @@ def batches(
     """Return an iterator over this rank's samples ``(x, y)`` of successive global batches.
 
     Collective over ``config.communicator`` (the iteration itself is not). A global batch is the next ``global_batch``
-    samples of :func:`sample_order`, also across the end of an epoch. It is cut into grains, which are dealt to the
-    ranks contiguously: rank r's samples follow rank r-1's, and a rank may get none.
+    samples of :func:`sample_order`, also across the end of an epoch. It is cut into grains, which are assigned to
+    the ranks contiguously: rank r's samples follow rank r-1's, and a rank may get none.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Samples in two datasets of an HDF5 file."""
+"""Read samples from two datasets of an HDF5 file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpizero.types import Array
 
 @explains
 class Hdf5Source(Source):
-    """Samples of two datasets of an HDF5 file, read when asked for.
+    """Read samples from two datasets of an HDF5 file, when they are requested.
 
     Contiguous datasets are mapped into memory, so that reading shuffled rows costs no HDF5 call. Of chunked ones every
     chunk that holds a wanted row is read once a call, in file order.
@@ -94,8 +94,8 @@ def _map(path: str, dataset: Any) -> Array | None:
     """Map a dataset whose bytes lie in one piece inside the file; None for any other."""
     if dataset.chunks is not None or dataset.is_virtual or dataset.external is not None or dataset.dtype.kind == "b":
         return None
-    offset, room = dataset.id.get_offset(), os.path.getsize(path)
-    if offset is None or dataset.size == 0 or offset + dataset.size * dataset.dtype.itemsize > room:
+    offset, size = dataset.id.get_offset(), os.path.getsize(path)
+    if offset is None or dataset.size == 0 or offset + dataset.size * dataset.dtype.itemsize > size:
         return None
     mapped: Array = np.memmap(path, dataset.dtype, "r", offset=offset, shape=dataset.shape)
     return mapped

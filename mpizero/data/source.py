@@ -1,4 +1,4 @@
-"""What every source of samples offers, and the split that holds samples back for validation."""
+"""Define the base class of sources of samples, and the split that keeps samples for validation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpizero.sampletree import paths_of
 from mpizero.signatures import takes_run
 from mpizero.types import EVALUATE, Array, Run
 
-#: Share of the samples that :meth:`Source.split` holds back unless told otherwise.
+#: Share of the samples that :meth:`Source.split` keeps back by default.
 VALIDATION = 0.05
 #: Key of the permutation that chooses validation samples; part of the format of a run, never to be changed.
 SPLIT_SEED = 0x5EED
@@ -26,18 +26,18 @@ Indices = NDArray[np.int64]
 
 
 class Source(ABC):
-    """Numbered samples ``(x, y)``, the same on every rank; nothing is read before it is asked for.
+    """Provide numbered samples ``(x, y)``, the same on every rank; they are read when they are requested.
 
     ``x`` and ``y`` are arrays with samples on the first axis, or trees of such arrays: tuples, lists, dictionaries and
     dataclasses, nested or not, of the same structure in every call.
 
-    A source whose :meth:`read` has a parameter ``run`` is told by that keyword what samples are read for, so that it
-    may change them at random, the same on any ranks: ``run.epoch``, ``run.step`` (the number of the global batch),
+    A source whose :meth:`read` has a parameter ``run`` gets by that keyword what samples are read for, so that it may
+    change them at random, the same on any ranks: ``run.epoch``, ``run.step`` (the number of the global batch),
     ``run.samples`` (their indices in the global batch), ``run.seed`` (that of the sample order), and ``run.training``.
     Key random numbers by sample, for example by ``(run.seed, run.epoch, index)``, not by call: ranks read other parts.
     Outside of :func:`~mpizero.data.batches`, ``run.training`` is False.
 
-    ``default_validation`` is the share that :meth:`split` holds back without an argument. ``in_order`` says that
+    ``default_validation`` is the share that :meth:`split` keeps back without an argument. ``in_order`` says that
     neighbouring samples belong together (text), so that a split takes the last samples and not a random choice.
     """
 
@@ -54,15 +54,15 @@ class Source(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Return what tells this data from other data (names, sizes, types), without reading it. Not collective."""
+        """Return what distinguishes this data from other data (names, sizes, types), unread. Not collective."""
 
     def origin(self, indices: Indices) -> Indices:
         """Return the numbers that samples have in the data as they were given, before any split. Not collective."""
         return indices
 
     @cached_property
-    def takes_run(self) -> bool:  # asked of every batch, and signatures take their time
-        """Whether :meth:`read` is told of the run."""
+    def takes_run(self) -> bool:  # used for every batch, and reading signatures is slow
+        """True if :meth:`read` has a parameter ``run``."""
         return takes_run(self.read, f"{type(self).__name__}.read", "indices")
 
     def samples(self, indices: ArrayLike, *, run: Run | None = None) -> tuple[Any, Any]:
@@ -73,7 +73,7 @@ class Source(ABC):
         Raises
         ------
         DataError
-            An index that is not in ``range(len(source))``, or :meth:`read` gives other numbers of samples than asked.
+            An index that is not in ``range(len(source))``, or :meth:`read` returns another number of samples.
         """
         wanted = np.asarray(indices)
         if wanted.size == 0:
@@ -84,14 +84,14 @@ class Source(ABC):
         if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
             bad = int(wanted.min() if wanted.min() < 0 else wanted.max())
             raise DataError(f"sample {bad} does not exist: there are {len(self)}")
-        told = {"run": run or Run(count=wanted.size)} if self.takes_run else {}
-        found = self.read(wanted, **told)
+        keywords = {"run": run or Run(count=wanted.size)} if self.takes_run else {}
+        found = self.read(wanted, **keywords)
         self._check_read(found, len(wanted))
         return found
 
     def _check_read(self, found: Any, count: int) -> None:
         source: Source = self
-        while isinstance(source, Subset):  # which reads from what it is a part of
+        while isinstance(source, Subset):  # which reads from another source
             source = source.source
         kind = type(source).__name__
         if not isinstance(found, tuple | list) or len(found) != 2:
@@ -115,9 +115,9 @@ class Source(ABC):
     def split(self, validation: float | None = None) -> tuple[Source, Source]:
         """Return ``(train, valid)``: disjoint, together everything, and the same in every run on any ranks.
 
-        Not collective. ``round(validation * len(source))`` samples are held back, at least one: the last ones where
+        Not collective. ``round(validation * len(source))`` samples are kept back, at least one: the last ones where
         neighbours belong together (text), otherwise a choice that depends on the number of samples alone. A share of 0
-        holds nothing back.
+        keeps nothing back.
 
         Raises
         ------
@@ -141,12 +141,12 @@ class Source(ABC):
 
 
 class Subset(Source):
-    """The samples ``start:stop`` of a source, in its own order or in the order of the split's permutation.
+    """Select the samples ``start:stop`` of a source, in its own order or in the order of the split's permutation.
 
     Parameters
     ----------
     source : Source
-        Where the samples come from.
+        The source of the samples.
     start, stop : int
         Range of places in that order.
     """
@@ -163,12 +163,12 @@ class Subset(Source):
 
     def read(self, indices: Indices, *, run: Run = EVALUATE) -> tuple[Any, Any]:
         """Return the samples of valid indices, in that order. Not collective."""
-        told: dict[str, Any] = {"run": run} if self.takes_run else {}
-        return self.source.read(self._places(indices), **told)
+        keywords: dict[str, Any] = {"run": run} if self.takes_run else {}
+        return self.source.read(self._places(indices), **keywords)
 
     @cached_property
     def takes_run(self) -> bool:
-        """Whether the source that this is a part of is told of the run."""
+        """True if the source that this is a part of takes ``run``."""
         return self.source.takes_run
 
     def origin(self, indices: Indices) -> Indices:
@@ -182,7 +182,7 @@ class Subset(Source):
         return places
 
     def describe(self) -> dict[str, Any]:
-        """Return what tells this data from other data. Not collective."""
+        """Return what distinguishes this data from other data. Not collective."""
         return {"subset": (self.start, self.stop), "of": self.source.fingerprint}
 
 

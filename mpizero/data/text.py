@@ -1,4 +1,4 @@
-"""Text as bytes: files, folders and globs, read as one long string cut into sequences."""
+"""Read text as bytes: files, folders and globs, as one long string cut into sequences."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Path = str | os.PathLike[str]
 
 @explains
 class TextSource(Source):
-    """Next-byte prediction on text: sample i is the bytes ``i * sequence`` to ``(i + 1) * sequence``, inclusive.
+    """Provide next-byte prediction on text: sample i is bytes ``i * sequence`` to ``(i + 1) * sequence``, inclusive.
 
     ``x`` are the first ``sequence`` of them and ``y`` the last: ``y`` is ``x`` moved by one byte. Both are int64 of
     shape (samples, sequence), values below 256. The files are read as one string, in the order given; samples do not
@@ -46,7 +46,7 @@ class TextSource(Source):
     sequence : int
         Bytes of one sample.
     validation : float
-        Share that :meth:`split` holds back without an argument: the last samples.
+        Share that :meth:`split` keeps back without an argument: the last samples.
 
     Raises
     ------
