@@ -15,7 +15,7 @@ sys.path.insert(0, str(FOLDER))  # where Python finds `comparing` when it runs o
 
 from comparing.turns import Team, TeamError, in_turns, one_thread, pss  # noqa: E402
 
-from mpizero.planning.repeated import Spread  # noqa: E402
+from mpizero.planning.measurement import Measurement  # noqa: E402
 
 sys.path.remove(str(FOLDER))
 
@@ -50,8 +50,8 @@ def test_every_round_measures_everyone_once_and_begins_with_the_next():
 
 
 def test_ratios_are_taken_inside_a_round():
-    spread = Spread.of_ratios([2.0, 40.0, 9.0], [1.0, 10.0, 3.0])
-    assert spread == Spread(3.0, 2.0, 4.0)
+    spread = Measurement.of_ratios([2.0, 40.0, 9.0], [1.0, 10.0, 3.0])
+    assert spread == Measurement(3.0, 2.0, 4.0)
     assert str(spread) == "3.00 (2.00 to 4.00)"
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from mpizero.checkpoint.format.strict_json import is_number, parse
 from mpizero.errors import DataError
-from mpizero.planning.repeated import Spread
+from mpizero.planning.measurement import Measurement
 from mpizero.text import printable
 
 #: What the file calls itself, and the only version of its form so far.
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Stream:
+class MemoryPass:
     """A pass over memory: plain, and by the library's own kernel of the same mix.
 
     Attributes
@@ -35,11 +35,11 @@ class Stream:
         Arrays that a pass reads and writes.
     elements, itemsize : int
         Of each array.
-    one, every : Spread
+    one, every : Measurement
         Seconds of the plain pass: of one rank alone, and of the slowest of all ranks at once.
-    own_one, own_every : Spread
+    own_one, own_every : Measurement
         Seconds of the library's kernel.
-    ratio_one, ratio_every : Spread
+    ratio_one, ratio_every : Measurement
         Its seconds by those of the plain pass, taken in each repetition.
     """
 
@@ -48,12 +48,12 @@ class Stream:
     writes: int
     elements: int
     itemsize: int
-    one: Spread
-    every: Spread
-    own_one: Spread
-    own_every: Spread
-    ratio_one: Spread
-    ratio_every: Spread
+    one: Measurement
+    every: Measurement
+    own_one: Measurement
+    own_every: Measurement
+    ratio_one: Measurement
+    ratio_every: Measurement
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +62,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Product:
+class MatrixProduct:
     """A matrix product at a shape of the model, in one of the forms that a step needs.
 
     Attributes
@@ -73,7 +73,7 @@ class Product:
         ``batch`` products of (rows, inner) and (inner, columns).
     linear : bool
         Whether it is one of the products with a parameter that make up a block, from which :attr:`Machine.rate` comes.
-    one, every : Spread
+    one, every : Measurement
         Seconds: of one rank alone, and of the slowest of all ranks at once.
     """
 
@@ -84,8 +84,8 @@ class Product:
     inner: int
     columns: int
     linear: bool
-    one: Spread
-    every: Spread
+    one: Measurement
+    every: Measurement
 
     @property
     def operations(self) -> int:
@@ -94,7 +94,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Message:
+class MessageSpeed:
     """A collective, or a message from one rank to one other.
 
     Attributes
@@ -107,7 +107,7 @@ class Message:
         What a rank has to give: the whole vector of an exchange or allreduce, its own block of a gather.
     sent : int
         Of these and their copies, what a rank sends to others.
-    seconds : Spread
+    seconds : Measurement
         Of the slowest rank.
     """
 
@@ -115,7 +115,7 @@ class Message:
     where: str
     nbytes: int
     sent: int
-    seconds: Spread
+    seconds: Measurement
 
 
 @dataclass(frozen=True)
@@ -128,13 +128,13 @@ class FileSpeed:
         "write with fsync", "read" (what the system had to fetch again) or "read from memory".
     nbytes : int
         Of all ranks.
-    seconds : Spread
+    seconds : Measurement
         Of the slowest rank.
     """
 
     operation: str
     nbytes: int
-    seconds: Spread
+    seconds: Measurement
 
 
 @dataclass(frozen=True)
@@ -168,9 +168,9 @@ class Machine:
     threads: int
     dtype: str
     repeat: int
-    streams: tuple[Stream, ...]
-    products: tuple[Product, ...]
-    messages: tuple[Message, ...]
+    streams: tuple[MemoryPass, ...]
+    products: tuple[MatrixProduct, ...]
+    messages: tuple[MessageSpeed, ...]
     files: tuple[FileSpeed, ...]
 
     def rate(self, ranks_per_node: int) -> float:

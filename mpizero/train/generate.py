@@ -23,7 +23,7 @@ from mpizero.train.checkpoints.lookup import find_checkpoint
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.sections import GptSection, check_split
 from mpizero.train.config.setting_checks import SettingError, whole
-from mpizero.train.run.resume import Saved
+from mpizero.train.run.resume import SavedRun
 from mpizero.types import Array
 
 #: What a model sees before the first byte when there is no prompt: a new line.
@@ -245,7 +245,7 @@ def open_language_model(
 
 
 def _settings_of(reader: checkpoint.Reader, home: str) -> GptSection:
-    section = Saved.of(reader.attributes, home).config["model"]
+    section = SavedRun.of(reader.attributes, home).config["model"]
     if section.get("name") != "gpt":
         raise CheckpointError(f"{home}: holds the model {section.get('name')!r}, which writes no text; train a gpt")
     try:

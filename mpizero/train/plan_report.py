@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from mpizero.layout.timetable import timetable
 from mpizero.planning import PARTS, PURPOSES, RankPlan
 from mpizero.planning.time_floors import Floors
-from mpizero.train.doctor.finding import counted
+from mpizero.train.doctor.check_result import counted
 from mpizero.train.number_format import PREFIXES, amount, columns
 from mpizero.train.plan import Plan
 

@@ -24,7 +24,7 @@ from mpizero.train.config.config_file import config_of
 from mpizero.train.config.sections import Config
 from mpizero.train.number_format import joined
 from mpizero.train.run.metrics import finite
-from mpizero.train.run.resume import Saved
+from mpizero.train.run.resume import SavedRun
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def replay(path: str, chosen: str | None, tell: Callable[[str], object]) -> Foun
         told = "the start values"
         if found is not None:
             with checkpoint.open_checkpoint(found, "self") as reader:
-                done = Saved.of(reader.attributes, found).step
+                done = SavedRun.of(reader.attributes, found).step
                 model_state.restore(placed.engine, reader)
             told = f"step {done}, from {found}"
         return Found(step, told, replay_bad_step(step, placed))

@@ -34,7 +34,7 @@ from typing import Any
 from comparing.ours import LIMIT, STRATEGIES, Ours, Products
 from comparing.turns import Team, TeamError, beside, in_turns, one_thread, pss, serve
 
-from mpizero.planning.repeated import Spread
+from mpizero.planning.measurement import Measurement
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = {
@@ -229,10 +229,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     tokens = args.ranks * args.batch * args.sequence * args.steps
     for name in names:
         speeds = [tokens / s for s in seconds[name]]
-        results[name] |= {"tokens_per_second": Spread.of(speeds).rounded(0), "rounds": [round(s) for s in speeds]}
+        results[name] |= {"tokens_per_second": Measurement.of(speeds).rounded(0), "rounds": [round(s) for s in speeds]}
         if name in STRATEGIES:
             results[name]["over"] = {
-                peer: Spread.of_ratios(seconds[peer], seconds[name]).rounded(3)
+                peer: Measurement.of_ratios(seconds[peer], seconds[name]).rounded(3)
                 for peer in names
                 if peer in PEERS or peer == LIMIT
             }
@@ -267,7 +267,7 @@ def report(found: dict[str, Any]) -> str:
     if ours:
         lines += ["", f"{'tokens/s over':17s}" + "".join(f"{name:>22s}" for name in ours)]
     for peer in results[ours[0]]["over"] if ours else ():
-        ratios = (str(Spread(**results[name]["over"][peer])) for name in ours)
+        ratios = (str(Measurement(**results[name]["over"][peer])) for name in ours)
         lines.append(f"{peer:17s}" + "".join(f"{ratio:>22s}" for ratio in ratios))
     return "\n".join(lines)
 

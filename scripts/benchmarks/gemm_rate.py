@@ -34,7 +34,7 @@ from mpizero.nn.layers.affine import Affine
 from mpizero.nn.layers.attention import CausalSelfAttention
 from mpizero.nn.layers.block import TransformerBlockBase
 from mpizero.nn.models.block_model import gradient_slots
-from mpizero.planning.repeated import Spread
+from mpizero.planning.measurement import Measurement
 from mpizero.train.doctor.machine_facts import blas
 from mpizero.types import Run
 
@@ -99,8 +99,10 @@ def compare(args: argparse.Namespace, works: dict[str, Callable[[], Any]], count
         times = [row[name] for row in rounds]
         rates = [operations / t / 1e9 for t in times]
         gemm = [products.operations / row["products"] / 1e9 for row in rounds]
-        shares = Spread.of_ratios(rates, gemm).text(1, 100, " %")
-        print(f"{name:24s} {Spread.of(times).text(1, 1e3):>28s} {Spread.of(rates).text(1):>24s} {shares:>32s}")
+        shares = Measurement.of_ratios(rates, gemm).text(1, 100, " %")
+        print(
+            f"{name:24s} {Measurement.of(times).text(1, 1e3):>28s} {Measurement.of(rates).text(1):>24s} {shares:>32s}"
+        )
 
 
 @contextmanager

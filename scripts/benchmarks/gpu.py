@@ -28,7 +28,7 @@ from comparing.turns import in_turns
 import mpizero as mz
 from mpizero.kernels import cuda
 from mpizero.kernels import device as devices
-from mpizero.planning.repeated import Spread
+from mpizero.planning.measurement import Measurement
 
 PARTS = ("losses", "kernel", "train")
 LIMIT = 1e-4
@@ -115,9 +115,9 @@ def kernel(args: argparse.Namespace, device: devices.Device) -> None:
         seconds(work[name])  # compiles
     found = in_turns(args.rounds, list(work), lambda name: seconds(work[name]))
     for name, taken in found.items():
-        rate = Spread.of([size * TOUCHED * 4 / 1e9 / one for one in taken])
+        rate = Measurement.of([size * TOUCHED * 4 / 1e9 / one for one in taken])
         print(f"kernel  {name:6} {rate.text(0)} GB/s")
-    print(f"kernel  AdamW reaches {Spread.of_ratios(found['copy'], found['AdamW'])} of the copy rate")
+    print(f"kernel  AdamW reaches {Measurement.of_ratios(found['copy'], found['AdamW'])} of the copy rate")
 
 
 class Ours:
@@ -201,9 +201,11 @@ def train(args: argparse.Namespace) -> None:
         seconds(name)  # compiles
     found = in_turns(args.rounds, list(made), seconds)
     for name, taken in found.items():
-        rate = Spread.of([args.batch * args.sequence / one for one in taken]).text(0)
+        rate = Measurement.of([args.batch * args.sequence / one for one in taken]).text(0)
         peer = f"PyTorch {name.split()[1]}"
-        against = "" if peer not in found or peer == name else f", {Spread.of_ratios(found[peer], taken)} of {peer}"
+        against = (
+            "" if peer not in found or peer == name else f", {Measurement.of_ratios(found[peer], taken)} of {peer}"
+        )
         print(f"train   {name:17} {rate} tokens/s{against}")
     for one in made.values():
         one.close()

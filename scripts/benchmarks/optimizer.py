@@ -29,7 +29,7 @@ import numpy as np
 from comparing.ours import data, timed
 from comparing.turns import Team, TeamError, beside, in_turns, one_thread, serve
 
-from mpizero.planning.repeated import Spread
+from mpizero.planning.measurement import Measurement
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
@@ -304,9 +304,9 @@ def report(part: str, seconds: dict[str, list[float]], parameters: int) -> str:
     }[part]
     lines = ["", title, f"{'':22s}{'ms':>9s}{'GB/s a rank':>13s}{f'time over {base}':>34s}"]
     for name, values in seconds.items():
-        middle = Spread.of(values).median
+        middle = Measurement.of(values).median
         rate = f"{4e-9 * touched[name] * per_rank / middle:.1f}" if name in touched else ""
-        lines.append(f"{name:22s}{1e3 * middle:9.2f}{rate:>13s}{Spread.of_ratios(values, seconds[base])!s:>34s}")
+        lines.append(f"{name:22s}{1e3 * middle:9.2f}{rate:>13s}{Measurement.of_ratios(values, seconds[base])!s:>34s}")
     return "\n".join(lines)
 
 

@@ -36,7 +36,7 @@ sys.path.insert(1, str(ROOT))  # the library of this checkout, wherever the scri
 from comparing.turns import Team, TeamError, beside, in_turns, one_thread, serve  # noqa: E402
 from growing.counted import LAYOUTS, rows  # noqa: E402
 
-from mpizero.planning.repeated import Spread  # noqa: E402
+from mpizero.planning.measurement import Measurement  # noqa: E402
 
 CONFIG = Path(__file__).resolve().parent / "growing" / "small.toml"
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
@@ -152,12 +152,12 @@ def check_model(args: argparse.Namespace) -> None:
     titles = ("measured, ms", "measured / expected", "over factor")
     print(f"{'':14s} {'expected, ms':>12s} {titles[0]:>24s} {titles[1]:>22s} {titles[2]:>22s}")
     for name, (strategy, shape) in trainings.items():
-        ratios = Spread.of([s / plans[name] for s in seconds[name]])
-        spread = Spread.of([1e3 * s for s in seconds[name]])
+        ratios = Measurement.of([s / plans[name] for s in seconds[name]])
+        spread = Measurement.of([1e3 * s for s in seconds[name]])
         error = ""
         if shape["ranks"] > 1:  # rounds are neighbours in time: the factor is that of the same round
             alone = [s / plans[f"{strategy} on 1"] for s in seconds[f"{strategy} on 1"]]
-            error = str(Spread.of_ratios([s / plans[name] for s in seconds[name]], alone))
+            error = str(Measurement.of_ratios([s / plans[name] for s in seconds[name]], alone))
         print(f"{name:14s} {1e3 * plans[name]:12.1f} {spread!s:>24s} {ratios!s:>22s} {error:>22s}")
 
 
@@ -181,7 +181,7 @@ def check_growth(args: argparse.Namespace) -> None:
     print(f"{'parameters':>12s} {'layers':>7s} {'ms a step':>26s} {'ns a parameter':>15s} {'off the line':>13s}")
     off = {n: medians[n] / (start + slope * parameters[n]) - 1 for n in names}
     for n in names:
-        spread = Spread.of([1e3 * s for s in seconds[n]])
+        spread = Measurement.of([1e3 * s for s in seconds[n]])
         each = 1e9 * medians[n] / parameters[n]
         layers = trainings[n][1]["layers"]
         print(f"{parameters[n]:12,} {layers:7d} {spread!s:>26s} {each:15.2f} {100 * off[n]:+11.1f} %")

@@ -19,7 +19,7 @@ from typing import Any
 
 from comparing.turns import beside, in_turns, one_thread
 
-from mpizero.planning.repeated import Spread
+from mpizero.planning.measurement import Measurement
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("python", "imports", "model", "step")
@@ -71,19 +71,19 @@ def memory(parameters: int, strategy: str) -> None:
 
     import mpizero as mz
     from mpizero.comm import as_communicator
-    from mpizero.train.bench.strategy_memory import settled_size, wide_mlp
+    from mpizero.train.bench.strategy_memory import idle_size, wide_mlp
 
     comm = as_communicator(MPI.COMM_WORLD)
     config = mz.ShardingConfig(comm=comm, micro_batch=1)
     mz.distribute(wide_mlp(1), mz.SGD(lr=1e-3), strategy=strategy, config=config).close()  # libraries and kernels
     plain = wide_mlp(parameters)
-    before = settled_size(comm)
+    before = idle_size(comm)
     model = mz.distribute(plain, mz.SGD(lr=1e-3), strategy=strategy, config=config)
     seen = 0.0
     for unit in model.engine.layout.units:
         with model.engine.store.unit(unit) as named:
             seen += sum(float(leaf.sum()) for leaf in leaves(named))  # every page is mapped by every rank
-    grown = comm.allgather_object(settled_size(comm) - before)
+    grown = comm.allgather_object(idle_size(comm) - before)
     facts = model.metadata()
     if comm.rank == 0:
         copy = 4 * facts.parameter_count
@@ -137,7 +137,7 @@ def seconds(args: argparse.Namespace) -> dict[str, Any]:
 
     found: dict[str, Any] = {"seconds": in_turns(args.rounds, ["python -c pass", "import mpizero", *runs], measure)}
     found["parts"] = {
-        name: {part: Spread.of([run["parts"][k] for run in told]).median for k, part in enumerate(PARTS)}
+        name: {part: Measurement.of([run["parts"][k] for run in told]).median for k, part in enumerate(PARTS)}
         for name, told in runs.items()
     }
     return found
@@ -147,7 +147,7 @@ def report(found: dict[str, Any]) -> str:
     """Return the figures for people."""
     lines = [f"{'seconds':18s}{'median':>8s}{'least':>8s}{'most':>8s}" + "".join(f"{part:>9s}" for part in PARTS)]
     for name, values in found["seconds"].items():
-        spread, parts = Spread.of(values), found["parts"].get(name, {})
+        spread, parts = Measurement.of(values), found["parts"].get(name, {})
         lines.append(
             f"{name:18s}{spread.median:8.3f}{spread.least:8.3f}{spread.most:8.3f}"
             + "".join(f"{parts[part]:9.3f}" for part in PARTS if parts)

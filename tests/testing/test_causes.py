@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpizero.train.rounding import Rounding
-from mpizero.train.verify.diagnosis import Gradients, of_gradient, of_norm
+from mpizero.train.verify.diagnosis import GradientEvidence, of_gradient, of_norm
 from tests.testing import planted
 from tests.testing.planted import compared, finding, gpt
 
@@ -237,7 +237,7 @@ def test_ratios_of_counts_are_counts():
         found = {name: value * factor for name, value in values.items()}
         none = {name: np.zeros_like(value) for name, value in values.items()}
         return of_gradient(
-            Gradients(found, found, values, none, {}, [], tensors=2, rounding=Rounding("float64", 8.0)), COUNTS
+            GradientEvidence(found, found, values, none, {}, [], tensors=2, rounding=Rounding("float64", 8.0)), COUNTS
         )
 
     assert "every gradient is 10/4 of what it must be" in told(2.5).cause

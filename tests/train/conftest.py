@@ -161,16 +161,16 @@ def trained(tmp_path_factory):
 @pytest.fixture
 def round_machine():
     """A machine of round figures, for two ranks: a billion operations and bytes a second, a message takes a second."""
-    from mpizero.planning.machine_file import Machine, Message, Product, Stream
-    from mpizero.planning.repeated import Spread
+    from mpizero.planning.machine_file import Machine, MatrixProduct, MemoryPass, MessageSpeed
+    from mpizero.planning.measurement import Measurement
 
-    def fixed(seconds: float) -> Spread:
-        return Spread(seconds, seconds, seconds)
+    def fixed(seconds: float) -> Measurement:
+        return Measurement(seconds, seconds, seconds)
 
-    def stream(name: str, reads: int, writes: int) -> Stream:
+    def stream(name: str, reads: int, writes: int) -> MemoryPass:
         taken = fixed((reads + writes) * 4e-9 * 1000)
         ratios = {"ratio_one": fixed(1.0), "ratio_every": fixed(1.0)}
-        return Stream(name, reads, writes, 1000, 4, taken, taken, taken, taken, **ratios)
+        return MemoryPass(name, reads, writes, 1000, 4, taken, taken, taken, taken, **ratios)
 
     mixes = {"read": (1, 0), "copy": (1, 1), "sum of 2": (2, 1), "sum of 4": (4, 1), "AdamW": (4, 3)}
     mixes["sum + AdamW"] = (5, 3)
@@ -188,11 +188,11 @@ def round_machine():
         dtype="float32",
         repeat=1,
         streams=tuple(stream(name, *mix) for name, mix in mixes.items()),
-        products=(Product("qkv", "forward", 1, 16, 16, 48, True, *[fixed(2 * 16 * 16 * 48 * 1e-9)] * 2),),
+        products=(MatrixProduct("qkv", "forward", 1, 16, 16, 48, True, *[fixed(2 * 16 * 16 * 48 * 1e-9)] * 2),),
         messages=(
-            *(Message(operation, "all ranks", 0, 0, fixed(1.0)) for operation in operations),
-            *(Message(operation, "all ranks", 10**9, 10**9, fixed(1.0)) for operation in operations),
-            Message("one to one", "inside a node", 10**9, 10**9, fixed(1.0)),
+            *(MessageSpeed(operation, "all ranks", 0, 0, fixed(1.0)) for operation in operations),
+            *(MessageSpeed(operation, "all ranks", 10**9, 10**9, fixed(1.0)) for operation in operations),
+            MessageSpeed("one to one", "inside a node", 10**9, 10**9, fixed(1.0)),
         ),
         files=(),
     )

@@ -17,7 +17,7 @@ from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import ExitStatus
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.train.config.config_file import Document, parse_config
-from mpizero.train.run.preemption import StopRequests, Verdict
+from mpizero.train.run.preemption import StopDecision, StopRequests
 from mpizero.train.run.run_folder import RunFolder
 from mpizero.train.run.signals import SIGNALS, StopSignals
 from mpizero.train.run.stop_file import StopFile
@@ -32,11 +32,11 @@ def stopped_at(comm, asked):
     """Train up to nine steps while rank r is asked to stop in step ``asked[r]``; return the step and the reason."""
     step = 0
     stop = StopRequests(comm, lambda: f"request {comm.rank}" if step >= asked.get(comm.rank, 99) else "")
-    verdict = Verdict.GO_ON
-    while step < 9 and verdict is Verdict.GO_ON:
+    decision = StopDecision.GO_ON
+    while step < 9 and decision is StopDecision.GO_ON:
         step += 1
         stop.ask()
-        verdict = stop.answer()
+        decision = stop.answer()
     return step, stop.reason
 
 
@@ -63,7 +63,7 @@ def test_a_signal_to_one_process_stops_all_with_its_name_and_a_second_changes_no
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
                 os.kill(os.getpid(), number)
         stop.ask()
-        parallel_assert(world, stop.answer() is Verdict.STOP)
+        parallel_assert(world, stop.answer() is StopDecision.STOP)
         parallel_assert(world, stop.reason == f"SIGTERM on rank {victim}", stop.reason)
 
 
@@ -78,7 +78,7 @@ def test_a_request_lasts_until_it_is_asked_for():
     stop = StopRequests(comm, lambda: next(answers))
     for _ in range(3):
         stop.ask()
-        assert stop.answer() is Verdict.STOP
+        assert stop.answer() is StopDecision.STOP
     assert stop.reason == "now"
 
 
@@ -90,7 +90,7 @@ def test_a_failure_outweighs_a_wish_to_stop():
         stop.ask()
         return stop.answer()
 
-    assert run_in_threads(3, work) == [Verdict.FAIL] * 3
+    assert run_in_threads(3, work) == [StopDecision.FAIL] * 3
 
 
 def test_background_work_has_ended_when_it_has_on_every_rank():
@@ -98,7 +98,7 @@ def test_background_work_has_ended_when_it_has_on_every_rank():
         stop, seen = StopRequests(comm), []
         for step in range(3):
             stop.ask(busy=comm.rank >= step)
-            assert stop.answer() is Verdict.GO_ON
+            assert stop.answer() is StopDecision.GO_ON
             seen.append(stop.all_finished)
         return seen
 

@@ -1,1 +1,1 @@
-"""What a machine can do, what a step should take on it, and what it does take."""
+"""Measure a machine, training steps, memory and checkpoints: ``mpizero bench``."""

@@ -15,7 +15,7 @@ from mpizero.types import Array
 
 
 class CacheMeter:
-    """The bytes of all caches alive, each buffer once however many views of it are kept.
+    """Count the bytes of all caches alive, each buffer once however many views of it are kept.
 
     Attributes
     ----------
@@ -49,14 +49,14 @@ class CacheMeter:
 
 
 class _Kept(NamedTuple):
-    """A block's cache with its buffers, which are alive while they are counted."""
+    """Hold a block's cache with its buffers, so that they are alive while they are counted."""
 
     cache: Any
     found: tuple[Array, ...]
 
 
 class _MeteredLayer:
-    """A layer whose caches are counted; ``skip_input`` leaves the data's own samples out."""
+    """Wrap a layer and count its caches; ``skip_input`` leaves the data's own samples out."""
 
     def __init__(self, layer: Any, meter: CacheMeter, *, skip_input: bool) -> None:
         self.layer, self.meter, self.skip_input = layer, meter, skip_input
@@ -83,7 +83,7 @@ class _MeteredLayer:
 
 
 class _MeteredLoss:
-    """A loss whose caches are counted, without the data's own targets."""
+    """Wrap a loss and count its caches, without the data's own targets."""
 
     def __init__(self, loss: Any, meter: CacheMeter) -> None:
         self.loss, self.meter = loss, meter

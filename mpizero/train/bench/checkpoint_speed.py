@@ -1,4 +1,4 @@
-"""``mpizero bench checkpoint``: saves and loads beside the same bytes written, read and copied without any care."""
+"""Time saves and loads, and the same bytes written, read and copied raw: ``mpizero bench checkpoint``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError
 from mpizero.layout import Partition, Span
-from mpizero.train.run.process_memory import peak_growth, proportional_growth, settle
+from mpizero.train.run.process_memory import peak_growth, proportional_growth, release_free_memory
 from mpizero.types import Array
 
 #: Arrays of the checkpoint: a parameter and two moments for each of so many layers.
@@ -37,7 +37,7 @@ RAW_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True)
 class CheckpointRequest:
-    """What to measure: so many bytes of float32, by these back ends, so often, in this folder."""
+    """Describe what to measure: bytes of float32 in all, back ends, repetitions, folder."""
 
     nbytes: int
     backends: tuple[str, ...]
@@ -75,8 +75,8 @@ def _available(comm: Communicator) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Seconds of one operation, that of the slowest rank; ``ratio`` is against what it is compared with.
+class OperationTime:
+    """Hold the seconds that one operation takes on the slowest rank, and its ratio to another operation.
 
     Attributes
     ----------
@@ -100,7 +100,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class CheckpointFigures:
-    """What was measured, and the memory of one rank: bytes of its shard, and the most that it needed beside it.
+    """Hold the times, and the memory of one rank: the bytes of its shard and the peak that it needed beside it.
 
     ``peaks`` has by operation what Python's allocators have counted, and the growth of the largest resident size and of
     the largest proportional set size that was seen.
@@ -110,7 +110,7 @@ class CheckpointFigures:
     nbytes: int
     repeat: int
     shard: int
-    timings: list[Timing]
+    timings: list[OperationTime]
     peaks: dict[str, tuple[int, int, int]]
 
 
@@ -129,7 +129,7 @@ COMPARED: Mapping[str, str] = {
 
 
 class _Bench:
-    """One rank's values and files."""
+    """Save and load the arrays and files of one rank."""
 
     def __init__(self, request: CheckpointRequest, comm: Communicator, folder: Path) -> None:
         self.request, self.comm, self.folder = request, comm, folder
@@ -206,7 +206,7 @@ class _Bench:
             source.close()
 
     def forget(self, name: str) -> None:
-        """Let the system drop what it keeps of a file in memory, once all ranks have used it: a job that resumes reads.
+        """Drop a file from the system's page cache once all ranks have used it, as if a new job resumed.
 
         The file must be durable: what is not written yet stays.
         """
@@ -278,7 +278,7 @@ class _Bench:
             found[f"save {backend}"] = self.seconds(lambda name=backend: self.save(name))  # type: ignore[misc]
             if backend == self.request.backends[0]:
                 _, self.manifest = read_manifest(str(self.folder / backend))
-                self.load_unverified()  # whoever reads new pages first is slower
+                self.load_unverified()  # the first to read new pages is slower
                 found |= self._loads("", turn) | self._loads("cold ", turn)
             self.remove(backend)
         return found
@@ -301,7 +301,7 @@ class _Bench:
         checkpoint.write(self.folder / "first", self.arrays[:1], {}, self.comm, backend)
         self.remove("first")
         for name, work in ((f"save {backend}", lambda: self.save(backend)), ("load", self.load)):
-            settle()
+            release_free_memory()
             tracemalloc.start()
             with peak_growth() as resident, proportional_growth() as proportional:
                 self.seconds(work)
@@ -345,12 +345,12 @@ def measure_checkpoint(
     return CheckpointFigures(comm.size, bench.total, request.repeat, bench.shard.nbytes, timings, peaks)
 
 
-def _timing(name: str, rounds: list[dict[str, float]]) -> Timing:
+def _timing(name: str, rounds: list[dict[str, float]]) -> OperationTime:
     against = COMPARED.get(name, "")
     seconds = [found[name] for found in rounds]
     typical = statistics.median(seconds)
     ratio = typical / statistics.median(found[against] for found in rounds) if against else 1.0
-    return Timing(name, typical, min(seconds), max(seconds), against, ratio)
+    return OperationTime(name, typical, min(seconds), max(seconds), against, ratio)
 
 
 def report(figures: CheckpointFigures) -> str:

@@ -1,4 +1,4 @@
-"""Speed of one file that all ranks write and read, each its own part."""
+"""Time writes and reads of one file by all ranks, each its own part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.layout import Partition
 from mpizero.planning.machine_file import FileSpeed
-from mpizero.planning.repeated import Spread
+from mpizero.planning.measurement import Measurement
 from mpizero.train.bench.rounds import together
 
 #: Bytes of one write or read.
@@ -23,8 +23,8 @@ _PIECE = 64 * 1024 * 1024
 _WRITE, _READ, _AGAIN = "write with fsync", "read", "read from memory"
 
 
-class Files:
-    """One file of ``nbytes`` in a folder of its own inside ``folder``; removed after every repetition.
+class FileBenchmark:
+    """Time one file of ``nbytes`` in a new folder inside ``folder``; it is removed after every repetition.
 
     Construction and :meth:`measure` are collective over ``comm``.
     """
@@ -99,4 +99,4 @@ class Files:
 
     def figures(self) -> tuple[FileSpeed, ...]:
         """Return what was measured. Not collective."""
-        return tuple(FileSpeed(name, self.nbytes, Spread.of(values)) for name, values in self.values.items())
+        return tuple(FileSpeed(name, self.nbytes, Measurement.of(values)) for name, values in self.values.items())

@@ -1,4 +1,4 @@
-"""``mpizero bench memory`` of a model that is split over ranks: what each rank holds and sends, beside the plan."""
+"""Compare what each rank of a split model holds and sends with the plan: ``mpizero bench memory --pipeline ...``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpizero.parallel import HybridShardedModel, ShardingConfig
 from mpizero.parallel.placement import placement
 from mpizero.planning import RankPlan, TrainingPlan
 from mpizero.train.bench.activation_meter import watch
-from mpizero.train.bench.strategy_memory import MemoryRequest, require_room, settled_size
+from mpizero.train.bench.strategy_memory import MemoryRequest, idle_size, require_room
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.run.process_memory import proportional
 from mpizero.types import Array
@@ -49,7 +49,7 @@ _WORST_BYTES = 24
 
 @dataclass(frozen=True)
 class LayoutRequest:
-    """What to measure.
+    """Describe the model, layout and steps to measure.
 
     Attributes
     ----------
@@ -85,7 +85,7 @@ class LayoutRequest:
 
 @dataclass(frozen=True)
 class RankRow:
-    """The figures of one rank; bytes.
+    """Hold what one rank held and sent, in bytes.
 
     Attributes
     ----------
@@ -121,7 +121,7 @@ class RankRow:
 
 @dataclass(frozen=True)
 class LayoutTable:
-    """One strategy with one kind of memory.
+    """Hold the ranks' figures for one strategy with one kind of memory.
 
     Attributes
     ----------
@@ -171,7 +171,7 @@ def measure_layout(
 
 @dataclass(frozen=True)
 class _Run:
-    """One layout with one strategy and one kind of memory."""
+    """Measure one layout with one strategy and one kind of memory."""
 
     request: LayoutRequest
     layout: ParallelSection
@@ -195,7 +195,7 @@ class _Run:
         """Train, and return what this rank held and sent. Collective."""
         with self.comm.split_node(None, name="bench") as host:
             node = host.broadcast_object(self.comm.rank, tag="bench")
-        before = settled_size(self.comm)
+        before = idle_size(self.comm)
         config = self.config(self.comm)
         sizes = self.layout.arguments()
         with config, HybridShardedModel(model, config, **sizes, optimizer=optim.AdamW(lr=1e-4)) as sharded:
@@ -212,7 +212,7 @@ class _Run:
             return {
                 "here": grid.here._asdict(),
                 "held": held,
-                "pss": (settled_size(self.comm) - before, in_step - before),
+                "pss": (idle_size(self.comm) - before, in_step - before),
                 "sent": [b - a for a, b in zip(sent, now, strict=True)],
                 "parameters": sharded.parameter_count,
                 "node": node,

@@ -1,4 +1,4 @@
-"""What a machine can do, as tables for people and as JSON for programs."""
+"""Format the measurements of a machine as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from mpizero.planning.machine_file import Machine, Message
-from mpizero.planning.repeated import Spread
-from mpizero.train.doctor.finding import counted
+from mpizero.planning.machine_file import Machine, MessageSpeed
+from mpizero.planning.measurement import Measurement
+from mpizero.train.doctor.check_result import counted
 from mpizero.train.number_format import amount, columns
 
 
@@ -35,11 +35,11 @@ def _head(machine: Machine) -> str:
     )
 
 
-def _range(spread: Spread, scale: float) -> str:
+def _range(spread: Measurement, scale: float) -> str:
     return f"{spread.least * scale:.3g}-{spread.most * scale:.3g}"
 
 
-def _rates(work: float, spread: Spread, unit: float) -> list[str]:
+def _rates(work: float, spread: Measurement, unit: float) -> list[str]:
     """Return the rate of the median, and the range of rates."""
     return [f"{work / spread.median / unit:.1f}", f"{work / spread.most / unit:.1f}-{work / spread.least / unit:.1f}"]
 
@@ -80,7 +80,7 @@ def _messages(machine: Machine) -> str:
     return f"messages, the slowest rank's time\n{columns(rows, (0, 1))}"
 
 
-def _speed(message: Message) -> Iterator[str]:
+def _speed(message: MessageSpeed) -> Iterator[str]:
     yield _range(message.seconds, 1e6)
     yield f"{message.sent / message.seconds.median / 1e6:.1f}" if message.sent else ""
 

@@ -1,4 +1,4 @@
-"""``mpizero bench machine``: how fast this machine computes, reads and writes memory, sends, and writes files."""
+"""Measure how fast a machine computes, moves memory, sends messages and writes files: ``mpizero bench machine``."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from mpizero.errors import ConfigError
 from mpizero.kernels.blas import library
 from mpizero.nn.freed_memory import keep_freed_memory
 from mpizero.planning.machine_file import Machine, write_machine
-from mpizero.train.bench.file_speed import Files
-from mpizero.train.bench.memory_bandwidth import ARRAYS, Streams
-from mpizero.train.bench.message_speed import Messages
-from mpizero.train.bench.product_rates import Products, Shapes
+from mpizero.train.bench.file_speed import FileBenchmark
+from mpizero.train.bench.memory_bandwidth import ARRAYS, PassBenchmark
+from mpizero.train.bench.message_speed import MessageBenchmark
+from mpizero.train.bench.product_rates import ProductBenchmark, ProductShapes
 from mpizero.train.bench.strategy_memory import require_room
 from mpizero.train.doctor import machine_facts as facts
 
 
 @dataclass(frozen=True)
 class MachineRequest:
-    """What to measure.
+    """Describe the sizes and repetitions to measure.
 
     Attributes
     ----------
-    shapes : Shapes
+    shapes : ProductShapes
         Of the products.
     elements : int
         Of each array of the passes over memory; together they should be larger than all caches.
@@ -48,7 +48,7 @@ class MachineRequest:
         Of a rank.
     """
 
-    shapes: Shapes = field(default_factory=Shapes)
+    shapes: ProductShapes = field(default_factory=ProductShapes)
     elements: int = 1 << 24
     largest: int = 1 << 23
     file_bytes: int = 128_000_000
@@ -81,11 +81,11 @@ def measure_machine(
         require_room(request.elements, 4 * ARRAYS * request.elements * comm.size, comm.size, "--elements")
         library()  # its threads are limited too once it is there
     keep_freed_memory()
-    files = Files(comm, request.file_bytes, request.folder) if request.file_bytes else None
+    files = FileBenchmark(comm, request.file_bytes, request.folder) if request.file_bytes else None
     try:
         with threadpool_limits(request.threads, user_api="blas"):
-            streams, products = Streams(comm, request.elements), Products(comm, request.shapes)
-            messages = Messages(comm, request.largest)
+            streams, products = PassBenchmark(comm, request.elements), ProductBenchmark(comm, request.shapes)
+            messages = MessageBenchmark(comm, request.largest)
             for number in range(request.repeat + 1):  # the first one warms up
                 if comm.rank == 0:
                     tell(f"repetition {number} of {request.repeat}" if number else "warm-up")
@@ -101,7 +101,9 @@ def measure_machine(
 
 
 def _machine(
-    request: MachineRequest, comm: Communicator, parts: tuple[Streams, Products, Messages, Files | None]
+    request: MachineRequest,
+    comm: Communicator,
+    parts: tuple[PassBenchmark, ProductBenchmark, MessageBenchmark, FileBenchmark | None],
 ) -> Machine:
     streams, products, messages, files = parts
     mpi = mpi_facts() if comm.size > 1 else None

@@ -1,4 +1,4 @@
-"""Bandwidth of memory, for passes of the mixes that training makes; the library's kernels beside plain ones."""
+"""Measure memory bandwidth for training's mixes of reads and writes, by plain loops and by the library's kernels."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mpizero import optim
 from mpizero.comm import Communicator
 from mpizero.comm.reduce.segments import program_array
 from mpizero.kernels import cpu, stream
-from mpizero.planning.machine_file import Stream
-from mpizero.planning.repeated import Spread
+from mpizero.planning.machine_file import MemoryPass
+from mpizero.planning.measurement import Measurement
 from mpizero.train.bench.rounds import alone, ratios, together
 from mpizero.types import Array
 
@@ -26,7 +26,7 @@ Work = Callable[[], object]
 
 @dataclass
 class _Pass:
-    """One mix: the plain pass, the library's kernel, and their seconds so far, by ``plain`` or not and ``one`` or all.
+    """Time one mix of reads and writes: by a plain loop and by the library's kernel, on one rank and on all.
 
     ``values`` have a list for each of (plain, one), (plain, all), (own, one), (own, all).
     """
@@ -46,10 +46,10 @@ class _Pass:
             took = how(comm, work)
             self.values[place].extend([took] * keep)
 
-    def figure(self, elements: int, itemsize: int) -> Stream:
+    def figure(self, elements: int, itemsize: int) -> MemoryPass:
         """Return what was measured. Not collective."""
-        one, every, own_one, own_every = (Spread.of(values) for values in self.values)
-        return Stream(
+        one, every, own_one, own_every = (Measurement.of(values) for values in self.values)
+        return MemoryPass(
             name=self.name,
             reads=self.reads,
             writes=self.writes,
@@ -64,8 +64,8 @@ class _Pass:
         )
 
 
-class Streams:
-    """The passes over arrays of ``elements`` float32 of this rank.
+class PassBenchmark:
+    """Time passes over arrays of ``elements`` float32 of this rank.
 
     Not collective; :meth:`measure` is.
     """
@@ -122,6 +122,6 @@ class Streams:
             self.arrays[:] = 1  # sums of sums would grow, and averages shrink to where processors are slow
             entry.measure(self.comm, turn, keep=keep)
 
-    def figures(self) -> tuple[Stream, ...]:
+    def figures(self) -> tuple[MemoryPass, ...]:
         """Return what was measured. Not collective."""
         return tuple(entry.figure(self.elements, self.arrays.itemsize) for entry in self.passes)

@@ -1,4 +1,4 @@
-"""Latency and bandwidth of the collectives that the library uses, by size."""
+"""Measure latency and bandwidth of the collectives that the library uses, by size."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.layout import Partition
-from mpizero.planning.machine_file import Message
-from mpizero.planning.repeated import Spread
+from mpizero.planning.machine_file import MessageSpeed
+from mpizero.planning.measurement import Measurement
 
 #: The smallest message, and the factor from one size to the next.
 _SMALLEST, _FACTOR = 8, 16
@@ -30,7 +30,7 @@ def sizes(largest: int) -> tuple[int, ...]:
 
 @dataclass
 class _Timed:
-    """One operation of one size on this rank, and the seconds so far."""
+    """Time one operation of one size on this rank."""
 
     operation: str
     where: str
@@ -52,8 +52,8 @@ class _Timed:
         self.values.extend([float(took[0])] * keep)
 
 
-class Messages:
-    """The collectives of ``comm``; nothing on one rank.
+class MessageBenchmark:
+    """Time the collectives of ``comm``; nothing on one rank.
 
     Construction and :meth:`measure` are collective over ``comm``.
     """
@@ -129,6 +129,6 @@ class Messages:
         for timed in self.timed[::turn]:
             timed.measure(self.comm, keep=keep)
 
-    def figures(self) -> tuple[Message, ...]:
+    def figures(self) -> tuple[MessageSpeed, ...]:
         """Return what was measured, with the bytes that rank 0 sends. Not collective."""
-        return tuple(Message(t.operation, t.where, t.nbytes, t.sent, Spread.of(t.values)) for t in self.timed)
+        return tuple(MessageSpeed(t.operation, t.where, t.nbytes, t.sent, Measurement.of(t.values)) for t in self.timed)

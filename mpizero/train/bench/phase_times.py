@@ -1,8 +1,8 @@
-"""Where the time of steps goes: from the spans of all ranks to seconds by phase, and how long each waited for others.
+"""Turn the traced spans of all ranks into seconds by phase, waiting for other ranks among them.
 
 [Note: waiting] A rank waits in a collective until the last rank has entered it; what is left of the call is the
 collective itself and belongs to the phase around it. One that does not block is entered where it begins: of the time
-that it is on its way, only what a rank stands still for is in its steps. A receive from one rank is all waiting: its
+that it is in flight, only what a rank stands still for is in its steps. A receive from one rank is all waiting: its
 message was posted ahead. Windows have barriers of a communicator in them, so waiting in those is seen as well.
 """
 
@@ -30,8 +30,8 @@ _TURNS = 20
 Call = tuple[str, int, int]
 
 
-class Mark(NamedTuple):
-    """A span as it travels between ranks.
+class PhaseSpan(NamedTuple):
+    """Hold a traced span in the form in which ranks exchange it.
 
     Attributes
     ----------
@@ -53,12 +53,12 @@ class Mark(NamedTuple):
     waits: bool = False
 
 
-class StepMarks(NamedTuple):
-    """One step of one rank: its start and end, and the spans inside, outer ones first."""
+class StepSpans(NamedTuple):
+    """Hold one step of one rank: its start and end, and the spans inside, outer ones first."""
 
     start: float
     stop: float
-    marks: tuple[Mark, ...]
+    spans: tuple[PhaseSpan, ...]
 
 
 def clock_offset(comm: Communicator) -> float:
@@ -80,7 +80,7 @@ def _host() -> str:
 
 
 def _compared(comm: Communicator, rank: int) -> float:
-    """Ask rank 0 for its time, several times; believe the fastest answer. On rank 0: answer."""
+    """Ask rank 0 for its time, several times, and keep the fastest reply; rank 0 replies."""
     box, found = np.zeros(1), []
     for _ in range(_TURNS):
         if comm.rank == 0:
@@ -101,19 +101,19 @@ def leaders(communicators: Iterable[Communicator], world: Communicator) -> dict[
     return {c.name: c.broadcast_object(world.rank, tag="bench") for c in communicators}
 
 
-def marks_of(spans: Sequence[TimeSpan], offset: float, first: Mapping[str, int]) -> tuple[Mark, ...]:
+def spans_of(spans: Sequence[TimeSpan], offset: float, first: Mapping[str, int]) -> tuple[PhaseSpan, ...]:
     """Return spans as they travel, outer ones first; calls inside of calls are left out. Not collective."""
-    found: list[Mark] = []
+    found: list[PhaseSpan] = []
     inside = float("-inf")  # when the call ends that spans are looked at after
     for phase, detail, start, stop in sorted(spans, key=lambda span: (span.start, -span.stop)):
         times = (start + offset, stop + offset)
         if not isinstance(detail, CommunicatorCall):
-            found.append(Mark(phase, _name(detail), *times))
+            found.append(PhaseSpan(phase, _name(detail), *times))
         elif stop > inside:
             inside = stop
             single = detail.operation in ("isend", "irecv")
             call = None if single else (detail.communicator, first[detail.communicator], detail.sequence)
-            found.append(Mark(phase, str(detail), *times, call, detail.operation == "irecv"))
+            found.append(PhaseSpan(phase, str(detail), *times, call, detail.operation == "irecv"))
     return tuple(found)
 
 
@@ -121,12 +121,12 @@ def _name(detail: Any) -> str:
     return ", ".join(detail.blocks) if hasattr(detail, "blocks") else str(detail)
 
 
-def waits(ranks: Sequence[Sequence[StepMarks]]) -> dict[Call, float]:
+def waits(ranks: Sequence[Sequence[StepSpans]]) -> dict[Call, float]:
     """Return when the last rank has entered each collective, or begun it. Not collective."""
     latest: dict[Call, float] = {}
     for steps in ranks:
         entered: dict[Call, float] = {}
-        for mark in (mark for step in steps for mark in step.marks):
+        for mark in (mark for step in steps for mark in step.spans):
             if mark.call is not None:
                 entered.setdefault(mark.call, mark.start)  # later ones are waits for the same
         for call, start in entered.items():
@@ -134,7 +134,7 @@ def waits(ranks: Sequence[Sequence[StepMarks]]) -> dict[Call, float]:
     return latest
 
 
-def waited(mark: Mark, latest: Mapping[Call, float]) -> float:
+def waited(mark: PhaseSpan, latest: Mapping[Call, float]) -> float:
     """Return the part of a call that its rank has waited for others. Not collective."""
     if mark.waits:
         return mark.stop - mark.start
@@ -143,7 +143,7 @@ def waited(mark: Mark, latest: Mapping[Call, float]) -> float:
     return max(0.0, min(mark.stop, latest[mark.call]) - mark.start)
 
 
-def phases_of(step: StepMarks, latest: Mapping[Call, float]) -> dict[str, float]:
+def phases_of(step: StepSpans, latest: Mapping[Call, float]) -> dict[str, float]:
     """Return the seconds of every phase of one step; they add up to the step. Not collective."""
     found = dict.fromkeys(ALL_PHASES, 0.0)
     for mark, around, own in _own_times(step):
@@ -157,12 +157,12 @@ def phases_of(step: StepMarks, latest: Mapping[Call, float]) -> dict[str, float]
     return found
 
 
-def _own_times(step: StepMarks) -> Iterator[tuple[Mark, str, float]]:
+def _own_times(step: StepSpans) -> Iterator[tuple[PhaseSpan, str, float]]:
     """Give each mark, and the step itself, with the phase around it and its time without the marks inside."""
-    root = Mark(OTHER, "step", step.start, step.stop)
-    marks = (root, *step.marks)
+    root = PhaseSpan(OTHER, "step", step.start, step.stop)
+    marks = (root, *step.spans)
     own, parents, stack = [mark.stop - mark.start for mark in marks], [0] * len(marks), [0]
-    for place, mark in enumerate(step.marks, start=1):
+    for place, mark in enumerate(step.spans, start=1):
         while len(stack) > 1 and marks[stack[-1]].stop <= mark.start:
             stack.pop()
         parents[place] = stack[-1]

@@ -1,4 +1,4 @@
-"""The rate of matrix products at the shapes that a model's layers use."""
+"""Measure the rate of matrix products at the shapes of a model's layers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mpizero.comm import Communicator
 from mpizero.errors import ConfigError
 from mpizero.kernels.blas import matmul
 from mpizero.parallel.config import micro_size
-from mpizero.planning.machine_file import Product
-from mpizero.planning.repeated import Spread
+from mpizero.planning.machine_file import MatrixProduct
+from mpizero.planning.measurement import Measurement
 from mpizero.train.bench.rounds import alone, together
 from mpizero.train.config.sections import Config, GptSection
 from mpizero.types import Array
@@ -28,8 +28,8 @@ FORMS = ("forward", "input", "weights")
 
 
 @dataclass(frozen=True)
-class Shapes:
-    """The sizes of a transformer's products.
+class ProductShapes:
+    """Hold the sizes of a transformer's products.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class Shapes:
             raise ConfigError(f"--heads {self.heads}: must divide --dim {self.dim}")
 
     @classmethod
-    def of(cls, config: Config) -> Shapes:
+    def of(cls, config: Config) -> ProductShapes:
         """Return the shapes of the micro-batches that a configuration trains on. Not collective.
 
         Raises
@@ -78,7 +78,7 @@ class Shapes:
 
 @dataclass
 class _Timed:
-    """One product: its figures' fixed part, the call that makes it once, and the seconds so far."""
+    """Time one product: its description, the call that makes it once, and the seconds so far."""
 
     facts: dict[str, Any]
     operations: int
@@ -88,7 +88,7 @@ class _Timed:
 
     @property
     def times(self) -> int:
-        """How often it is made for one measurement."""
+        """Return how often it is made for one measurement."""
         return max(1, min(_MOST, round(_OPERATIONS / self.operations)))
 
     def work(self) -> None:
@@ -96,19 +96,19 @@ class _Timed:
         for _ in range(self.times):
             self.call()
 
-    def figure(self) -> Product:
+    def figure(self) -> MatrixProduct:
         """Return seconds of one product. Not collective."""
-        one, every = (Spread.of([s / self.times for s in values]) for values in (self.one, self.every))
-        return Product(**self.facts, one=one, every=every)
+        one, every = (Measurement.of([s / self.times for s in values]) for values in (self.one, self.every))
+        return MatrixProduct(**self.facts, one=one, every=every)
 
 
-class Products:
-    """The products of one block and of the head, with their gradients, as the layers make them.
+class ProductBenchmark:
+    """Time the products of one block and of the head, with their gradients, as the layers make them.
 
     Not collective; :meth:`measure` is.
     """
 
-    def __init__(self, comm: Communicator, shapes: Shapes) -> None:
+    def __init__(self, comm: Communicator, shapes: ProductShapes) -> None:
         self.comm, self.shapes = comm, shapes
         self.dtype = np.dtype(shapes.dtype)
         self.random = np.random.default_rng(comm.rank)
@@ -156,6 +156,6 @@ class Products:
                 took = how(self.comm, timed.work)
                 values.extend([took] * keep)
 
-    def figures(self) -> tuple[Product, ...]:
+    def figures(self) -> tuple[MatrixProduct, ...]:
         """Return what was measured. Not collective."""
         return tuple(timed.figure() for timed in self.timed)

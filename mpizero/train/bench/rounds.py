@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpizero.comm import Communicator
-from mpizero.planning.repeated import Spread
+from mpizero.planning.measurement import Measurement
 
 #: Seconds between two looks of a rank that waits while another is measured: waiting must not take its core.
 _NAP = 2e-4
@@ -45,6 +45,6 @@ def together(comm: Communicator, work: Callable[[], object]) -> float:
     return float(took[0])
 
 
-def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Measurement:
     """Return the quotients of two measurements of the same repetitions. Not collective."""
-    return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
+    return Measurement.of([a / b for a, b in zip(ours, theirs, strict=True)])

@@ -1,4 +1,4 @@
-"""``mpizero bench step``: where the time of real training steps goes, phase by phase, beside what it should take."""
+"""Time real training steps phase by phase, beside what they should take: ``mpizero bench step``."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from mpizero.data import batches
 from mpizero.errors import ConfigError
 from mpizero.parallel.diagnostics.tracing import watching
 from mpizero.planning.machine_file import Machine
-from mpizero.planning.repeated import Spread
+from mpizero.planning.measurement import Measurement
 from mpizero.train.bench.phase_times import (
     ALL_PHASES,
-    StepMarks,
+    StepSpans,
     clock_offset,
     leaders,
-    marks_of,
     phases_of,
+    spans_of,
     waits,
 )
 from mpizero.train.bench.trace_events import write_trace
 from mpizero.train.config.builder import Job, build
 from mpizero.train.config.sections import Config
-from mpizero.train.doctor.finding import counted
+from mpizero.train.doctor.check_result import counted
 from mpizero.train.number_format import columns
 from mpizero.train.plan import PlanRequest, plan
 
 
 @dataclass(frozen=True)
 class StepRequest:
-    """What to measure.
+    """Describe the steps to measure.
 
     Attributes
     ----------
@@ -67,10 +67,10 @@ class StepRequest:
 
 
 @dataclass(frozen=True)
-class Phase:
-    """Seconds of a phase a step: medians over steps, and what it should take at least (0: no floor)."""
+class PhaseTime:
+    """Hold the seconds of a phase in a step, over steps, and what it should take at least (0: no floor)."""
 
-    seconds: Spread | None
+    seconds: Measurement | None
     floor: float
 
     @property
@@ -81,7 +81,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What was measured.
+    """Hold the times of steps and of their phases on every rank.
 
     Attributes
     ----------
@@ -89,9 +89,9 @@ class StepFigures:
         The training.
     steps : int
         Watched ones.
-    plain, watched : Spread
+    plain, watched : Measurement
         Seconds of the slowest rank's steps, without and with somebody who watches, in turn.
-    ranks : tuple of dict of str to Phase
+    ranks : tuple of dict of str to PhaseTime
         The phases of every rank; those of a watched step add up to its time.
     places : tuple of dict
         The place of every rank on the axes.
@@ -101,9 +101,9 @@ class StepFigures:
 
     described: str
     steps: int
-    plain: Spread
-    watched: Spread
-    ranks: tuple[dict[str, Phase], ...]
+    plain: Measurement
+    watched: Measurement
+    ranks: tuple[dict[str, PhaseTime], ...]
     places: tuple[dict[str, int], ...]
     slowest: int
 
@@ -124,9 +124,9 @@ def measure_step(
         first, offset = leaders(several, grid.world), clock_offset(comm)
         plain, watched, spans = _train(request, job, tell)
         own = tuple(
-            StepMarks(start + offset, stop + offset, marks_of(found, offset, first)) for start, stop, found in spans
+            StepSpans(start + offset, stop + offset, spans_of(found, offset, first)) for start, stop, found in spans
         )
-        ranks: list[tuple[StepMarks, ...]] = comm.allgather_object(own, "bench step")
+        ranks: list[tuple[StepSpans, ...]] = comm.allgather_object(own, "bench step")
         places = tuple(comm.allgather_object(grid.here._asdict(), "bench step"))
         described = job.describe()
     latest = waits(ranks)
@@ -136,7 +136,9 @@ def measure_step(
     with all_ranks(comm):
         if comm.rank == 0 and request.trace is not None:
             write_trace(request.trace, ranks, places)
-    return StepFigures(described, request.steps, Spread.of(plain), Spread.of(watched), phases, places, slowest)
+    return StepFigures(
+        described, request.steps, Measurement.of(plain), Measurement.of(watched), phases, places, slowest
+    )
 
 
 def _floors(request: StepRequest, config: Config, comm: Communicator) -> Sequence[dict[str, float]] | None:
@@ -188,11 +190,11 @@ def _train(
     return plain, watched, spans
 
 
-def _phases(table: Sequence[dict[str, float]], floors: dict[str, float]) -> dict[str, Phase]:
+def _phases(table: Sequence[dict[str, float]], floors: dict[str, float]) -> dict[str, PhaseTime]:
     found = {}
     for phase in ALL_PHASES:
         values = [step[phase] for step in table]
-        found[phase] = Phase(Spread.of(values) if any(values) else None, floors.get(phase, 0.0))
+        found[phase] = PhaseTime(Measurement.of(values) if any(values) else None, floors.get(phase, 0.0))
     return found
 
 
@@ -216,9 +218,9 @@ def report(figures: StepFigures) -> str:
     return f"{head}\n\n{columns(rows)}"
 
 
-def _sum(phases: dict[str, Phase]) -> Phase:
+def _sum(phases: dict[str, PhaseTime]) -> PhaseTime:
     seconds, floor = sum(phase.median for phase in phases.values()), sum(phase.floor for phase in phases.values())
-    return Phase(Spread(seconds, seconds, seconds), floor)
+    return PhaseTime(Measurement(seconds, seconds, seconds), floor)
 
 
 def _heads(figures: StepFigures, rank: int, *, floors: bool) -> list[str]:
@@ -226,7 +228,7 @@ def _heads(figures: StepFigures, rank: int, *, floors: bool) -> list[str]:
     return [name, "range", "floor", "x"] if floors else [name, "range"]
 
 
-def _cells(phase: Phase, *, floors: bool) -> list[str]:
+def _cells(phase: PhaseTime, *, floors: bool) -> list[str]:
     spread = phase.seconds
     span = "" if spread is None or spread.least == spread.most else f"{spread.least * 1e3:.3f}-{spread.most * 1e3:.3f}"
     cells = [f"{phase.median * 1e3:.3f}", span]

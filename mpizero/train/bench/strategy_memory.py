@@ -1,4 +1,4 @@
-"""``mpizero bench memory``: what every strategy holds and sends, from real training steps."""
+"""Measure what every strategy holds and sends in real training steps: ``mpizero bench memory``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError
 from mpizero.names import nearest
 from mpizero.parallel import ShardingConfig, distribute
-from mpizero.train.run.process_memory import proportional, settle
+from mpizero.train.run.process_memory import proportional, release_free_memory
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 #: Equal layers of the model: the two largest units of ZeRO-3 are then an eighth of it.
@@ -29,7 +29,7 @@ _WORST_BYTES = 20
 
 @dataclass(frozen=True)
 class MemoryRequest:
-    """What to measure.
+    """Describe the model, strategies and steps to measure.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class MemoryRequest:
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """The figures of one strategy; bytes, the largest over the ranks unless it says otherwise.
+    """Hold the figures of one strategy: bytes, the largest over the ranks unless it says otherwise.
 
     Attributes
     ----------
@@ -146,12 +146,12 @@ def _train(model: nn.MLP, comm: Communicator, strategy: str, shared: bool, steps
     random = np.random.default_rng(comm.rank)
     x = random.standard_normal((1, model.features)).astype(np.float32)
     y = np.array([comm.rank % _CLASSES])
-    before = settled_size(comm)
+    before = idle_size(comm)
     sharded = distribute(model, optim.AdamW(lr=1e-4), strategy=strategy, config=config)
     with sharded:
         for _ in range(steps):
             sharded.train(x, y)
-        after = settled_size(comm)
+        after = idle_size(comm)
         facts = sharded.metadata()
         every = comm.allgather_object(
             (
@@ -191,12 +191,12 @@ def sent_formula(strategy: str, parameters: int, groups: int, ranks_per_group: i
     return round(4 * times * parameters * (groups - 1) / groups / ranks_per_group)
 
 
-def settled_size(comm: Communicator) -> int:
+def idle_size(comm: Communicator) -> int:
     """Return this rank's proportional set size while no rank allocates anything.
 
     Collective over ``comm``.
     """
-    settle()
+    release_free_memory()
     comm.barrier("bench memory")
     size = proportional()
     comm.barrier("bench memory")
@@ -204,7 +204,7 @@ def settled_size(comm: Communicator) -> int:
 
 
 def require_room(size: int, needed: int, ranks: int, option: str = "--parameters") -> None:
-    """Refuse a measurement, whose size ``option`` gives, that may need more than the memory that is free on this node.
+    """Refuse a measurement that may need more memory than is free on this node; ``option`` gives its size.
 
     Not collective.
     """

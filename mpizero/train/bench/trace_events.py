@@ -1,4 +1,4 @@
-"""Steps as a picture: the JSON trace-event format that Perfetto and chrome://tracing open, one row a rank."""
+"""Write traced steps in the JSON trace-event format that Perfetto and chrome://tracing open, one row a rank."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from mpizero.comm.recording.timeline import MESSAGE
-from mpizero.train.bench.phase_times import Mark, StepMarks, waited, waits
+from mpizero.train.bench.phase_times import PhaseSpan, StepSpans, waited, waits
 
 _MICROSECONDS = 1e6
 
 
-def write_trace(path: str, ranks: Sequence[Sequence[StepMarks]], places: Sequence[Mapping[str, int]]) -> None:
+def write_trace(path: str, ranks: Sequence[Sequence[StepSpans]], places: Sequence[Mapping[str, int]]) -> None:
     """Store a trace of all steps and ranks. Not collective.
 
     Parameters
     ----------
     path : str
         The file; one of this name is replaced.
-    ranks : sequence over ranks of sequences of StepMarks
+    ranks : sequence over ranks of sequences of StepSpans
         What was noted, by one clock.
     places : sequence over ranks of mappings
         The place of every rank on the axes.
@@ -41,19 +41,19 @@ def _rows(places: Sequence[Mapping[str, int]]) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": {"sort_index": rank}}
 
 
-def _events(ranks: Sequence[Sequence[StepMarks]]) -> Iterator[dict[str, Any]]:
+def _events(ranks: Sequence[Sequence[StepSpans]]) -> Iterator[dict[str, Any]]:
     began = min(step.start for steps in ranks for step in steps)
     latest = waits(ranks)
     for rank, steps in enumerate(ranks):
         for number, step in enumerate(steps):
             yield _event(rank, f"step {number}", "step", (step.start - began, step.stop - began), {})
-            for mark in step.marks:
+            for mark in step.spans:
                 times = (mark.start - began, mark.stop - began)
                 more = {"waited_us": waited(mark, latest) * _MICROSECONDS} if mark.phase == MESSAGE else {}
                 yield _event(rank, _title(mark), mark.phase, times, more)
 
 
-def _title(mark: Mark) -> str:
+def _title(mark: PhaseSpan) -> str:
     if mark.phase == MESSAGE or not mark.name:
         return mark.name or mark.phase
     return mark.name if mark.phase == "schedule" else f"{mark.phase}: {mark.name}"

@@ -1,1 +1,1 @@
-"""What the command line does with checkpoints: look them up, import and report."""
+"""Look up, import and report on checkpoints for the command line."""

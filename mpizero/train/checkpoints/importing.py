@@ -1,4 +1,4 @@
-"""What an imported checkpoint should hold: like another one, or as a configuration describes it."""
+"""Describe what an imported checkpoint should hold: like another one, or as a configuration says."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from mpizero.train.run.resume import ATTRIBUTE
 
 
 @dataclass(frozen=True)
-class Model:
-    """What a checkpoint should be.
+class CheckpointTemplate:
+    """Hold the attributes and arrays that a checkpoint should have.
 
     Attributes
     ----------
@@ -35,14 +35,16 @@ class Model:
     expected: Mapping[str, tuple[tuple[int, ...], str]] | None
 
 
-def like(path: str) -> Model:
+def like(path: str) -> CheckpointTemplate:
     """Return what makes a checkpoint like another. Not collective."""
     with checkpoint.open_checkpoint(find_checkpoint(Path(path)), "self") as reader:
         elements = element_types(reader)
-        return Model(reader.attributes, {path: (reader.arrays[path][0], elements[path]) for path in elements})
+        return CheckpointTemplate(
+            reader.attributes, {path: (reader.arrays[path][0], elements[path]) for path in elements}
+        )
 
 
-def described(name: str) -> Model:
+def described(name: str) -> CheckpointTemplate:
     """Return what makes a checkpoint at step 0 of the training that a configuration file describes.
 
     Not collective. Where the data of a gpt are not there, it can write text, and cannot be resumed from.
@@ -61,7 +63,9 @@ def described(name: str) -> Model:
         "data": fingerprint,
     }
     element = np.dtype(model.dtype).name
-    return Model({ATTRIBUTE: training}, {f"parameters/{spec.name}": (spec.shape, element) for spec in specs})
+    return CheckpointTemplate(
+        {ATTRIBUTE: training}, {f"parameters/{spec.name}": (spec.shape, element) for spec in specs}
+    )
 
 
 def _build(config: Config) -> tuple[Any, str]:

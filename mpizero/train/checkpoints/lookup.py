@@ -1,4 +1,4 @@
-"""Which checkpoints a path on the command line means."""
+"""Find the checkpoints that a path on the command line means."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``mpizero checkpoint`` says: text for people, one line of JSON for programs."""
+"""Format the output of ``mpizero checkpoint``: text for people, one line of JSON for programs."""
 
 from __future__ import annotations
 

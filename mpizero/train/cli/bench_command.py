@@ -212,7 +212,7 @@ def _step(options: argparse.Namespace, world: Callable[[], Communicator]) -> int
 
 def _shapes(options: argparse.Namespace, comm: Communicator) -> Any:
     """Return the shapes of the products: those of a configuration, or those of the options."""
-    from mpizero.train.bench.product_rates import Shapes
+    from mpizero.train.bench.product_rates import ProductShapes
     from mpizero.train.config.config_file import read_together
 
     given = {name: getattr(options, name) for name in ("dim", "batch", "sequence", "heads")}
@@ -220,15 +220,15 @@ def _shapes(options: argparse.Namespace, comm: Communicator) -> Any:
     if options.config is None:
         if options.overrides:
             raise ConfigError(f"--set {options.overrides[0]}: needs a CONFIG.toml")
-        dim = given.get("dim", Shapes.dim)
-        return Shapes(**{"heads": max(1, dim // 64) if dim % 64 == 0 else 1, **given})
+        dim = given.get("dim", ProductShapes.dim)
+        return ProductShapes(**{"heads": max(1, dim // 64) if dim % 64 == 0 else 1, **given})
     if given:
         name, value = next(iter(given.items()))
         raise ConfigError(f"--{name} {value}: {options.config} gives the shapes; use --set, or leave one of them out")
     document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(options.threads)})
     options.threads = config.train.threads
     with document.located():
-        return Shapes.of(config)
+        return ProductShapes.of(config)
 
 
 def _count(options: argparse.Namespace, name: str) -> int:

@@ -274,7 +274,7 @@ def _import(options: argparse.Namespace) -> int:
         elif options.config is not None:
             model = importing.described(options.config)
         else:
-            model = importing.Model(source.attributes, None)
+            model = importing.CheckpointTemplate(source.attributes, None)
         arrays = write_imported(
             source, options.out, model.attributes, rules, expected=model.expected, replace=options.force
         )

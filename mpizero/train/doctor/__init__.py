@@ -1,1 +1,1 @@
-"""``mpizero doctor``: examine what training needs on this machine."""
+"""Examine what training needs on this machine: ``mpizero doctor``."""

@@ -1,4 +1,4 @@
-"""Look at what training needs on this machine_facts, try it for real, and say how to mend what is wrong."""
+"""Check what training needs on this machine, by trying it, and say how to mend what is wrong."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mpizero.comm.leftovers import SHARED_FOLDER, Leftover, leftovers, remove, s
 from mpizero.comm.startup.same_software import versions
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.train.doctor import launch_checks, machine_facts
-from mpizero.train.doctor.finding import Finding, counted
+from mpizero.train.doctor.check_result import CheckResult, counted
 
-Check = Callable[[Communicator, int], Finding]
+Check = Callable[[Communicator, int], CheckResult]
 
 
-def check_versions(comm: Communicator, threads: int) -> Finding:
+def check_versions(comm: Communicator, threads: int) -> CheckResult:
     """Compare Python and library versions over the ranks. Collective over ``comm``."""
     mine = versions()
     every = comm.allgather_object(mine)
@@ -27,34 +27,36 @@ def check_versions(comm: Communicator, threads: int) -> Finding:
         values = [found[name] for found in every]
         if len(set(values)) > 1:
             differ = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            return Finding(
+            return CheckResult(
                 "versions", "FAIL", f"{name} differs: {differ}", "install the same environment on every node"
             )
     missing = [name for name, version in mine.items() if version == "missing"]
     if missing:
-        return Finding("versions", "FAIL", text, f"pip install {' '.join(missing)}")
-    return Finding("versions", "ok", text)
+        return CheckResult("versions", "FAIL", text, f"pip install {' '.join(missing)}")
+    return CheckResult("versions", "ok", text)
 
 
-def check_mpi(comm: Communicator, threads: int) -> Finding:
+def check_mpi(comm: Communicator, threads: int) -> CheckResult:
     """Tell the MPI, and try a reduction. Collective over ``comm``."""
     facts = machine_facts.mpi_facts()
     if facts is None:
-        return Finding("mpi", "warn", "no MPI can be loaded: one process only", "pip install mpich, or a system's MPI")
+        return CheckResult(
+            "mpi", "warn", "no MPI can be loaded: one process only", "pip install mpich, or a system's MPI"
+        )
     names = [f"{found.library}, mpi4py {found.mpi4py}" for found in comm.allgather_object(facts)]
     if wrong := launch_checks.difference(names):
-        return Finding("mpi", "FAIL", wrong, "install the same MPI and mpi4py on every node")
+        return CheckResult("mpi", "FAIL", wrong, "install the same MPI and mpi4py on every node")
     total, seconds = machine_facts.try_reduction(comm)
     ranks = counted(comm.size, "rank")
     text = f"{facts.vendor} {facts.version}, mpi4py {facts.mpi4py}, threads {facts.thread_level}, {ranks}"
     if total != comm.size * (comm.size - 1) // 2:
-        return Finding("mpi", "FAIL", f"{text}; a sum over ranks is wrong", "reinstall MPI", ExitStatus.RANK_FAILED)
+        return CheckResult("mpi", "FAIL", f"{text}; a sum over ranks is wrong", "reinstall MPI", ExitStatus.RANK_FAILED)
     if facts.thread_level != "MULTIPLE":
-        return Finding("mpi", "warn", text, "unset MPI4PY_RC_THREAD_LEVEL: the watchdog needs the level MULTIPLE")
-    return Finding("mpi", "ok", f"{text}; a small reduction takes {seconds * 1e6:.0f} µs")
+        return CheckResult("mpi", "warn", text, "unset MPI4PY_RC_THREAD_LEVEL: the watchdog needs the level MULTIPLE")
+    return CheckResult("mpi", "ok", f"{text}; a small reduction takes {seconds * 1e6:.0f} µs")
 
 
-def check_cores(comm: Communicator, threads: int) -> Finding:
+def check_cores(comm: Communicator, threads: int) -> CheckResult:
     """Compare cores with ranks x threads on every node. Collective over ``comm``."""
     with comm.split_node(name="doctor") as node:
         sets = node.allgather_object(machine_facts.cores())
@@ -69,53 +71,55 @@ def check_cores(comm: Communicator, threads: int) -> Finding:
     idle = [name for name, count, cores, _ in nodes if count * threads <= cores // 2]
     if over:
         advice = f"start fewer ranks or set OMP_NUM_THREADS lower: {', '.join(over)} has fewer cores than work"
-        return Finding("cores", "warn", text, advice)
+        return CheckResult("cores", "warn", text, advice)
     if idle:
-        return Finding("cores", "warn", text, "start more ranks or set OMP_NUM_THREADS higher: cores stay idle")
+        return CheckResult("cores", "warn", text, "start more ranks or set OMP_NUM_THREADS higher: cores stay idle")
     if len({count for _, count, _, _ in nodes}) > 1:
-        return Finding("cores", "warn", text, "start the same number of ranks on every node, or memory is not shared")
-    return Finding("cores", "ok", text)
+        return CheckResult(
+            "cores", "warn", text, "start the same number of ranks on every node, or memory is not shared"
+        )
+    return CheckResult("cores", "ok", text)
 
 
-def check_blas(comm: Communicator, threads: int) -> Finding:
+def check_blas(comm: Communicator, threads: int) -> CheckResult:
     """Compare the BLAS builds of all ranks: another build gives other bits. Collective over ``comm``."""
     mine = machine_facts.blas()
     every = comm.allgather_object(mine)
     for rank, other in enumerate(every):
         if other != every[0]:
             text = f"rank 0 has {every[0]}, rank {rank} has {other}"
-            return Finding(
+            return CheckResult(
                 "blas", "warn", text, "use one environment and one CPU type, or results differ in the last bits"
             )
-    return Finding("blas", "ok", f"{mine}; training uses {counted(threads, 'thread')} a rank")
+    return CheckResult("blas", "ok", f"{mine}; training uses {counted(threads, 'thread')} a rank")
 
 
-def check_hdf5(comm: Communicator, threads: int) -> Finding:
+def check_hdf5(comm: Communicator, threads: int) -> CheckResult:
     """Tell whether HDF5 is there, with or without MPI. Collective over ``comm``."""
     facts = machine_facts.hdf5(comm)
     if facts is None:
-        return Finding("hdf5", "FAIL", "h5py cannot be imported", "pip install h5py")
-    return Finding("hdf5", "ok", facts)
+        return CheckResult("hdf5", "FAIL", "h5py cannot be imported", "pip install h5py")
+    return CheckResult("hdf5", "ok", facts)
 
 
-def check_shared_memory(comm: Communicator, threads: int) -> Finding:
+def check_shared_memory(comm: Communicator, threads: int) -> CheckResult:
     """Allocate a window on every node, write it from every rank and read it from every other. Collective."""
     wrong = machine_facts.try_shared_memory(comm)
     space = machine_facts.shared_space()
     failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(comm.allgather_object(wrong)) if reason]
     if failed:
         remedy = "set parallel.share_node_memory = false; in a container, give it more shared memory (--shm-size=8g)"
-        return Finding("shared memory", "FAIL", "; ".join(failed[:3]), remedy, ExitStatus.RANK_FAILED)
+        return CheckResult("shared memory", "FAIL", "; ".join(failed[:3]), remedy, ExitStatus.RANK_FAILED)
     if space is None:
-        return Finding("shared memory", "ok", "windows work; the system does not say how much room there is")
+        return CheckResult("shared memory", "ok", "windows work; the system does not say how much room there is")
     free, total = space
     text = f"windows work; {free / 2**30:.1f} of {total / 2**30:.1f} GiB free in {SHARED_FOLDER}"
     if free < 256 * 2**20:
-        return Finding("shared memory", "warn", text, "give it more room: a model's state of one node lies there")
-    return Finding("shared memory", "ok", text)
+        return CheckResult("shared memory", "warn", text, "give it more room: a model's state of one node lies there")
+    return CheckResult("shared memory", "ok", text)
 
 
-def check_leftovers(comm: Communicator, threads: int, *, clean: bool = False) -> Finding:
+def check_leftovers(comm: Communicator, threads: int, *, clean: bool = False) -> CheckResult:
     """Look for what killed jobs have left in shared memory; ``clean`` removes what nobody uses. Collective."""
     with comm.split_node(name="doctor") as node:
         first = node.rank == 0
@@ -126,18 +130,18 @@ def check_leftovers(comm: Communicator, threads: int, *, clean: bool = False) ->
     text = f"removed {counted(len(removed), 'file')} of ended jobs, {_mebibytes(removed)}; " if removed else ""
     spared = [item for _, _, files in told for item in files]
     if not spared:
-        return Finding("leftovers", "ok", f"{text}none of yours in {SHARED_FOLDER}")
+        return CheckResult("leftovers", "ok", f"{text}none of yours in {SHARED_FOLDER}")
     files = [f"{host}: {item.path}{item.spared and f' ({item.spared})'}" for host, _, items in told for item in items]
     shown = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
     remedy = "look at these files yourself, or clean again later" if clean else "mpizero doctor --clean removes them"
-    return Finding("leftovers", "warn", f"{text}{_mebibytes(spared)} of ended jobs: {shown}", remedy)
+    return CheckResult("leftovers", "warn", f"{text}{_mebibytes(spared)} of ended jobs: {shown}", remedy)
 
 
 def _mebibytes(files: Sequence[Leftover]) -> str:
     return f"{sum(file.nbytes for file in files) / 2**20:.0f} MiB"
 
 
-def check_kernels(comm: Communicator, threads: int) -> Finding:
+def check_kernels(comm: Communicator, threads: int) -> CheckResult:
     """Run one compiled kernel, and find out where compiled ones are kept. Collective over ``comm``."""
     problem, place, seconds = machine_facts.try_kernel()
     every = comm.allgather_object((problem, place))
@@ -145,16 +149,16 @@ def check_kernels(comm: Communicator, threads: int) -> Finding:
     if failed:
         rank, text = failed[0]
         remedy = "set MPIZERO_CACHE_DIR to a folder of yours that can be written"
-        return Finding("kernels", "FAIL", f"rank {rank}: {text}", remedy)
+        return CheckResult("kernels", "FAIL", f"rank {rank}: {text}", remedy)
     refused = [(rank, kept) for rank, (_, kept) in enumerate(every) if kept is not None and kept.refused]
     if refused:
         rank, kept = refused[0]
-        return Finding("kernels", "warn", f"rank {rank}: {kept.refused}", kept.remedy)
+        return CheckResult("kernels", "warn", f"rank {rank}: {kept.refused}", kept.remedy)
     text = f"compiled ones are kept in {place.path}" if place else ""
-    return Finding("kernels", "ok", f"{text}; the first took {seconds:.2f} s to be ready")
+    return CheckResult("kernels", "ok", f"{text}; the first took {seconds:.2f} s to be ready")
 
 
-def check_gpu(comm: Communicator, threads: int) -> Finding:
+def check_gpu(comm: Communicator, threads: int) -> CheckResult:
     """Look for GPUs, whether ``device = "cuda"`` would find them, and how messages go. Collective over ``comm``."""
     count, packages = machine_facts.gpus()
     usable, reason = machine_facts.devices() if count else (0, "")
@@ -162,17 +166,17 @@ def check_gpu(comm: Communicator, threads: int) -> Finding:
         ranks, place = node.size, node.rank
     everywhere = comm.allgather_object((count, usable, reason, ranks))
     if not any(count for count, *_ in everywhere):
-        return Finding("gpu", "ok", "none seen; training runs on CPUs")
+        return CheckResult("gpu", "ok", "none seen; training runs on CPUs")
     text = f"{max(count for count, *_ in everywhere)} on a node; {', '.join(packages) or 'no Python package for it'}"
     for rank, (_, devices, why, _) in enumerate(everywhere):
         if not devices:
             why = why or "no GPU on its node"
-            return Finding("gpu", "warn", text, f'train.device = "cuda" cannot be used: rank {rank} has {why}')
+            return CheckResult("gpu", "warn", text, f'train.device = "cuda" cannot be used: rank {rank} has {why}')
     most = max(-(-sharing // devices) for _, devices, _, sharing in everywhere)
     why = machine_facts.why_through_host(comm, place)
     path = f"through the host's memory: {why}" if why else "from GPU to GPU, as tried"
     text = f'{text}; with train.device = "cuda" {counted(most, "rank")} a GPU, in turn; messages of layers go {path}'
-    return Finding("gpu", "ok", text)
+    return CheckResult("gpu", "ok", text)
 
 
 CHECKS: Sequence[Check] = (
@@ -190,7 +194,7 @@ CHECKS: Sequence[Check] = (
 
 def examine(
     comm: Communicator, threads: int = 1, environment: Mapping[str, str] | None = None, *, clean: bool = False
-) -> list[Finding]:
+) -> list[CheckResult]:
     """Run every check.
 
     Collective over ``comm``. The result is rank 0's view on every rank.
@@ -209,47 +213,47 @@ def examine(
     checks = [partial(check, clean=clean) if check is check_leftovers else check for check in CHECKS]
     found = [check(comm, threads) for check in checks]
     found += [check(comm, threads, environment or {}) for check in launch_checks.CHECKS]
-    result: list[Finding] = comm.broadcast_object(found)
+    result: list[CheckResult] = comm.broadcast_object(found)
     return result
 
 
-def alone(error: ConfigError) -> Finding:
-    """Return the finding for ranks that do not see each other.
+def alone(error: ConfigError) -> CheckResult:
+    """Return the result for ranks that do not see each other.
 
     Not collective.
     """
     text, _, remedy = str(error).partition("; ")
-    return Finding("launch", "FAIL", text, remedy)
+    return CheckResult("launch", "FAIL", text, remedy)
 
 
-def exit_status(findings: Sequence[Finding]) -> int:
+def exit_status(results: Sequence[CheckResult]) -> int:
     """Return 0, or the status of the first failure.
 
     Not collective.
     """
-    return next((int(finding.code) for finding in findings if finding.status == "FAIL"), 0)
+    return next((int(result.code) for result in results if result.status == "FAIL"), 0)
 
 
-def report(findings: Sequence[Finding]) -> str:
-    """Return the findings for people.
+def report(results: Sequence[CheckResult]) -> str:
+    """Return the results for people.
 
     Not collective.
     """
     lines = []
-    for finding in findings:
-        lines.append(f"{finding.status:4}  {finding.name:13}  {finding.text}")
-        if finding.remedy:
-            lines.append(f"{'':4}  {'':13}  -> {finding.remedy}")
+    for result in results:
+        lines.append(f"{result.status:4}  {result.name:13}  {result.text}")
+        if result.remedy:
+            lines.append(f"{'':4}  {'':13}  -> {result.remedy}")
     return "\n".join(lines)
 
 
-def as_json(findings: Sequence[Finding], ranks: int) -> str:
-    """Return the findings for programs.
+def as_json(results: Sequence[CheckResult], ranks: int) -> str:
+    """Return the results for programs.
 
     Not collective.
     """
-    checks: list[dict[str, Any]] = [asdict(finding) | {"code": int(finding.code)} for finding in findings]
+    checks: list[dict[str, Any]] = [asdict(result) | {"code": int(result.code)} for result in results]
     for entry in checks:
         if entry["status"] != "FAIL":
             del entry["code"]
-    return json.dumps({"ok": exit_status(findings) == 0, "ranks": ranks, "checks": checks})
+    return json.dumps({"ok": exit_status(results) == 0, "ranks": ranks, "checks": checks})

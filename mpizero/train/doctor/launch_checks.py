@@ -1,4 +1,4 @@
-"""Whether MPI, Slurm and threads agree with what the environment says of the launcher."""
+"""Check that MPI, Slurm and threads agree with what the environment says of the launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 from mpizero.comm import Communicator
 from mpizero.launched import Launch
 from mpizero.train.doctor import machine_facts
-from mpizero.train.doctor.finding import Finding, counted
+from mpizero.train.doctor.check_result import CheckResult, counted
 from mpizero.train.run.wall_time import Limit, slurm_limit
 
 T = TypeVar("T")
@@ -19,7 +19,7 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def check_launch(comm: Communicator, threads: int, environment: Mapping[str, str]) -> Finding:
+def check_launch(comm: Communicator, threads: int, environment: Mapping[str, str]) -> CheckResult:
     """Compare launcher and Slurm with what MPI sees. Collective over ``comm``."""
     own = Launch.of(environment)
     every = comm.allgather_object((own, machine_facts.host()))
@@ -30,40 +30,44 @@ def check_launch(comm: Communicator, threads: int, environment: Mapping[str, str
     if moved:
         rank, launch = moved[0]
         text += f"; MPI's rank {rank} is the launcher's {launch.rank}"
-        return Finding("launch", "warn", text, "do not mix launchers: messages that name ranks mean MPI's")
+        return CheckResult("launch", "warn", text, "do not mix launchers: messages that name ranks mean MPI's")
     if slurm_nodes is not None and slurm_nodes != nodes:
         text += f"; Slurm has given {counted(slurm_nodes, 'node')}"
-        return Finding("launch", "warn", text, "start the ranks with srun, or with an mpiexec that knows Slurm")
+        return CheckResult("launch", "warn", text, "start the ranks with srun, or with an mpiexec that knows Slurm")
     if tasks is not None and tasks != comm.size and "SLURM_STEP_ID" not in environment:
         text += f"; Slurm has given {counted(tasks, 'task')}"
-        return Finding("launch", "warn", text, "start as many ranks as the job has tasks, or ask for as many tasks")
-    return Finding("launch", "ok", text)
+        return CheckResult("launch", "warn", text, "start as many ranks as the job has tasks, or ask for as many tasks")
+    return CheckResult("launch", "ok", text)
 
 
-def check_threads(comm: Communicator, threads: int, environment: Mapping[str, str]) -> Finding:
+def check_threads(comm: Communicator, threads: int, environment: Mapping[str, str]) -> CheckResult:
     """Compare the threads of all ranks with each other, and with the CPUs of a Slurm task. Collective over ``comm``."""
     name = "threads"
     if wrong := difference(comm.allgather_object(threads)):
-        return Finding(name, "FAIL", wrong, "export the same OMP_NUM_THREADS to all ranks, or results differ in bits")
+        return CheckResult(
+            name, "FAIL", wrong, "export the same OMP_NUM_THREADS to all ranks, or results differ in bits"
+        )
     given = _number(environment, "SLURM_CPUS_PER_TASK")
     text = f"{counted(threads, 'thread')} a rank"
     if given is not None and given != threads:
         advice = f"export OMP_NUM_THREADS={given}; srun of Slurm 22.05 and later also needs --cpus-per-task={given}"
-        return Finding(name, "warn", f"{text}, but Slurm has given {counted(given, 'CPU')} a task", advice)
+        return CheckResult(name, "warn", f"{text}, but Slurm has given {counted(given, 'CPU')} a task", advice)
     if "OMP_NUM_THREADS" not in environment:
-        return Finding(name, "ok", f"{text}, as OMP_NUM_THREADS is not set")
-    return Finding(name, "ok", text)
+        return CheckResult(name, "ok", f"{text}, as OMP_NUM_THREADS is not set")
+    return CheckResult(name, "ok", text)
 
 
-def check_time(comm: Communicator, threads: int, environment: Mapping[str, str]) -> Finding:
+def check_time(comm: Communicator, threads: int, environment: Mapping[str, str]) -> CheckResult:
     """Tell when Slurm ends the job. Collective over ``comm``."""
     limit: Limit | None = comm.broadcast_object(slurm_limit(environment) if comm.rank == 0 else None)
     if limit is not None:
-        return Finding("time limit", "ok", f"{limit.left / 60:.0f} min left ({limit.source}); training saves before")
+        return CheckResult(
+            "time limit", "ok", f"{limit.left / 60:.0f} min left ({limit.source}); training saves before"
+        )
     if environment.get("SLURM_JOB_ID"):
         advice = "give train.time_limit if there is one, or training cannot save before it"
-        return Finding("time limit", "warn", "Slurm does not say when the job ends", advice)
-    return Finding("time limit", "ok", "none seen: not a Slurm job")
+        return CheckResult("time limit", "warn", "Slurm does not say when the job ends", advice)
+    return CheckResult("time limit", "ok", "none seen: not a Slurm job")
 
 
 def difference(values: Sequence[T]) -> str:
@@ -75,4 +79,8 @@ def difference(values: Sequence[T]) -> str:
     return "" if other is None else f"rank 0 has {values[0]}, rank {other} has {values[other]}"
 
 
-CHECKS: Sequence[Callable[[Communicator, int, Mapping[str, str]], Finding]] = (check_launch, check_threads, check_time)
+CHECKS: Sequence[Callable[[Communicator, int, Mapping[str, str]], CheckResult]] = (
+    check_launch,
+    check_threads,
+    check_time,
+)

@@ -1,4 +1,4 @@
-"""What this process can find out about its machine: the measurements behind ``mpizero doctor``."""
+"""Find out what this machine has: for ``mpizero doctor``, ``mpizero bench`` and the benchmark scripts."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def try_kernel() -> tuple[str, Place | None, float]:
         x = np.arange(5, dtype=np.float32)
         y = np.empty_like(x)
         cpu.activation.relu(x - 2, y)
-    except Exception as error:  # whatever a broken compiler or disk may raise is the finding
+    except Exception as error:  # whatever a broken compiler or disk may raise is the result
         return f"{type(error).__name__}: {error}", None, 0.0
     wrong = "" if y.tolist() == [0, 0, 0, 1, 2] else f"a kernel computes {y.tolist()} instead of [0, 0, 0, 1, 2]"
     return wrong, place, time.perf_counter() - started

@@ -1,6 +1,6 @@
-"""Is a user's model what training takes it for: sums over samples, a right gradient, the same every time."""
+"""Check that a user's model gives sums over samples, a right gradient, and the same values every time."""
 
 from mpizero.train.modelcheck.check import check_model
-from mpizero.train.modelcheck.findings import ModelFinding, ModelReport
+from mpizero.train.modelcheck.model_report import ModelFinding, ModelReport
 
 __all__ = ["ModelFinding", "ModelReport", "check_model"]

@@ -1,4 +1,4 @@
-"""The whole check of one model, on one rank or with all ranks of a communicator beside each other."""
+"""Run all checks of one model, on one rank, or on all ranks of a communicator and compare them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,21 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError, DataError, ModelCheckError, MpizeroError
 from mpizero.parallel import ShardingConfig
 from mpizero.parallel.model.core import ShardedCore
-from mpizero.train.modelcheck.findings import ModelFinding, ModelReport, WrongAnswer
+from mpizero.train.modelcheck.batch_pieces import content, sample_count
+from mpizero.train.modelcheck.checked_model import (
+    CheckedBlocks,
+    CheckedModel,
+    LossAndGradients,
+    Named,
+    checked_model,
+    origin_of,
+)
 from mpizero.train.modelcheck.gradient import check_gradient
+from mpizero.train.modelcheck.model_report import ModelFinding, ModelReport, UnusableEvaluation
 from mpizero.train.modelcheck.prediction import check_prediction
-from mpizero.train.modelcheck.repeats import Samples, check_again, check_layers, check_repeats
-from mpizero.train.modelcheck.slopes import Point, generic, scales_of, shaken
-from mpizero.train.modelcheck.subject import Answer, Blocks, Named, Subject, origin_of, subject_of
+from mpizero.train.modelcheck.repeats import CheckBatch, check_again, check_layers, check_repeats
+from mpizero.train.modelcheck.slopes import ParameterPoint, generic, scales_of, shaken
 from mpizero.train.modelcheck.sums import check_sums
-from mpizero.train.modelcheck.trees import content, sample_count
 from mpizero.types import Array
 
 
@@ -70,7 +77,7 @@ def check_model(
         If ``model`` is not a model.
     """
     with ShardingConfig(comm=comm) as config:
-        report = _looked_at(model, Samples(x, y, sample_count(x, y)), config.communicator, parameters, seed)
+        report = _looked_at(model, CheckBatch(x, y, sample_count(x, y)), config.communicator, parameters, seed)
         if not report.right:  # raised before the communicator is freed: with the last one, the hooks would be gone
             told = "\n".join(f"- {line}" for line in report.told)
             member = "predict" if {f.check for f in report.findings} == {"prediction"} else "loss_and_grad"
@@ -81,66 +88,66 @@ def check_model(
 def examine(model: Any, x: Any, y: Any, *, comm: Any = None) -> ModelReport:
     """Return the report of :func:`check_model`, whatever it says. Collective over ``comm``."""
     with ShardingConfig(comm=comm) as config:
-        return _looked_at(model, Samples(x, y, sample_count(x, y)), config.communicator, None, 0)
+        return _looked_at(model, CheckBatch(x, y, sample_count(x, y)), config.communicator, None, 0)
 
 
 def _looked_at(
-    model: Any, batch: Samples, comm: Communicator, parameters: Mapping[str, Array] | None, seed: int
+    model: Any, batch: CheckBatch, comm: Communicator, parameters: Mapping[str, Array] | None, seed: int
 ) -> ModelReport:
     started = time.monotonic()
     with all_ranks(comm, "check_model"):
         if isinstance(model, ShardedCore):
             raise TypeError(f"check_model takes the model before it is sharded: {type(model).__name__}.wrapped_model")
-        check = _Check(subject_of(model), batch, seed)
+        check = _Check(checked_model(model), batch, seed)
         check.run(parameters)
     findings = _beside_others(check, comm)
     seconds = time.monotonic() - started
-    return ModelReport(findings, tuple(check.passed), tuple(check.notes), check.subject.evaluations, seconds)
+    return ModelReport(findings, tuple(check.passed), tuple(check.notes), check.checked.evaluations, seconds)
 
 
 class _Check:
-    """One rank's part, with what it has found so far."""
+    """Run one rank's checks and collect what they find."""
 
-    def __init__(self, subject: Subject, batch: Samples, seed: int) -> None:
-        self.subject, self.batch = subject, batch
+    def __init__(self, checked: CheckedModel, batch: CheckBatch, seed: int) -> None:
+        self.checked, self.batch = checked, batch
         self.given = content((batch.x, batch.y))
         self.rng = np.random.default_rng(seed)
         self.findings: list[ModelFinding] = []
         self.passed: list[str] = []
         self.notes: list[str] = []
-        self.answers: list[Answer] = []
+        self.evaluated: list[LossAndGradients] = []
 
     def run(self, parameters: Mapping[str, Array] | None) -> None:
         """Look at everything; stop where what follows would mean nothing."""
         try:
             self._run(parameters)
-        except WrongAnswer as error:
+        except UnusableEvaluation as error:
             self.findings += error.findings
 
     def _run(self, parameters: Mapping[str, Array] | None) -> None:
-        subject, batch = self.subject, self.batch
+        checked, batch = self.checked, self.batch
         start = self._start(parameters)
-        begun = subject.answer(start, batch.x, batch.y)
+        begun = checked.evaluate(start, batch.x, batch.y)
         self.passed.append(f"values: loss {begun.loss:.6g}, weight {begun.weight:g}, {len(begun.gradients)} gradients")
-        scales = scales_of(subject, start, begun)
-        self.answers.append(begun)
-        if self._repeated(check_again(subject, batch, start, begun)):
+        scales = scales_of(checked, start, begun)
+        self.evaluated.append(begun)
+        if self._repeated(check_again(checked, batch, start, begun)):
             return
         here, there = (self._near(start, scales) for _ in range(2))
-        answer, findings = check_repeats(subject, batch, here, (there, start))
+        evaluation, findings = check_repeats(checked, batch, here, (there, start))
         if self._repeated(findings):
             return
-        self.answers.append(answer)
+        self.evaluated.append(evaluation)
         self.passed.append("repeats: the same bits every time, in any memory")
-        if isinstance(subject, Blocks):
-            if findings := check_layers(subject, batch, here):
+        if isinstance(checked, CheckedBlocks):
+            if findings := check_layers(checked, batch, here):
                 self.findings += findings
                 return
             self.passed.append("layers: they overwrite their gradients, and their halves are the whole")
         self._sums(here)
         self._gradient([here, there], start, scales)
-        self.findings += check_again(subject, batch, start, begun)
-        findings, line = check_prediction(subject, batch, here)
+        self.findings += check_again(checked, batch, start, begun)
+        findings, line = check_prediction(checked, batch, here)
         self.findings += findings
         (self.passed if line and not findings else self.notes).append(line or "prediction: the model has none")
 
@@ -151,7 +158,7 @@ class _Check:
         return bool(findings)
 
     def _start(self, parameters: Mapping[str, Array] | None) -> Named:
-        start = self.subject.start()
+        start = self.checked.start()
         if parameters is None:
             return start
         if wrong := sorted(set(start) ^ set(parameters)):
@@ -160,10 +167,10 @@ class _Check:
 
     def _near(self, start: Named, scales: Mapping[str, float]) -> Named:
         """Return a point near the start, or the start itself where the model can be evaluated only there."""
-        there = generic(self.subject, start, scales, self.rng)
+        there = generic(self.checked, start, scales, self.rng)
         try:
-            self.subject.answer(there, self.batch.x, self.batch.y)
-        except (WrongAnswer, ArithmeticError, ValueError):
+            self.checked.evaluate(there, self.batch.x, self.batch.y)
+        except (UnusableEvaluation, ArithmeticError, ValueError):
             return start
         return there
 
@@ -172,28 +179,28 @@ class _Check:
             self.notes.append("sums were not looked at: give a batch of arrays with at least two samples")
             return
 
-        def noise() -> list[Answer]:
-            return [self.subject.answer(shaken(here, self.rng), self.batch.x, self.batch.y) for _ in range(3)]
+        def noise() -> list[LossAndGradients]:
+            return [self.checked.evaluate(shaken(here, self.rng), self.batch.x, self.batch.y) for _ in range(3)]
 
-        findings, line = check_sums(self.subject, self.batch, here, self.answers[-1], noise)
+        findings, line = check_sums(self.checked, self.batch, here, self.evaluated[-1], noise)
         self.findings += findings
         if not findings:
             self.passed.append(line)
 
     def _gradient(self, places: list[Named], start: Named, scales: Mapping[str, float]) -> None:
-        def points_of(subject: Subject) -> Callable[[int], Point]:
+        def points_of(checked: CheckedModel) -> Callable[[int], ParameterPoint]:
             @cache
-            def point(number: int) -> Point:
+            def point(number: int) -> ParameterPoint:
                 at = places[number] if number < len(places) else self._near(start, scales)
-                wide = {name: value.astype(subject.dtype) for name, value in at.items()}
-                return Point(subject, self.batch, wide, scales)
+                wide = {name: value.astype(checked.dtype) for name, value in at.items()}
+                return ParameterPoint(checked, self.batch, wide, scales)
 
             return point
 
-        own, wide = points_of(self.subject), self._wide(places[0])
+        own, wide = points_of(self.checked), self._wide(places[0])
         if wide is not None and own(0).shows_right(self.rng):
             findings, line, notes = check_gradient(points_of(wide), self.rng)
-            self.subject.evaluations += wide.evaluations
+            self.checked.evaluations += wide.evaluations
         else:
             findings, line, notes = check_gradient(own, self.rng)
         self.findings += findings
@@ -201,23 +208,23 @@ class _Check:
         if not findings:
             self.passed.append(line)
 
-    def _wide(self, here: Named) -> Blocks | None:
+    def _wide(self, here: Named) -> CheckedBlocks | None:
         """Return a float32 model of blocks in float64; None where it is none, or its layers do not follow."""
-        if not isinstance(self.subject, Blocks) or self.subject.dtype == np.float64:
+        if not isinstance(self.checked, CheckedBlocks) or self.checked.dtype == np.float64:
             return None
-        wide = self.subject.wide()
+        wide = self.checked.wide()
         try:
-            answer = wide.answer({n: v.astype(np.float64) for n, v in here.items()}, self.batch.x, self.batch.y)
-        except (WrongAnswer, MpizeroError, ValueError, TypeError):
+            evaluation = wide.evaluate({n: v.astype(np.float64) for n, v in here.items()}, self.batch.x, self.batch.y)
+        except (UnusableEvaluation, MpizeroError, ValueError, TypeError):
             return None
-        return None if float(np.float32(answer.loss)) == answer.loss else wide
+        return None if float(np.float32(evaluation.loss)) == evaluation.loss else wide
 
     def digests(self) -> dict[tuple[int, str], str]:
         """Return a hash of each thing that all ranks must compute alike, in the order of computing. Not collective."""
         found = {}
-        for number, answer in enumerate(self.answers):
-            values = {"loss": np.array(answer.loss), "weight": np.array(answer.weight)}
-            values |= {f"gradient of {name!r}": value for name, value in answer.gradients.items()}
+        for number, evaluation in enumerate(self.evaluated):
+            values = {"loss": np.array(evaluation.loss), "weight": np.array(evaluation.weight)}
+            values |= {f"gradient of {name!r}": value for name, value in evaluation.gradients.items()}
             found.update({(number, k): hashlib.sha256(value.tobytes()).hexdigest()[:16] for k, value in values.items()})
         return found
 
@@ -249,7 +256,7 @@ def _beside_others(check: _Check, comm: Communicator) -> tuple[ModelFinding, ...
 
 def _digest(check: _Check) -> str:
     found = hashlib.sha256()
-    for name, value in check.subject.start().items():
+    for name, value in check.checked.start().items():
         found.update(name.encode() + value.tobytes())
     found.update(b"".join(check.given))
     return found.hexdigest()

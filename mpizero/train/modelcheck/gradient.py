@@ -1,4 +1,4 @@
-"""Which parameters have a wrong gradient, and in which way it is wrong."""
+"""Find the parameters whose gradient is wrong, and in which way it is wrong."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpizero.train.modelcheck.findings import ModelFinding
-from mpizero.train.modelcheck.slopes import SURE, Point, Slope, dense, steep
+from mpizero.train.modelcheck.model_report import ModelFinding
+from mpizero.train.modelcheck.slopes import SURE, ParameterPoint, Slope, dense, steep
 from mpizero.types import Array
 
 
-class Wrong(NamedTuple):
-    """A parameter whose gradient is wrong, and the slopes along directions of this parameter alone."""
+class WrongGradient(NamedTuple):
+    """Hold a parameter whose gradient is wrong, and the slopes along directions of this parameter alone."""
 
     name: str
     slopes: list[Slope]
@@ -22,7 +22,7 @@ class Wrong(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """What the gradient must be multiplied by, if it is one number."""
+        """Return what the gradient must be multiplied by, if it is one number."""
         ratios = [s.seen / s.said for s in self.slopes if s.said]
         if len(ratios) < len(self.slopes):
             return None
@@ -33,14 +33,14 @@ class Wrong(NamedTuple):
 
 
 def check_gradient(
-    points: Callable[[int], Point], rng: np.random.Generator
+    points: Callable[[int], ParameterPoint], rng: np.random.Generator
 ) -> tuple[list[ModelFinding], str, list[str]]:
     """Compare the gradient with differences of the loss at up to three points.
 
     Not collective. Returns findings, the line of what was measured, and notes.
     """
     point = points(0)
-    names = [name for name in point.subject.names if point.at[name].size]
+    names = [name for name in point.checked.names if point.at[name].size]
     left = _not_shown_right(point, names, rng)
     wrong, weak = [], []
     for name in left:
@@ -51,10 +51,10 @@ def check_gradient(
             moves = [dense(point, rng, [name]), dense(point, rng, [name]), steep(point, rng, [name])]
             slopes = [point.slope(move, rng) for move in moves]
             found = [(s, m[name]) for s, m in zip(slopes, moves, strict=True) if s is not None]
-            wrong.append(Wrong(name, [s for s, _ in found], [m for _, m in found]))
+            wrong.append(WrongGradient(name, [s for s, _ in found], [m for _, m in found]))
     notes = []
     if silent := [
-        name for name in names if not point.answer.gradients[name].any() and name not in {*weak, *_names(wrong)}
+        name for name in names if not point.evaluation.gradients[name].any() and name not in {*weak, *_names(wrong)}
     ]:
         notes.append(f"gradient: zero everywhere for {_listed(silent)}: nothing depends on it with these samples")
     if weak:
@@ -63,7 +63,7 @@ def check_gradient(
     return _explained(point, wrong, len(names), rng), line, notes
 
 
-def _names(wrong: Sequence[Wrong]) -> set[str]:
+def _names(wrong: Sequence[WrongGradient]) -> set[str]:
     return {w.name for w in wrong}
 
 
@@ -72,8 +72,8 @@ def _listed(names: Sequence[str]) -> str:
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
 
 
-def _not_shown_right(point: Point, names: Sequence[str], rng: np.random.Generator) -> list[str]:
-    """Move all parameters together, and return those of which that has not shown that they are right."""
+def _not_shown_right(point: ParameterPoint, names: Sequence[str], rng: np.random.Generator) -> list[str]:
+    """Move all parameters together, and return those whose gradient is not shown right by it."""
     slopes = [point.slope(direction(point, rng, names), rng, enough=1e-5) for direction in (steep, dense, dense)]
     if any(slope is None or point.verdict(slope) is False for slope in slopes):
         return list(names)
@@ -86,13 +86,15 @@ def _not_shown_right(point: Point, names: Sequence[str], rng: np.random.Generato
     return left
 
 
-def _alone(point: Point, name: str, rng: np.random.Generator) -> bool | None:
+def _alone(point: ParameterPoint, name: str, rng: np.random.Generator) -> bool | None:
     """Move one parameter: False if its gradient is wrong along a direction, None if it cannot be told."""
     verdicts = [point.verdict(point.slope(d(point, rng, [name]), rng, enough=1e-6)) for d in (dense, steep)]
     return False if False in verdicts else None if None in verdicts else True
 
 
-def _explained(point: Point, wrong: Sequence[Wrong], count: int, rng: np.random.Generator) -> list[ModelFinding]:
+def _explained(
+    point: ParameterPoint, wrong: Sequence[WrongGradient], count: int, rng: np.random.Generator
+) -> list[ModelFinding]:
     """Say of each wrong gradient in which way it is wrong; once, if all are in one way."""
     ratios = [w.ratio for w in wrong]
     if len(wrong) == count > 1 and None not in ratios:
@@ -102,7 +104,7 @@ def _explained(point: Point, wrong: Sequence[Wrong], count: int, rng: np.random.
     return [_finding(point, w, f"gradient of {w.name!r}", rng) for w in wrong]
 
 
-def _finding(point: Point, wrong: Wrong, what: str, rng: np.random.Generator) -> ModelFinding:
+def _finding(point: ParameterPoint, wrong: WrongGradient, what: str, rng: np.random.Generator) -> ModelFinding:
     slope = max(wrong.slopes, key=lambda s: s.off / (abs(s.seen) + abs(s.said)))
     seen = (
         f"along a direction of {wrong.name!r} the loss changes by {slope.seen:.6g}, the gradient says {slope.said:.6g}"
@@ -110,14 +112,14 @@ def _finding(point: Point, wrong: Wrong, what: str, rng: np.random.Generator) ->
     return ModelFinding("gradient", what, seen, *_cause(point, wrong, rng))
 
 
-def _cause(point: Point, wrong: Wrong, rng: np.random.Generator) -> tuple[str, str]:
-    gradient = point.answer.gradients[wrong.name]
+def _cause(point: ParameterPoint, wrong: WrongGradient, rng: np.random.Generator) -> tuple[str, str]:
+    gradient = point.evaluation.gradients[wrong.name]
     if not gradient.any():
         return "a gradient that is not computed, zeros in its place", "compute it, or name the parameter in frozen="
     ratio = wrong.ratio
     if ratio is not None:
         return _of_factor(point, ratio)
-    for other, value in point.answer.gradients.items():
+    for other, value in point.evaluation.gradients.items():
         if other != wrong.name and value.shape == gradient.shape and _fits(wrong, value):
             return f"the gradient of {other!r} under this name", "give each parameter its own"
     if gradient.ndim == 2 and gradient.shape[0] == gradient.shape[1] and _fits(wrong, gradient.T):
@@ -126,8 +128,8 @@ def _cause(point: Point, wrong: Wrong, rng: np.random.Generator) -> tuple[str, s
     return f"a part of it, most of all around element {place}", "compare the formula of these elements with differences"
 
 
-def _of_factor(point: Point, ratio: float) -> tuple[str, str]:
-    samples, weight = point.batch.samples or 0, point.answer.weight
+def _of_factor(point: ParameterPoint, ratio: float) -> tuple[str, str]:
+    samples, weight = point.batch.samples or 0, point.evaluation.weight
     for count, name in ((samples, "samples"), (weight, "weight")):
         if count > 2 and math.isclose(ratio, count, rel_tol=0.01):
             return f"the mean over the {name} beside a loss that is their sum", f"multiply it by {count:g}, the {name}"
@@ -138,13 +140,13 @@ def _of_factor(point: Point, ratio: float) -> tuple[str, str]:
     return f"a factor: it is {1 / ratio:.4g} times what it must be", f"multiply it by {ratio:.4g}"
 
 
-def _fits(wrong: Wrong, value: Array) -> bool:
+def _fits(wrong: WrongGradient, value: Array) -> bool:
     """Tell whether another gradient explains all slopes."""
     said = [float(np.sum(value * move)) for move in wrong.moves]
     return all(abs(s.seen - v) <= SURE * s.bound + 0.01 * abs(s.seen) for s, v in zip(wrong.slopes, said, strict=True))
 
 
-def _worst(point: Point, wrong: Wrong, rng: np.random.Generator) -> list[int]:
+def _worst(point: ParameterPoint, wrong: WrongGradient, rng: np.random.Generator) -> list[int]:
     """Return the index of an element in whose neighbourhood the gradient is most wrong, by halving."""
     shape = point.at[wrong.name].shape
     flat = rng.choice([-1.0, 1.0], math.prod(shape)) * point.scales[wrong.name]

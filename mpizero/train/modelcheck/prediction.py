@@ -1,4 +1,4 @@
-"""Is a prediction made sample by sample, and the same every time."""
+"""Check that predictions are made sample by sample and are the same every time."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from typing import Any
 import numpy as np
 
 from mpizero.sampletree import leaves_of
-from mpizero.train.modelcheck.findings import ModelFinding
-from mpizero.train.modelcheck.repeats import Samples
-from mpizero.train.modelcheck.subject import Named, Subject, place_of
-from mpizero.train.modelcheck.trees import content, cut
+from mpizero.train.modelcheck.batch_pieces import content, cut
+from mpizero.train.modelcheck.checked_model import CheckedModel, Named, place_of
+from mpizero.train.modelcheck.model_report import ModelFinding
+from mpizero.train.modelcheck.repeats import CheckBatch
 from mpizero.train.rounding import Rounding
 
 
-def check_prediction(subject: Subject, batch: Samples, here: Named) -> tuple[list[ModelFinding], str]:
+def check_prediction(checked: CheckedModel, batch: CheckBatch, here: Named) -> tuple[list[ModelFinding], str]:
     """Compare the prediction for a batch with itself and with that for its pieces.
 
     Not collective. The second result is the line of what was measured, empty if the model predicts nothing.
     """
     try:
-        whole = subject.predict(here, batch.x)
+        whole = checked.predict(here, batch.x)
     except NotImplementedError:
         return [], ""
     except (ValueError, TypeError, IndexError, RuntimeError, ArithmeticError, AttributeError) as error:
         seen = f"{type(error).__name__} at {place_of(error)}: {error}"
         return [_wrong(seen, "predict(parameters, x) that takes something else", "let it take named arrays and x")], ""
-    if content(subject.predict(here, batch.x)) != content(whole):
+    if content(checked.predict(here, batch.x)) != content(whole):
         return [_wrong("differs from call to call", "dropout or noise in it", "leave random numbers out of it")], ""
     if batch.samples is None or not _one_each(whole, batch.samples):
         return [], "prediction: the same every time"
     apart, middle = 0.0, max(1, batch.samples // 3)
     for start, stop in ((0, middle), (middle, batch.samples)):
         try:
-            piece = subject.predict(here, cut(batch.x, start, stop))
+            piece = checked.predict(here, cut(batch.x, start, stop))
         except (ValueError, TypeError, IndexError, RuntimeError, ArithmeticError) as error:
             seen = f"{type(error).__name__} for {stop - start} samples at {place_of(error)}: {error}"
             return [_wrong(seen, "a number of samples that is built in", "let it take any number of samples")], ""
         apart = max(apart, _apart(piece, whole, slice(start, stop)))
-    if not apart <= 64 * Rounding(str(subject.dtype), 4096).of_sums:
+    if not apart <= 64 * Rounding(str(checked.dtype), 4096).of_sums:
         seen = f"of a sample changes with those beside it, by {apart:.1e} of the largest"
         return [_wrong(seen, "statistics of the batch", "predict each sample by itself")], ""
     return [], f"prediction: sample by sample, apart by {apart:.1e} at most"

@@ -1,4 +1,4 @@
-"""Is it a function: the same twice, whatever happened before, and wherever its parameters lie."""
+"""Check that the model is a function: the same values every time, wherever its parameters lie in memory."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpizero.train.modelcheck.findings import ModelFinding, WrongAnswer
-from mpizero.train.modelcheck.subject import Answer, Blocks, Named, Subject
-from mpizero.train.modelcheck.trees import content
+from mpizero.train.modelcheck.batch_pieces import content
+from mpizero.train.modelcheck.checked_model import CheckedBlocks, CheckedModel, LossAndGradients, Named
+from mpizero.train.modelcheck.model_report import ModelFinding, UnusableEvaluation
 from mpizero.types import Array
 
 
-class Samples(NamedTuple):
-    """The batch that is looked at; ``samples`` is None where it cannot be cut."""
+class CheckBatch(NamedTuple):
+    """Hold the batch to check with; ``samples`` is None where it cannot be cut."""
 
     x: Any
     y: Any
     samples: int | None
 
 
-def unlike(found: Answer, expected: Answer) -> Iterator[tuple[str, str]]:
+def unlike(found: LossAndGradients, expected: LossAndGradients) -> Iterator[tuple[str, str]]:
     """Yield what differs in a bit, and how. Not collective."""
     for what in ("loss", "weight"):
         a, b = getattr(found, what), getattr(expected, what)
@@ -46,38 +46,40 @@ def random_states() -> dict[str, Any]:
     return states
 
 
-def check_again(subject: Subject, batch: Samples, start: Named, begun: Answer) -> list[ModelFinding]:
+def check_again(checked: CheckedModel, batch: CheckBatch, start: Named, begun: LossAndGradients) -> list[ModelFinding]:
     """Evaluate once more what was evaluated first. Not collective."""
     drawn = random_states()
-    again = subject.answer(start, *batch[:2])
+    again = checked.evaluate(start, *batch[:2])
     used = [name for name, value in random_states().items() if value != drawn[name]]
-    when = "evaluated twice" if subject.evaluations == 2 else f"evaluated first, and after {subject.evaluations} others"
+    when = "evaluated twice" if checked.evaluations == 2 else f"evaluated first, and after {checked.evaluations} others"
     return _differ(again, begun, when, _of_noise(used))
 
 
 def check_repeats(
-    subject: Subject, batch: Samples, here: Named, elsewhere: tuple[Named, Named]
-) -> tuple[Answer, list[ModelFinding]]:
-    """Evaluate at several points in turn, in the same memory and in new memory; all answers at a point must be one.
+    checked: CheckedModel, batch: CheckBatch, here: Named, elsewhere: tuple[Named, Named]
+) -> tuple[LossAndGradients, list[ModelFinding]]:
+    """Evaluate at several points in turn, in the same memory and in new memory; all evaluated at a point must be one.
 
-    Not collective. Returns the answer at ``here``.
+    Not collective. Returns the evaluation at ``here``.
     """
     x, y, _ = batch
     before = content((x, y))
-    first = subject.answer(here, x, y)
+    first = checked.evaluate(here, x, y)
     if content((x, y)) != before:
         told = "copy what is changed, x = x.copy(), also before its address is given away"
         cause = "code that works in place through a bare pointer"
-        raise WrongAnswer(ModelFinding("repeats", "samples", "are changed by the evaluation", cause, told))
+        raise UnusableEvaluation(ModelFinding("repeats", "samples", "are changed by the evaluation", cause, told))
     there, further = elsewhere
-    other = subject.answer(there, x, y)
-    subject.answer(further, x, y)
+    other = checked.evaluate(there, x, y)
+    checked.evaluate(further, x, y)
     told = "compute everything from the arguments, each time"
     cause = "a value that is kept from call to call, such as a counter, a running mean or a warm start"
-    if findings := _differ(subject.answer(here, x, y), first, "evaluated elsewhere in between", (cause, told)):
+    if findings := _differ(checked.evaluate(here, x, y), first, "evaluated elsewhere in between", (cause, told)):
         return first, findings
     cause = "a cache that goes by the identity of the arrays: training changes their values in place"
-    findings = _differ(subject.answer(there, x, y, fresh=True), other, "given the same in other arrays", (cause, told))
+    findings = _differ(
+        checked.evaluate(there, x, y, fresh=True), other, "given the same in other arrays", (cause, told)
+    )
     return first, findings
 
 
@@ -89,17 +91,17 @@ def _of_noise(used: list[str]) -> tuple[str, str]:
     return cause, "compute everything from the arguments, and random numbers from a key"
 
 
-def _differ(found: Answer, expected: Answer, when: str, why: tuple[str, str]) -> list[ModelFinding]:
+def _differ(found: LossAndGradients, expected: LossAndGradients, when: str, why: tuple[str, str]) -> list[ModelFinding]:
     return [ModelFinding("repeats", what, f"{when}: {how}", *why) for what, how in unlike(found, expected)][:3]
 
 
-def check_layers(subject: Blocks, batch: Samples, here: Named) -> list[ModelFinding]:
+def check_layers(checked: CheckedBlocks, batch: CheckBatch, here: Named) -> list[ModelFinding]:
     """Check what layers promise: they overwrite gradients, their halves are the whole, the loss takes its scale.
 
     Not collective.
     """
-    one = subject.passed(here, batch[:2])[2]
-    two = subject.passed(here, batch[:2], fill=1.0)[2]
+    one = checked.passed(here, batch[:2])[2]
+    two = checked.passed(here, batch[:2], fill=1.0)[2]
     findings = []
     for name in one:
         if one[name].tobytes() != two[name].tobytes():
@@ -110,7 +112,7 @@ def check_layers(subject: Blocks, batch: Samples, here: Named) -> list[ModelFind
             findings.append(ModelFinding("layers", f"gradient of {name!r}", seen, cause, told))
     if findings:
         return findings
-    halves = subject.passed(here, batch[:2], halves=True)[2]
+    halves = checked.passed(here, batch[:2], halves=True)[2]
     findings = [
         ModelFinding(
             "layers",

@@ -1,4 +1,4 @@
-"""Is the gradient that of the loss: differences of the loss along directions, beside what the gradient says.
+"""Compare the gradient with differences of the loss along directions.
 
 [Note: slopes] A difference (f(p + h d) - f(p - h d)) / 2h is apart from the derivative by truncation, which falls with
 h, and by rounding, which grows as h falls. Neither is known beforehand, so both are measured: truncation by what the
@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpizero.train.modelcheck.repeats import Samples
-from mpizero.train.modelcheck.subject import Answer, Named, Subject
+from mpizero.train.modelcheck.checked_model import CheckedModel, LossAndGradients, Named
+from mpizero.train.modelcheck.repeats import CheckBatch
 from mpizero.types import Array
 
 #: A gradient that is off by less is not called wrong; in float32 by less than the second.
@@ -35,7 +35,7 @@ Direction = Mapping[str, Array]
 
 
 class Slope(NamedTuple):
-    """The derivative along a direction.
+    """Hold the derivative along a direction.
 
     Attributes
     ----------
@@ -61,15 +61,17 @@ class Slope(NamedTuple):
         return abs(self.seen - self.said)
 
 
-class Point:
-    """A place in the space of parameters, with loss and gradient there."""
+class ParameterPoint:
+    """Evaluate loss and gradient at one choice of the parameters, and differences around it."""
 
-    def __init__(self, subject: Subject, batch: Samples, at: Named, scales: Mapping[str, float]) -> None:
-        self.subject, self.batch, self.at, self.scales = subject, batch, at, scales
-        self.answer: Answer = subject.answer(at, batch.x, batch.y)
-        gradients = self.answer.gradients.values()
-        self._coarse = float(np.float32(self.answer.loss)) == self.answer.loss  # no float, or NumPy compares in float32
-        coarse = self._coarse or subject.dtype == np.float32 or all((np.float32(g) == g).all() for g in gradients)
+    def __init__(self, checked: CheckedModel, batch: CheckBatch, at: Named, scales: Mapping[str, float]) -> None:
+        self.checked, self.batch, self.at, self.scales = checked, batch, at, scales
+        self.evaluation: LossAndGradients = checked.evaluate(at, batch.x, batch.y)
+        gradients = self.evaluation.gradients.values()
+        self._coarse = (
+            float(np.float32(self.evaluation.loss)) == self.evaluation.loss
+        )  # no float, or NumPy compares in float32
+        coarse = self._coarse or checked.dtype == np.float32 or all((np.float32(g) == g).all() for g in gradients)
         self.precision = PRECISION[int(coarse)]
         self._noise: float | None = None
         self._shaken: dict[str, Array] | None = None
@@ -78,20 +80,20 @@ class Point:
         """Return the loss where ``move`` times ``h`` leads, and the parameters there; NaN where it has none."""
         there = dict(self.at)
         for name, direction in move.items():
-            there[name] = (self.at[name] + h * direction).astype(self.subject.dtype)
+            there[name] = (self.at[name] + h * direction).astype(self.checked.dtype)
         try:
-            return self.subject.loss(there, self.batch.x, self.batch.y), there
+            return self.checked.loss(there, self.batch.x, self.batch.y), there
         except Exception:  # noqa: BLE001 - where the model is defined at its start, not here, NaN says so
             return math.nan, there
 
     def noise(self, rng: np.random.Generator) -> float:
         """Return how far rounding moves the loss."""
         if self._noise is None:
-            h = 64 * float(np.finfo(self.subject.dtype).eps) if self.subject.dtype == np.float32 else 1e-7
-            found = [float(np.finfo(np.float32 if self._coarse else np.float64).eps) * abs(self.answer.loss)]
+            h = 64 * float(np.finfo(self.checked.dtype).eps) if self.checked.dtype == np.float32 else 1e-7
+            found = [float(np.finfo(np.float32 if self._coarse else np.float64).eps) * abs(self.evaluation.loss)]
             for _ in range(3):
                 move = dense(self, rng, self.scales)
-                second = self.loss(move, h)[0] + self.loss(move, -h)[0] - 2 * self.answer.loss
+                second = self.loss(move, h)[0] + self.loss(move, -h)[0] - 2 * self.evaluation.loss
                 found += [abs(second)] if math.isfinite(second) else []
             self._noise = max(found)
         return self._noise
@@ -100,8 +102,8 @@ class Point:
         """Return how far rounding moves the gradient: by what the last bits of the parameters change."""
         if self._shaken is None:
             moved = shaken(self.at, rng)
-            gradients = self.subject.answer(moved, self.batch.x, self.batch.y).gradients
-            own = self.answer.gradients
+            gradients = self.checked.evaluate(moved, self.batch.x, self.batch.y).gradients
+            own = self.evaluation.gradients
             self._shaken = {name: gradients[name].astype(np.float64) - value for name, value in own.items()}
         return self._shaken
 
@@ -114,7 +116,7 @@ class Point:
         for _ in range(15):
             (up, above), (down, below) = self.loss(move, h), self.loss(move, -h)
             moved = {name: (above[name].astype(np.float64) - below[name]) / (2 * h) for name in move}
-            parts = {name: float(np.sum(self.answer.gradients[name] * moved[name])) for name in move}
+            parts = {name: float(np.sum(self.evaluation.gradients[name] * moved[name])) for name in move}
             shaken = math.fsum(float(np.sum(self.shaken(rng)[name] * moved[name])) for name in move)
             seen, said = (up - down) / (2 * h), math.fsum(parts.values())
             rounding = 3 * noise / h + 3 * abs(shaken)
@@ -133,7 +135,7 @@ class Point:
 
     def shows_right(self, rng: np.random.Generator) -> bool:
         """Tell whether nothing speaks against the gradient along its own direction."""
-        names = [name for name in self.subject.names if self.at[name].size]
+        names = [name for name in self.checked.names if self.at[name].size]
         return self.verdict(self.slope(steep(self, rng, names), rng)) is not False
 
     def verdict(self, slope: Slope | None) -> bool | None:
@@ -146,34 +148,36 @@ class Point:
         return True if slope.bound <= MEASURED * size or size == 0 else None
 
 
-def dense(point: Point, rng: np.random.Generator, names: Sequence[str] | Mapping[str, float]) -> dict[str, Array]:
+def dense(
+    point: ParameterPoint, rng: np.random.Generator, names: Sequence[str] | Mapping[str, float]
+) -> dict[str, Array]:
     """Return a direction in which every element takes part. Not collective."""
     return {n: rng.standard_normal(point.at[n].shape) * point.scales[n] for n in names}
 
 
-def steep(point: Point, rng: np.random.Generator, names: Sequence[str]) -> dict[str, Array]:
+def steep(point: ParameterPoint, rng: np.random.Generator, names: Sequence[str]) -> dict[str, Array]:
     """Return a direction along the gradient itself, each parameter with a sign of its own. Not collective."""
     moves = {}
     for name in names:
-        g = point.answer.gradients[name].astype(np.float64)
+        g = point.evaluation.gradients[name].astype(np.float64)
         size = math.sqrt(float(np.mean(g**2))) if g.size else 0.0
         toward = g / size if size > 0 and math.isfinite(size) else rng.standard_normal(g.shape)
         moves[name] = toward * (point.scales[name] * rng.choice([-1.0, 1.0]))
     return moves
 
 
-def scales_of(subject: Subject, at: Named, answer: Answer) -> dict[str, float]:
+def scales_of(checked: CheckedModel, at: Named, evaluation: LossAndGradients) -> dict[str, float]:
     """Return for every trainable parameter how far its elements are moved: their own size, if they have one.
 
     Parameters that are zeros are moved so far that the loss changes by a tenth. Not collective.
     """
-    own = {name: math.sqrt(float(np.mean(np.square(at[name], dtype=np.float64)))) for name in subject.names}
+    own = {name: math.sqrt(float(np.mean(np.square(at[name], dtype=np.float64)))) for name in checked.names}
     largest = max([size for size in own.values() if size > 0], default=0.1)
     for name, size in own.items():
         if size == 0:
-            g = answer.gradients[name].astype(np.float64)
+            g = evaluation.gradients[name].astype(np.float64)
             push = float(np.linalg.norm(g)) * math.sqrt(g.size)
-            own[name] = min(max(0.1 * abs(answer.loss) / push, 1e-3 * largest), largest) if push > 0 else largest
+            own[name] = min(max(0.1 * abs(evaluation.loss) / push, 1e-3 * largest), largest) if push > 0 else largest
     return own
 
 
@@ -182,9 +186,11 @@ def shaken(at: Named, rng: np.random.Generator) -> dict[str, Array]:
     return {n: (v * (1 + np.finfo(v.dtype).eps * rng.integers(-1, 2, v.shape))).astype(v.dtype) for n, v in at.items()}
 
 
-def generic(subject: Subject, at: Named, scales: Mapping[str, float], rng: np.random.Generator) -> dict[str, Array]:
+def generic(
+    checked: CheckedModel, at: Named, scales: Mapping[str, float], rng: np.random.Generator
+) -> dict[str, Array]:
     """Return a point near by at which nothing is zero or equal by accident. Not collective."""
     there = {name: np.array(value) for name, value in at.items()}
     for name, scale in scales.items():
-        there[name] = (at[name] + 0.05 * scale * rng.standard_normal(at[name].shape)).astype(subject.dtype)
+        there[name] = (at[name] + 0.05 * scale * rng.standard_normal(at[name].shape)).astype(checked.dtype)
     return there

@@ -1,4 +1,4 @@
-"""Are loss, gradients and weight sums over samples: a batch's are those of its pieces together."""
+"""Check that loss, gradients and weight are sums over samples: a batch's equal those of its pieces together."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpizero.train.modelcheck.findings import ModelFinding
-from mpizero.train.modelcheck.repeats import Samples
-from mpizero.train.modelcheck.subject import Answer, Named, Subject, place_of
-from mpizero.train.modelcheck.trees import cut
+from mpizero.train.modelcheck.batch_pieces import cut
+from mpizero.train.modelcheck.checked_model import CheckedModel, LossAndGradients, Named, place_of
+from mpizero.train.modelcheck.model_report import ModelFinding
+from mpizero.train.modelcheck.repeats import CheckBatch
 from mpizero.train.rounding import Rounding
 from mpizero.types import Array
 
@@ -17,10 +17,10 @@ from mpizero.types import Array
 OF_NOISE = 64.0
 
 
-class Sums:
-    """A batch and its pieces, in float64 arrays by what they are of."""
+class BatchSums:
+    """Hold the values of a batch and of its pieces, as float64 arrays by quantity."""
 
-    def __init__(self, whole: Answer, pieces: list[Answer], counts: list[int]) -> None:
+    def __init__(self, whole: LossAndGradients, pieces: list[LossAndGradients], counts: list[int]) -> None:
         self.whole, self.counts = _flat(whole), counts
         self.pieces = [_flat(piece) for piece in pieces]
 
@@ -34,35 +34,39 @@ class Sums:
         return max(float(np.max(np.abs(v[what]), initial=0.0)) for v in (self.whole, *self.pieces))
 
 
-def _flat(answer: Answer) -> dict[str, Array]:
-    values = {"loss": np.array([answer.loss]), "weight": np.array([answer.weight])}
-    return values | {f"gradient of {n!r}": g.astype(np.float64).reshape(-1) for n, g in answer.gradients.items()}
+def _flat(evaluation: LossAndGradients) -> dict[str, Array]:
+    values = {"loss": np.array([evaluation.loss]), "weight": np.array([evaluation.weight])}
+    return values | {f"gradient of {n!r}": g.astype(np.float64).reshape(-1) for n, g in evaluation.gradients.items()}
 
 
 def check_sums(
-    subject: Subject, batch: Samples, here: Named, whole: Answer, noise: Callable[[], list[Answer]]
+    checked: CheckedModel,
+    batch: CheckBatch,
+    here: Named,
+    whole: LossAndGradients,
+    noise: Callable[[], list[LossAndGradients]],
 ) -> tuple[list[ModelFinding], str]:
     """Compare a batch with its pieces: a single sample, a few, the rest.
 
-    Not collective. ``noise`` gives answers at parameters that differ in their last bits.
+    Not collective. ``noise`` gives evaluated at parameters that differ in their last bits.
     """
     count = batch.samples or 0
     marks = sorted({0, 1, 1 + (count - 1) // 3 or 1, count})
     spans = list(zip(marks, marks[1:], strict=False))
     try:
-        pieces = [subject.answer(here, cut(batch.x, a, b), cut(batch.y, a, b), a) for a, b in spans]
-        joined = subject.answer(here, cut(batch.x, 0, marks[-2]), cut(batch.y, 0, marks[-2]))
+        pieces = [checked.evaluate(here, cut(batch.x, a, b), cut(batch.y, a, b), a) for a, b in spans]
+        joined = checked.evaluate(here, cut(batch.x, 0, marks[-2]), cut(batch.y, 0, marks[-2]))
     except (ValueError, TypeError, IndexError, RuntimeError, ArithmeticError) as error:
         told = "let it take any number of samples, one too: a step's last piece may be short"
         seen = f"{type(error).__name__} at {place_of(error)}: {error}"
         return [ModelFinding("sum", "a piece of the batch", seen, "a number of samples that is built in", told)], ""
-    sums = Sums(whole, pieces, [b - a for a, b in spans])
-    scatter = [_flat(answer) for answer in noise()]
+    sums = BatchSums(whole, pieces, [b - a for a, b in spans])
+    scatter = [_flat(evaluation) for evaluation in noise()]
     findings, largest = [], 0.0
     for what in sums.whole:
         size, apart = sums.size(what), float(np.max(np.abs(sums.total(what) - sums.whole[what]), initial=0.0))
         shaken = max((float(np.max(np.abs(s[what] - sums.whole[what]), initial=0.0)) for s in scatter), default=0.0)
-        allowed = _rounding(subject, whole, count).of_sums * size + OF_NOISE * shaken
+        allowed = _rounding(checked, whole, count).of_sums * size + OF_NOISE * shaken
         if not apart <= allowed:
             findings.append(_finding(what, sums, _flat(joined)))
         largest = max(largest, apart / size if size else 0.0)
@@ -70,14 +74,14 @@ def check_sums(
     return findings, f"sums: {count} samples as {shown}, apart by {largest:.1e} at most"
 
 
-def _rounding(subject: Subject, whole: Answer, count: int) -> Rounding:
-    coarse = subject.dtype == np.float32 or float(np.float32(whole.loss)) == whole.loss
+def _rounding(checked: CheckedModel, whole: LossAndGradients, count: int) -> Rounding:
+    coarse = checked.dtype == np.float32 or float(np.float32(whole.loss)) == whole.loss
     dtype = "float32" if coarse else "float64"
     terms = float(max([count, *(side for g in whole.gradients.values() for side in g.shape)]))
     return Rounding(dtype, terms)
 
 
-def _finding(what: str, sums: Sums, joined: dict[str, Array]) -> ModelFinding:
+def _finding(what: str, sums: BatchSums, joined: dict[str, Array]) -> ModelFinding:
     total, whole = sums.total(what), sums.whole[what]
     at = int(np.argmax(np.abs(total - whole)))
     place = f" (element {at})" if total.size > 1 else ""
@@ -86,7 +90,7 @@ def _finding(what: str, sums: Sums, joined: dict[str, Array]) -> ModelFinding:
     return ModelFinding("sum", what, seen, *_cause(what, sums, joined))
 
 
-def _cause(what: str, sums: Sums, joined: dict[str, Array]) -> tuple[str, str]:
+def _cause(what: str, sums: BatchSums, joined: dict[str, Array]) -> tuple[str, str]:
     whole, counts = sums.whole[what], np.array(sums.counts, np.float64)
     near = 1e-3 * sums.size(what)
     means = np.sum([c * p[what] for c, p in zip(counts, sums.pieces, strict=True)], axis=0) / counts.sum()

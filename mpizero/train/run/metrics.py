@@ -1,4 +1,4 @@
-"""The figures of a step and of a run, as the JSON lines that ``mpizero train`` writes."""
+"""Compute the figures of a step and of a run for the JSON lines that ``mpizero train`` writes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def perplexity(loss: float) -> float:
 
 @dataclass
 class Speed:
-    """Units (tokens or samples) a second: of every step, and the median over the steps that tell.
+    """Measure units (tokens or samples) a second: of every step, and the median over the undisturbed steps.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class Speed:
         self._disturbed = True
 
     def median(self) -> float | None:
-        """Return the median rate of the steps that tell; of all, where a short run has none; None without steps.
+        """Return the median rate of the undisturbed steps; of all, where a short run has none; None without steps.
 
         Not collective.
         """
@@ -73,7 +73,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Validation:
-    """Sums over the validation samples, and what they mean for a task.
+    """Hold sums over the validation samples, and derive a task's figures from them.
 
     Attributes
     ----------

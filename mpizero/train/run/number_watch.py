@@ -1,4 +1,4 @@
-"""Numbers that went wrong in a run: steps that are skipped and kept for a replay, leaps of the loss, damaged memory."""
+"""Watch the numbers of a run: keep skipped steps for a replay, report leaps of the loss and damaged memory."""
 
 from __future__ import annotations
 

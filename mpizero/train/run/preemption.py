@@ -1,4 +1,4 @@
-"""Requests to stop early, from whatever source: agreed by all ranks once a step."""
+"""Agree on requests to stop early, from any source, over all ranks once a step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mpizero.comm import Communicator
 from mpizero.comm.transport import Request
 
 #: What may ask for a stop: returns the reason, "" while there is none. Called once a step, so it must be quick.
-Source = Callable[[], str]
+StopSource = Callable[[], str]
 
 
-class Verdict(IntEnum):
-    """What all ranks do after a step; of several wishes the largest wins."""
+class StopDecision(IntEnum):
+    """Name what all ranks do after a step; of several requests the largest wins."""
 
     GO_ON = 0
     STOP = 1
@@ -37,24 +37,24 @@ class StopRequests:
         What may ask this rank to stop; other ranks may have others, or none.
     """
 
-    def __init__(self, comm: Communicator, *sources: Source) -> None:
+    def __init__(self, comm: Communicator, *sources: StopSource) -> None:
         self.comm, self._sources = comm, list(sources)
-        self._wish, self._own, self._reason = Verdict.GO_ON, "", ""
+        self._request, self._own, self._reason = StopDecision.GO_ON, "", ""
         self._buffer = np.zeros(2, dtype=np.int64)
         self._question: Request | None = None
         self._finished = True
 
     @property
     def reason(self) -> str:
-        """Why all stop: what the lowest rank that was asked to gives; the same on every rank, "" before the verdict."""
+        """Return why all stop, as the lowest rank that was asked says; "" before the decision."""
         return self._reason
 
     @property
     def all_finished(self) -> bool:
-        """Whether no rank was busy at the time of the last answered :meth:`ask`; the same on every rank."""
+        """Tell whether no rank was busy at the time of the last answered :meth:`ask`; the same on every rank."""
         return self._finished
 
-    def listen(self, *sources: Source) -> None:
+    def listen(self, *sources: StopSource) -> None:
         """Take more sources of requests to this rank.
 
         Not collective.
@@ -66,10 +66,10 @@ class StopRequests:
 
         Not collective.
         """
-        self._wish = Verdict.FAIL
+        self._request = StopDecision.FAIL
 
     def ask(self, busy: bool = False) -> None:
-        """Start asking every rank for its wish.
+        """Start asking every rank for its request.
 
         Collective over the communicator.
 
@@ -79,13 +79,13 @@ class StopRequests:
             This rank has background work that must end before :attr:`all_finished` can be true.
         """
         self._own = self._own or next(filter(None, (source() for source in self._sources)), "")
-        wish = max(self._wish, Verdict.STOP if self._own else Verdict.GO_ON)
+        request = max(self._request, StopDecision.STOP if self._own else StopDecision.GO_ON)
         size, rank = self.comm.size, self.comm.rank
-        self._buffer[:] = wish * size + (size - 1 - rank), busy  # of equal wishes the lowest rank's
+        self._buffer[:] = request * size + (size - 1 - rank), busy  # of equal requests the lowest rank's
         self._question = self.comm.iallreduce(self._buffer, op="max", tag="stop requests")
 
-    def answer(self) -> Verdict:
-        """Return the largest wish of all ranks at the time of :meth:`ask`.
+    def answer(self) -> StopDecision:
+        """Return the largest request of all ranks at the time of :meth:`ask`.
 
         Collective over the communicator.
         """
@@ -94,8 +94,8 @@ class StopRequests:
         self._question.wait()
         self._question = None
         self._finished = not self._buffer[1]
-        wish, place = divmod(int(self._buffer[0]), self.comm.size)
-        if wish == Verdict.STOP:
+        request, place = divmod(int(self._buffer[0]), self.comm.size)
+        if request == StopDecision.STOP:
             rank = self.comm.size - 1 - place
             self._reason = self.comm.broadcast_object(self._own, rank, tag="stop requests")
-        return Verdict(wish)
+        return StopDecision(request)

@@ -1,4 +1,4 @@
-"""How much memory this process uses: its peak, and its fair share of what it shares with the node's other ranks."""
+"""Measure how much memory a process uses: its peak, and its share of what it shares with the node's other ranks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def proportional_growth(every: float = 0.002) -> Iterator[list[int]]:
         watcher.join()
 
 
-def settle() -> None:
+def release_free_memory() -> None:
     """Give freed memory back to the system, so that a measurement sees what is really held.
 
     Not collective.

@@ -1,4 +1,4 @@
-"""What rank 0 shows while training: a bar on a terminal, a short line now and then elsewhere."""
+"""Show progress on rank 0: a bar on a terminal, a short line now and then in a log file."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Progress:
 
 
 class ByteProgress:
-    """A bar over bytes on a terminal; nothing elsewhere. Calling it tells that so many more are done.
+    """Show a bar over bytes on a terminal, nothing otherwise. Calling it tells that so many more are done.
 
     Not collective.
 

@@ -1,4 +1,4 @@
-"""A run's state on disk: what is saved beside the arrays, and which checkpoint a run may continue from."""
+"""Save and restore a run's state beside the arrays, and choose the checkpoint that a run continues from."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ATTRIBUTE = "training"
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What a training run wrote beside its arrays.
+class SavedRun:
+    """Hold what a training run wrote beside its arrays.
 
     Attributes
     ----------
@@ -45,7 +45,7 @@ class Saved:
     data: str
 
     @classmethod
-    def of(cls, attributes: Mapping[str, Any], path: str | Path) -> Saved:
+    def of(cls, attributes: Mapping[str, Any], path: str | Path) -> SavedRun:
         """Read what :func:`saved_attributes` returned.
 
         Not collective.
@@ -90,24 +90,24 @@ def saved_attributes(job: Job, step: int, loss: float | None, versions: Mapping[
 
 
 @dataclass(frozen=True)
-class Start:
-    """Where a run goes on.
+class ResumePoint:
+    """Hold where a run goes on.
 
     Attributes
     ----------
-    saved : Saved
+    saved : SavedRun
         What the checkpoint holds beside its arrays, which are restored.
     newer : list of StepFolder
         The checkpoints of later steps, newest first: they move aside before the first save.
     """
 
-    saved: Saved
+    saved: SavedRun
     newer: list[StepFolder]
 
 
 def restore(
     job: Job, folder: RunFolder, comm: Communicator, progress: Progress, step: int | None = None
-) -> Start | None:
+) -> ResumePoint | None:
     """Restore the newest good checkpoint of a run, or that of a ``step``; None if the folder holds no checkpoint.
 
     Collective over ``comm``. Nothing on disk is touched. Without a ``step``, newer checkpoints that are damaged are
@@ -133,7 +133,7 @@ def restore(
         looked, saved = _try(job, one, comm)
         if saved is not None:
             progress.say(f"resuming from {one.path}")
-            return Start(saved, passed)
+            return ResumePoint(saved, passed)
         passed.append(looked)
     if passed:
         raise _refusal(folder, passed, None)
@@ -141,7 +141,7 @@ def restore(
     return None
 
 
-def _try(job: Job, found: StepFolder, comm: Communicator) -> tuple[StepFolder, Saved | None]:
+def _try(job: Job, found: StepFolder, comm: Communicator) -> tuple[StepFolder, SavedRun | None]:
     """Load a checkpoint, if it is sound; or return what is wrong with it."""
     if not found.sound:
         return found, None
@@ -151,7 +151,9 @@ def _try(job: Job, found: StepFolder, comm: Communicator) -> tuple[StepFolder, S
         return replace(found, problem=str(error), damaged=isinstance(error, CheckpointDamagedError)), None
 
 
-def _restore_step(job: Job, folder: RunFolder, comm: Communicator, found: Sequence[StepFolder], step: int) -> Start:
+def _restore_step(
+    job: Job, folder: RunFolder, comm: Communicator, found: Sequence[StepFolder], step: int
+) -> ResumePoint:
     chosen = next((one for one in found if one.step == step), None)
     if chosen is None:
         there = ", ".join(str(one.step) for one in reversed(found))
@@ -162,7 +164,7 @@ def _restore_step(job: Job, folder: RunFolder, comm: Communicator, found: Sequen
     looked, saved = _try(job, chosen, comm)
     if saved is None:
         raise CheckpointError(f"--resume-from {step}: {looked.problem}")
-    return Start(saved, [one for one in found if one.step > step])
+    return ResumePoint(saved, [one for one in found if one.step > step])
 
 
 def _refusal(folder: RunFolder, passed: Sequence[StepFolder], good: StepFolder | None) -> CheckpointError:
@@ -178,9 +180,9 @@ def _refusal(folder: RunFolder, passed: Sequence[StepFolder], good: StepFolder |
     )
 
 
-def _load(job: Job, path: str, comm: Communicator) -> Saved:
+def _load(job: Job, path: str, comm: Communicator) -> SavedRun:
     with checkpoint.open_checkpoint(path, comm) as reader:
-        saved = Saved.of(reader.attributes, path)
+        saved = SavedRun.of(reader.attributes, path)
         if checkpoint.step_of(path) != saved.step:
             raise CheckpointError(f"{path}: holds step {saved.step}: give it back the name of its own step")
         if changed := difference(saved.config, job.config.to_dict()):

@@ -1,4 +1,4 @@
-"""The files of one run: metrics, marker, lock and checkpoints; whatever an earlier run left is kept."""
+"""Manage the files of one run: metrics, marker, lock and checkpoints; what an earlier run left is kept."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mpizero.errors import CheckpointError, ExitStatus, MpizeroError
 
 
 class RunFolderError(MpizeroError):
-    """A run folder that cannot be used: not writable, full, or in use by another job."""
+    """Raised when a run folder cannot be used: not writable, full, or in use by another job."""
 
     status = ExitStatus.INPUT_OUTPUT
 
 
 class RunFolder:
-    """The folder that holds a run.
+    """Manage the folder that holds a run.
 
     ``checkpoint.folder = "run/checkpoints"`` makes ``run`` the run's folder; a checkpoint folder of any other name is
     the run's folder itself. Everything here happens on one rank; the caller agrees on the outcome.
@@ -54,12 +54,12 @@ class RunFolder:
 
     @property
     def stop_file(self) -> Path:
-        """Whoever makes it asks the run to save and stop."""
+        """Return the path of the file whose creation asks the run to save and stop."""
         return self.root / "STOP"
 
     @property
     def stopped(self) -> Path:
-        """What :attr:`stop_file` becomes when it has been obeyed, until the run goes on."""
+        """Return what :attr:`stop_file` is renamed to once it has been obeyed, until the run goes on."""
         return self.root / "STOPPED"
 
     def obey_stop(self) -> None:
@@ -99,7 +99,7 @@ class RunFolder:
     def check(self) -> None:
         """Raise :class:`RunFolderError` unless the folders that :meth:`open` took are still there.
 
-        Not collective. Whoever saved on into a folder made anew would go on without lock, metrics and checkpoints, or
+        Not collective. A run that saved into a folder made anew would go on without lock, metrics and checkpoints, or
         on the wrong disk.
         """
         for folder, identity in self._taken.items():

@@ -1,4 +1,4 @@
-"""When and how a run writes its checkpoints: at once, or beside the steps that follow."""
+"""Write a run's checkpoints when they are due: at once, or in the background of the steps that follow."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank still writes beside training."""
+        """Tell whether this rank still writes beside training."""
         return self._pending is not None and not self._pending.finished
 
     def save(self, step: int, loss: float | None, *, wait: bool) -> None:

@@ -1,4 +1,4 @@
-"""Signals that ask a job to stop: noted, never deadly, from the first moment of a command to its last."""
+"""Note signals that ask a job to stop, from the first moment of a command to its last; they never kill it."""
 
 from __future__ import annotations
 

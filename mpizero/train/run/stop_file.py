@@ -1,4 +1,4 @@
-"""The file ``STOP`` in a run's folder: whoever may write there may end the run, with its state saved."""
+"""Look for the file ``STOP`` in a run's folder: who may write there may end the run, with its state saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StopFile:
     clock : callable, optional
         Seconds of a clock that never goes back.
     report : callable, optional
-        Is told once if the file cannot be looked for: that is no wish to stop, and no reason to end a run.
+        Is told once if the file cannot be looked for: that is no request to stop, and no reason to end a run.
     """
 
     def __init__(

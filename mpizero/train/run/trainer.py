@@ -1,4 +1,4 @@
-"""The training loop: batches, steps, metrics, validation, checkpoints, and stopping early without losing a step."""
+"""Run the training loop: batches, steps, metrics, validation, checkpoints, stopping early without losing a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpizero.train.config.sections import Config
 from mpizero.train.config.setting_checks import rejected
 from mpizero.train.run.metrics import Speed, Validation, finite, shortened
 from mpizero.train.run.number_watch import NumberWatch
-from mpizero.train.run.preemption import StopRequests, Verdict
+from mpizero.train.run.preemption import StopDecision, StopRequests
 from mpizero.train.run.process_memory import peak_resident
 from mpizero.train.run.progress import Progress
 from mpizero.train.run.resume import restore
@@ -35,7 +35,7 @@ from mpizero.train.run.wall_time import JobContext, WallTime
 
 
 class Preempted(MpizeroError):  # noqa: N818 - it is the outcome of a request, not a mistake
-    """The run was asked to stop, and saved its state."""
+    """Raised when the run was asked to stop and has saved its state."""
 
     status = ExitStatus.PREEMPTED
 
@@ -114,7 +114,7 @@ def open_folder(folder: RunFolder, progress: Progress, *, resume: bool) -> None:
 
 
 class Trainer:
-    """One run from its first or resumed step to its last; made by :func:`train`."""
+    """Train one run from its first or resumed step to its last; made by :func:`train`."""
 
     def __init__(self, job: Job, folder: RunFolder, stop: StopRequests, clock: WallTime, progress: Progress) -> None:
         self.job, self.folder, self.stop, self.clock, self.progress = job, folder, stop, clock, progress
@@ -134,14 +134,14 @@ class Trainer:
         """
         self._start(resume or resume_from is not None, resume_from)
         stream = iter(self._batches())
-        verdict = Verdict.GO_ON
-        while self.step < self.config.train.steps and verdict is Verdict.GO_ON:
+        decision = StopDecision.GO_ON
+        while self.step < self.config.train.steps and decision is StopDecision.GO_ON:
             strike("train.step")
             started = time.perf_counter()
             x, y = next(stream)
             self.stop.ask(self.saver.busy)
             self.job.model.train(x, y, epoch=stream.epoch)
-            verdict = self.stop.answer()
+            decision = self.stop.answer()
             self.step += 1
             seconds = time.perf_counter() - started
             more = self.numbers.see(self.step, self.job.model.last_step, (x, y))
@@ -149,12 +149,12 @@ class Trainer:
             self.clock.worked(time.perf_counter() - started)
             if self.stop.all_finished:
                 self.saver.finish()
-            if self._checkpoint_due(verdict):
-                self._save(wait=verdict is Verdict.STOP or self.step == self.config.train.steps)
+            if self._checkpoint_due(decision):
+                self._save(wait=decision is StopDecision.STOP or self.step == self.config.train.steps)
         with all_ranks(self.control):
             if self._failure is not None:
                 raise self._failure
-            if verdict is Verdict.STOP and self.job.comm.rank == 0:
+            if decision is StopDecision.STOP and self.job.comm.rank == 0:
                 self.folder.obey_stop()
         if self.step < self.config.train.steps:
             return None
@@ -259,10 +259,10 @@ class Trainer:
             correct = None if right is None else (correct or 0.0) + right
         return Validation(loss_sum, weight, correct, job.task)
 
-    def _checkpoint_due(self, verdict: Verdict) -> bool:
+    def _checkpoint_due(self, decision: StopDecision) -> bool:
         every = self.config.checkpoint.every
         last = self.step == self.config.train.steps
-        return last or verdict is Verdict.STOP or bool(every and self.step % every == 0)
+        return last or decision is StopDecision.STOP or bool(every and self.step % every == 0)
 
     def _save(self, *, wait: bool) -> None:
         self.numbers.before_save()
@@ -271,7 +271,7 @@ class Trainer:
 
     @property
     def farewell(self) -> str:
-        """What a stopped run tells."""
+        """Return what a stopped run tells."""
         where = self.folder.checkpoints
         return f"stopped by {self.stop.reason} after step {self.step}: saved in {where}; go on with --resume"
 

@@ -1,4 +1,4 @@
-"""How much of a job's time is left, as its configuration and Slurm say, and how much of it saving needs."""
+"""Find out how much of a job's time is left, from its configuration and Slurm, and how much of it saving needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAST_RESERVE, SHARE = 60.0, 0.1
 
 @dataclass(frozen=True)
 class JobContext:
-    """What a command knows of the job that it is part of.
+    """Hold what a command knows of the job that it is part of.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class JobContext:
 
 @dataclass(frozen=True)
 class Limit:
-    """The end of a job's time.
+    """Hold when a job's time ends.
 
     Attributes
     ----------
@@ -84,7 +84,7 @@ def slurm_limit(environment: Mapping[str, str], ask: Callable[[str], str] = ask_
 
 
 class WallTime:
-    """The time that is left to a job, and what saving needs of it.
+    """Track the time that is left to a job, and what saving needs of it.
 
     Parameters
     ----------

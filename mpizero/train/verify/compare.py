@@ -22,16 +22,16 @@ from mpizero.parallel import ShardingConfig
 from mpizero.sampletree import SampleTree
 from mpizero.train.rounding import Rounding
 from mpizero.train.verify.layouts import ONE_PROCESS, Layout
-from mpizero.train.verify.pair import UNREPEATED, Pair
-from mpizero.train.verify.training import Feed, Key, Task, Training, placed
+from mpizero.train.verify.pair import UNREPEATED, TrainingPair
+from mpizero.train.verify.training import Feed, Key, ObservedTraining, TrainingTask, placed
 from mpizero.train.verify.verdicts import Finding, Report, Verdict
 
 #: ``progress(layout, step)`` is told after every step, on rank 0.
 Progress = Callable[[str, int], None]
 
 
-class Trace(NamedTuple):
-    """What one process computed: for every step loss, gradient norm and hashes, and the hash of the last parameters.
+class ReferenceTrace(NamedTuple):
+    """Hold what one process computed: each step's loss, gradient norm and hashes, and the hash of the last parameters.
 
     ``rounding`` is that of its type and sums.
     """
@@ -103,16 +103,18 @@ def compare_layouts(
         return _compare(task, chosen, world, tolerance, progress)
 
 
-def _task(make_model: Any, batches: Any, make_optimizer: Any, steps: int | None, settings: Mapping[str, Any]) -> Task:
+def _task(
+    make_model: Any, batches: Any, make_optimizer: Any, steps: int | None, settings: Mapping[str, Any]
+) -> TrainingTask:
     if callable(batches):
         if steps is None:
             raise ConfigError("steps: say how many to compare, where batches is a function")
-        return Task(make_model, make_optimizer, batches, steps, settings)
+        return TrainingTask(make_model, make_optimizer, batches, steps, settings)
     count = len(batches) if steps is None else min(steps, len(batches))
-    return Task(make_model, make_optimizer, _dealt(batches), count, settings)
+    return TrainingTask(make_model, make_optimizer, _samples_of_rank(batches), count, settings)
 
 
-def _dealt(batches: Sequence[tuple[Any, Any]]) -> Feed:
+def _samples_of_rank(batches: Sequence[tuple[Any, Any]]) -> Feed:
     """Return what gives each rank its samples of global batches."""
 
     def feed(config: ShardingConfig, group: Communicator) -> Iterator[tuple[Any, Any]]:
@@ -125,7 +127,7 @@ def _dealt(batches: Sequence[tuple[Any, Any]]) -> Feed:
 
 
 def _compare(
-    task: Task,
+    task: TrainingTask,
     layouts: Sequence[Layout],
     world: Communicator | None,
     tolerance: float | None,
@@ -141,7 +143,7 @@ def _compare(
         rounding = trace.rounding
         if layout.rounds:
             rounding = replace(rounding, tolerance=rounding.of_sums if tolerance is None else tolerance)
-        comparison = Comparison(task, layout, trace, rounding, tell)
+        comparison = LayoutComparison(task, layout, trace, rounding, tell)
         verdicts.append(_run(comparison, world))
     return Report(tuple(verdicts))
 
@@ -160,7 +162,7 @@ def _on_first(world: Communicator | None, function: Callable[[], Any]) -> Any:
     return world.broadcast_object(value)
 
 
-def _run(comparison: Comparison, world: Communicator | None) -> Verdict:
+def _run(comparison: LayoutComparison, world: Communicator | None) -> Verdict:
     """Compare one layout on its ranks; every rank gets the verdict."""
     ranks = comparison.layout.ranks
     if world is None:
@@ -173,7 +175,7 @@ def _run(comparison: Comparison, world: Communicator | None) -> Verdict:
     return result
 
 
-def record(task: Task, tell: Progress = _silent) -> Trace:
+def record(task: TrainingTask, tell: Progress = _silent) -> ReferenceTrace:
     """Train in one process, and keep what all layouts are compared with.
 
     Not collective.
@@ -187,21 +189,21 @@ def record(task: Task, tell: Progress = _silent) -> Trace:
             terms = max(terms, training.engine.scalars.samples, *(r.weight for r in [training.model.last_step] if r))
             tell("one process", number)
         rounding = Rounding(str(np.dtype(training.engine.dtype)), terms)
-        return Trace(rounding, steps, training.model.parameters_sha256(), time.monotonic() - started)
+        return ReferenceTrace(rounding, steps, training.model.parameters_sha256(), time.monotonic() - started)
 
 
-def _seen(training: Training) -> tuple[float | None, float | None, dict[Key, bytes]]:
+def _seen(training: ObservedTraining) -> tuple[float | None, float | None, dict[Key, bytes]]:
     report = training.model.last_step
     figures = (None, None) if report is None else (report.loss, report.gradient_norm)
     return (*figures, training.digests())
 
 
-class Comparison(NamedTuple):
-    """One layout's comparison with one process; a ``rounding`` without tolerance compares bits."""
+class LayoutComparison(NamedTuple):
+    """Compare one layout with one process; a ``rounding`` without tolerance compares bits."""
 
-    task: Task
+    task: TrainingTask
     layout: Layout
-    trace: Trace
+    trace: ReferenceTrace
     rounding: Rounding
     tell: Progress
 
@@ -233,7 +235,7 @@ class Comparison(NamedTuple):
             return self.task.steps, sha256, 0.0, None
         return max(0, wrong.step - 1), sha256, 0.0, self._look(comm, wrong.step) or wrong
 
-    def _unlike(self, training: Training, number: int) -> Finding | None:
+    def _unlike(self, training: ObservedTraining, number: int) -> Finding | None:
         """Return what differs after a step, if anything does on any rank. Collective."""
         loss, norm, digests = self.trace.steps[number]
         seen = _seen(training)
@@ -271,7 +273,7 @@ class Comparison(NamedTuple):
             return done, pair.training.model.parameters_sha256(), pair.largest, finding
 
     @contextmanager
-    def _pair(self, comm: Communicator) -> Iterator[Pair]:
+    def _pair(self, comm: Communicator) -> Iterator[TrainingPair]:
         alone = placed(self.task, "self", ONE_PROCESS) if comm.rank == 0 else nullcontext()
         with placed(self.task, comm, self.layout) as training, alone as reference:
-            yield Pair(comm, self.layout, training, reference, self.rounding)
+            yield TrainingPair(comm, self.layout, training, reference, self.rounding)

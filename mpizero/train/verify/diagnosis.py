@@ -1,4 +1,4 @@
-"""What the pattern of a difference tells about its cause; arrays and numbers only, no ranks run here.
+"""Conclude from the pattern of a difference on its cause; arrays and numbers only, no ranks run here.
 
 [Note: cause and pattern] A cause is named only where no other one known here would leave the same numbers. What can be
 seen in the numbers is told in any case.
@@ -20,16 +20,16 @@ _ROUNDING = "numbers added in another order: the differences are of the size of 
 _DEPENDS = "something depends on the rank: random numbers keyed by it, data of its own, or its processor and libraries"
 
 
-class Told(NamedTuple):
-    """The cause, where the numbers bear one, and what can be seen in them."""
+class Diagnosis(NamedTuple):
+    """Hold the cause, where the numbers show one, and what can be seen in them."""
 
     cause: str | None = None
     seen: str | None = None
 
 
 @dataclass(frozen=True)
-class Evaluations:
-    """Mean losses of one batch with the same parameters.
+class LossEvidence:
+    """Hold mean losses of one batch with the same parameters.
 
     Attributes
     ----------
@@ -77,8 +77,8 @@ class Evaluations:
         return {rank for _, rank in self.grains.values()} - self.wrong_ranks
 
 
-class Computed(NamedTuple):
-    """How the gradients that one rank computed of a tensor, micro-batch by micro-batch, compare with one process.
+class RankGradients(NamedTuple):
+    """Hold how one rank's gradients of a tensor, by micro-batch, compare with those of one process.
 
     Attributes
     ----------
@@ -99,8 +99,8 @@ class Computed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """Averaged gradients of the tensors that differ, each under its name, with the same parameters.
+class GradientEvidence:
+    """Hold averaged gradients of the tensors that differ, by name, with the same parameters.
 
     Attributes
     ----------
@@ -112,7 +112,7 @@ class Gradients:
         The sums over the samples of each element's owner alone.
     uses : mapping of str to mapping of str to array
         Of tied parameters: the part of each use, by its name.
-    computed : sequence of Computed
+    computed : sequence of RankGradients
         What each rank computed, before anything was added; empty where that cannot be compared.
     tensors : int
         How many trainable tensors the model has.
@@ -125,7 +125,7 @@ class Gradients:
     expected: Mapping[str, Array]
     own: Mapping[str, Array]
     uses: Mapping[str, Mapping[str, Array]]
-    computed: Sequence[Computed]
+    computed: Sequence[RankGradients]
     tensors: int
     rounding: Rounding
 
@@ -136,20 +136,20 @@ class Gradients:
 
     @property
     def right_again(self) -> bool:
-        """Whether the second evaluation gave what one process has. Not collective."""
+        """Tell whether the second evaluation gave what one process has. Not collective."""
         if self.rounding.tolerance is None:
             return _same_bits(self.again, self.expected)
         return all(self.rounding.close(self.again[name], self.expected[name]) for name in self.expected)
 
 
-def of_loss(seen: Evaluations, counts: Mapping[str, int]) -> Told:
+def of_loss(seen: LossEvidence, counts: Mapping[str, int]) -> Diagnosis:
     """Return what is to be said of another loss. Not collective.
 
     ``counts`` are the numbers that a sum may be divided by, by what they count.
     """
     rounding, wrong, right = seen.rounding, seen.wrong_ranks, seen.right_ranks
     if repeated := _repeated(rounding.same(seen.again, seen.expected), seen.again == seen.first):
-        return Told(repeated)
+        return Diagnosis(repeated)
     if not rounding.near(seen.weight, seen.weight_expected) and rounding.near(
         seen.first * seen.weight, seen.expected * seen.weight_expected
     ):
@@ -161,65 +161,65 @@ def of_loss(seen: Evaluations, counts: Mapping[str, int]) -> Told:
     if rounding.near(seen.quiet, seen.quiet_expected) and not rounding.near(seen.expected, seen.quiet_expected):
         where = "keyed by the rank" if shown else "that depend on the layout"
         advice = "without dropout the losses of this batch are equal; key them by sample, element and step"
-        return Told(f"random numbers {where}: {advice}", shown)
+        return Diagnosis(f"random numbers {where}: {advice}", shown)
     if shown:
-        return Told(_DEPENDS, shown)
+        return Diagnosis(_DEPENDS, shown)
     if seen.grains and not wrong:
         shown = "the losses of all micro-batches are equal: their sum is not"
     if rounding.near(seen.first, seen.expected):
-        return Told(_ROUNDING, shown)
-    told = _wrong_count("the loss", seen.first / seen.expected, counts, rounding) if seen.expected else Told()
-    return Told(told.cause, shown)
+        return Diagnosis(_ROUNDING, shown)
+    told = _wrong_count("the loss", seen.first / seen.expected, counts, rounding) if seen.expected else Diagnosis()
+    return Diagnosis(told.cause, shown)
 
 
-def of_gradient(seen: Gradients, counts: Mapping[str, int]) -> Told:
+def of_gradient(seen: GradientEvidence, counts: Mapping[str, int]) -> Diagnosis:
     """Return what is to be said of another gradient where the loss is the same. Not collective."""
     found, expected, rounding = seen.found, seen.expected, seen.rounding
     if repeated := _repeated(seen.right_again, _same_bits(seen.again, found)):
-        return Told(repeated, _computed(seen))
+        return Diagnosis(repeated, _computed(seen))
     if wrong := seen.wrong_ranks:
         if len(wrong) < len(seen.computed):
-            return Told(_DEPENDS, _computed(seen))
+            return Diagnosis(_DEPENDS, _computed(seen))
         small = all(rounding.close(found[name], expected[name]) for name in found)
-        return Told(_ROUNDING if small else None, _computed(seen))
+        return Diagnosis(_ROUNDING if small else None, _computed(seen))
     shown = _computed(seen)
     if all(rounding.close(found[name], expected[name]) for name in found):
-        return Told(_ROUNDING, shown)
+        return Diagnosis(_ROUNDING, shown)
     factor = rounding.factor(list(found.values()), list(expected.values()))
     if factor is not None and len(found) == seen.tensors > 1:
         return _with(_wrong_count("every gradient", factor, counts, rounding), shown)
     if told := _tied(seen):
-        return Told(told, shown)
+        return Diagnosis(told, shown)
     if _skipped(seen):
         reason = "a skipped reduction: each owner has the gradient of its own samples alone, not the sum over the ranks"
-        return Told(reason, shown)
+        return Diagnosis(reason, shown)
     if factor is not None:
         which = "the gradient of this tensor" if len(found) == 1 else "the gradients of these tensors"
         return _with(_wrong_count(which, factor, counts, rounding), shown)
-    return Told(None, shown)
+    return Diagnosis(None, shown)
 
 
-def of_norm(found: float | None, expected: float | None, rounding: Rounding, counts: Mapping[str, int]) -> Told:
+def of_norm(found: float | None, expected: float | None, rounding: Rounding, counts: Mapping[str, int]) -> Diagnosis:
     """Return what is to be said of another norm of an equal gradient. Not collective."""
     if found is None or not expected:
-        return Told("a missed clip: this layout never asked for the norm" if expected else None)
+        return Diagnosis("a missed clip: this layout never asked for the norm" if expected else None)
     if rounding.near(found, expected):
-        return Told(_ROUNDING)
+        return Diagnosis(_ROUNDING)
     ratio = (found / expected) ** 2
     shown = f"the sum of squares is {_times(ratio)} that of the same gradient in one process"
     for what, size in counts.items():
         if rounding.near(ratio, size):
             reason = f"squares counted {size} times, the number of {what}"
-            return Told(f"{reason}: the norm is {ratio**0.5:.4g} times too large", shown)
-    return Told(None, shown)
+            return Diagnosis(f"{reason}: the norm is {ratio**0.5:.4g} times too large", shown)
+    return Diagnosis(None, shown)
 
 
-def of_clipped(found: Array, before: Array, expected: Array, rounding: Rounding) -> Told:
+def of_clipped(found: Array, before: Array, expected: Array, rounding: Rounding) -> Diagnosis:
     """Return what is to be said of another gradient after clipping. Not collective."""
     if np.array_equal(found, before):
-        return Told("a missed clip: these elements are as they were before clipping")
+        return Diagnosis("a missed clip: these elements are as they were before clipping")
     factor = rounding.factor([found], [expected])
-    return Told(None, None if factor is None else f"clipped by {_times(factor)} the factor of one process")
+    return Diagnosis(None, None if factor is None else f"clipped by {_times(factor)} the factor of one process")
 
 
 def of_update(found: Array, before: Array, quantity: str) -> str | None:
@@ -245,7 +245,7 @@ def _repeated(right_again: bool, same_again: bool) -> str | None:
     return None
 
 
-def _computed(seen: Gradients) -> str | None:
+def _computed(seen: GradientEvidence) -> str | None:
     """Tell whose gradients differ before anything is added."""
     rounding, wrong = seen.rounding, [one for one in seen.computed if one.grains]
     if not seen.computed:
@@ -269,7 +269,7 @@ def _computed(seen: Gradients) -> str | None:
     return f"{text} by {apart:.1e} of the largest element at most"
 
 
-def _tied(seen: Gradients) -> str | None:
+def _tied(seen: GradientEvidence) -> str | None:
     """Tell which use of tied parameters was added too often or not at all."""
     if not set(seen.found) <= set(seen.uses):
         return None
@@ -294,7 +294,7 @@ def _is_part(extra: Array, part: Array, whole: Array, rounding: Rounding) -> boo
     return size > 8 * bound and largest(extra - part) <= bound
 
 
-def _skipped(seen: Gradients) -> bool:
+def _skipped(seen: GradientEvidence) -> bool:
     """Tell whether every tensor that differs is what its owners had alone."""
 
     def multiple(values: Mapping[str, Array], name: str) -> float | None:
@@ -303,7 +303,7 @@ def _skipped(seen: Gradients) -> bool:
     return all(multiple(seen.found, n) is not None and multiple(seen.expected, n) is None for n in seen.found)
 
 
-def _wrong_count(what: str, factor: float, counts: Mapping[str, int], rounding: Rounding) -> Told:
+def _wrong_count(what: str, factor: float, counts: Mapping[str, int], rounding: Rounding) -> Diagnosis:
     """Name what a sum was divided by, if the factor is a ratio of counts; else tell the factor."""
     shown = f"{what} is {_times(factor)} what it must be"
     for size in sorted(set(counts.values()) - {1}):
@@ -311,16 +311,18 @@ def _wrong_count(what: str, factor: float, counts: Mapping[str, int], rounding: 
             if rounding.ratio(factor, times):
                 names = " and of ".join(name for name, count in counts.items() if count == size)
                 right = f"{size} times too large" if times > 1 else f"{size} times too small"
-                return Told(f"a sum divided by the wrong count: {what} is {right}, and {size} is the number of {names}")
+                return Diagnosis(
+                    f"a sum divided by the wrong count: {what} is {right}, and {size} is the number of {names}"
+                )
     for (one, n), (other, m) in permutations(counts.items(), 2):
         if n % m and m % n and rounding.ratio(factor, n / m):
             reason = f"{what} is {n}/{m} of what it must be, {n} is the number of {one}, {m} that of {other}"
-            return Told(f"a sum divided by the wrong count: {reason}")
+            return Diagnosis(f"a sum divided by the wrong count: {reason}")
     listed = ", ".join(f"{count} {name}" for name, count in counts.items())
-    return Told(None, f"{shown}, which is no ratio of the counts here ({listed})")
+    return Diagnosis(None, f"{shown}, which is no ratio of the counts here ({listed})")
 
 
-def _with(told: Told, seen: str | None) -> Told:
+def _with(told: Diagnosis, seen: str | None) -> Diagnosis:
     """Say ``seen`` before what is told already."""
     return told._replace(seen="; ".join(filter(None, (told.seen, seen))) or None)
 

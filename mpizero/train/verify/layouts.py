@@ -1,4 +1,4 @@
-"""Layouts by short names: ``4``, ``zero3*4``, ``pipeline=2, data=2``."""
+"""Read layouts from short names: ``4``, ``zero3*4``, ``pipeline=2, data=2``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ALLOWED = (
 
 @dataclass(frozen=True)
 class Layout:
-    """How one of the compared trainings is laid out.
+    """Describe how one of the compared trainings is laid out over ranks.
 
     Attributes
     ----------
@@ -67,12 +67,12 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """How many ranks it takes."""
+        """Return how many ranks it takes."""
         return self.parallel.pipeline * self.parallel.tensor * self.parallel.context * self.parallel.data
 
     @property
     def rounds(self) -> bool:
-        """Whether it adds in another order than one process, so that it agrees within rounding only."""
+        """Tell whether it adds in another order than one process, and so agrees within rounding only."""
         return self.parallel.tensor * self.parallel.context > 1
 
     def __str__(self) -> str:

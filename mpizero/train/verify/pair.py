@@ -1,4 +1,4 @@
-"""One layout beside one process, step by step: everything is looked at, and the first difference explained.
+"""Compare one layout with one process step by step, and explain the first difference.
 
 [Note: following] Layouts that split products or sequences round other sums than one process does, and an optimizer such
 as Adam makes much of a little noise. There the process takes the layout's parameters and optimizer arrays before every
@@ -18,9 +18,18 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.layout import ParameterUse
 from mpizero.train.rounding import Rounding, largest
 from mpizero.train.verify import diagnosis
-from mpizero.train.verify.diagnosis import Computed, Told
+from mpizero.train.verify.diagnosis import Diagnosis, RankGradients
 from mpizero.train.verify.layouts import Layout
-from mpizero.train.verify.training import PARAMETER, Gradient, Looked, PartKey, State, Training, Update, slot_name
+from mpizero.train.verify.training import (
+    PARAMETER,
+    BatchGradient,
+    ObservedTraining,
+    PartKey,
+    StepUpdate,
+    TensorParts,
+    TrainingState,
+    slot_name,
+)
 from mpizero.train.verify.verdicts import Finding
 from mpizero.types import Array
 
@@ -35,7 +44,7 @@ UNREPEATED = (
 
 @dataclass(frozen=True)
 class _Vectors:
-    """One quantity of all tensors in the layout and in one process; ``bound`` is the difference that is allowed."""
+    """Hold one quantity of all tensors in the layout and in one process; ``bound`` is the difference allowed."""
 
     quantity: str
     found: Array
@@ -53,19 +62,19 @@ class _Vectors:
         return different
 
 
-class Difference(NamedTuple):
-    """A finding, and the places, in the order of the whole model, of its tensor's elements that differ."""
+class LocatedDifference(NamedTuple):
+    """Hold a finding and where, in the order of the whole model, the elements differ."""
 
     finding: Finding
     places: Array = np.empty(0, np.int64)
 
-    def told(self, **changes: Any) -> Difference:
+    def told(self, **changes: Any) -> LocatedDifference:
         """Return it with more said of the finding. Not collective."""
         return self._replace(finding=replace(self.finding, **changes))
 
 
-class Pair:
-    """A layout's training and, on its rank 0, the same in one process.
+class TrainingPair:
+    """Compare a layout's training with the same in one process, which runs on its rank 0.
 
     Methods are collective over ``comm``.
 
@@ -75,9 +84,9 @@ class Pair:
         The layout's ranks.
     layout : Layout
         Its sizes.
-    training : Training
+    training : ObservedTraining
         On the layout.
-    reference : Training or None
+    reference : ObservedTraining or None
         In one process; None on all ranks but the first.
     rounding : Rounding
         What may differ, and by how much.
@@ -87,8 +96,8 @@ class Pair:
         self,
         comm: Communicator,
         layout: Layout,
-        training: Training,
-        reference: Training | None,
+        training: ObservedTraining,
+        reference: ObservedTraining | None,
         rounding: Rounding,
     ) -> None:
         self.comm, self.layout, self.training, self.reference = comm, layout, training, reference
@@ -99,8 +108,8 @@ class Pair:
         self.before = "gradient before clipping" if self.clips else "gradient"
         #: One process's side of the step that is looked at; on rank 0 alone.
         self._batch: tuple[Any, Any] = (None, None)
-        self._gradient: Gradient | None = None
-        self._update: Update | None = None
+        self._gradient: BatchGradient | None = None
+        self._update: StepUpdate | None = None
 
     def replay(self, steps: int) -> None:
         """Make some steps on both sides without looking."""
@@ -133,7 +142,7 @@ class Pair:
 
     # ------------------------------------------------------------------ comparing
 
-    def _on_first(self, function: Callable[[Training], T]) -> T:
+    def _on_first(self, function: Callable[[ObservedTraining], T]) -> T:
         """Return on every rank what ``function(reference)`` returns on the first."""
         value: Any = None
         with all_ranks(self.comm, "one process"):
@@ -142,7 +151,7 @@ class Pair:
         result: T = self.comm.broadcast_object(value)
         return result
 
-    def _compare_states(self, mine: State, number: int) -> Finding | None:
+    def _compare_states(self, mine: TrainingState, number: int) -> Finding | None:
         """Compare parameters and optimizer arrays, before any step or where they were equal in an earlier run."""
         quantity = PARAMETER if number else "start value"
         reason = UNREPEATED if number else "start values that depend on the rank: key them by seed, name and element"
@@ -154,21 +163,25 @@ class Pair:
         unlike = self._views(number, _Vectors(quantity, mine.parameters, theirs.parameters, None), None)
         return unlike if unlike is None else replace(unlike, diagnosis=unlike.diagnosis or reason)
 
-    def _compare_gradient(self, one: Training, mine: Gradient, state: State) -> Difference | None:
+    def _compare_gradient(
+        self, one: ObservedTraining, mine: BatchGradient, state: TrainingState
+    ) -> LocatedDifference | None:
         self._batch = one.batch()
         if self.tolerance is not None:
             one.take_state(state)
         theirs = self._gradient = one.gradient(self._batch)
         apart = abs(mine.loss - theirs.loss) / abs(theirs.loss) if theirs.loss else abs(mine.loss)
         if not self._same(mine.loss, theirs.loss):
-            return Difference(Finding(0, "loss", found=mine.loss, expected=theirs.loss))
+            return LocatedDifference(Finding(0, "loss", found=mine.loss, expected=theirs.loss))
         size = largest(theirs.values)
         found = self._first([_Vectors(self.before, mine.values, theirs.values, self._bound(size))], backward=True)
         if found is None and self.tolerance is not None:
             self.largest = max(self.largest, apart, _apart(mine.values, theirs.values, size))
         return found
 
-    def _compare_update(self, one: Training, mine: Gradient, update: Update, state: State) -> Difference | None:
+    def _compare_update(
+        self, one: ObservedTraining, mine: BatchGradient, update: StepUpdate, state: TrainingState
+    ) -> LocatedDifference | None:
         theirs = self._gradient
         assert theirs is not None
         after = one.update(self._batch) if self.tolerance is None else one.update_from(theirs, mine.values)
@@ -176,7 +189,7 @@ class Pair:
         norms = (update.report.gradient_norm, after.report.gradient_norm)
         if self.clips and not self._same(*norms):
             told = diagnosis.of_norm(*norms, self.rounding, self._counts())
-            return _explained(Difference(Finding(0, "gradient norm", found=norms[0], expected=norms[1])), told)
+            return _explained(LocatedDifference(Finding(0, "gradient norm", found=norms[0], expected=norms[1])), told)
         if self.clips and after.clipped is not None:
             clipped = mine.values if update.clipped is None else update.clipped
             bound = self._bound(largest(after.clipped))
@@ -190,7 +203,7 @@ class Pair:
                 return found.told(diagnosis=reason)
         return None
 
-    def _after(self) -> Update:
+    def _after(self) -> StepUpdate:
         assert self._update is not None
         return self._update
 
@@ -199,7 +212,7 @@ class Pair:
             return found is expected
         return self.rounding.same(found, expected)
 
-    def _first(self, pairs: Sequence[_Vectors], *, backward: bool = False) -> Difference | None:
+    def _first(self, pairs: Sequence[_Vectors], *, backward: bool = False) -> LocatedDifference | None:
         """Return the first tensor that differs; of gradients the first that the backward pass computes."""
         for vectors in pairs:
             masks = [(entry, mask) for entry in self.entries if (mask := vectors.mask(entry)).any()]
@@ -226,25 +239,25 @@ class Pair:
             mine = mine.told(diagnosis=reason)
         if mine is None and (name := self.training.unlike_copy(vectors.found)) is not None:
             reason = "this rank's own copy was not updated as the others were: a message or barrier left out"
-            mine = Difference(Finding(0, COPY, name, diagnosis=reason))
+            mine = LocatedDifference(Finding(0, COPY, name, diagnosis=reason))
         everyone = self.comm.allgather_object(mine, "what ranks see")
         different = [rank for rank, found in enumerate(everyone) if found is not None]
         if not different:
             return None
-        first: Difference = everyone[different[0]].told(step=number)
+        first: LocatedDifference = everyone[different[0]].told(step=number)
         if len(different) == self.comm.size > 1 and first.places.size:
             return self._owned(first)
         return replace(first.finding, ranks=tuple(different))
 
     # ------------------------------------------------------------------ explaining
 
-    def _owned(self, found: Difference) -> Finding:
+    def _owned(self, found: LocatedDifference) -> Finding:
         """Name the ranks that own the elements that differ."""
         owners = self.training.owners()
         ranks = sorted({int(owner) for owner in owners[found.places]} - {-1})
         return found.finding if found.finding.ranks else replace(found.finding, ranks=tuple(ranks))
 
-    def _explain_gradient(self, found: Difference, mine: Gradient, batch: Any) -> Finding:
+    def _explain_gradient(self, found: LocatedDifference, mine: BatchGradient, batch: Any) -> Finding:
         """Evaluate the batch in other ways, and tell what the pattern means."""
         training, finding = self.training, found.finding
         looked = training.look(batch, finding.tensor)
@@ -255,19 +268,19 @@ class Pair:
             return self._on_first(lambda one: self._explain_loss(one, finding, (mine, looked.gradient), quiet, known))
         theirs = self._on_first(lambda one: one.look(self._batch, finding.tensor))
         computed = self.comm.allgather_object(self._compare_parts(looked, theirs), "gradients of micro-batches")
-        told: Told = self._on_first(lambda _: self._explain_values(mine, looked, theirs, computed))
+        told: Diagnosis = self._on_first(lambda _: self._explain_values(mine, looked, theirs, computed))
         wrong = tuple(one.rank for one in computed if one is not None and one.grains)
         if wrong:
             return _explained(found.told(ranks=wrong, role="computed by"), told).finding
         return self._owned(_explained(found.told(role="owned by"), told))
 
     def _explain_loss(
-        self, one: Training, finding: Finding, seen: tuple[Gradient, Gradient], quiet: Any, known: Any
+        self, one: ObservedTraining, finding: Finding, seen: tuple[BatchGradient, BatchGradient], quiet: Any, known: Any
     ) -> Finding:
         mine, again = seen
         theirs, mean = self._gradient, one.model.evaluate(*self._batch)
         assert theirs is not None
-        found = diagnosis.Evaluations(
+        found = diagnosis.LossEvidence(
             first=mine.loss,
             again=again.loss,
             expected=theirs.loss,
@@ -282,9 +295,9 @@ class Pair:
         replicas = {self.training.replica_of(rank) for rank in found.wrong_ranks}
         role = "computed by" if all(len(ranks) == 1 for ranks in replicas) else "computed by one of"
         finding = replace(finding, ranks=tuple(sorted({r for ranks in replicas for r in ranks})), role=role)
-        return _explained(Difference(finding), diagnosis.of_loss(found, self._counts())).finding
+        return _explained(LocatedDifference(finding), diagnosis.of_loss(found, self._counts())).finding
 
-    def _compare_parts(self, looked: Looked, theirs: Looked) -> Computed | None:
+    def _compare_parts(self, looked: TensorParts, theirs: TensorParts) -> RankGradients | None:
         """Compare what this rank computed of a tensor, before it was added to anything, with one process."""
         parts = looked.parts if self.layout.parallel.context == 1 else {}
         shared = sorted(parts.keys() & theirs.parts.keys())
@@ -302,9 +315,11 @@ class Pair:
         size = max(map(largest, b), default=0.0)
         apart = max((_apart(x, y, size) for x, y in wrong.values()), default=0.0)
         grains = tuple(sorted({grain for grain, _, _ in wrong}))
-        return Computed(self.comm.rank, grains, self.rounding.factor(a, b) if wrong else None, apart)
+        return RankGradients(self.comm.rank, grains, self.rounding.factor(a, b) if wrong else None, apart)
 
-    def _explain_values(self, mine: Gradient, looked: Looked, alone: Looked, computed: list[Computed | None]) -> Told:
+    def _explain_values(
+        self, mine: BatchGradient, looked: TensorParts, alone: TensorParts, computed: list[RankGradients | None]
+    ) -> Diagnosis:
         theirs = self._gradient
         assert theirs is not None
         vectors = _Vectors("", mine.values, theirs.values, self._bound(largest(theirs.values)))
@@ -314,7 +329,7 @@ class Pair:
             return {entry.spec.name: values[entry.span.start : entry.span.stop] for entry in different}
 
         uses = {name: [name, *(e.spec.name for e in tied)] for name, tied in self.training.layout.uses.items()}
-        seen = diagnosis.Gradients(
+        seen = diagnosis.GradientEvidence(
             found=named(mine.values),
             again=named(looked.gradient.values),
             expected=named(theirs.values),
@@ -336,21 +351,23 @@ class Pair:
         return self.layout.group_sizes() | {name: count for name, count in counts.items() if count > 1}
 
 
-def _explained(found: Difference, told: Told) -> Difference:
+def _explained(found: LocatedDifference, told: Diagnosis) -> LocatedDifference:
     return found.told(diagnosis=told.cause, seen=told.seen)
 
 
-def _explain_clip(found: Difference, clipped: Array, before: Array, expected: Array, rounding: Rounding) -> Difference:
+def _explain_clip(
+    found: LocatedDifference, clipped: Array, before: Array, expected: Array, rounding: Rounding
+) -> LocatedDifference:
     places = found.places
     told = diagnosis.of_clipped(clipped[places], before[places], expected[places], rounding)
     factors = [rounding.factor([values], [before], keep_one=True) for values in (clipped, expected)]
     if None in factors:
         return _explained(found, told)
     # One factor for all elements, and it is another.
-    return _explained(Difference(Finding(0, "clip factor", found=factors[0], expected=factors[1])), told)
+    return _explained(LocatedDifference(Finding(0, "clip factor", found=factors[0], expected=factors[1])), told)
 
 
-def _difference(vectors: _Vectors, entry: ParameterUse, mask: Array, tensors: int) -> Difference:
+def _difference(vectors: _Vectors, entry: ParameterUse, mask: Array, tensors: int) -> LocatedDifference:
     places = np.flatnonzero(mask)
     first = int(places[0])
     found, expected = (float(v[entry.span.start + first]) for v in (vectors.found, vectors.expected))
@@ -365,7 +382,7 @@ def _difference(vectors: _Vectors, entry: ParameterUse, mask: Array, tensors: in
         size=entry.spec.size,
         tensors=tensors,
     )
-    return Difference(finding, entry.span.start + places)
+    return LocatedDifference(finding, entry.span.start + places)
 
 
 def _apart(found: Array, expected: Array, size: float) -> float:

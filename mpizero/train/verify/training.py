@@ -1,4 +1,4 @@
-"""One of the compared trainings, and what can be seen of it."""
+"""Run one of the compared trainings, and return what it computes on the way."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ PARAMETER = "parameter"
 
 
 @dataclass(frozen=True)
-class Task:
-    """A training that every layout must repeat.
+class TrainingTask:
+    """Describe a training that every layout must repeat.
 
     Attributes
     ----------
@@ -61,16 +61,16 @@ class Task:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-class State(NamedTuple):
-    """Parameters as this rank sees them, and the optimizer's arrays, all in the declared order of the whole model."""
+class TrainingState(NamedTuple):
+    """Hold parameters as this rank sees them and the optimizer's arrays, in the declared order of the whole model."""
 
     parameters: Array
     slots: dict[str, Array]
     step_count: int
 
 
-class Gradient(NamedTuple):
-    """What one evaluation of a batch gives before anything is updated.
+class BatchGradient(NamedTuple):
+    """Hold the loss and averaged gradient of one batch, before anything is updated.
 
     ``grains`` are the losses of this rank's own grains; ``reduced`` is the gradient as ``Engine.step`` takes it.
     """
@@ -90,12 +90,12 @@ class Gradient(NamedTuple):
 PartKey = tuple[int, int, str]
 
 
-class Looked(NamedTuple):
-    """An evaluation, and what this rank alone computed in it.
+class TensorParts(NamedTuple):
+    """Hold an evaluation, and the parts that this rank alone computed in it.
 
     Attributes
     ----------
-    gradient : Gradient
+    gradient : BatchGradient
         Of the global batch.
     own : Array
         For every element the gradient sum over the samples of its owner alone, in the order of the whole model.
@@ -105,22 +105,22 @@ class Looked(NamedTuple):
         Of one tensor, the gradient sum of every micro-batch of this rank.
     """
 
-    gradient: Gradient
+    gradient: BatchGradient
     own: Array
     uses: dict[str, Array]
     parts: dict[PartKey, Array]
 
 
-class Update(NamedTuple):
-    """What one training step did: ``clipped`` is the gradient that the optimizer got, None where nobody saw it."""
+class StepUpdate(NamedTuple):
+    """Hold what one training step did; ``clipped`` is the gradient that the optimizer got, if it was seen."""
 
     report: StepReport
     clipped: Array | None
-    state: State
+    state: TrainingState
 
 
-class Training:
-    """A placed model with its batches; made by :func:`placed`. Methods are collective over the layout's ranks."""
+class ObservedTraining:
+    """Train a sharded model on its batches; made by :func:`placed`. Methods are collective over the layout's ranks."""
 
     def __init__(self, model: ShardedModelBase, batches: Iterator[tuple[Any, Any]]) -> None:
         self.model, self._batches = model, batches
@@ -139,7 +139,7 @@ class Training:
 
     @property
     def layout(self) -> FlatLayout:
-        """Of the whole model. Not collective."""
+        """Return the layout of the whole model. Not collective."""
         return self.engine.whole.layout
 
     def batch(self) -> tuple[Any, Any]:
@@ -151,21 +151,21 @@ class Training:
         for _ in range(steps):
             self.model.train(*self.batch())
 
-    def state(self) -> State:
+    def state(self) -> TrainingState:
         """Return parameters and optimizer arrays."""
         updater = self.updater
         slots = {
             slot: gather_pieces(self.engine, self.engine.dtype, partial(updater.state_of, slot))
             for slot in updater.state
         }
-        return State(self.engine.whole.vector(), slots, updater.step_count)
+        return TrainingState(self.engine.whole.vector(), slots, updater.step_count)
 
-    def gradient(self, batch: tuple[Any, Any]) -> Gradient:
+    def gradient(self, batch: tuple[Any, Any]) -> BatchGradient:
         """Return loss and averaged gradient of a batch without changing anything."""
         self._make_room(batch)
         totals, reduced = self.engine.gradients(*batch)
         values = gather_pieces(self.engine, self.engine.dtype, partial(_of, reduced))
-        return Gradient(totals, values, self.engine.scalars.losses(), reduced)
+        return BatchGradient(totals, values, self.engine.scalars.losses(), reduced)
 
     def _make_room(self, batch: tuple[Any, Any]) -> None:
         """Take the memory that a step on these samples needs, as a training does before its first step."""
@@ -174,7 +174,7 @@ class Training:
         if None not in counts and sum(counts):
             self.model.reserve(sum(counts))
 
-    def update(self, batch: tuple[Any, Any]) -> Update:
+    def update(self, batch: tuple[Any, Any]) -> StepUpdate:
         """Make one training step and watch it."""
         updater, seen = self.updater, list[Array]()
         updater.watch = lambda reduced: seen.extend(_of(reduced, piece).copy() for piece in self.engine.pieces())
@@ -187,7 +187,7 @@ class Training:
         clipped, in_order = None, iter(seen)
         if self._watched(len(seen) == len(self.engine.pieces())):
             clipped = gather_pieces(self.engine, self.engine.dtype, lambda piece: next(in_order))
-        return Update(report, clipped, self.state())
+        return StepUpdate(report, clipped, self.state())
 
     def _watched(self, here: bool) -> bool:
         """Tell whether all ranks saw the gradient that they used."""
@@ -199,7 +199,7 @@ class Training:
         """Return the rank that updates each element; -1 for frozen ones."""
         return gather_pieces(self.engine, np.int32, lambda piece: self.model.rank + 1) - 1
 
-    def look(self, batch: tuple[Any, Any], tensor: str | None) -> Looked:
+    def look(self, batch: tuple[Any, Any], tensor: str | None) -> TensorParts:
         """Evaluate a batch as :meth:`gradient` does, and keep what this rank computes; ``tensor`` in parts."""
         engine = self.engine
         homes = {entry.spec.name: entry.spec.tied or entry.spec.name for entry in self.layout.entries}
@@ -225,7 +225,7 @@ class Training:
         for use, values in sums.items():
             held[entries[use].span.start : entries[use].span.stop] += values
         own = gather_pieces(engine, engine.dtype, lambda piece: held[piece.span.start : piece.span.stop])
-        return Looked(gradient, own, sums, parts)
+        return TensorParts(gradient, own, sums, parts)
 
     def part_of(self, use: str, whole: Array) -> Array:
         """Return what this rank holds of all values of a parameter. Not collective."""
@@ -261,7 +261,7 @@ class Training:
 
     # ------------------------------------------------------------------ in one process (not collective)
 
-    def take_state(self, state: State) -> None:
+    def take_state(self, state: TrainingState) -> None:
         """Go on from another layout's parameters and optimizer arrays."""
         self.model.set_parameters(state.parameters)
         held = self.updater.host_state()
@@ -271,7 +271,7 @@ class Training:
         self.updater.take_state(held)
         self.updater.step_count = state.step_count
 
-    def update_from(self, gradient: Gradient, values: Array) -> Update:
+    def update_from(self, gradient: BatchGradient, values: Array) -> StepUpdate:
         """Make one step with another layout's averaged gradient in place of the own one."""
         seen = list[Array]()
         for piece in self.engine.pieces():
@@ -283,7 +283,7 @@ class Training:
         finally:
             self.updater.watch = None
         self.model.invalidate_cache()
-        return Update(report, seen[0] if seen else None, self.state())
+        return StepUpdate(report, seen[0] if seen else None, self.state())
 
 
 def slot_name(slot: str) -> str:
@@ -303,7 +303,7 @@ def _spread(reduced: Array, pieces: tuple[UpdatePiece, ...], like: Array) -> Arr
 
 
 @contextmanager
-def placed(task: Task, comm: Communicator | str, layout: Layout) -> Iterator[Training]:
+def placed(task: TrainingTask, comm: Communicator | str, layout: Layout) -> Iterator[ObservedTraining]:
     """Lay a training out over the ranks of ``comm``, and free it at the end.
 
     Collective over ``comm``.
@@ -313,4 +313,4 @@ def placed(task: Task, comm: Communicator | str, layout: Layout) -> Iterator[Tra
     with ShardingConfig(comm=comm, **{**task.settings, **memory}) as config:
         model = lay_out(task.make_model(config.communicator), task.make_optimizer(), parallel, config)
         with model:
-            yield Training(model, iter(task.feed(config, model.batch_group)))
+            yield ObservedTraining(model, iter(task.feed(config, model.batch_group)))

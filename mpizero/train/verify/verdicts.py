@@ -1,4 +1,4 @@
-"""What a comparison of layouts tells."""
+"""Hold and print the result of a comparison of layouts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Finding:
-    """The first number in which a layout differs from one process.
+    """Describe the first number in which a layout differs from one process.
 
     Attributes
     ----------
@@ -76,7 +76,7 @@ def _number(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How one layout compares with one process.
+    """Hold how one layout compares with one process.
 
     Attributes
     ----------
@@ -115,13 +115,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Report:
-    """The verdicts on all layouts, the first that of one process."""
+    """Hold the verdicts on all layouts, the first that of one process."""
 
     verdicts: tuple[Verdict, ...]
 
     @property
     def agrees(self) -> bool:
-        """Whether no layout differs. Not collective."""
+        """Tell whether no layout differs. Not collective."""
         return not self.findings
 
     @property

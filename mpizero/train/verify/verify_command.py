@@ -1,4 +1,4 @@
-"""``mpizero verify``: the training of a configuration on several layouts."""
+"""Run the training of a configuration on several layouts and compare them: ``mpizero verify``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpizero.text import notice
 from mpizero.train.config.builder import build_model, build_optimizer, build_source, check_samples, computing_settings
 from mpizero.train.config.sections import Config, GptSection, check_split
 from mpizero.train.modelcheck.check import examine
-from mpizero.train.modelcheck.findings import ModelReport
+from mpizero.train.modelcheck.model_report import ModelReport
 from mpizero.train.run.progress import Progress
 from mpizero.train.verify.compare import compare_layouts
 from mpizero.train.verify.layouts import Layout, default_layouts, parse_layouts

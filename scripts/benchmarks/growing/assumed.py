@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpizero.planning.machine_file import NEEDED, Machine, Message, Product, Spread, Stream
+from mpizero.planning.machine_file import NEEDED, Machine, MatrixProduct, MemoryPass, MessageSpeed
+from mpizero.planning.measurement import Measurement
 
 #: Arrays read and written by the passes that a machine file must have.
 MIXES = {"read": (1, 0), "copy": (1, 1), "sum of 2": (2, 1), "sum of 4": (4, 1), "AdamW": (4, 3), "sum + AdamW": (5, 3)}
@@ -47,12 +48,12 @@ class Assumed:
         """Return the machine file's contents, with products of so many rows and features. Not collective."""
         passes = tuple(self._pass(name, *MIXES[name]) for name in NEEDED)
         seconds = _exactly(2 * rows * dim * 3 * dim / self.rate)
-        product = Product("query, key, value", "forward", 1, rows, dim, 3 * dim, True, seconds, seconds)
+        product = MatrixProduct("query, key, value", "forward", 1, rows, dim, 3 * dim, True, seconds, seconds)
         share = self.link / self.ranks_per_node
         messages = [m for name in ("exchange", "gather", "allreduce") for m in self._messages(name, "all ranks", share)]
         messages += self._messages("one to one", "inside a node", self.inside, self.latency)
         messages += self._messages("one to one", "between nodes", share, self.latency)
-        messages.append(Message("barrier", "all ranks", 0, 0, _exactly(self.collective)))
+        messages.append(MessageSpeed("barrier", "all ranks", 0, 0, _exactly(self.collective)))
         return Machine(
             host="a cluster that is assumed, not measured",
             date="never",
@@ -71,16 +72,16 @@ class Assumed:
             files=(),
         )
 
-    def _pass(self, name: str, reads: int, writes: int) -> Stream:
+    def _pass(self, name: str, reads: int, writes: int) -> MemoryPass:
         seconds = _exactly((reads + writes) * 4 * ELEMENTS / self.memory)
         one = _exactly(1.0)
-        return Stream(name, reads, writes, ELEMENTS, 4, seconds, seconds, seconds, seconds, one, one)
+        return MemoryPass(name, reads, writes, ELEMENTS, 4, seconds, seconds, seconds, seconds, one, one)
 
-    def _messages(self, operation: str, where: str, speed: float, latency: float | None = None) -> list[Message]:
+    def _messages(self, operation: str, where: str, speed: float, latency: float | None = None) -> list[MessageSpeed]:
         least = self.collective if latency is None else latency
         sizes = ((8, least), (LARGE, least + LARGE / speed))
-        return [Message(operation, where, size, size, _exactly(seconds)) for size, seconds in sizes]
+        return [MessageSpeed(operation, where, size, size, _exactly(seconds)) for size, seconds in sizes]
 
 
-def _exactly(seconds: float) -> Spread:
-    return Spread(seconds, seconds, seconds)
+def _exactly(seconds: float) -> Measurement:
+    return Measurement(seconds, seconds, seconds)

@@ -15,15 +15,15 @@ from mpizero.errors import ConfigError, DataError
 from mpizero.kernels import stream
 from mpizero.parallel import ShardingConfig
 from mpizero.planning.machine_file import NEEDED, Machine, read_machine, write_machine
-from mpizero.planning.repeated import Spread
+from mpizero.planning.measurement import Measurement
 from mpizero.testing import run_in_threads
 from mpizero.train.bench import machine_report
 from mpizero.train.bench.measure_machine import MachineRequest, measure_machine
 from mpizero.train.bench.message_speed import sizes
-from mpizero.train.bench.product_rates import Shapes
+from mpizero.train.bench.product_rates import ProductShapes
 from mpizero.train.config.config_file import Document, parse_config
 
-SMALL = Shapes(dim=8, heads=2, sequence=4, batch=2)
+SMALL = ProductShapes(dim=8, heads=2, sequence=4, batch=2)
 FORMS = {"forward", "input", "weights"}
 
 
@@ -147,7 +147,7 @@ def test_a_missing_file_is_named_with_the_way_to_make_one(tmp_path):
 
 def test_ranks_share_what_all_had_and_none_is_faster_than_one_alone(measured):
     def fixed(seconds):
-        return Spread(seconds, seconds, seconds)
+        return Measurement(seconds, seconds, seconds)
 
     machine = measured[0]
     (copy,) = (s for s in machine.streams if s.name == "copy")
@@ -246,5 +246,5 @@ def test_what_cannot_be_measured_is_refused(arguments, said, tmp_path, monkeypat
 def test_products_have_the_rows_of_a_micro_batch():
     """What is computed at once, whatever makes a grain: ``bench machine CONFIG`` and training agree on it."""
     text = '[model]\nname = "gpt"\n[data]\ntext = "stdlib"\n[train]\nglobal_batch = 64\naccumulate = 4\n'
-    shapes = Shapes.of(parse_config(Document("c.toml", text, ())))
+    shapes = ProductShapes.of(parse_config(Document("c.toml", text, ())))
     assert shapes.batch * 4 == ShardingConfig(accumulate=4).grain_size(64) == 4

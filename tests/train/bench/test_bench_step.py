@@ -18,10 +18,10 @@ from mpizero.testing import run_in_threads
 from mpizero.train.bench import step as bench
 from mpizero.train.bench.phase_times import (
     ALL_PHASES,
-    StepMarks,
+    StepSpans,
     clock_offset,
-    marks_of,
     phases_of,
+    spans_of,
     waited,
     waits,
 )
@@ -39,7 +39,7 @@ GATHER = CommunicatorCall("data", "allgather", "losses", 7)
 
 
 def marks(*spans, first=None):
-    return marks_of([TimeSpan(*span) for span in spans], 0.0, first or {"data": 0})
+    return spans_of([TimeSpan(*span) for span in spans], 0.0, first or {"data": 0})
 
 
 def nonzero(phases):
@@ -47,7 +47,7 @@ def nonzero(phases):
 
 
 def test_time_belongs_to_the_innermost_phase_and_adds_up():
-    step = StepMarks(
+    step = StepSpans(
         0.0,
         10.0,
         marks(("reduction", "unit", 6.0, 7.0), ("local sums", "unit", 5.0, 8.0), ("forward", "a", 1.0, 3.0)),
@@ -56,32 +56,32 @@ def test_time_belongs_to_the_innermost_phase_and_adds_up():
 
 
 def test_a_rank_waits_in_a_collective_until_the_last_one_enters():
-    early = StepMarks(0.0, 9.0, marks(("agreement", "losses", 1.0, 8.0), (MESSAGE, GATHER, 2.0, 8.0)))
-    late = StepMarks(0.0, 9.0, marks(("agreement", "losses", 4.0, 8.0), (MESSAGE, GATHER, 5.0, 8.0)))
+    early = StepSpans(0.0, 9.0, marks(("agreement", "losses", 1.0, 8.0), (MESSAGE, GATHER, 2.0, 8.0)))
+    late = StepSpans(0.0, 9.0, marks(("agreement", "losses", 4.0, 8.0), (MESSAGE, GATHER, 5.0, 8.0)))
     latest = waits([[early], [late]])
     assert nonzero(phases_of(early, latest)) == {"waiting": 3.0, "agreement": 1.0 + 3.0, "other": 2.0}
     assert nonzero(phases_of(late, latest)) == {"agreement": 4.0, "other": 5.0}
-    assert [waited(mark, latest) for mark in early.marks] == [0.0, 3.0]
+    assert [waited(mark, latest) for mark in early.spans] == [0.0, 3.0]
 
 
 def test_nobody_waits_for_a_message_that_all_have_begun():
     """Of a collective that does not block, the beginning counts; the wait for it is the collective's own time."""
-    early = StepMarks(0.0, 9.0, marks((MESSAGE, GATHER, 1.0, 1.5), (MESSAGE, GATHER, 4.0, 6.0)))
-    late = StepMarks(0.0, 9.0, marks((MESSAGE, GATHER, 5.0, 5.5), (MESSAGE, GATHER, 7.0, 8.0)))
+    early = StepSpans(0.0, 9.0, marks((MESSAGE, GATHER, 1.0, 1.5), (MESSAGE, GATHER, 4.0, 6.0)))
+    late = StepSpans(0.0, 9.0, marks((MESSAGE, GATHER, 5.0, 5.5), (MESSAGE, GATHER, 7.0, 8.0)))
     latest = waits([[early], [late]])
-    assert [waited(mark, latest) for mark in (*early.marks, *late.marks)] == [0.5, 1.0, 0.0, 0.0]
+    assert [waited(mark, latest) for mark in (*early.spans, *late.spans)] == [0.5, 1.0, 0.0, 0.0]
 
 
 def test_calls_of_other_groups_and_numbers_are_not_waited_for():
-    one = StepMarks(0.0, 9.0, marks((MESSAGE, GATHER, 2.0, 3.0)))
-    other = StepMarks(0.0, 9.0, marks((MESSAGE, GATHER, 5.0, 6.0), first={"data": 4}))
-    later = StepMarks(0.0, 9.0, marks((MESSAGE, GATHER._replace(sequence=8), 5.0, 6.0)))
+    one = StepSpans(0.0, 9.0, marks((MESSAGE, GATHER, 2.0, 3.0)))
+    other = StepSpans(0.0, 9.0, marks((MESSAGE, GATHER, 5.0, 6.0), first={"data": 4}))
+    later = StepSpans(0.0, 9.0, marks((MESSAGE, GATHER._replace(sequence=8), 5.0, 6.0)))
     assert phases_of(one, waits([[one], [other], [later]]))["waiting"] == 0.0
 
 
 def test_a_receive_is_waiting_and_messages_inside_layers_are_theirs():
     receive, send = CommunicatorCall("pipeline", "irecv", "2", 1), CommunicatorCall("pipeline", "isend", "2", 1)
-    step = StepMarks(
+    step = StepSpans(
         0.0,
         9.0,
         marks(
@@ -232,7 +232,7 @@ def test_a_clock_that_is_ahead_is_put_back(monkeypatch):
 
 
 def test_a_trace_has_collectives_with_how_long_they_waited(tmp_path):
-    steps = [[StepMarks(0.0, 3.0, marks((MESSAGE, GATHER, start, 3.0)))] for start in (1.0, 2.0)]
+    steps = [[StepSpans(0.0, 3.0, marks((MESSAGE, GATHER, start, 3.0)))] for start in (1.0, 2.0)]
     write_trace(str(tmp_path / "t.json"), steps, [{"data": 0, "pipeline": 0}, {"data": 1, "pipeline": 0}])
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["rank 0 (data 0)", "rank 1 (data 1)"]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True)
-class Spread:
+class Measurement:
     """Median, least and most of some figures."""
 
     median: float
@@ -16,12 +16,12 @@ class Spread:
     most: float
 
     @classmethod
-    def of(cls, figures: Sequence[float]) -> Spread:
+    def of(cls, figures: Sequence[float]) -> Measurement:
         """Return the spread of at least one figure. Not collective."""
         return cls(statistics.median(figures), min(figures), max(figures))
 
     @classmethod
-    def of_ratios(cls, above: Sequence[float], below: Sequence[float]) -> Spread:
+    def of_ratios(cls, above: Sequence[float], below: Sequence[float]) -> Measurement:
         """Return the spread of the ratios inside the rounds: ``above[k] / below[k]``. Not collective."""
         return cls.of([a / b for a, b in zip(above, below, strict=True)])
 

@@ -1,4 +1,4 @@
-"""What one check of ``mpizero doctor`` has found."""
+"""Hold the result of one check of ``mpizero doctor``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Status = Literal["ok", "warn", "FAIL"]
 
 
 @dataclass(frozen=True)
-class Finding:
-    """The outcome of one check.
+class CheckResult:
+    """Hold the outcome of one check.
 
     Attributes
     ----------

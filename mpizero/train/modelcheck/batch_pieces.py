@@ -1,4 +1,4 @@
-"""Batches cut as training cuts them, and given away so that they cannot be written to."""
+"""Cut batches as training does, and protect them from being written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both kinds of models behind one face: parameters by name, a batch in, loss, gradients and weight out."""
+"""Wrap both kinds of models in one interface: named parameters and a batch in; loss, gradients and weight out."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from mpizero.nn.split.model import run_on
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.return_checks import named
 from mpizero.signatures import takes_run
-from mpizero.train.modelcheck.findings import ModelFinding, WrongAnswer
-from mpizero.train.modelcheck.trees import read_only, sample_count
+from mpizero.train.modelcheck.batch_pieces import read_only, sample_count
+from mpizero.train.modelcheck.model_report import ModelFinding, UnusableEvaluation
 from mpizero.types import Array, BlackBoxModel, BlockModel, Run
 
 Named = Mapping[str, Array]
 
 
-class Answer(NamedTuple):
-    """What a model says to a batch; the gradients are copies, of trainable parameters only."""
+class LossAndGradients(NamedTuple):
+    """Hold the loss, gradients and weight of a batch; gradients are copies, of trainable parameters only."""
 
     loss: float
     gradients: dict[str, Array]
     weight: float
 
 
-class Subject(Protocol):
-    """A model that is looked at. No method is collective."""
+class CheckedModel(Protocol):
+    """Define what a checked model offers. No method is collective."""
 
     #: Trainable parameters.
     names: tuple[str, ...]
@@ -43,7 +43,7 @@ class Subject(Protocol):
     def start(self) -> dict[str, Array]:
         """Return the start values of all parameters, frozen ones too."""
 
-    def answer(self, parameters: Named, x: Any, y: Any, first: int = 0, *, fresh: bool = False) -> Answer:
+    def evaluate(self, parameters: Named, x: Any, y: Any, first: int = 0, *, fresh: bool = False) -> LossAndGradients:
         """Evaluate a batch whose first sample has number ``first``; ``fresh`` is in memory never used before."""
 
     def loss(self, parameters: Named, x: Any, y: Any) -> float:
@@ -53,14 +53,14 @@ class Subject(Protocol):
         """Return the prediction; NotImplementedError where there is none."""
 
 
-def subject_of(model: Any) -> Subject:
+def checked_model(model: Any) -> CheckedModel:
     """Return a model's face; TypeError if it is none. Not collective."""
     blocks_of(model)
-    return Blocks(model) if isinstance(model, BlockModel) else BlackBox(model)
+    return CheckedBlocks(model) if isinstance(model, BlockModel) else CheckedFunction(model)
 
 
-class BlackBox:
-    """A function of named arrays, called as training calls it: always in the same memory, which it may not write."""
+class CheckedFunction:
+    """Call a function of named arrays as training does: always in the same memory, which it may not write."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.evaluations = model, 0
@@ -82,7 +82,7 @@ class BlackBox:
             array[...] = parameters[name]
         return self._memory
 
-    def answer(self, parameters: Named, x: Any, y: Any, first: int = 0, *, fresh: bool = False) -> Answer:
+    def evaluate(self, parameters: Named, x: Any, y: Any, first: int = 0, *, fresh: bool = False) -> LossAndGradients:
         """Call ``loss_and_grad``, and refuse what training could not use."""
         self.evaluations += 1
         lent = self._lent(parameters, fresh)
@@ -90,7 +90,7 @@ class BlackBox:
             given = self._called(lent, x, y, Run(True, getattr(self.model, "seed", 0), 0, first, count=_count(x, y)))
         for name, array in lent.items():
             if array.tobytes() != parameters[name].tobytes():
-                raise WrongAnswer(_written(f"parameter {name!r}", "through a bare pointer"))
+                raise UnusableEvaluation(_written(f"parameter {name!r}", "through a bare pointer"))
         return self._examined(given)
 
     def _called(self, lent: Named, x: Any, y: Any, run: Run) -> Any:
@@ -99,12 +99,12 @@ class BlackBox:
             return self.model.loss_and_grad(read_only(lent), (read_only(x), read_only(y)), **told)
         except (ValueError, TypeError, BufferError) as error:
             if any(word in str(error) for word in ("read-only", "readonly", "writable", "writeable")):
-                raise WrongAnswer(_written("arguments", f"at {place_of(error)}")) from error
+                raise UnusableEvaluation(_written("arguments", f"at {place_of(error)}")) from error
             raise
 
     def loss(self, parameters: Named, x: Any, y: Any) -> float:
         """Return the loss alone, for which the function computes all."""
-        return self.answer(parameters, x, y).loss
+        return self.evaluate(parameters, x, y).loss
 
     def predict(self, parameters: Named, x: Any) -> Any:
         """Call ``predict``."""
@@ -115,19 +115,21 @@ class BlackBox:
         with np.errstate(all="ignore"):
             return function(read_only(self._lent(parameters, False)), read_only(x))
 
-    def _examined(self, given: Any) -> Answer:
+    def _examined(self, given: Any) -> LossAndGradients:
         if not isinstance(given, tuple) or len(given) != 3 or not isinstance(given[1], Mapping):
             kinds = [type(v).__name__ for v in given] if isinstance(given, tuple) else type(given).__name__
             told = "return (loss_sum, gradients by name, weight)"
-            raise WrongAnswer(_value("what loss_and_grad returns", f"is {kinds}", "another order or number", told))
+            raise UnusableEvaluation(
+                _value("what loss_and_grad returns", f"is {kinds}", "another order or number", told)
+            )
         loss, gradients, weight = given
         wrong = [*_of_number("loss", loss), *_of_number("weight", weight), *self._of_gradients(gradients)]
         if not wrong and float(weight) < 0:
             told = "return how much the batch counts, float(len(x)) for a mean over samples"
             wrong.append(_value("weight", f"is {float(weight):g}", "a sign", told))
         if wrong:
-            raise WrongAnswer(*wrong)
-        return Answer(float(loss), {name: np.array(gradients[name]) for name in self.names}, float(weight))
+            raise UnusableEvaluation(*wrong)
+        return LossAndGradients(float(loss), {name: np.array(gradients[name]) for name in self.names}, float(weight))
 
     def _of_gradients(self, gradients: Mapping[str, Any]) -> list[ModelFinding]:
         wrong = []
@@ -159,8 +161,8 @@ class BlackBox:
         return wrong
 
 
-class Blocks:
-    """A sequence of blocks, run as training runs it; each pass writes its gradients into memory with other values."""
+class CheckedBlocks:
+    """Run a sequence of blocks as training does; each pass writes its gradients into memory with other values."""
 
     def __init__(self, model: Any, dtype: Any = None) -> None:
         self.model, self.evaluations = model, 0
@@ -174,18 +176,18 @@ class Blocks:
         """Return the start values."""
         return initial_parameters(self.model)
 
-    def wide(self) -> Blocks:
+    def wide(self) -> CheckedBlocks:
         """Return the same blocks in float64, where differences of the loss show more."""
-        return Blocks(self.model, np.float64)
+        return CheckedBlocks(self.model, np.float64)
 
-    def answer(self, parameters: Named, x: Any, y: Any, first: int = 0, *, fresh: bool = False) -> Answer:
+    def evaluate(self, parameters: Named, x: Any, y: Any, first: int = 0, *, fresh: bool = False) -> LossAndGradients:
         """Run forward and backward."""
         loss, weight, uses = self.passed(parameters, (x, y), first)
         gradients = {name: uses[name] for name in self.names}
         for spec in self.specs:
             if spec.tied in gradients and spec.trainable:
                 gradients[spec.tied] = gradients[spec.tied] + uses[spec.name]
-        return Answer(loss, gradients, weight)
+        return LossAndGradients(loss, gradients, weight)
 
     def passed(
         self, parameters: Named, batch: tuple[Any, Any], first: int = 0, *, fill: float = 0.0, halves: bool = False
@@ -215,7 +217,7 @@ class Blocks:
                 uses.update((f"{block}.{name}", view / self.dtype.type(scale)) for name, view in views.items())
         wrong = [*_of_number("loss", loss), *_of_number("weight", weight)]
         if wrong:
-            raise WrongAnswer(*wrong)
+            raise UnusableEvaluation(*wrong)
         return float(loss), float(weight), uses
 
     def _run(self, x: Any, first: int) -> Run:

@@ -1,4 +1,4 @@
-"""What a check of a model has found, for people and for programs."""
+"""Hold what a check of a model has found, for people and for programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelFinding:
-    """One thing that is wrong with a model.
+    """Describe one thing that is wrong with a model.
 
     Attributes
     ----------
@@ -36,7 +36,7 @@ class ModelFinding:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What :func:`~mpizero.testing.check_model` looked at.
+    """Hold what :func:`~mpizero.testing.check_model` checked and found.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class ModelReport:
 
     @property
     def right(self) -> bool:
-        """Whether nothing is wrong."""
+        """Tell whether nothing is wrong."""
         return not self.findings
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,8 +95,8 @@ def _of_group(group: list[ModelFinding]) -> str:
     return f"{first}{f' (and so with {listed})' if others else ''}"
 
 
-class WrongAnswer(Exception):  # noqa: N818 - never leaves the package
-    """The model's answer cannot be used at all: ends the check with these findings."""
+class UnusableEvaluation(Exception):  # noqa: N818 - never leaves the package
+    """Raised when what the model returns cannot be used at all; ends the check with these findings."""
 
     def __init__(self, *findings: ModelFinding) -> None:
         super().__init__()
