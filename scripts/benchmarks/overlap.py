@@ -31,9 +31,9 @@ from mpi4py import MPI
 
 import mpizero as mz
 from mpizero.comm.reduce import exact
-from mpizero.parallel import engine
 from mpizero.parallel.config import elements_of
 from mpizero.parallel.diagnostics.tracing import watching
+from mpizero.parallel.gradients import row_buffer
 from mpizero.parallel.parameters import publication, store
 
 WORLD = MPI.COMM_WORLD
@@ -60,18 +60,18 @@ def arguments() -> argparse.Namespace:
 @contextmanager
 def waiting_for_sums() -> Iterator[None]:
     """Sum no gradients behind computing."""
-    begin, behind = exact.ExactExchange.begin_turn, engine.overlaps_reduction
+    begin, behind = exact.ExactExchange.begin_segment, row_buffer.overlaps_reduction
 
-    def begun(self: exact.ExactExchange, turn: Any, **_: Any) -> Any:
-        return begin(self, turn, wait=True)
+    def begun(self: exact.ExactExchange, segment: Any, **_: Any) -> Any:
+        return begin(self, segment, wait=True)
 
-    exact.ExactExchange.begin_turn = begun  # type: ignore[method-assign]
-    engine.overlaps_reduction = lambda *_: False
+    exact.ExactExchange.begin_segment = begun  # type: ignore[method-assign]
+    row_buffer.overlaps_reduction = lambda *_: False
     try:
         yield
     finally:
-        engine.overlaps_reduction = behind
-        exact.ExactExchange.begin_turn = begin  # type: ignore[method-assign]
+        row_buffer.overlaps_reduction = behind
+        exact.ExactExchange.begin_segment = begin  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -162,7 +162,7 @@ def sweep(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
     for number in range(-1, args.rounds):
         turn = number % max(1, len(sizes))
         for size in sizes[turn:] + sizes[:turn]:
-            exchange.elements = elements_of(size, 4)
+            exchange.resize(elements_of(size, 4))
             seconds, _ = training.step()
             if number >= 0:
                 found[size].append(seconds)

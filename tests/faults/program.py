@@ -150,16 +150,16 @@ def train_with_sums_on_their_way():
     config = mz.ShardingConfig(comm=COMM, micro_batch=1, share_node_memory=False)
     network = mz.nn.GPT(dim=32, layers=4, heads=2, sequence=16, vocabulary=32)
     model = mz.distribute(network, mz.AdamW(lr=1e-3), strategy="zero2", config=config)
-    ring = model.engine._ring
-    finish = ring.finish
+    reducer = model.engine.reducer
+    finish = reducer.finish
 
     def meet():
-        if model.engine.step_number == 3 and ring._coming is not None and COMM.rank == VICTIM:
+        if model.engine.step_number == 3 and reducer.in_flight and COMM.rank == VICTIM:
             note_fault()
             FAULTS[FAULT.removesuffix("_amid_sums")]()
         finish()
 
-    ring.finish = meet
+    reducer.finish = meet
     ids = np.zeros((2, 16), int)
     for _ in range(1000):
         model.train(ids, ids)

@@ -10,10 +10,10 @@ import numpy as np
 
 import mpizero as mz
 from mpizero.comm.group.model_group import CommunicatorGroup
-from mpizero.parallel import engine
 from mpizero.parallel.engine import Engine
 from mpizero.parallel.execution.sequential import WatchedJob
-from mpizero.parallel.gradients.accumulation import GradientRows
+from mpizero.parallel.gradients import row_buffer
+from mpizero.parallel.gradients.row_buffer import RowBuffer
 from mpizero.parallel.optimizer.sharded_update import Updater
 from mpizero.parallel.parameters.store import ParameterStore, flat_names
 from mpizero.testing import Finding, compare_layouts
@@ -106,17 +106,17 @@ def stale_parameters(monkeypatch: Any, first: int, rank: int) -> None:
 
 def skipped_reduction(monkeypatch: Any) -> None:
     """Every rank divides the gradient of its own samples."""
-    right = GradientRows.reduce
+    right = RowBuffer.sum
 
-    def reduce(self: GradientRows, exchange: Any, shares: Any, divisor: Any, out: Any) -> Any:
+    def reduce(self: RowBuffer, divisor: Any) -> Any:
         if self.grid.world.size == 1:
-            return right(self, exchange, shares, divisor, out)
+            return right(self, divisor)
         row = self.row(0)
         row[: self.layout.gradient_size] = self.local_sum() / divisor
         return row
 
-    monkeypatch.setattr(GradientRows, "reduce", reduce)
-    monkeypatch.setattr(engine, "overlaps_reduction", lambda *_: False)  # then nothing of the sum is made before
+    monkeypatch.setattr(RowBuffer, "sum", reduce)
+    monkeypatch.setattr(row_buffer, "overlaps_reduction", lambda *_: False)  # then nothing of the sum is made before
 
 
 def rank_keyed_dropout(monkeypatch: Any) -> None:
@@ -205,15 +205,15 @@ def sum_offset(monkeypatch: Any, offset: float) -> None:
 
 def another_order(monkeypatch: Any) -> None:
     """Gradients are divided before they are summed: the same number but for rounding."""
-    right = GradientRows.reduce
+    right = RowBuffer.sum
 
-    def reduce(self: GradientRows, exchange: Any, shares: Any, divisor: Any, out: Any) -> Any:
+    def reduce(self: RowBuffer, divisor: Any) -> Any:
         if self.grid.world.size == 1:
-            return right(self, exchange, shares, divisor, out)
+            return right(self, divisor)
         divide = divisor * 3
-        found = right(self, exchange, shares, divide, out)
+        found = right(self, divide)
         found *= found.dtype.type(3)
         return found
 
-    monkeypatch.setattr(GradientRows, "reduce", reduce)
-    monkeypatch.setattr(engine, "overlaps_reduction", lambda *_: False)
+    monkeypatch.setattr(RowBuffer, "sum", reduce)
+    monkeypatch.setattr(row_buffer, "overlaps_reduction", lambda *_: False)

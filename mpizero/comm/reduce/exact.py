@@ -15,7 +15,7 @@ import numpy as np
 
 from mpizero.comm.communicator import Communicator, Request
 from mpizero.comm.reduce.codecs import Codec
-from mpizero.comm.reduce.segments import Arriving, Piece, Turn, program_array
+from mpizero.comm.reduce.segments import Arriving, Piece, Segment, program_array
 from mpizero.layout import Program, Span
 from mpizero.types import Array
 
@@ -32,9 +32,9 @@ def in_flight(elements: int | None) -> int:
 
 
 def exchange_step(counts: Sequence[int], elements: int | None = None) -> int:
-    """Return how many elements of every peer's ranges move in one turn of an exchange. Not collective.
+    """Return how many elements of every peer's ranges move in one segment of an exchange. Not collective.
 
-    The same on every rank, although ranks send different numbers of partial sums: all make equally many turns.
+    The same on every rank, although ranks send different numbers of partial sums: all make equally many segments.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def exchange_step(counts: Sequence[int], elements: int | None = None) -> int:
 
 
 def gather_step(peers: int, elements: int | None = None) -> int:
-    """Return how many elements of every peer move in one turn of a gather. Not collective."""
+    """Return how many elements of every peer move in one segment of a gather. Not collective."""
     return max(1, in_flight(elements) // peers)
 
 
@@ -92,18 +92,27 @@ class ExactExchange:
         rank's own sums as they are. Gives up the equality of bits between layouts.
     scratch : Scratch
         Where the buffers come from: at most ``2 * elements`` elements and, with a codec, as many packed ones.
-
-    Attributes
-    ----------
     elements : int or None
         Elements in flight at once, the same on every rank; None is :data:`EXCHANGE_ELEMENTS`.
     """
 
-    def __init__(self, peers: Communicator, codec: Codec | None = None, scratch: Scratch = fresh) -> None:
-        self.peers = peers
-        self.codec = codec
-        self.scratch = scratch
-        self.elements: int | None = None
+    def __init__(
+        self,
+        peers: Communicator,
+        codec: Codec | None = None,
+        scratch: Scratch = fresh,
+        elements: int | None = None,
+    ) -> None:
+        self.peers, self.codec, self.scratch, self._elements = peers, codec, scratch, elements
+
+    @property
+    def elements(self) -> int | None:
+        """Elements in flight at once, as given or resized; None is :data:`EXCHANGE_ELEMENTS`."""
+        return self._elements
+
+    def resize(self, elements: int | None) -> None:
+        """Change the elements in flight from the next exchange on, the same way on every rank. Not collective."""
+        self._elements = elements
 
     @property
     def group_index(self) -> int:
@@ -118,11 +127,11 @@ class ExactExchange:
         if self.peers.size == 1:
             yield from _in_place(rows.values, rows.ranges[0])
             return
-        for turn in self.turns(rows):
-            yield from self.begin_turn(turn, wait=True).pieces()
+        for segment in self.segments(rows):
+            yield from self.begin_segment(segment, wait=True).pieces()
 
-    def turns(self, rows: RowsToSum) -> Iterator[Turn]:
-        """Cut what :meth:`pieces` delivers, of several groups, into turns that fit the buffers. Not collective."""
+    def segments(self, rows: RowsToSum) -> Iterator[Segment]:
+        """Cut what :meth:`pieces` delivers, of several groups, into segments that fit the buffers. Not collective."""
         counts = [len(programs) for programs in rows.programs]
         step = exchange_step(counts, self.elements)
         totals = [sum(span.size for span in spans) for spans in rows.ranges]
@@ -130,62 +139,62 @@ class ExactExchange:
         for low in range(0, max(totals), step):
             windows = [_window(spans, low, low + step) for spans in rows.ranges]
             left = [residual[low : low + step] for residual in rows.residuals]
-            yield Turn(rows.values, windows, counts, sums, rows.tag, left)
+            yield Segment(rows.values, windows, counts, sums, rows.tag, left)
 
-    def begin_turn(self, turn: Turn, *, wait: bool = False) -> Arriving:
-        """Start to exchange a turn's partial sums.
+    def begin_segment(self, segment: Segment, *, wait: bool = False) -> Arriving:
+        """Start to exchange a segment's partial sums.
 
-        Collective over the peers. The rows of the turn have been read when this returns. There are buffers for one
-        turn: its pieces must be used before the next begins.
+        Collective over the peers. The rows of the segment have been read when this returns. There are buffers for one
+        segment: its pieces must be used before the next begins.
 
         Parameters
         ----------
-        turn : Turn
-            What moves; one of :meth:`turns`.
+        segment : Segment
+            What moves; one of :meth:`segments`.
         wait : bool
             Return when all has arrived.
         """
-        if self.codec is not None and turn.rows.dtype == np.float32:
-            return self._packed(turn, wait)
-        return self._plain(turn, wait)
+        if self.codec is not None and segment.rows.dtype == np.float32:
+            return self._packed(segment, wait)
+        return self._plain(segment, wait)
 
-    def _plain(self, turn: Turn, wait: bool) -> Arriving:
-        """Start to exchange a turn's partial sums as they are. Collective over the peers."""
-        widths, counts, me = turn.widths, turn.counts, self.peers.rank
-        send = self.scratch("send", counts[me] * sum(widths), turn.rows.dtype)
+    def _plain(self, segment: Segment, wait: bool) -> Arriving:
+        """Start to exchange a segment's partial sums as they are. Collective over the peers."""
+        widths, counts, me = segment.widths, segment.counts, self.peers.rank
+        send = self.scratch("send", counts[me] * sum(widths), segment.rows.dtype)
         position = 0
         for peer, width in enumerate(widths):
             for number in range(counts[me]):
-                turn.add(peer, number, send[position : position + width])
+                segment.add(peer, number, send[position : position + width])
                 position += width
-        recv = self.scratch("receive", sum(counts) * widths[me], turn.rows.dtype)
+        recv = self.scratch("receive", sum(counts) * widths[me], segment.rows.dtype)
         send_counts, recv_counts = [counts[me] * w for w in widths], [c * widths[me] for c in counts]
-        request = self._exchange(send, send_counts, recv, recv_counts, turn.tag, wait)
-        return Arriving(request, lambda: recv.reshape(sum(counts), widths[me]), turn.windows[me])
+        request = self._exchange(send, send_counts, recv, recv_counts, segment.tag, wait)
+        return Arriving(request, lambda: recv.reshape(sum(counts), widths[me]), segment.windows[me])
 
-    def _packed(self, turn: Turn, wait: bool) -> Arriving:
+    def _packed(self, segment: Segment, wait: bool) -> Arriving:
         """As :meth:`_plain`, by the codec; a rank's own sums go straight to their rows. Collective over the peers."""
-        codec, widths, counts, me = self.codec, turn.widths, turn.counts, self.peers.rank
+        codec, widths, counts, me = self.codec, segment.widths, segment.counts, self.peers.rank
         assert codec is not None
         sizes = [0 if peer == me else codec.packed(width) for peer, width in enumerate(widths)]
         send = self.scratch("packed send", counts[me] * sum(sizes), np.uint8)
         others = max(width for peer, width in enumerate(widths) if peer != me)
-        values = self.scratch("send", others if counts[me] else 0, turn.rows.dtype)
+        values = self.scratch("send", others if counts[me] else 0, segment.rows.dtype)
         position = 0
         for peer, size in enumerate(sizes):
             for number in range(counts[me] if size else 0):
-                turn.add(peer, number, values[: widths[peer]])
-                codec.encode(values[: widths[peer]], turn.residuals[peer], send[position : position + size])
+                segment.add(peer, number, values[: widths[peer]])
+                codec.encode(values[: widths[peer]], segment.residuals[peer], send[position : position + size])
                 position += size
         arriving = codec.packed(widths[me])
         recv_counts = [0 if peer == me else count * arriving for peer, count in enumerate(counts)]
         recv = self.scratch("packed receive", sum(recv_counts), np.uint8)
-        matrix = self.scratch("receive", sum(counts) * widths[me], turn.rows.dtype).reshape(sum(counts), widths[me])
+        matrix = self.scratch("receive", sum(counts) * widths[me], segment.rows.dtype).reshape(sum(counts), widths[me])
         own = range(sum(counts[:me]), sum(counts[: me + 1]))
         for number, row in enumerate(own):
-            turn.add(me, number, matrix[row])
+            segment.add(me, number, matrix[row])
         send_counts = [counts[me] * size for size in sizes]
-        request = self._exchange(send, send_counts, recv, recv_counts, turn.tag, wait)
+        request = self._exchange(send, send_counts, recv, recv_counts, segment.tag, wait)
 
         def unpack() -> Array:
             place = 0
@@ -195,7 +204,7 @@ class ExactExchange:
                     place += arriving
             return matrix
 
-        return Arriving(request, unpack, turn.windows[me])
+        return Arriving(request, unpack, segment.windows[me])
 
     def _exchange(
         self, send: Array, send_counts: list[int], recv: Array, recv_counts: list[int], tag: str, wait: bool

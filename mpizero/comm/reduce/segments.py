@@ -65,7 +65,7 @@ def tree_sum(rows: Array, first: int, program: Array, divisor: Array, out: Array
         kernels.backend(out).fused.tree_sum(rows, first, rows[:0], 0, program, divisor, out, 0, out.size)
 
 
-class Turn:
+class Segment:
     """What moves at once: parts of every peer's ranges, and this rank's partial sums over them.
 
     ``windows`` are the parts, each with its place in the concatenation of its peer's ranges; ``residuals`` are what
@@ -95,7 +95,7 @@ class Turn:
 
 
 class Arriving:
-    """The partial sums of a turn on their way; see :meth:`ExactExchange.begin_turn`."""
+    """The partial sums of a segment on their way; see :meth:`ExactExchange.begin_segment`."""
 
     def __init__(
         self, request: Request | None, unpack: Callable[[], Array], window: Sequence[tuple[int, Span]]

@@ -7,7 +7,7 @@ an equal part of them, and passes them around in pieces of bounded size, out of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -23,6 +23,7 @@ from mpizero.comm.reduce.exact import EXCHANGE_ELEMENTS
 from mpizero.errors import CollectiveError, PeerFailure
 from mpizero.layout import Partition, Span
 from mpizero.layout.parts import part_rows, take_rows
+from mpizero.parallel.checkpointing.half_loaded import HalfLoaded
 from mpizero.parallel.parameters.global_view import in_whole
 from mpizero.types import Array, ParameterSpec
 
@@ -71,31 +72,6 @@ class HeldArray:
         """Return the ranges of the whole array that this rank's pieces are."""
         ranges = (place for piece in self.pieces for place in in_whole(*piece))
         return LocalArray(self.path, self.shape, self.dtype, tuple(ranges))
-
-
-@dataclass(frozen=True)
-class HalfLoaded:
-    """Arrays of a model that may hold parts of two states, since reading ended amid them.
-
-    The arrays are the same on every rank; the reason is the rank's own error, or what it was told of another's.
-    """
-
-    paths: frozenset[str]
-    reason: str
-
-    def without(self, paths: Iterable[str]) -> HalfLoaded | None:
-        """Return what is left when ``paths`` have been loaded whole. Not collective."""
-        left = self.paths.difference(paths)
-        return HalfLoaded(left, self.reason) if left else None
-
-    def __str__(self) -> str:
-        """Say what is wrong, why, and the way out."""
-        more = f" and {len(self.paths) - 1} more arrays" if len(self.paths) > 1 else ""
-        return (
-            f"half loaded: {min(self.paths)}{more} may hold parts of two states, since a checkpoint that had been "
-            f"verified could not be read again ({self.reason}): load one whole, with the optimizer's state, by "
-            "load_model, load_state or deserialize, or make a new model"
-        )
 
 
 @contextmanager

@@ -23,9 +23,9 @@ from mpizero.layout import Unit
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.device.device_parameters import DeviceAllocator, DeviceParameters, UnitGradients
 from mpizero.parallel.device.device_update import DeviceUpdater, StagedUpdater
-from mpizero.parallel.gradients.wave_buffer import Allocator, Job
-from mpizero.parallel.optimizer.sharded_update import Updater
-from mpizero.parallel.parameters.allocator import Memory
+from mpizero.parallel.gradients.reducer import Job
+from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
+from mpizero.parallel.parameters.allocator import Allocator, Memory
 from mpizero.parallel.parameters.store import Lender, ParameterStore
 from mpizero.parallel.step_rules import keeps_gradients_on_device
 from mpizero.sampletree import as_arrays, leaves_of, map_leaves
@@ -55,11 +55,9 @@ class ComputeDevice:
         """Return what lends the parameters of ``store`` where they are used."""
         return store
 
-    def updater(
-        self, optimizer: Any, store: ParameterStore, memory: Memory, *, replicated: bool, in_rows: bool
-    ) -> Updater:
+    def updater(self, optimizer: Any, store: ParameterStore, scope: UpdateScope) -> Updater:
         """Return an optimizer for the ranges of ``store`` that this rank updates; see :class:`Updater`."""
-        return Updater(optimizer, store, memory, replicated=replicated, in_rows=in_rows)
+        return Updater(optimizer, store, scope)
 
     def held(self) -> dict[str, int]:
         """Return the bytes of model state that this rank keeps elsewhere than on the host, by kind. Not collective."""
@@ -135,9 +133,7 @@ class CudaComputeDevice(ComputeDevice):
             self._mirror = DeviceParameters(store, self.device, self.sixteen, fetches=not self.keeps_gradients)
         return self._mirror
 
-    def updater(
-        self, optimizer: Any, store: ParameterStore, memory: Memory, *, replicated: bool, in_rows: bool
-    ) -> Updater:
+    def updater(self, optimizer: Any, store: ParameterStore, scope: UpdateScope) -> Updater:
         """Return an optimizer on the GPU, or on the host where it cannot or shall not be there. Not collective.
 
         Raises
@@ -147,9 +143,9 @@ class CudaComputeDevice(ComputeDevice):
         """
         adapted = optim.adapt(optimizer)
         if not updates_on_device(self.config, adapted):
-            return super().updater(adapted, store, memory, replicated=replicated, in_rows=in_rows)
+            return super().updater(adapted, store, scope)
         kind = DeviceUpdater if self.keeps_gradients else StagedUpdater
-        return kind(adapted, store, memory, self._mirror_of(store), replicated=replicated, in_rows=in_rows)
+        return kind(adapted, store, scope, self._mirror_of(store))
 
     def held(self) -> dict[str, int]:
         """Return the bytes of model state on the GPU, by kind. Not collective."""

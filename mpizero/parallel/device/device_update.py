@@ -22,9 +22,8 @@ import numpy as np
 from mpizero import kernels
 from mpizero.kernels import pool
 from mpizero.kernels.device import STAGING, Device, Fill, Source, copied
-from mpizero.parallel.optimizer.sharded_update import Updater
+from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
 from mpizero.parallel.optimizer.tied_parameters import home_of
-from mpizero.parallel.parameters.allocator import Memory
 from mpizero.parallel.parameters.shards import UpdatePiece, UpdateRun
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.types import Array
@@ -76,26 +75,21 @@ class DeviceUpdater(Updater):
         The library's: a user's own works on arrays of the host.
     store : ParameterStore
         The parameters.
-    memory : Memory
-        Counts what is on the host.
+    scope : UpdateScope
+        The ranges.
     mirror : Mirror
         The GPU's copy of ``store``.
-    replicated, in_rows : bool
-        As for :class:`Updater`.
     """
 
     def __init__(
         self,
         optimizer: Any,
         store: ParameterStore,
-        memory: Memory,
+        scope: UpdateScope,
         mirror: Mirror,
-        *,
-        replicated: bool,
-        in_rows: bool,
     ) -> None:
         self.mirror, self.device = mirror, mirror.device
-        super().__init__(optimizer, store, memory, replicated=replicated, in_rows=in_rows)
+        super().__init__(optimizer, store, scope)
 
     def _new_state(self) -> Array:
         state = self.device.keep("optimizer state", self.size, self.dtype)
@@ -143,8 +137,8 @@ class DeviceUpdater(Updater):
 class StagedUpdater(DeviceUpdater):
     """State on a GPU, gradients on the host: they pass through buffers on the GPU, block by block."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
+    def __init__(self, optimizer: Any, store: ParameterStore, scope: UpdateScope, mirror: Mirror) -> None:
+        super().__init__(optimizer, store, scope, mirror)
         gradient, weights = buffer_sizes(
             self.size, self.dtype.itemsize, norms=self.optimizer.needs_tensor_norms, whole=self.mirror.whole
         )

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+from mpizero.comm import ProcessGrid
 from mpizero.comm.supervision import guard
+from mpizero.parallel.batch.step_scalars import GrainScalars
+from mpizero.parallel.device.compute_device import ComputeDevice
 from mpizero.parallel.execution.evaluators import BlackBoxEvaluator, BlockEvaluator
 from mpizero.parallel.execution.pipeline import PipelineRunner
 from mpizero.parallel.execution.sequential import Runner, SequentialRunner, agreeable_errors
 from mpizero.parallel.gradients.unwritten_gradients import WriteCheck
+from mpizero.parallel.parameters.store import ParameterStore
+from mpizero.parallel.partition.local_model import Stage
+from mpizero.types import BlockModel
 
-if TYPE_CHECKING:
-    from mpizero.parallel.engine import Engine
 
-
-def make_runner(engine: Engine) -> Runner:
-    """Return what runs this rank's blocks: those of a pipeline stage, or the whole model. Not collective."""
-    grid, stage, scalars, scale = engine.grid, engine.stage, engine.scalars, engine.current_loss_scale
+def make_runner(
+    stage: Stage,
+    grid: ProcessGrid,
+    store: ParameterStore,
+    scalars: GrainScalars,
+    device: ComputeDevice,
+    loss_scale: Callable[[], float],
+) -> Runner:
+    """Return the runner of a pipeline stage, of a whole model of blocks, or of a black box. Not collective."""
     kinds: Any = {
         "counts": grid.here.tensor == 0,  # tensor ranks find the same losses
         "agreeable": agreeable_errors(grid),
-        "compute_device": engine.compute_device,
+        "compute_device": device,
     }
-    if not engine.block_model:
-        return SequentialRunner(BlackBoxEvaluator(stage.model, engine.store), scalars, stage, **kinds)
+    if not isinstance(stage.model, BlockModel):
+        return SequentialRunner(BlackBoxEvaluator(stage.model, store), scalars, stage, **kinds)
     always = "gradients" in guard.current().debug
     kinds["marks"] = WriteCheck(stage.model.blocks, scalars.frozen, always=always)
-    lender = engine.compute_device.lender(engine.store)
+    provider = device.lender(store)
     if grid.pipeline.size > 1:
-        return PipelineRunner(stage, lender, grid.pipeline, scalars, scale, **kinds)
-    return SequentialRunner(BlockEvaluator(stage.model, lender, scale, stage.run_on), scalars, stage, **kinds)
+        return PipelineRunner(stage, provider, grid.pipeline, scalars, loss_scale, **kinds)
+    return SequentialRunner(BlockEvaluator(stage.model, provider, loss_scale, stage.run_on), scalars, stage, **kinds)

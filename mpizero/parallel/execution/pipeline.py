@@ -25,8 +25,8 @@ from mpizero.parallel.batch.step_scalars import GrainScalars
 from mpizero.parallel.device.compute_device import ComputeDevice
 from mpizero.parallel.execution.evaluators import with_next
 from mpizero.parallel.execution.sequential import RunOf, WatchedJob
+from mpizero.parallel.gradients.reducer import Job
 from mpizero.parallel.gradients.unwritten_gradients import WriteCheck
-from mpizero.parallel.gradients.wave_buffer import Job
 from mpizero.parallel.parameters.store import Lender
 from mpizero.parallel.partition.local_model import Stage
 from mpizero.parallel.return_checks import loss_and_weight

@@ -14,8 +14,8 @@ from mpizero.layout import Unit
 from mpizero.parallel.batch.step_scalars import GrainScalars
 from mpizero.parallel.device.compute_device import ComputeDevice
 from mpizero.parallel.execution.evaluators import Evaluator
+from mpizero.parallel.gradients.reducer import Job
 from mpizero.parallel.gradients.unwritten_gradients import WriteCheck
-from mpizero.parallel.gradients.wave_buffer import Job
 from mpizero.parallel.partition.local_model import Stage
 from mpizero.sampletree import as_arrays
 from mpizero.types import EVALUATE, Run

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,9 +17,6 @@ from mpizero.comm import Communicator
 from mpizero.parallel.config import AUTO, elements_of
 from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.types import Array
-
-if TYPE_CHECKING:
-    from mpizero.parallel.engine import Engine
 
 #: Sizes that may be tried, in MiB.
 SIZES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
@@ -53,21 +49,30 @@ def fastest(sizes: Sequence[float], seconds: Array) -> float:
     return sizes[int(np.argmax(shortest <= CLOSE * shortest.min()))]
 
 
-def make_tuner(engine: Engine) -> BucketTuner:
+def make_tuner(
+    exchange: GradientExchange, everyone: Communicator, largest: int, bucket_mb: float | str | None, itemsize: int
+) -> BucketTuner:
     """Return what finds the size of an engine's buckets; it tries none where the size is given.
 
-    Collective over all ranks of the engine, if the size is to be found.
+    Collective over ``everyone``, if the size is to be found.
+
+    Parameters
+    ----------
+    exchange : GradientExchange
+        Its bucket is tuned.
+    everyone : Communicator
+        The ranks that train together.
+    largest : int
+        The most elements that could travel at once from this rank's group: :attr:`GradientReducer.largest`.
+    bucket_mb : float, str or None
+        As ``ShardingConfig.bucket_mb``.
+    itemsize : int
+        Bytes of an element.
     """
-    if engine.config.bucket_mb != AUTO:
-        return BucketTuner(engine.exchange, engine.scalars.everyone, (), engine.dtype.itemsize)
-    shares, largest = engine.store.peer_shares, 0
-    if len(shares) > 1:  # with one group nothing travels here; between the groups of another stage it may
-        sizes = [[sum(span.size for span in spans) for spans in share.gradient_spans] for share in shares]
-        totals = [max(unit, default=0) for unit in sizes] if engine.placement.waves else [sum(unit) for unit in sizes]
-        largest = engine.layout.gradient_size if engine.sums_behind else len(shares) * max(totals)
-    everyone, itemsize = engine.scalars.everyone, engine.dtype.itemsize
-    tried = worth_trying(max(everyone.allgather_object(largest, "bucket sizes")), itemsize)
-    return BucketTuner(engine.exchange, everyone, tried, itemsize)
+    tried: tuple[float, ...] = ()
+    if bucket_mb == AUTO:  # between the groups of another stage more may travel than here
+        tried = worth_trying(max(everyone.allgather_object(largest, "bucket sizes")), itemsize)
+    return BucketTuner(exchange, everyone, tried, itemsize)
 
 
 class BucketTuner:
@@ -144,4 +149,4 @@ class BucketTuner:
         self._settled = True
 
     def _use(self, size: float) -> None:
-        self._exchange.elements = elements_of(size, self._itemsize)
+        self._exchange.resize(elements_of(size, self._itemsize))

@@ -15,7 +15,6 @@ import numpy as np
 from mpizero.comm.reduce.codecs import Codec
 from mpizero.comm.reduce.exact import ExactExchange, gather_packed, gather_spans, in_flight
 from mpizero.layout import Span
-from mpizero.parallel.parameters.allocator import Memory
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.step_rules import gradient_codec
@@ -50,20 +49,25 @@ class GradientExchange(ExactExchange):
     Parameters
     ----------
     store : ParameterStore
-        The parameters: who owns which, and their type. Only float32 is compressed.
-    memory : Memory
-        Where residuals and messages have their room.
+        The parameters: who owns which, their type, and memory for residuals and messages. Only float32 is compressed.
     placement : Placement
         Whether all peers keep the whole optimizer state, and so take all reduced gradients.
     compression : str or None
         As ``ShardingConfig.gradient_compression``.
+    elements : int or None
+        Elements in flight at once; None takes the default.
     """
 
     def __init__(
-        self, store: ParameterStore, memory: Memory, placement: Placement, compression: str | None = None
+        self,
+        store: ParameterStore,
+        placement: Placement,
+        compression: str | None = None,
+        *,
+        elements: int | None = None,
     ) -> None:
-        super().__init__(store.grid.peers, None, memory.scratch)
-        self.memory, self.shares, self.dtype = memory, store.peer_shares, store.dtype
+        super().__init__(store.grid.peers, None, store.memory.scratch, elements)
+        self.memory, self.shares, self.dtype, self.placement = store.memory, store.peer_shares, store.dtype, placement
         self.replicated = not placement.shard_optimizer
         self._kept = self._next = np.empty(0, np.float32)
         self._begun = False

@@ -1,11 +1,11 @@
-"""Sums of whole rows between groups of ranks, behind the backward pass that still fills them (DDP).
+"""Overlap the reduction of gradients between nodes with the backward pass that still computes them (DDP).
 
 [Note: buckets of rows] The row space is cut into buckets from its end: blocks come to the end of their backward pass
 from the last to the first. As soon as every block that reaches into a bucket has ended on this rank, and a barrier says
 the same of its node, the bucket's partial sums are exchanged. The peers share each bucket evenly: were it summed by the
 rank whose share of the flat order it is in, as at the end of a step, all others would send to that one at a time. Then
-each brings its part to all peers, straight to its place in their first rows. One exchange is on its way at a time, and
-any number of gathers, which take no buffers. The sum is that of every element's tree, whoever adds it up.
+each brings its part to all peers, straight to its place in their first rows. One exchange is in flight at a time, and
+any number of gathers, which take no buffers. Every element is summed by its tree, on whichever rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpizero.comm.reduce.exact import Gathering, begin_gather, exchange_step
-from mpizero.comm.reduce.segments import Arriving, Turn, program_array, tree_sum
+from mpizero.comm.reduce.segments import Arriving, Segment, program_array, tree_sum
 from mpizero.layout import Partition, RowsPlan, Span
 from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.parallel.parameters.store import ParameterStore
@@ -24,7 +24,7 @@ from mpizero.types import Array
 
 
 class Bucket(NamedTuple):
-    """Part of the row space that travels at once.
+    """Describe the part of the row space that travels at once.
 
     Attributes
     ----------
@@ -79,13 +79,13 @@ def _shared_evenly(spans: Sequence[Span], peers: int) -> tuple[tuple[Span, ...],
     return tuple(parts)
 
 
-class SumsBehind:
-    """The sum of one step's rows over the groups, begun bucket by bucket as blocks end.
+class OverlappedReduction:
+    """Sum one step's rows over the groups of ranks, bucket by bucket as blocks end.
 
     Parameters
     ----------
     store : ParameterStore
-        Whose gradients these are: their places in a row, the barrier of the node, and the timeline.
+        The parameters: where their gradients stand in a row, the memory of the node, and the timeline.
     exchange : GradientExchange
         Without compression.
     spans : sequence over peers of sequences of Span
@@ -105,7 +105,7 @@ class SumsBehind:
         rows: tuple[Array, Array],
     ) -> None:
         self._memory, self._timeline, layout = store.memory, store.timeline, store.layout
-        self._exchange, self.spans, (self._rows, self.total) = exchange, spans, rows
+        self._exchange, (self._rows, self.total) = exchange, rows
         self._counts = [len(programs) for programs in plan.group_programs]
         self._sums = [program_array(program) for program in plan.group_programs[exchange.peers.rank]]
         self._root = program_array(plan.root)
@@ -117,13 +117,13 @@ class SumsBehind:
                 end = layout.gradient_bases[entry.unit] + entry.gradient + entry.spec.size
                 self._ends[entry.block] = max(self._ends[entry.block], end)
         self._final = layout.gradient_size
-        self._coming: tuple[Bucket, Arriving] | None = None
+        self._exchanging: tuple[Bucket, Arriving] | None = None
         self._gatherings: list[Gathering] = []
 
     @property
     def in_flight(self) -> int:
         """Exchanges and gathers that are not known to have ended. Not collective."""
-        return (self._coming is not None) + len(self._gatherings)
+        return (self._exchanging is not None) + len(self._gatherings)
 
     def ended(self, blocks: Sequence[str], fold: Callable[[int, int], None]) -> None:
         """Fold what is final of the row now that ``blocks`` have ended, and begin the buckets inside.
@@ -148,8 +148,8 @@ class SumsBehind:
 
     def poll(self) -> None:
         """Let messages move on. Not collective."""
-        if self._coming is not None:
-            self._coming[1].test()
+        if self._exchanging is not None:
+            self._exchanging[1].test()
         self._gatherings[:] = [gathering for gathering in self._gatherings if not gathering.test()]
 
     def finish(self) -> None:
@@ -170,15 +170,15 @@ class SumsBehind:
         for window, part in zip(windows, bucket.parts, strict=True):
             window += [(0, span) for span in part if span.size]
         if any(windows):
-            turn = Turn(self._rows, windows, self._counts, self._sums, "gradients")
-            self._coming = bucket, self._exchange.begin_turn(turn)
+            segment = Segment(self._rows, windows, self._counts, self._sums, "gradients")
+            self._exchanging = bucket, self._exchange.begin_segment(segment)
         self._timeline.end("reduction", "bucket", begun)
 
     def _arrive(self) -> None:
-        """Wait for the exchange on its way, add up what has come, and begin to give it to all peers."""
-        if self._coming is None:
+        """Wait for the exchange in flight, add up what has come, and begin to give it to all peers."""
+        if self._exchanging is None:
             return
-        (bucket, arriving), self._coming = self._coming, None
+        (bucket, arriving), self._exchanging = self._exchanging, None
         for piece in arriving.pieces():
             out = self.total[piece.target : piece.target + piece.size]
             tree_sum(piece.rows, piece.first, self._root, self._one, out)

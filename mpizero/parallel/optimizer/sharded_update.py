@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,8 @@ import numpy as np
 from mpizero import kernels, optim
 from mpizero.comm import ProcessGrid
 from mpizero.layout import FlatLayout, Span, cover, merge
-from mpizero.parallel.gradients.accumulation import GradientRows
-from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.parallel.optimizer.global_norm import Across
 from mpizero.parallel.optimizer.tied_parameters import TieExchange, home_of
-from mpizero.parallel.parameters.allocator import Memory
 from mpizero.parallel.parameters.shards import Share, UpdatePiece, runs_of, update_pieces
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.types import Array
@@ -108,8 +105,31 @@ def _evaluate(held: Sequence[tuple[Any, tuple[int, ...]]], values: Array) -> flo
     return stack[0]
 
 
+@dataclass(frozen=True)
+class UpdateScope:
+    """Describe which ranges a rank updates, and what it asks other ranks before it does.
+
+    Attributes
+    ----------
+    replicated : bool
+        Whether every group keeps the whole state (DDP); otherwise each rank keeps that of its own share.
+    in_rows : bool
+        Whether reduced gradients stand in the first row (else in the concatenation of the owned ranges).
+    across : Across or None
+        Merges norms over ranks that hold other parts of the model; None where there are none.
+    ties : callable or None
+        Makes, from the pieces of this rank's own share, what sums the gradients of parameters that this stage shares
+        with others; None where there are none.
+    """
+
+    replicated: bool
+    in_rows: bool
+    across: Across | None = None
+    ties: Callable[[Sequence[UpdatePiece]], TieExchange] | None = None
+
+
 class Updater:
-    """An optimizer bound to the ranges that this rank updates.
+    """Run an optimizer on the ranges that this rank updates.
 
     Parameters
     ----------
@@ -117,32 +137,25 @@ class Updater:
         Anything that :func:`mpizero.optim.adapt` takes.
     store : ParameterStore
         The parameters.
-    memory : Memory
-        Where the state comes from.
-    replicated : bool
-        Whether every group keeps the whole state (DDP); otherwise each rank keeps that of its own share.
-    in_rows : bool
-        Whether reduced gradients stand in the first row (else in the concatenation of the owned ranges).
+    scope : UpdateScope
+        The ranges.
     """
 
-    def __init__(
-        self, optimizer: Any, store: ParameterStore, memory: Memory, *, replicated: bool, in_rows: bool
-    ) -> None:
+    def __init__(self, optimizer: Any, store: ParameterStore, scope: UpdateScope) -> None:
         self.optimizer = optim.adapt(optimizer)
-        self.store, self.memory, self.grid, layout = store, memory, store.grid, store.layout
-        self.shares = store.peer_shares if replicated else (store.share,)
+        self.store, self.memory, self.grid, layout = store, store.memory, store.grid, store.layout
+        self.shares = store.peer_shares if scope.replicated else (store.share,)
         # A copy of another stage's parameter belongs to that one's group, which may go by name.
         groups = {e.spec: self.optimizer.group_of(replace(e.spec, name=home_of(e.spec))) for e in layout.parameters}
         bases = [store.base] if store.sharded else None
-        self.pieces = update_pieces(self.shares, groups, bases, in_rows)
+        self.pieces = update_pieces(self.shares, groups, bases, scope.in_rows)
         self.plain_runs = runs_of([p for p in self.pieces if not p.uses])
         self.runs = runs_of(self.pieces)
         self.tied = tuple(p for p in self.pieces if p.uses)
         self.groups = sorted(set(groups.values()))
         self.size = sum(piece.size for piece in self.pieces)
         self.trees = TensorTree(self.grid, layout, self.pieces)
-        self.ties: TieExchange | None = None
-        self.across: Across | None = None
+        self._across, self._ties = scope.across, None if scope.ties is None else scope.ties(self.trees.own)
         #: Is shown every reduced gradient, clipped and unscaled, just before it is used. A fused update has none.
         self.watch: Callable[[Array], None] | None = None
         self.step_count = 0
@@ -259,12 +272,12 @@ class Updater:
 
     def exchange_ties(self, reduced: Array) -> None:
         """Add the uses of parameters that several stages share. Collective over the stages' data groups."""
-        if self.ties is not None:
-            self.ties.add(reduced)
+        if self._ties is not None:
+            self._ties.add(reduced)
 
     def add_uses(self, reduced: Array) -> None:
         """Add the gradients of the other tied uses to the parameter's own, in declared order. Not collective."""
-        added = frozenset[str]() if self.ties is None else self.ties.names
+        added = frozenset[str]() if self._ties is None else self._ties.names
         for piece in self.tied:
             if home_of(piece.entry.spec) in added:
                 continue
@@ -293,7 +306,7 @@ class Updater:
     def _square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, float]:
         """Return the sum of squares of every trainable parameter of the model. Collective over all ranks."""
         sums = self.trees.square_sums(values, starts)
-        return sums if self.across is None else self.across.merge(sums)
+        return sums if self._across is None else self._across.merge(sums)
 
     def scale(self, reduced: Array, factor: float) -> None:
         """Multiply this rank's reduced gradients by ``factor``. Not collective."""
@@ -350,19 +363,3 @@ class Updater:
     def _parameters(self) -> Array:
         """Return all parameters of this rank's group, where the optimizer's kernels run."""
         return self.store.values
-
-
-def reduce_rows(
-    rows: GradientRows, exchange: GradientExchange, updater: Updater, divisor: Array, out: Array | None
-) -> Array:
-    """Sum the rows of all ranks into this rank's ranges, tied uses added. Collective over the data group.
-
-    With replicated optimizer state (``out`` is None and several shares) every peer gets the ranges of all peers.
-    """
-    shares = updater.store.peer_shares
-    reduced = updater.where_used(rows.reduce(exchange, shares, divisor, out))
-    updater.exchange_ties(reduced)
-    if len(updater.shares) > 1:
-        rows.replicate(exchange, shares)
-    updater.add_uses(reduced)
-    return reduced

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -79,6 +79,22 @@ def on_all_ranks(world: Communicator, what: str) -> Iterator[None]:
         if reason := next(filter(None, reasons), ""):
             raise SharedMemoryError(reason) from None
         raise
+
+
+class Allocator(Protocol):
+    """Give arrays and count them: :class:`Memory`, or the memory of a GPU."""
+
+    def private(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        """Return a zeroed array of this rank alone. Not collective."""
+
+    def release(self, kind: str, array: Array) -> None:
+        """Stop counting a private array that its owner drops. Not collective."""
+
+    def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
+        """Return zeroed arrays that all ranks of the node read and write. Collective over the node."""
+
+    def free_shared(self, kind: str, arrays: Sequence[Array]) -> None:
+        """Give back what :meth:`shared` returned. Collective over the node."""
 
 
 class Memory:

@@ -9,7 +9,6 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import DataError, LayoutError, RemoteError
-from mpizero.parallel.batch.grain_owners import contiguous_owners, wave_owners
 from mpizero.testing import run_in_threads
 from tests.parallel.models import gpt, layouts, mlp, part, points, sharded, step_whose_sum_overflows, ten, tokens
 
@@ -47,9 +46,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(world: 
 
 def owner(model: Any, count: int) -> int:
     """The rank that computes the last of ``count`` grains."""
-    engine = model.engine
-    owners = (wave_owners if engine._ring else contiguous_owners)(engine.grid, count)
-    return int(owners[-1])
+    return int(model.engine.reducer.owners(count)[-1])
 
 
 def test_a_loss_that_is_not_finite_skips_the_step_too() -> None:

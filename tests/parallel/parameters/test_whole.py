@@ -24,7 +24,7 @@ from mpizero.parallel.checkpointing import model_state
 from mpizero.parallel.checkpointing import restore as reading
 from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.parallel.integrity import Integrity
-from mpizero.parallel.optimizer.sharded_update import Updater
+from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
 from mpizero.parallel.parameters.allocator import Memory
 from mpizero.parallel.parameters.global_view import GlobalView, check_holdings
 from mpizero.parallel.parameters.store import ParameterStore
@@ -134,10 +134,10 @@ def place(comm: Any, model: Any, spread: Spread) -> Any:
     engine = SimpleNamespace(layout=layout, store=store, grid=grid, memory=memory, dtype=store.values.dtype)
     engine.start_over = lambda: start(engine, model)
     engine.whole = GlobalView(blocks, store, grid)
-    engine.updater = Updater(mz.AdamW(), store, memory, replicated=not row.shard_optimizer, in_rows=True)
+    engine.updater = Updater(mz.AdamW(), store, UpdateScope(not row.shard_optimizer, in_rows=True))
     engine.placement, engine.step_number, engine.loss_scale, engine.pristine = row, 0, None, False
     engine.integrity, engine.half_loaded = Integrity(grid, store, 0), None
-    engine.exchange = GradientExchange(store, memory, row)
+    engine.exchange = GradientExchange(store, row)
     start(engine, model)
     return engine
 

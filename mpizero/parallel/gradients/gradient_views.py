@@ -1,0 +1,61 @@
+"""View flat gradient buffers by name, and add up the micro-batches of a grain in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpizero.layout import FlatLayout, Unit
+from mpizero.layout.flat import views
+from mpizero.parallel.gradients.unwritten_gradients import LentGradients
+from mpizero.parallel.parameters.allocator import Allocator
+from mpizero.types import Array
+
+
+class GradientViews:
+    """Name the parts of gradient buffers; frozen parameters get scratch memory whose values nobody reads."""
+
+    def __init__(self, layout: FlatLayout, memory: Allocator, dtype: Any) -> None:
+        self.scratch = memory.private("buffers", layout.largest_frozen, dtype)
+
+    def unit(self, unit: Unit, buffer: Array) -> dict[str, Any]:
+        """Return nested views, by block, of a buffer that holds the gradient space of ``unit``."""
+        result = {}
+        for block in unit.blocks:
+            entries = [entry for entry in unit.entries if entry.block == block]
+            tree = views(buffer, [(e.local_name, e.gradient, e.spec.shape) for e in entries if e.gradient >= 0])
+            frozen = views(self.scratch, [(e.local_name, 0, e.spec.shape) for e in entries if e.gradient < 0])
+            result[block] = LentGradients(_united(tree, frozen))
+        return result
+
+
+def _united(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    for name, value in second.items():
+        first[name] = _united(first[name], value) if isinstance(first.get(name), dict) else value
+    return first
+
+
+class MicroBatchSum:
+    """Add the micro-batches of a grain in order, in one buffer besides the target, made when it is first needed."""
+
+    def __init__(self, memory: Allocator, size: int, dtype: Any, accumulate: int) -> None:
+        self.memory, self.size, self.dtype = memory, size if accumulate > 1 else 0, dtype
+        self.partial: Array = np.empty(0, dtype)
+
+    def add(self, target: Array, base: int, number: int) -> None:
+        """Add micro-batch ``number``, whose gradient stands in ``target``, to the running sum."""
+        if not self.size:
+            return
+        if not self.partial.size:
+            self.partial = self.memory.private("gradients", self.size, self.dtype)
+        partial = self.partial[base : base + target.size]
+        if number == 0:
+            partial[:] = target
+        else:
+            partial += target
+
+    def finish(self, target: Array, base: int) -> None:
+        """Write the sum to ``target``."""
+        if self.partial.size:
+            target[:] = self.partial[base : base + target.size]

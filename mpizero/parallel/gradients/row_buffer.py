@@ -1,0 +1,264 @@
+"""Keep whole gradients of contiguous grains in rows, and sum them at the end of a step or during it (DDP, ZeRO-1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mpizero.comm.reduce.exact import RowsToSum
+from mpizero.comm.reduce.segments import Piece, program_array, tree_sum
+from mpizero.errors import StateError
+from mpizero.layout import RowsPlan, Unit, rows_plan
+from mpizero.parallel.batch.grain_owners import contiguous_owners, contiguous_shares
+from mpizero.parallel.batch.redistribute import GlobalBatch
+from mpizero.parallel.gradients.exchange import GradientExchange
+from mpizero.parallel.gradients.gradient_views import GradientViews, MicroBatchSum
+from mpizero.parallel.gradients.overlap import OverlappedReduction
+from mpizero.parallel.gradients.reducer import Job, SumOperands
+from mpizero.parallel.parameters.allocator import Allocator, on_all_ranks, paged
+from mpizero.parallel.parameters.store import ParameterStore
+from mpizero.parallel.step_rules import overlaps_reduction
+from mpizero.types import Array
+
+
+class RowBuffer:
+    """Add up the gradients of this rank's grains in rows of the whole gradient, in a window that its node shares.
+
+    Implements :class:`~mpizero.parallel.gradients.reducer.GradientReducer`. The sum stands in this rank's first row, or
+    in ``shard``.
+
+    Parameters
+    ----------
+    store : ParameterStore
+        The parameters: layout, ranks, memory, timeline.
+    allocator : Allocator
+        Where rows come from: the store's memory, or a GPU's.
+    views : GradientViews
+        Names of the gradients.
+    exchange : GradientExchange
+        Delivers partial sums to their owners.
+    accumulate : int
+        Micro-batches of a grain.
+    by_block : bool
+        Whether every block tells when its gradients are complete, so that the sum may overlap with the backward pass.
+    shard : callable, optional
+        Returns the array that takes the sums of this rank's ranges, one after the other, in place of its first row.
+    """
+
+    waves = False
+
+    def __init__(
+        self,
+        store: ParameterStore,
+        allocator: Allocator,
+        views: GradientViews,
+        exchange: GradientExchange,
+        accumulate: int,
+        *,
+        by_block: bool,
+        shard: Callable[[], Array] | None = None,
+    ) -> None:
+        self.store, self.layout, self.grid, self.dtype = store, store.layout, store.grid, store.dtype
+        self.allocator, self.exchange, self.accumulate = allocator, exchange, accumulate
+        self._named, self._by_block, self._shard = views, by_block, shard
+        self._ranges = [[s for unit in self.layout.units for s in p.row_spans(unit.index)] for p in store.peer_shares]
+        self.stride = paged(self.layout.gradient_size * self.dtype.itemsize) // self.dtype.itemsize
+        self.window: Array = np.zeros((0, self.stride), self.dtype)
+        self._storage = self.window
+        self._micro_batches = MicroBatchSum(allocator, self.layout.gradient_size, self.dtype, accumulate)
+        self._views: dict[tuple[int, int], Any] = {}
+        self._plans: dict[int, RowsPlan] = {}
+        self._reserved: set[int] = set()
+        self._plan: RowsPlan | None = None
+        self.overlapped: OverlappedReduction | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether rows are summed during the backward pass that still fills them. Not collective."""
+        peers, stages = self.grid.peers.size, self.grid.pipeline.size
+        return self._by_block and overlaps_reduction(self.exchange.placement, peers, stages, self.exchange.codec)
+
+    @property
+    def largest(self) -> int:
+        """The most elements that could travel at once: a row, or with an owner of each range what all peers send it."""
+        sizes = [sum(span.size for span in ranges) for ranges in self._ranges]
+        if len(sizes) == 1:
+            return 0
+        return self.layout.gradient_size if self.overlaps else len(sizes) * max(sizes)
+
+    def owners(self, count: int) -> list[int]:
+        """Return the rank of ``grid.batch`` that computes each of ``count`` grains. Not collective."""
+        return contiguous_owners(self.grid, count)
+
+    def row(self, number: int) -> Array:
+        """Return one of this rank's rows. Not collective."""
+        row: Array = self.window[self._place(number)]
+        return row[: self.layout.gradient_size]
+
+    def _place(self, number: int) -> int:
+        rows: int = self.window.shape[0] // self.grid.node.size
+        return self.grid.node.rank * rows + number
+
+    # ------------------------------------------------------------------ micro-batches
+
+    def jobs(self, batch: GlobalBatch, *, summed: bool) -> list[Job]:
+        """Return this rank's micro-batches, whose gradients are added up as they come.
+
+        Collective over all ranks where the number of grains is a new one. If the rows are ``summed`` next, that begins
+        as the last job goes on, where it may: [Note: buckets of rows].
+        """
+        self.finish()  # of a step that an error has broken off on all ranks
+        self._plan, self.overlapped = None, None
+        self.reserve(batch.count)
+        self._plan = plan = self._planned(batch.count)
+        if summed and self.overlaps:
+            rows = (self.window, self.row(0))
+            self.overlapped = OverlappedReduction(self.store, self.exchange, self._ranges, plan, rows)
+        jobs: list[Job] = []
+        for index, row, additions in plan.folds[self.grid.place].folds:
+            grain = batch.grains[index]
+            last = len(grain.micro_batches) - 1
+            for number in range(last + 1):
+                done = partial(self._done, row, number, additions if number == last else None)
+                jobs.append(Job(grain, number, partial(self._target, row), done, partial(self._flat, row)))
+        if self.overlapped is not None and jobs:
+            whole: Any = jobs[-1].done
+            fold, ended = partial(self._fold, *whole.args), self.overlapped.ended
+            jobs[-1] = jobs[-1]._replace(
+                done=lambda unit: ended(unit.blocks, fold), ended=lambda block: ended((block,), fold)
+            )
+        absent = Job(None, 0, _no_target, _nothing, _no_target)
+        return jobs + [absent] * (self.rounds(batch.count) - len(jobs))
+
+    def rounds(self, count: int) -> int:
+        """Return how many micro-batches of ``count`` grains every rank must take part in; 0 where nothing is gathered.
+
+        Not collective.
+        """
+        return -(-count // self.grid.data.size) * self.accumulate if self.store.sharded else 0
+
+    def poll(self) -> None:
+        """Let sums in flight move on. Not collective."""
+        if self.overlapped is not None:
+            self.overlapped.poll()
+
+    def finish(self) -> None:
+        """Wait for the sums that jobs have begun. Collective over the data group where they were to be."""
+        if self.overlapped is not None:
+            self.overlapped.finish()
+
+    def _done(self, row: int, number: int, additions: Sequence[tuple[int, int]] | None, unit: Unit) -> None:
+        """Fold one unit's part of a row; ``additions`` come with the last micro-batch of a grain."""
+        base = self.layout.gradient_bases[unit.index]
+        self._fold(row, number, additions, base, base + unit.gradients)
+
+    def _fold(self, row: int, number: int, additions: Sequence[tuple[int, int]] | None, start: int, stop: int) -> None:
+        part = self.row(row)[start:stop]
+        self._micro_batches.add(part, start, number)
+        if additions is not None:
+            self._micro_batches.finish(part, start)
+            for target, source in additions:
+                total = self.row(target)[start:stop]
+                total += self.row(source)[start:stop]
+
+    def _flat(self, row: int, unit: Unit) -> Array:
+        base = self.layout.gradient_bases[unit.index]
+        return self.row(row)[base : base + unit.gradients]
+
+    def _target(self, row: int, unit: Unit) -> Any:
+        key = (self._place(row), unit.index)
+        if key not in self._views:
+            self._views[key] = self._named.unit(unit, self._flat(row, unit))
+        return self._views[key]
+
+    # ------------------------------------------------------------------ sums
+
+    def operands(self) -> SumOperands:
+        """Return the rows of all ranks, of which this rank sums its ranges. Collective over the node."""
+        self._meet()
+        return SumOperands(self.window, program_array(self._current().root), self.row(0))
+
+    def sum(self, divisor: Array) -> Array:
+        """Sum this rank's ranges and divide by ``divisor``. Collective over the data group.
+
+        What has been summed during the backward pass stands in the first row, for all peers, and is only divided.
+        """
+        if self.overlapped is not None:
+            for span in (span for spans in self._ranges for span in spans):
+                part = self.row(0)[span.start : span.stop]
+                np.divide(part, divisor, out=part)
+            return self.row(0)
+        self._meet()
+        pieces, program = self._pieces()
+        result = self.row(0) if self._shard is None else self._shard()
+        for piece in pieces:
+            start = piece.target if self._shard is None else piece.position
+            tree_sum(piece.rows, piece.first, program, divisor, result[start : start + piece.size])
+        return result
+
+    def replicate(self) -> None:
+        """Give the sums to all peers if they need them and have none yet. Collective over the data group."""
+        if self.exchange.replicated and self.overlapped is None:
+            self.exchange.replicate(self.row(0), self._ranges)
+
+    def local_sum(self) -> Array:
+        """Return the sum of this rank's grains as a new array: their nodes added in order. Not collective."""
+        held = [row for _, row in self._current().folds[self.grid.place].held]
+        total = np.zeros(self.layout.gradient_size, self.dtype)
+        for number, row in enumerate(held):
+            total = self.row(row).copy() if number == 0 else total + self.row(row)
+        return total
+
+    def _meet(self) -> None:
+        """Return when the rows of all ranks of the node are complete. Collective over the node."""
+        with self.store.timeline.span("reduction", "rows"):
+            self.store.memory.barrier("rows")
+
+    def _pieces(self) -> tuple[Iterator[Piece], Array]:
+        """Return an iterator over what this rank has to sum, and the program that sums it. Collective."""
+        plan, residuals = self._current(), self.exchange.residuals()
+        rows = RowsToSum(self.window, self._ranges, plan.group_programs, "gradients", residuals)
+        return self.exchange.pieces(rows), program_array(plan.root)
+
+    def _current(self) -> RowsPlan:
+        if self._plan is None:
+            raise StateError("no gradient exists yet: call train or compute_gradients first")
+        return self._plan
+
+    def _planned(self, count: int) -> RowsPlan:
+        """Return the plan for ``count`` grains."""
+        if count not in self._plans:
+            self._plans[count] = rows_plan(contiguous_shares(self.grid, count), self.grid.group_sizes, count)
+        return self._plans[count]
+
+    # ------------------------------------------------------------------ memory
+
+    def reserve(self, count: int) -> None:
+        """Take the memory of a batch of ``count`` grains. Collective over all ranks where that is a new number."""
+        needed = self._planned(count).rows * self.grid.node.size
+        if count not in self._reserved:  # some data groups may have room for it that others have to make
+            reserved, self._reserved = self._reserved, set()  # where this fails, earlier rows may be gone
+            with on_all_ranks(self.grid.world, "gradients"):
+                self._take(needed)
+            self._reserved = reserved | {count}
+        self.window = self._storage[:needed]  # a rank's rows stand where the plan of this batch looks for them
+
+    def _take(self, needed: int) -> None:
+        if self._storage.shape[0] < needed:
+            self._views.clear()
+            self.window, held = self.window[:0], self._storage
+            self._storage = self._storage[:0]
+            if held.size:
+                self.allocator.free_shared("gradients", (held,))
+            (self._storage,) = self.allocator.shared("gradients", [(needed, self.stride)], self.dtype)
+
+
+def _nothing(unit: Unit) -> None:
+    """Rows need nothing when a unit's backward ends."""
+
+
+def _no_target(unit: Unit) -> Any:
+    raise RuntimeError("an absent grain has no gradient")

@@ -1,0 +1,216 @@
+"""Place one model on the ranks: their groups, this rank's part of the model, and the arrays that it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mpizero import optim
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.recording.timeline import Timeline
+from mpizero.errors import ConfigError, SharedMemoryError
+from mpizero.layout import FlatLayout, Grains
+from mpizero.nn.freed_memory import keep_freed_memory
+from mpizero.parallel.batch.step_scalars import GrainScalars
+from mpizero.parallel.blas_threads import settle_blas
+from mpizero.parallel.checkpointing.half_loaded import HalfLoaded
+from mpizero.parallel.config import ShardingConfig
+from mpizero.parallel.device.compute_device import open_compute_device
+from mpizero.parallel.execution.factory import make_runner
+from mpizero.parallel.execution.sequential import Runner
+from mpizero.parallel.gradients.exchange import GradientExchange
+from mpizero.parallel.gradients.gradient_views import GradientViews
+from mpizero.parallel.gradients.reducer import GradientReducer
+from mpizero.parallel.gradients.row_buffer import RowBuffer
+from mpizero.parallel.gradients.wave_buffer import WaveBuffer
+from mpizero.parallel.integrity import Integrity
+from mpizero.parallel.memory_check import fits_shared_memory, tell_private
+from mpizero.parallel.optimizer.global_norm import Across
+from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
+from mpizero.parallel.optimizer.tied_parameters import TieExchange
+from mpizero.parallel.parameters.allocator import Memory
+from mpizero.parallel.parameters.global_view import GlobalView
+from mpizero.parallel.parameters.shards import UpdatePiece
+from mpizero.parallel.parameters.store import ParameterStore
+from mpizero.parallel.partition.blocks import blocks_of
+from mpizero.parallel.partition.local_model import build_stage, trainable_names
+from mpizero.parallel.partition.parallel_layout import Spread
+from mpizero.parallel.placement import Placement
+from mpizero.parallel.step_rules import assigns_waves
+from mpizero.types import BlockModel
+
+
+class PlacedModel:
+    """Hold one rank's part of a model: parameters, gradients and optimizer state, by a row of the placement table.
+
+    Construction and every public method are collective over ``config.comm``.
+
+    Parameters
+    ----------
+    model : BlockModel or BlackBoxModel
+        The whole model.
+    config : ShardingConfig
+        The ranks and how they work together.
+    placement : Placement
+        The row of the strategy.
+    spread : Spread, optional
+        How the model is cut besides data parallelism; not at all unless given.
+    device : int, optional
+        The GPU of the node to compute on; without it the ranks of a node take its GPUs in turn.
+    private : bool
+        Keep a copy of the model on every rank, although ranks could share memory.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: ShardingConfig,
+        placement: Placement,
+        spread: Spread | None = None,
+        *,
+        device: int | None = None,
+        private: bool = False,
+    ) -> None:
+        self.model, self.config, self.placement = model, config, placement
+        self._blas_threads = settle_blas(config.communicator, config.threads)
+        self.block_model = isinstance(model, BlockModel)
+        self.compute_device = open_compute_device(config, self.block_model, device)
+        if self.block_model and not config.is_guest:
+            keep_freed_memory()
+        self.dtype = np.dtype(model.dtype)
+        if self.dtype not in (np.float32, np.float64):
+            raise ConfigError(f"parameters of type {self.dtype} are not supported: use float32 or float64")
+        self._find_part(spread, private=private)
+        if not fits_shared_memory(self.grid, self.layout, self.dtype.itemsize, placement, config):
+            self._find_part(spread, private=True)
+        try:
+            self._take_memory()
+        except SharedMemoryError as error:  # on all ranks: somebody has taken it meanwhile
+            self.memory.close()
+            tell_private(self.grid.world, str(error))
+            self._find_part(spread, private=True)
+            self._take_memory()
+        self.whole = GlobalView(blocks_of(model), self.store, self.grid)
+        self.scalars = GrainScalars(self.grid, self.layout, tuple(blocks_of(model)))
+        self.across = Across(self.grid, self.layout, trainable_names(model)) if self.grid.model.size > 1 else None
+        self.ties = self._tie_exchange()
+        self.runner = self._make_runner()
+        self.updater: Updater | None = None
+        self.integrity = Integrity(self.grid, self.store, config.check_every)
+        self.loss_scale: optim.LossScaleState | None = None
+        #: What a load has left amid two states; the model refuses to be used then.
+        self.half_loaded: HalfLoaded | None = None
+        self.store.begin(model)
+
+    def _find_part(self, spread: Spread | None, *, private: bool) -> None:
+        """Find the groups of ranks and this rank's part of the model."""
+        axes = None if spread is None else spread.axes(self.config.communicator.size)
+        self.grid = self.config.grid_of(axes, private=private)
+        if self.grid.context.size > 1 and self.grid.order != tuple(range(self.grid.data.size)):
+            self.grid = self.config.grid_of(axes, private=True)  # the parts of a grain must be neighbours in a wave
+        self.stage = build_stage(self.model, self.grid, spread or Spread(), self.compute_device.group)
+        self.layout = self._layout_of(self.stage.number)
+
+    def _layout_of(self, stage: int) -> FlatLayout:
+        return self.stage.layout(
+            stage, one_unit=self.placement.one_unit, minimum_unit=self.config.minimum_parameter_group_size
+        )
+
+    def _take_memory(self) -> None:
+        """Make the arrays of parameters and gradients."""
+        config, grid, placement = self.config, self.grid, self.placement
+        self.memory, self.timeline = Memory(grid.node), Timeline()
+        self.store = ParameterStore(
+            self.layout, grid, self.memory, placement.shard_parameters, self.dtype, timeline=self.timeline
+        )
+        elements = config.bucket_elements(self.dtype.itemsize)
+        self.exchange = GradientExchange(self.store, placement, config.gradient_compression, elements=elements)
+        self.compute_device.share_gradients(grid.data.size)
+        allocator = self.compute_device.allocator(self.memory)
+        with all_ranks(grid.world, "buffers"):
+            views = GradientViews(self.layout, allocator, self.dtype)
+        waves = None
+        if assigns_waves(placement, config, grid.data.size):
+            waves = WaveBuffer(self.store, views, self.exchange, config.accumulate)
+        #: Whole gradients: of a strategy that sums them at the end of a step, and those that stay local for a while.
+        self.rows = RowBuffer(
+            self.store,
+            allocator,
+            views,
+            self.exchange,
+            config.accumulate,
+            by_block=self.block_model,
+            shard=None if waves is None else waves.first_row,
+        )
+        self.reducer: GradientReducer = waves or self.rows
+        self.store.beside = self.reducer.poll
+
+    def _tie_exchange(self) -> Callable[[Sequence[UpdatePiece]], TieExchange] | None:
+        """Return what makes the exchange of parameters that this stage shares with others; None without any."""
+        if not self.stage.has_shared_parameters:
+            return None
+        layouts = {use.stage: self._layout_of(use.stage) for uses in self.stage.uses.values() for use in uses}
+        return partial(TieExchange, self.grid, self.stage, layouts)
+
+    def _make_runner(self) -> Runner:
+        return make_runner(
+            self.stage, self.grid, self.store, self.scalars, self.compute_device, self.current_loss_scale
+        )
+
+    # ------------------------------------------------------------------ changes
+
+    def bind(self, optimizer: Any, loss_scale: optim.DynamicLossScale | None = None) -> None:
+        """Give the model an optimizer with fresh state, in place of an earlier one.
+
+        Raises
+        ------
+        ConfigError
+            If a loss scale is asked for a black box, whose backward pass is its own.
+        """
+        if loss_scale is not None and not self.block_model:
+            raise ConfigError("a loss scale needs a model of blocks: a black box computes its own gradient")
+        self.loss_scale = None if loss_scale is None else loss_scale.start()
+        if self.updater is not None:
+            self.updater.release()
+        with all_ranks(self.grid.world, first=True):
+            self.exchange.compress(self.config.gradient_compression)
+            scope = UpdateScope(self.exchange.replicated, not self.reducer.waves, self.across, self.ties)
+            self.updater = self.compute_device.updater(optimizer, self.store, scope)
+        self.integrity.watch(self.updater)
+
+    def current_loss_scale(self) -> float:
+        """Return what losses are multiplied by before their backward pass. Not collective."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
+
+    def exchange_model(self, model: Any) -> None:
+        """Evaluate ``model``, which has the same parameters, from now on."""
+        self.model = model
+        self.stage = build_stage(model, self.grid, self.stage.spread, self.compute_device.group)
+        self.runner = self._make_runner()
+
+    def reserve(self, samples: int) -> None:
+        """Take the shared memory that a step on ``samples`` samples of all ranks needs."""
+        self.reducer.reserve(Grains(samples, self.config.grain_size(samples)).count * self.grid.context.size)
+
+    @property
+    def pristine(self) -> bool:
+        """Whether parameters and optimizer state are still those of the start. Not collective."""
+        fresh = self.updater is None or self.updater.fresh
+        return self.store.version == 1 and fresh and self.half_loaded is None
+
+    def start_over(self) -> None:
+        """Take the start values and forget the optimizer's state."""
+        self.store.begin(self.model)
+        self.store.version = 1
+        self.exchange.forget()
+        if self.updater is not None:
+            self.updater.reset()
+            self.integrity.forget()
+
+    def close(self) -> None:
+        """Free the windows, and give BLAS its own number of threads back."""
+        self._blas_threads.restore_original_limits()
+        self.memory.close()
