@@ -145,11 +145,7 @@ NO_VERBS_REMAINING = {
     "mpizero/train/config": 9,
 }
 #: "module" or "module.function": why it is over the budget.
-LONG: dict[str, str] = {
-    "mpizero.optim.flat_optimizer.apply_tree": "the arguments of the fused kernel that it calls",
-    "mpizero.optim.adapted.apply_tree": "the same signature",
-    "mpizero.optim.optimizers.direction_tree": "the arguments of the fused kernel that it calls",
-}
+LONG: dict[str, str] = {}
 
 
 @cache

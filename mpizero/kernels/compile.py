@@ -30,7 +30,7 @@ import inspect
 import threading
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,9 @@ class Kernel:
         Types of the parameters, scratch included.
     """
 
-    def __init__(self, python: Callable[..., Any], signature: Signature, scratch: int) -> None:
+    def __init__(
+        self, python: Callable[..., Any], signature: Signature, scratch: int, names: Iterable[str] = ()
+    ) -> None:
         functools.update_wrapper(self, python)
         self.name = python.__qualname__
         self.python = python
@@ -78,6 +80,8 @@ class Kernel:
         self._loaded: list[Any] = []  # owners of the machine code behind `_calls`
         self._latest: Callable[..., Any] = _refuse
         parameters = list(inspect.signature(python).parameters.values())
+        if names:
+            parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
         if len(parameters) != len(signature.parameters):
             raise TypeError(
                 f"kernel {self.name}: {len(parameters)} parameters, but the signature has {len(signature.parameters)}"
@@ -159,7 +163,7 @@ class Kernel:
 
         signature = self.signature.resolve(dtype)
         dispatcher = _jit(self.python)
-        arguments = tuple(numba_type(p) for p in signature.parameters)
+        arguments = _folded(self.python, tuple(numba_type(p) for p in signature.parameters))
         dispatcher.compile(arguments)
         compiled = dispatcher.overloads[arguments]
         if str(compiled.signature.return_type) != (expected := _RESULTS[signature.result]):
@@ -172,7 +176,7 @@ class Kernel:
 _RESULTS = {"void": "none", "bool": "bool", "i8": "int64", "f8": "float64"}
 
 
-def kernel(signature: str, scratch: int = 0) -> Callable[[Callable[..., Any]], Kernel]:
+def kernel(signature: str, scratch: int = 0, names: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Kernel]:
     """Make a kernel out of a plain Python function; compiles nothing yet.
 
     Parameters
@@ -182,9 +186,11 @@ def kernel(signature: str, scratch: int = 0) -> Callable[[Callable[..., Any]], K
     scratch : int
         Elements of the last parameter, a 1-D array of memory (on the stack, contents undefined) that callers do
         not pass. 0: there is none.
+    names : iterable of str
+        Names of all parameters, for a function that takes some of them as ``*args``.
     """
     parsed = Signature.parse(signature)
-    return lambda python: Kernel(python, parsed, scratch)
+    return lambda python: Kernel(python, parsed, scratch, names)
 
 
 def _refuse(*args: Any) -> Any:
@@ -200,6 +206,16 @@ def numba_type(parameter: Parameter) -> Any:
     if parameter.ndim == 0:
         return scalar
     return numba_types.Array(scalar, parameter.ndim, "C", readonly=parameter.readonly)
+
+
+def _folded(python: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the types of a call's arguments as numba wants them: those of ``*args`` are one tuple."""
+    from numba import types as numba_types
+
+    code: types.CodeType = python.__code__
+    if not code.co_flags & inspect.CO_VARARGS:
+        return arguments
+    return *arguments[: code.co_argcount], numba_types.StarArgTuple(arguments[code.co_argcount :])
 
 
 def _jit(python: Callable[..., Any], **options: Any) -> Any:
@@ -219,17 +235,19 @@ def _inlined(helper: Callable[..., Any]) -> Any:
 
 def with_compiled_helpers(python: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Any]) -> Any:
     """Copy a function with ``wrap`` around each plain function (or kernel) of this package that it names."""
+
+    def linked(helper: Any) -> Any:
+        if isinstance(helper, Kernel):
+            return wrap(helper.python)
+        if isinstance(helper, types.FunctionType) and helper.__module__.startswith(_PACKAGE):
+            return wrap(helper)
+        return helper.compiled() if isinstance(helper, Instruction) else helper
+
     source: Any = python
     scope = dict(source.__globals__)
-    for name in source.__code__.co_names:
-        helper = scope.get(name)
-        if isinstance(helper, Kernel):
-            scope[name] = wrap(helper.python)
-        elif isinstance(helper, types.FunctionType) and helper.__module__.startswith(_PACKAGE):
-            scope[name] = wrap(helper)
-        elif isinstance(helper, Instruction):
-            scope[name] = helper.compiled()
-    copy = types.FunctionType(source.__code__, scope, source.__name__, source.__defaults__)
+    scope.update({name: linked(scope[name]) for name in source.__code__.co_names if name in scope})
+    closure = tuple(types.CellType(linked(cell.cell_contents)) for cell in source.__closure__ or ())
+    copy = types.FunctionType(source.__code__, scope, source.__name__, source.__defaults__, closure or None)
     return functools.update_wrapper(copy, python, updated=())
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mpizero.names import unknown_names
 from mpizero.optim.adapted import AdaptedOptimizer, adapt, learning_rate
-from mpizero.optim.flat_optimizer import FlatOptimizer, ParameterGroup
+from mpizero.optim.flat_optimizer import FlatOptimizer, ParameterGroup, RowSum
 from mpizero.optim.optimizers import LAMB, SGD, Adam, AdamW, Lion, RMSprop
 from mpizero.optim.scaling import DynamicLossScale, LossScaleState, clip_factor
 from mpizero.optim.schedules import Schedule, constant, cosine, linear
@@ -23,6 +23,7 @@ __all__ = [
     "LossScaleState",
     "ParameterGroup",
     "RMSprop",
+    "RowSum",
     "Schedule",
     "adapt",
     "clip_factor",

@@ -12,7 +12,7 @@ import numpy as np
 from mpizero import kernels
 from mpizero.errors import ArgumentError
 from mpizero.names import check_slots
-from mpizero.optim.flat_optimizer import FlatOptimizer, rate_at
+from mpizero.optim.flat_optimizer import FlatOptimizer, RowSum, rate_at
 from mpizero.types import Array, Dtype, ParameterSpec
 
 _PROBE = 48
@@ -70,22 +70,11 @@ class AdaptedOptimizer:
             if given.get(slot) is not state[slot]:
                 state[slot][:] = given[slot]
 
-    def apply_tree(
-        self,
-        rows_a: Array,
-        first_a: int,
-        rows_b: Array,
-        first_b: int,
-        program: Array,
-        divisor: Array,
-        w: Array,
-        state: Mapping[str, Array],
-        hyper: Array,
-        threads: int = 1,
-    ) -> None:
-        """Sum rows of gradients by a tree program, divide, and update; two passes. Not collective."""
+    def apply_tree(self, rows: RowSum, w: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
+        """Sum rows of gradients, divide, and update; two passes. Not collective."""
         g = np.empty_like(w)
-        kernels.backend(w).fused.tree_sum(rows_a, first_a, rows_b, first_b, program, divisor, g, 0, w.size)
+        values, first, program, divisor = rows
+        kernels.backend(w).fused.tree_sum(values, first, values, 0, program, divisor, g, 0, w.size)
         self.apply(w, g, state, hyper, threads)
 
     def _check_entries(self, given: Mapping[str, Any], step: int, size: int) -> None:

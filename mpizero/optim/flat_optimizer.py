@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -47,6 +47,27 @@ class ParameterGroup:
     def matches(self, name: str) -> bool:
         """Tell whether the group is for the parameter of this name. Not collective."""
         return self.pattern == name or fnmatchcase(name, self.pattern)
+
+
+class RowSum(NamedTuple):
+    """Describe a sum of rows of gradients, divided; see :mod:`mpizero.kernels.cpu.fused`.
+
+    Attributes
+    ----------
+    rows : Array
+        The rows, (number, columns).
+    first : int
+        Column of the first element.
+    program : Array
+        Tree program of the sum, int32.
+    divisor : Array
+        What the sum is divided by, 1 element.
+    """
+
+    rows: Array
+    first: int
+    program: Array
+    divisor: Array
 
 
 def rate_at(owner: str, lr: LearningRate, step: int) -> float:
@@ -170,25 +191,10 @@ class FlatOptimizer:
         kernel = getattr(kernels.backend(w).optimizer, self._kernel)
         pool.run(kernel, (w, g, *(state[slot] for slot in self.slots), hyper), 0, w.size, threads)
 
-    def apply_tree(
-        self,
-        rows_a: Array,
-        first_a: int,
-        rows_b: Array,
-        first_b: int,
-        program: Array,
-        divisor: Array,
-        w: Array,
-        state: Mapping[str, Array],
-        hyper: Array,
-        threads: int = 1,
-    ) -> None:
-        """Sum rows of gradients by a tree program, divide, and update, in one pass over memory.
+    def apply_tree(self, rows: RowSum, w: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
+        """Sum rows of gradients, divide, and update, in one pass over memory. Not collective.
 
-        Not collective. Has the bits of ``fused.tree_sum`` followed by :meth:`apply`; see
-        :mod:`mpizero.kernels.cpu.fused` for rows and programs.
+        Has the bits of ``fused.tree_sum`` followed by :meth:`apply`.
         """
         kernel = getattr(kernels.backend(w).fused, f"{self._kernel}_tree")
-        slots = (state[slot] for slot in self.slots)
-        args: tuple[Any, ...] = (rows_a, first_a, rows_b, first_b, program, divisor, w, *slots, hyper)
-        pool.run(kernel, args, 0, w.size, threads)
+        pool.run(kernel, (*rows, w, *(state[slot] for slot in self.slots), hyper), 0, w.size, threads)

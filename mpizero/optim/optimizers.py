@@ -13,7 +13,7 @@ from mpizero import kernels
 from mpizero.errors import ArgumentError, ConfigError
 from mpizero.names import explains
 from mpizero.optim import validation
-from mpizero.optim.flat_optimizer import FlatOptimizer
+from mpizero.optim.flat_optimizer import FlatOptimizer, RowSum
 from mpizero.types import Array, LearningRate
 
 
@@ -187,25 +187,13 @@ class LAMB(Adam):
         slots = (state[slot] for slot in self.slots)
         kernels.backend(w).optimizer.lamb_direction(w, g, *slots, hyper, 0, w.size)
 
-    def direction_tree(
-        self,
-        rows: Array,
-        first: int,
-        program: Array,
-        divisor: Array,
-        w: Array,
-        u: Array,
-        state: Mapping[str, Array],
-        hyper: Array,
-    ) -> None:
-        """Sum rows by a tree program, divide, and write the step's direction to ``u``, in one pass. Not collective.
+    def direction_tree(self, rows: RowSum, w: Array, u: Array, state: Mapping[str, Array], hyper: Array) -> None:
+        """Sum rows of gradients, divide, and write the step's direction to ``u``, in one pass. Not collective.
 
         ``u`` may be a part of one of the rows, at the same columns.
         """
         slots = (state[slot] for slot in self.slots)
-        kernels.backend(w).fused.lamb_direction_tree(
-            rows, first, rows[:0], 0, program, divisor, w, u, *slots, hyper, 0, w.size
-        )
+        kernels.backend(w).fused.lamb_direction_tree(*rows, w, u, *slots, hyper, 0, w.size)
 
     @staticmethod
     def trust_ratio(weight_norm: float, direction_norm: float) -> float:

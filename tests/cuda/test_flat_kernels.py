@@ -60,8 +60,8 @@ def test_sum_and_update_have_the_bits_of_the_cpu(name, dtype):
         rows = (rows_a, 1, rows_b, 3, np.array(program, np.int32), np.array([3], dtype))
         gpu, cpu = on_both("fused", "tree_sum", *rows, np.zeros(8, dtype), 1, 7)
         assert gpu == cpu
-        state = values(1 + slots, 8, dtype)
-        gpu, cpu = on_both("fused", f"{name}_tree", *rows, *state, np.array(scalars, dtype), 1, 7)
+        state, one = values(1 + slots, 8, dtype), (np.concatenate([rows_a, rows_b[:, 2:11]]), 1, *rows[4:])
+        gpu, cpu = on_both("fused", f"{name}_tree", *one, *state, np.array(scalars, dtype), 1, 7)
         assert gpu == cpu
 
 
@@ -71,7 +71,7 @@ def test_sum_and_direction_have_the_bits_of_the_cpu(dtype):
     program, divisor = np.array([0, -3, 1, -1], np.int32), np.array([3], dtype)
     hyper = np.array([0.01, 0.9, 0.1, 0.999, 0.001, 0.1, 3.0, 1e-6], dtype)
     arrays = values(4, 8, dtype)
-    gpu, cpu = on_both("fused", "lamb_direction_tree", rows, 1, rows[:0], 0, program, divisor, *arrays, hyper, 1, 7)
+    gpu, cpu = on_both("fused", "lamb_direction_tree", rows, 1, program, divisor, *arrays, hyper, 1, 7)
     assert gpu == cpu
 
 

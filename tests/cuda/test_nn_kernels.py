@@ -134,7 +134,7 @@ def test_random_fills_agree_with_the_oracle(start, dtype):
 def test_dropout_agrees_with_the_oracle(per, dtype, rng):
     x = rng.normal(size=3 * per).astype(dtype)
     both("random", "dropout", x, x, np.array([0.4], dtype), scalars=(-1, 2, 3, 10, per, 0, per, 1, 0, 0))
-    both("random", "dropout_backward", x, x, np.array([0.4], dtype), scalars=(1, 2, 3, 10, per, 0, per, 1, 0, 0))
+    both("random", "dropout", x, x, np.array([0.4], dtype), scalars=(1, 2, 3, 10, per, 0, per, 1, 0, 0))
 
 
 @pytest.mark.parametrize("window", [(3, 12, 1, 0, 0), (5, 2, 3, 7, 0), (2, 3, 2, 4, 17), (1, 1, 4, 1, 9)])

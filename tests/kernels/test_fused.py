@@ -102,16 +102,16 @@ def test_the_stack_holds_as_many_rows_as_promised():
 def test_one_pass_has_the_bits_of_sum_then_update(name, size, dtype):
     slots, scalars = UPDATES[name]
     hyper, divisor = np.array(scalars, dtype), np.array([5], dtype)
-    rows_a, rows_b = random_rows(dtype, columns=size + 5)
+    rows = random_rows(dtype, rows_a=5, columns=size + 5)[0]
     for program in PROGRAMS if size == 5000 else PROGRAMS[::3]:
-        args = (rows_a, 1, rows_b, 4, np.array(program, np.int32), divisor)
+        row_sum = (np.array(program, np.int32), divisor)
         rng = np.random.default_rng(size)
         fast = [np.abs(rng.standard_normal(size)).astype(dtype) for _ in range(1 + slots)]
         slow = [a.copy() for a in fast]
         start = size // 7
-        getattr(fused, f"{name}_tree")(*args, *fast, hyper, start, size)
+        getattr(fused, f"{name}_tree")(rows, 1, *row_sum, *fast, hyper, start, size)
         g = np.zeros(size, dtype)
-        fused.tree_sum(*args, g, start, size)
+        fused.tree_sum(rows, 1, rows[:0], 0, *row_sum, g, start, size)
         getattr(optimizer, name)(slow[0], g, *slow[1:], hyper, start, size)
         assert [a.tobytes() for a in fast] == [a.tobytes() for a in slow]
 
@@ -128,5 +128,5 @@ def test_directions_in_one_pass_have_the_bits_of_sum_then_direction_also_over_a_
     fused.tree_sum(rows, 3, rows[:0], 0, program, divisor, expected[0], 0, size)
     optimizer.lamb_direction(w, *expected, hyper, 0, size)
     u = rows[0, 3:]
-    fused.lamb_direction_tree(rows, 3, rows[:0], 0, program, divisor, w, u, m, v, hyper, 0, size)
+    fused.lamb_direction_tree(rows, 3, program, divisor, w, u, m, v, hyper, 0, size)
     assert [a.tobytes() for a in (u, m, v)] == [a.tobytes() for a in expected]

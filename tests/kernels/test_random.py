@@ -103,7 +103,7 @@ def test_dropout_agrees_with_the_oracle_and_knows_only_global_samples(per, dtype
     assert whole.tobytes() == drop(x, 0.3, 10, per, kernels=reference).tobytes()
     assert drop(x[2 * per : 5 * per], 0.3, 12, per).tobytes() == whole[2 * per : 5 * per].tobytes()
     dx = np.empty_like(x)
-    random.dropout_backward(x, dx, np.array([0.3], dtype), 1, 2, 3, 10, per, 0, per, 1, 0, 0)
+    random.dropout(x, dx, np.array([0.3], dtype), 1, 2, 3, 10, per, 0, per, 1, 0, 0)
     assert dx.tobytes() == whole.tobytes()
     random.dropout(x, x, np.array([0.3], dtype), 1, 2, 3, 10, per, 0, per, 1, 0, 0)
     assert x.tobytes() == whole.tobytes()

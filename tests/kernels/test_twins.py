@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
 from mpizero import kernels
+from mpizero.kernels.compile import Kernel
 from mpizero.kernels.signature import Signature
 
 PACKAGE = Path(kernels.__file__).parent
@@ -20,22 +23,27 @@ def files(folder):
 
 def functions(path):
     """Public functions of a file -> names of their parameters, without scratch memory, which callers do not pass."""
-    found = {}
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-            names = [arg.arg for arg in node.args.args]
-            found[node.name] = names[:-1] if any("scratch=" in ast.unparse(d) for d in node.decorator_list) else names
-    return found
+    if path.parent.name == "cuda":  # not imported: it may need a card
+        nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+        return {node.name: [arg.arg for arg in node.args.args] for node in nodes if not node.name.startswith("_")}
+    module = import_module(f"{kernels.__name__}.{path.parent.name}.{path.stem}")
+    found = {name: value for name, value in vars(module).items() if not name.startswith("_") and callable(value)}
+    own = {name: value for name, value in found.items() if getattr(value, "__module__", "") == module.__name__}
+    return {name: list(signature(value).parameters) for name, value in own.items()}
 
 
 def declared(path):
     """Public kernels of a file -> the types of their parameters, without scratch memory."""
+    if path.parent.name == "cpu":
+        module = import_module(f"{kernels.__name__}.cpu.{path.stem}")
+        made = [k for k in vars(module).values() if isinstance(k, Kernel) and k.__module__ == module.__name__]
+        types = {k.name: k.signature.parameters[: len(signature(k).parameters)] for k in made}
+        return {name: parameters for name, parameters in types.items() if not name.startswith("_")}
     found = {}
     for node in ast.parse(path.read_text()).body:
         for decorator in getattr(node, "decorator_list", []):
             if ast.unparse(decorator).startswith("kernel(") and not node.name.startswith("_"):
-                parameters = Signature.parse(ast.literal_eval(decorator.args[0])).parameters
-                found[node.name] = parameters[:-1] if "scratch=" in ast.unparse(decorator) else parameters
+                found[node.name] = Signature.parse(ast.literal_eval(decorator.args[0])).parameters
     return found
 
 

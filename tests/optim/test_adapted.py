@@ -99,7 +99,7 @@ def test_a_sum_over_rows_is_followed_by_the_update():
     adapted = optim.adapt(Stateless())
     rows, w = np.arange(12.0).reshape(3, 4), np.zeros(4)
     program, divisor = np.array([0, -3, -4], np.int32), np.array([3.0])
-    adapted.apply_tree(rows, 0, rows[:0], 0, program, divisor, w, {}, adapted.hyper(1, 0, np.float64))
+    adapted.apply_tree(optim.RowSum(rows, 0, program, divisor), w, {}, adapted.hyper(1, 0, np.float64))
     np.testing.assert_array_equal(w, -0.5 * rows.mean(axis=0))
 
 

@@ -1,18 +1,20 @@
 """Sum rows of gradients by a tree program, divide, and update: one pass over memory, block by block.
 
 A *program* is a list of integers run by a stack machine over whole rows: ``v >= 0`` pushes row v, ``-1`` pops the
-top and adds it to the one beneath, ``v <= -2`` adds row ``-2 - v`` to the top. Rows below ``len(rows_a)`` are
-``rows_a``'s, the rest ``rows_b``'s; element i of a row lies at column ``first + i``. The machine works on blocks
-small enough for the first-level cache, so a row is read from memory once and the sum is never written to it.
+top and adds it to the one beneath, ``v <= -2`` adds row ``-2 - v`` to the top. Element i of a row lies at column
+``first + i``. ``tree_sum`` takes rows of two arrays: those below ``len(rows_a)`` are ``rows_a``'s. The machine works on
+blocks small enough for the first-level cache, so a row is read from memory once and the sum is never written to it.
 The program's last addition is made in the loop of the update.
 The stack holds ``DEPTH`` rows: enough for the canonical tree over 32,768 grains.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
-from mpizero.kernels.compile import kernel
+from mpizero.kernels.compile import Kernel, kernel
 from mpizero.kernels.formulas import optimizer as formulas
 from mpizero.types import Array
 
@@ -115,247 +117,110 @@ def tree_sum(
             target[i] = (left[i] + right[i] if both else left[i]) / by
 
 
-@kernel(
-    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], T[::1], const T[::1], i8, i8, T[::1])",
-    scratch=BLOCK * DEPTH,
-)
-def sgd_tree(
-    rows_a: Array,
-    first_a: int,
-    rows_b: Array,
-    first_b: int,
-    program: Array,
-    divisor: Array,
-    w: Array,
-    hyper: Array,
-    start: int,
-    stop: int,
-    scratch: Array,
-) -> None:
+def _gradient(total: Any, i: int) -> Any:
+    """Return an element of the averaged gradient: the program's last addition, and the division."""
+    left, right, both, divisor = total
+    return (left[i] + right[i] if both else left[i]) / divisor
+
+
+def _tree_kernel(arrays: str) -> Callable[[Callable[..., None]], Kernel]:
+    """Make a kernel that sums rows by a program and updates, block by block, out of an update of one block.
+
+    ``update(total, *arrays, hyper, start, stop)`` takes the averaged gradient from :func:`_gradient`; ``arrays`` are
+    the types of its arrays.
+    """
+
+    def made(update: Callable[..., None]) -> Kernel:
+        def tree(rows: Array, first: int, program: Array, divisor: Array, *rest: Any) -> None:
+            start, stop, scratch = rest[-3], rest[-2], rest[-1]
+            by, both = divisor[0], program.size > 1
+            for block in range(start, stop, BLOCK):
+                end = min(block + BLOCK, stop)
+                place, count = first + block, end - block
+                _fold(rows, place, rows, place, program, scratch, count)
+                left = _left(rows, place, rows, place, program, scratch, count)
+                right = _right(rows, place, rows, place, program, scratch, count)
+                update((left, right, both, by), *rest[:-3], block, end)
+
+        for attribute in ("__name__", "__qualname__", "__doc__"):
+            setattr(tree, attribute, getattr(update, attribute))
+        names = ("rows", "first", "program", "divisor", *list(signature(update).parameters)[1:], "scratch")
+        types = f"void(const T[:,::1], i8, const i4[::1], const T[::1], {arrays}, const T[::1], i8, i8, T[::1])"
+        return kernel(types, scratch=BLOCK * DEPTH, names=names)(tree)
+
+    return made
+
+
+@_tree_kernel("T[::1]")
+def sgd_tree(total: Any, w: Array, hyper: Array, start: int, stop: int) -> None:
     """Sum and divide as ``tree_sum``, then update as ``optimizer.sgd``; same bits as the two in turn."""
-    by, both = divisor[0], program.size > 1
     lr, decay = hyper[0], hyper[1]
-    for block in range(start, stop, BLOCK):
-        a, b, count = first_a + block, first_b + block, min(BLOCK, stop - block)
-        _fold(rows_a, a, rows_b, b, program, scratch, count)
-        left = _left(rows_a, a, rows_b, b, program, scratch, count)
-        right = _right(rows_a, a, rows_b, b, program, scratch, count)
-        w_ = w[block : block + count]
-        for i in range(count):
-            g = (left[i] + right[i] if both else left[i]) / by
-            w_[i] = _sgd(w_[i], g, lr, decay)
+    w = w[start:stop]
+    for i in range(w.size):
+        w[i] = _sgd(w[i], _gradient(total, i), lr, decay)
 
 
-@kernel(
-    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], "
-    "T[::1], T[::1], const T[::1], i8, i8, T[::1])",
-    scratch=BLOCK * DEPTH,
-)
-def momentum_tree(
-    rows_a: Array,
-    first_a: int,
-    rows_b: Array,
-    first_b: int,
-    program: Array,
-    divisor: Array,
-    w: Array,
-    m: Array,
-    hyper: Array,
-    start: int,
-    stop: int,
-    scratch: Array,
-) -> None:
+@_tree_kernel("T[::1], T[::1]")
+def momentum_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
     """Sum and divide as ``tree_sum``, then update as ``optimizer.momentum``; same bits as the two in turn."""
-    by, both = divisor[0], program.size > 1
     lr, decay, factor, keep = hyper[0], hyper[1], hyper[2], hyper[3]
     of_g, of_m = hyper[4], hyper[5]
-    for block in range(start, stop, BLOCK):
-        a, b, count = first_a + block, first_b + block, min(BLOCK, stop - block)
-        _fold(rows_a, a, rows_b, b, program, scratch, count)
-        left = _left(rows_a, a, rows_b, b, program, scratch, count)
-        right = _right(rows_a, a, rows_b, b, program, scratch, count)
-        w_, m_ = w[block : block + count], m[block : block + count]
-        for i in range(count):
-            g = (left[i] + right[i] if both else left[i]) / by
-            w_[i], m_[i] = _momentum(w_[i], g, m_[i], lr, decay, factor, keep, of_g, of_m)
+    w, m = w[start:stop], m[start:stop]
+    for i in range(w.size):
+        w[i], m[i] = _momentum(w[i], _gradient(total, i), m[i], lr, decay, factor, keep, of_g, of_m)
 
 
-@kernel(
-    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], "
-    "T[::1], T[::1], T[::1], const T[::1], i8, i8, T[::1])",
-    scratch=BLOCK * DEPTH,
-)
-def adam_tree(
-    rows_a: Array,
-    first_a: int,
-    rows_b: Array,
-    first_b: int,
-    program: Array,
-    divisor: Array,
-    w: Array,
-    m: Array,
-    v: Array,
-    hyper: Array,
-    start: int,
-    stop: int,
-    scratch: Array,
-) -> None:
+@_tree_kernel("T[::1], T[::1], T[::1]")
+def adam_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
     """Sum and divide as ``tree_sum``, then update as ``optimizer.adam``; same bits as the two in turn."""
-    by, both = divisor[0], program.size > 1
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
-    for block in range(start, stop, BLOCK):
-        a, b, count = first_a + block, first_b + block, min(BLOCK, stop - block)
-        _fold(rows_a, a, rows_b, b, program, scratch, count)
-        left = _left(rows_a, a, rows_b, b, program, scratch, count)
-        right = _right(rows_a, a, rows_b, b, program, scratch, count)
-        w_, m_, v_ = w[block : block + count], m[block : block + count], v[block : block + count]
-        for i in range(count):
-            g = (left[i] + right[i] if both else left[i]) / by
-            w_[i], m_[i], v_[i] = _adam(
-                w_[i], g, m_[i], v_[i], decay, beta1, rest1, beta2, rest2, rate, correction, eps
-            )
+    w, m, v = w[start:stop], m[start:stop], v[start:stop]
+    for i in range(w.size):
+        g = _gradient(total, i)
+        w[i], m[i], v[i] = _adam(w[i], g, m[i], v[i], decay, beta1, rest1, beta2, rest2, rate, correction, eps)
 
 
-@kernel(
-    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], "
-    "T[::1], T[::1], T[::1], const T[::1], i8, i8, T[::1])",
-    scratch=BLOCK * DEPTH,
-)
-def adamw_tree(
-    rows_a: Array,
-    first_a: int,
-    rows_b: Array,
-    first_b: int,
-    program: Array,
-    divisor: Array,
-    w: Array,
-    m: Array,
-    v: Array,
-    hyper: Array,
-    start: int,
-    stop: int,
-    scratch: Array,
-) -> None:
+@_tree_kernel("T[::1], T[::1], T[::1]")
+def adamw_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
     """Sum and divide as ``tree_sum``, then update as ``optimizer.adamw``; same bits as the two in turn."""
-    by, both = divisor[0], program.size > 1
     shrink, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
-    for block in range(start, stop, BLOCK):
-        a, b, count = first_a + block, first_b + block, min(BLOCK, stop - block)
-        _fold(rows_a, a, rows_b, b, program, scratch, count)
-        left = _left(rows_a, a, rows_b, b, program, scratch, count)
-        right = _right(rows_a, a, rows_b, b, program, scratch, count)
-        w_, m_, v_ = w[block : block + count], m[block : block + count], v[block : block + count]
-        for i in range(count):
-            g = (left[i] + right[i] if both else left[i]) / by
-            w_[i], m_[i], v_[i] = _adamw(
-                w_[i], g, m_[i], v_[i], shrink, beta1, rest1, beta2, rest2, rate, correction, eps
-            )
+    w, m, v = w[start:stop], m[start:stop], v[start:stop]
+    for i in range(w.size):
+        g = _gradient(total, i)
+        w[i], m[i], v[i] = _adamw(w[i], g, m[i], v[i], shrink, beta1, rest1, beta2, rest2, rate, correction, eps)
 
 
-@kernel(
-    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], "
-    "T[::1], T[::1], const T[::1], i8, i8, T[::1])",
-    scratch=BLOCK * DEPTH,
-)
-def rmsprop_tree(
-    rows_a: Array,
-    first_a: int,
-    rows_b: Array,
-    first_b: int,
-    program: Array,
-    divisor: Array,
-    w: Array,
-    v: Array,
-    hyper: Array,
-    start: int,
-    stop: int,
-    scratch: Array,
-) -> None:
+@_tree_kernel("T[::1], T[::1]")
+def rmsprop_tree(total: Any, w: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
     """Sum and divide as ``tree_sum``, then update as ``optimizer.rmsprop``; same bits as the two in turn."""
-    by, both = divisor[0], program.size > 1
-    lr, decay, alpha, rest = hyper[0], hyper[1], hyper[2], hyper[3]
-    eps = hyper[4]
-    for block in range(start, stop, BLOCK):
-        a, b, count = first_a + block, first_b + block, min(BLOCK, stop - block)
-        _fold(rows_a, a, rows_b, b, program, scratch, count)
-        left = _left(rows_a, a, rows_b, b, program, scratch, count)
-        right = _right(rows_a, a, rows_b, b, program, scratch, count)
-        w_, v_ = w[block : block + count], v[block : block + count]
-        for i in range(count):
-            g = (left[i] + right[i] if both else left[i]) / by
-            w_[i], v_[i] = _rmsprop(w_[i], g, v_[i], lr, decay, alpha, rest, eps)
+    lr, decay, alpha, rest, eps = hyper[0], hyper[1], hyper[2], hyper[3], hyper[4]
+    w, v = w[start:stop], v[start:stop]
+    for i in range(w.size):
+        w[i], v[i] = _rmsprop(w[i], _gradient(total, i), v[i], lr, decay, alpha, rest, eps)
 
 
-@kernel(
-    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], "
-    "T[::1], T[::1], const T[::1], i8, i8, T[::1])",
-    scratch=BLOCK * DEPTH,
-)
-def lion_tree(
-    rows_a: Array,
-    first_a: int,
-    rows_b: Array,
-    first_b: int,
-    program: Array,
-    divisor: Array,
-    w: Array,
-    m: Array,
-    hyper: Array,
-    start: int,
-    stop: int,
-    scratch: Array,
-) -> None:
+@_tree_kernel("T[::1], T[::1]")
+def lion_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
     """Sum and divide as ``tree_sum``, then update as ``optimizer.lion``; same bits as the two in turn."""
-    by, both = divisor[0], program.size > 1
     shrink, lr, beta1, rest1 = hyper[0], hyper[1], hyper[2], hyper[3]
     beta2, rest2, zero = hyper[4], hyper[5], hyper[6]
-    for block in range(start, stop, BLOCK):
-        a, b, count = first_a + block, first_b + block, min(BLOCK, stop - block)
-        _fold(rows_a, a, rows_b, b, program, scratch, count)
-        left = _left(rows_a, a, rows_b, b, program, scratch, count)
-        right = _right(rows_a, a, rows_b, b, program, scratch, count)
-        w_, m_ = w[block : block + count], m[block : block + count]
-        for i in range(count):
-            g = (left[i] + right[i] if both else left[i]) / by
-            w_[i], m_[i] = _lion(w_[i], g, m_[i], shrink, lr, beta1, rest1, beta2, rest2, zero)
+    w, m = w[start:stop], m[start:stop]
+    for i in range(w.size):
+        w[i], m[i] = _lion(w[i], _gradient(total, i), m[i], shrink, lr, beta1, rest1, beta2, rest2, zero)
 
 
-@kernel(
-    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], "
-    "const T[::1], T[::1], T[::1], T[::1], const T[::1], i8, i8, T[::1])",
-    scratch=BLOCK * DEPTH,
-)
+@_tree_kernel("const T[::1], T[::1], T[::1], T[::1]")
 def lamb_direction_tree(
-    rows_a: Array,
-    first_a: int,
-    rows_b: Array,
-    first_b: int,
-    program: Array,
-    divisor: Array,
-    w: Array,
-    u: Array,
-    m: Array,
-    v: Array,
-    hyper: Array,
-    start: int,
-    stop: int,
-    scratch: Array,
+    total: Any, w: Array, u: Array, m: Array, v: Array, hyper: Array, start: int, stop: int
 ) -> None:
     """Sum and divide as ``tree_sum`` into ``u``, then ``optimizer.lamb_direction``; same bits as the two in turn."""
-    by, both = divisor[0], program.size > 1
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, first, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
-    for block in range(start, stop, BLOCK):
-        a, b, count = first_a + block, first_b + block, min(BLOCK, stop - block)
-        _fold(rows_a, a, rows_b, b, program, scratch, count)
-        left = _left(rows_a, a, rows_b, b, program, scratch, count)
-        right = _right(rows_a, a, rows_b, b, program, scratch, count)
-        w_, u_ = w[block : block + count], u[block : block + count]
-        m_, v_ = m[block : block + count], v[block : block + count]
-        for i in range(count):
-            g = (left[i] + right[i] if both else left[i]) / by
-            u_[i], m_[i], v_[i] = _lamb_direction(
-                w_[i], g, m_[i], v_[i], decay, beta1, rest1, beta2, rest2, first, correction, eps
-            )
+    w, u, m, v = w[start:stop], u[start:stop], m[start:stop], v[start:stop]
+    for i in range(w.size):
+        g = _gradient(total, i)
+        u[i], m[i], v[i] = _lamb_direction(
+            w[i], g, m[i], v[i], decay, beta1, rest1, beta2, rest2, first, correction, eps
+        )

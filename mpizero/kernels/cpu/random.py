@@ -151,9 +151,6 @@ def dropout(
                 begin, element = begin + count, element + count
 
 
-dropout_backward = dropout
-
-
 @kernel("void(i8[::1], i8, u8, u8)")
 def permutation(index: Array, length: int, seed: int, epoch: int) -> None:
     """Replace every index by its image under a random permutation of ``range(length)`` keyed by seed and epoch.

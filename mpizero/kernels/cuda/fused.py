@@ -1,9 +1,9 @@
 """Sum rows of gradients by a tree program, divide, and update: one pass over memory, a thread an element.
 
 A *program* is a list of integers run by a stack machine over whole rows: ``v >= 0`` pushes row v, ``-1`` pops the
-top and adds it to the one beneath, ``v <= -2`` adds row ``-2 - v`` to the top. Rows below ``len(rows_a)`` are
-``rows_a``'s, the rest ``rows_b``'s; element i of a row lies at column ``first + i``. Every thread runs the
-machine on one element at a time.
+top and adds it to the one beneath, ``v <= -2`` adds row ``-2 - v`` to the top. Element i of a row lies at column
+``first + i``. ``tree_sum`` takes rows of two arrays: those below ``len(rows_a)`` are ``rows_a``'s. Every thread runs
+the machine on one element at a time.
 The stack holds ``DEPTH`` rows: enough for the canonical tree over 32,768 grains.
 """
 
@@ -67,12 +67,10 @@ def tree_sum(
         out[i] = _fold(rows_a, first_a + i, rows_b, first_b + i, program, stack) / by
 
 
-@kernel("void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], T[::1], const T[::1], i8, i8)")
+@kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], const T[::1], i8, i8)")
 def sgd_tree(
-    rows_a: Array,
-    first_a: int,
-    rows_b: Array,
-    first_b: int,
+    rows: Array,
+    first: int,
     program: Array,
     divisor: Array,
     w: Array,
@@ -85,18 +83,14 @@ def sgd_tree(
     by = divisor[0]
     lr, decay = hyper[0], hyper[1]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
-        g = _fold(rows_a, first_a + i, rows_b, first_b + i, program, stack) / by
+        g = _fold(rows, first + i, rows, first + i, program, stack) / by
         w[i] = _sgd(w[i], g, lr, decay)
 
 
-@kernel(
-    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)"
-)
+@kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
 def momentum_tree(
-    rows_a: Array,
-    first_a: int,
-    rows_b: Array,
-    first_b: int,
+    rows: Array,
+    first: int,
     program: Array,
     divisor: Array,
     w: Array,
@@ -111,19 +105,14 @@ def momentum_tree(
     lr, decay, factor, keep = hyper[0], hyper[1], hyper[2], hyper[3]
     of_g, of_m = hyper[4], hyper[5]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
-        g = _fold(rows_a, first_a + i, rows_b, first_b + i, program, stack) / by
+        g = _fold(rows, first + i, rows, first + i, program, stack) / by
         w[i], m[i] = _momentum(w[i], g, m[i], lr, decay, factor, keep, of_g, of_m)
 
 
-@kernel(
-    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], "
-    "T[::1], T[::1], T[::1], const T[::1], i8, i8)"
-)
+@kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], T[::1], const T[::1], i8, i8)")
 def adam_tree(
-    rows_a: Array,
-    first_a: int,
-    rows_b: Array,
-    first_b: int,
+    rows: Array,
+    first: int,
     program: Array,
     divisor: Array,
     w: Array,
@@ -139,19 +128,14 @@ def adam_tree(
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
-        g = _fold(rows_a, first_a + i, rows_b, first_b + i, program, stack) / by
+        g = _fold(rows, first + i, rows, first + i, program, stack) / by
         w[i], m[i], v[i] = _adam(w[i], g, m[i], v[i], decay, beta1, rest1, beta2, rest2, rate, correction, eps)
 
 
-@kernel(
-    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], "
-    "T[::1], T[::1], T[::1], const T[::1], i8, i8)"
-)
+@kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], T[::1], const T[::1], i8, i8)")
 def adamw_tree(
-    rows_a: Array,
-    first_a: int,
-    rows_b: Array,
-    first_b: int,
+    rows: Array,
+    first: int,
     program: Array,
     divisor: Array,
     w: Array,
@@ -167,18 +151,14 @@ def adamw_tree(
     shrink, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
-        g = _fold(rows_a, first_a + i, rows_b, first_b + i, program, stack) / by
+        g = _fold(rows, first + i, rows, first + i, program, stack) / by
         w[i], m[i], v[i] = _adamw(w[i], g, m[i], v[i], shrink, beta1, rest1, beta2, rest2, rate, correction, eps)
 
 
-@kernel(
-    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)"
-)
+@kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
 def rmsprop_tree(
-    rows_a: Array,
-    first_a: int,
-    rows_b: Array,
-    first_b: int,
+    rows: Array,
+    first: int,
     program: Array,
     divisor: Array,
     w: Array,
@@ -193,18 +173,14 @@ def rmsprop_tree(
     lr, decay, alpha, rest = hyper[0], hyper[1], hyper[2], hyper[3]
     eps = hyper[4]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
-        g = _fold(rows_a, first_a + i, rows_b, first_b + i, program, stack) / by
+        g = _fold(rows, first + i, rows, first + i, program, stack) / by
         w[i], v[i] = _rmsprop(w[i], g, v[i], lr, decay, alpha, rest, eps)
 
 
-@kernel(
-    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)"
-)
+@kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
 def lion_tree(
-    rows_a: Array,
-    first_a: int,
-    rows_b: Array,
-    first_b: int,
+    rows: Array,
+    first: int,
     program: Array,
     divisor: Array,
     w: Array,
@@ -219,19 +195,16 @@ def lion_tree(
     shrink, lr, beta1, rest1 = hyper[0], hyper[1], hyper[2], hyper[3]
     beta2, rest2, zero = hyper[4], hyper[5], hyper[6]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
-        g = _fold(rows_a, first_a + i, rows_b, first_b + i, program, stack) / by
+        g = _fold(rows, first + i, rows, first + i, program, stack) / by
         w[i], m[i] = _lion(w[i], g, m[i], shrink, lr, beta1, rest1, beta2, rest2, zero)
 
 
 @kernel(
-    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], "
-    "const T[::1], T[::1], T[::1], T[::1], const T[::1], i8, i8)"
+    "void(const T[:,::1], i8, const i4[::1], const T[::1], const T[::1], T[::1], T[::1], T[::1], const T[::1], i8, i8)"
 )
 def lamb_direction_tree(
-    rows_a: Array,
-    first_a: int,
-    rows_b: Array,
-    first_b: int,
+    rows: Array,
+    first: int,
     program: Array,
     divisor: Array,
     w: Array,
@@ -246,9 +219,9 @@ def lamb_direction_tree(
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
-    rest2, first, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
+    rest2, scale, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
-        g = _fold(rows_a, first_a + i, rows_b, first_b + i, program, stack) / by
+        g = _fold(rows, first + i, rows, first + i, program, stack) / by
         u[i], m[i], v[i] = _lamb_direction(
-            w[i], g, m[i], v[i], decay, beta1, rest1, beta2, rest2, first, correction, eps
+            w[i], g, m[i], v[i], decay, beta1, rest1, beta2, rest2, scale, correction, eps
         )

@@ -128,9 +128,6 @@ def dropout(
                 y[index] = x[index] * scale if words[lane] >= threshold else T(0)
 
 
-dropout_backward = dropout
-
-
 @kernel("void(i8[::1], i8, u8, u8)")
 def permutation(index: Array, length: int, seed: int, epoch: int) -> None:
     """Replace every index by its image under a permutation of ``range(length)``; indices outside become -1."""

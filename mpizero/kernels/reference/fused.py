@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import Parameter, Signature, signature
+from typing import Any
+
 from mpizero.kernels.reference import optimizer
 from mpizero.types import Array
 
@@ -31,126 +35,31 @@ def tree_sum(
     out[start:stop] = stack.pop() / divisor[0]
 
 
-def sgd_tree(
-    rows_a: Array,
-    first_a: int,
-    rows_b: Array,
-    first_b: int,
-    program: Array,
-    divisor: Array,
-    w: Array,
-    hyper: Array,
-    start: int,
-    stop: int,
-) -> None:
-    """Sum and divide, then update as ``optimizer.sgd``."""
-    g = w.copy()
-    tree_sum(rows_a, first_a, rows_b, first_b, program, divisor, g, start, stop)
-    optimizer.sgd(w, g, hyper, start, stop)
+def _tree(update: Callable[..., None]) -> Callable[..., None]:
+    """Make the oracle that sums and divides, then updates by the reference."""
+
+    def tree(rows: Array, first: int, program: Array, divisor: Array, w: Array, *rest: Any) -> None:
+        g, (start, stop) = w.copy(), rest[-2:]
+        tree_sum(rows, first, rows, 0, program, divisor, g, start, stop)
+        update(w, g, *rest)
+
+    names = ("rows", "first", "program", "divisor", *(name for name in signature(update).parameters if name != "g"))
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    setattr(tree, "__signature__", Signature(parameters))  # noqa: B010 - for mypy
+    return tree
 
 
-def momentum_tree(
-    rows_a: Array,
-    first_a: int,
-    rows_b: Array,
-    first_b: int,
-    program: Array,
-    divisor: Array,
-    w: Array,
-    m: Array,
-    hyper: Array,
-    start: int,
-    stop: int,
-) -> None:
-    """Sum and divide, then update as ``optimizer.momentum``."""
-    g = w.copy()
-    tree_sum(rows_a, first_a, rows_b, first_b, program, divisor, g, start, stop)
-    optimizer.momentum(w, g, m, hyper, start, stop)
-
-
-def adam_tree(
-    rows_a: Array,
-    first_a: int,
-    rows_b: Array,
-    first_b: int,
-    program: Array,
-    divisor: Array,
-    w: Array,
-    m: Array,
-    v: Array,
-    hyper: Array,
-    start: int,
-    stop: int,
-) -> None:
-    """Sum and divide, then update as ``optimizer.adam``."""
-    g = w.copy()
-    tree_sum(rows_a, first_a, rows_b, first_b, program, divisor, g, start, stop)
-    optimizer.adam(w, g, m, v, hyper, start, stop)
-
-
-def adamw_tree(
-    rows_a: Array,
-    first_a: int,
-    rows_b: Array,
-    first_b: int,
-    program: Array,
-    divisor: Array,
-    w: Array,
-    m: Array,
-    v: Array,
-    hyper: Array,
-    start: int,
-    stop: int,
-) -> None:
-    """Sum and divide, then update as ``optimizer.adamw``."""
-    g = w.copy()
-    tree_sum(rows_a, first_a, rows_b, first_b, program, divisor, g, start, stop)
-    optimizer.adamw(w, g, m, v, hyper, start, stop)
-
-
-def rmsprop_tree(
-    rows_a: Array,
-    first_a: int,
-    rows_b: Array,
-    first_b: int,
-    program: Array,
-    divisor: Array,
-    w: Array,
-    v: Array,
-    hyper: Array,
-    start: int,
-    stop: int,
-) -> None:
-    """Sum and divide, then update as ``optimizer.rmsprop``."""
-    g = w.copy()
-    tree_sum(rows_a, first_a, rows_b, first_b, program, divisor, g, start, stop)
-    optimizer.rmsprop(w, g, v, hyper, start, stop)
-
-
-def lion_tree(
-    rows_a: Array,
-    first_a: int,
-    rows_b: Array,
-    first_b: int,
-    program: Array,
-    divisor: Array,
-    w: Array,
-    m: Array,
-    hyper: Array,
-    start: int,
-    stop: int,
-) -> None:
-    """Sum and divide, then update as ``optimizer.lion``."""
-    g = w.copy()
-    tree_sum(rows_a, first_a, rows_b, first_b, program, divisor, g, start, stop)
-    optimizer.lion(w, g, m, hyper, start, stop)
+sgd_tree = _tree(optimizer.sgd)
+momentum_tree = _tree(optimizer.momentum)
+adam_tree = _tree(optimizer.adam)
+adamw_tree = _tree(optimizer.adamw)
+rmsprop_tree = _tree(optimizer.rmsprop)
+lion_tree = _tree(optimizer.lion)
 
 
 def lamb_direction_tree(
-    rows_a: Array,
-    first_a: int,
-    rows_b: Array,
-    first_b: int,
+    rows: Array,
+    first: int,
     program: Array,
     divisor: Array,
     w: Array,
@@ -162,5 +71,5 @@ def lamb_direction_tree(
     stop: int,
 ) -> None:
     """Sum and divide into ``u``, then ``optimizer.lamb_direction``."""
-    tree_sum(rows_a, first_a, rows_b, first_b, program, divisor, u, start, stop)
+    tree_sum(rows, first, rows, 0, program, divisor, u, start, stop)
     optimizer.lamb_direction(w, u, m, v, hyper, start, stop)

@@ -236,12 +236,12 @@ class Updater:
         placed = {group: self._placed(hyper) for group, hyper in hypers.items()}
         for run in self.plain_runs:
             w, state = self._run_arrays(run.store, run.state, run.size)
-            hyper = placed[run.group]
+            hyper, summed = placed[run.group], optim.RowSum(rows, run.gradient, program, divisor)
             if self.optimizer.needs_tensor_norms:
                 u = out[run.gradient : run.gradient + run.size]
-                self.optimizer.direction_tree(rows, run.gradient, program, divisor, w, u, state, hyper)
+                self.optimizer.direction_tree(summed, w, u, state, hyper)
             else:
-                self.optimizer.apply_tree(rows, run.gradient, rows[:0], 0, program, divisor, w, state, hyper, threads)
+                self.optimizer.apply_tree(summed, w, state, hyper, threads)
         for piece in self.tied:
             total = self._tied_sum(piece, rows, program, divisor)
             w, state = self._run_arrays(piece.store, piece.state, piece.size)

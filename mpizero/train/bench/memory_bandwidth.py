@@ -80,7 +80,7 @@ class PassBenchmark:
         rows_two, rows_four = self.arrays[:2], self.arrays[:4]
         size, one = self.elements, np.ones(1, np.float32)
         hyper = optim.AdamW().hyper(1, 1, np.float32)
-        two, four, nothing = program_array(_TWO), program_array(_FOUR), self.arrays[:0]
+        two, four = program_array(_TWO), program_array(_FOUR)
         starts, stops, total = np.array([0]), np.array([size]), np.empty(1)
         adamw, fused, reduction = cpu.optimizer.adamw, cpu.fused, cpu.reduction
         whole = np.array([size])
@@ -94,14 +94,14 @@ class PassBenchmark:
                 2,
                 1,
                 lambda: stream.add_two(a, b, w),
-                lambda: fused.tree_sum(rows_two, 0, nothing, 0, two, one, w, 0, size),
+                lambda: fused.tree_sum(rows_two, 0, rows_two, 0, two, one, w, 0, size),
             ),
             _Pass(
                 "sum of 4",
                 4,
                 1,
                 lambda: stream.add_four(a, b, c, d, w),
-                lambda: fused.tree_sum(rows_four, 0, nothing, 0, four, one, w, 0, size),
+                lambda: fused.tree_sum(rows_four, 0, rows_four, 0, four, one, w, 0, size),
             ),
             _Pass("AdamW", 4, 3, lambda: stream.update(a, w, m, v), lambda: adamw(w, a, m, v, hyper, 0, size)),
             _Pass(
@@ -109,7 +109,7 @@ class PassBenchmark:
                 5,
                 3,
                 lambda: stream.add_and_update(a, b, w, m, v),
-                lambda: fused.adamw_tree(rows_two, 0, nothing, 0, two, one, w, m, v, hyper, 0, size),
+                lambda: fused.adamw_tree(rows_two, 0, two, one, w, m, v, hyper, 0, size),
             ),
         )
 
