@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import NamedTuple, NoReturn, Self, TypeVar
 
-from mpizero.comm import as_communicator
 from mpizero.comm.communicator import Communicator
 from mpizero.errors import (
     CheckpointDamagedError,
@@ -119,28 +118,6 @@ def agreed(comm: Communicator, prefix: str) -> Iterator[None]:
     with CapturedError() as own:
         yield
     raise_first(comm.allgather_object(own.portable, tag="checkpoint outcome"), prefix, own.error)
-
-
-@contextmanager
-def communicator_of(comm: object) -> Iterator[Communicator]:
-    """Turn ``comm`` into a Communicator, and close it in the end if it had to be made.
-
-    Collective over ``comm``. Within, every error is agreed, so all ranks come to the end together.
-    """
-    world = as_communicator(comm)
-    try:
-        yield world
-    except (CollectiveError, PeerFailure):
-        raise  # the other ranks may never close it
-    except BaseException:
-        _close(world, comm)
-        raise
-    _close(world, comm)
-
-
-def _close(world: Communicator, comm: object) -> None:
-    if world is not comm:
-        world.close()
 
 
 def on_root(

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpizero.checkpoint.backends.direct import as_bytes, checksums
 from mpizero.checkpoint.byte_source import MemoryByteSource
-from mpizero.checkpoint.failures import agreed, communicator_of, on_root
+from mpizero.checkpoint.failures import agreed, on_root
 from mpizero.checkpoint.format.manifest import MANIFEST_LIMIT, decode, encode
 from mpizero.checkpoint.format.skeleton import build
 from mpizero.checkpoint.format.table import LocalArray
@@ -19,6 +19,7 @@ from mpizero.checkpoint.reader import Reader
 from mpizero.checkpoint.save_plan import agree_on_arrays
 from mpizero.comm import as_communicator
 from mpizero.comm.communicator import Communicator
+from mpizero.comm.startup.convert import communicator_of
 from mpizero.crc import crc32
 from mpizero.errors import CheckpointError
 

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from mpizero.checkpoint.backends.direct import PieceSums, WritingStopped, open_state, write_pieces
-from mpizero.checkpoint.failures import agreed, communicator_of
+from mpizero.checkpoint.failures import agreed
 from mpizero.checkpoint.format.skeleton import ALIGNMENT
 from mpizero.checkpoint.format.table import LocalArray
 from mpizero.checkpoint.publish import TemporaryFolder, publish
@@ -25,6 +25,7 @@ from mpizero.checkpoint.save_plan import RepeatedSave, SavePlan, make_plan
 from mpizero.checkpoint.snapshot import SnapshotBuffer
 from mpizero.comm import calls
 from mpizero.comm.communicator import CallTrace, Communicator
+from mpizero.comm.startup.convert import communicator_of
 from mpizero.errors import StateError
 
 #: ``nice`` of the writing thread: training and other ranks get the core first.

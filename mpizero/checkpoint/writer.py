@@ -8,12 +8,13 @@ from typing import Any
 
 from mpizero.checkpoint.backends import direct, mpio
 from mpizero.checkpoint.backends.direct import PieceSums
-from mpizero.checkpoint.failures import agreed, communicator_of
+from mpizero.checkpoint.failures import agreed
 from mpizero.checkpoint.format.skeleton import ALIGNMENT
 from mpizero.checkpoint.format.table import LocalArray
 from mpizero.checkpoint.publish import TemporaryFolder, publish
 from mpizero.checkpoint.save_plan import make_plan
 from mpizero.comm.communicator import Communicator
+from mpizero.comm.startup.convert import communicator_of
 from mpizero.errors import ConfigError
 
 _BACKENDS: Mapping[str, Callable[..., list[PieceSums]]] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.comm.startup.convert import lent
+from mpizero.comm.startup.convert import communicator_of
 from mpizero.types import Array
 
 Point = Array | Mapping[str, Array]
@@ -133,7 +133,7 @@ def adjoint_test(
     left, right = (np.vdot(a.astype(np.float64), b.astype(np.float64)) for a, b in ((fx, y), (x, fy)))
     size = np.linalg.norm(fx) * np.linalg.norm(y) + np.linalg.norm(x) * np.linalg.norm(fy)
     sums = np.array([left, right, size])
-    with lent(comm) as world:
+    with communicator_of(comm) as world:
         world.allreduce(sums, tag="adjoint_test")
     difference = float(abs(sums[0] - sums[1]) / max(sums[2], np.finfo(np.float64).tiny))
     if not difference <= rtol:

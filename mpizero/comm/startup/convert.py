@@ -1,4 +1,4 @@
-"""From what users have (an mpi4py communicator, one of ours, "self", nothing) to a Communicator."""
+"""Make a Communicator of what users have: an mpi4py communicator, one of ours, "self", or nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.startup.launch import default_world, one_process
 from mpizero.comm.supervision.arrival import PATIENCE
-from mpizero.errors import ArgumentError
+from mpizero.errors import ArgumentError, CollectiveError, PeerFailure
 
 
 def as_communicator(
@@ -46,11 +46,22 @@ def as_communicator(
 
 
 @contextmanager
-def lent(comm: Any = None) -> Iterator[Communicator]:
-    """Turn ``comm`` into a Communicator, and close it in the end if it had to be made. Collective over ``comm``."""
+def communicator_of(comm: Any = None) -> Iterator[Communicator]:
+    """Turn ``comm`` into a Communicator, and close it in the end if it had to be made.
+
+    Collective over ``comm``. Within, every error is agreed, so all ranks come to the end together.
+    """
     world = as_communicator(comm)
     try:
         yield world
-    finally:
-        if world is not comm:
-            world.close()
+    except (CollectiveError, PeerFailure):
+        raise  # the other ranks may never close it
+    except BaseException:
+        _close(world, comm)
+        raise
+    _close(world, comm)
+
+
+def _close(world: Communicator, comm: object) -> None:
+    if world is not comm:
+        world.close()

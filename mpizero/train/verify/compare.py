@@ -12,7 +12,7 @@ import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.startup.convert import lent
+from mpizero.comm.startup.convert import communicator_of
 from mpizero.comm.startup.launch import default_world
 from mpizero.comm.threads import run_in_threads
 from mpizero.errors import ConfigError
@@ -99,7 +99,7 @@ def compare_layouts(
     task = _task(make_model, batches, make_optimizer, steps, settings)
     chosen = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
     comm = default_world() if comm is None else comm
-    with nullcontext() if comm is None or comm == "self" else lent(comm) as world:
+    with nullcontext() if comm is None or comm == "self" else communicator_of(comm) as world:
         return _compare(task, chosen, world, tolerance, progress)
 
 
