@@ -1,10 +1,10 @@
 """Faults on purpose, for tests: what a save or a step does when a rank is killed, stuck or wrong at a known place.
 
-``MPIZERO_FAULT=site:rank:k:action`` plants one. At the ``k``-th call (from 1; ``*`` for every call) of :func:`strike`
+``MPIZERO_FAULT=site:rank:k:action`` plants one. At the ``k``-th call (from 1; ``*`` for every call) of :func:`inject`
 with that site, on the rank that the launcher gave this number (``*`` for every rank), the process
 
 =================  =======================================================================
-``raise``          raises :class:`PlantedError`
+``raise``          raises :class:`InjectedError`
 ``kill``           is killed by SIGKILL
 ``stop``           is stopped by SIGSTOP, as a machine that hangs
 ``sleep``          sleeps for 100 s; ``sleep=2.5`` for 2.5 s
@@ -13,7 +13,7 @@ with that site, on the rank that the launcher gave this number (``*`` for every 
 ``truncate``       loses the second half of the file that the site hands over
 =================  =======================================================================
 
-Nothing is planted by default, and :func:`strike` is then one comparison. The module keeps the one fault that its
+Nothing is planted by default, and :func:`inject` is then one comparison. The module keeps the one fault that its
 process was started with, and how often its site was passed.
 """
 
@@ -42,7 +42,7 @@ SITES: Mapping[str, str] = {
 ACTIONS = ("raise", "kill", "stop", "sleep", "exit", "nan", "truncate")
 
 
-class PlantedError(RuntimeError):
+class InjectedError(RuntimeError):
     """What the action ``raise`` raises: by no means an error that the library expects."""
 
 
@@ -81,13 +81,13 @@ class Fault:
         meant = rank == "*" or int(rank) == launched_rank(environment)
         return cls(site, int(occurrence.replace("*", "0")), kind, value) if meant else None
 
-    def strike(self, target: Any) -> None:
+    def inject(self, target: Any) -> None:
         """Act, if this is the call that was meant."""
         if next(self.calls) == self.occurrence or not self.occurrence:
             getattr(self, f"_{self.action}")(target)
 
     def _raise(self, target: Any) -> NoReturn:
-        raise PlantedError(f"planted at {self.site}, call {self.occurrence or '*'}")
+        raise InjectedError(f"planted at {self.site}, call {self.occurrence or '*'}")
 
     def _kill(self, target: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -115,7 +115,7 @@ def _is_number(text: str) -> bool:
 _FAULT = Fault.planted(os.environ)
 
 
-def strike(site: str, target: Any = None) -> None:
+def inject(site: str, target: Any = None) -> None:
     """Let the planted fault happen here if it is meant for this site, this rank and this call.
 
     Not collective.
@@ -128,4 +128,4 @@ def strike(site: str, target: Any = None) -> None:
         What ``nan`` and ``truncate`` spoil.
     """
     if _FAULT is not None and _FAULT.site == site:
-        _FAULT.strike(target)
+        _FAULT.inject(target)

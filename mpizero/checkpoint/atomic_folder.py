@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from mpizero.checkpoint.format.manifest import MANIFEST_NAME, STATE_NAME
 from mpizero.checkpoint.format.skeleton import Skeleton
 from mpizero.errors import CheckpointError, CheckpointIOError
-from mpizero.faults import strike
+from mpizero.faults import inject
 
 #: A save in progress, or what a killed one left: ``.tmp-<name>.<host>.<pid>``.
 TEMPORARY = ".tmp-"
@@ -135,7 +135,7 @@ def commit(folder: LockedFolder, manifest: bytes, state: int) -> None:
 
     Not collective: rank 0 only. ``state`` is the state file, open. Where this raises, what was at the target is there.
     """
-    strike("save.manifest")
+    inject("save.manifest")
     path = os.path.join(folder.path, MANIFEST_NAME)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
@@ -144,7 +144,7 @@ def commit(folder: LockedFolder, manifest: bytes, state: int) -> None:
         os.fsync(folder.lock)
         # Both stay open meanwhile: so a number stands for one file on any file system.
         written = {STATE_NAME: os.fstat(state), MANIFEST_NAME: os.fstat(file)}
-        strike("save.commit")
+        inject("save.commit")
         _give_name(folder, written)
     finally:
         os.close(file)
@@ -301,7 +301,7 @@ def remove_folder(path: str) -> bool:
     OSError
         It could not be removed; or not all of it, which the next :func:`remove_leftovers` tries again.
     """
-    strike("save.prune")
+    inject("save.prune")
     parent, name = os.path.split(path)
     hidden = os.path.join(parent, f"{DELETED}{name}.{_here()}")
     try:

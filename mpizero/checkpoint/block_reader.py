@@ -12,7 +12,7 @@ from mpizero.checkpoint.format.manifest import STATE_NAME, StoredArray
 from mpizero.checkpoint.format.table import LocalArray
 from mpizero.crc import crc32
 from mpizero.errors import CheckpointDamagedError
-from mpizero.faults import strike
+from mpizero.faults import inject
 
 
 class BlockPart(NamedTuple):
@@ -43,7 +43,7 @@ class BlockReader:
             data, begin = as_bytes(values), first * stored.dtype.itemsize
             for start, stop in cut(begin, begin + len(data)):
                 view = data[start - begin : stop - begin]
-                strike("load.read")
+                inject("load.read")
                 part = BlockPart(request.path, start, stop, self._read_block(stored.offset + start, view, advance))
                 if stop - start < _block_length(stored, start):
                     parts.append(part)

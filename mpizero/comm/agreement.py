@@ -10,7 +10,7 @@ import numpy as np
 
 from mpizero.comm.calls import agree_on_call
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.failure_report import describe, ranks_text
+from mpizero.comm.failure_report import describe_error, ranks_text
 from mpizero.errors import CollectiveError, PeerFailure, RemoteError
 
 
@@ -57,7 +57,8 @@ def raise_on_all(comm: Communicator, error: Exception | None, tag: str) -> NoRet
 
     Collective over ``comm``, once all know that a rank has one.
     """
-    reports = comm.allgather_object(None if error is None else (isinstance(error, RemoteError), describe(error)), tag)
+    own = None if error is None else (isinstance(error, RemoteError), describe_error(error))
+    reports = comm.allgather_object(own, tag)
     if error is not None:
         raise error
     ranks = [rank for rank, report in enumerate(reports) if report is not None]

@@ -40,7 +40,7 @@ C = TypeVar("C", bound=Collective)
 def record_call(comm: Communicator, operation: str, which: str = "") -> None:
     """Note that this rank has been asked for an operation, and where. Not collective, but all ranks do alike."""
     if comm.size > 1:
-        comm.trace.enter((operation, which))
+        comm.trace.begin_operation((operation, which))
 
 
 def agree_on_call(comm: Communicator, figures: Sequence[int] = ()) -> Array:

@@ -277,13 +277,13 @@ class Communicator(Transport):
         """
         return None
 
-    def leave_behind(self, close: Callable[[], None]) -> None:
-        """Remember what an error leaves open, for :meth:`free_left_behind`. Not collective.
+    def defer_close(self, close: Callable[[], None]) -> None:
+        """Remember what an error leaves open, for :meth:`run_deferred_closes`. Not collective.
 
         ``close`` is collective over the communicator. Threads forget it: their memory is the process's.
         """
 
-    def free_left_behind(self) -> None:
+    def run_deferred_closes(self) -> None:
         """Close what errors have left open on all of these ranks. Collective over the communicator."""
 
     @abstractmethod

@@ -20,7 +20,7 @@ from mpizero.text import printable
 _DELIVERY, _FORWARDING = 1.0, 0.1
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return one line for an error that is the user's to mend, and the further lines that it brings.
 
     The line ends with the user's own: the innermost of the error's traceback, where there is one.
@@ -32,21 +32,26 @@ def describe(error: BaseException) -> str:
     return "\n".join([first, *getattr(error, "details", ())])
 
 
-def told(error: BaseException) -> str:
+def user_message(error: BaseException) -> str:
     """Return what to print of an error that is the user's to mend: one line, or all of it where the user asks so."""
-    return format_error(error, error.__traceback__) if shows_all() else describe(error)
+    return format_error(error, error.__traceback__) if shows_all() else describe_error(error)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return "rank 3" or "ranks 0-2, 5"; ``ranks`` are in order."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in rank_ranges(ranks))
     return f"rank{'s' if len(ranks) != 1 else ''} {text}"
+
+
+def rank_ranges(ranks: Iterable[int]) -> list[list[int]]:
+    """Return the first and the last rank of each range of consecutive ones; ``ranks`` are in order."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and rank == found[-1][1] + 1:
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank])
+    return found
 
 
 def ranks_by_text(texts: Iterable[tuple[int, str]]) -> dict[str, str]:
@@ -69,7 +74,7 @@ def format_error(error: BaseException, trace: TracebackType | None) -> str:
     return head + first + rest.replace("Traceback (most recent call last)", "Frames (most recent call last)")
 
 
-def write(text: str) -> None:
+def write_stderr(text: str) -> None:
     """Write to standard error in one piece, so that lines of ranks do not mix; fit for a terminal."""
     data = memoryview(printable(text, keep="\n\t").encode())
     with contextlib.suppress(OSError):

@@ -89,13 +89,13 @@ class MpiCommunicator(Communicator):
         super().__init__(comm.Get_rank(), comm.Get_size(), name, shares_memory=False)
         holder = guard.current()
         guest = holder.is_guest(guest)
-        with holder.making(self.trace, comm, timeout, guest=guest) as meet:
+        with holder.register_new(self.trace, comm, timeout, guest=guest) as connect:
             # [Note: split, never dup] A duplicate of a Cartesian communicator keeps what makes Open MPI 4.1.4 write
             # wrong HDF5 data; a split does not, and no message of the user can meet one of ours.
             own = comm.Split(0, comm.Get_rank())
             own.Set_errhandler(MPI.ERRORS_RETURN)
             holder.verifies |= bool(own.allreduce(holder.verifies, MPI.MAX))  # on one rank is on all
-            members = meet(own)
+            members = connect(own)
         self._adopt(own, limit, members, guest=guest)
 
     def _adopt(self, own: MPI.Comm, limit: int, members: tuple[int, ...], *, guest: bool) -> None:
@@ -108,7 +108,8 @@ class MpiCommunicator(Communicator):
     def _of(self, own: MPI.Comm, name: str, *, shares_memory: bool) -> Self:
         made = type(self).__new__(type(self))
         Communicator.__init__(made, own.Get_rank(), own.Get_size(), name, shares_memory)
-        made._adopt(own, self._limit, guard.current().follow(made.trace, own, guest=self._guest), guest=self._guest)
+        members = guard.current().register_split(made.trace, own, guest=self._guest)
+        made._adopt(own, self._limit, members, guest=self._guest)
         return made
 
     @property
@@ -118,18 +119,18 @@ class MpiCommunicator(Communicator):
 
     # ------------------------------------------------------------------ contract
 
-    def contract_number(self) -> int:
+    def mismatch_term(self) -> int:
         """Return this rank's term of a sum that is 0 while all ranks have called alike.
 
         Not collective, but asked by all ranks before the same collective.
         """
-        return guard.current().register.contract_number(self.trace)
+        return guard.current().register.mismatch_term(self.trace)
 
     def mismatch(self) -> CollectiveError:
         """Find the first call that differs, here or in a communicator of these ranks. Collective over them."""
         holder = guard.current()
         if holder.mismatch_watch is not None:
-            holder.mismatch_watch.forgive(self.trace)
+            holder.mismatch_watch.ignore(self.trace)
         mine = {e.key: (e.trace.name, e.trace.records()) for e in holder.register.inside(self.trace)}
         found = first_mismatch(self.allgather_object((holder.rank, mine), "contract"))
         return found or self.error("contract", "", "the ranks have called different collectives")
@@ -298,17 +299,17 @@ class MpiCommunicator(Communicator):
         """Return the free bytes of the folder that most MPI libraries keep windows in. Not collective."""
         return free_space()
 
-    def leave_behind(self, close: Callable[[], None]) -> None:
-        """Remember what an error leaves open, for :meth:`free_left_behind`. Not collective."""
-        guard.current().register.leave(self.trace, close)
+    def defer_close(self, close: Callable[[], None]) -> None:
+        """Remember what an error leaves open, for :meth:`run_deferred_closes`. Not collective."""
+        guard.current().register.defer_close(self.trace, close)
 
-    def free_left_behind(self) -> None:
+    def run_deferred_closes(self) -> None:
         """Close what errors have left open on all of these ranks. Collective over the communicator."""
-        guard.current().register.free_left(self.trace, partial(self.allgather_object, tag="left behind"))
+        guard.current().register.run_deferred_closes(self.trace, partial(self.allgather_object, tag="left behind"))
 
     def close(self) -> None:
         """Free the communicator; a second call does nothing. Collective over the communicator."""
-        guard.current().forget(self.trace, free=not MPI.Is_finalized())
+        guard.current().unregister(self.trace, free=not MPI.Is_finalized())
         if self._verifier is not None and not MPI.Is_finalized():
             self._verifier.close()
         self._verifier = None

@@ -148,7 +148,7 @@ class Transport(ABC):
         """Return the error for a call that the transport has refused; says more where it knows more."""
         return self.error(operation, tag, reason, array)
 
-    def contract_number(self) -> int:
+    def mismatch_term(self) -> int:
         """Return a number that adds up to 0 over all ranks, modulo ``trace.MODULUS``, while they have called alike.
 
         Not collective, but asked by all ranks before the same collective. It covers this communicator and those inside
@@ -157,7 +157,7 @@ class Transport(ABC):
         return 0
 
     def mismatch(self) -> CollectiveError:
-        """Return the error of ranks whose :meth:`contract_number` do not add up. Collective over the communicator."""
+        """Return the error of ranks whose :meth:`mismatch_term` do not add up. Collective over the communicator."""
         return self.error("contract", "", "the ranks have called different collectives")
 
     @abstractmethod

@@ -129,7 +129,7 @@ class ShardingConfig:
                 f"bad_steps={self.bad_steps!r}: expected mpizero.BadSteps(limit=..., warn=..., callback=...)"
             )
         if self.embedded:
-            guard.current().be_guest()
+            guard.current().release_to_host()
         codec_of(self.gradient_compression)
         check_bucket(self.bucket_mb, self.gradient_compression)
         if self.device not in ("cpu", "cuda"):
@@ -227,7 +227,7 @@ class ShardingConfig:
         """
         if "communicator" in self.__dict__:
             check_call(self.communicator, "ShardingConfig.close")
-            self.communicator.free_left_behind()
+            self.communicator.run_deferred_closes()
             self._free()
 
     def _free(self) -> None:
@@ -253,7 +253,7 @@ class ShardingConfig:
         if error is None:
             self.close()
         elif "communicator" in self.__dict__:  # the other ranks may not have raised
-            self.communicator.leave_behind(self._free)
+            self.communicator.defer_close(self._free)
 
     def loss_scale(self, given: DynamicLossScale | None) -> DynamicLossScale | None:
         """Return the loss scale to train with: what is given, or else what ``mixed_precision`` needs."""

@@ -61,7 +61,7 @@ class Engine(PlacedModel):
         ``summed`` tells that the gradients are summed next, which may then begin.
         """
         set_context(step=self.step_number)
-        with self.scalars.everyone.trace.common_duty("training step"):
+        with self.scalars.everyone.trace.joint_task("training step"):
             self.exchange.begin()
             with self.timeline.span("agreement", "samples"):
                 batch = self._redistribute(x, y, reducer)
@@ -218,6 +218,6 @@ class Engine(PlacedModel):
     def evaluate(self, x: Any, y: Any) -> tuple[float, float, int | None]:
         """Return loss sum, weight and right answers of all ranks' samples, grain by grain, without training."""
         batch = self._redistribute(x, y, self.rows)
-        with self.scalars.everyone.trace.common_duty("evaluation"):
+        with self.scalars.everyone.trace.joint_task("evaluation"):
             scores = self.stage.is_last and self.grid.here.tensor == 0  # losses are found here, and count
             return evaluate(batch, self.runner, self.scalars, self.rows.rounds(batch.count), self._run, scores=scores)

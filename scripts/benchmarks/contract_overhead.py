@@ -3,7 +3,7 @@
     mpiexec -n 2 python scripts/benchmarks/contract_overhead.py [--rounds 30] [--steps 100] [--hidden 64 64]
 
 Both sides train a small model by the engine itself, whose step of about 1 ms makes the collectives of a real one.
-Without the contract, `CallTrace.begin` only counts and `contract_number` is 0: what was there before it. The rounds
+Without the contract, `CallTrace.begin` only counts and `mismatch_term` is 0: what was there before it. The rounds
 alternate; the figure is the median over rounds of the ratio of neighbours, with its quartiles. On a busy machine take
 many short rounds, and the fastest of them. What other programs do is not in the last figure: the processor time of the
 calls themselves, as often as a step makes them, as a share of the step.
@@ -35,12 +35,12 @@ class Switch:
     """Turns the contract on and off, on all ranks alike."""
 
     def __init__(self) -> None:
-        self.begin, self.number = CallTrace.begin, MpiCommunicator.contract_number
+        self.begin, self.number = CallTrace.begin, MpiCommunicator.mismatch_term
 
     def set(self, on: bool) -> None:
         """Put the real methods, or what was there before, in place."""
         CallTrace.begin = self.begin if on else count_only
-        MpiCommunicator.contract_number = self.number if on else lambda self: 0
+        MpiCommunicator.mismatch_term = self.number if on else lambda self: 0
 
 
 def seconds(model: Any, x: Any, y: Any, steps: int) -> float:
@@ -77,7 +77,7 @@ def cost_of_a_step(comm: MpiCommunicator, calls: float) -> float:
     """Return the processor time of the records of a step and of their comparison, less what only counting takes."""
     trace, call = CallTrace("cost"), ("allreduce", "cost", "f", 1000, "sum")
     record = processor_seconds(lambda: trace.begin(call)) - processor_seconds(lambda: count_only(trace, call))
-    return calls * record + processor_seconds(comm.contract_number)
+    return calls * record + processor_seconds(comm.mismatch_term)
 
 
 def main() -> None:

@@ -384,7 +384,7 @@ def test_a_commit_that_another_host_spoils_is_an_error_and_costs_no_earlier_chec
     target = tmp_path / ("step_00000001" if replace else "step_00000002")
     other = type(small)({path: whole + 1 for path, whole in small.arrays.items()})
 
-    def strike(site: str, *rest: object) -> None:
+    def inject(site: str, *rest: object) -> None:
         if site == "save.commit":
             harm(str(next(tmp_path.glob(".tmp-*"))))
 
@@ -400,7 +400,7 @@ def test_a_commit_that_another_host_spoils_is_an_error_and_costs_no_earlier_chec
         return str(caught.value)
 
     with monkeypatch.context() as patched:
-        patched.setattr(atomic_folder, "strike", strike)
+        patched.setattr(atomic_folder, "inject", inject)
         assert len(set(run_in_threads(2, fail))) == 1
     assert os.listdir(tmp_path) == ["step_00000001"]
     assert small.loads(tmp_path / "step_00000001")

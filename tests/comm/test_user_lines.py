@@ -8,7 +8,7 @@ import traceback
 import pytest
 
 import mpizero
-from mpizero.comm.failure_report import describe, told
+from mpizero.comm.failure_report import describe_error, user_message
 from mpizero.errors import ConfigError
 from mpizero.frames import TRACEBACK
 
@@ -57,7 +57,7 @@ def _without_last(trace):
     ],
 )
 def test_the_innermost_line_of_the_user_is_named(files, named):
-    assert describe(raised(*files)) == f"ConfigError: planted ({named})"
+    assert describe_error(raised(*files)) == f"ConfigError: planted ({named})"
 
 
 @pytest.mark.parametrize(
@@ -70,29 +70,29 @@ def test_the_innermost_line_of_the_user_is_named(files, named):
     ],
 )
 def test_a_command_of_this_package_has_no_line_of_the_user(files):
-    assert describe(raised(*files)) == "ConfigError: planted"
+    assert describe_error(raised(*files)) == "ConfigError: planted"
 
 
 def test_the_lines_of_a_dataclass_that_nobody_wrote_are_not_the_users():
     with pytest.raises(ConfigError) as caught:
         mpizero.nn.GPT(dim=7, layers=1, heads=2, sequence=4)
     here = f"test_user_lines.py:{caught.traceback[0].lineno + 1} in {caught.traceback[0].name}"
-    assert describe(caught.value).endswith(f" ({here})")
+    assert describe_error(caught.value).endswith(f" ({here})")
 
 
 def test_a_line_that_the_error_names_itself_is_not_named_twice():
     error = raised("/home/me/train.py")
     error.args = ("calls differ: rank 0: barrier at train.py:2 in f",)
-    assert describe(error) == "ConfigError: calls differ: rank 0: barrier at train.py:2 in f"
+    assert describe_error(error) == "ConfigError: calls differ: rank 0: barrier at train.py:2 in f"
 
 
 def test_all_frames_are_shown_where_the_user_asks_for_them(monkeypatch):
     error = raised("/home/me/train.py", OWN)
     monkeypatch.setenv(TRACEBACK, "1")
-    assert told(error).count("\n  File ") == 2
-    assert told(error).startswith("Traceback")
+    assert user_message(error).count("\n  File ") == 2
+    assert user_message(error).startswith("Traceback")
     monkeypatch.setenv(TRACEBACK, "0")
-    assert told(error) == describe(error)
+    assert user_message(error) == describe_error(error)
 
 
 def test_ipython_shows_the_user_the_last_own_line_first_and_no_other(tmp_path, monkeypatch):

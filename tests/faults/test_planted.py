@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mpizero import faults
-from mpizero.faults import ACTIONS, SITES, Fault, PlantedError
+from mpizero.faults import ACTIONS, SITES, Fault, InjectedError
 
 ROOT = Path(faults.__file__).resolve().parents[1]
 
@@ -41,7 +41,7 @@ def planted(text, **environment):
 def test_nothing_is_planted_by_default():
     assert Fault.planted({}) is None
     assert planted("") is None
-    faults.strike("save.write")
+    faults.inject("save.write")
 
 
 @pytest.mark.parametrize("launcher", ["PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"])
@@ -55,28 +55,28 @@ def test_only_the_rank_meant_is_struck(launcher):
 
 def test_only_the_call_meant_is_struck():
     fault = planted("train.step:0:3:raise")
-    fault.strike(None)
-    fault.strike(None)
-    with pytest.raises(PlantedError, match=r"train\.step, call 3"):
-        fault.strike(None)
-    fault.strike(None)
+    fault.inject(None)
+    fault.inject(None)
+    with pytest.raises(InjectedError, match=r"train\.step, call 3"):
+        fault.inject(None)
+    fault.inject(None)
 
 
 def test_every_call_can_be_struck():
     fault = planted("train.step:0:*:raise")
     for _ in range(2):
-        with pytest.raises(PlantedError, match=r"planted at train\.step"):
-            fault.strike(None)
+        with pytest.raises(InjectedError, match=r"planted at train\.step"):
+            fault.inject(None)
 
 
 def test_what_is_handed_over_can_be_spoiled(tmp_path):
     values = np.ones((2, 2), np.float32)
-    planted("train.step:0:1:nan").strike(values)
+    planted("train.step:0:1:nan").inject(values)
     assert np.isnan(values).tolist() == [[True, False], [False, False]]
     (tmp_path / "file").write_bytes(bytes(9))
-    planted("save.sync:0:1:truncate").strike(tmp_path / "file")
+    planted("save.sync:0:1:truncate").inject(tmp_path / "file")
     assert (tmp_path / "file").stat().st_size == 4
-    planted("train.step:0:1:sleep=0.01").strike(None)
+    planted("train.step:0:1:sleep=0.01").inject(None)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_every_site_is_in_the_list_and_in_the_code():
     found = set()
     for path in (ROOT / "mpizero").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Signature) and isinstance(node.func, ast.Name) and node.func.id == "strike":
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "inject":
                 found.add(ast.literal_eval(node.args[0]))
     assert found == set(SITES)
     assert all(hasattr(Fault, f"_{action}") for action in ACTIONS)
@@ -102,14 +102,14 @@ def test_every_site_is_in_the_list_and_in_the_code():
 @pytest.mark.parametrize(
     ("fault", "status", "said"),
     [
-        ("save.write:0:2:raise", 1, "PlantedError: planted at save.write, call 2"),
+        ("save.write:0:2:raise", 1, "InjectedError: planted at save.write, call 2"),
         ("save.write:0:2:kill", -9, ""),
         ("save.sync:0:1:kill", -9, ""),
         ("save.manifest:0:1:exit=3", 3, ""),
         ("save.commit:0:1:kill", -9, ""),
         ("save.commit:0:2:kill", 0, ""),
         ("save.sync:0:1:truncate", 1, "state.h5: has"),
-        ("load.read:0:1:raise", 1, "PlantedError"),
+        ("load.read:0:1:raise", 1, "InjectedError"),
     ],
 )
 def test_a_fault_happens_at_its_place_in_a_save(tmp_path, fault, status, said):

@@ -14,7 +14,7 @@ from mpizero.checkpoint.format.checksum import BLOCK, block_count, crc32_shifted
 from mpizero.checkpoint.format.table import LocalArray, Table
 from mpizero.comm.communicator import Communicator
 from mpizero.crc import crc32
-from mpizero.faults import strike
+from mpizero.faults import inject
 from mpizero.types import Array
 
 
@@ -83,13 +83,13 @@ def write_pieces(
                     if stopped():
                         raise WritingStopped
                     part = data[start - begin : stop - begin]
-                    strike("save.write", handle)
+                    inject("save.write", handle)
                     checksums.append(crc32(part))
                     write_at(handle, part, offsets[array.path] + start, f"{file}: array {array.path!r}")
                     advance(len(part))
                 if checksums:
                     sums.append(PieceSums(array.path, begin, begin + len(data), tuple(checksums)))
-        strike("save.sync", handle)
+        inject("save.sync", handle)
         for piece in sums:
             sync_range(handle, offsets[piece.path] + piece.start, piece.stop - piece.start, advance)
         os.fsync(handle)

@@ -15,7 +15,7 @@ from mpizero.checkpoint.format.table import LocalArray
 from mpizero.comm.communicator import Communicator
 from mpizero.crc import crc32
 from mpizero.errors import CheckpointError, ConfigError
-from mpizero.faults import strike
+from mpizero.faults import inject
 from mpizero.layout.hyperslab import hyperslabs
 
 #: Bytes of one HDF5 write at most: MPI-IO counts in 32 bits.
@@ -76,7 +76,7 @@ def _write(handle: Any, array: LocalArray, advance: Callable[[int], object]) -> 
     step = max(1, WRITE_LIMIT // array.dtype.itemsize)
     for first, values in array.pieces:
         for begin in range(0, values.size, step):
-            strike("save.write")
+            inject("save.write")
             part = values[begin : begin + step]
             dataset = handle[array.path] if dataset is None else dataset
             done = 0
@@ -92,7 +92,7 @@ def _sync_and_compare(
 ) -> None:
     handle = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        strike("save.sync", handle)
+        inject("save.sync", handle)
         for piece in sums:
             sync_range(handle, offsets[piece.path] + piece.start, piece.stop - piece.start, advance)
         os.fsync(handle)

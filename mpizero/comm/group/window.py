@@ -20,7 +20,7 @@ import numpy as np
 
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.group.messages import MessageGroup, fold
-from mpizero.comm.recording.call_trace import describe
+from mpizero.comm.recording.call_trace import describe_call
 from mpizero.comm.recording.mismatch import mismatch
 from mpizero.comm.transport import SharedMemory
 from mpizero.errors import SharedMemoryError
@@ -167,7 +167,7 @@ class WindowGroup:
         numbers[self._rank] = number
         self._barrier(tag)
         if numbers.tolist() != [number] * self._size:
-            mine = self._node.trace.records()[-1]._replace(what=describe((call[0], tag, *call[1:])), number=number)
+            mine = self._node.trace.records()[-1]._replace(what=describe_call((call[0], tag, *call[1:])), number=number)
             told = dict(self._node.allgather_object((self._rank, mine), "contract"))
             raise mismatch(self._node.name, {rank: [record] for rank, record in told.items()}) or self._node.mismatch()
 

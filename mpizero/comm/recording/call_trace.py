@@ -103,17 +103,17 @@ class CallTrace:
         ``time.monotonic()`` at entry; 0.0 while the rank is not inside a call.
     started : int
         Collectives begun so far; above ``sequence`` while an older non-blocking one is waited for.
-    duty : tuple of str and float
+    present_task : tuple of str and float
         What the rank is doing that all ranks must end together, and since when; ("", 0.0) if nothing.
-    duties : int
+    joint_tasks : int
         How many such things it has ended.
     transfers : tuple of Transfer
         What it is reading or writing at this moment, while others may wait for it.
     """
 
     __slots__ = (
-        "_amid", "_changing", "_entries", "_last", "_numbers", "duties", "duty", "entered", "name", "operation",
-        "sequence", "started", "tag", "transfers",
+        "_changing", "_entries", "_errors", "_last", "_numbers", "entered", "joint_tasks", "name", "operation",
+        "present_task", "sequence", "started", "tag", "transfers",
     )  # fmt: skip
 
     def __init__(self, name: str) -> None:
@@ -123,12 +123,12 @@ class CallTrace:
         self.tag = ""
         self.entered = 0.0
         self.started = 0
-        self.duty = ("", 0.0)
-        self.duties = 0
+        self.present_task = ("", 0.0)
+        self.joint_tasks = 0
         self.transfers: tuple[FileTransfer, ...] = ()
         self._changing = Lock()  # a checkpoint's writer is a thread of its own
         self._numbers: dict[Signature, int] = {}
-        self._amid: dict[int, str] = {}
+        self._errors: dict[int, str] = {}
         self._last: _Entry = (0, 0, (), None, 0)
         self._entries: list[_Entry] = [self._last] * REMEMBERED
 
@@ -147,7 +147,7 @@ class CallTrace:
         self.started = sequence
         return sequence
 
-    def enter(self, operation: Signature) -> None:
+    def begin_operation(self, operation: Signature) -> None:
         """Record what the user has asked this rank for, which takes a number like a collective. Not collective.
 
         The line is the user's: the first outside of this package, or in its command line. An error that is being
@@ -162,8 +162,8 @@ class CallTrace:
         self._entries[sequence % REMEMBERED] = self._last = entry
         self.started = sequence
         if (error := sys.exc_info()[1]) is not None:
-            self._amid[sequence] = _described(error)
-            self._amid.pop(sequence - REMEMBERED, None)
+            self._errors[sequence] = _described(error)
+            self._errors.pop(sequence - REMEMBERED, None)
 
     def count(self) -> int:
         """Count a collective and return its number, without a record; see [Note: counted calls]. Not collective."""
@@ -182,17 +182,17 @@ class CallTrace:
         return self._numbers.setdefault(call, number_of(call))
 
     @contextmanager
-    def common_duty(self, what: str) -> Iterator[None]:
+    def joint_task(self, what: str) -> Iterator[None]:
         """Do what all ranks must end together, though it may be long before they meet. Not collective.
 
         A rank that ends its program before, or amid it, is then missed soon. Not to be nested.
         """
-        self.duty = (what, monotonic())
+        self.present_task = (what, monotonic())
         try:
             yield
-            self.duties += 1
+            self.joint_tasks += 1
         finally:
-            self.duty = ("", 0.0)
+            self.present_task = ("", 0.0)
 
     @contextmanager
     def transfer(self, what: str) -> Iterator[Callable[[int], None]]:
@@ -225,8 +225,8 @@ class CallTrace:
         for sequence in range(max(1, started + 1 - REMEMBERED), started + 1):
             entry = self._before(sequence)
             if entry is not None and entry[0] == sequence:
-                where = _line(entry[3], entry[4]) + self._amid.get(sequence, "")
-                found.append(CallRecord(*entry[:2], describe(entry[2]), where))
+                where = _line(entry[3], entry[4]) + self._errors.get(sequence, "")
+                found.append(CallRecord(*entry[:2], describe_call(entry[2]), where))
             elif entry is not None:
                 tag = f" {self.tag!r}" if sequence == self.sequence and self.tag else ""
                 found.append(CallRecord(sequence, _after(entry, sequence), f"node_barrier{tag}", _COUNTED))
@@ -280,10 +280,10 @@ def weighted_sum(terms: Sequence[tuple[int, CallTrace]]) -> int:
 
 def number_of(call: Signature) -> int:
     """Return a number below the modulus that is the same for the same call in every process. Not collective."""
-    return int.from_bytes(blake2b(describe(call, shown=None).encode(), digest_size=8).digest(), "little") % MODULUS
+    return int.from_bytes(blake2b(describe_call(call, shown=None).encode(), digest_size=8).digest(), "little") % MODULUS
 
 
-def describe(call: Signature, shown: int | None = _SHOWN) -> str:
+def describe_call(call: Signature, shown: int | None = _SHOWN) -> str:
     """Describe a call in at most ``shown`` characters: operation, tag, type and count, the rest. Not collective."""
     operation, tag, *rest = call
     parts = [operation, repr(tag)] if tag else [operation]

@@ -22,7 +22,7 @@ class CommunicatorEntry:
     """A communicator of this process: its trace, the world ranks it joins, and a key that is the same on all of them.
 
     Communicators of the same ranks are made in the same order on each of them, so (members, ordinal) names one.
-    ``weight`` is this rank's: the weights of all members add up to 0, see :meth:`CommunicatorRegistry.contract_number`.
+    ``weight`` is this rank's: the weights of all members add up to 0, see :meth:`CommunicatorRegistry.mismatch_term`.
     """
 
     trace: CallTrace
@@ -38,7 +38,7 @@ class CommunicatorRegistry:
     live: list[CommunicatorEntry] = field(default_factory=list)
     #: Communicators that are closed: others may still wait in them.
     closed: dict[str, CommunicatorEntry] = field(default_factory=dict)
-    #: What errors have left open, with the communicator that it belongs to; see :meth:`free_left`.
+    #: What errors have left open, with the communicator that it belongs to; see :meth:`run_deferred_closes`.
     left: list[tuple[CommunicatorEntry, Callable[[], None]]] = field(default_factory=list)
     _ordinals: dict[tuple[int, ...], int] = field(default_factory=dict)
     _inside: dict[CallTrace, list[CommunicatorEntry]] = field(default_factory=dict)
@@ -77,11 +77,11 @@ class CommunicatorRegistry:
         self._inside.clear()
         self._terms.clear()
 
-    def leave(self, trace: CallTrace, close: Callable[[], None]) -> None:
+    def defer_close(self, trace: CallTrace, close: Callable[[], None]) -> None:
         """Remember what an error leaves open; ``close`` is collective over the ranks of ``trace``. Not collective."""
         self.left += [(entry, close) for entry in self.live if entry.trace is trace]
 
-    def free_left(self, trace: CallTrace, allgather: Callable[[Any], list[Any]]) -> None:
+    def run_deferred_closes(self, trace: CallTrace, allgather: Callable[[Any], list[Any]]) -> None:
         """Close what errors have left open on all ranks of ``trace``, over which it and ``allgather`` are collective.
 
         [Note: left behind] Where a rank leaves a model by an error, nobody knows whether the others do too, and closing
@@ -90,7 +90,7 @@ class CommunicatorRegistry:
         """
         members = next((entry.members for entry in self.live if entry.trace is trace), None)
         mine = [left for left in self.left if left[0].members == members]
-        told = allgather([(entry.key, self.contract_number(entry.trace)) for entry, _ in mine])
+        told = allgather([(entry.key, self.mismatch_term(entry.trace)) for entry, _ in mine])
         for left, *theirs in zip(mine, *told, strict=False):
             in_step = sum(number for _, number in theirs) % MODULUS == 0
             if in_step and all(key == left[0].key for key, _ in theirs) and left in self.left:
@@ -118,7 +118,7 @@ class CommunicatorRegistry:
             self._inside[trace] = entries
         return self._inside[trace]
 
-    def contract_number(self, trace: CallTrace) -> int:
+    def mismatch_term(self, trace: CallTrace) -> int:
         """Return this rank's term of a sum that is 0 while all ranks of ``trace`` have called alike. Not collective.
 
         [Note: one sum] Ranks belong to different communicators, yet one number a rank is enough to compare them all:

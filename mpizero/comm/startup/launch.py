@@ -83,7 +83,7 @@ def default_world() -> Any:
     if not is_rank(os.environ) or (not is_several(os.environ) and (loaded is None or not loaded.Is_initialized())):
         return None
     way_out = 'comm="self" is this process alone'
-    guard.current().starts_mpi()
+    guard.current().before_mpi_starts()
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

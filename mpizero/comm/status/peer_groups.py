@@ -59,11 +59,13 @@ class PeerGroups:
 
     # ------------------------------------------------------------------ who
 
-    def met(self, members: Sequence[int]) -> bool:
+    def has_group(self, members: Sequence[int]) -> bool:
         """Tell whether just these ranks have met, which is the same on all of them. Not collective."""
         return tuple(sorted(members)) in (group.members for group in self.groups)
 
-    def meet(self, comm: Any, members: Sequence[int], host: str, complain: Callable[[BaseException], None]) -> None:
+    def add_group(
+        self, comm: Any, members: Sequence[int], host: str, warn_once: Callable[[BaseException], None]
+    ) -> None:
         """Open board and doors for the ranks of ``comm``, an mpi4py communicator. Collective over it.
 
         What cannot be had on a rank is missing there, with a complaint; the others do not wait for it.
@@ -71,12 +73,12 @@ class PeerGroups:
         ranks = tuple(sorted(members))
         control = comm.Split(0, self.rank)
         ask = control.allgather
-        board = together(ask, lambda told: open_status_board(self.rank, ranks, host, told), complain)
+        board = make_on_all(ask, lambda told: open_status_board(self.rank, ranks, host, told), warn_once)
         board = board or StatusBoard((self.rank,), self.rank, None)
-        remote_status = together(ask, lambda told: RemoteStatus(board, host, told), complain)
+        remote_status = make_on_all(ask, lambda told: RemoteStatus(board, host, told), warn_once)
         self.groups = sorted([*self.groups, PeerGroup(ranks, control, board, remote_status)], key=_size)
 
-    def part(self, members: Sequence[int], *, free: bool) -> None:
+    def remove_group(self, members: Sequence[int], *, free: bool) -> None:
         """Close what ``members``, who have met, have opened. Collective over them if ``free``: if MPI lives."""
         ranks = tuple(sorted(members))
         for group in [group for group in self.groups if group.members == ranks]:
@@ -121,22 +123,22 @@ class PeerGroups:
         """Return the last slot of one of :attr:`ranks`; None if it has written none. Not collective."""
         return next((g.board.read_one(rank) for g in self.groups if rank in g.board.ranks), None)
 
-    def read_all(self, *, patiently: bool = False) -> dict[int, Slot]:
-        """Return every slot that can be had; ``patiently`` asks other nodes ever more seldom. Not collective."""
+    def read_all(self, *, rarely: bool = False) -> dict[int, Slot]:
+        """Return every slot that can be had; ``rarely`` asks other nodes ever more seldom. Not collective."""
         found: dict[int, Slot] = {}
         for group in self.groups:
             if group.remote_status is not None and set(group.members).difference(group.board.ranks):
-                found |= group.remote_status.read_now_and_then() if patiently else group.remote_status.read()
+                found |= group.remote_status.read_rarely() if rarely else group.remote_status.read()
         return found | self.read()
 
-    def ask(self, key: str) -> None:
+    def request_records(self, key: str) -> None:
         """Ask the ranks of this node for their calls of the communicator ``key``. Not collective."""
         for group in self.groups:
-            group.board.ask(key)
+            group.board.request_records(key)
 
-    def asked(self) -> list[str]:
+    def requested_keys(self) -> list[str]:
         """Return what was asked for last. Not collective."""
-        return sorted({key for group in self.groups if (key := group.board.asked())})
+        return sorted({key for group in self.groups if (key := group.board.requested_key())})
 
     def claim(self) -> bool:
         """Tell whether this rank is the first of its node to ask; larger groups decide. Not collective."""
@@ -161,10 +163,10 @@ def _size(group: PeerGroup) -> tuple[int, tuple[int, ...]]:
     return len(group.members), group.members
 
 
-def together(
+def make_on_all(
     allgather: Callable[[Any], list[Any]],
     make: Callable[[Callable[[Any], list[Any]]], T],
-    complain: Callable[[BaseException], None],
+    warn_once: Callable[[BaseException], None],
 ) -> T | None:
     """Return ``make(allgather)``, or None on a rank where that raises, with a complaint; nobody waits for it.
 
@@ -184,7 +186,7 @@ def together(
         result = make(ask)
     except Exception as error:
         if not alone:  # else what others lack is missing here
-            complain(error)
+            warn_once(error)
     while any(busy for busy, _ in allgather((False, None))):
         pass
     return result

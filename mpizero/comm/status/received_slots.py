@@ -21,23 +21,23 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "state": str,
     "library": str,
     "calls": list,
-    "duties": list,
+    "joint_tasks": list,
     "transfers": list,
     "marks": dict,
     "records": dict,
 }
 #: Entries that every slot has.
-_ALWAYS = frozenset({"age", "place", "state", "still", "calls", "duties", "marks"})
+_ALWAYS = frozenset({"age", "place", "state", "still", "calls", "joint_tasks", "marks"})
 #: Entries that are lists of rows: what these consist of.
 _ROWS: Mapping[str, tuple[type | tuple[type, ...], ...]] = {
     "calls": (str, str, int, str, str, _SECONDS),
-    "duties": (str, int, str, _SECONDS),
+    "joint_tasks": (str, int, str, _SECONDS),
     "transfers": (str, int, _SECONDS),
 }
 _MARK = (int, int)
 
 
-def checked(data: bytes, ranks: Collection[int], now: float) -> dict[int, Slot]:
+def parse_slots(data: bytes, ranks: Collection[int], now: float) -> dict[int, Slot]:
     """Return the slots that ``data`` holds, with times of this host's clock, on which it is ``now``. Not collective.
 
     Raises

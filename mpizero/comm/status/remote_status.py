@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from mpizero.comm.status.received_slots import SLOT_LIMIT, checked
+from mpizero.comm.status.received_slots import SLOT_LIMIT, parse_slots
 from mpizero.comm.status.status_board import Slot, StatusBoard, encode
 from mpizero.comm.status.tcp_queries import Script, TcpQueries, TcpQuery
 
@@ -118,7 +118,7 @@ class RemoteStatus:
                 elif not any(untried.values()):
                     break
 
-    def read_now_and_then(self) -> dict[int, Slot]:
+    def read_rarely(self) -> dict[int, Slot]:
         """Ask after ever longer pauses; between return what was known last. Not collective."""
         if self._remote_servers and monotonic() > self._next:
             self._last = self.read()
@@ -148,7 +148,7 @@ class RemoteStatus:
             raise ValueError(f"an answer of {size} bytes")
         body = yield size
         if hmac.compare_digest(head[:_PROOF], self._proof(b"answer", server.rank, challenge + nonce + body)):
-            found |= checked(body, server.ranks, monotonic())
+            found |= parse_slots(body, server.ranks, monotonic())
             answered.add(name)
 
     def _answering(self) -> Script:

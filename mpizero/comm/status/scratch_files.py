@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 
 
-def folders() -> Iterator[str]:
+def scratch_folders() -> Iterator[str]:
     """Yield where small files may be made: in memory, then where this process keeps temporary files, if anywhere."""
     yield "/dev/shm"
     with contextlib.suppress(OSError):  # nothing that can be written
@@ -36,7 +36,7 @@ def _open(stack: contextlib.ExitStack) -> int:
             file: int = create("mpizero")
             stack.callback(os.close, file)
             return file
-    for folder in folders():
+    for folder in scratch_folders():
         with contextlib.suppress(OSError):
             return stack.enter_context(tempfile.TemporaryFile(dir=folder)).fileno()
     raise OSError("no folder for a temporary file")

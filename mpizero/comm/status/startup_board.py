@@ -129,11 +129,11 @@ def is_working(slot: Slot) -> bool:
 
 
 def open_startup_board(
-    name: str, rank: int, size: int, folder: str, complain: Callable[[BaseException], None]
+    name: str, rank: int, size: int, folder: str, warn_once: Callable[[BaseException], None]
 ) -> StartupBoard | None:
     """Open the roll of a job; None, with a complaint, where it cannot be had, and None for a job without a name."""
     try:
         return StartupBoard(name, rank, size, folder) if name else None
     except OSError as error:
-        complain(error)
+        warn_once(error)
         return None

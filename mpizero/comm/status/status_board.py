@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mpizero.comm.status.scratch_files import folders
+from mpizero.comm.status.scratch_files import scratch_folders
 
 _SLOT = 32768
 _HEADER = struct.Struct("<II")  # version (odd while being written), length
@@ -53,7 +53,7 @@ class StatusBoard:
     @staticmethod
     def create_file(ranks: int) -> str | None:
         """Make the file for ``ranks`` slots; None where there is no room for it. Not collective."""
-        for folder in folders():
+        for folder in scratch_folders():
             with contextlib.suppress(OSError):
                 file, path = tempfile.mkstemp(prefix="mpizero-board-", dir=folder)
                 try:
@@ -93,11 +93,11 @@ class StatusBoard:
         """Return the last slot of one rank of the node; None if it has written none. Not collective."""
         return self._read_slot(self.ranks.index(rank))
 
-    def ask(self, key: str) -> None:
+    def request_records(self, key: str) -> None:
         """Ask all ranks for their calls of the communicator ``key``, with their next slots. Not collective."""
         self._map[_ASKED : _ASKED + _KEY] = key.encode().ljust(_KEY, b"\0")
 
-    def asked(self) -> str:
+    def requested_key(self) -> str:
         """Return what was asked for last, "" at first. Not collective."""
         return bytes(self._map[_ASKED : _ASKED + _KEY]).rstrip(b"\0").decode(errors="replace")
 
@@ -130,10 +130,6 @@ class StatusBoard:
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
-
-    def claimed(self) -> bool:
-        """Tell whether a rank of the node has spoken. Not collective."""
-        return bool(_CLAIM.unpack_from(self._map, 0)[0])
 
 
 def encode(slots: Mapping[Any, Any]) -> bytes:

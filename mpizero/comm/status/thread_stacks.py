@@ -36,7 +36,7 @@ _COMM = str(Path(__file__).resolve().parents[1]) + os.sep
 _LOOKING = threading.Lock()
 
 
-def frame_of(thread: int) -> FrameType | None:
+def current_frame(thread: int) -> FrameType | None:
     """Return the innermost frame of the thread with this ``threading.get_ident``, None if there is none.
 
     Not collective. See [Note: no collection], and [Note: no frames] for what must not be done with it.
@@ -51,7 +51,7 @@ def frame_of(thread: int) -> FrameType | None:
                 gc.enable()
 
 
-def stacks() -> dict[int, list[Line]]:
+def all_stacks() -> dict[int, list[Line]]:
     """Return the lines that every thread is in, the innermost first, by ``threading.get_ident``.
 
     Not collective. At most 100 lines of at most 100 threads, which is all that ``faulthandler`` tells; nothing where
@@ -71,12 +71,12 @@ def stacks() -> dict[int, list[Line]]:
     return found
 
 
-def innermost(frame: FrameType | None) -> list[Line]:
+def innermost_line(frame: FrameType | None) -> list[Line]:
     """Return the line of one frame, which is all that is known where :func:`stacks` knows nothing. Not collective."""
     return [] if frame is None else [Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)]
 
 
-def place(stack: Sequence[Line]) -> str:
+def describe_stack(stack: Sequence[Line]) -> str:
     """Describe the line of the user's own code that a thread is in, and the line of a library beneath it."""
     inner = next((line for line in stack if not line.file.startswith(_COMM)), None)
     outer = next((line for line in stack if is_users(line.file)), None)

@@ -7,9 +7,8 @@ node the roll does; of other nodes nothing is known, and the timeout ends the jo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from mpizero.comm.recording.call_trace import MAKING
 from mpizero.comm.recording.registry import CommunicatorEntry
@@ -19,12 +18,10 @@ from mpizero.comm.supervision.supervisor import TICK, Supervisor
 
 #: Seconds for all ranks to come, where nobody says: as long as a configuration gives its collectives.
 PATIENCE = 600.0
-#: Runs of ranks that are told with a communicator that is being made.
-_RUNS = 200
 
 
 @contextmanager
-def arriving(
+def watch_arrival(
     entry: CommunicatorEntry,
     supervisor: Supervisor,
     timeout: float | None,
@@ -51,8 +48,8 @@ def arriving(
         since = supervisor.since(begun, now)
         if timeout is not None and trace.entered and since > timeout:
             call = [entry.key, trace.name, 0, MAKING, "", since]
-            said = wait_report.stuck(call, entry.members, wait_report.aged(slots()), timeout, supervisor.tick)
-            end("\n".join(said))
+            known = wait_report.with_age(slots())
+            end("\n".join(wait_report.describe_stuck_call(call, entry.members, known, timeout, supervisor.tick)))
 
     trace = entry.trace
     trace.operation, trace.entered = MAKING, time.monotonic()
@@ -65,19 +62,3 @@ def arriving(
         trace.operation, trace.entered = "", 0.0
         if timeout is not None:
             supervisor.remove(look)
-
-
-def runs(ranks: Sequence[int]) -> list[list[int]]:
-    """Return ranks in order as first and last ones of runs; nothing where there are too many runs. Not collective."""
-    found: list[list[int]] = []
-    for rank in sorted(ranks):
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
-        else:
-            found.append([rank, rank])
-    return found if len(found) <= _RUNS else []
-
-
-def takes(making: Any, rank: int) -> bool:
-    """Tell whether what :func:`runs` has returned has ``rank`` in it. Not collective."""
-    return any(first <= rank <= last for first, last in making)

@@ -20,7 +20,6 @@ from mpizero.comm.recording.registry import CommunicatorRegistry
 from mpizero.comm.status.peer_groups import PeerGroups
 from mpizero.comm.status.startup_board import is_working
 from mpizero.comm.status.status_board import Slot
-from mpizero.comm.supervision.arrival import takes
 
 #: Seconds that others must have waited for this rank before it counts as gone early.
 BLOCKED = 1.0
@@ -34,7 +33,7 @@ _LOOK, _COUNTED = 0.1, 0.5
 _MESSAGES = ("isend", "irecv")
 
 
-def needs_me(register: CommunicatorRegistry, other: int, slot: Slot) -> str:
+def waits_for_this_rank(register: CommunicatorRegistry, other: int, slot: Slot) -> str:
     """Say what ``other`` waits for, "" if not for this rank.
 
     Not collective. ``register`` is this rank's, ``slot`` what the other has written last.
@@ -44,9 +43,9 @@ def needs_me(register: CommunicatorRegistry, other: int, slot: Slot) -> str:
         if since >= BLOCKED and sequence > known.get(key, sequence):
             label = f" {tag!r}" if tag else ""
             return f"rank {other} waits in {operation} #{sequence}{label} of {name!r} at {slot['place']}"
-    for key, ended, what, since in slot["duties"]:
+    for key, ended, what, since in slot["joint_tasks"]:
         entry = register.find(key)
-        if since >= BLOCKED and entry is not None and entry.trace.duties <= ended:
+        if since >= BLOCKED and entry is not None and entry.trace.joint_tasks <= ended:
             return f"rank {other} is in {what} {ended + 1} of {entry.trace.name!r} at {slot['place']}"
     if slot.get("library") and slot["still"] >= 2 * BLOCKED:
         return f"rank {other} waits in {slot['library']} at {slot['place']}"
@@ -87,18 +86,19 @@ class EarlyExit:
         """
         if waited - self._looked >= _LOOK:
             self._looked = waited
-            if reason := self.missed(waited):
+            if reason := self.reason_to_end(waited):
                 self._end(reason)
         return False
 
-    def missed(self, waited: float) -> str:
+    def reason_to_end(self, waited: float) -> str:
         """Say why the others cannot end without this rank; "" if it may wait on. Not collective."""
         if waited < BLOCKED:
             return ""
-        slots = self._peers.read_all(patiently=True)
+        slots = self._peers.read_all(rarely=True)
         everyone = self._peers.read_startup_board() | slots
         for rank in sorted(set(everyone).difference({self._peers.rank})):
-            if reason := needs_me(self._register, rank, everyone[rank]) or self._awaits(rank, everyone[rank]):
+            slot = everyone[rank]
+            if reason := waits_for_this_rank(self._register, rank, slot) or self._awaits(rank, slot):
                 return reason
         if not self._peers.groups:
             return ""
@@ -116,9 +116,10 @@ class EarlyExit:
     def _awaits(self, other: int, slot: Slot) -> str:
         """Say that ``other`` is making a communicator which takes this rank, "" if it is not."""
         known = self._register.counts()
-        making = slot.get("making", {})
+        making, own = slot.get("making", {}), self._peers.rank
         for key, name, _, operation, _, since in slot["calls"]:
-            if operation == MAKING and since >= BLOCKED and key not in known and takes(making[key], self._peers.rank):
+            lasts = operation == MAKING and since >= BLOCKED
+            if lasts and key not in known and any(first <= own <= last for first, last in making[key]):
                 return f"rank {other} is {MAKING} {name!r} with it at {slot['place']}"
         return ""
 
@@ -139,7 +140,7 @@ class EarlyExit:
         return ()
 
 
-def minimum(mpi: Any, controls: Sequence[Any], value: int, give_up: Callable[[float], bool]) -> int | None:
+def agree_minimum(mpi: Any, controls: Sequence[Any], value: int, give_up: Callable[[float], bool]) -> int | None:
     """Return the least ``value`` of all ranks of ``controls``, mpi4py communicators; None if ``give_up`` says so first.
 
     Collective over each of them. ``give_up`` is told the seconds waited.

@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpizero.comm.recording.call_trace import CallTrace
-from mpizero.comm.status.scratch_files import folders
+from mpizero.comm.status.scratch_files import scratch_folders
 from mpizero.comm.status.startup_board import open_startup_board
 from mpizero.comm.status.status_board import Slot
-from mpizero.comm.supervision.arrival import arriving
+from mpizero.comm.supervision.arrival import watch_arrival
 from mpizero.comm.supervision.c_exit_hook import CExitHook
 from mpizero.comm.supervision.heartbeat import Heartbeat
 from mpizero.comm.supervision.job_exit import JobExit
@@ -82,36 +82,35 @@ class Guard(JobExit):
         if is_several(os.environ):
             os.environ[RANK_PROCESS] = mark(os.environ)
             self.rank = self.peers.rank = launched_rank(os.environ)
-            folder = next((folder for folder in folders() if os.access(folder, os.W_OK)), "")
+            folder = next((folder for folder in scratch_folders() if os.access(folder, os.W_OK)), "")
             size = Launch.of(os.environ).size or 1
-            self.peers.startup_board = open_startup_board(
-                job_name(os.environ), self.rank, size, folder, self.supervisor.complain
-            )
-            self._tell()
+            name, warn_once = job_name(os.environ), self.supervisor.warn_once
+            self.peers.startup_board = open_startup_board(name, self.rank, size, folder, warn_once)
+            self._start_heartbeat()
         for word in sorted(self.debug.difference(DEBUGGED)):
             raise ConfigError(
                 f'{DEBUG}={word!r}: expected "collectives", "gradients", both with a comma between, or nothing'
                 f"{nearest(word, DEBUGGED)}"
             )
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Put back all that was taken over, unless the process is ours alone. Not collective.
 
         Done when the last communicator is closed, and by a guest's configuration.
         """
         if self.process == os.getpid() and self.hooks is not None and not self._keeps:
-            self.hooks.give_back()
-            self._rest()
+            self.hooks.restore()
+            self._stop_supervision()
 
-    def leaves(self) -> None:
+    def on_exit(self) -> None:
         """Wait for the others at the end of the program, then rest."""
-        super().leaves()
-        self._rest()
+        super().on_exit()
+        self._stop_supervision()
 
-    def _rest(self) -> None:
+    def _stop_supervision(self) -> None:
         heartbeat, self.heartbeat, self.mismatch_watch = self.heartbeat, None, None
         if heartbeat is not None:
-            heartbeat.notes.clear()
+            heartbeat.extra_entries.clear()
             self.supervisor.remove(heartbeat.look)
         if self.shows_stacks:
             self.shows_stacks = False
@@ -123,11 +122,11 @@ class Guard(JobExit):
         os.environ.pop(RANK_PROCESS, None)
         self.hooks, self.process = None, 0
 
-    def be_guest(self) -> None:
+    def release_to_host(self) -> None:
         """Give back what the import has taken, where nothing is watched over yet. Not collective."""
         self._imported = True
         if not self._watched:
-            self.give_back()
+            self.release()
 
     def is_guest(self, embedded: bool = False) -> bool:
         """Tell whether this process belongs to another program. Not collective."""
@@ -136,7 +135,7 @@ class Guard(JobExit):
         return embedded or value == "1"
 
     @contextlib.contextmanager
-    def making(self, trace: CallTrace, comm: Any, timeout: float | None, *, guest: bool) -> Iterator[Any]:
+    def register_new(self, trace: CallTrace, comm: Any, timeout: float | None, *, guest: bool) -> Iterator[Any]:
         """Put a communicator on the register, which the block makes; it hands out what lets its ranks meet.
 
         Collective over ``comm``, an mpi4py intracommunicator, as is what is handed out, for the new one.
@@ -149,8 +148,8 @@ class Guard(JobExit):
             if guest or len(members) == 1:
                 yield lambda own: members
             else:
-                with arriving(entry, self.supervisor, timeout, self._known, self._end_stuck):
-                    yield lambda own: self._meet(own, members)
+                with watch_arrival(entry, self.supervisor, timeout, self._known_slots, self._end_stuck):
+                    yield lambda own: self._join_group(own, members)
         except BaseException:
             self.register.remove(trace)
             raise
@@ -161,19 +160,19 @@ class Guard(JobExit):
                 text += "unset MPI4PY_RC_THREAD_LEVEL and mpi4py.rc.thread_level, or be a guest: embedded=True"
                 warnings.warn(text, RuntimeWarning, stacklevel=4)
 
-    def _known(self) -> dict[int, Slot]:
-        own = {} if self.heartbeat is None else {self.rank: self.heartbeat.last}
+    def _known_slots(self) -> dict[int, Slot]:
+        own = {} if self.heartbeat is None else {self.rank: self.heartbeat.last_slot}
         return self.peers.read_startup_board() | self.peers.read() | own
 
     def _end_stuck(self, text: str) -> None:
         if not self.ending:
-            self.end_job(self.lines(text), ExitStatus.HANG)
+            self.end_job(self.with_prefix(text), ExitStatus.HANG)
 
-    def _meet(self, comm: Any, members: tuple[int, ...]) -> tuple[int, ...]:
+    def _join_group(self, comm: Any, members: tuple[int, ...]) -> tuple[int, ...]:
         """Let the ranks of a communicator open what they tell each other by, unless they have. Collective over it."""
-        if not self.peers.met(members):
-            self.peers.meet(comm, members, self.host, self.supervisor.complain)
-        self._tell()
+        if not self.peers.has_group(members):
+            self.peers.add_group(comm, members, self.host, self.supervisor.warn_once)
+        self._start_heartbeat()
         self._watch_mismatches()
         if len(members) == self.size:
             self.peers.close_startup_board(all_met=True)
@@ -192,7 +191,7 @@ class Guard(JobExit):
         everyone.Free()
         return members
 
-    def follow(self, trace: CallTrace, comm: Any, *, guest: bool) -> tuple[int, ...]:
+    def register_split(self, trace: CallTrace, comm: Any, *, guest: bool) -> tuple[int, ...]:
         """Put a communicator that was split off one of ours on the register; return its world ranks.
 
         Not collective.
@@ -203,7 +202,7 @@ class Guard(JobExit):
             self._watched[trace] = ()
         return members
 
-    def forget(self, trace: CallTrace, *, free: bool) -> None:
+    def unregister(self, trace: CallTrace, *, free: bool) -> None:
         """Take a closed communicator off the register; with the last one, give everything back.
 
         Collective over its ranks, where ``free`` says that MPI lives.
@@ -211,18 +210,18 @@ class Guard(JobExit):
         self.register.remove(trace)
         members = self._watched.pop(trace, None)
         if members and members not in self._watched.values():
-            self.peers.part(members, free=free)
+            self.peers.remove_group(members, free=free)
         if members is not None and not self._watched:
-            self.give_back()
+            self.release()
 
-    def starts_mpi(self) -> None:
+    def before_mpi_starts(self) -> None:
         """Tell the others of this node that this rank will now wait for all ranks to start MPI. Not collective."""
         if self.heartbeat is not None and "mpi4py.MPI" not in sys.modules:
-            self.heartbeat.notes["starts"] = True
-            self.heartbeat.look_again()
-            self._tell()
+            self.heartbeat.extra_entries["starts"] = True
+            self.heartbeat.refresh_place()
+            self._start_heartbeat()
 
-    def _tell(self) -> None:
+    def _start_heartbeat(self) -> None:
         """Tell the others where this rank stands, from now on. Not collective."""
         if self.heartbeat is not None:
             self.heartbeat.beat()
@@ -232,7 +231,7 @@ class Guard(JobExit):
             self.heartbeat.beat()
             self.supervisor.add(self.heartbeat.look)
         except Exception as error:  # what only helps to find a fault ends no run
-            self.supervisor.complain(error)
+            self.supervisor.warn_once(error)
 
     def _watch_mismatches(self) -> None:
         """Compare what this rank calls with what the others call, from now on. Not collective."""

@@ -13,18 +13,20 @@ from time import monotonic
 from types import FrameType
 from typing import Any
 
+from mpizero.comm.failure_report import rank_ranges
 from mpizero.comm.recording.call_trace import MAKING, CallRecord, CallTrace
 from mpizero.comm.recording.registry import CommunicatorRegistry
 from mpizero.comm.status.peer_groups import PeerGroups
 from mpizero.comm.status.status_board import Slot
-from mpizero.comm.status.thread_stacks import frame_of, innermost, place, stacks
-from mpizero.comm.supervision.arrival import runs
+from mpizero.comm.status.thread_stacks import all_stacks, current_frame, describe_stack, innermost_line
 from mpizero.comm.supervision.supervisor import Supervisor
 
 #: Seconds in which a main thread at the same instruction is taken to stand still.
 _STILL = 0.5
 #: Seconds between two looks at the stack of a main thread that goes on: each costs it most of a millisecond.
 _LOOK = 1.0
+#: Ranges of ranks that are written down of a communicator that is being made: of more, none is.
+_RANGES = 200
 
 _LIBRARY_CALL = re.compile(
     r"([A-Za-z_][\w.]*)\.((?:Neighbor_|neighbor_)?(?:[Aa]ll)?"
@@ -54,7 +56,7 @@ def library_call(frame: FrameType, world: Any) -> str:
     return f"{found[2]} of COMM_WORLD" if type(value) is type(world) and value == world else ""
 
 
-def calls(register: CommunicatorRegistry, since: Callable[[float], float]) -> list[list[Any]]:
+def calls_in_progress(register: CommunicatorRegistry, since: Callable[[float], float]) -> list[list[Any]]:
     """Return the calls that are going on: key, communicator, sequence, operation, tag, seconds. Not collective.
 
     ``since`` tells the seconds from a moment on.
@@ -66,7 +68,7 @@ def calls(register: CommunicatorRegistry, since: Callable[[float], float]) -> li
     ]
 
 
-def transfers(traces: Iterable[CallTrace], since: Callable[[float], float]) -> list[list[Any]]:
+def transfers_in_progress(traces: Iterable[CallTrace], since: Callable[[float], float]) -> list[list[Any]]:
     """Return the files that are being read or written: what, bytes so far, seconds since the last. Not collective."""
     return [[t.what, t.bytes, since(t.moved)] for trace in traces for t in tuple(trace.transfers)]
 
@@ -87,8 +89,8 @@ class Heartbeat:
         self.peers = peers
         self.register = register
         self.listeners: list[Callable[[Slot], None]] = []
-        self.notes: Slot = {}
-        self.last: Slot = {}
+        self.extra_entries: Slot = {}
+        self.last_slot: Slot = {}
         self._supervisor = supervisor
         self._context = context
         self._watched = threading.main_thread().ident or 0
@@ -104,14 +106,14 @@ class Heartbeat:
         for listener in tuple(self.listeners):
             listener(slot)
 
-    def look_again(self) -> None:
+    def refresh_place(self) -> None:
         """Tell with the next slot where the main thread stands then, however lately it was looked at."""
         self._looked = float("-inf")
 
     def beat(self, now: float | None = None) -> Slot:
         """Write the slot of this moment. Not collective."""
         with self._writing:
-            self.last = slot = self.slot(monotonic() if now is None else now)
+            self.last_slot = slot = self.slot(monotonic() if now is None else now)
             self.peers.write(slot)
         return slot
 
@@ -121,37 +123,38 @@ class Heartbeat:
         def since(moment: float) -> float:
             return self._supervisor.since(moment, now)
 
-        frame = frame_of(self._watched)
+        frame = current_frame(self._watched)
         spot = (id(frame), frame.f_lasti) if frame else (0, 0)
         moved = spot != self._spot
         if moved:
             self._spot, self._since = spot, now
         if not moved or now - self._looked >= _LOOK:
-            self._place, self._looked = place(stacks().get(self._watched) or innermost(frame)), now
+            self._place, self._looked = describe_stack(all_stacks().get(self._watched) or innermost_line(frame)), now
         slot: Slot = {"beat": now, "place": self._place, "still": since(self._since), "pid": os.getpid()}
         # A caught exception's frame may be gone at any moment; the board is a courtesy and never a fault of its own.
         with contextlib.suppress(Exception):
             mpi = sys.modules.get("mpi4py.MPI")
             stands = frame is not None and mpi is not None and slot["still"] >= _STILL
             slot["library"] = library_call(frame, mpi.COMM_WORLD) if frame and mpi and stands else ""
-        slot["calls"] = calls(self.register, since)
+        slot["calls"] = calls_in_progress(self.register, since)
         entries = tuple(self.register.live)
-        slot["making"] = {e.key: runs(e.members) for e in entries if e.trace.operation == MAKING}
-        slot["transfers"] = transfers([entry.trace for entry in tuple(self.register.live)], since)
-        slot["duties"] = [
-            [e.key, e.trace.duties, what, since(begun)]
+        making = {e.key: rank_ranges(sorted(e.members)) for e in entries if e.trace.operation == MAKING}
+        slot["making"] = {key: ranges if len(ranges) <= _RANGES else [] for key, ranges in making.items()}
+        slot["transfers"] = transfers_in_progress([entry.trace for entry in tuple(self.register.live)], since)
+        slot["joint_tasks"] = [
+            [e.key, e.trace.joint_tasks, what, since(begun)]
             for e in tuple(self.register.live)
-            for what, begun in [e.trace.duty]
+            for what, begun in [e.trace.present_task]
             if what
         ]
         slot["marks"] = self.register.marks()
         if asked := self._asked_for():
             slot["records"] = asked
-        return slot | self.notes | self._context()
+        return slot | self.extra_entries | self._context()
 
     def _asked_for(self) -> dict[str, list[CallRecord]]:
         """Return the last calls of the communicators that a rank has asked for last."""
-        asked = self.peers.asked()
+        asked = self.peers.requested_keys()
         self._asked = [*asked, *(key for key in self._asked if key not in asked)][: len(asked) + 1]
         entries = filter(None, map(self.register.find, self._asked))
         return {entry.key: entry.trace.records() for entry in entries}

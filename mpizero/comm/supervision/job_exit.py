@@ -21,13 +21,13 @@ import time
 from types import TracebackType
 from typing import Any, NoReturn
 
-from mpizero.comm.failure_report import await_delivery, describe, format_error, told, write
+from mpizero.comm.failure_report import await_delivery, describe_error, format_error, user_message, write_stderr
 from mpizero.comm.recording.call_trace import CallTrace
 from mpizero.comm.recording.registry import CommunicatorRegistry
 from mpizero.comm.status.peer_groups import PeerGroups
 from mpizero.comm.status.startup_board import is_working
 from mpizero.comm.status.status_board import Slot
-from mpizero.comm.supervision.early_exit import BLOCKED, PATIENCE, EarlyExit, minimum
+from mpizero.comm.supervision.early_exit import BLOCKED, PATIENCE, EarlyExit, agree_minimum
 from mpizero.comm.supervision.heartbeat import Heartbeat
 from mpizero.comm.supervision.mismatch_watch import MismatchWatch
 from mpizero.comm.supervision.python_hooks import PythonHooks
@@ -71,17 +71,17 @@ class JobExit:
         self.heartbeat: Heartbeat | None = None
         self.mismatch_watch: MismatchWatch | None = None
         self.context: dict[str, Any] = {}
-        self._leaving = ""
+        self._exit_state = ""
         self._agreed = False
         self._asked: tuple[Any, dict[str, int]] = (0, {})
-        self._dying = threading.Lock()
+        self._ending_lock = threading.Lock()
 
     def _end_mismatch(self, error: CollectiveMismatch) -> None:
         if not self.ending:
-            self.end_job(self.lines(describe(error)), error.status)
+            self.end_job(self.with_prefix(describe_error(error)), error.status)
 
     def _state(self) -> Slot:
-        return {"state": self._leaving or "working", **self.context}
+        return {"state": self._exit_state or "working", **self.context}
 
     def _mpi(self, join: bool = False) -> Any:
         """Return the MPI module while this process can use it and is not the only one, else None.
@@ -103,7 +103,7 @@ class JobExit:
 
     # ------------------------------------------------------------------ what the hooks tell
 
-    def failed(self, error: BaseException, trace: TracebackType | None, origin: str) -> None:
+    def on_error(self, error: BaseException, trace: TracebackType | None, origin: str) -> None:
         """End the job, or this program with all others, for an error that nobody has caught."""
         assert self.hooks is not None
         mpi = self._mpi(join=True)
@@ -111,33 +111,33 @@ class JobExit:
             self.hooks.show(error, trace, hosts_only=True)
             # After a failed collective the ranks are not in step, and their communicators are of no more use.
             together = not origin and not isinstance(error, CollectiveError)
-            together = together and (self._everyone is not None or not self.peers.groups)
+            together = together and (self._all_ranks_comm is not None or not self.peers.groups)
             status = self._agree_to_fail(mpi, error) if mpi and together else None
             if status is None and mpi:
-                delay = 0.0 if together else self._is_consequence(error, mpi)
-                self.end(mpi, self.lines(told(error), origin), error.status, delay)
+                delay = 0.0 if together else self._consequence_delay(error, mpi)
+                self.end(mpi, self.with_prefix(user_message(error), origin), error.status, delay)
             if status is None:
-                write(f"{told(error)}\n")
+                write_stderr(f"{user_message(error)}\n")
             self._exit(error.status if status is None else status)
         elif mpi is None:
             self.hooks.show(error, trace)
         else:
             self.hooks.show(error, trace, hosts_only=True)
             code = _KEYBOARD_INTERRUPT if isinstance(error, KeyboardInterrupt) else ExitStatus.RANK_FAILED
-            delay = _AGREEMENT if self._is_consequence(error, mpi) else 0.0
-            self.end(mpi, self.lines(format_error(error, trace), origin), code, delay)
+            delay = _AGREEMENT if self._consequence_delay(error, mpi) else 0.0
+            self.end(mpi, self.with_prefix(format_error(error, trace), origin), code, delay)
 
-    def asked_to_leave(self, status: Any) -> None:
+    def on_exit_request(self, status: Any) -> None:
         """Remember a status, and what was called before it."""
         self._asked = (status, self.register.counts())
 
-    def may_be_ended(self) -> bool:
+    def has_other_ranks(self) -> bool:
         """Tell whether there are other ranks to be ended."""
         return self._mpi() is not None
 
     def _on_c_exit(self) -> None:
         """Say what MPI has ended this process for, as far as the calls of the others tell; does not return then."""
-        if self.process != os.getpid() or self.mismatch_watch is None or not self._dying.acquire(blocking=False):
+        if self.process != os.getpid() or self.mismatch_watch is None or not self._ending_lock.acquire(blocking=False):
             return
         call = next((entry.trace for entry in self.register.live if entry.trace.entered), None)
         error: CollectiveError | None = self.mismatch_watch.search(_OTHER_NODE if call is None else BLOCKED)
@@ -146,15 +146,15 @@ class JobExit:
                 f"the MPI library ended this process in {call.operation} {call.tag!r} of {call.name!r}"
             )
         if error is not None:
-            if self.speaks():
-                write(self.lines(describe(error)))
+            if self.claims_report():
+                write_stderr(self.with_prefix(describe_error(error)))
                 await_delivery()
             else:
                 time.sleep(_AGREEMENT)
             os._exit(ExitStatus.HANG)
 
     @staticmethod
-    def _is_consequence(error: BaseException, mpi: Any) -> float:
+    def _consequence_delay(error: BaseException, mpi: Any) -> float:
         """Seconds to give the rank that failed first; MPI itself reports dead peers to those that live."""
         if isinstance(error, RemoteError | PeerFailure):
             return _CONSEQUENCE
@@ -163,7 +163,7 @@ class JobExit:
     # ------------------------------------------------------------------ ending together
 
     @property
-    def _everyone(self) -> Any:
+    def _all_ranks_comm(self) -> Any:
         """The communicator of all ranks that only the guard uses; None if they have not met."""
         return next((group.control for group in self.peers.groups if len(group.members) == self.size), None)
 
@@ -174,16 +174,16 @@ class JobExit:
         it leaves.
         """
         second = isinstance(error, RemoteError | PeerFailure)
-        self._leaving = "failed"
+        self._exit_state = "failed"
         mine = (second << 56) | (self.rank << 8) | int(error.status)
         limit = _CONSEQUENCE if second else _AGREEMENT if self.peers.groups else _AGREEMENT_AT_START
-        found = minimum(mpi, [self._everyone or mpi.COMM_WORLD], mine, lambda waited: waited > limit)
+        found = agree_minimum(mpi, [self._all_ranks_comm or mpi.COMM_WORLD], mine, lambda waited: waited > limit)
         if found is None:
             return None
         self._agreed = True
         self.peers.close_startup_board(all_met=True)  # the first one that ends may be the others' end
         if found == mine:
-            write(f"{told(error)}\n")
+            write_stderr(f"{user_message(error)}\n")
         return found & 0xFF
 
     def _exit(self, status: int) -> NoReturn:
@@ -192,13 +192,13 @@ class JobExit:
             runner.set_abort_status(int(status))
         raise SystemExit(int(status))
 
-    def leaves(self) -> None:
+    def on_exit(self) -> None:
         """Wait for the others at the end of the program, and end the job where they cannot end without this rank."""
         mpi = self._mpi()
         if mpi is None and self.launched and self.process == os.getpid() and "mpi4py.MPI" not in sys.modules:
-            self._leaves_before_mpi()
-        elif mpi is not None and not self._agreed and not self._dying.locked():
-            self._leaving = "leaving"
+            self._wait_before_mpi()
+        elif mpi is not None and not self._agreed and not self._ending_lock.locked():
+            self._exit_state = "leaving"
             if self.heartbeat is not None:
                 self.heartbeat.beat()  # the last word of this rank on what it has called
             status, counts = self._asked  # if collectives came after it, somebody has caught it
@@ -207,16 +207,16 @@ class JobExit:
             early_exit.wait()
             if self.peers.groups:
                 with contextlib.suppress(mpi.Exception):
-                    minimum(mpi, [group.control for group in self.peers.groups], _NORMAL, early_exit.look)
-            if self.mismatch_watch is not None and (error := self.mismatch_watch.farewell()):
+                    agree_minimum(mpi, [group.control for group in self.peers.groups], _NORMAL, early_exit.look)
+            if self.mismatch_watch is not None and (error := self.mismatch_watch.compare_at_exit()):
                 self._end_mismatch(error)
         self.supervisor.stop()
         if self._asked[0] not in (None, 0):  # the launcher ends the others then
             self.peers.close_startup_board(all_met=True)
 
-    def _leaves_before_mpi(self) -> None:
+    def _wait_before_mpi(self) -> None:
         """Wait for the others of this node, and end them where one starts MPI: it would wait for this rank for ever."""
-        self._leaving = "leaving"
+        self._exit_state = "leaving"
         if self.heartbeat is not None:
             self.heartbeat.beat()
         begun, startup_board = time.monotonic(), self.peers.startup_board
@@ -234,11 +234,11 @@ class JobExit:
     def _end_early(self, reason: str) -> None:
         if (mpi := self._mpi()) is not None:
             text = f"left early: the program has ended here, but {reason}"
-            self.end(mpi, self.lines(text), ExitStatus.RANK_FAILED)
+            self.end(mpi, self.with_prefix(text), ExitStatus.RANK_FAILED)
 
     # ------------------------------------------------------------------ last words
 
-    def lines(self, text: str, origin: str = "") -> str:
+    def with_prefix(self, text: str, origin: str = "") -> str:
         """Put ``[rank r/N host]`` before every line; the first line says where the job stood."""
         place = ", ".join(f"{name} {value}" for name, value in self.context.items())
         head = " ".join(filter(None, [origin, f"at {place}" if place else ""]))
@@ -246,7 +246,7 @@ class JobExit:
         prefix = f"[rank {self.rank}/{self.size} {self.host}]"
         return "".join(f"{prefix} {line}".rstrip() + "\n" for line in body.splitlines())
 
-    def speaks(self) -> bool:
+    def claims_report(self) -> bool:
         """Tell whether this rank is the one to say why the job ends. See [Note: last words]."""
         if not self.peers.groups and self.peers.startup_board is None:  # nobody to ask: lower ranks first
             time.sleep(min(0.1 * self.rank, _CONSEQUENCE) + (_OTHER_NODE if self.rank else 0.0))
@@ -258,9 +258,9 @@ class JobExit:
     @property
     def ending(self) -> bool:
         """True once this rank has begun to end the job."""
-        return self._dying.locked()
+        return self._ending_lock.locked()
 
-    def follows(self, trace: CallTrace) -> bool:
+    def is_registered(self, trace: CallTrace) -> bool:
         """Tell whether ``trace`` belongs to an MPI communicator of this process. Not collective."""
         return any(entry.trace is trace for entry in self.register.live)
 
@@ -271,16 +271,16 @@ class JobExit:
 
     def end(self, mpi: Any, text: str, status: int, delay: float = 0.0) -> NoReturn:
         """Write ``text`` if no other rank has spoken, and end all ranks with ``status``. Does not return."""
-        if not self._dying.acquire(blocking=False):
+        if not self._ending_lock.acquire(blocking=False):
             threading.Event().wait()  # another thread of this rank is at it
         self._arm_hard_stop(delay)
-        self._leaving = "failed"
+        self._exit_state = "failed"
         time.sleep(delay)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        if self.speaks():
-            write(text)
+        if self.claims_report():
+            write_stderr(text)
             await_delivery()
         else:
             time.sleep(_CONSEQUENCE)

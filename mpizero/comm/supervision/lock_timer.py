@@ -55,7 +55,7 @@ class LockTimer:
             if library.timer_create(clock, ctypes.byref(event), ctypes.byref(self._timer)) == 0:
                 self._library = library
 
-    def put_off(self, seconds: float) -> None:
+    def restart(self, seconds: float) -> None:
         """Begin to count anew. Not collective."""
         if self._library is not None:
             whole = int(seconds)

@@ -64,12 +64,12 @@ class MismatchWatch:
             time.sleep(0.01)
         return self._explain(key) if key else None
 
-    def farewell(self) -> CollectiveMismatch | None:
+    def compare_at_exit(self) -> CollectiveMismatch | None:
         """Compare all that was ever called with the other ranks, which are leaving too. Not collective."""
         key = self._differing(None)
         return self._explain(key) if key else None
 
-    def forgive(self, trace: CallTrace) -> None:
+    def ignore(self, trace: CallTrace) -> None:
         """Leave the communicators inside that of ``trace`` alone: their mismatch is being raised. Not collective."""
         self._told.update(entry.key for entry in self._register.inside(trace))
 
@@ -93,7 +93,7 @@ class MismatchWatch:
         if entry is None:
             return None
         expected = set(entry.members).intersection(self._peers.ranks)
-        self._peers.ask(key)
+        self._peers.request_records(key)
         self._heartbeat.beat()
         limit = time.monotonic() + _ANSWER
         while True:

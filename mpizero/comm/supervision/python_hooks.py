@@ -23,16 +23,16 @@ _PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 class HookListener(Protocol):
     """Receive the events that :class:`PythonHooks` catches."""
 
-    def failed(self, error: BaseException, trace: TracebackType | None, origin: str) -> None:
+    def on_error(self, error: BaseException, trace: TracebackType | None, origin: str) -> None:
         """Take an error that nobody has caught; ``origin`` says where, "" for the main thread."""
 
-    def asked_to_leave(self, status: Any) -> None:
+    def on_exit_request(self, status: Any) -> None:
         """Take note of a call of ``sys.exit``."""
 
-    def leaves(self) -> None:
+    def on_exit(self) -> None:
         """Do what is due at the end of the program."""
 
-    def may_be_ended(self) -> bool:
+    def has_other_ranks(self) -> bool:
         """Tell whether an error outside of the main program is the job's business."""
 
 
@@ -55,7 +55,7 @@ class PythonHooks:
             threading.excepthook = self._on_thread_exception
         atexit.register(self._at_end)
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Put back what was there, and tell the listener nothing more; a second call does nothing."""
         self._live = False
         atexit.unregister(self._at_end)
@@ -83,7 +83,7 @@ class PythonHooks:
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if self.live and not hasattr(sys, "ps1"):  # else a forked child, or a person at the prompt
-            self._listener.failed(error, trace, "")
+            self._listener.on_error(error, trace, "")
         else:
             self._excepthook(kind, error, trace)
 
@@ -91,29 +91,29 @@ class PythonHooks:
         """End the job for a thread in which this package was at work; all other threads are the program's own."""
         error = args.exc_value
         ours = error is not None and args.exc_type is not SystemExit and _passes_through_here(args.exc_traceback)
-        if error is not None and ours and self.live and self._listener.may_be_ended():
+        if error is not None and ours and self.live and self._listener.has_other_ranks():
             name = args.thread.name if args.thread else "?"
-            self._listener.failed(error, args.exc_traceback, f"in thread {name!r}")
+            self._listener.on_error(error, args.exc_traceback, f"in thread {name!r}")
         else:
             threading.__excepthook__(args)
 
     def _on_unraisable(self, args: Any) -> None:
         """Errors of functions registered with atexit come here; all others have no effect on the program."""
         of_the_end = "atexit" in (args.err_msg or "") and args.exc_value is not None
-        if of_the_end and self.live and self._listener.may_be_ended():
-            self._listener.failed(args.exc_value, args.exc_traceback, "while leaving (atexit)")
+        if of_the_end and self.live and self._listener.has_other_ranks():
+            self._listener.on_error(args.exc_value, args.exc_traceback, "while leaving (atexit)")
         else:
             self._unraisablehook(args)
 
     def _on_exit(self, status: Any = None, /) -> NoReturn:
         """Note what a program asks for: no hook is told of SystemExit, and at the end its status is forgotten."""
         if self.live:
-            self._listener.asked_to_leave(status)
+            self._listener.on_exit_request(status)
         self._exit(status)
 
     def _at_end(self) -> None:
         if self.live:
-            self._listener.leaves()
+            self._listener.on_exit()
 
 
 def _passes_through_here(trace: TracebackType | None) -> bool:

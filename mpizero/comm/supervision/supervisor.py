@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from time import monotonic
 
-from mpizero.comm.failure_report import write
+from mpizero.comm.failure_report import write_stderr
 
 #: Seconds between two looks, unless somebody asks for more.
 TICK = 0.25
@@ -36,7 +36,7 @@ class Supervisor:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._stops: list[tuple[float, float]] = []
-        self._complained = False
+        self._warned = False
 
     @property
     def tick(self) -> float:
@@ -44,7 +44,7 @@ class Supervisor:
         return min(tuple(self._listeners.values()), default=TICK)
 
     @property
-    def lives(self) -> bool:
+    def is_running(self) -> bool:
         """True while the thread runs; it cannot start where this user may have no more threads."""
         return self._thread is not None and self._thread.is_alive()
 
@@ -52,14 +52,14 @@ class Supervisor:
         """Call ``listener`` from now on, at least every ``tick`` seconds. Not collective."""
         with self._changing:
             self._listeners[listener] = tick
-            if not self.lives:
+            if not self.is_running:
                 self._stop = threading.Event()
                 thread = threading.Thread(target=self._run, args=(self._stop,), name=HEARTBEAT, daemon=True)
                 try:
                     thread.start()
                     self._thread = thread
                 except RuntimeError as error:  # this user may have no more threads
-                    self.complain(error)
+                    self.warn_once(error)
 
     def remove(self, listener: Callable[[float], None]) -> None:
         """Call ``listener`` no more; a second call does nothing. Not collective."""
@@ -82,11 +82,11 @@ class Supervisor:
         stopped = sum(min(seconds, end - moment) for end, seconds in tuple(self._stops) if end > moment)
         return max(0.0, now - moment - stopped)
 
-    def complain(self, error: BaseException) -> None:
+    def warn_once(self, error: BaseException) -> None:
         """Say once that something which only helps to find faults does not work here. Not collective."""
-        if not self._complained:
-            self._complained = True
-            write(f"mpizero: stuck or missing ranks may not be noticed here: {type(error).__name__}: {error}\n")
+        if not self._warned:
+            self._warned = True
+            write_stderr(f"mpizero: stuck or missing ranks may not be noticed here: {type(error).__name__}: {error}\n")
 
     def _run(self, stop: threading.Event) -> None:
         last = monotonic()
@@ -98,7 +98,7 @@ class Supervisor:
                 try:
                     listener(now)
                 except Exception as error:
-                    self.complain(error)
+                    self.warn_once(error)
 
     def _note(self, last: float, now: float) -> None:
         late = max(_LATE_TICKS * self.tick, _LATE)

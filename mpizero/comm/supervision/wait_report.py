@@ -15,13 +15,13 @@ _SILENT_TICKS = 8
 _MIN_SILENCE = 0.5
 
 
-def aged(slots: Mapping[int, Slot]) -> dict[int, Slot]:
+def with_age(slots: Mapping[int, Slot]) -> dict[int, Slot]:
     """Return slots with the seconds since each was written, as "age". Not collective."""
     now, wall = time.monotonic(), time.time()
     return {rank: s | {"age": wall - s["wall"] if "wall" in s else now - s["beat"]} for rank, s in slots.items()}
 
 
-def stuck(
+def describe_stuck_call(
     call: Sequence[Any], members: Sequence[int], slots: Mapping[int, Slot], timeout: float, tick: float
 ) -> list[str]:
     """Return lines for the call that lasts too long: what is missing, then where every rank stands. Not collective.
@@ -53,13 +53,14 @@ def stuck(
     verdict += [strange] if unknown else []
     if not verdict:
         verdict = ["all ranks are in it: counts or types differ, or the library is stuck"]
-    head = f"stuck: {described(call)} has lasted {call[5]:.1f} s (timeout {timeout:g} s): {'; '.join(verdict)}"
-    return [head, *(f"  rank {rank}: {_stand(slot, tick)}" for rank, slot in sorted(slots.items()))]
+    lasted = f"{call[5]:.1f} s (timeout {timeout:g} s)"
+    head = f"stuck: {describe_call_entry(call)} has lasted {lasted}: {'; '.join(verdict)}"
+    return [head, *(f"  rank {rank}: {_describe_slot(slot, tick)}" for rank, slot in sorted(slots.items()))]
 
 
-def _stand(slot: Slot, tick: float) -> str:
+def _describe_slot(slot: Slot, tick: float) -> str:
     context = ", ".join(f"{name} {slot[name]}" for name in ("step", "phase") if name in slot)
-    waits = [f"in {described(c)} for {c[5] + slot['age']:.1f} s" for c in slot["calls"]]
+    waits = [f"in {describe_call_entry(c)} for {c[5] + slot['age']:.1f} s" for c in slot["calls"]]
     doing = {"leaving": "at the end of the program", "failed": "failing"}.get(slot["state"], "at work")
     files = [
         f"{what}, {nbytes} bytes so far, the last {seconds + slot['age']:.1f} s ago"
@@ -76,7 +77,7 @@ def is_silent(slot: Slot, tick: float) -> bool:
     return bool(slot["age"] > max(_SILENT_TICKS * tick, _MIN_SILENCE))
 
 
-def described(call: Sequence[Any]) -> str:
+def describe_call_entry(call: Sequence[Any]) -> str:
     """Describe an entry of a slot's calls: key, communicator, sequence, operation, tag, seconds. Not collective."""
     _, name, sequence, operation, tag, _ = call
     if operation == MAKING:

@@ -26,12 +26,12 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.failure_report import write
+from mpizero.comm.failure_report import write_stderr
 from mpizero.comm.recording.registry import CommunicatorRegistry
 from mpizero.comm.status.status_board import Slot
-from mpizero.comm.status.thread_stacks import place, stacks
+from mpizero.comm.status.thread_stacks import all_stacks, describe_stack
 from mpizero.comm.supervision import guard, wait_report
-from mpizero.comm.supervision.heartbeat import calls, transfers
+from mpizero.comm.supervision.heartbeat import calls_in_progress, transfers_in_progress
 from mpizero.comm.supervision.lock_timer import LockTimer
 from mpizero.comm.supervision.supervisor import HEARTBEAT, TICK
 from mpizero.errors import CollectiveError, ConfigError, ExitStatus
@@ -83,7 +83,7 @@ class Watchdog:
         self._register = self._guard.register
         self._running = self._shared = False
         self._rank = comm.rank
-        self._moved = self._put_off = 0.0
+        self._moved = self._restarted = 0.0
         self._timer: LockTimer | None = None
         self._log: TextIO | None = None
 
@@ -98,7 +98,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Start to watch. Not collective."""
-        self._shared = self._guard.follows(self._comm.trace)
+        self._shared = self._guard.is_registered(self._comm.trace)
         self._rank = self._guard.rank if self._shared else self._comm.rank
         if not self._shared:  # one rank, or ranks that are threads of this process
             self._register = CommunicatorRegistry()
@@ -112,8 +112,8 @@ class Watchdog:
             self._timer = LockTimer(self._log or sys.__stderr__ or 2)
         self._running = True
         self._guard.supervisor.add(self._look, min(TICK, self._timeout / 10))
-        if self._timer is not None and self._guard.supervisor.lives:  # else nobody would put it off
-            self._timer.put_off(self._timeout + self._grace)
+        if self._timer is not None and self._guard.supervisor.is_running:  # else nobody would put it off
+            self._timer.restart(self._timeout + self._grace)
 
     def stop(self) -> None:
         """Stop to watch and remove what was written; a second call does nothing. Not collective."""
@@ -134,11 +134,11 @@ class Watchdog:
     def _tell_of_stacks(self) -> None:
         """Let the others know, before any work begins, that a signal shows the stacks of this rank."""
         if (heartbeat := self._guard.heartbeat) is not None:
-            heartbeat.notes["stacks"] = True
+            heartbeat.extra_entries["stacks"] = True
             try:
                 heartbeat.beat()
             except Exception as error:  # what only helps to find a fault ends no run
-                self._guard.supervisor.complain(error)
+                self._guard.supervisor.warn_once(error)
 
     def _open_log(self) -> None:
         if self._folder is None:
@@ -148,19 +148,19 @@ class Watchdog:
             self._log = open(self._folder / f"hang-rank{self._rank:05d}.txt", "w")  # noqa: SIM115 (kept open)
         except OSError as error:
             self._folder = None
-            self._guard.supervisor.complain(error)
+            self._guard.supervisor.warn_once(error)
 
     # ------------------------------------------------------------------ in the supervisor's thread
 
     def _look(self, now: float) -> None:
         if not self._running or self._guard.ending:
             return
-        if self._timer is not None and now - self._put_off > min(self._timeout, self._grace, 10.0) / 4:
-            self._put_off = now
-            self._timer.put_off(self._timeout + self._grace)
+        if self._timer is not None and now - self._restarted > min(self._timeout, self._grace, 10.0) / 4:
+            self._restarted = now
+            self._timer.restart(self._timeout + self._grace)
         if self._folder is not None:
             self._publish()
-        for call in calls(self._register, lambda moment: self._guard.supervisor.since(moment, now)):
+        for call in calls_in_progress(self._register, lambda moment: self._guard.supervisor.since(moment, now)):
             if call[5] > self._timeout and not self._files_move(call, now):
                 self._end(call)
                 return
@@ -170,7 +170,7 @@ class Watchdog:
         since = self._guard.supervisor.since
         if self._moved and since(self._moved, now) <= self._timeout:
             return True
-        found = transfers(self._comm.traces(), lambda moment: since(moment, now))
+        found = transfers_in_progress(self._comm.traces(), lambda moment: since(moment, now))
         if self._shared:
             slots = self._slots(self._members(call))
             found += [[*t[:2], t[2] + s["age"]] for s in slots.values() for t in s.get("transfers", ())]
@@ -182,31 +182,27 @@ class Watchdog:
         return next((entry.members for entry in self._register.live if entry.key == call[0]), ())
 
     def _end(self, call: list[Any]) -> None:
+        name = wait_report.describe_call_entry(call)
         if self._shared:
             try:
                 members = self._members(call)
-                said = wait_report.stuck(
-                    call, members, self._slots(members), self._timeout, self._guard.supervisor.tick
-                )
+                slots, tick = self._slots(members), self._guard.supervisor.tick
+                lines = wait_report.describe_stuck_call(call, members, slots, self._timeout, tick)
             except Exception as failure:  # the job ends all the same
-                said = [
-                    f"stuck: {wait_report.described(call)} has lasted {call[5]:.1f} s; no more is known: {failure!r}"
-                ]
-            text = self._guard.lines("\n".join(said))
-            if self._guard.speaks():
-                write(text)
+                lines = [f"stuck: {name} has lasted {call[5]:.1f} s; no more is known: {failure!r}"]
+            text = self._guard.with_prefix("\n".join(lines))
+            if self._guard.claims_report():
+                write_stderr(text)
                 self._ask_silent()
             self._guard.end_job("", ExitStatus.HANG)
-        found = stacks()
+        found = all_stacks()
         where = "; ".join(
-            f"{t.name} at {place(found.get(t.ident or 0, ()))}"
+            f"{t.name} at {describe_stack(found.get(t.ident or 0, ()))}"
             for t in threading.enumerate()
             if t is not threading.current_thread() and t.name != HEARTBEAT
         )
-        error = CollectiveError(
-            f"[rank {self._comm.rank}] {wait_report.described(call)} has lasted {call[5]:.1f} s; threads: {where}"
-        )
-        self._comm.abort(error)
+        lasted = f"[rank {self._comm.rank}] {name} has lasted {call[5]:.1f} s"
+        self._comm.abort(CollectiveError(f"{lasted}; threads: {where}"))
 
     def _path(self, rank: int) -> Path:
         assert self._folder is not None
@@ -215,7 +211,7 @@ class Watchdog:
     def _publish(self) -> None:
         """Write the slot where other nodes see it; a full or slow folder is not a fault of the training."""
         own, heartbeat = self._path(self._rank), self._guard.heartbeat
-        slot = heartbeat.last if heartbeat is not None and self._shared else {}
+        slot = heartbeat.last_slot if heartbeat is not None and self._shared else {}
         with contextlib.suppress(OSError):
             temporary = own.with_suffix(".new")
             temporary.write_text(json.dumps(slot | {"beat": 0.0, "wall": time.time()}))
@@ -231,7 +227,7 @@ class Watchdog:
                     slots[rank] = json.loads(self._path(rank).read_text())
         if any(rank not in slots for rank in members):
             slots = peers.read_all() | slots
-        return wait_report.aged(slots)
+        return wait_report.with_age(slots)
 
     def _ask_silent(self) -> None:
         """Let ranks of this node that hold the interpreter lock write their stacks: the signal needs no lock."""

@@ -195,7 +195,7 @@ class GrainScalars:
         """
         size, rate = self.everyone.size, self._asked(ask_rate)
         self.error, self._late = self.error if self.error is not None else self._late, None
-        number = self.everyone.contract_number()
+        number = self.everyone.mismatch_term()
         local = np.full(4 * max(1, self._per_rank) + 1, -1.0)
         for place, (grain, (loss, weight)) in enumerate(self._mine.items()):
             local[4 * place : 4 * place + 3] = grain, loss, weight

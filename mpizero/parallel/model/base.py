@@ -85,7 +85,7 @@ class ShardedModelBase(ManualGradients):
             try:
                 given.set_model(self)
             except BaseException:
-                self.engine.grid.world.leave_behind(self._free)  # the other ranks may not have raised
+                self.engine.grid.world.defer_close(self._free)  # the other ranks may not have raised
                 raise
 
     def _plans(self) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class ShardedCore(ABC):
         """Place parameters, gradients and state; a subclass may extend it."""
         agree_to_start(self._config.communicator, self._plans)
         check_own_modules(self._config.communicator, self._wrapped)
-        self._config.communicator.free_left_behind()
+        self._config.communicator.run_deferred_closes()
         self._engine = Engine(self._wrapped, self._config, self._placement, self._spread)
 
     def _with_room(self, step: Callable[[Engine], T]) -> T:
@@ -307,4 +307,4 @@ class ShardedCore(ABC):
         if error is None:
             self.close()
         elif self._engine is not None:  # the other ranks may not have raised
-            self._engine.grid.world.leave_behind(self._free)
+            self._engine.grid.world.defer_close(self._free)

@@ -98,9 +98,9 @@ def _on_first_rank(work: Callable[[argparse.Namespace], int], options: argparse.
         with _one_line_errors():
             return work(options)
     except MpizeroError as error:
-        from mpizero.comm.failure_report import told, write
+        from mpizero.comm.failure_report import user_message, write_stderr
 
-        write(f"{told(error)}\n")
+        write_stderr(f"{user_message(error)}\n")
         return int(error.status)
 
 

@@ -14,7 +14,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup.same_software import agree_to_start
 from mpizero.data import batches
 from mpizero.errors import ExitStatus, MpizeroError
-from mpizero.faults import strike
+from mpizero.faults import inject
 from mpizero.layout import Grains
 from mpizero.parallel import StepReport
 from mpizero.parallel.config import AUTO
@@ -136,7 +136,7 @@ class Trainer:
         stream = iter(self._batches())
         decision = StopDecision.GO_ON
         while self.step < self.config.train.steps and decision is StopDecision.GO_ON:
-            strike("train.step")
+            inject("train.step")
             started = time.perf_counter()
             x, y = next(stream)
             self.stop.ask(self.saver.busy)

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from mpizero.comm.recording.call_trace import MODULUS, REMEMBERED, CallTrace, describe, number_of
+from mpizero.comm.recording.call_trace import MODULUS, REMEMBERED, CallTrace, describe_call, number_of
 from mpizero.comm.recording.mismatch import mismatch
 from mpizero.comm.recording.registry import CommunicatorRegistry
 from mpizero.comm.startup.same_software import agree_to_start, versions
@@ -57,11 +57,11 @@ def test_integers_of_one_width_are_one_type():
 
 
 def test_calls_are_described():
-    assert describe(("allreduce", "losses", "f", 3, "sum")) == "allreduce 'losses' float32[3] sum"
-    assert describe(("broadcast", "", "d", 3, 2)) == "broadcast float64[3] root 2"
-    assert describe(("allgatherv", "a", "d", (1, np.int64(2)))) == "allgatherv 'a' float64[1, 2]"
-    assert describe(("alltoallv", "", "d")) == "alltoallv float64"
-    assert len(describe(("allgatherv", "a", "d", tuple(range(1000))))) < 200
+    assert describe_call(("allreduce", "losses", "f", 3, "sum")) == "allreduce 'losses' float32[3] sum"
+    assert describe_call(("broadcast", "", "d", 3, 2)) == "broadcast float64[3] root 2"
+    assert describe_call(("allgatherv", "a", "d", (1, np.int64(2)))) == "allgatherv 'a' float64[1, 2]"
+    assert describe_call(("alltoallv", "", "d")) == "alltoallv float64"
+    assert len(describe_call(("allgatherv", "a", "d", tuple(range(1000))))) < 200
 
 
 def test_the_last_calls_are_remembered_in_order():
@@ -100,7 +100,7 @@ def test_one_sum_sees_any_difference_in_any_communicator(place):
                     trace = called(*calls)
                     world = world or trace
                     register.add(trace, members, members.index(rank))
-            numbers.append(register.contract_number(world))
+            numbers.append(register.mismatch_term(world))
         return sum(numbers) % MODULUS
 
     assert total(None) == 0
@@ -169,7 +169,7 @@ def test_calls_that_may_differ_by_rank_are_alike(world):
         world.broadcast(np.empty(3))
     with world.split(rank % 2, name=f"half {rank % 2}") as half:
         half.barrier()
-    numbers = world.allgather_object(world.contract_number())
+    numbers = world.allgather_object(world.mismatch_term())
     assert sum(numbers) % MODULUS == 0
 
 
@@ -177,7 +177,7 @@ def test_calls_that_may_differ_by_rank_are_alike(world):
 def test_the_sum_over_the_ranks_sees_equal_sizes_in_another_order(world):
     """MPI does not: the error is the same on every rank, and comes before the sums are used."""
     differ(world)
-    assert sum(world.allgather_object(world.contract_number())) % MODULUS != 0
+    assert sum(world.allgather_object(world.mismatch_term())) % MODULUS != 0
     error = world.mismatch()
     assert isinstance(error, CollectiveMismatch)
     assert "rank 1: allreduce 'b' float64[3] sum at test_contract.py:" in str(error)

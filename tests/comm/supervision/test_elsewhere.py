@@ -14,7 +14,7 @@ import pytest
 from mpizero.comm.recording.registry import CommunicatorRegistry
 from mpizero.comm.status import remote_status as module
 from mpizero.comm.status.peer_groups import PeerGroups
-from mpizero.comm.status.received_slots import SLOT_LIMIT, checked
+from mpizero.comm.status.received_slots import SLOT_LIMIT, parse_slots
 from mpizero.comm.status.remote_status import RemoteStatus, StatusServer, addresses
 from mpizero.comm.status.status_board import StatusBoard
 from mpizero.comm.supervision import guard
@@ -36,7 +36,7 @@ def patient(monkeypatch):
 def slot_of(rank, seconds=0.0, **entries):
     """Return what rank ``rank`` has written ``seconds`` ago, as far as others count on it."""
     known = {"beat": time.monotonic() - seconds, "place": f"line of rank {rank}", "state": "working", "still": 0.0}
-    return known | {"calls": [], "duties": [], "marks": {}} | entries
+    return known | {"calls": [], "joint_tasks": [], "marks": {}} | entries
 
 
 def asked(comm, per_node, meddle=lambda remote_status: None):
@@ -355,7 +355,7 @@ def body_of(**entries):
     return json.dumps({"1": {name: entry for name, entry in slot.items() if entry is not None}}).encode()
 
 
-CALL, DUTY = ["key", "name", 1, "barrier", "", 0.5], ["key", 1, "a step", 0.5]
+CALL, TASK = ["key", "name", 1, "barrier", "", 0.5], ["key", 1, "a step", 0.5]
 FILES = ["writing", 1, 0.5]
 
 
@@ -382,14 +382,14 @@ NO_TEXT, NO_COUNT, NO_SECONDS = (1, None, ["key"]), ("1", 1.5, None, True), ("lo
         body_of().replace(b'"1"', b'"x"'),
         *(body_of(age="AGE").replace(b'"AGE"', age) for age in (b"NaN", b"1e999", b"1" + b"0" * 400)),
         body_of(deep="DEEP").replace(b'"DEEP"', b"[" * 10_000 + b"]" * 10_000),
-        *(body_of(**{name: None}) for name in ("age", "place", "state", "still", "calls", "duties", "marks")),
+        *(body_of(**{name: None}) for name in ("age", "place", "state", "still", "calls", "joint_tasks", "marks")),
         *(body_of(age=age) for age in ("1", True)),
         body_of(place=5),
         body_of(state=5),
         body_of(still="long"),
         body_of(pid="1"),
         *(body_of(calls=[c]) for c in others_of(CALL, NO_TEXT, NO_TEXT, NO_COUNT, NO_TEXT, NO_TEXT, NO_SECONDS)),
-        *(body_of(duties=[duty]) for duty in others_of(DUTY, NO_TEXT, NO_COUNT, NO_TEXT, NO_SECONDS)),
+        *(body_of(joint_tasks=[task]) for task in others_of(TASK, NO_TEXT, NO_COUNT, NO_TEXT, NO_SECONDS)),
         *(body_of(transfers=[files]) for files in others_of(FILES, NO_TEXT, NO_COUNT, NO_SECONDS)),
         *(body_of(marks={"key": mark}) for mark in others_of([1, 1], NO_COUNT, NO_COUNT)),
     ],
@@ -399,7 +399,7 @@ def test_what_is_no_slot_is_left_out(pair, body):
 
 
 def test_what_ranks_do_comes_as_it_was_said(pair):
-    told = {"calls": [CALL], "duties": [DUTY], "transfers": [FILES], "marks": {"key": [1, 1]}}
+    told = {"calls": [CALL], "joint_tasks": [TASK], "transfers": [FILES], "marks": {"key": [1, 1]}}
     found, _ = answering(pair, whole(body_of(**told)))
     assert {name: found[1][name] for name in told} == told
 
@@ -409,16 +409,16 @@ def test_a_slot_as_ranks_write_it_is_taken():
         register, trace = CommunicatorRegistry(), comm.trace
         register.add(trace, range(comm.size), comm.rank)
         heartbeat = Heartbeat(PeerGroups(), register, Supervisor(), guard.current()._state)
-        with trace.common_duty("a step"), trace.transfer("writing"):
+        with trace.joint_task("a step"), trace.transfer("writing"):
             trace.entered = time.monotonic()
             slot = heartbeat.slot(time.monotonic())
             trace.entered = 0.0
-        assert all(slot[name] for name in ("calls", "duties", "transfers", "marks"))
+        assert all(slot[name] for name in ("calls", "joint_tasks", "transfers", "marks"))
         return slot
 
     (slot,) = run_in_threads(1, specification)
     told = json.loads(json.dumps(slot))
-    found = checked(json.dumps({"1": slot | {"age": 1.0}}).encode(), {1}, 10.0)
+    found = parse_slots(json.dumps({"1": slot | {"age": 1.0}}).encode(), {1}, 10.0)
     assert found == {1: told | {"age": 1.0, "beat": 9.0}}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpizero.comm.status.thread_stacks import Line, frame_of, innermost, place, stacks
+from mpizero.comm.status.thread_stacks import Line, all_stacks, current_frame, describe_stack, innermost_line
 
 
 def waits(entered: threading.Event, gate: threading.Event) -> None:
@@ -22,7 +22,7 @@ def test_the_lines_of_a_waiting_thread_are_those_of_its_functions():
     thread.start()
     try:
         assert entered.wait(20)
-        found = stacks()
+        found = all_stacks()
     finally:
         gate.set()
         thread.join()
@@ -30,7 +30,7 @@ def test_the_lines_of_a_waiting_thread_are_those_of_its_functions():
     stack = found[thread.ident]
     own = waits.__code__.co_firstlineno
     assert Line(__file__, own + 2, "waits") in stack
-    assert place(stack).endswith(f"test_stacks.py:{own + 2} in waits > threading.py:{stack[0].number} in wait")
+    assert describe_stack(stack).endswith(f"test_stacks.py:{own + 2} in waits > threading.py:{stack[0].number} in wait")
     assert threading.get_ident() in found
 
 
@@ -38,24 +38,24 @@ def test_stacks_need_neither_memory_files_nor_a_folder(monkeypatch: pytest.Monke
     """A Python that was built against an old glibc has no ``os.memfd_create``."""
     monkeypatch.delattr("os.memfd_create", raising=False)
     own = test_stacks_need_neither_memory_files_nor_a_folder.__name__
-    assert own in {line.function for line in stacks()[threading.get_ident()]}
+    assert own in {line.function for line in all_stacks()[threading.get_ident()]}
 
     def refuse(*_: object, **__: object) -> None:
         raise FileNotFoundError(2, "No usable temporary directory found")
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     monkeypatch.setattr("tempfile.gettempdir", refuse)
-    assert stacks() == {}
-    assert place(innermost(sys._getframe())).endswith(f"in {own}")
+    assert all_stacks() == {}
+    assert describe_stack(innermost_line(sys._getframe())).endswith(f"in {own}")
 
 
 def test_the_users_line_comes_first_and_lines_of_communicators_never():
     comm = f"{sys.modules['mpizero.comm'].__file__}".replace("__init__", "mpi")
     model = comm.replace("comm/mpi.py", "parallel/engine.py")
     stack = [Line(comm, 7, "allreduce"), Line(model, 8, "step"), Line("/home/me/train.py", 9, "main")]
-    assert place(stack) == "train.py:9 in main > engine.py:8 in step"
-    assert place([stack[0], stack[2]]) == "train.py:9 in main"
-    assert place([]) == ""
+    assert describe_stack(stack) == "train.py:9 in main > engine.py:8 in step"
+    assert describe_stack([stack[0], stack[2]]) == "train.py:9 in main"
+    assert describe_stack([]) == ""
 
 
 def test_threads_that_run_on_are_looked_at_without_harm():
@@ -76,7 +76,7 @@ def test_threads_that_run_on_are_looked_at_without_harm():
     try:
         for thread in threads:
             thread.start()
-        seen = [stacks() for _ in range(200)]
+        seen = [all_stacks() for _ in range(200)]
     finally:
         stop.set()
         sys.setswitchinterval(interval)
@@ -89,7 +89,7 @@ def test_threads_that_run_on_are_looked_at_without_harm():
 
 LOOKERS = """
 import gc, mmap, threading
-from mpizero.comm.status.thread_stacks import frame_of, frame_of
+from mpizero.comm.status.thread_stacks import current_frame
 
 class Held:
     pass
@@ -99,7 +99,7 @@ def work():
         held = Held()
         held.itself, held.map = held, mmap.mmap(-1, 4096)  # only a collection frees it, and lets others run meanwhile
         del held
-        assert frame_of(main) is not None
+        assert current_frame(main) is not None
 
 gc.set_threshold(1)
 main = threading.get_ident()
@@ -119,7 +119,7 @@ def test_threads_that_look_while_garbage_is_collected_do_not_wait_for_each_other
 def test_collections_stay_off_where_they_were_off():
     gc.disable()
     try:
-        assert frame_of(threading.get_ident()).f_code.co_name == "frame_of"
+        assert current_frame(threading.get_ident()).f_code.co_name == "current_frame"
         assert not gc.isenabled()
     finally:
         gc.enable()

@@ -77,9 +77,9 @@ def test_watchdogs_of_many_threads_share_one_thread_which_looks_at_no_frames(mon
     def look(*_):
         raise AssertionError("frames were looked at")
 
-    monkeypatch.setattr("mpizero.comm.supervision.heartbeat.frame_of", look)
-    monkeypatch.setattr("mpizero.comm.supervision.heartbeat.stacks", look)
-    monkeypatch.setattr("mpizero.comm.supervision.watchdog.stacks", look)
+    monkeypatch.setattr("mpizero.comm.supervision.heartbeat.current_frame", look)
+    monkeypatch.setattr("mpizero.comm.supervision.heartbeat.all_stacks", look)
+    monkeypatch.setattr("mpizero.comm.supervision.watchdog.all_stacks", look)
 
     def train(comm):
         with Watchdog(comm, timeout=5.0):
@@ -155,7 +155,7 @@ def test_only_where_its_thread_runs_can_the_timer_end_a_process(monkeypatch, thr
         def __init__(self, file):
             pass
 
-        def put_off(self, seconds):
+        def restart(self, seconds):
             armed.set()
 
         def close(self):
@@ -167,7 +167,7 @@ def test_only_where_its_thread_runs_can_the_timer_end_a_process(monkeypatch, thr
     def train(comm):
         monkeypatch.setattr("mpizero.comm.supervision.watchdog.LockTimer", Timer)
         watchdog = Watchdog(comm, timeout=5.0)
-        monkeypatch.setattr(watchdog._guard, "follows", lambda trace: True)  # as over MPI
+        monkeypatch.setattr(watchdog._guard, "is_registered", lambda trace: True)  # as over MPI
         monkeypatch.setattr(watchdog._guard, "supervisor", Supervisor())
         if not threads:
             monkeypatch.setattr(threading.Thread, "start", refuse)
