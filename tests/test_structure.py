@@ -18,9 +18,10 @@ PACKAGE = ROOT / "mpizero"
 
 #: A module imports lower floors or its own package.
 FLOORS = {
-    "text": -1,  # errors quote files of others
-    "frames": -1,  # ... and name the user's own lines
-    "errors": 0,
+    "text": -2,  # errors quote files of others
+    "frames": -2,  # ... and name the user's own lines
+    "errors": -1,
+    "validation": 0,
     "types": 0,
     "crc": 0,
     "launched": 0,

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from mpizero import validation
 from mpizero.errors import ConfigError
 from mpizero.names import explains, nearest, real_array
 from mpizero.signatures import takes_run
@@ -99,9 +100,7 @@ class FunctionModel:
         self.dtype = np.dtype(kinds[0])
         self.frozen = frozenset(frozen)
         takes_run(loss_and_grad, "loss_and_grad", "parameters", "batch")
-        if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
-            raise ConfigError(f"seed={seed!r}: expected a whole number from 0 to 2**64 - 1")
-        self.loss_and_grad, self.seed = loss_and_grad, int(seed)
+        self.loss_and_grad, self.seed = loss_and_grad, validation.require("seed", seed, validation.seed)
         if loss is not None:
             if not callable(loss):
                 raise ConfigError(f"loss must be a function, got {loss!r}")

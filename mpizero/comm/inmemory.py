@@ -19,9 +19,10 @@ from mpizero.comm.communicator import Communicator
 from mpizero.comm.recording.call_trace import CallTrace
 from mpizero.comm.recording.mismatch import mismatch
 from mpizero.comm.transport import Request, SharedMemory
-from mpizero.errors import CollectiveError, ConfigError, PeerFailure, SharedMemoryError
+from mpizero.errors import CollectiveError, PeerFailure, SharedMemoryError
 from mpizero.layout import Span
 from mpizero.types import Array
+from mpizero.validation import require, whole
 
 ALIGNMENT = 64
 _ADD: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
@@ -168,8 +169,7 @@ class InMemoryCommunicator(Communicator):
     @classmethod
     def group(cls, size: int, name: str = "world") -> list[Self]:
         """Make the ``size`` communicators of a new group, one for each thread. Not collective."""
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-            raise ConfigError(f"a group needs a whole number of ranks, at least one; got {size!r}")
+        require("size", size, whole(1, of=" of ranks"))
         group = _Group(_Job(size), range(size))
         return [cls(group, rank, name) for rank in range(size)]
 

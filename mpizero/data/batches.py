@@ -10,12 +10,13 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.equality import agree_equal
 from mpizero.data.source import Indices, Source
-from mpizero.errors import ArgumentError, ConfigError, DataError
+from mpizero.errors import ArgumentError, DataError
 from mpizero.kernels import cpu
 from mpizero.layout.grains import Grains
 from mpizero.names import explains
 from mpizero.sampletree import join
 from mpizero.types import Run
+from mpizero.validation import require, whole
 
 
 class BatchConfig(Protocol):
@@ -157,19 +158,14 @@ def batches(
     with all_ranks(comm):
         if not isinstance(source, Source):
             raise DataError(f"expected a source of samples such as TextSource, got {type(source).__name__}")
-        _check("global_batch", global_batch, 1)
-        _check("seed", seed, 0)
-        _check("consumed", consumed, 0)
+        require("global_batch", global_batch, whole(1))
+        require("seed", seed, whole(0))
+        require("consumed", consumed, whole(0))
         if steps is not None:
-            _check("steps", steps, 0)
+            require("steps", steps, whole(0))
         if not len(source):
             raise DataError("the source has no samples to train on")
     described = {"class": type(source).__name__, "samples": len(source), **source.describe()}
     settings = {"global_batch": global_batch, "seed": seed, "steps": steps, "consumed": consumed}
     agree_equal(comm, lambda: {"the arguments of batches": {"source": described, **settings}}, "agree batches")
     return Batches(source, config, global_batch, seed, steps, consumed, group=comm if group is None else group)
-
-
-def _check(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value < 2**63:
-        raise ConfigError(f"{name}={value!r}: expected a whole number >= {least}")

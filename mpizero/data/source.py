@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from abc import ABC, abstractmethod
 from functools import cached_property
 from typing import Any
@@ -11,11 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mpizero.errors import ConfigError, DataError
+from mpizero.errors import DataError
 from mpizero.kernels import cpu
 from mpizero.sampletree import paths_of
 from mpizero.signatures import takes_run
 from mpizero.types import EVALUATE, Array, Run
+from mpizero.validation import number, require
 
 #: Share of the samples that :meth:`Source.split` keeps back by default.
 VALIDATION = 0.05
@@ -127,10 +127,7 @@ class Source(ABC):
             Too few samples to leave one on both sides.
         """
         share = self.default_validation if validation is None else validation
-        if isinstance(share, bool) or not isinstance(share, int | float) or not math.isfinite(share):
-            raise ConfigError(f"validation={share!r}: expected a share of the samples, a number in [0, 1)")
-        if not 0 <= share < 1:
-            raise ConfigError(f"validation={share!r}: expected a share of the samples in [0, 1)")
+        require("validation", share, number(below=1.0, what="a share of the samples"))
         held = max(1, round(share * len(self))) if share else 0
         if held >= len(self):
             raise DataError(

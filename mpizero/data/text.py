@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from mpizero.data.source import VALIDATION, Indices, Source
-from mpizero.errors import ConfigError, DataError
+from mpizero.errors import DataError
 from mpizero.names import explains
 from mpizero.types import Array
+from mpizero.validation import require, whole
 
 #: Files that stay mapped into memory at a time; the rest are mapped again when needed.
 OPEN_FILES = 64
@@ -57,9 +58,7 @@ class TextSource(Source):
     in_order = True
 
     def __init__(self, paths: Path | Sequence[Path], sequence: int, validation: float = VALIDATION) -> None:
-        if isinstance(sequence, bool) or not isinstance(sequence, int) or sequence < 1:
-            raise ConfigError(f"sequence={sequence!r}: expected a whole number of bytes >= 1")
-        self.sequence = sequence
+        self.sequence = require("sequence", sequence, whole(1, of=" of bytes"))
         self.default_validation = validation
         listed = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
         if not listed:

@@ -10,6 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 from mpizero.errors import GridError
+from mpizero.validation import is_whole
 
 #: The axes in the contract's order, slowest first.
 AXES = ("pipeline", "tensor", "data", "context")
@@ -58,7 +59,7 @@ class Axes:
         """Reject sizes and orders that mean nothing."""
         sizes = {axis: getattr(self, axis) for axis in AXES}
         for axis, size in sizes.items():
-            if not _is_positive(size):
+            if not is_whole(size, 1):
                 given = ", ".join(f"{name}={value!r}" for name, value in sizes.items())
                 raise GridError(f"{axis}={size!r} is not allowed among {given}; expected an integer >= 1")
         if sorted(self.order) != sorted(AXES):
@@ -91,12 +92,12 @@ class Axes:
         GridError
             If a size is below 1, the product is not ``world``, or ``order`` has an unknown, missing or repeated name.
         """
-        if not _is_positive(world):
+        if not is_whole(world, 1):
             raise GridError(f"a grid needs at least one rank, got {world=!r}")
         names = _order(order)
         given = {"pipeline": pipeline, "tensor": tensor, "data": data, "context": context}
         for axis, size in given.items():
-            if not _is_positive(size) and not (axis == "data" and size == -1):
+            if not is_whole(size, 1) and not (axis == "data" and size == -1):
                 allowed = "an integer >= 1, or -1 for all remaining ranks" if axis == "data" else "an integer >= 1"
                 raise GridError(
                     f"{axis}={size!r} is not allowed for {_text(given)} on {world} ranks; expected {allowed}"
@@ -201,10 +202,6 @@ class Axes:
         for rank in range(self.size):
             row = (rank, *self.coordinates(rank)) if nodes is None else (rank, *self.coordinates(rank), nodes[rank])
             yield "  ".join(f"{value:>{len(name)}}" for value, name in zip(row, header, strict=True))
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _text(sizes: dict[str, int]) -> str:

@@ -14,6 +14,7 @@ from mpizero.errors import ConfigError
 from mpizero.layout.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS, FORWARD, Instruction
 from mpizero.layout.schedule import Schedule
 from mpizero.layout.simulate import Costs, simulate
+from mpizero.validation import is_whole
 
 
 def gpipe(stage: int, _stages: int, micro_batches: int, _virtual: int) -> Iterator[Instruction]:
@@ -221,8 +222,8 @@ def chunk_stages(name: str, stages: int, virtual: int = 1) -> tuple[int, ...]:
     if name not in _ROWS:
         raise ConfigError(f"unknown schedule {name!r}; expected one of {', '.join(SCHEDULES)}")
     row = _ROWS[name]
-    _positive(name, "stages", stages)
-    _positive(name, "virtual stages", virtual)
+    _require_whole(name, "stages", stages)
+    _require_whole(name, "virtual stages", virtual)
     if not row.virtual(virtual):
         raise ConfigError(f"schedule {name!r} cannot have {virtual} virtual stages; expected {row.wanted}")
     return row.shape(stages, virtual)
@@ -247,7 +248,7 @@ def build_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1)
         On an unknown name or numbers that the schedule does not take.
     """
     stage_of = chunk_stages(name, stages, virtual)
-    _positive(name, "micro-batches", micro_batches)
+    _require_whole(name, "micro-batches", micro_batches)
     row = _ROWS[name]
     micros = -(-micro_batches // stages) * stages if row.padded else micro_batches
     schedule = Schedule(
@@ -262,6 +263,6 @@ def build_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1)
     return schedule
 
 
-def _positive(name: str, what: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"schedule {name!r} cannot have {value!r} {what}; expected an integer >= 1")
+def _require_whole(name: str, what: str, value: object) -> None:
+    if not is_whole(value, 1):
+        raise ConfigError(f"schedule {name!r} cannot have {value!r} {what}; expected a whole number >= 1")

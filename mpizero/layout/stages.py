@@ -8,6 +8,7 @@ from itertools import accumulate, combinations, pairwise
 from math import comb, isfinite
 
 from mpizero.errors import ConfigError
+from mpizero.validation import is_whole
 
 #: Ways to cut that :func:`balanced_chunks` compares one by one: some hundredths of a second.
 EXHAUSTIVE = 10_000
@@ -143,7 +144,7 @@ def explicit_cuts(cuts: Sequence[int], items: int, parts: int) -> tuple[int, ...
     check_parts(items, parts)
     full = tuple(cuts) if len(cuts) == parts + 1 else (0, *cuts, items)
     wanted = f"expected {parts - 1} ascending indices from 1 to {items - 1}: the first block of every later stage"
-    if any(isinstance(cut, bool) or not isinstance(cut, int) for cut in full):
+    if not all(map(is_whole, full)):
         raise ConfigError(f"cuts={list(cuts)!r} are not all integers; {wanted}")
     if len(full) != parts + 1 or (full[0], full[-1]) != (0, items):
         raise ConfigError(f"cuts={list(cuts)!r} do not cut {items} blocks into {parts} stages; {wanted}")

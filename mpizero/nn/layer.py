@@ -19,6 +19,7 @@ from mpizero.layout.flat import nested
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, Run
+from mpizero.validation import fraction, require, whole
 
 #: Kinds of real numbers, and characters of the types that kernels take.
 _REAL, _FLOATS = frozenset("biuf"), frozenset("fd")
@@ -319,11 +320,9 @@ def require_init(where: str, init: Any) -> None:
 def require_positive(where: str, **values: int) -> None:
     """Raise :class:`ConfigError` naming the first of ``values`` that is not a positive integer."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise ConfigError(f"{where}: {name}={value!r} must be an integer of at least 1")
+        require(f"{where}: {name}", value, whole(1))
 
 
 def require_rate(where: str, rate: float) -> None:
     """Raise :class:`ConfigError` unless ``rate`` is a dropout rate, 0 <= rate < 1."""
-    if isinstance(rate, bool) or not isinstance(rate, (int, float, np.number)) or not 0.0 <= rate < 1.0:
-        raise ConfigError(f"{where}: the dropout rate {rate!r} must be at least 0 and less than 1")
+    require(f"{where}: dropout rate", rate, fraction)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -13,8 +14,8 @@ from mpizero import kernels
 from mpizero.errors import ConfigError
 from mpizero.kernels import pool
 from mpizero.names import explains, nearest
-from mpizero.optim import validation
 from mpizero.types import Array, Dtype, LearningRate, ParameterSpec
+from mpizero.validation import number, require
 
 
 @explains
@@ -40,9 +41,9 @@ class ParameterGroup:
         owner = f"ParameterGroup({self.pattern!r})"
         if not isinstance(self.pattern, str) or not self.pattern:
             raise ConfigError(f"{owner}: pattern is not allowed; expected a shell pattern for dotted names")
-        validation.number(owner, "lr_scale", self.lr_scale)
+        require(f"{owner}: lr_scale", self.lr_scale, number())
         if self.weight_decay is not None:
-            validation.number(owner, "weight_decay", self.weight_decay)
+            require(f"{owner}: weight_decay", self.weight_decay, number())
 
     def matches(self, name: str) -> bool:
         """Tell whether the group is for the parameter of this name. Not collective."""
@@ -70,6 +71,16 @@ class RowSum(NamedTuple):
     divisor: Array
 
 
+def _require_schedule(owner: str, lr: Callable[..., Any]) -> None:
+    """Raise :class:`ConfigError` if a schedule cannot be called with the number of a step alone."""
+    try:
+        inspect.signature(lr).bind(0)
+    except TypeError as error:
+        raise ConfigError(f"{owner}: lr is called as lr(step), which this function does not take: {error}") from None
+    except ValueError:  # a function of C that does not tell what it takes
+        return
+
+
 def rate_at(owner: str, lr: LearningRate, step: int) -> float:
     """Return the learning rate of ``step`` (0 is the first).
 
@@ -78,7 +89,7 @@ def rate_at(owner: str, lr: LearningRate, step: int) -> float:
     ConfigError
         A schedule returned something that is no learning rate; names the step.
     """
-    return validation.number(owner, f"lr({step})", lr(step)) if callable(lr) else float(lr)
+    return require(f"{owner}: lr({step})", lr(step), number()) if callable(lr) else float(lr)
 
 
 @explains
@@ -106,10 +117,10 @@ class FlatOptimizer:
     def __post_init__(self) -> None:
         owner = type(self).__name__
         if callable(self.lr):
-            validation.schedule(owner, "lr", self.lr)
+            _require_schedule(owner, self.lr)
         else:
-            validation.number(owner, "lr", self.lr)
-        validation.number(owner, "weight_decay", self.weight_decay)
+            require(f"{owner}: lr", self.lr, number())
+        require(f"{owner}: weight_decay", self.weight_decay, number())
         if isinstance(self.groups, ParameterGroup | str) or not isinstance(self.groups, Iterable):
             raise ConfigError(f"{owner}: groups is a sequence of ParameterGroup objects, got {self.groups!r}")
         object.__setattr__(self, "groups", tuple(self.groups))

@@ -5,16 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from mpizero import kernels
 from mpizero.errors import ArgumentError, ConfigError
 from mpizero.names import explains
-from mpizero.optim import validation
 from mpizero.optim.flat_optimizer import FlatOptimizer, RowSum
 from mpizero.types import Array, LearningRate
+from mpizero.validation import flag, fraction, pair, positive, require
+
+
+def _decay_rates(owner: str, betas: Any) -> tuple[float, float]:
+    """Return two decay rates, each in [0, 1)."""
+    first, second = require(f"{owner}: betas", betas, pair)
+    return require(f"{owner}: betas[0]", first, fraction), require(f"{owner}: betas[1]", second, fraction)
 
 
 @explains
@@ -35,9 +41,9 @@ class SGD(FlatOptimizer):
     nesterov: bool = False
 
     def _check(self, owner: str) -> None:
-        validation.number(owner, "momentum", self.momentum, high=1.0)
-        validation.number(owner, "dampening", self.dampening, high=1.0)
-        if validation.flag(owner, "nesterov", self.nesterov) and (self.momentum == 0.0 or self.dampening != 0.0):
+        require(f"{owner}: momentum", self.momentum, fraction)
+        require(f"{owner}: dampening", self.dampening, fraction)
+        if require(f"{owner}: nesterov", self.nesterov, flag) and (self.momentum == 0.0 or self.dampening != 0.0):
             raise ConfigError(
                 f"{owner}: nesterov=True with momentum={self.momentum!r}, dampening={self.dampening!r} is not "
                 "allowed; expected momentum > 0 and dampening = 0"
@@ -76,8 +82,8 @@ class Adam(FlatOptimizer):
     eps: float = 1e-8
 
     def _check(self, owner: str) -> None:
-        object.__setattr__(self, "betas", validation.pair(owner, "betas", self.betas))
-        validation.number(owner, "eps", self.eps, above=True)
+        object.__setattr__(self, "betas", _decay_rates(owner, self.betas))
+        require(f"{owner}: eps", self.eps, positive)
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -125,8 +131,8 @@ class RMSprop(FlatOptimizer):
     eps: float = 1e-8
 
     def _check(self, owner: str) -> None:
-        validation.number(owner, "alpha", self.alpha, high=1.0)
-        validation.number(owner, "eps", self.eps, above=True)
+        require(f"{owner}: alpha", self.alpha, fraction)
+        require(f"{owner}: eps", self.eps, positive)
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -152,7 +158,7 @@ class Lion(FlatOptimizer):
     betas: tuple[float, float] = (0.9, 0.99)
 
     def _check(self, owner: str) -> None:
-        object.__setattr__(self, "betas", validation.pair(owner, "betas", self.betas))
+        object.__setattr__(self, "betas", _decay_rates(owner, self.betas))
 
     @property
     def slots(self) -> tuple[str, ...]:

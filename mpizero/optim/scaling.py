@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from mpizero.errors import ConfigError, NonFiniteError
 from mpizero.names import explains
-from mpizero.optim import validation
+from mpizero.validation import number, positive, require, whole
 
 
 def clip_factor(norm: float, limit: float) -> float:
@@ -22,7 +22,7 @@ def clip_factor(norm: float, limit: float) -> float:
     NonFiniteError
         The norm is infinite or NaN.
     """
-    validation.number("clip", "limit", limit, above=True)
+    require("clip: limit", limit, positive)
     if not math.isfinite(norm):
         raise NonFiniteError(f"the global gradient norm is {norm}; such a step must be skipped, not clipped")
     return 1.0 if norm <= limit else limit / norm
@@ -52,14 +52,14 @@ class DynamicLossScale:
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        validation.number(owner, "smallest", self.smallest, above=True)
-        validation.number(owner, "largest", self.largest, low=self.smallest)
-        validation.number(owner, "initial", self.initial, low=self.smallest)
+        require(f"{owner}: smallest", self.smallest, positive)
+        require(f"{owner}: largest", self.largest, number(self.smallest))
+        require(f"{owner}: initial", self.initial, number(self.smallest))
         if self.initial > self.largest:
-            raise ConfigError(f"{owner}: initial={self.initial!r} is not allowed; expected at most {self.largest!r}")
-        validation.number(owner, "growth", self.growth, low=1.0, above=True)
-        validation.number(owner, "backoff", self.backoff, high=1.0, above=True)
-        validation.count(owner, "interval", self.interval, low=1)
+            raise ConfigError(f"{owner}: initial={self.initial!r}: expected at most {self.largest!r}")
+        require(f"{owner}: growth", self.growth, number(1.0, above=True))
+        require(f"{owner}: backoff", self.backoff, number(below=1.0, above=True))
+        require(f"{owner}: interval", self.interval, whole(1))
 
     def start(self) -> LossScaleState:
         """Return the state before the first step. Not collective."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mpizero.errors import ConfigError
 from mpizero.names import explains
-from mpizero.optim import validation
+from mpizero.validation import number, require, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +34,13 @@ class Schedule:
     end: float = 0.0
 
     def __post_init__(self) -> None:
-        validation.number(self.shape, "lr", self.lr)
-        validation.number(self.shape, "end", self.end)
-        validation.count(self.shape, "warmup", self.warmup)
+        require(f"{self.shape}: lr", self.lr, number())
+        require(f"{self.shape}: end", self.end, number())
+        require(f"{self.shape}: warmup", self.warmup, whole())
         if self.shape != "constant":
-            validation.count(self.shape, "steps", self.steps, low=1)
+            require(f"{self.shape}: steps", self.steps, whole(1))
             if self.warmup > self.steps:
-                raise ConfigError(
-                    f"{self.shape}: warmup={self.warmup!r} is not allowed; expected at most steps={self.steps}"
-                )
+                raise ConfigError(f"{self.shape}: warmup={self.warmup!r}: expected at most steps={self.steps}")
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of ``step``."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
-
-import numpy as np
 
 from mpizero.comm import Communicator, ProcessGrid, as_communicator
 from mpizero.comm.calls import check_call
@@ -22,6 +19,7 @@ from mpizero.layout import Axes, Grains
 from mpizero.names import explains
 from mpizero.optim import DynamicLossScale
 from mpizero.parallel.skipped_steps import BadSteps
+from mpizero.validation import flag, positive, require, whole
 
 #: ``bucket_mb`` is to be tuned.
 AUTO = "auto"
@@ -113,17 +111,15 @@ class ShardingConfig:
     def __post_init__(self) -> None:
         """Refuse values that mean nothing, each with its name."""
         for name in ("minimum_parameter_group_size", "accumulate", "threads", "check_every"):
-            self._set(name, _whole(name, getattr(self, name), least=int(name != "check_every")))
+            self._set(name, require(name, getattr(self, name), whole(int(name != "check_every"))))
         for name in ("micro_batch", "ranks_per_node"):
             if getattr(self, name) is not None:
-                self._set(name, _whole(name, getattr(self, name)))
+                self._set(name, require(name, getattr(self, name), whole(1)))
         for name in ("learning_rate", "clip", "timeout"):
             if getattr(self, name) is not None or name == "learning_rate":
-                self._set(name, _positive(name, getattr(self, name)))
+                self._set(name, require(name, getattr(self, name), positive))
         for name in ("auto_sync_gradients", "share_node_memory", "direct_messages", "embedded"):
-            if not isinstance(getattr(self, name), bool | np.bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r}: expected True or False")
-            self._set(name, bool(getattr(self, name)))
+            self._set(name, require(name, getattr(self, name), flag))
         if not isinstance(self.bad_steps, BadSteps):
             raise ConfigError(
                 f"bad_steps={self.bad_steps!r}: expected mpizero.BadSteps(limit=..., warn=..., callback=...)"
@@ -289,19 +285,6 @@ def micro_size(global_batch: int, micro_batch: int | None, accumulate: int) -> i
     Not collective.
     """
     return micro_batch or Grains.default_size(-(-global_batch // accumulate))
-
-
-def _whole(name: str, value: object, least: int = 1) -> int:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name}={value!r}: expected a whole number >= {least}")
-    return int(value)
-
-
-def _positive(name: str, value: object) -> int | float:
-    known = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    if not known or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]
-        raise ConfigError(f"{name}={value!r}: expected a finite number > 0")
-    return value if isinstance(value, int) else float(value)  # type: ignore[arg-type]
 
 
 def elements_of(mebibytes: float, itemsize: int) -> int:

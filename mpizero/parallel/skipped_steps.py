@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mpizero.errors import ConfigError, NonFiniteError
 from mpizero.parallel.step_report import StepReport
 from mpizero.text import notice
+from mpizero.validation import flag, is_whole, require
 
 _ADVICE = (
     "lower the learning rate, set ShardingConfig(clip=...), or look at the data: "
@@ -42,11 +43,9 @@ class BadSteps:
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
-        limit = self.limit
-        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-            raise ConfigError(f"BadSteps: limit={limit!r}: expected a whole number >= 1, or None for no limit")
-        if not isinstance(self.warn, bool):
-            raise ConfigError(f"BadSteps: warn={self.warn!r}: expected True or False")
+        if self.limit is not None and not is_whole(self.limit, 1):
+            raise ConfigError(f"BadSteps: limit={self.limit!r}: expected a whole number >= 1, or None for no limit")
+        require("BadSteps: warn", self.warn, flag)
         if self.callback is not None and not callable(self.callback):
             raise ConfigError(f"BadSteps: callback={self.callback!r}: expected a function of a StepReport, or None")
 

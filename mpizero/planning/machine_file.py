@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from mpizero.checkpoint.format.strict_json import is_number, parse
+from mpizero.checkpoint.format.strict_json import parse
 from mpizero.errors import DataError
 from mpizero.planning.measurement import Measurement
 from mpizero.text import printable
+from mpizero.validation import Check, Unexpected, flag, positive, whole
 
 #: What the file calls itself, and the only version of its form so far.
 FORMAT, VERSION = "mpizero-machine", 1
@@ -303,7 +303,12 @@ def _parsed(kind: Any, value: Any, where: str) -> Any:
     if origin is dict:
         table = _of(dict, value, where, "an object")
         return {key: _parsed(get_args(kind)[1], item, f"{where}.{key}") for key, item in table.items()}
-    return _SCALARS[kind](value, where) if kind in _SCALARS else _record(kind, value, where)
+    if kind not in _SCALARS:
+        return _record(kind, value, where)
+    try:
+        return _SCALARS[kind](value)
+    except Unexpected as expected:
+        raise ValueError(f"{where}: expected {expected}, found {value!r:.80}") from None
 
 
 def _record(kind: Any, value: Any, where: str) -> Any:
@@ -315,34 +320,16 @@ def _record(kind: Any, value: Any, where: str) -> Any:
     return kind(**{name: _parsed(hints[name], table[name], inside + name) for name in known})
 
 
-def _of(kind: type[T] | UnionType, value: Any, where: str, expected: str) -> Any:
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+def _of(kind: type[T], value: Any, where: str, expected: str) -> T:
+    if not isinstance(value, kind):
         raise ValueError(f"{where}: expected {expected}, found {value!r:.40}")
     return value
 
 
-def _whole(value: Any, where: str) -> int:
-    if _of(int, value, where, "a whole number >= 0") < 0:
-        raise ValueError(f"{where}: expected a whole number >= 0, found {value!r:.40}")
-    return int(value)
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or printable(value) != value:
+        raise Unexpected("a text of printable characters")
+    return value
 
 
-def _text(value: Any, where: str) -> str:
-    text: str = _of(str, value, where, "a text")
-    if printable(text) != text:
-        raise ValueError(f"{where}: expected a text of printable characters, found {text!r:.80}")
-    return text
-
-
-def _number(value: Any, where: str) -> float:
-    if not is_number(_of(int | float, value, where, "a number > 0")):
-        raise ValueError(f"{where}: expected a number > 0, found {value!r:.40}")
-    return float(value)
-
-
-_SCALARS: Mapping[Any, Callable[[Any, str], Any]] = {
-    int: _whole,
-    float: _number,
-    str: _text,
-    bool: lambda value, where: _of(bool, value, where, "true or false"),
-}
+_SCALARS: Mapping[Any, Check] = {int: whole(), float: positive, str: _text, bool: flag}

@@ -15,16 +15,17 @@ import numpy as np
 from mpizero import checkpoint, nn
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.errors import CheckpointError, ConfigError
+from mpizero.errors import CheckpointError
 from mpizero.parallel import HybridShardedModel, ShardingConfig
 from mpizero.parallel.checkpointing import model_state
 from mpizero.text import printable
 from mpizero.train.checkpoints.lookup import find_checkpoint
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.sections import GptSection, check_split
-from mpizero.train.config.setting_checks import SettingError, whole
+from mpizero.train.config.setting_checks import SettingError, check_option
 from mpizero.train.run.resume import SavedRun
 from mpizero.types import Array
+from mpizero.validation import number, whole
 
 #: What a model sees before the first byte when there is no prompt: a new line.
 START = b"\n"
@@ -50,13 +51,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Reject values that mean nothing."""
-        if not 0 <= self.temperature < float("inf"):  # NaN fails both
-            raise ConfigError(f"--temperature {self.temperature}: must be a finite number >= 0")
-        for name, value in (("--top-k", self.top_k), ("--seed", self.seed)):
-            try:
-                whole(0)(value)
-            except ValueError as error:
-                raise ConfigError(f"{name} {value}: {error}") from None
+        check_option("--temperature", self.temperature, number())
+        check_option("--top-k", self.top_k, whole())
+        check_option("--seed", self.seed, whole())
 
     def choose(self, logits: Array, random: np.random.Generator) -> int:
         """Return one index of ``logits`` (1-D).

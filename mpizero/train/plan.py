@@ -19,7 +19,8 @@ from mpizero.planning.machine_file import Machine
 from mpizero.planning.time_floors import Floors
 from mpizero.train.config.builder import build_model, build_optimizer, build_sharding, build_source
 from mpizero.train.config.sections import Config, GptSection
-from mpizero.train.config.setting_checks import rejected
+from mpizero.train.config.setting_checks import check_option, optional, rejected
+from mpizero.validation import positive, whole
 
 if TYPE_CHECKING:
     from mpizero.comm import Communicator
@@ -82,11 +83,9 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         """Reject numbers that mean nothing."""
-        for option, value in (("--ranks", self.ranks), ("--ranks-per-node", self.ranks_per_node)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{option} {value}: must be a whole number >= 1")
-        if not 0 < self.rate < float("inf"):
-            raise ConfigError(f"--gflops {self.rate / 1e9:g}: must be a number > 0")
+        check_option("--ranks", self.ranks, whole(1))
+        check_option("--ranks-per-node", self.ranks_per_node, optional(whole(1)))
+        check_option("--gflops", self.rate / 1e9, positive)
 
     def message(self, nbytes: int) -> float:
         """Return the seconds that a message between stages takes; 0 without a machine. Not collective.

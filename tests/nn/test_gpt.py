@@ -217,7 +217,7 @@ def test_dropout_sites_are_unique():
         ({"layers": 0}, "layers=0"),
         ({"sequence": -3}, "sequence=-3"),
         ({"vocabulary": 2.0}, "vocabulary=2.0"),
-        ({"dropout": 1.5}, "dropout rate 1.5"),
+        ({"dropout": 1.5}, "dropout rate=1.5"),
         ({"dtype": "float16"}, "'float16' is not supported"),
         ({"dtype": "flout"}, "'flout' is not supported"),
         ({"seed": -1}, "seed=-1"),

@@ -234,10 +234,10 @@ def test_only_matrices_take_weight_decay():
     [
         (lambda: CausalSelfAttention(10, 4), "dim=10 is not divisible by heads=4"),
         (lambda: TransformerBlock(10, 4), "dim=10 is not divisible by heads=4"),
-        (lambda: Linear(0, 3), "inputs=0 must be an integer of at least 1"),
+        (lambda: Linear(0, 3), "inputs=0: expected a whole number >= 1"),
         (lambda: Linear(3, -1), "outputs=-1"),
         (lambda: Embedding(5, 2.5), "features=2.5"),
-        (lambda: Dropout(1.0), "rate 1.0"),
+        (lambda: Dropout(1.0), "rate=1.0"),
         (lambda: Dropout(0.1, site=-1), "site=-1"),
         (lambda: LayerNorm(4, eps=0.0), "eps=0.0"),
         (lambda: FeedForward(4, activation="swoosh"), "activation='swoosh'.*gelu, silu, relu, tanh"),

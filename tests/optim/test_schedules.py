@@ -47,10 +47,10 @@ def test_a_schedule_is_a_value():
     ("make", "message"),
     [
         (lambda: optim.constant(math.nan), "constant: lr=nan"),
-        (lambda: optim.constant(0.1, warmup=-1), "warmup=-1 .* >= 0"),
-        (lambda: optim.linear(0.1, steps=0), "linear: steps=0 .* >= 1"),
+        (lambda: optim.constant(0.1, warmup=-1), "warmup=-1: .* >= 0"),
+        (lambda: optim.linear(0.1, steps=0), "linear: steps=0: .* >= 1"),
         (lambda: optim.linear(0.1, steps=2.5), "steps=2.5"),
-        (lambda: optim.cosine(0.1, steps=5, warmup=6), "warmup=6 .* at most steps=5"),
+        (lambda: optim.cosine(0.1, steps=5, warmup=6), "warmup=6: .* at most steps=5"),
         (lambda: optim.cosine(0.1, steps=5, end=-0.1), "end=-0.1"),
     ],
 )

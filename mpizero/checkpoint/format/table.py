@@ -12,6 +12,7 @@ import numpy as np
 from mpizero.errors import CheckpointError
 from mpizero.names import PATH_LIMIT, PATH_PARTS, fault_of, nested_in, shown
 from mpizero.types import Array
+from mpizero.validation import is_whole
 
 #: Element types a checkpoint may hold, little-endian; bfloat16 is stored as its bits, in ``<u2``.
 DTYPES = ("<f2", "<f4", "<f8", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8")
@@ -65,7 +66,7 @@ def check_shape(path: str, shape: Sequence[object], dtype: str) -> tuple[int, ..
         raise CheckpointError(f"array {path!r}: element type {dtype!r:.40} is not one of {', '.join(DTYPES)}")
     if len(shape) > 32:
         raise CheckpointError(f"array {path!r}: {len(shape)} axes, at most 32 are allowed")
-    sizes = tuple(int(n) for n in shape if isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 0)
+    sizes = tuple(int(n) for n in shape if is_whole(n))
     if len(sizes) != len(shape):
         raise CheckpointError(f"array {path!r}: shape {tuple(shape)!r:.80} is not a list of sizes >= 0")
     if prod(max(n, 1) for n in sizes) > SIZE_LIMIT // np.dtype(dtype).itemsize:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mpizero import kernels
-from mpizero.errors import ConfigError
 from mpizero.names import explains
 from mpizero.nn.graph import Graph, Place
 from mpizero.nn.layer import Layer, namespace, require_floats, require_rate, vector
 from mpizero.types import EVALUATE, Array, Params, Run
+from mpizero.validation import require, whole
 
 
 class Window(NamedTuple):
@@ -45,8 +43,7 @@ class Dropout(Layer):
 
     def __post_init__(self) -> None:
         require_rate("Dropout", self.rate)
-        if isinstance(self.site, bool) or not isinstance(self.site, (int, np.integer)) or self.site < 0:
-            raise ConfigError(f"Dropout: site={self.site!r} must be an integer, not negative")
+        require("Dropout: site", self.site, whole())
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Mask ``x`` (samples, ...) in training; otherwise return ``x`` itself. Not collective."""

@@ -5,19 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from mpizero import kernels
-from mpizero.errors import ConfigError
 from mpizero.names import explains
 from mpizero.nn.layer import Layer, as_rows, namespace, require_positive, vector
 from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
+from mpizero.validation import positive, require
 
 
 def _require(where: str, features: int, eps: float) -> None:
     require_positive(where, features=features)
-    if isinstance(eps, bool) or not isinstance(eps, (int, float, np.number)) or not eps > 0.0:
-        raise ConfigError(f"{where}: eps={eps!r} must be a number greater than 0")
+    require(f"{where}: eps", eps, positive)
 
 
 @explains

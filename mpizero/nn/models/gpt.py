@@ -19,12 +19,13 @@ from mpizero.nn.layers.language_head import LanguageHead
 from mpizero.nn.loss import CrossEntropy
 from mpizero.nn.models.block_model import export_computation_graph
 from mpizero.nn.models.predictor import compile_gpt
-from mpizero.nn.models.settings import model_dtype, require_seed
+from mpizero.nn.models.settings import model_dtype
 from mpizero.nn.split.block import SplitBlock
 from mpizero.nn.split.embedding import SplitTokenEmbedding
 from mpizero.nn.split.head import SplitCrossEntropy, SplitHead
 from mpizero.nn.split.model import SplitModel
 from mpizero.types import Array, BlockModel, Group, Params
+from mpizero.validation import require, seed
 
 _TOKEN_TABLE = "embedding.token.weight"
 #: Random numbers are keyed by site: 0 is the embedding's dropout, then three for each block.
@@ -78,7 +79,7 @@ class GPT:
         require_positive("GPT", dim=self.dim, layers=self.layers, heads=self.heads)
         require_positive("GPT", sequence=self.sequence, vocabulary=self.vocabulary)
         require_rate("GPT", self.dropout)
-        require_seed("GPT", self.seed)
+        require("GPT: seed", self.seed, seed)
         object.__setattr__(self, "dtype", model_dtype("GPT", self.dtype))
         self._transformer(0)
 

@@ -17,11 +17,12 @@ from mpizero.nn.layers.linear import Linear
 from mpizero.nn.loss import CrossEntropy, MeanSquaredError
 from mpizero.nn.models.block_model import export_computation_graph
 from mpizero.nn.models.predictor import compile_mlp
-from mpizero.nn.models.settings import model_dtype, require_seed
+from mpizero.nn.models.settings import model_dtype
 from mpizero.nn.sequential import Sequential
 from mpizero.nn.split.linear import ColumnLinear, RowLinear
 from mpizero.nn.split.model import SplitModel
 from mpizero.types import EVALUATE, Array, BlockModel, Group, Init, Params, Run
+from mpizero.validation import require, seed
 
 
 @explains
@@ -105,7 +106,7 @@ class MLP:
         named_activation(self.activation)
         if self.task not in ("classification", "regression"):
             raise ConfigError(f'MLP: task={self.task!r} is not one of "classification", "regression"')
-        require_seed("MLP", self.seed)
+        require("MLP: seed", self.seed, seed)
         object.__setattr__(self, "dtype", model_dtype("MLP", self.dtype))
         if self.active_features is not None:
             if isinstance(self.active_features, str) or not isinstance(self.active_features, Iterable):

@@ -17,9 +17,3 @@ def model_dtype(where: str, dtype: Any) -> np.dtype[Any]:
             if np.dtype(dtype) == known:
                 return known
     raise ConfigError(f'{where}: dtype={dtype!r} is not supported; choose "float32" or "float64"')
-
-
-def require_seed(where: str, seed: int) -> None:
-    """Raise :class:`ConfigError` unless ``seed`` is an integer in [0, 2**64). Not collective."""
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
-        raise ConfigError(f"{where}: seed={seed!r} must be an integer from 0 to 2**64 - 1")

@@ -22,6 +22,7 @@ from mpizero.layout.nodes import GROUPS
 from mpizero.parallel.batch.grain_owners import grain_part_number
 from mpizero.sampletree import SampleTree
 from mpizero.types import Array, Group
+from mpizero.validation import require, whole
 
 
 class Grain(NamedTuple):
@@ -76,9 +77,7 @@ class _Offer:
         self.asked, self.problem, self.count = asked, "", 1
         self.tree = SampleTree.nothing()
         try:
-            if isinstance(asked.epoch, bool) or not isinstance(asked.epoch, int | np.integer) or asked.epoch < 0:
-                raise DataError(f"epoch={asked.epoch!r}: expected a whole number >= 0")
-            self.asked = asked._replace(epoch=int(asked.epoch))
+            self.asked = asked._replace(epoch=require("epoch", asked.epoch, whole(), DataError))
             self.tree = SampleTree.of(x=x, y=y)
             self.count = self.tree.count()
         except DataError as error:

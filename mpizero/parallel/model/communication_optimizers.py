@@ -11,6 +11,7 @@ from mpizero.errors import ConfigError
 from mpizero.parallel.config import ShardingConfig, check_bucket
 from mpizero.parallel.model.fit import OptimizationOptions
 from mpizero.parallel.model.optimizers import ShardedOptimizer
+from mpizero.validation import require, whole
 
 if TYPE_CHECKING:
     from mpizero.parallel.model.base import ShardedModelBase
@@ -85,9 +86,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
 
     def __init__(self, wrapped_optimizer: Any, config: ShardingConfig | None = None, *, every: int = 8) -> None:
         super().__init__(wrapped_optimizer, config)
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise ConfigError(f"every={every!r}: expected a whole number >= 1")
-        self.every = every
+        self.every = require("every", every, whole(1))
 
     def comparable(self, model: ShardedModelBase) -> dict[str, Any]:
         """Return what must be the same on all ranks, the number of steps too. Not collective."""

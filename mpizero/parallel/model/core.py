@@ -13,7 +13,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import check_call, collective
 from mpizero.comm.startup.same_software import agree_to_start
-from mpizero.errors import ArgumentError, CheckpointError, ConfigError, SharedMemoryError, StateError
+from mpizero.errors import ArgumentError, CheckpointError, SharedMemoryError, StateError
 from mpizero.layout import FlatLayout, Span
 from mpizero.layout.flat import joined
 from mpizero.names import check_names, explains
@@ -29,6 +29,7 @@ from mpizero.parallel.placement import Placement, placement
 from mpizero.parallel.skipped_steps import SkippedSteps
 from mpizero.parallel.step_report import StepReport
 from mpizero.types import Array
+from mpizero.validation import require, whole
 
 T = TypeVar("T")
 
@@ -133,8 +134,7 @@ class ShardedCore(ABC):
             If there is no room, and the optimizer has a state.
         """
         with all_ranks(self._config.communicator):
-            if not isinstance(global_batch, int) or isinstance(global_batch, bool) or global_batch < 1:
-                raise ConfigError(f"reserve({global_batch!r}): expected a whole number of samples >= 1")
+            require("reserve: global_batch", global_batch, whole(1, of=" of samples"))
         self._with_room(lambda engine: engine.reserve(global_batch))
 
     def _plans(self) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_arrays, agree_equal
 from mpizero.data import ArraySource, batches
-from mpizero.errors import ConfigError, DataError, NonFiniteError
+from mpizero.errors import DataError, NonFiniteError
 from mpizero.layout import Grains
 from mpizero.names import explains
 from mpizero.parallel.model.best_parameters import BestParameters
 from mpizero.text import notice
 from mpizero.types import Array
+from mpizero.validation import fraction, number, require, whole
 
 if TYPE_CHECKING:
     from mpizero.parallel.model.optimizers import ShardedOptimizer
@@ -60,14 +61,11 @@ class OptimizationOptions:
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
-        for name, low in (("epochs", 1), ("batch_size", 1), ("patience", 1)):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
-                raise ConfigError(f"{name}={value!r}: expected a whole number >= {low}")
-        if not 0 <= self.validation < 1:
-            raise ConfigError(f"validation={self.validation!r}: expected a share in [0, 1)")
-        if not (math.isfinite(self.minimum_improvement) and self.minimum_improvement >= 0):
-            raise ConfigError(f"minimum_improvement={self.minimum_improvement!r}: expected a finite number >= 0")
+        for name in ("epochs", "batch_size", "patience"):
+            if (value := getattr(self, name)) is not None:
+                require(name, value, whole(1))
+        require("validation", self.validation, fraction)
+        require("minimum_improvement", self.minimum_improvement, number())
 
 
 @dataclass(frozen=True)

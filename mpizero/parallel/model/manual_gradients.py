@@ -16,7 +16,6 @@ from mpizero.comm.reduce.exact import gather_spans
 from mpizero.errors import ArgumentError, ConfigError, LayoutError, NonFiniteError, StateError
 from mpizero.layout import FlatLayout
 from mpizero.layout.nodes import GROUPS
-from mpizero.optim import validation
 from mpizero.parallel.batch.redistribute import Asked
 from mpizero.parallel.batch.step_scalars import Totals
 from mpizero.parallel.engine import Engine
@@ -27,6 +26,7 @@ from mpizero.parallel.model.local_training import LocalTraining
 from mpizero.parallel.model.saving import Saving
 from mpizero.parallel.parameters.shards import Share
 from mpizero.types import Array
+from mpizero.validation import number, require
 
 
 @dataclass(frozen=True)
@@ -156,10 +156,10 @@ class ManualGradients(Inspection, LocalTraining, Saving):
 
         def given() -> dict[str, Any]:
             self._check_gradients(gradients)
-            number = validation.number("apply_gradients", "learning_rate", learning_rate, low=-math.inf)
+            rate = require("apply_gradients: learning_rate", learning_rate, number(-math.inf))
             parts = (gathered or layout).parameters if gathered or replicated else ()
             named = {f"the gradient of {e.spec.name!r}": gradients.values[e.span.start : e.span.stop] for e in parts}
-            return {"the learning_rate": number, **named}
+            return {"the learning_rate": rate, **named}
 
         same_data = grid.axes.group(comm.rank, GROUPS["data"])[0] if replicated and not gathered else 0
         agree_arrays(comm, "apply_gradients", given, same_data)

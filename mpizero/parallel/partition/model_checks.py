@@ -14,6 +14,7 @@ import numpy as np
 from mpizero.comm import Communicator, InMemoryCommunicator
 from mpizero.errors import ArgumentError, ConfigError
 from mpizero.types import BlackBoxModel, BlockModel
+from mpizero.validation import require, seed
 
 _LAYER = ("specs", "forward", "backward")
 
@@ -41,8 +42,7 @@ def check_model(model: Any) -> None:
         for block, layer in model.blocks.items():
             _check_part(f"block {block!r} of {name}", "a layer", layer, _LAYER)
         _check_part(f"the loss of {name}", "a loss", model.loss, ("forward", "backward"))
-        if isinstance(model.seed, bool) or not isinstance(model.seed, int | np.integer) or model.seed < 0:
-            raise ConfigError(f"{name}.seed={model.seed!r}: expected a whole number >= 0")
+        require(f"{name}.seed", model.seed, seed)
     elif not isinstance(model, BlackBoxModel):
         raise ArgumentError(
             f"{name} is not a model: it needs 'blocks', 'loss', 'dtype' and 'seed' (a sequence of layers), or "

@@ -25,8 +25,10 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError
 from mpizero.layout import Partition, Span
+from mpizero.train.config.setting_checks import check_option
 from mpizero.train.run.process_memory import peak_growth, proportional_growth, release_free_memory
 from mpizero.types import Array
+from mpizero.validation import whole
 
 #: Arrays of the checkpoint: a parameter and two moments for each of so many layers.
 LAYERS, SLOTS = 16, ("parameters", "optimizer/exp_avg", "optimizer/exp_avg_sq")
@@ -53,8 +55,7 @@ class CheckpointRequest:
         least = 4 * _WIDTH * LAYERS * len(SLOTS)
         if not math.isfinite(nbytes) or not least <= nbytes <= 1e13:
             raise ConfigError(f"--bytes {nbytes}: must be from {least} to 1e13")
-        if repeat < 1:
-            raise ConfigError(f"--repeat {repeat}: must be a whole number >= 1")
+        check_option("--repeat", repeat, whole(1))
         if not os.path.isdir(folder):
             raise ConfigError(f"--folder {folder}: is no folder")
         if backend == "all":

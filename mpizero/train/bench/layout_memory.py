@@ -14,15 +14,16 @@ import numpy as np
 from mpizero import nn, optim
 from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.agreement import all_ranks
-from mpizero.errors import ConfigError
 from mpizero.parallel import HybridShardedModel, ShardingConfig
 from mpizero.parallel.placement import placement
 from mpizero.planning import RankPlan, TrainingPlan
 from mpizero.train.bench.activation_meter import watch
 from mpizero.train.bench.strategy_memory import MemoryRequest, idle_size, require_room
 from mpizero.train.config.parallel_section import ParallelSection
+from mpizero.train.config.setting_checks import check_option
 from mpizero.train.run.process_memory import proportional
 from mpizero.types import Array
+from mpizero.validation import whole
 
 #: The model's layers where the pipeline needs no more; attention heads where the tensor group needs no more.
 LAYERS, HEADS = 8, 8
@@ -67,8 +68,7 @@ class LayoutRequest:
 
     def __post_init__(self) -> None:
         """Reject micro-batches that mean nothing."""
-        if self.micro_batches < 1:
-            raise ConfigError(f"--micro-batches {self.micro_batches}: must be a whole number >= 1")
+        check_option("--micro-batches", self.micro_batches, whole(1))
 
     def model(self, parameters: int) -> nn.GPT:
         """Return a GPT with at least so many parameters that the layout can split.

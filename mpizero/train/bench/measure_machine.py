@@ -23,7 +23,9 @@ from mpizero.train.bench.memory_bandwidth import ARRAYS, PassBenchmark
 from mpizero.train.bench.message_speed import MessageBenchmark
 from mpizero.train.bench.product_rates import ProductBenchmark, ProductShapes
 from mpizero.train.bench.strategy_memory import require_room
+from mpizero.train.config.setting_checks import check_option
 from mpizero.train.doctor import machine_facts as facts
+from mpizero.validation import whole
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,7 @@ class MachineRequest:
         """Reject what cannot be measured."""
         least = {"elements": 2, "largest": 8, "file_bytes": 0, "repeat": 1}
         for name, bound in least.items():
-            if (value := getattr(self, name)) < bound:
-                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be a whole number >= {bound}")
+            check_option(f"--{name.replace('_', '-')}", getattr(self, name), whole(bound))
         if self.elements % 2:
             raise ConfigError(f"--elements {self.elements}: must be even")
         for option, folder in (("--folder", self.folder), ("--output", str(Path(self.output).parent))):

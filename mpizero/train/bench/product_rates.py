@@ -16,7 +16,9 @@ from mpizero.planning.machine_file import MatrixProduct
 from mpizero.planning.measurement import Measurement
 from mpizero.train.bench.rounds import alone, together
 from mpizero.train.config.sections import Config, GptSection
+from mpizero.train.config.setting_checks import check_option
 from mpizero.types import Array
+from mpizero.validation import whole
 
 #: Queries of one product of attention, as :mod:`mpizero.nn.layers.attention` cuts them.
 _QUERIES = 64
@@ -48,8 +50,7 @@ class ProductShapes:
     def __post_init__(self) -> None:
         """Reject sizes that mean nothing."""
         for name in ("dim", "heads", "sequence", "batch"):
-            if (value := getattr(self, name)) < 1:
-                raise ConfigError(f"--{name} {value}: must be a whole number >= 1")
+            check_option(f"--{name}", getattr(self, name), whole(1))
         if self.dim % self.heads:
             raise ConfigError(f"--heads {self.heads}: must divide --dim {self.dim}")
 

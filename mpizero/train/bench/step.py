@@ -31,9 +31,11 @@ from mpizero.train.bench.phase_times import (
 from mpizero.train.bench.trace_events import write_trace
 from mpizero.train.config.builder import Job, build
 from mpizero.train.config.sections import Config
+from mpizero.train.config.setting_checks import check_option
 from mpizero.train.doctor.check_result import counted
 from mpizero.train.number_format import columns
 from mpizero.train.plan import PlanRequest, plan
+from mpizero.validation import whole
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,8 @@ class StepRequest:
 
     def __post_init__(self) -> None:
         """Reject numbers that mean nothing."""
-        for option, value, least in (("--steps", self.steps, 1), ("--warm-up", self.warm_up, 0)):
-            if value < least:
-                raise ConfigError(f"{option} {value}: must be a whole number >= {least}")
+        check_option("--steps", self.steps, whole(1))
+        check_option("--warm-up", self.warm_up, whole())
         if self.trace is not None and not Path(self.trace).parent.is_dir():
             raise ConfigError(f"--trace {self.trace}: {Path(self.trace).parent} is no folder")
 

@@ -17,7 +17,9 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError
 from mpizero.names import nearest
 from mpizero.parallel import ShardingConfig, distribute
+from mpizero.train.config.setting_checks import check_option
 from mpizero.train.run.process_memory import proportional, release_free_memory
+from mpizero.validation import whole
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 #: Equal layers of the model: the two largest units of ZeRO-3 are then an eighth of it.
@@ -63,8 +65,7 @@ class MemoryRequest:
                 raise ConfigError(f"--strategies {strategies}: {name} is none of {', '.join(STRATEGIES)}{hint}")
         if not names:
             raise ConfigError(f"--strategies {strategies!r}: must name at least one of {', '.join(STRATEGIES)}")
-        if steps < 1:
-            raise ConfigError(f"--steps {steps}: must be a whole number >= 1")
+        check_option("--steps", steps, whole(1))
         shared = {"shared": (True,), "private": (False,), "both": (True, False)}[memory]
         return cls(math.ceil(parameters), names, shared, steps)
 

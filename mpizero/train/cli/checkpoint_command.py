@@ -216,10 +216,11 @@ def _diff(options: argparse.Namespace) -> int:
     from mpizero.checkpoint.tools import compare, matches
     from mpizero.train.checkpoints import report
     from mpizero.train.checkpoints.lookup import find_checkpoint
+    from mpizero.train.config.setting_checks import check_option
     from mpizero.train.run.progress import ByteProgress
+    from mpizero.validation import number
 
-    if not 0 <= options.tolerance < float("inf"):
-        raise ConfigError(f"--tolerance {options.tolerance}: must be a finite number >= 0")
+    check_option("--tolerance", options.tolerance, number())
     names = [str(find_checkpoint(Path(path))) for path in (options.a, options.b)]
     with ExitStack() as stack:
         a, b = (stack.enter_context(checkpoint.open_checkpoint(name, "self")) for name in names)

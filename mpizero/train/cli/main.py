@@ -254,10 +254,11 @@ def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, star
 
 
 def _generate(options: argparse.Namespace) -> int:
+    from mpizero.train.config.setting_checks import check_option
     from mpizero.train.generate import Sampling, open_language_model, write
+    from mpizero.validation import whole
 
-    if options.length < 0:
-        raise ConfigError(f"--length {options.length}: must be a whole number >= 0")
+    check_option("--length", options.length, whole())
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, seed=options.seed)
     layout = layout_of(options, strategy=options.strategy)
     from threadpoolctl import threadpool_limits

@@ -9,7 +9,8 @@ from mpizero.errors import ConfigError, GridError
 from mpizero.layout import SCHEDULES, Axes, chunk_stages, explicit_cuts
 from mpizero.parallel.partition.parallel_layout import Spread
 from mpizero.train.config.message_settings import bucket
-from mpizero.train.config.setting_checks import Section, choice, flag, many, optional, setting, shown, text, whole
+from mpizero.train.config.setting_checks import Section, choice, flag, many, optional, setting, shown, text
+from mpizero.validation import whole
 
 #: The rows of the placement table by ZeRO stage.
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")

@@ -14,18 +14,15 @@ from mpizero.train.config.setting_checks import (
     choice,
     duration,
     flag,
-    fraction,
     many,
-    not_negative,
     optional,
-    positive,
     rejected,
     required,
     setting,
     shown,
     text,
-    whole,
 )
+from mpizero.validation import fraction, number, positive, whole
 
 #: Settings that may differ between a saved run and the one that resumes it: none changes the mathematics (tensor and
 #: context groups, and GPUs, round sums differently). Training data are compared by content, wherever they lie.
@@ -77,7 +74,7 @@ class GptSection(ModelSection):
     layers: int = setting(4, whole(1))
     heads: int = setting(4, whole(1))
     sequence: int = setting(128, whole(1))
-    dropout: float = setting(0.0, fraction())
+    dropout: float = setting(0.0, fraction)
     tied: bool = setting(True, flag)
     activation_checkpointing: bool = setting(False, flag)
 
@@ -114,7 +111,7 @@ class DataSection(Section):
     text: tuple[str, ...] | None = setting(None, optional(patterns))
     arrays: Any = setting(None, optional(arrays))
     hdf5: Any = setting(None, optional(table("path", "x", "y")))
-    validation: float = setting(0.05, fraction())
+    validation: float = setting(0.05, fraction)
 
     @property
     def kind(self) -> str:
@@ -139,7 +136,7 @@ class TrainSection(Section):
     micro_batch: int | None = setting(None, optional(whole(1)))
     accumulate: int = setting(1, whole(1))
     seed: int = setting(0, whole(0, 2**63 - 1))
-    clip: float = setting(0.0, not_negative())
+    clip: float = setting(0.0, number())
     gradient_compression: str | None = setting(None, optional(compression))
     threads: int = setting(1, whole(1, 1024))
     device: str = setting("cpu", choice("cpu", "cuda"))
@@ -175,12 +172,12 @@ class OptimizerSection(Section):
     """What every optimizer has; the classes below add each one's own."""
 
     name: str = setting("adamw", choice("sgd", "adam", "adamw", "rmsprop", "lion", "lamb"))
-    lr: float = setting(3e-4, positive())
+    lr: float = setting(3e-4, positive)
     schedule: str = setting("constant", choice("constant", "linear", "cosine"))
     schedule_steps: int | None = setting(None, optional(whole(1)))
     warmup: int = setting(0, whole(0))
-    end: float = setting(0.0, not_negative())
-    weight_decay: float = setting(0.0, not_negative())
+    end: float = setting(0.0, number())
+    weight_decay: float = setting(0.0, number())
 
     @classmethod
     def title(cls) -> str:
@@ -200,9 +197,9 @@ class OptimizerSection(Section):
 class SgdSection(OptimizerSection):
     """Stochastic gradient descent."""
 
-    lr: float = setting(0.01, positive())
-    momentum: float = setting(0.0, fraction())
-    dampening: float = setting(0.0, fraction())
+    lr: float = setting(0.01, positive)
+    momentum: float = setting(0.0, fraction)
+    dampening: float = setting(0.0, fraction)
     nesterov: bool = setting(False, flag)
 
     def check_combination(self) -> None:
@@ -214,7 +211,7 @@ class SgdSection(OptimizerSection):
             raise self.reject("dampening", "needs optimizer.momentum > 0")
 
 
-_BETAS = many(fraction(), count=2)
+_BETAS = many(fraction, count=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,37 +219,37 @@ class AdamSection(OptimizerSection):
     """Adam; the decay is added to the gradient."""
 
     betas: tuple[float, float] = setting((0.9, 0.999), _BETAS)
-    eps: float = setting(1e-8, positive())
+    eps: float = setting(1e-8, positive)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamwSection(AdamSection):
     """Adam with the decay applied to the weights."""
 
-    weight_decay: float = setting(0.01, not_negative())
+    weight_decay: float = setting(0.01, number())
 
 
 @dataclass(frozen=True, kw_only=True)
 class LambSection(AdamSection):
     """Adam with a trust ratio for every tensor."""
 
-    eps: float = setting(1e-6, positive())
-    weight_decay: float = setting(0.01, not_negative())
+    eps: float = setting(1e-6, positive)
+    weight_decay: float = setting(0.01, number())
 
 
 @dataclass(frozen=True, kw_only=True)
 class RmspropSection(OptimizerSection):
     """Root-mean-square propagation."""
 
-    alpha: float = setting(0.99, fraction())
-    eps: float = setting(1e-8, positive())
+    alpha: float = setting(0.99, fraction)
+    eps: float = setting(1e-8, positive)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LionSection(OptimizerSection):
     """The sign of an interpolated momentum."""
 
-    lr: float = setting(1e-4, positive())
+    lr: float = setting(1e-4, positive)
     betas: tuple[float, float] = setting((0.9, 0.99), _BETAS)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import datetime
 import re
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any
 
 from mpizero.errors import ConfigError
 from mpizero.names import nearest
 from mpizero.text import printable
+from mpizero.validation import Check, Unexpected, positive
 
 
 class SettingError(ConfigError):
@@ -51,11 +50,28 @@ def shown(value: object) -> str:
             return str(value)
 
 
-class Check(Protocol):
-    """Turn a raw value into the one used; :class:`ValueError` says what is allowed."""
+def allowed(error: ValueError) -> str:
+    """Return what the error of a check says is allowed, as a phrase.
 
-    def __call__(self, value: Any) -> Any:
-        """Return the value used."""
+    Not collective.
+    """
+    return f"must be {error}" if isinstance(error, Unexpected) else str(error)
+
+
+def check_option(option: str, value: object, check: Check) -> None:
+    """Check the value of a command line option.
+
+    Not collective.
+
+    Raises
+    ------
+    ConfigError
+        With the option, its value and what is allowed.
+    """
+    try:
+        check(value)
+    except ValueError as error:
+        raise ConfigError(f"{option} {value}: {allowed(error)}") from None
 
 
 @dataclass(frozen=True)
@@ -77,7 +93,7 @@ class Section:
             try:
                 object.__setattr__(self, item.name, item.metadata["check"](value))
             except ValueError as error:
-                raise rejected(f"{self.title()}.{item.name}", value, str(error)) from None
+                raise rejected(f"{self.title()}.{item.name}", value, allowed(error)) from None
         self.check_combination()
 
     def check_combination(self) -> None:
@@ -115,58 +131,6 @@ def optional(check: Check) -> Check:
     return lambda value: None if value is None else check(value)
 
 
-def whole(minimum: int, maximum: int | None = None) -> Check:
-    """Take a whole number in a closed range.
-
-    Not collective.
-    """
-    text = f"must be a whole number >= {minimum}"
-    if maximum is not None:
-        text = f"must be a whole number from {minimum} to {maximum}"
-
-    def check(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(text)
-        if value < minimum or (maximum is not None and value > maximum):
-            raise ValueError(text)
-        return value
-
-    return check
-
-
-def number(text: str, accept: Callable[[float], bool]) -> Check:
-    """Take a finite number that ``accept`` accepts; ``text`` says which those are.
-
-    Not collective.
-    """
-
-    def check(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"must be a number {text}")
-        # A whole number may be too large for a float.
-        if not abs(value) <= sys.float_info.max or not accept(float(value)):
-            raise ValueError(f"must be a finite number {text}")
-        return float(value)
-
-    return check
-
-
-def positive() -> Check:
-    """Take a finite number above zero.
-
-    Not collective.
-    """
-    return number("> 0", lambda value: value > 0)
-
-
-def not_negative() -> Check:
-    """Take a finite number from zero up.
-
-    Not collective.
-    """
-    return number(">= 0", lambda value: value >= 0)
-
-
 def clock_seconds(value: str) -> float:
     """Return the seconds of "MM:SS", "HH:MM:SS" or "D-HH:MM:SS", which is how batch systems tell time.
 
@@ -194,18 +158,10 @@ def duration(value: Any) -> float:
     try:
         if isinstance(value, str) and value.count(":") == 2:
             value = clock_seconds(value)
-        seconds: float = positive()(value)
+        seconds = positive(value)
     except ValueError:
         raise ValueError('must be seconds > 0, "HH:MM:SS" or "D-HH:MM:SS"') from None
     return seconds
-
-
-def fraction() -> Check:
-    """Take a number from zero up to, not including, one.
-
-    Not collective.
-    """
-    return number(">= 0 and < 1", lambda value: 0 <= value < 1)
 
 
 def flag(value: Any) -> bool:
@@ -259,6 +215,6 @@ def many(check: Check, *, least: int = 0, count: int | None = None) -> Check:
         try:
             return tuple(map(check, value))
         except ValueError as error:
-            raise ValueError(f"each value {error}") from None
+            raise ValueError(f"each value {allowed(error)}") from None
 
     return check_all

@@ -18,12 +18,14 @@ from mpizero.parallel import ShardingConfig
 from mpizero.text import notice
 from mpizero.train.config.builder import build_model, build_optimizer, build_source, check_samples, computing_settings
 from mpizero.train.config.sections import Config, GptSection, check_split
+from mpizero.train.config.setting_checks import check_option, optional
 from mpizero.train.modelcheck.check import examine
 from mpizero.train.modelcheck.model_report import ModelReport
 from mpizero.train.run.progress import Progress
 from mpizero.train.verify.compare import compare_layouts
 from mpizero.train.verify.layouts import Layout, default_layouts, parse_layouts
 from mpizero.train.verify.verdicts import Report
+from mpizero.validation import whole
 
 #: Exit status when a layout differs, or the model itself is wrong.
 DIFFERS = 1
@@ -36,12 +38,10 @@ def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> i
 
     Collective over ``comm``.
     """
-    if options.steps < 1:
-        raise ConfigError(f"--steps {options.steps}: must be a whole number >= 1")
+    check_option("--steps", options.steps, whole(1))
     if options.tolerance is not None and not 0 <= options.tolerance < 1:
         raise ConfigError(f"--tolerance {options.tolerance}: must be a number from 0 to 1")
-    if options.ranks is not None and options.ranks < 1:
-        raise ConfigError(f"--ranks {options.ranks}: must be a whole number >= 1")
+    check_option("--ranks", options.ranks, optional(whole(1)))
     layouts = choose(config, comm, options.layouts, options.ranks)
     with all_ranks(comm):
         source, validation = build_source(config)

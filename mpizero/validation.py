@@ -1,0 +1,104 @@
+"""Check numbers, flags and pairs that users give: every error names the argument, its value and what is expected.
+
+A check is a function that returns the value to use, or raises :class:`Unexpected`, whose text says what is expected.
+:func:`require` makes an error of it; settings of a file and command line options have their own forms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
+from typing import Any, TypeGuard, TypeVar
+
+import numpy as np
+
+from mpizero.errors import ConfigError, MpizeroError
+
+T = TypeVar("T")
+#: Return the value to use, or raise :class:`Unexpected`.
+Check = Callable[[Any], Any]
+
+
+class Unexpected(ValueError):  # noqa: N818 - becomes an error of the package
+    """Raised when a value is not what is expected; the text says what is, as "a whole number >= 1"."""
+
+
+def require(name: str, value: object, check: Callable[[Any], T], error: type[MpizeroError] = ConfigError) -> T:
+    """Return what ``check`` makes of the argument ``name``.
+
+    Raises
+    ------
+    error
+        With the argument, its value and what is expected.
+    """
+    try:
+        return check(value)
+    except Unexpected as expected:
+        raise error(f"{name}={value!r}: expected {expected}") from None
+
+
+def is_whole(value: object, least: int = 0, most: int = 2**63 - 1) -> TypeGuard[int]:
+    """Tell whether a value is an integer in a closed range, Python's or NumPy's; True is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
+
+
+def whole(least: int = 0, most: int | None = None, of: str = "") -> Callable[[Any], int]:
+    """Take an integer in a closed range, up to 2**63 - 1 without ``most``; ``of`` says of what, as " of samples"."""
+    expected = f"a whole number{of} " + (f">= {least}" if most is None else f"from {least} to {most}")
+
+    def check(value: Any) -> int:
+        if not is_whole(value, least, 2**63 - 1 if most is None else most):
+            raise Unexpected(expected)
+        return int(value)
+
+    return check
+
+
+def seed(value: Any) -> int:
+    """Take an integer of 64 bits without a sign."""
+    if not is_whole(value, most=2**64 - 1):
+        raise Unexpected("a whole number from 0 to 2**64 - 1")
+    return int(value)
+
+
+def number(
+    least: float = 0.0, below: float = math.inf, *, above: bool = False, what: str = "a finite number"
+) -> Callable[[Any], float]:
+    """Take a finite number in [least, below); with ``above`` in (least, below). ``what`` says what it is."""
+    bounds = ((least, ">" if above else ">="), (below, "<"))
+    ranges = " and ".join(f"{sign} {bound:g}" for bound, sign in bounds if math.isfinite(bound))
+    expected = f"{what} {ranges}".rstrip()
+
+    def check(value: Any) -> float:
+        if isinstance(value, bool | np.bool) or not isinstance(value, Real):
+            raise Unexpected(expected)
+        try:
+            given = float(value)
+        except OverflowError:  # of an integer
+            given = math.inf
+        if not math.isfinite(given) or not (least < given if above else least <= given) or given >= below:
+            raise Unexpected(expected)
+        return given
+
+    return check
+
+
+#: Take a finite number above zero.
+positive = number(above=True)
+#: Take a share: a finite number from zero up to, not including, one.
+fraction = number(below=1.0)
+
+
+def flag(value: Any) -> bool:
+    """Take True or False."""
+    if not isinstance(value, bool | np.bool):
+        raise Unexpected("True or False")
+    return bool(value)
+
+
+def pair(value: Any) -> tuple[Any, Any]:
+    """Take a sequence of two values."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+        raise Unexpected("two numbers")
+    return value[0], value[1]
