@@ -48,7 +48,7 @@ _PRODUCT = (
 )  # fmt: skip
 
 
-class Library:
+class BlasLibrary:
     """A BLAS outside of NumPy.
 
     Parameters
@@ -76,7 +76,7 @@ class Library:
         except (OSError, AttributeError) as error:
             raise ConfigError(f"{VARIABLE}: cannot multiply with {path}: {error}; {way_out}") from None
         self.path = str(path)
-        self.name = _settle_mkl(found) if hasattr(found, "MKL_CBWR_Set") else Path(path).name
+        self.name = _make_mkl_reproducible(found) if hasattr(found, "MKL_CBWR_Set") else Path(path).name
         self._products: dict[str, Any] = {"f": _typed(single, ctypes.c_float), "d": _typed(double, ctypes.c_double)}
 
     def product(self, a: Array, b: Array, out: Array) -> bool:
@@ -102,7 +102,7 @@ class Library:
 
 
 @functools.cache
-def library() -> Library | None:
+def library() -> BlasLibrary | None:
     """Return the BLAS that multiplies instead of NumPy's, None where that one does. Not collective.
 
     Raises
@@ -112,13 +112,13 @@ def library() -> Library | None:
     """
     asked = os.environ.get(VARIABLE, "")
     if asked:
-        return None if asked == "numpy" else Library(asked)
-    return None if (found := _installed_mkl()) is None else Library(found)
+        return None if asked == "numpy" else BlasLibrary(asked)
+    return None if (found := _installed_mkl()) is None else BlasLibrary(found)
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     """Compute ``a @ b`` of NumPy arrays, into ``out`` where it is given. Not collective."""
-    if not _large(a, b) or _answers_itself(a) or _answers_itself(b):
+    if not _large(a, b) or _multiplies_itself(a) or _multiplies_itself(b):
         return np.matmul(a, b, out=out)
     chosen = library()
     if chosen is None:
@@ -146,7 +146,7 @@ def _large(a: Array, b: Array) -> bool:
     return a.ndim == b.ndim == 2 and prod(a.shape) * b.shape[1] >= LARGE
 
 
-def _answers_itself(x: Array) -> bool:
+def _multiplies_itself(x: Array) -> bool:
     """Tell whether an array is of a kind that says what its products are."""
     return type(x).__array_ufunc__ is not np.ndarray.__array_ufunc__
 
@@ -169,7 +169,7 @@ def _typed(function: Any, scalar: Any) -> Any:
     return function
 
 
-def _settle_mkl(found: ctypes.CDLL) -> str:
+def _make_mkl_reproducible(found: ctypes.CDLL) -> str:
     """Have MKL give the same bits for the same numbers, unless the user has said what else; return its name."""
     if not os.environ.get("MKL_CBWR"):
         branch = found.MKL_CBWR_Get_Auto_Branch()

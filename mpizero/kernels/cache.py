@@ -29,7 +29,7 @@ _DIGEST = 32
 _OTHER_SETTINGS = ("NUMBA_CACHE_DIR", "NUMBA_ENABLE_CUDASIM", "NUMBA_NUM_THREADS")  # they change no machine code
 
 
-class Place(NamedTuple):
+class CacheFolder(NamedTuple):
     """Where compiled kernels are kept.
 
     Attributes
@@ -73,14 +73,14 @@ def _own_root() -> Path:
     )
 
 
-def _place(name: str) -> Place:
+def _choose_folder(name: str) -> CacheFolder:
     """Return the folder ``name`` where the environment wants it, else where only this user can write."""
     root, refused = _wanted(), None
     try:
         if root is not None:
             path = make_folder(root, name)
             if os.environ.get("MPIZERO_CACHE_DIR") or os.access(path, os.W_OK | os.X_OK):
-                return Place(path)
+                return CacheFolder(path)
     except UnsafeFolderError as error:
         refused = error
     except OSError:  # a home that is full or read-only; a folder that was asked for by name has to be there
@@ -88,8 +88,8 @@ def _place(name: str) -> Place:
             raise
     path = make_folder(_own_root(), name)
     if refused is None:
-        return Place(path)
-    return Place(path, f"{refused}: no machine code is loaded from there, it is kept in {path}", refused.remedy)
+        return CacheFolder(path)
+    return CacheFolder(path, f"{refused}: no machine code is loaded from there, it is kept in {path}", refused.remedy)
 
 
 def _version_file(package: str) -> bytes:
@@ -101,7 +101,7 @@ def _version_file(package: str) -> bytes:
 
 
 @functools.cache
-def place(cpu: str) -> Place:
+def find_folder(cpu: str) -> CacheFolder:
     """Find the folder for this version of the kernels on ``cpu``, creating it; says if others can write it.
 
     Not collective; one process of each node says it.
@@ -120,15 +120,15 @@ def place(cpu: str) -> Place:
         digest.update(_version_file(compiler))
     settings = sorted((k, v) for k, v in os.environ.items() if k.startswith("NUMBA_") and k not in _OTHER_SETTINGS)
     digest.update(repr((sys.version_info[:3], sys.abiflags, cpu, settings)).encode())
-    found = _place(f"kernels-{digest.hexdigest()[:24]}")
+    found = _choose_folder(f"kernels-{digest.hexdigest()[:24]}")
     if found.refused and launched_place(os.environ) == 0:
         notice(f"kernels: {found.refused}; {found.remedy}")
     return found
 
 
 def folder(cpu: str) -> Path:
-    """Return the path of :func:`place`. Not collective."""
-    return place(cpu).path
+    """Return the path of :func:`find_folder`. Not collective."""
+    return find_folder(cpu).path
 
 
 def interpreted() -> bool:

@@ -45,7 +45,7 @@ REFUSED: Any = np.ndarray
 _COMPILER = threading.RLock()  # neither numba's pipeline nor llvmlite may be entered by two threads
 
 
-class Instruction(ABC):
+class Intrinsic(ABC):
     """An operation of the processor that Python has no word for; kernels call instances by name."""
 
     @abstractmethod
@@ -241,7 +241,7 @@ def with_compiled_helpers(python: Callable[..., Any], wrap: Callable[[Callable[.
             return wrap(helper.python)
         if isinstance(helper, types.FunctionType) and helper.__module__.startswith(_PACKAGE):
             return wrap(helper)
-        return helper.compiled() if isinstance(helper, Instruction) else helper
+        return helper.compiled() if isinstance(helper, Intrinsic) else helper
 
     source: Any = python
     scope = dict(source.__globals__)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from mpizero.errors import ConfigError, DataError
-from mpizero.kernels.device_products import ASKED, SIXTEEN_BITS, Halves, Stack, widened
+from mpizero.kernels.device_products import PRODUCT_DTYPE, SIXTEEN_BITS, Batches, HalfPrecisionArray, widened
 from mpizero.types import Array
 
 #: Bytes of the pinned buffer: far above what a transfer needs to be fast, far below what a node has.
@@ -34,7 +34,7 @@ _FLOAT32, _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM = 0, 68, -1
 Fill = Callable[[int, Array], object]
 
 
-class Source(NamedTuple):
+class Upload(NamedTuple):
     """``size`` elements for a GPU's array, from its element ``start`` on."""
 
     start: int
@@ -63,15 +63,21 @@ class Device(ABC):
     @contextmanager
     def multiplying_in(self, dtype: str | None) -> Iterator[None]:
         """Let :func:`operand` in this thread round to ``dtype``; None leaves operands as they are. Not collective."""
-        token = ASKED.set(None if dtype is None else (self, dtype))
+        token = PRODUCT_DTYPE.set(None if dtype is None else (self, dtype))
         try:
             yield
         finally:
-            ASKED.reset(token)
+            PRODUCT_DTYPE.reset(token)
 
     @abstractmethod
-    def multiply(self, a: Halves, b: Halves, out: Array, stacks: tuple[Stack, Stack, Stack]) -> None:
-        """Write the products of matrices to ``out``, float32; ``stacks`` say how the three lie. Not collective."""
+    def multiply(
+        self,
+        a: HalfPrecisionArray,
+        b: HalfPrecisionArray,
+        out: Array,
+        batches: Batches,
+    ) -> None:
+        """Write the products of matrices to ``out``, float32; ``batches`` say how the three lie. Not collective."""
 
     def __init__(self) -> None:
         self._staging = self._pinned(STAGING)
@@ -129,9 +135,9 @@ class Device(ABC):
 
     def write(self, target: Any, values: Array) -> None:
         """Copy a 1-D host array to one of the GPU, of the same dtype and length. Not collective."""
-        self.send(target, [Source(0, values.size, copied(values))])
+        self.send(target, [Upload(0, values.size, copied(values))])
 
-    def send(self, target: Any, sources: Sequence[Source]) -> None:
+    def send(self, target: Any, sources: Sequence[Upload]) -> None:
         """Fill a 1-D array of the GPU from sources that cover all of it: they write to the pinned buffer.
 
         Not collective.
@@ -226,15 +232,21 @@ class CupyDevice(Device):
         array: Array = self._cupy.asarray(values)
         return array
 
-    def multiply(self, a: Halves, b: Halves, out: Array, stacks: tuple[Stack, Stack, Stack]) -> None:
+    def multiply(
+        self,
+        a: HalfPrecisionArray,
+        b: HalfPrecisionArray,
+        out: Array,
+        batches: Batches,
+    ) -> None:
         """Ask cuBLAS. Not collective."""
         # It counts by columns: what lies in memory by rows is the transpose to it, so it is asked for out.T.
         (rows, columns), inner, kind = out.shape[-2:], a.bits.shape[-1], SIXTEEN_BITS[a.dtype][2]
-        (left, right, target), one, zero = stacks, np.ones(1, np.float32), np.zeros(1, np.float32)
+        (left, right, target), one, zero = batches, np.ones(1, np.float32), np.zeros(1, np.float32)
         start = self._cupy.cuda.device.get_cublas_handle(), int(right.transposed), int(left.transposed)
         sizes, settings = (columns, rows, inner, one.ctypes.data), (_COMPUTE_FLOAT32, _DEFAULT_ALGORITHM)
         first, second = (
-            (cast("Any", x).data.ptr, kind, stack.leading) for x, stack in ((b.bits, right), (a.bits, left))
+            (cast("Any", x).data.ptr, kind, batch.leading) for x, batch in ((b.bits, right), (a.bits, left))
         )
         result = cast("Any", out).data.ptr, _FLOAT32, target.leading
         if target.number == 1:
@@ -271,7 +283,13 @@ class SimulatedDevice(Device):
 
         return cast("Array", SimulatedArray(values.copy()))
 
-    def multiply(self, a: Halves, b: Halves, out: Array, stacks: tuple[Stack, Stack, Stack]) -> None:
+    def multiply(
+        self,
+        a: HalfPrecisionArray,
+        b: HalfPrecisionArray,
+        out: Array,
+        batches: Batches,
+    ) -> None:
         """Multiply what the 16 bits stand for. Not collective."""
         from mpizero.kernels import namespace
 

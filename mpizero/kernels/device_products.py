@@ -10,27 +10,31 @@ from __future__ import annotations
 from contextvars import ContextVar
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from mpizero.types import Array
 
-if TYPE_CHECKING:
-    from mpizero.kernels.device import Device
-
 #: Kernels that round to a dtype of 16 bits and widen from it, and CUDA's number for the dtype.
 SIXTEEN_BITS = {"float16": ("to_float16", "from_float16", 2), "bfloat16": ("to_bfloat16", "from_bfloat16", 14)}
 
 
-class Halves:
+class Multiplier(Protocol):
+    """Multiply matrices rounded to 16 bits: a :class:`mpizero.kernels.device.Device`."""
+
+    def multiply(self, a: HalfPrecisionArray, b: HalfPrecisionArray, out: Array, batches: Batches) -> None:
+        """Write the products of matrices to ``out``, float32; ``batches`` say how the three lie. Not collective."""
+
+
+class HalfPrecisionArray:
     """Matrices of a GPU, rounded to 16 bits for products: an array of any number of axes, the last two of a matrix.
 
     Parameters
     ----------
     bits : Array
         The rounded elements, as uint16.
-    device : Device
+    device : Multiplier
         Where they lie.
     dtype : str
         What they are rounded to, a key of :data:`SIXTEEN_BITS`.
@@ -38,18 +42,18 @@ class Halves:
 
     __slots__ = ("bits", "device", "dtype")
 
-    def __init__(self, bits: Array, device: Device, dtype: str) -> None:
+    def __init__(self, bits: Array, device: Multiplier, dtype: str) -> None:
         self.bits, self.device, self.dtype = bits, device, dtype
 
-    def __getitem__(self, key: Any) -> Halves:
-        return Halves(self.bits[key], self.device, self.dtype)
+    def __getitem__(self, key: Any) -> HalfPrecisionArray:
+        return HalfPrecisionArray(self.bits[key], self.device, self.dtype)
 
-    def swapaxes(self, first: int, second: int) -> Halves:
+    def swapaxes(self, first: int, second: int) -> HalfPrecisionArray:
         """Return a view with two axes interchanged. Not collective."""
-        return Halves(self.bits.swapaxes(first, second), self.device, self.dtype)
+        return HalfPrecisionArray(self.bits.swapaxes(first, second), self.device, self.dtype)
 
 
-class Stack(NamedTuple):
+class MatrixBatch(NamedTuple):
     """How matrices of one size lie in memory, one after the other, in elements.
 
     Attributes
@@ -70,7 +74,7 @@ class Stack(NamedTuple):
     number: int
 
     @classmethod
-    def of(cls, x: Array) -> Stack | None:
+    def of(cls, x: Array) -> MatrixBatch | None:
         """Describe the last two axes of ``x``; None where no such numbers do. Not collective."""
         strides = [stride // x.itemsize for stride in x.strides]
         steps = [(stride, size) for stride, size in zip(strides[:-2], x.shape[:-2], strict=True) if size != 1]
@@ -88,7 +92,11 @@ class Stack(NamedTuple):
         return None
 
 
-def widened(x: Halves) -> Array:
+#: How the matrices of two operands and of the result lie.
+Batches = tuple[MatrixBatch, MatrixBatch, MatrixBatch]
+
+
+def widened(x: HalfPrecisionArray) -> Array:
     """Return the elements in float32."""
     from mpizero.kernels import cuda
 
@@ -100,19 +108,19 @@ def widened(x: Halves) -> Array:
 
 
 #: The GPU and the dtype that products of this thread round their operands to; None leaves them.
-ASKED: ContextVar[tuple[Device, str] | None] = ContextVar("products", default=None)
+PRODUCT_DTYPE: ContextVar[tuple[Multiplier, str] | None] = ContextVar("products", default=None)
 
 
-def operand(x: Array) -> Array | Halves:
-    """Return what :func:`multiply` shall take for ``x``: itself, or :class:`Halves` where this thread has asked so.
+def operand(x: Array) -> Array | HalfPrecisionArray:
+    """Return what :func:`multiply` shall take for ``x``: itself, or :class:`HalfPrecisionArray` where asked.
 
     Not collective. [Note: products in 16 bits]. ``x`` has a matrix in its last two axes.
     """
-    asked = ASKED.get()
+    asked = PRODUCT_DTYPE.get()
     return x if asked is None else _halved(x, *asked)
 
 
-def multiply(a: Array | Halves, b: Array | Halves, out: Array) -> None:
+def multiply(a: Array | HalfPrecisionArray, b: Array | HalfPrecisionArray, out: Array) -> None:
     """Write the products of the matrices of two operands to ``out``, float32 on a GPU.
 
     Not collective. All have the same leading axes, and both operands come from :func:`operand`, or both do not.
@@ -120,19 +128,19 @@ def multiply(a: Array | Halves, b: Array | Halves, out: Array) -> None:
     Raises
     ------
     ValueError
-        If an operand was cut in such a way that its matrices are no :class:`Stack`.
+        If an operand was cut in such a way that its matrices are no :class:`MatrixBatch`.
     """
     xp, target = _library(out), out
-    if not (isinstance(a, Halves) and isinstance(b, Halves)):
+    if not (isinstance(a, HalfPrecisionArray) and isinstance(b, HalfPrecisionArray)):
         xp.matmul(a, b, out=out)
         return
     if not a.bits.size or not b.bits.size:
         out[...] = 0
         return
-    left, right, place = Stack.of(a.bits), Stack.of(b.bits), Stack.of(out)
+    left, right, place = MatrixBatch.of(a.bits), MatrixBatch.of(b.bits), MatrixBatch.of(out)
     if place is None or place.transposed:
         target = xp.empty(out.shape, np.float32)
-        place = Stack.of(target)
+        place = MatrixBatch.of(target)
     if left is None or right is None or place is None:
         raise ValueError(f"the matrices of an operand do not lie one after the other: {left}, {right}")
     a.device.multiply(a, b, target, (left, right, place))
@@ -148,7 +156,7 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     return out
 
 
-def _halved(x: Array, device: Device, dtype: str) -> Halves:
+def _halved(x: Array, device: Multiplier, dtype: str) -> HalfPrecisionArray:
     """Round an array, in the order in which its matrices lie in memory."""
     from mpizero.kernels import cuda
 
@@ -158,7 +166,7 @@ def _halved(x: Array, device: Device, dtype: str) -> Halves:
     bits = xp.empty(flat.size, np.uint16)
     getattr(cuda.copy, SIXTEEN_BITS[dtype][0])(flat, bits)
     shaped = bits.reshape(turned.shape if transposed else x.shape)
-    return Halves(shaped.swapaxes(-1, -2) if transposed else shaped, device, dtype)
+    return HalfPrecisionArray(shaped.swapaxes(-1, -2) if transposed else shaped, device, dtype)
 
 
 def _library(array: Any) -> Any:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpizero.kernels.compile import Instruction
+from mpizero.kernels.compile import Intrinsic
 
 #: Bytes that the processor fetches at once, and how far ahead they are.
 LINE, AHEAD = 64, 4096
 
 
-class _Fetch(Instruction):
+class _Fetch(Intrinsic):
     """Fetch the line of element ``place`` of a contiguous array."""
 
     def __call__(self, array: Any, place: int) -> None:

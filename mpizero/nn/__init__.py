@@ -6,7 +6,6 @@ from mpizero.names import unknown_names
 from mpizero.nn.context.context_forms import ContextModel, context_model, cut_batch
 from mpizero.nn.context.ring import Zigzag
 from mpizero.nn.context.ring_attention import RingSelfAttention
-from mpizero.nn.freed_memory import keep_freed_memory
 from mpizero.nn.initialize import initial_values
 from mpizero.nn.layer import Layer
 from mpizero.nn.layers.activation import GELU, ReLU, SiLU, Tanh
@@ -20,6 +19,7 @@ from mpizero.nn.layers.language_head import LanguageHead
 from mpizero.nn.layers.linear import Linear, Projection
 from mpizero.nn.layers.norm import LayerNorm, RMSNorm
 from mpizero.nn.loss import CrossEntropy, MeanSquaredError
+from mpizero.nn.malloc import keep_freed_memory
 from mpizero.nn.models.block_model import (
     bind,
     evaluate,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 FORMAT = "mpizero computation graph 1"
 
 
-class Place(NamedTuple):
+class NodeOutput(NamedTuple):
     """An output inside the graph: the node's name, and the shape of one sample."""
 
     name: str
@@ -26,14 +26,14 @@ class Graph:
         self,
         op: str,
         name: str,
-        inputs: tuple[Place, ...],
+        inputs: tuple[NodeOutput, ...],
         shape: tuple[int, ...],
         **attributes: Any,
-    ) -> Place:
-        """Append a node without parameters and return the place of its output. Not collective."""
+    ) -> NodeOutput:
+        """Append a node without parameters and return its output. Not collective."""
         return self._append(op, name, inputs, shape, {"parameters": [], "attributes": attributes})
 
-    def add_layer(self, layer: Any, name: str, source: Place, shape: tuple[int, ...]) -> Place:
+    def add_layer(self, layer: Any, name: str, source: NodeOutput, shape: tuple[int, ...]) -> NodeOutput:
         """Append a layer as one node, with its parameters' global names and its settings. Not collective."""
         parameters = [
             {"name": spec.tied or f"{name}.{spec.name}", "shape": list(spec.shape), "tied": spec.tied is not None}
@@ -46,9 +46,9 @@ class Graph:
         )
 
     def _append(
-        self, op: str, name: str, inputs: tuple[Place, ...], shape: tuple[int, ...], rest: dict[str, Any]
-    ) -> Place:
+        self, op: str, name: str, inputs: tuple[NodeOutput, ...], shape: tuple[int, ...], rest: dict[str, Any]
+    ) -> NodeOutput:
         self.nodes.append(
-            {"name": name, "op": op, "inputs": [place.name for place in inputs], "shape": ["samples", *shape], **rest}
+            {"name": name, "op": op, "inputs": [node.name for node in inputs], "shape": ["samples", *shape], **rest}
         )
-        return Place(name, shape)
+        return NodeOutput(name, shape)

@@ -16,7 +16,7 @@ from mpizero import kernels
 from mpizero.errors import ConfigError, DataError, UnsupportedError
 from mpizero.kernels import blas, device_products
 from mpizero.layout.flat import nested
-from mpizero.nn.graph import Graph, Place
+from mpizero.nn.graph import Graph, NodeOutput
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, Run
 from mpizero.validation import fraction, require, whole
@@ -126,8 +126,8 @@ class Layer(ABC):
         """
         return _tried(self, shape)[0] if self.children() else Operations()
 
-    def trace(self, graph: Graph, name: str, source: Place) -> Place:
-        """Add this layer to a computation graph and return the place of its output. Not collective.
+    def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
+        """Add this layer to a computation graph and return its output. Not collective.
 
         A layer made of children must say how they are joined, so it overrides this method.
         """

@@ -73,7 +73,7 @@ class Reduce(Region):
 
 
 @dataclass(frozen=True)
-class Cut(Region):
+class ShardedRegion(Region):
     """A region that knows along which axis arrays are cut, and the whole length there."""
 
     axis: int
@@ -104,7 +104,7 @@ class Cut(Region):
 
 
 @dataclass(frozen=True)
-class Split(Cut):
+class Split(ShardedRegion):
     """Keep this rank's block of a whole array."""
 
     def forward(self, x: Array) -> Array:
@@ -117,7 +117,7 @@ class Split(Cut):
 
 
 @dataclass(frozen=True)
-class Gather(Cut):
+class Gather(ShardedRegion):
     """Join the ranks' blocks into an array that all of them use in the same way."""
 
     def forward(self, x: Array) -> Array:
@@ -130,7 +130,7 @@ class Gather(Cut):
 
 
 @dataclass(frozen=True)
-class Expand(Cut):
+class Expand(ShardedRegion):
     """Join the ranks' blocks into an array that each rank uses in its own way."""
 
     def forward(self, x: Array) -> Array:
@@ -143,7 +143,7 @@ class Expand(Cut):
 
 
 @dataclass(frozen=True)
-class Scatter(Cut):
+class Scatter(ShardedRegion):
     """Add up one term of each rank, each of which keeps its block of the sum."""
 
     def forward(self, x: Array) -> Array:

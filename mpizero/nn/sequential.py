@@ -8,9 +8,9 @@ from typing import Any
 
 from mpizero.errors import ConfigError
 from mpizero.names import explains
-from mpizero.nn.graph import Graph, Place
+from mpizero.nn.error_location import add_location
+from mpizero.nn.graph import Graph, NodeOutput
 from mpizero.nn.layer import Layer
-from mpizero.nn.located import place
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Group, Params, Run
 
@@ -49,7 +49,7 @@ class Sequential(Layer):
                 x, cache = layer.forward(params.get(name, {}), x, run)
                 caches.append(cache)
         except Exception as error:
-            place(error, "layer", name, layer.forward)
+            add_location(error, "layer", name, layer.forward)
             raise
         return x, caches
 
@@ -65,7 +65,7 @@ class Sequential(Layer):
             try:
                 gradient, pending = layer.backward_input(params.get(name, {}), layer_cache, gradient)
             except Exception as error:
-                place(error, "layer", name, layer.backward_input)
+                add_location(error, "layer", name, layer.backward_input)
                 raise
             pendings.append(pending)
         return gradient, pendings
@@ -77,7 +77,7 @@ class Sequential(Layer):
             try:
                 layer.backward_weights(params.get(name, {}), layer_cache, layer_pending, grads.get(name, {}))
             except Exception as error:
-                place(error, "layer", name, layer.backward_weights)
+                add_location(error, "layer", name, layer.backward_weights)
                 raise
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ class Sequential(Layer):
             total, shape = total + layer.operations(shape), layer.output_shape(shape)
         return total
 
-    def trace(self, graph: Graph, name: str, source: Place) -> Place:
+    def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
         """Add the layers in a row. Not collective."""
         for child, layer in self.layers:
             source = layer.trace(graph, f"{name}.{child}", source)

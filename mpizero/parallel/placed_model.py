@@ -13,7 +13,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.recording.timeline import Timeline
 from mpizero.errors import ConfigError, SharedMemoryError
 from mpizero.layout import FlatLayout, Grains
-from mpizero.nn.freed_memory import keep_freed_memory
+from mpizero.nn.malloc import keep_freed_memory
 from mpizero.parallel.batch.step_scalars import GrainScalars
 from mpizero.parallel.blas_threads import settle_blas
 from mpizero.parallel.checkpointing.half_loaded import HalfLoaded

@@ -26,6 +26,7 @@ from mpizero.errors import ConfigError, DataError
 from mpizero.kernels import device as devices
 from mpizero.kernels import device_products
 from mpizero.kernels.cuda.launch import CudaKernel
+from mpizero.kernels.device_products import HalfPrecisionArray, MatrixBatch
 from mpizero.kernels.reference import copy as reference
 from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
@@ -132,7 +133,12 @@ def test_the_products_of_split_layers_are_rounded_too(axis, monkeypatch):
     seen, multiply = [], device_products.multiply
 
     def watched(a, b, out):
-        seen.append((len(out.shape), isinstance(a, device_products.Halves) and isinstance(b, device_products.Halves)))
+        seen.append(
+            (
+                len(out.shape),
+                isinstance(a, HalfPrecisionArray) and isinstance(b, HalfPrecisionArray),
+            )
+        )
         multiply(a, b, out)
 
     monkeypatch.setattr(device_products, "multiply", watched)
@@ -330,9 +336,9 @@ def test_cublas_is_asked_for_the_product_however_the_matrices_lie(cublas, stack,
     left, right = (list(operands((*stack, *shape), rng)) for shape in ((rows, inner), (inner, columns)))
     outs = np.zeros((*stack, rows, columns), np.float32), np.zeros((*stack, rows + 1, columns + 2), np.float32)
     for a, b, out in itertools.product(left, right, (outs[0], outs[1][..., :rows, :columns])):
-        halves = (device_products.Halves(Memory(x), cublas, "float16") for x in (a, b))
+        halves = (HalfPrecisionArray(Memory(x), cublas, "float16") for x in (a, b))
         out[...] = 0
-        stacks = tuple(device_products.Stack.of(Memory(x)) for x in (a, b, out))
+        stacks = tuple(MatrixBatch.of(Memory(x)) for x in (a, b, out))
         assert None not in stacks
         cublas.multiply(*halves, Memory(out), stacks)
         np.testing.assert_allclose(out, a.astype(np.float32) @ b.astype(np.float32), rtol=1e-5, atol=1e-6)
@@ -343,12 +349,12 @@ def test_cublas_is_asked_for_the_product_however_the_matrices_lie(cublas, stack,
 def test_matrices_that_are_no_stack_are_not_taken_for_one():
     # (samples, heads, length, size) within (samples, length, dim)
     heads = np.zeros((2, 5, 3, 4), np.float32).swapaxes(1, 2)
-    assert device_products.Stack.of(Memory(heads)) is None
-    assert device_products.Stack.of(Memory(heads[:1])) == device_products.Stack(False, 12, 4, 3)
+    assert MatrixBatch.of(Memory(heads)) is None
+    assert MatrixBatch.of(Memory(heads[:1])) == MatrixBatch(False, 12, 4, 3)
     flat = np.zeros((3, 4))
     for view in (flat[:, ::2], flat[::-1], np.broadcast_to(flat[0], (3, 4)), heads[::-1, 0]):
-        assert device_products.Stack.of(Memory(view)) is None
-    assert device_products.Stack.of(Memory(np.zeros((2, 3, 4)).swapaxes(1, 2))) == device_products.Stack(True, 4, 12, 2)
+        assert MatrixBatch.of(Memory(view)) is None
+    assert MatrixBatch.of(Memory(np.zeros((2, 3, 4)).swapaxes(1, 2))) == MatrixBatch(True, 4, 12, 2)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

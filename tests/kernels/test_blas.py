@@ -20,7 +20,7 @@ needs_library = pytest.mark.skipif(OTHER is None, reason="needs the extra `mkl`,
 
 @pytest.fixture(scope="module")
 def library():
-    return blas.Library(OTHER)
+    return blas.BlasLibrary(OTHER)
 
 
 def matrix(rows, columns, dtype="f", transposed=False, seed=0):
@@ -110,8 +110,8 @@ import numpy as np
 from mpizero.kernels import blas
 a, b = (np.random.default_rng(s).standard_normal((128, 128)).astype("f") for s in (0, 1))
 used = []
-real = blas.Library.product
-blas.Library.product = lambda self, *arrays: used.append(1) or real(self, *arrays)
+real = blas.BlasLibrary.product
+blas.BlasLibrary.product = lambda self, *arrays: used.append(1) or real(self, *arrays)
 out = np.empty((128, 128), "f")
 assert blas.matmul(a, b, out) is out and np.allclose(out, a @ b, atol=1e-4)
 assert np.allclose(blas.matmul(a, b), out)
@@ -143,4 +143,4 @@ def test_mkl_is_taken_where_it_is_installed():
 @pytest.mark.parametrize("name", ["/nowhere/libblas.so", "libc.so.6"])
 def test_a_library_that_cannot_multiply_is_an_error_that_says_what_can(name):
     with pytest.raises(ConfigError, match=f"MPIZERO_BLAS: cannot multiply with {name}: .*; set MPIZERO_BLAS to a BLAS"):
-        blas.Library(name)
+        blas.BlasLibrary(name)

@@ -452,7 +452,7 @@ def test_shifting_back_is_the_adjoint_of_shifting(rng):
 
 def test_what_travels_visits_every_rank_once():
     def work(group):
-        seen = [(source, int(a[0])) for source, a, _ in ring_module.travel(group, np.array([10 * group.rank]), "")]
+        seen = [(source, int(a[0])) for source, a, _ in ring_module.ring_pass(group, np.array([10 * group.rank]), "")]
         assert seen == [((group.rank - hop) % 4, 10 * ((group.rank - hop) % 4)) for hop in range(4)]
 
     on_ranks(4, work)

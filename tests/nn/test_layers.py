@@ -28,7 +28,7 @@ from mpizero.nn import (
     TokenEmbedding,
     TransformerBlock,
 )
-from mpizero.nn.layers.dropout import Window
+from mpizero.nn.layers.dropout import SamplePart
 from mpizero.types import Run
 
 TRAINING = Run(training=True, seed=3, step=5, first_sample=11)
@@ -170,8 +170,10 @@ def test_dropout_does_not_depend_on_how_a_sample_is_cut(rng):
     layer, run = Dropout(0.5, site=9), Run(training=True, seed=1, step=2, first_sample=3)
     x = rng.normal(size=(3, 4, 5, 7)).astype(np.float32)
     whole = layer.forward({}, x, run)[0]
-    np.testing.assert_array_equal(layer.mask(x[:, 1:3], run, Window(35, 70)), whole[:, 1:3])
-    np.testing.assert_array_equal(layer.mask(x[:, 1:, 2:4, 1:], run, Window(50, 6, 2, 7, 35)), whole[:, 1:, 2:4, 1:])
+    np.testing.assert_array_equal(layer.mask(x[:, 1:3], run, SamplePart(35, 70)), whole[:, 1:3])
+    np.testing.assert_array_equal(
+        layer.mask(x[:, 1:, 2:4, 1:], run, SamplePart(50, 6, 2, 7, 35)), whole[:, 1:, 2:4, 1:]
+    )
 
 
 def test_dropout_masks_differ_by_seed_step_and_site_and_keep_the_mean():

@@ -17,7 +17,7 @@ from mpizero.nn.context.context_layers import (
     Positionwise,
     cut_layer,
 )
-from mpizero.nn.context.ring import Zigzag, agreed_lengths, placed
+from mpizero.nn.context.ring import Zigzag, gather_lengths, with_zigzag
 from mpizero.nn.context.ring_attention import RingSelfAttention
 from mpizero.nn.layer import Layer, namespace
 from mpizero.nn.layers.activation import Activation
@@ -70,7 +70,7 @@ class ContextModel:
 
         Collective over ``group``, unless ``run`` knows it: one small message, and the blocks need not ask.
         """
-        return placed(run, x, self.group)[0]
+        return with_zigzag(run, x, self.group)[0]
 
     def split(self, group: Group) -> BlockModel:
         """Refuse: a layer is split over a tensor group or works on parts of sequences, not both. Not collective."""
@@ -81,7 +81,7 @@ class ContextModel:
 
         Collective over ``group``; every rank gets the whole.
         """
-        lengths = agreed_lengths(y, self.group)
+        lengths = gather_lengths(y, self.group)
         parts = self.group.all_gather(y, 1, lengths, tag="context predictions")
         zigzag, whole = Zigzag(sum(lengths), self.group.size), namespace(y).empty_like(parts)
         start = 0

@@ -8,12 +8,12 @@ from functools import cached_property
 from typing import Any, TypeVar, cast
 
 from mpizero.errors import DataError
-from mpizero.nn.context.ring import Zigzag, placed
+from mpizero.nn.context.ring import Zigzag, with_zigzag
 from mpizero.nn.context.ring_attention import RingSelfAttention
 from mpizero.nn.layer import Layer, namespace
 from mpizero.nn.layers.attention import CausalSelfAttention
 from mpizero.nn.layers.block import FeedForward, TransformerBlock
-from mpizero.nn.layers.dropout import Dropout, Window
+from mpizero.nn.layers.dropout import Dropout, SamplePart
 from mpizero.nn.layers.embedding import Embedding, Position, TokenEmbedding
 from mpizero.nn.layers.norm import LayerNorm
 from mpizero.nn.layers.wrapper import Wrapper
@@ -38,19 +38,19 @@ class ContextDropout(Dropout):
         Collective over ``group`` in training, unless ``run`` knows the length.
         """
         training = run.training and self.rate > 0.0  # not drops(), which ranks without places would deny
-        return super().forward(params, x, placed(run, x, self.group)[0] if training else run)
+        return super().forward(params, x, with_zigzag(run, x, self.group)[0] if training else run)
 
-    def mask(self, x: Array, run: Run, window: Window | None = None) -> Array:
+    def mask(self, x: Array, run: Run, window: SamplePart | None = None) -> Array:
         """Mask ``x``, whose samples are the parts that this rank holds, or those that ``window`` says.
 
         Collective over ``group``, unless ``run`` knows the length or ``window`` is given.
         """
         if window is not None:
             return super().mask(x, run, window)
-        (here, first), (there, second) = placed(run, x, self.group)[1].pieces(self.group.rank)
+        (here, first), (there, second) = with_zigzag(run, x, self.group)[1].pieces(self.group.rank)
         width = x.size // (x.shape[0] * x.shape[1])
-        low = Window(first.start * width, (first.stop - first.start) * width)
-        high = Window(second.start * width, (second.stop - second.start) * width)
+        low = SamplePart(first.start * width, (first.stop - first.start) * width)
+        high = SamplePart(second.start * width, (second.stop - second.start) * width)
         if low.width == high.width:  # both runs at once, without a copy
             return super().mask(x, run, low._replace(rows=2, row_step=high.offset - low.offset))
         runs = [super().mask(x[:, here], run, low)]
@@ -71,7 +71,7 @@ class ContextPosition(Position):
 
         Collective over ``group``, unless ``run`` knows the length.
         """
-        zigzag = placed(run, x, self.group)[1]
+        zigzag = with_zigzag(run, x, self.group)[1]
         y: Array = namespace(x).array(x)
         self.add(params["weight"], y, zigzag)
         return y, zigzag
@@ -117,7 +117,7 @@ class ContextEmbedding(TokenEmbedding):
             For ids outside the vocabulary; on all ranks alike: for sequences longer than ``sequence``, and for inputs
             that are not parts of the same sequences.
         """
-        run, zigzag = placed(run, x, self.group)
+        run, zigzag = with_zigzag(run, x, self.group)
         if x.ndim != 2 or zigzag.length > self.sequence:
             raise DataError(
                 f"TokenEmbedding: takes ids of shape (samples, length <= {self.sequence}), the input has shape "
@@ -158,7 +158,7 @@ class ContextBlock(TransformerBlock):
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Map ``x`` (samples, places, dim) to the same shape. Collective over ``group``."""
-        return super().forward(params, x, placed(run, x, self.group)[0])
+        return super().forward(params, x, with_zigzag(run, x, self.group)[0])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Count this rank's products, from the shape of a whole sample. Not collective."""

@@ -1,4 +1,4 @@
-"""Who holds which places of a sequence in a context group, and how arrays travel around it."""
+"""Assign places of a sequence to the ranks of a context group, and pass arrays around the group."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Zigzag:
                         yield Tile(queries, visible, first, column)
 
 
-def placed(run: Run, x: Array, group: Group) -> tuple[Run, Zigzag]:
+def with_zigzag(run: Run, x: Array, group: Group) -> tuple[Run, Zigzag]:
     """Find out which part of the sequences ``x`` (samples, length, ...) is.
 
     Collective over ``group``, unless ``run`` knows the length.
@@ -135,11 +135,11 @@ def placed(run: Run, x: Array, group: Group) -> tuple[Run, Zigzag]:
                 f"{run.length}, but the input has shape {tuple(x.shape)}; cut batches with mpizero.nn.cut_batch"
             )
         return run, here
-    here = Zigzag(sum(agreed_lengths(x, group)), group.size)
+    here = Zigzag(sum(gather_lengths(x, group)), group.size)
     return replace(run, length=here.length), here
 
 
-def agreed_lengths(x: Array, group: Group) -> tuple[int, ...]:
+def gather_lengths(x: Array, group: Group) -> tuple[int, ...]:
     """Ask all ranks for the length of their part ``x`` (samples, length, ...).
 
     Collective over ``group``.
@@ -161,7 +161,7 @@ def agreed_lengths(x: Array, group: Group) -> tuple[int, ...]:
     return lengths
 
 
-def travel(group: Group, array: Array, tag: str) -> Iterator[tuple[int, Array, ShiftRequest | None]]:
+def ring_pass(group: Group, array: Array, tag: str) -> Iterator[tuple[int, Array, ShiftRequest | None]]:
     """Yield every rank's ``array`` with its rank, this rank's own first, and the request that fetches the next.
 
     Collective over ``group``: size - 1 messages for each rank. Each is on its way to the next rank while the caller
@@ -174,7 +174,7 @@ def travel(group: Group, array: Array, tag: str) -> Iterator[tuple[int, Array, S
             (array,) = request.wait()
 
 
-def progress(*requests: ShiftRequest | None) -> Callable[[], None]:
+def poll_function(*requests: ShiftRequest | None) -> Callable[[], None]:
     """Return a function that lets the given requests move on. Not collective.
 
     Most MPIs move large messages only inside their own calls.

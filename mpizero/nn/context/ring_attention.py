@@ -1,4 +1,4 @@
-"""Causal self-attention over sequences cut among ranks: keys and values travel around a ring.
+"""Attend causally over sequences cut among ranks: keys and values travel around a ring.
 
 Ring attention: Liu, Zaharia and Abbeel, 2023. The softmax runs along the keys as they arrive (Milakov and Gimelshein,
 2018; Rabe and Staats, 2021), so no rank ever holds more of the scores than a tile; the backward pass computes them
@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from mpizero import kernels
-from mpizero.nn.context.ring import KEYS, QUERIES, Tile, Zigzag, placed, progress, travel
+from mpizero.nn.context.ring import KEYS, QUERIES, Tile, Zigzag, poll_function, ring_pass, with_zigzag
 from mpizero.nn.layer import multiply, namespace, operand, vector
 from mpizero.nn.layers.attention import CausalSelfAttention
-from mpizero.nn.layers.dropout import Window
+from mpizero.nn.layers.dropout import SamplePart
 from mpizero.nn.layers.workspace import Workspace
 from mpizero.nn.operations import Operations
 from mpizero.types import Array, Group, Run, ShiftRequest
@@ -46,15 +46,15 @@ class RingSelfAttention(CausalSelfAttention):
         """
         if bias is not None:
             qkv += bias
-        run, zigzag = placed(run, qkv, self.group)
+        run, zigzag = with_zigzag(run, qkv, self.group)
         xp, tiles = namespace(qkv), _Tiles(self, qkv, run, first_head)
         rows = (*qkv.shape[:2], self.heads)
         maxima, sums = xp.full(rows, -math.inf, qkv.dtype), xp.zeros(rows, qkv.dtype)
         mixed = xp.zeros((*qkv.shape[:2], self.dim), qkv.dtype)
         q, out = self._heads(qkv)[0], self._split(mixed)
-        for source, pair, coming in travel(self.group, self._packed(qkv, zigzag), "ring keys"):
+        for source, pair, coming in ring_pass(self.group, self._packed(qkv, zigzag), "ring keys"):
             k, v = self._pair(pair)
-            for some, tile in tiles.of(source, progress(coming)):
+            for some, tile in tiles.of(source, poll_function(coming)):
                 weights = tiles.product("scores", q[some, :, tile.queries], k[some, :, tile.keys].swapaxes(-1, -2))
                 factors = tiles.running_softmax(weights, some, tile, maxima, sums)
                 kept = tiles.dropped(weights, some, tile)
@@ -64,7 +64,7 @@ class RingSelfAttention(CausalSelfAttention):
         shares = xp.divide(1, sums, out=sums)
         whole = mixed.reshape(*rows, self.dim // self.heads)
         whole *= shares[..., None]
-        return mixed, _Seen(qkv, mixed, maxima, shares, run, first_head)
+        return mixed, _Saved(qkv, mixed, maxima, shares, run, first_head)
 
     def attend_backward(self, seen: Any, dmixed: Array) -> Array:
         """Compute the gradient of ``qkv`` from what :meth:`attend` cached.
@@ -72,12 +72,12 @@ class RingSelfAttention(CausalSelfAttention):
         Collective over ``group``. The gradient of keys and values follows them around the ring, a hop behind.
         """
         qkv = seen.qkv
-        xp, adjoint = namespace(qkv), _Adjoint(self, seen, dmixed)
+        xp, adjoint = namespace(qkv), _RingBackward(self, seen, dmixed)
         dqkv: Array = xp.zeros_like(qkv)
         dq, dk, dv = self._heads(dqkv)
         request: ShiftRequest | None = None
-        for source, pair, coming in travel(self.group, self._packed(qkv, adjoint.tiles.zigzag), "ring keys"):
-            tiles = adjoint.tiles.of(source, progress(coming, request))
+        for source, pair, coming in ring_pass(self.group, self._packed(qkv, adjoint.tiles.zigzag), "ring keys"):
+            tiles = adjoint.tiles.of(source, poll_function(coming, request))
             if source == self.group.rank:
                 adjoint.add(tiles, self._pair(pair), dq, (dk, dv))
                 continue
@@ -116,7 +116,7 @@ class RingSelfAttention(CausalSelfAttention):
         return k, v
 
 
-class _Seen(NamedTuple):
+class _Saved(NamedTuple):
     """What the backward pass needs; the greatest score and the inverse sum of exponentials are of each query."""
 
     qkv: Array
@@ -167,13 +167,13 @@ class _Tiles:
         length, (queries, keys) = self.zigzag.length, x.shape[2:]
         first = (self._first_head * length + tile.row) * length + tile.column
         run = replace(self._run, first_sample=self._run.first_sample + some.start)
-        return self._dropout.mask(x, run, Window(first, keys, queries, length, length * length))
+        return self._dropout.mask(x, run, SamplePart(first, keys, queries, length, length * length))
 
 
-class _Adjoint:
+class _RingBackward:
     """The backward pass of this rank's queries."""
 
-    def __init__(self, layer: RingSelfAttention, seen: _Seen, dmixed: Array) -> None:
+    def __init__(self, layer: RingSelfAttention, seen: _Saved, dmixed: Array) -> None:
         self.tiles = _Tiles(layer, seen.qkv, seen.run, seen.first_head)
         self._seen, self._q, self._dout = seen, layer._heads(seen.qkv)[0], layer._split(dmixed)
         heads = (*dmixed.shape[:2], layer.heads, layer.dim // layer.heads)

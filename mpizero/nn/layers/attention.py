@@ -17,7 +17,7 @@ import numpy as np
 from mpizero import kernels
 from mpizero.errors import ConfigError, DataError
 from mpizero.names import explains
-from mpizero.nn.graph import Graph, Place
+from mpizero.nn.graph import Graph, NodeOutput
 from mpizero.nn.layer import (
     Layer,
     known,
@@ -29,7 +29,7 @@ from mpizero.nn.layer import (
     vector,
 )
 from mpizero.nn.layers.affine import Affine
-from mpizero.nn.layers.dropout import Dropout, Window
+from mpizero.nn.layers.dropout import Dropout, SamplePart
 from mpizero.nn.layers.linear import Linear
 from mpizero.nn.layers.workspace import Workspace
 from mpizero.nn.operations import Operations
@@ -246,13 +246,13 @@ class CausalSelfAttention(AttentionBase):
         again = 0 if self._keeps_probabilities(length) else seen
         return Operations(2 * seen, again + 2 * seen + 2 * seeing)
 
-    def trace(self, graph: Graph, name: str, source: Place) -> Place:
+    def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
         """Add the two products and the attention between them. Not collective."""
         into_qkv, projection = self._layers
-        place = into_qkv.trace(graph, f"{name}.qkv", source)
+        node = into_qkv.trace(graph, f"{name}.qkv", source)
         settings = {"heads": self.heads, "scale": self._scale, "dropout": self.dropout}
-        place = graph.add("CausalAttention", f"{name}.attend", (place,), source.shape, **settings)
-        return projection.trace(graph, f"{name}.projection", place)
+        node = graph.add("CausalAttention", f"{name}.attend", (node,), source.shape, **settings)
+        return projection.trace(graph, f"{name}.projection", node)
 
 
 def _blocks(length: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
@@ -341,7 +341,7 @@ class _Heads:
         some, heads = part
         per_head = x.shape[2] * x.shape[3]
         run = replace(self._run, first_sample=self._run.first_sample + some.start)
-        return dropout.mask(x, run, Window((self._first_head + heads.start) * per_head, x.shape[1] * per_head))
+        return dropout.mask(x, run, SamplePart((self._first_head + heads.start) * per_head, x.shape[1] * per_head))
 
 
 def _rows(x: Array) -> Array:

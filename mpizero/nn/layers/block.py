@@ -9,7 +9,7 @@ from typing import Any
 
 from mpizero import kernels
 from mpizero.names import explains
-from mpizero.nn.graph import Graph, Place
+from mpizero.nn.graph import Graph, NodeOutput
 from mpizero.nn.layer import Layer, known, namespace, require_numbers, require_positive, require_sequences
 from mpizero.nn.layers.activation import Activation, named_activation
 from mpizero.nn.layers.affine import Affine
@@ -105,12 +105,12 @@ class FeedForward(FeedForwardBase):
             Linear(self.width, self.dim, init=self.projection_init),
         )
 
-    def trace(self, graph: Graph, name: str, source: Place) -> Place:
+    def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
         """Add the three layers in a row. Not collective."""
         expand, act, projection = self._layers
-        place = expand.trace(graph, f"{name}.expand", source)
-        place = act.trace(graph, f"{name}.activation", place)
-        return projection.trace(graph, f"{name}.projection", place)
+        node = expand.trace(graph, f"{name}.expand", source)
+        node = act.trace(graph, f"{name}.activation", node)
+        return projection.trace(graph, f"{name}.projection", node)
 
 
 class TransformerBlockBase(Layer):
@@ -225,15 +225,15 @@ class TransformerBlock(TransformerBlockBase):
     def _dropouts(self) -> tuple[Dropout, Dropout]:
         return Dropout(self.dropout, self.site + 1), Dropout(self.dropout, self.site + 2)
 
-    def trace(self, graph: Graph, name: str, source: Place) -> Place:
+    def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
         """Add both branches and their residual sums. Not collective."""
         norm1, attention, norm2, feed_forward = self._layers
         drop1, drop2 = self._dropouts
-        place = norm1.trace(graph, f"{name}.norm1", source)
-        place = attention.trace(graph, f"{name}.attention", place)
-        place = drop1.trace(graph, f"{name}.dropout1", place)
-        middle = graph.add("Add", f"{name}.residual1", (source, place), source.shape)
-        place = norm2.trace(graph, f"{name}.norm2", middle)
-        place = feed_forward.trace(graph, f"{name}.feed_forward", place)
-        place = drop2.trace(graph, f"{name}.dropout2", place)
-        return graph.add("Add", f"{name}.residual2", (middle, place), source.shape)
+        node = norm1.trace(graph, f"{name}.norm1", source)
+        node = attention.trace(graph, f"{name}.attention", node)
+        node = drop1.trace(graph, f"{name}.dropout1", node)
+        middle = graph.add("Add", f"{name}.residual1", (source, node), source.shape)
+        node = norm2.trace(graph, f"{name}.norm2", middle)
+        node = feed_forward.trace(graph, f"{name}.feed_forward", node)
+        node = drop2.trace(graph, f"{name}.dropout2", node)
+        return graph.add("Add", f"{name}.residual2", (middle, node), source.shape)

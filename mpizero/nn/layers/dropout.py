@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from mpizero import kernels
 from mpizero.names import explains
-from mpizero.nn.graph import Graph, Place
+from mpizero.nn.graph import Graph, NodeOutput
 from mpizero.nn.layer import Layer, namespace, require_floats, require_rate, vector
 from mpizero.types import EVALUATE, Array, Params, Run
 from mpizero.validation import require, whole
 
 
-class Window(NamedTuple):
+class SamplePart(NamedTuple):
     """Which elements of whole samples an array holds when a rank has a part of each sample.
 
     The part is planes of ``rows`` rows of ``width`` elements: element j of row r of plane p is element
@@ -60,7 +60,7 @@ class Dropout(Layer):
         """Tell whether any element of ``x`` may be dropped in this run. Not collective."""
         return run.training and self.rate > 0.0 and x.size > 0
 
-    def mask(self, x: Array, run: Run, window: Window | None = None) -> Array:
+    def mask(self, x: Array, run: Run, window: SamplePart | None = None) -> Array:
         """Mask ``x`` (samples, ...), whose samples are whole or the parts that ``window`` says. Not collective.
 
         Parts of a sample, masked on their own, are the parts of the masked sample. The gradient is the same function
@@ -79,10 +79,10 @@ class Dropout(Layer):
             run.step,
             run.first_sample,
             per_sample,
-            *(window or Window(0, per_sample)),
+            *(window or SamplePart(0, per_sample)),
         )
         return y
 
-    def trace(self, graph: Graph, name: str, source: Place) -> Place:
+    def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
         """Add a node only where elements are dropped in training. Not collective."""
         return graph.add_layer(self, name, source, source.shape) if self.rate else source

@@ -9,7 +9,7 @@ from typing import Any
 from mpizero import kernels
 from mpizero.errors import DataError
 from mpizero.names import explains
-from mpizero.nn.graph import Graph, Place
+from mpizero.nn.graph import Graph, NodeOutput
 from mpizero.nn.layer import Layer, as_ids, namespace, require_array, require_numbers, require_positive
 from mpizero.nn.layers.dropout import Dropout
 from mpizero.nn.operations import Operations
@@ -184,9 +184,9 @@ class TokenEmbedding(Layer):
         """Count no products: rows are copied. Not collective."""
         return Operations()
 
-    def trace(self, graph: Graph, name: str, source: Place) -> Place:
+    def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
         """Add lookup, positions and dropout. Not collective."""
         token, position, dropout = self._layers
-        place = token.trace(graph, f"{name}.token", source)
-        place = position.trace(graph, f"{name}.position", place)
-        return dropout.trace(graph, f"{name}.dropout", place)
+        node = token.trace(graph, f"{name}.token", source)
+        node = position.trace(graph, f"{name}.position", node)
+        return dropout.trace(graph, f"{name}.dropout", node)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from mpizero.names import explains
-from mpizero.nn.graph import Graph, Place
+from mpizero.nn.graph import Graph, NodeOutput
 from mpizero.nn.layer import Layer, known
 from mpizero.nn.layers.linear import Projection
 from mpizero.nn.layers.norm import LayerNorm
@@ -73,7 +73,7 @@ class LanguageHead(LanguageHeadBase):
         """Replace the last axis by ``vocabulary``. Not collective."""
         return (*shape[:-1], self.vocabulary)
 
-    def trace(self, graph: Graph, name: str, source: Place) -> Place:
+    def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
         """Add norm and projection. Not collective."""
         norm, projection = self._layers
         return projection.trace(graph, f"{name}.projection", norm.trace(graph, f"{name}.norm", source))

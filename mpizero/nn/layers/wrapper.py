@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpizero.nn.graph import Graph, Place
+from mpizero.nn.graph import Graph, NodeOutput
 from mpizero.nn.layer import Layer, require_layer
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
@@ -49,6 +49,6 @@ class Wrapper(Layer):
         """Count the wrapped layer's products. Not collective."""
         return self.layer.operations(shape)
 
-    def trace(self, graph: Graph, name: str, source: Place) -> Place:
+    def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
         """Add the wrapped layer to a graph. Not collective."""
         return self.layer.trace(graph, name, source)

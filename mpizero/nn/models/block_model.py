@@ -10,10 +10,10 @@ import numpy as np
 
 from mpizero.errors import LayoutError, UnsupportedError
 from mpizero.layout.flat import nested
-from mpizero.nn.graph import FORMAT, Graph, Place
+from mpizero.nn.error_location import call_located
+from mpizero.nn.graph import FORMAT, Graph, NodeOutput
 from mpizero.nn.initialize import initial_values
 from mpizero.nn.layer import Layer, namespace
-from mpizero.nn.located import located
 from mpizero.nn.operations import Operations
 from mpizero.nn.split.model import run_on
 from mpizero.types import EVALUATE, Array, BlockModel, ParameterSpec, Params, Run
@@ -98,7 +98,7 @@ def evaluate(model: BlockModel, params: Mapping[str, Params], x: Array, run: Run
             f"there are no parameters of block {without[0]!r}: evaluate takes what bind(model, named) gives"
         )
     for block, layer in model.blocks.items():
-        x = located("block", block, layer.forward, params.get(block, {}), x, run)[0]
+        x = call_located("block", block, layer.forward, params.get(block, {}), x, run)[0]
     return x
 
 
@@ -143,7 +143,7 @@ def loss_and_gradients(
     run = run_on(model, x, run)
     caches = []
     for block, layer in model.blocks.items():
-        x, cache = located("block", block, layer.forward, params[block], x, run)
+        x, cache = call_located("block", block, layer.forward, params[block], x, run)
         caches.append(cache)
     loss_sum, weight, loss_cache = model.loss.forward(x, target)
     dy: Array | None = model.loss.backward(loss_cache, scale)
@@ -153,7 +153,7 @@ def loss_and_gradients(
         if dy is None:
             raise LayoutError(f"no gradient reaches block {block!r}: the block after it returns none for its input")
         grads = nest(_block_items(block, layer, uses))
-        dy = located("block", block, layer.backward, params[block], cache, dy, grads)
+        dy = call_located("block", block, layer.backward, params[block], cache, dy, grads)
     gradients = {spec.name: uses[spec.name] for spec in specs if spec.tied is None}
     for spec in specs:
         if spec.tied in gradients:
@@ -204,21 +204,21 @@ def export_computation_graph(model: BlockModel, input_shape: tuple[int, ...]) ->
         output, its parameters (global name, shape, whether it is a tied use) and its settings; ``inputs`` and
         ``outputs`` name the ends.
     """
-    graph, place = Graph(), Place("x", input_shape)
+    graph, node = Graph(), NodeOutput("x", input_shape)
     for block, layer in model.blocks.items():
         if not isinstance(layer, Layer):
             raise UnsupportedError(
                 f"block {block!r} is a {type(layer).__name__}, which does not describe its computation; "
                 "derive it from mpizero.nn.Layer"
             )
-        place = layer.trace(graph, block, place)
+        node = layer.trace(graph, block, node)
     return {
         "format": FORMAT,
         "model": type(model).__name__,
         "dtype": str(model.dtype),
         "inputs": [{"name": "x", "shape": ["samples", *input_shape]}],
         "nodes": graph.nodes,
-        "outputs": [place.name],
+        "outputs": [node.name],
         "loss": type(model.loss).__name__,
     }
 

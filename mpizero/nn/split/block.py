@@ -9,7 +9,7 @@ from typing import Any
 from mpizero.nn.layer import known, require_sequences
 from mpizero.nn.layers.activation import Activation
 from mpizero.nn.layers.block import FeedForward, FeedForwardBase, TransformerBlock, TransformerBlockBase
-from mpizero.nn.layers.dropout import Dropout, Window
+from mpizero.nn.layers.dropout import Dropout, SamplePart
 from mpizero.nn.layers.norm import LayerNorm
 from mpizero.nn.layers.wrapper import Wrapper
 from mpizero.nn.regions import Gather, Split
@@ -103,7 +103,7 @@ def dropped(dropout: Dropout, x: Array, run: Run, group: Group) -> Array:
     if not dropout.drops(x, run):
         return x
     start, stop = own_range(run.length, group)
-    return dropout.mask(x, run, Window(start * x.shape[2], (stop - start) * x.shape[2]))
+    return dropout.mask(x, run, SamplePart(start * x.shape[2], (stop - start) * x.shape[2]))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.kernels import pool
-from mpizero.kernels.device import STAGING, Device, Fill, Source, copied
+from mpizero.kernels.device import STAGING, Device, Fill, Upload, copied
 from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
 from mpizero.parallel.optimizer.tied_parameters import home_of
 from mpizero.parallel.parameters.shards import UpdatePiece, UpdateRun
@@ -191,7 +191,7 @@ class StagedUpdater(DeviceUpdater):
             base = 0 if norms else first  # directions are kept, all of them, until their norms are known
             size = sum(cut.size for cut in cuts)
             gradient = self._gradient[first - base : first - base + size]
-            self.device.send(gradient, [Source(cut.state - first, cut.size, _from(fills[cut.of], cut)) for cut in cuts])
+            self.device.send(gradient, [Upload(cut.state - first, cut.size, _from(fills[cut.of], cut)) for cut in cuts])
             with self._lent(first, cuts, changed=not norms) as weights:
                 for cut, w in zip(cuts, weights, strict=True):
                     g = gradient[cut.state - first : cut.state - first + cut.size]
@@ -240,7 +240,7 @@ class StagedUpdater(DeviceUpdater):
         else:
             source, starts = self._weights[: sum(cut.size for cut in cuts)], [cut.state - first for cut in cuts]
             places = zip(starts, host, strict=True)
-            self.device.send(source, [Source(start, values.size, copied(values)) for start, values in places])
+            self.device.send(source, [Upload(start, values.size, copied(values)) for start, values in places])
         yield [source[start : start + cut.size] for start, cut in zip(starts, cuts, strict=True)]
         if changed:
             self.device.read(source, sorted(zip(starts, host, strict=True), key=lambda target: target[0]))

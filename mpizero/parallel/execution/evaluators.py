@@ -12,7 +12,7 @@ import numpy as np
 from mpizero.errors import CollectiveError, LayoutError, PeerFailure, UnsupportedError
 from mpizero.layout import Unit
 from mpizero.layout.flat import joined
-from mpizero.nn.located import located, place
+from mpizero.nn.error_location import add_location, call_located
 from mpizero.parallel.parameters.store import Lender, ParameterStore, flat_names
 from mpizero.parallel.return_checks import check_names, gradient, loss_and_weight
 from mpizero.sampletree import map_arrays, map_leaves
@@ -120,7 +120,7 @@ class BlockEvaluator:
                         try:
                             x, caches[block] = self.blocks[block].forward(params[block], x, run)
                         except Exception as error:
-                            place(error, "block", block, self.blocks[block].forward)
+                            add_location(error, "block", block, self.blocks[block].forward)
                             raise
                         clock.end("forward", block, begun)
             begun = clock.begin()
@@ -138,7 +138,7 @@ class BlockEvaluator:
                         try:
                             d = self.blocks[block].backward(params[block], caches.pop(block), d, grads[block])
                         except Exception as error:
-                            place(error, "block", block, self.blocks[block].backward)
+                            add_location(error, "block", block, self.blocks[block].backward)
                             raise
                         clock.end("backward", block, begun)
                         if ended is not None:
@@ -164,7 +164,7 @@ class BlockEvaluator:
                 with passed.unit(unit) as params:
                     for block in unit.blocks:
                         if x is not None:
-                            x, _ = located("block", block, self.blocks[block].forward, params[block], x, run)
+                            x, _ = call_located("block", block, self.blocks[block].forward, params[block], x, run)
         except (CollectiveError, PeerFailure):
             raise
         except Exception:

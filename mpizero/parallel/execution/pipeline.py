@@ -20,7 +20,7 @@ from mpizero.comm.group.pipeline_p2p import Route, key_of
 from mpizero.errors import CollectiveError, LayoutError, PeerFailure
 from mpizero.kernels import to_host
 from mpizero.layout import Instruction, Schedule, build_schedule
-from mpizero.nn.located import located
+from mpizero.nn.error_location import call_located
 from mpizero.parallel.batch.step_scalars import GrainScalars
 from mpizero.parallel.device.compute_device import ComputeDevice
 from mpizero.parallel.execution.evaluators import with_next
@@ -228,7 +228,7 @@ class PipelineRunner:
         """Return what a method of a block's layer returns."""
         clock, bound = self.store.timeline, getattr(self.stage.model.blocks[block], method)
         begun = clock.begin()
-        result = located("block", block, bound, *args)
+        result = call_located("block", block, bound, *args)
         clock.end(phase, block, begun)
         return result
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpizero.errors import ConfigError
 from mpizero.layout import Axes, balanced_chunks, chunk_stages, explicit_cuts
-from mpizero.nn.located import located
+from mpizero.nn.error_location import call_located
 from mpizero.types import ParameterSpec
 
 
@@ -134,6 +134,6 @@ def block_operations(model: Any) -> dict[str, float] | None:
     for name, layer in model.blocks.items():
         if not hasattr(layer, "operations"):
             return None
-        found[name] = float(sum(located("block", name, layer.operations, shape)))
+        found[name] = float(sum(call_located("block", name, layer.operations, shape)))
         shape = layer.output_shape(shape)
     return found

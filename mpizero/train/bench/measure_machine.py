@@ -16,7 +16,7 @@ from mpizero.comm.startup.launch import mpi_facts
 from mpizero.comm.startup.same_software import versions
 from mpizero.errors import ConfigError
 from mpizero.kernels.blas import library
-from mpizero.nn.freed_memory import keep_freed_memory
+from mpizero.nn.malloc import keep_freed_memory
 from mpizero.planning.machine_file import Machine, write_machine
 from mpizero.train.bench.file_speed import FileBenchmark
 from mpizero.train.bench.memory_bandwidth import ARRAYS, PassBenchmark

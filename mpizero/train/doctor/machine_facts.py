@@ -21,7 +21,7 @@ from mpizero.errors import ConfigError, MpizeroError
 from mpizero.kernels.blas import library
 
 if TYPE_CHECKING:
-    from mpizero.kernels.cache import Place
+    from mpizero.kernels.cache import CacheFolder
 
 __all__ = [
     "blas",
@@ -160,7 +160,7 @@ def shared_space() -> tuple[int, int] | None:
     return space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
 
 
-def try_kernel() -> tuple[str, Place | None, float]:
+def try_kernel() -> tuple[str, CacheFolder | None, float]:
     """Run one compiled kernel; return what is wrong, where compiled kernels are kept, and the seconds it took.
 
     Not collective.
@@ -169,7 +169,7 @@ def try_kernel() -> tuple[str, Place | None, float]:
 
     started = time.perf_counter()
     try:
-        place = cache.place(native.cpu_name())
+        place = cache.find_folder(native.cpu_name())
         if not os.access(place.path, os.W_OK | os.X_OK):
             return f"{place.path} cannot be written", place, 0.0
         x = np.arange(5, dtype=np.float32)

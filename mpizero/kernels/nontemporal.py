@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpizero.kernels.compile import Instruction, kernel
+from mpizero.kernels.compile import Intrinsic, kernel
 from mpizero.types import Array
 
 #: Bytes of one line of the cache; targets begin at a multiple of it.
@@ -17,7 +17,7 @@ LINE = 64
 PAGE = 4096
 
 
-class _StoreLine(Instruction):
+class _StoreLine(Intrinsic):
     """Copy the line of ``source`` at byte ``place`` to the same place of ``target``, which is aligned there."""
 
     def __call__(self, target: Array, place: int, source: Array) -> None:
@@ -51,7 +51,7 @@ class _StoreLine(Instruction):
         return store_line
 
 
-class _Fence(Instruction):
+class _Fence(Intrinsic):
     """Let other threads see what was stored before anything that is stored later."""
 
     def __call__(self) -> None:

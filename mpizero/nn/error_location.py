@@ -8,7 +8,7 @@ from typing import Any
 from mpizero.errors import CollectiveError, MpizeroError, PeerFailure
 
 
-def located(kind: str, name: str, method: Callable[..., Any], *args: Any) -> Any:
+def call_located(kind: str, name: str, method: Callable[..., Any], *args: Any) -> Any:
     """Return ``method(*args)``; an error of a layer says in which "block" or "layer", the kind, of that name.
 
     Collective where the layer is.
@@ -16,15 +16,15 @@ def located(kind: str, name: str, method: Callable[..., Any], *args: Any) -> Any
     try:
         return method(*args)
     except Exception as error:
-        place(error, kind, name, method)
+        add_location(error, kind, name, method)
         raise
 
 
-def place(error: Exception, kind: str, name: str, method: Callable[..., Any]) -> None:
+def add_location(error: Exception, kind: str, name: str, method: Callable[..., Any]) -> None:
     """Note in an error where it arose: one of this package begins with it, any other gets a note.
 
-    Not collective. Errors of the ranks, not of the model, stay as they are. To be used where :func:`located` would be
-    called for every layer of every micro-batch: a ``try`` that meets no error costs nothing.
+    Not collective. Errors of the ranks, not of the model, stay as they are. Use it where :func:`call_located` would run
+    for every layer of every micro-batch: a ``try`` that meets no error costs nothing.
     """
     if isinstance(error, CollectiveError | PeerFailure):
         return
