@@ -74,12 +74,6 @@ MAX_FUNCTION, MAX_FILE, MAX_PARAMETERS = 60, 400, 6
 MAX_MODULES, MAX_TEST_MODULES = 16, 20
 #: Modules that import each other for annotations only, and why that is right.
 TYPING_CYCLES: dict[frozenset[str], str] = {
-    frozenset({"mpizero.kernels.device", "mpizero.kernels.device_products"}): "to be cut",
-    frozenset({"mpizero.nn.layers.linear", "mpizero.nn.split.linear"}): "to be cut",
-    frozenset({"mpizero.nn.layers.attention", "mpizero.nn.split.attention"}): "to be cut",
-    frozenset({"mpizero.nn.layers.block", "mpizero.nn.split.block"}): "to be cut",
-    frozenset({"mpizero.nn.layers.embedding", "mpizero.nn.split.embedding"}): "to be cut",
-    frozenset({"mpizero.nn.models.gpt", "mpizero.nn.split.head"}): "to be cut",
     frozenset(
         {
             "mpizero.parallel.checkpointing.restore",
@@ -97,8 +91,7 @@ TWO_CLASSES = {
     "Layer": "the protocol in types.py and the base class of the layers that follow it",
     "Schedule": "a pipeline's, and a learning rate's: both public names of the library",
 } | dict.fromkeys(
-    ["Figures", "Group", "Instruction", "Job", "Messages"]
-    + ["Part", "Piece", "Place", "Source", "Span", "SpreadModel", "Stage", "Window"],
+    ["Figures", "Group", "Job", "Messages"] + ["Part", "Piece", "Span", "SpreadModel", "Stage"],
     "to be renamed",
 )
 #: Folders of a package whose modules may have the names of modules in its other folders, and why.
