@@ -1,4 +1,4 @@
-"""``python -m mpizero``."""
+"""Run ``python -m mpizero``."""
 
 import sys
 

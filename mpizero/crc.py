@@ -1,4 +1,4 @@
-"""The CRC32 that everything here is checked with: of zlib's values, as fast as memory is read."""
+"""Compute CRC32 with zlib's values, as fast as memory is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every exception that mpizero raises on purpose, with the exit status that each means."""
+"""Define every exception that mpizero raises on purpose, with its exit status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpizero.text import printable
 
 
 class ExitStatus(IntEnum):
-    """Exit statuses of the command line (``sysexits.h`` where it has a fitting name)."""
+    """Name the exit statuses of the command line (as ``sysexits.h`` where it has a fitting name)."""
 
     OK = 0
     DATA = 65
@@ -22,7 +22,7 @@ class ExitStatus(IntEnum):
 
 
 class MpizeroError(Exception):
-    """Base of all deliberate errors; the command line prints them as one line, without a traceback.
+    """Base class of all deliberate errors; the command line prints them as one line, without a traceback.
 
     Where one ends a job, the line names the user's own that led to it; ``MPIZERO_TRACEBACK=1`` shows the traceback.
     Their text is fit for a terminal, whatever it quotes: names, keys and values from files of others stand in it
@@ -44,86 +44,86 @@ class MpizeroError(Exception):
 
 
 class ConfigError(MpizeroError, ValueError):
-    """A setting that cannot be used: the message names the key, the value and what is allowed."""
+    """Raised for a setting that cannot be used: the message names the key, the value and what is allowed."""
 
     status = ExitStatus.CONFIG
 
 
 class ArgumentError(MpizeroError, TypeError):
-    """Arguments that a class or function does not take: the message names what was given and what is taken."""
+    """Raised for arguments that a class or function does not take: the message names those given and those taken."""
 
     status = ExitStatus.CONFIG
 
 
 class StateError(MpizeroError, RuntimeError):
-    """A call that comes too early, too late or twice: on a model that is closed, or has no gradient yet."""
+    """Raised for a call that comes too early, too late or twice: on a closed model, or without a gradient yet."""
 
 
 class UnsupportedError(MpizeroError, NotImplementedError):
-    """What a model, layer or function of this kind cannot do; the message names what can, or what to add."""
+    """Raised for what a model, layer or function of this kind cannot do; names what can, or what to add."""
 
     status = ExitStatus.CONFIG
 
 
 class UnknownNameError(MpizeroError, AttributeError):
-    """A name that a module of this package does not have."""
+    """Raised for a name that a module of this package does not have."""
 
     status = ExitStatus.CONFIG
 
 
 class GridError(ConfigError):
-    """Group sizes that do not fit the number of ranks."""
+    """Raised for group sizes that do not fit the number of ranks."""
 
 
 class ScheduleError(ConfigError):
-    """A pipeline schedule that cannot be run; names the stage and the instruction."""
+    """Raised for a pipeline schedule that cannot be run; names the stage and the instruction."""
 
 
 class LayoutError(MpizeroError, ValueError):
-    """A parameter, range or shape that does not fit the layout it is used with."""
+    """Raised for a parameter, range or shape that does not fit the layout it is used with."""
 
 
 class DataError(MpizeroError, ValueError):
-    """Training data that is missing, empty, damaged or too short."""
+    """Raised for training data that is missing, empty, damaged or too short."""
 
     status = ExitStatus.DATA
 
 
 class CheckpointError(MpizeroError):
-    """A checkpoint that is damaged, foreign, or belongs to another model; names file, array and reason."""
+    """Raised for a checkpoint that is damaged, foreign, or of another model; names file, array and reason."""
 
     status = ExitStatus.DATA
 
 
 class CheckpointDamagedError(CheckpointError):
-    """A checkpoint whose bytes are not those that were written: a checksum or a size tells.
+    """Raised for a checkpoint whose checksums or sizes are not those that were written.
 
     No other error about a checkpoint means that it is of no use: what cannot be opened now may be whole.
     """
 
 
 class CheckpointVersionError(CheckpointError):
-    """A checkpoint of a format version that this mpizero does not know."""
+    """Raised for a checkpoint of a format version that this mpizero does not know."""
 
 
 class CheckpointMissingError(CheckpointError, FileNotFoundError):
-    """A checkpoint, or a file of it, that does not exist."""
+    """Raised for a checkpoint, or a file of it, that does not exist."""
 
 
 class CheckpointIOError(CheckpointError, OSError):
-    """A checkpoint that the operating system refused to write or read; ``errno`` says why."""
+    """Raised when the operating system refuses to write or read a checkpoint; ``errno`` says why."""
 
     status = ExitStatus.INPUT_OUTPUT
 
 
 class CollectiveError(MpizeroError):
-    """An MPI call that failed or did not match; names rank, operation, tag, element type and count."""
+    """Raised for an MPI call that failed or did not match; names rank, operation, tag, element type and count."""
 
     status = ExitStatus.HANG
 
 
 class CollectiveMismatch(CollectiveError):  # noqa: N818 - says what is wrong
-    """Ranks have called different collectives; names the first that differs, and the lines that call it.
+    """Raised when ranks have called different collectives; names the first that differs, and the lines that call it.
 
     Attributes
     ----------
@@ -137,33 +137,33 @@ class CollectiveMismatch(CollectiveError):  # noqa: N818 - says what is wrong
 
 
 class RemoteError(MpizeroError):
-    """Another rank failed inside an agreed section; its own traceback says why."""
+    """Raised when another rank has failed inside an agreed section; its own traceback says why."""
 
 
 class PeerFailure(MpizeroError):
-    """Another thread of an in-process communicator failed, so this one cannot go on."""
+    """Raised when another thread of an in-process communicator has failed, so that this one cannot go on."""
 
 
 class SharedMemoryError(MpizeroError):
-    """Not enough shared memory for a node's window."""
+    """Raised when there is not enough shared memory for a node's window."""
 
     status = ExitStatus.INPUT_OUTPUT
 
 
 class OutOfMemoryError(MpizeroError, MemoryError):
-    """The system refuses memory that a rank needs; names what it was for, and what needs less."""
+    """Raised when the system refuses memory that a rank needs; names its use, and what needs less."""
 
 
 class NonFiniteError(MpizeroError, ArithmeticError):
-    """Losses or gradients stayed infinite or NaN for too many steps in a row."""
+    """Raised when losses or gradients stay infinite or NaN for too many steps in a row."""
 
 
 class IntegrityError(MpizeroError):
-    """State in memory has changed by itself; names tensor, elements and rank."""
+    """Raised when state in memory has changed by itself; names tensor, elements and rank."""
 
 
 class ModelCheckError(MpizeroError, AssertionError):
-    """A model that is not what training takes it for; names all that is wrong with it.
+    """Raised for a model that breaks the rules of training; names all that is wrong with it.
 
     Attributes
     ----------

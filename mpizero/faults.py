@@ -1,4 +1,4 @@
-"""Faults on purpose, for tests: what a save or a step does when a rank is killed, stuck or wrong at a known place.
+"""Inject faults for tests: a rank is killed, stuck or wrong at a known place of a save or a step.
 
 ``MPIZERO_FAULT=site:rank:k:action`` plants one. At the ``k``-th call (from 1; ``*`` for every call) of :func:`inject`
 with that site, on the rank that the launcher gave this number (``*`` for every rank), the process
@@ -43,12 +43,12 @@ ACTIONS = ("raise", "kill", "stop", "sleep", "exit", "nan", "truncate")
 
 
 class InjectedError(RuntimeError):
-    """What the action ``raise`` raises: by no means an error that the library expects."""
+    """Raised by the action ``raise``: no error that the library expects."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is planted in this process."""
+    """Describe the fault of this process."""
 
     site: str
     occurrence: int  # 0 for every call

@@ -1,4 +1,4 @@
-"""Which lines of a stack are the user's own, and how an error of this package is shown by them."""
+"""Find the lines of a stack that are the user's own, and show errors of this package by them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GENERATED = "<string>"
 
 
 class Line(NamedTuple):
-    """One line of a stack."""
+    """Describe one line of a stack."""
 
     file: str
     number: int

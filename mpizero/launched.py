@@ -1,4 +1,4 @@
-"""What a launcher tells the processes that it starts: their rank, their number, itself; MPI need not run."""
+"""Read rank, number of ranks and kind of launcher from the environment of this process, without MPI."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANK_PROCESS = "MPIZERO_RANK_PROCESS"
 
 
 class Launch(NamedTuple):
-    """What a process's environment says of its launcher.
+    """Hold what the environment of this process says of its launcher.
 
     Attributes
     ----------

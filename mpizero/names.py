@@ -1,4 +1,4 @@
-"""Which names parameters may have (those that a checkpoint can hold and a terminal can show), and which was meant."""
+"""Check names (a checkpoint must hold them, a terminal show them), and suggest the one that was meant."""
 
 from __future__ import annotations
 

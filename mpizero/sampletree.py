@@ -1,4 +1,4 @@
-"""Samples of a batch: arrays with samples on the first axis, alone or nested in tuples, lists and dictionaries.
+"""Cut and join samples of a batch: arrays with samples on the first axis, alone or nested in other objects.
 
 [Note: trees of arrays] A tuple (named or not), list, dictionary, dataclass or SimpleNamespace is a node, and so is
 None, which holds nothing; everything else is a leaf. A leaf is an array of samples if it is a NumPy array with at least
@@ -30,11 +30,11 @@ _DEPTH = 64
 
 
 class _Uncut(Exception):
-    """A leaf that cannot be cut; says which."""
+    """Raised for a leaf that cannot be cut; names it."""
 
 
 class _Node(NamedTuple):
-    """What a node holds, by what is written behind its path to name it, and how one like it is made."""
+    """Hold the children of a node, by the text that names them after its path, and a maker of nodes like it."""
 
     kind: str
     labels: list[str]
@@ -44,7 +44,7 @@ class _Node(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleTree:
-    """The arrays of a tree of samples, and what puts them together again.
+    """Hold the arrays of a tree of samples, and a function that builds the tree again.
 
     Attributes
     ----------
@@ -119,7 +119,7 @@ class SampleTree:
 
 
 class _Walk:
-    """Goes through a tree, leaf by leaf."""
+    """Walk through a tree, leaf by leaf."""
 
     def __init__(self) -> None:
         self.leaves: list[Array] = []

@@ -1,4 +1,4 @@
-"""Which functions of a user's want to be told of the run, by the names of their parameters."""
+"""Find the functions of a user that take the run, by the names of their parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def takes_run(function: Callable[..., Any], name: str, *given: str) -> bool:
-    """Tell whether a function takes ``run`` by keyword, behind arguments of the names ``given``. Not collective.
+    """Tell whether a function takes ``run`` by keyword, after arguments of the names ``given``. Not collective.
 
     Of a function that does not show its signature (compiled code) it is taken that it does not. What a decorator
     returns is called as it takes arguments itself; it takes ``run`` if what it decorates does, too.

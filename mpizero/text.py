@@ -1,4 +1,4 @@
-"""Text that somebody else wrote, made fit for a terminal, a log line and an error message."""
+"""Make any text fit for a terminal, a log line and an error message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Protocols and plain values that the floors of mpizero share; imports nothing above :mod:`mpizero.errors`."""
+"""Define the protocols and plain values that all packages share; import nothing above :mod:`mpizero.errors`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LearningRate = float | Callable[[int], float]
 
 @dataclass(frozen=True)
 class Init:
-    """How a parameter starts.
+    """Describe the initial values of a parameter.
 
     ``kind`` is "zeros", "ones", "normal" (``scale`` = standard deviation) or "uniform" (on [-scale, scale)).
     Random values are keyed by seed, parameter name and element index.
@@ -31,7 +31,7 @@ class Init:
 
 @dataclass(frozen=True)
 class Part:
-    """Which slice of a parameter one rank of a tensor group holds.
+    """Describe the slice of a parameter that one rank of a tensor group holds.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One named parameter, without its values.
+    """Describe one named parameter, without its values.
 
     Attributes
     ----------
@@ -90,7 +90,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Run:
-    """What a forward pass knows besides its input; all of it independent of ranks.
+    """Hold what a forward pass gets besides its input; all of it independent of ranks.
 
     Attributes
     ----------
@@ -127,7 +127,7 @@ EVALUATE = Run()
 
 
 class ShiftRequest(Protocol):
-    """Arrays on their way around a group."""
+    """Represent arrays that are sent around a group."""
 
     def wait(self) -> tuple[Array, ...]:
         """Return what has arrived. Not collective."""
@@ -137,7 +137,7 @@ class ShiftRequest(Protocol):
 
 
 class Group(Protocol):
-    """What split layers know of the ranks they are split over, in a tensor or context group.
+    """Describe the group of ranks, tensor or context, that layers are split over, and its collectives.
 
     Every method is collective over the group. Shards of an axis follow the shard rule, so ``sizes``, one for each
     rank, may differ by one. Sums are added in the order of the ranks and have the same bits on all of them.
@@ -167,7 +167,7 @@ class Group(Protocol):
 
 @runtime_checkable
 class Layer(Protocol):
-    """A frozen description of a differentiable function; its parameters and caches live elsewhere.
+    """Describe a differentiable function; parameters and caches are arguments and return values.
 
     ``backward`` = ``backward_input`` followed by ``backward_weights``; zero-bubble pipelines call the halves.
     Gradients are *overwritten* in ``grads`` (nested views like ``params``), never added to.
@@ -186,7 +186,7 @@ class Layer(Protocol):
 
 @runtime_checkable
 class Loss(Protocol):
-    """Sum of the losses over a batch, with the weight it counts for."""
+    """Compute the sum of the losses over a batch, and the weight that it counts for."""
 
     def forward(self, prediction: Array, target: Array) -> tuple[float, float, Any]: ...
 
@@ -195,7 +195,7 @@ class Loss(Protocol):
 
 @runtime_checkable
 class BlockModel(Protocol):
-    """A model as a sequence of named blocks and a loss: what ZeRO-3, tensor and pipeline parallelism need."""
+    """Describe a model as a sequence of named blocks and a loss, as ZeRO-3, tensor and pipeline parallelism need it."""
 
     @property
     def blocks(self) -> Mapping[str, Layer]: ...
@@ -212,7 +212,7 @@ class BlockModel(Protocol):
 
 @runtime_checkable
 class BlackBoxModel(Protocol):
-    """A model known only by a function of named arrays."""
+    """Describe a model that is known only by a function of named arrays."""
 
     @property
     def parameters(self) -> Mapping[str, Array]: ...
@@ -224,7 +224,7 @@ class BlackBoxModel(Protocol):
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """An elementwise optimizer over flat arrays; it never sees a model, a rank or a communicator.
+    """Update flat arrays elementwise; an optimizer never sees a model, a rank or a communicator.
 
     ``slots`` names its state arrays, each as long as the parameters it updates.
     """

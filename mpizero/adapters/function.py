@@ -1,4 +1,4 @@
-"""A model known only by a function: named arrays in, loss and gradients out."""
+"""Wrap a function as a model: named arrays in, loss and gradients out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes up an object, in a form that is equal wherever the objects are: how ranks find out in what they differ."""
+"""Compare objects of different ranks, and find the part in which they differ."""
 
 from mpizero.fingerprint.parts import DEEPEST, LARGEST_ARRAY, Fingerprint, Parts
 from mpizero.fingerprint.told import shown, words

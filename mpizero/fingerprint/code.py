@@ -1,4 +1,4 @@
-"""Whose some code is, which variables it takes from around it, and which fields of its object it changes."""
+"""Find the origin of code, the global variables that it reads, and the fields of its object that it changes."""
 
 from __future__ import annotations
 

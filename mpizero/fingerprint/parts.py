@@ -1,4 +1,4 @@
-"""What makes up an object, as bytes that are equal wherever the objects are: how ranks find out in what they differ.
+"""Digest an object and its parts, to bytes that are equal on every rank with an equal object.
 
 [Note: what counts] An object is its class and its fields; a function is its name, its code, its defaults, and the
 variables that it takes from around it and does not change. Nothing of it depends on the process: no addresses, no
@@ -53,7 +53,7 @@ _COMMUNICATORS = ("mpi4py", "mpizero.comm", "mpizero.parallel")
 
 
 class Parts(NamedTuple):
-    """What a value consists of.
+    """Hold the parts of a value.
 
     Attributes
     ----------
@@ -74,7 +74,7 @@ class Parts(NamedTuple):
 
 
 class Fingerprint:
-    """Digests of values, each object looked at once; made anew for each comparison, since objects change.
+    """Compute digests of values, each object once; make a new one for each comparison, since objects change.
 
     Attributes
     ----------
@@ -326,7 +326,7 @@ def _offers(kind: type) -> bool:
 
 
 def _is_member(name: str, item: Any) -> bool:
-    """Whether a class's attribute counts: no slot, and no method that a decorator has written."""
+    """Tell whether a class's attribute counts: no slot, and no method that a decorator has written."""
     if isinstance(item, types.MemberDescriptorType | types.GetSetDescriptorType):
         return False
     return name == "__call__" or _is_compared(name)

@@ -1,4 +1,4 @@
-"""How a message tells of a value, and of its place in another: in the words of whoever wrote it."""
+"""Describe a value, and its place in another, in a message: as the user has written it."""
 
 from __future__ import annotations
 

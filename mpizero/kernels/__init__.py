@@ -1,4 +1,4 @@
-"""Numerical kernels: formulas written once, compiled for CPU and GPU, checked against plain NumPy.
+"""Provide numerical kernels: formulas written once, compiled for CPU and GPU, checked against plain NumPy.
 
 ``backend(array)`` gives the namespace whose modules (``optimizer``, ``fused``, ``reduction``, ``copy``,
 ``activation``, ``norm``, ``loss``, ``embedding``, ``attention``, ``compression``, ``random``) work on arrays of that

@@ -1,4 +1,4 @@
-"""Large products by a BLAS of the user's choice, called beside the one inside NumPy.
+"""Call a BLAS of the user's choice for large products, besides the one inside NumPy.
 
 NumPy's wheels bring OpenBLAS; Intel's MKL, for one, multiplies the shapes of a transformer block about a tenth faster.
 Which library multiplies is settled once in a process: ``MPIZERO_BLAS`` names a file with the C interface of BLAS

@@ -1,4 +1,4 @@
-"""Folder of compiled kernels: one object file per kernel and dtype, made by one process per node.
+"""Cache compiled kernels in a folder: one object file per kernel and dtype, made by one process per node.
 
 The folder's name is a hash of every source file in this package, of the compiler's version and of the CPU, so an
 edited formula, a new numba or another CPU type starts an empty folder, and stale code cannot be loaded. What is loaded

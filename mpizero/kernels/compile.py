@@ -1,4 +1,4 @@
-"""The decorator of all CPU kernels: compiled by numba once per node, loaded from disk everywhere else.
+"""Decorate CPU kernels: compile them by numba once per node, and load them from disk everywhere else.
 
 ::
 
@@ -58,7 +58,7 @@ class Intrinsic(ABC):
 
 
 class Kernel:
-    """A compiled function of arrays; compiles or loads itself on the first call with a dtype.
+    """Call a compiled function of arrays; compile or load it on the first call with a dtype.
 
     Attributes
     ----------
@@ -141,7 +141,7 @@ class Kernel:
 
     @property
     def _cached(self) -> bool:
-        """Whether the cache's key, the sources of this package, covers this kernel."""
+        """True if the cache's key, the sources of this package, covers this kernel."""
         return self.__module__.startswith(_PACKAGE)
 
     def _load(self, dtype: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The GPUs that a rank can compute on: what there is, copies between host and GPU, calls of cuBLAS.
+"""Find the GPUs that a rank can compute on, copy between host and GPU, and call cuBLAS.
 
 CuPy holds the arrays; under ``NUMBA_ENABLE_CUDASIM=1`` simulated ones take their place. Copies of model state go
 through one pinned buffer, a piece after the other, at the full rate of the bus.
@@ -43,7 +43,7 @@ class Upload(NamedTuple):
 
 
 class Device(ABC):
-    """One GPU, for one rank.
+    """Represent one GPU, for one rank.
 
     Not thread-safe; a rank opens and uses its GPU in one thread.
 
@@ -259,7 +259,7 @@ class CupyDevice(Device):
 
 
 class SimulatedDevice(Device):
-    """A GPU of Numba's simulator: for tests, and slow."""
+    """Represent a GPU of Numba's simulator: for tests, and slow."""
 
     def __init__(self, number: int) -> None:
         self.number, self.name = number, "simulated"

@@ -1,4 +1,4 @@
-"""Products on a GPU: of float32 matrices, or of matrices rounded to 16 bits.
+"""Multiply matrices on a GPU: float32, or rounded to 16 bits.
 
 [Note: products in 16 bits] Operands are rounded to bfloat16 or float16, to nearest even, by the library's own kernels;
 the GPU multiplies those and adds in float32, into float32. So what is stored stays in float32, and what a product

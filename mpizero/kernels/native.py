@@ -1,4 +1,4 @@
-"""From a kernel's LLVM code to a Python builtin, without numba at run time.
+"""Turn a kernel's LLVM code into a Python builtin, without numba at run time.
 
 Importing numba takes 0.4 s and unpickling a cached kernel some 10 ms more; with eight ranks on two cores that is
 longer than the first training step. So numba runs only when a kernel is compiled: its machine code is stored
@@ -51,7 +51,7 @@ class _MethodDef(ctypes.Structure):
 
 
 class Native:
-    """A loaded kernel; ``call`` returns the type ``np.ndarray`` where an argument does not fit the signature.
+    """Hold a loaded kernel; ``call`` returns the type ``np.ndarray`` where an argument does not fit the signature.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ def cpu_name() -> str:
 
 
 class _Layout:
-    """Byte offsets inside NumPy's array and dtype objects (part of its C ABI since 1.0) and the object header."""
+    """Hold byte offsets inside NumPy's array and dtype objects (part of its C ABI since 1.0) and the object header."""
 
     def __init__(self) -> None:
         head = object.__basicsize__
@@ -170,7 +170,7 @@ def emit(function_ir: str, function: str, signature: Signature, scratch: int, en
 
 
 class _Entry:
-    """Writes the LLVM assembly of the function that Python calls."""
+    """Write the LLVM assembly of the function that Python calls."""
 
     def __init__(self, signature: Signature, scratch: int) -> None:
         self._signature = signature

@@ -1,4 +1,4 @@
-"""A copy of host memory whose result goes straight to memory, past the caches.
+"""Copy host memory past the caches.
 
 An ordinary store fetches the line that it is going to overwrite, so a copy moves three bytes for two; libc's ``memcpy``
 avoids that for very large blocks only (3/4 of the last-level cache: 190 MB on some machines). What is copied here is

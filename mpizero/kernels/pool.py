@@ -1,4 +1,4 @@
-"""Threads inside a rank: fixed blocks of an elementwise kernel, so the number of threads changes no bit."""
+"""Run fixed blocks of an elementwise kernel in threads of a rank; the number of threads changes no bit."""
 
 from __future__ import annotations
 

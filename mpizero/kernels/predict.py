@@ -1,4 +1,4 @@
-"""Whole models as one kernel: the compiled prediction of the library's own networks.
+"""Predict by a whole model as one kernel: the library's own networks.
 
 For small batches on a CPU, where a call of NumPy costs more than the arithmetic it starts. There is no twin for
 device arrays: there the layers' own kernels and products are the faster way. Parameters come as one flat array in the

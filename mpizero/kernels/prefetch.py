@@ -1,4 +1,4 @@
-"""Have the processor fetch memory before a loop comes to it.
+"""Fetch memory into the caches before a loop comes to it.
 
 The processor sees by itself that a loop reads on, but only inside a page of 4 KB: at each new page it waits for the
 page's place and for the first lines. Loops over arrays that lie in no cache fetch the next page meanwhile. Values do
@@ -50,14 +50,14 @@ _fetch = _Fetch()
 
 
 def fetch_ahead(x: Any, start: Any, stop: Any) -> None:
-    """Fetch what lies :data:`AHEAD` bytes behind the elements ``start`` to ``stop`` of a flat contiguous array."""
+    """Fetch the memory :data:`AHEAD` bytes after the elements ``start`` to ``stop`` of a flat contiguous array."""
     away, line = AHEAD // x.itemsize, LINE // x.itemsize
     for k in range((min(stop + away, x.size) - start - away + line - 1) // line):
         _fetch(x, start + away + k * line)
 
 
 def fetch_below(x: Any, row: Any, first: Any, stop: Any) -> None:
-    """Fetch the columns ``first`` to ``stop`` of the row that lies at least :data:`AHEAD` bytes behind ``row``."""
+    """Fetch the columns ``first`` to ``stop`` of the row that is at least :data:`AHEAD` bytes after ``row``."""
     rows, columns = x.shape
     away, line = AHEAD // x.itemsize, LINE // x.itemsize
     below = row + (away + columns - 1) // columns

@@ -1,4 +1,4 @@
-"""Folders and files that only this user can write: machine code is loaded from them.
+"""Keep machine code in folders and files that only this user can write.
 
 [Note: who may write] Root may do anything anyway, so what belongs to root is trusted like the user's own. The folder
 itself and the files in it must be nobody else's, and writable for nobody else. Above it, whoever may write can put
@@ -24,7 +24,7 @@ _ANOTHER = "set MPIZERO_CACHE_DIR to a folder that only you can write"
 
 
 class UnsafeFolderError(PermissionError):
-    """A folder that others can write; names it, what is wrong, and how to mend it."""
+    """Raised for a folder that others can write; names it, what is wrong, and how to mend it."""
 
     def __init__(self, path: str, wrong: str, remedy: str) -> None:
         super().__init__(f"{path} {wrong}")

@@ -1,4 +1,4 @@
-"""Signatures of kernels: ``"void(const T[:,::1], T[::1], i8)"`` as values."""
+"""Parse signatures of kernels such as ``"void(const T[:,::1], T[::1], i8)"``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SCALARS = ("i8", "u8", "i4", "u4", "f8", "f4")
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a kernel: a scalar (``ndim`` 0) or a C-contiguous array."""
+    """Describe one parameter of a kernel: a scalar (``ndim`` 0) or a C-contiguous array."""
 
     dtype: str
     ndim: int
@@ -44,7 +44,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Signature:
-    """Result type ("void", "bool", "i8", "f8") and parameters."""
+    """Hold a result type ("void", "bool", "i8", "f8") and parameters."""
 
     result: str
     parameters: tuple[Parameter, ...]

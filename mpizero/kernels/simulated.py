@@ -1,4 +1,4 @@
-"""Arrays of a simulated GPU: NumPy's values behind the manners of CuPy's arrays.
+"""Simulate the arrays of a GPU: NumPy's values with the behaviour of CuPy's arrays.
 
 Under ``NUMBA_ENABLE_CUDASIM=1`` they stand where a GPU would have CuPy's. As with those, arrays of the host and of the
 GPU do not mix, nothing turns into a NumPy array by itself, and sums over everything are arrays without axes. What
@@ -17,7 +17,7 @@ from mpizero.types import Array
 
 
 class SimulatedArray(NDArrayOperatorsMixin):
-    """An array on a simulated GPU.
+    """Represent an array on a simulated GPU.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """What tells arrays of a GPU from others."""
+        """The attribute that distinguishes arrays of a GPU."""
         own = self.values.__array_interface__
         return {key: own[key] for key in ("shape", "typestr", "data", "strides")} | {"version": 3}
 
@@ -143,7 +143,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
 
 
 class Namespace:
-    """The functions of NumPy, for arrays of a simulated GPU."""
+    """Provide the functions of NumPy for arrays of a simulated GPU."""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(np, name)

@@ -1,4 +1,4 @@
-"""Kernels that do nothing but read and write: what the memory allows for passes of the same mix.
+"""Measure memory: kernels that do nothing but read and write.
 
 Arrays that are read and written are written in place, as the library's own kernels do, so that no line is fetched only
 to be overwritten. The arithmetic is one addition an array: far less than what a core can do in the time of a load.

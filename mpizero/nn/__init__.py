@@ -1,4 +1,4 @@
-"""Layers with hand-written backward passes, losses, and the models made of them; no MPI."""
+"""Provide layers with hand-written backward passes, losses, and models made of them; no MPI."""
 
 from typing import TYPE_CHECKING
 

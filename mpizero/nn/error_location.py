@@ -1,4 +1,4 @@
-"""Calls of layers whose errors say where in the model they arose."""
+"""Call layers such that an error names its place in the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model as plain data: the nodes of its computation, for tools that draw, check or translate it."""
+"""Describe a model as plain data: the nodes of its computation, for tools that draw, check or translate it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NodeOutput(NamedTuple):
 
 @dataclass
 class Graph:
-    """Collects nodes in the order of evaluation; see :func:`mpizero.nn.export_computation_graph`."""
+    """Collect nodes in the order of evaluation; see :func:`mpizero.nn.export_computation_graph`."""
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""The base of all layers: frozen descriptions whose parameters, caches and gradients live elsewhere."""
+"""Define the base class of all layers: frozen descriptions without parameters, caches and gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REAL, _FLOATS = frozenset("biuf"), frozenset("fd")
 
 
 class Layer(ABC):
-    """A differentiable function of parameters and input, described but not holding either.
+    """Describe a differentiable function of parameters and input, which it does not hold.
 
     A subclass is a frozen dataclass. One with parameters of its own gives :meth:`own_specs`; one made of other
     layers gives :meth:`children`, whose parameters are named by dotted path. The rules for every layer:
@@ -141,7 +141,7 @@ SPLIT_FORMS: dict[type, Callable[[Any, Group], Layer]] = {}
 
 
 class _Counted:
-    """Stands for a layer while the one it belongs to is tried: its products are counted, and nothing is computed."""
+    """Count the products of a layer, without computing, while the layer around it is tried."""
 
     def __init__(self, layer: Layer, calls: list[tuple[Layer, Operations]]) -> None:
         self._layer, self._calls = layer, calls

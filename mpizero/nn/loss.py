@@ -1,4 +1,4 @@
-"""Losses: sums over a batch with the weight they count for, so that any cut of the batch adds up."""
+"""Compute losses: sums over a batch and their weight, so that any cut of the batch adds up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpizero.types import Array
 @explains
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Softmax followed by the negative log-likelihood of integer targets; negative targets are ignored."""
+    """Compute softmax and the negative log-likelihood of integer targets; negative targets are ignored."""
 
     def forward(self, prediction: Array, target: Array) -> tuple[float, float, Any]:
         """Sum the losses of all counted targets, in float64. Not collective.
@@ -75,7 +75,7 @@ class CrossEntropy:
 @explains
 @dataclass(frozen=True)
 class MeanSquaredError:
-    """Squared error, averaged over a sample's outputs and summed over samples."""
+    """Compute the squared error, averaged over a sample's outputs and summed over samples."""
 
     def forward(self, prediction: Array, target: Array) -> tuple[float, float, Any]:
         """Sum the samples' losses, in float64. Not collective.

@@ -1,4 +1,4 @@
-"""Floating-point work of layers, counted from the matrix products that they make."""
+"""Count the floating-point work of layers by the matrix products that they make."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Operations:
-    """Floating-point operations of the products of one sample: 2 m n k for (m, k) times (k, n).
+    """Hold the floating-point operations of the products of one sample: 2 m n k for (m, k) times (k, n).
 
     Elementwise work, norms and softmax are not counted: they are bound by memory, not by arithmetic.
     """

@@ -1,4 +1,4 @@
-"""Conjugate pairs of messages: what runs forward where a split layer begins or ends, and its adjoint backward.
+"""Send messages where a split layer begins or ends, and their adjoints in the backward pass.
 
 A *whole* array has the same values on every rank; of a *part* each rank holds its own block along one axis, by the
 shard rule; of *terms* each rank holds one summand, as large as the sum. A gradient has the form of its array, except
@@ -33,7 +33,7 @@ from mpizero.types import Array, Group
 
 @dataclass(frozen=True)
 class Region(ABC):
-    """A movement of data over ``group`` and its adjoint."""
+    """Move data over ``group``, and apply the adjoint of that."""
 
     group: Group
 

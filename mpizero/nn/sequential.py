@@ -1,4 +1,4 @@
-"""Layers one after the other."""
+"""Apply layers one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers over flat arrays, learning-rate schedules, clipping and loss scaling; no MPI, no models."""
+"""Provide optimizers over flat arrays, learning-rate schedules, clipping and loss scaling; no MPI, no models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's own optimizer behind the interface of the library's."""
+"""Adapt a user's own optimizer to the interface of the library's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEP = "step"
 
 
 class AdaptedOptimizer:
-    """A class with ``update(params, grads, state)``, run on whatever ranges a rank owns.
+    """Run a class with ``update(params, grads, state)`` on the ranges that a rank owns.
 
     ``update`` works in place on 1-D arrays and must be elementwise. ``state["step"]`` is the number of the step (1 is
     the first). The other entries are its own arrays, as long as ``params``: those named in ``slots`` start at zero,

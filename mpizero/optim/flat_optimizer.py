@@ -1,4 +1,4 @@
-"""What all of the library's optimizers share: groups, scalars of a step, and kernels over flat arrays."""
+"""Define what the library's optimizers share: groups, scalars of a step, and kernels over flat arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpizero.validation import number, require
 @explains
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Settings for the parameters whose dotted name matches a pattern; the first matching group counts.
+    """Hold settings for the parameters whose dotted name matches a pattern; the first matching group counts.
 
     Attributes
     ----------
@@ -95,7 +95,7 @@ def rate_at(owner: str, lr: LearningRate, step: int) -> float:
 @explains
 @dataclass(frozen=True, kw_only=True)
 class FlatOptimizer:
-    """An elementwise optimizer over flat arrays; it never sees a model, a rank or a communicator.
+    """Update flat arrays elementwise; an optimizer never sees a model, a rank or a communicator.
 
     Attributes
     ----------
@@ -139,7 +139,7 @@ class FlatOptimizer:
 
     @property
     def elementwise_kernel(self) -> bool:
-        """Whether ``apply_tree`` can sum gradients and update in one pass."""
+        """True if ``apply_tree`` can sum gradients and update in one pass."""
         return not self.needs_tensor_norms
 
     @property

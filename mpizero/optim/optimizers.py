@@ -1,4 +1,4 @@
-"""SGD, Adam, AdamW, RMSprop, Lion and LAMB; the first four with PyTorch's definitions."""
+"""Implement SGD, Adam, AdamW, RMSprop, Lion and LAMB; the first four with PyTorch's definitions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _decay_rates(owner: str, betas: Any) -> tuple[float, float]:
 @explains
 @dataclass(frozen=True, kw_only=True)
 class SGD(FlatOptimizer):
-    """Gradient descent, with momentum and Nesterov's variant (Sutskever et al. 2013).
+    """Implement gradient descent, with momentum and Nesterov's variant (Sutskever et al. 2013).
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class SGD(FlatOptimizer):
 @explains
 @dataclass(frozen=True, kw_only=True)
 class Adam(FlatOptimizer):
-    """Adam (Kingma & Ba 2015); weight decay is added to the gradient.
+    """Implement Adam (Kingma & Ba 2015); weight decay is added to the gradient.
 
     Attributes
     ----------
@@ -104,7 +104,7 @@ class Adam(FlatOptimizer):
 @explains
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Adam):
-    """Adam with decoupled weight decay (Loshchilov & Hutter 2019); arguments as :class:`Adam`."""
+    """Implement Adam with decoupled weight decay (Loshchilov & Hutter 2019); arguments as :class:`Adam`."""
 
     weight_decay: float = 0.01
 
@@ -116,7 +116,7 @@ class AdamW(Adam):
 @explains
 @dataclass(frozen=True, kw_only=True)
 class RMSprop(FlatOptimizer):
-    """RMSprop (Tieleman & Hinton 2012), neither centred nor with momentum.
+    """Implement RMSprop (Tieleman & Hinton 2012), neither centred nor with momentum.
 
     Attributes
     ----------
@@ -146,7 +146,7 @@ class RMSprop(FlatOptimizer):
 @explains
 @dataclass(frozen=True, kw_only=True)
 class Lion(FlatOptimizer):
-    """Lion (Chen et al. 2023), with decoupled weight decay.
+    """Implement Lion (Chen et al. 2023), with decoupled weight decay.
 
     Attributes
     ----------
@@ -173,7 +173,7 @@ class Lion(FlatOptimizer):
 @explains
 @dataclass(frozen=True, kw_only=True)
 class LAMB(Adam):
-    """LAMB (You et al. 2020): Adam's step, as long as a fraction ``lr`` of each tensor's own norm.
+    """Implement LAMB (You et al. 2020): Adam's step, as long as a fraction ``lr`` of each tensor's own norm.
 
     Needs the norms of every tensor and of its step, so a step takes two passes: directions, then their lengths.
     Arguments as :class:`Adam`.

@@ -1,4 +1,4 @@
-"""Factors on gradients: clipping by the global norm, and the loss scale of 16-bit training."""
+"""Compute factors on gradients: clipping by the global norm, and the loss scale of 16-bit training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def clip_factor(norm: float, limit: float) -> float:
 @explains
 @dataclass(frozen=True, kw_only=True)
 class DynamicLossScale:
-    """How the loss scale follows overflows (Micikevicius et al. 2018).
+    """Change the loss scale after overflows (Micikevicius et al. 2018).
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class DynamicLossScale:
 
 @dataclass(frozen=True)
 class LossScaleState:
-    """The scale now, and how many good steps it has seen; all ranks hold equal values."""
+    """Hold the current scale, and the number of good steps with it; all ranks hold equal values."""
 
     policy: DynamicLossScale
     scale: float

@@ -1,4 +1,4 @@
-"""Learning rates as frozen functions of the step: constant, linear, cosine, each with a linear warm-up."""
+"""Define learning rates as frozen functions of the step: constant, linear, cosine, each with a linear warm-up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpizero.validation import number, require, whole
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A learning rate for every step; ``schedule(0)`` is the first one.
+    """Give a learning rate for every step; ``schedule(0)`` is the first one.
 
     Step s of the warm-up has ``lr * (s + 1) / warmup``; after it the rate goes from ``lr`` at step ``warmup`` to
     ``end`` at step ``steps``, and stays there.

@@ -1,4 +1,4 @@
-"""The kit for tests of code that uses mpizero: models checked, layouts compared, threads as ranks, fixtures.
+"""Provide helpers for tests of code that uses mpizero: check models, compare layouts, run ranks as threads.
 
 ``pytest_plugins = ["mpizero.testing.plugin"]`` in a top-level ``conftest.py`` brings the fixtures; run the tests with
 ``mpiexec -n 4 python -m mpi4py -m pytest --with-mpi``.

@@ -1,4 +1,4 @@
-"""Identities that prove gradients and movements of data."""
+"""Prove gradients and movements of data by identities."""
 
 from __future__ import annotations
 

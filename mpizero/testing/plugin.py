@@ -1,4 +1,4 @@
-"""Pytest plugin: a fresh communicator per test, and no rank left behind by another's failure.
+"""Give every test a fresh communicator, and end all ranks when one fails: a pytest plugin.
 
 Works with pytest-mpi (the marker ``mpi`` and the option ``--with-mpi``). As an entry point of pytest it must bear its
 module's name, so that ``pytest_plugins`` in a conftest finds it registered.

@@ -1,4 +1,4 @@
-"""Assertions that all ranks make together, so that none is left waiting."""
+"""Assert on all ranks together, so that none is left waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether messages may leave from and arrive in the memory of GPUs: what MPI says, and what is proven.
+"""Find out whether MPI can send from and receive into the memory of GPUs: ask MPI, and test it.
 
 [Note: direct messages] A library that knows nothing of GPUs takes a GPU's address for one of the host, and the
 process ends. So nothing is tried unless the library of every rank says that it knows them; what it says may still be

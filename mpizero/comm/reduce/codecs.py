@@ -1,4 +1,4 @@
-"""How float32 values travel in fewer bytes: 16 bits, 8 bits with a scale a block, or the largest of them alone.
+"""Send float32 values in fewer bytes: 16 bits, 8 bits with a scale a block, or the largest of them alone.
 
 [Note: error feedback] Eight bits and top-k leave much of a gradient unsent. What a message has left out stays with the
 sender and is added to its next message, so that everything is sent in the end (Seide et al. 2014, *1-bit stochastic
@@ -40,7 +40,7 @@ class Codec(ABC):
 
     @property
     def overflows(self) -> bool:
-        """Whether finite values may become infinite on the way."""
+        """True if finite values may become infinite in a message."""
         return False
 
     @abstractmethod
@@ -81,7 +81,7 @@ class HalfPrecision(Codec):
 
     @property
     def overflows(self) -> bool:
-        """Whether the largest values become infinite."""
+        """True if the largest values become infinite."""
         return self.name == "float16"
 
     def packed(self, count: int) -> int:

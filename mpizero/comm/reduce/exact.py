@@ -1,4 +1,4 @@
-"""Sums and gathers between groups of ranks that share memory, in the order of the canonical tree.
+"""Sum and gather between groups of ranks that share memory, in the order of the canonical tree.
 
 A *group* is the ranks of one node that share a window, or one rank alone with private memory; *peers* are the ranks
 with the same place in their groups. With one group nothing travels: owners read the rows of all ranks in place. With

@@ -66,7 +66,7 @@ def tree_sum(rows: Array, first: int, program: Array, divisor: Array, out: Array
 
 
 class Segment:
-    """What moves at once: parts of every peer's ranges, and this rank's partial sums over them.
+    """Describe what one exchange moves: parts of every peer's ranges, and this rank's partial sums over them.
 
     ``windows`` are the parts, each with its place in the concatenation of its peer's ranges; ``residuals`` are what
     earlier messages have left out of them, one array a peer.

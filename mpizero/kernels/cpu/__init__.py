@@ -1,4 +1,4 @@
-"""CPU kernels: NumPy arrays; compiled by numba, loaded from disk. Modules are imported on first use."""
+"""Compute on NumPy arrays by kernels compiled by numba and loaded from disk; modules are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums, maxima and dot products of one row, in an order that is the same on every CPU.
+"""Compute sums, maxima and dot products of one row, in an order that is the same on every CPU.
 
 LLVM does not vectorize a float sum, since that would change its order. Here the order is fixed and vectorizes: a
 block of at most ``BLOCK`` elements is folded eight-to-one, element j with j + h, j + 2 h, ... (h = an eighth of the

@@ -1,4 +1,4 @@
-"""Activation functions, bias additions and column sums on the CPU.
+"""Compute activation functions, bias additions and column sums on the CPU.
 
 Results pass through a scratch block, so that outputs may be the inputs themselves: LLVM's vectorized loops want
 arrays that do not overlap, and the copies stay in the first-level cache.

@@ -1,4 +1,4 @@
-"""Causal softmax on the CPU, where only keys that a query sees are read, and what heads are split into."""
+"""Compute the causal softmax on the CPU, reading only keys that a query sees, and split rows into heads."""
 
 from __future__ import annotations
 

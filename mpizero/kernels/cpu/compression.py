@@ -1,4 +1,4 @@
-"""Compressed messages with error feedback: what a message leaves out stays in ``residual`` and goes with the next.
+"""Compress messages with error feedback: what a message leaves out stays in ``residual`` and goes with the next.
 
 ``int8`` sends a scale for each block of ``BLOCK`` values and eight bits a value. ``top`` sends the values of largest
 magnitude with their indices; they are found exactly, by counting the bits of magnitudes from the top.

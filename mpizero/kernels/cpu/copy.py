@@ -1,4 +1,4 @@
-"""Copies: ranges gathered and scattered, 16-bit casts, scaling. bfloat16 and float16 travel as uint16 patterns."""
+"""Gather and scatter ranges, cast to 16 bits, and scale; bfloat16 and float16 are patterns in uint16."""
 
 from __future__ import annotations
 

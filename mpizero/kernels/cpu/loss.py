@@ -1,4 +1,4 @@
-"""Softmax cross-entropy on the CPU, row by row."""
+"""Compute the softmax cross-entropy on the CPU, row by row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layer and root-mean-square normalization on the CPU; rows are samples or tokens.
+"""Compute layer and root-mean-square normalization on the CPU; rows are samples or tokens.
 
 Statistics take two passes over the row (mean, then mean square of the differences): no cancellation.
 """

@@ -1,4 +1,4 @@
-"""Optimizer updates of elements [start, stop) of flat arrays, in place; :mod:`mpizero.optim` fills ``hyper``."""
+"""Update elements [start, stop) of flat arrays in place; :mod:`mpizero.optim` fills ``hyper``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counter-based random numbers on the CPU, filled in chunks of whole Philox blocks."""
+"""Draw counter-based random numbers on the CPU, in chunks of whole Philox blocks."""
 
 from __future__ import annotations
 

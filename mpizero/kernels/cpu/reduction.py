@@ -1,4 +1,4 @@
-"""Sums in one fixed order, whoever computes them, and tests for infinite and NaN values.
+"""Sum in one fixed order, the same on any number of ranks, and test for infinite and NaN values.
 
 The order is the canonical binary tree over the element index: node(level, i) = node(level - 1, 2i) +
 node(level - 1, 2i + 1), a missing right child passes the left one through; everything in float64. Blocks of

@@ -1,4 +1,4 @@
-"""Softmax tile by tile, on the CPU.
+"""Compute the softmax tile by tile, on the CPU.
 
 A tile holds the scores of some queries of this rank and some keys, (samples, heads, queries, keys). What is known of
 the queries so far, (samples, length, heads), is of all queries; the tile's begin at ``start``. Query i of the tile

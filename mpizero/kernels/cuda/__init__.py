@@ -1,4 +1,4 @@
-"""CUDA kernels: CuPy or numba-cuda device arrays; NumPy arrays under ``NUMBA_ENABLE_CUDASIM=1``.
+"""Compute on CuPy or numba-cuda arrays by CUDA kernels; on NumPy arrays under ``NUMBA_ENABLE_CUDASIM=1``.
 
 Modules are imported on first use.
 """

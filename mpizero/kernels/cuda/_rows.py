@@ -1,4 +1,4 @@
-"""Sums and maxima over the elements of a row by the threads of one block, in an order fixed by the block's size.
+"""Compute sums and maxima of a row by the threads of one block, in an order fixed by the block's size.
 
 Every thread of the block takes part in every call, with its own part of the row reduced; all get the result.
 """

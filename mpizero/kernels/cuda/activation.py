@@ -1,4 +1,4 @@
-"""Activation functions, bias additions and column sums on the GPU: one thread per element or column."""
+"""Compute activation functions, bias additions and column sums on the GPU: one thread per element or column."""
 
 from __future__ import annotations
 

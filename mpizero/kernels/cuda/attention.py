@@ -1,4 +1,4 @@
-"""Causal softmax on the GPU, a block per query, where only keys that a query sees are read; heads set apart."""
+"""Compute the causal softmax on the GPU, a block per query, reading only visible keys, and split rows into heads."""
 
 from __future__ import annotations
 

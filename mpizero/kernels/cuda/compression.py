@@ -1,4 +1,4 @@
-"""Compressed messages with error feedback on the GPU: a thread a block of ``BLOCK`` values, or a tile of ``TILE``."""
+"""Compress messages with error feedback on the GPU: a thread per block of ``BLOCK`` values, or tile of ``TILE``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies on the GPU: ranges gathered and scattered, 16-bit casts (uint16 patterns), scaling."""
+"""Gather and scatter ranges, cast to 16 bits (patterns in uint16), and scale, on the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a table by their ids, and the gradient of that, on the GPU."""
+"""Look up rows of a table by their ids, and compute the gradient of that, on the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decorator of all CUDA kernels: the names, signatures and argument checks of the CPU twins.
+"""Decorate CUDA kernels: names, signatures and argument checks are those of the CPU twins.
 
 ::
 
@@ -51,7 +51,7 @@ _SIMULATOR = threading.Lock()  # it runs one kernel at a time; ranks that are th
 
 
 class CudaKernel:
-    """A kernel called like its CPU twin; compiled by numba on the first call with a dtype.
+    """Call a kernel like its CPU twin; compile it by numba on the first call with a dtype.
 
     Attributes
     ----------
@@ -135,7 +135,7 @@ def kernel(signature: str) -> Callable[[Callable[..., None]], CudaKernel]:
 
 @contextmanager
 def _simulating() -> Iterator[None]:
-    """Let the simulator run one kernel at a time, with threads that take turns quickly.
+    """Let the simulator run one kernel at a time, with threads that are switched quickly.
 
     It polls its threads, so each of their barriers lasts as long as Python lets a thread run: 5 ms by default.
     """
@@ -156,7 +156,7 @@ def _for_simulator(python: Callable[..., Any]) -> Any:
 
 
 class _Running:
-    """What simulated kernels and their helpers find as ``cuda``: what belongs to the kernel that runs.
+    """Give simulated kernels and their helpers, as ``cuda``, the attributes of the kernel that runs.
 
     The simulator lends this to functions under one name for all their threads, and takes it back when the first of them
     returns; and threads that ask for a shared array at once get one each. Both end in wrong sums, seldom while threads
@@ -165,7 +165,7 @@ class _Running:
 
     @property
     def shared(self) -> _Running:
-        """What makes shared arrays: this."""
+        """The maker of shared arrays: the object itself."""
         return self
 
     def array(self, shape: int, dtype: Any) -> Array:

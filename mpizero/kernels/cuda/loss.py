@@ -1,4 +1,4 @@
-"""Softmax cross-entropy on the GPU: a block per row."""
+"""Compute the softmax cross-entropy on the GPU: a block per row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layer and root-mean-square normalization on the GPU: a block per row, a thread per column of weight gradients."""
+"""Compute layer and root-mean-square normalization on the GPU: a block per row, a thread per column of gradients."""
 
 from __future__ import annotations
 

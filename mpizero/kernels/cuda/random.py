@@ -1,4 +1,4 @@
-"""Counter-based random numbers on the GPU: one thread per Philox block or index."""
+"""Draw counter-based random numbers on the GPU: one thread per Philox block or index."""
 
 from __future__ import annotations
 

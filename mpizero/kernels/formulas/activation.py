@@ -1,4 +1,4 @@
-"""Activation functions of one number and their derivatives; ``T`` is the scalar type of the arrays."""
+"""Compute activation functions of one number and their derivatives; ``T`` is the scalar type of the arrays."""
 
 from __future__ import annotations
 

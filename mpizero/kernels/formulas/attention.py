@@ -1,4 +1,4 @@
-"""Formulas of the causal softmax."""
+"""Define the formulas of the causal softmax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scalars of compressed messages: eight bits with a scale a block, and which of two values is larger.
+"""Compute scalars of compressed messages: eight bits with a scale a block, and the larger of two values.
 
 Every constant is a NumPy scalar of the width it is used with: literals would widen the arithmetic.
 """

@@ -1,4 +1,4 @@
-"""Conversions between float32 and the patterns of the 16-bit formats; all rounding is to nearest even.
+"""Convert between float32 and the patterns of the 16-bit formats; all rounding is to nearest even.
 
 Every constant is a NumPy scalar of the width it is used with: integer literals would widen the arithmetic.
 """

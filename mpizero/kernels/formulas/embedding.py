@@ -1,4 +1,4 @@
-"""The one decision of an embedding: which ids name a row."""
+"""Decide which ids of an embedding name a row."""
 
 from __future__ import annotations
 

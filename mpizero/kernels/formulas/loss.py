@@ -1,4 +1,4 @@
-"""Formulas of the cross-entropy loss, for one row or element."""
+"""Define the formulas of the cross-entropy loss, for one row or element."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formulas of layer and root-mean-square normalization, for one element."""
+"""Define the formulas of layer and root-mean-square normalization, for one element."""
 
 from __future__ import annotations
 

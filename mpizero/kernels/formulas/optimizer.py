@@ -1,4 +1,4 @@
-"""One element of each optimizer's update: arguments and results are scalars of the parameters' dtype.
+"""Compute one element of each optimizer's update: arguments and results are scalars of the parameters' dtype.
 
 ``w`` is the weight, ``g`` its gradient, ``m`` and ``v`` running averages of gradient and squared gradient. Every
 coefficient that is a difference or quotient (``1 - beta``, ``lr / (1 - beta**step)``) comes ready from the host, where

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: Philox 4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011) and what is made of its words.
+"""Compute Philox 4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011), and random numbers of its words.
 
 Words are uint64 values below 2**32, so that products need no wider type and nothing overflows in plain Python.
 """

@@ -1,4 +1,4 @@
-"""Scalars of the reductions."""
+"""Compute the scalars of the reductions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formulas of attention computed tile by tile."""
+"""Define the formulas of attention computed tile by tile."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Plain NumPy oracles with the names and signatures of the kernels; slow, and obviously right."""
+"""Compute every kernel in plain NumPy, with the same names and signatures: slow, and obviously right."""

@@ -1,4 +1,4 @@
-"""Activation functions, bias additions and column sums in NumPy."""
+"""Compute activation functions, bias additions and column sums in NumPy."""
 
 from __future__ import annotations
 

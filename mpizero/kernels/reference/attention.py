@@ -1,4 +1,4 @@
-"""Causal softmax and what heads are split into, in NumPy."""
+"""Compute the causal softmax, and split rows into heads, in NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a table by their ids, and the gradient of that, in NumPy."""
+"""Look up rows of a table by their ids, and compute the gradient of that, in NumPy."""
 
 from __future__ import annotations
 

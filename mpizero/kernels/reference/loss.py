@@ -1,4 +1,4 @@
-"""Softmax cross-entropy in NumPy."""
+"""Compute the softmax cross-entropy in NumPy."""
 
 from __future__ import annotations
 

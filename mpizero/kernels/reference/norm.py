@@ -1,4 +1,4 @@
-"""Layer and root-mean-square normalization in NumPy."""
+"""Compute layer and root-mean-square normalization in NumPy."""
 
 from __future__ import annotations
 

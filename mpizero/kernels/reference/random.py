@@ -1,4 +1,4 @@
-"""Counter-based random numbers in NumPy: Philox 4x32-10 over arrays of counters, and what is made of its words."""
+"""Draw counter-based random numbers in NumPy: Philox 4x32-10 over arrays of counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Softmax tile by tile, in NumPy."""
+"""Compute the softmax tile by tile, in NumPy."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Context parallelism: layers on sequences that are cut among ranks."""
+"""Compute layers on sequences that are cut among ranks: context parallelism."""

@@ -1,4 +1,4 @@
-"""Context parallelism: long sequences cut among ranks, every layer on its own part of them."""
+"""Give every layer its form for sequences that are cut among ranks: context parallelism."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from mpizero.types import Array, BlockModel, Group, Loss, Run
 
 @dataclass(frozen=True)
 class ContextModel:
-    """A model whose blocks work on this rank's part of each sequence; made by :func:`context_model`.
+    """Compute a model on this rank's part of each sequence; made by :func:`context_model`.
 
     Parameters have the names and shapes of ``model``'s. Their gradients on one rank are its share of the sum, and so
     are the loss and its weight: both add up over ``group``.

@@ -1,4 +1,4 @@
-"""The layers of a context model: on this rank's places of each sequence, and the work that they make there."""
+"""Compute layers on this rank's places of each sequence, and count their work there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ L = TypeVar("L")
 
 @dataclass(frozen=True)
 class ContextDropout(Dropout):
-    """:class:`Dropout` of this rank's places with the masks that they have in the whole sequence.
+    """Apply :class:`Dropout` to this rank's places, with the masks that they have in the whole sequence.
 
     ``x`` is (samples, places, ...); ``group`` is the context group.
     """
@@ -62,7 +62,7 @@ class ContextDropout(Dropout):
 
 @dataclass(frozen=True)
 class ContextPosition(Position):
-    """:class:`Position` of the places that this rank holds. ``group`` is the context group."""
+    """Apply :class:`Position` to the places that this rank holds. ``group`` is the context group."""
 
     group: Group = field(kw_only=True)
 
@@ -94,7 +94,7 @@ class ContextPosition(Position):
 
 @dataclass(frozen=True)
 class ContextEmbedding(TokenEmbedding):
-    """:class:`TokenEmbedding` of the places that this rank holds. ``group`` is the context group."""
+    """Apply :class:`TokenEmbedding` to the places that this rank holds. ``group`` is the context group."""
 
     group: Group = field(kw_only=True)
 
@@ -139,7 +139,7 @@ class ContextEmbedding(TokenEmbedding):
 
 @dataclass(frozen=True)
 class ContextBlock(TransformerBlock):
-    """:class:`TransformerBlock` of the places that this rank holds. ``group`` is the context group."""
+    """Apply :class:`TransformerBlock` to the places that this rank holds. ``group`` is the context group."""
 
     group: Group = field(kw_only=True)
 

@@ -19,7 +19,7 @@ QUERIES, KEYS = 128, 512
 
 
 class Tile(NamedTuple):
-    """A rectangle of attention scores of which something is visible.
+    """Describe a rectangle of attention scores that is visible at least in part.
 
     ``queries`` are places of this rank's part of the sequence, ``keys`` of the part that another rank holds; ``row``
     and ``column`` are the places of the first query and the first key in the whole sequence.
@@ -32,13 +32,13 @@ class Tile(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """How many keys the first query sees, less one."""
+        """Number of keys that the first query sees, less one."""
         return self.row - self.column
 
 
 @dataclass(frozen=True)
 class Zigzag:
-    """A sequence in 2 * ranks chunks by the shard rule, of which rank r holds chunks r and 2 * ranks - 1 - r.
+    """Cut a sequence into 2 * ranks chunks by the shard rule; rank r holds chunks r and 2 * ranks - 1 - r.
 
     Of a causal mask's lower triangle every rank then has an equal share, and with every other rank's keys an equal
     share again. The parts differ in length by one place at most.

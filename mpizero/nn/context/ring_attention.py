@@ -30,7 +30,7 @@ _Parts = Iterator[tuple[slice, Tile]]
 
 @dataclass(frozen=True)
 class RingSelfAttention(CausalSelfAttention):
-    """:class:`CausalSelfAttention` with the same parameters, on this rank's part of each sequence.
+    """Apply :class:`CausalSelfAttention`, with the same parameters, to this rank's part of each sequence.
 
     ``group`` is the context group. The gradients of the parameters are those of this rank's places: their sum over
     the group is the whole gradient. Each rank sends size - 1 messages forward and 2 * (size - 1) backward, of
@@ -128,7 +128,7 @@ class _Saved(NamedTuple):
 
 
 class _Tiles:
-    """What both directions do with one tile of scores after the other, in memory used again."""
+    """Compute one tile of scores after the other, forward and backward, in memory that is used again."""
 
     def __init__(self, layer: RingSelfAttention, qkv: Array, run: Run, first_head: int) -> None:
         self.zigzag = Zigzag(run.length, layer.group.size)

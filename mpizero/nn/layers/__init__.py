@@ -1,1 +1,1 @@
-"""Layers with hand-written backward passes."""
+"""Provide layers with hand-written backward passes."""

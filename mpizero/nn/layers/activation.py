@@ -1,4 +1,4 @@
-"""Elementwise activations; the kernels come in pairs, ``name`` and ``name_backward``."""
+"""Apply elementwise activations; their kernels come in pairs, ``name`` and ``name_backward``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpizero.types import EVALUATE, Array, Params, Run
 
 @dataclass(frozen=True)
 class Activation(Layer):
-    """An elementwise function; a subclass names the pair of kernels."""
+    """Apply an elementwise function; a subclass names the pair of kernels."""
 
     kernel: ClassVar[str]
 
@@ -56,7 +56,7 @@ class Activation(Layer):
 @explains
 @dataclass(frozen=True)
 class GELU(Activation):
-    """Gaussian error linear unit in its tanh form (Hendrycks and Gimpel, 2016; GPT-2's choice)."""
+    """Apply the Gaussian error linear unit in its tanh form (Hendrycks and Gimpel, 2016; GPT-2's choice)."""
 
     kernel: ClassVar[str] = "gelu"
 
@@ -74,7 +74,7 @@ class GELU(Activation):
 @explains
 @dataclass(frozen=True)
 class SiLU(Activation):
-    """Sigmoid linear unit, ``x * sigmoid(x)``."""
+    """Apply the sigmoid linear unit, ``x * sigmoid(x)``."""
 
     kernel: ClassVar[str] = "silu"
 
@@ -82,7 +82,7 @@ class SiLU(Activation):
 @explains
 @dataclass(frozen=True)
 class ReLU(Activation):
-    """Rectified linear unit, ``max(x, 0)``, with slope 0 at 0."""
+    """Apply the rectified linear unit, ``max(x, 0)``, with slope 0 at 0."""
 
     kernel: ClassVar[str] = "relu"
 
@@ -90,7 +90,7 @@ class ReLU(Activation):
 @explains
 @dataclass(frozen=True)
 class Tanh(Activation):
-    """Hyperbolic tangent."""
+    """Apply the hyperbolic tangent."""
 
     kernel: ClassVar[str] = "tanh"
 

@@ -1,4 +1,4 @@
-"""Layers that end with a bias, which whoever comes next can add in its own pass over memory."""
+"""Define layers that end with a bias, which the next layer can add in its own pass over memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpizero.types import EVALUATE, Array, Params, Run
 
 
 class Affine(Layer):
-    """A layer whose last operation adds a bias, or would if it had one."""
+    """Define a layer whose last operation adds a bias, if it has one."""
 
     @abstractmethod
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:

@@ -1,4 +1,4 @@
-"""Causal self-attention (Vaswani et al., 2017) by batched products that skip most of the masked half.
+"""Compute causal self-attention (Vaswani et al., 2017) by batched products that skip most of the masked half.
 
 Samples and heads are taken some at a time, so that their scores and all that is made of them stay in the cache.
 """
@@ -260,7 +260,7 @@ def _blocks(length: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
 
 
 class _Heads:
-    """What both passes do with some heads after the others, in memory used again.
+    """Compute some heads after the others, forward and backward, in memory that is used again.
 
     Strided views of the heads would do, without a copy, but the BLAS takes twice as long for their products.
     """

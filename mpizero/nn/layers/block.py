@@ -68,7 +68,7 @@ class FeedForwardBase(Affine):
 @explains
 @dataclass(frozen=True)
 class FeedForward(FeedForwardBase):
-    """Two linear layers with an activation between them, place by place.
+    """Apply two linear layers with an activation between them, place by place.
 
     Parameters
     ----------
@@ -190,7 +190,7 @@ class TransformerBlockBase(Layer):
 @explains
 @dataclass(frozen=True)
 class TransformerBlock(TransformerBlockBase):
-    """Pre-norm block: ``h = x + attention(norm1(x))``, then ``h + feed_forward(norm2(h))``.
+    """Compute a pre-norm block: ``h = x + attention(norm1(x))``, then ``h + feed_forward(norm2(h))``.
 
     Parameters
     ----------

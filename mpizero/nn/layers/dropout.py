@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of the sample's place in the global batch, never of a rank."""
+"""Apply dropout whose mask is a function of the sample's place in the global batch, never of a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of vectors looked up by integer ids."""
+"""Look up vectors in tables by integer ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Affine maps, and the projection onto a vocabulary that may share the embedding's table."""
+"""Compute affine maps, and the projection onto a vocabulary that may share the embedding's table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Normalization over the last axis."""
+"""Normalize over the last axis."""
 
 from __future__ import annotations
 

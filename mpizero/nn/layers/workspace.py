@@ -1,4 +1,4 @@
-"""Memory that one computation after the other uses again."""
+"""Keep memory that one computation after the other uses again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpizero.types import Array
 
 
 class Workspace:
-    """Memory by name, used again for one product after the other.
+    """Keep memory by name, to be used again for one product after the other.
 
     Parameters
     ----------

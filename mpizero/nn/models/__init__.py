@@ -1,1 +1,1 @@
-"""Models made of layers: MLP, GPT, and what can be done with any model of blocks."""
+"""Provide models made of layers, MLP and GPT, and functions for any model of blocks."""

@@ -1,4 +1,4 @@
-"""Whole models in one process: their parameters by name, evaluation, and loss with gradients."""
+"""Evaluate whole models in one process: parameters by name, predictions, and loss with gradients."""
 
 from __future__ import annotations
 

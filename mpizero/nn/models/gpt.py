@@ -1,4 +1,4 @@
-"""GPT: a decoder-only transformer language model (Radford et al., 2019)."""
+"""Define GPT, a decoder-only transformer language model (Radford et al., 2019)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SITES_PER_BLOCK = 3
 @explains
 @dataclass(frozen=True)
 class GPT:
-    """A GPT as blocks: "embedding", "blocks.0", ..., "head".
+    """Describe a GPT as blocks: "embedding", "blocks.0", ..., "head".
 
     Inputs are integer ids (samples, length), targets the same shape; a target below 0 is ignored.
 

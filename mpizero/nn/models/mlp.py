@@ -1,4 +1,4 @@
-"""MLP: fully connected classifier or regressor."""
+"""Define MLP, a fully connected classifier or regressor."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Select(Layer):
 @explains
 @dataclass(frozen=True)
 class MLP:
-    """A fully connected network as blocks: "hidden.0", "hidden.1", ..., "output".
+    """Describe a fully connected network as blocks: "hidden.0", "hidden.1", ..., "output".
 
     Inputs are (samples, features); targets are (samples,) integers for a classifier, (samples, outputs) numbers for
     a regressor. Inputs of another dtype are cast to the model's.

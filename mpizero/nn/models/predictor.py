@@ -1,4 +1,4 @@
-"""Compiled prediction: a whole model in one kernel call, without BLAS and without layers."""
+"""Compile prediction: a whole model in one kernel call, without BLAS and without layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpizero.types import Array, Params
 
 @dataclass(frozen=True)
 class GPTPredictor:
-    """A GPT's compiled prediction: call it with ids (samples, length) to get logits; build with :func:`compile_gpt`.
+    """Predict logits from ids (samples, length) by a compiled GPT; build with :func:`compile_gpt`.
 
     ``sizes`` are dim, layers, heads, vocabulary, sequence.
     """
@@ -53,7 +53,7 @@ class GPTPredictor:
 
 @dataclass(frozen=True)
 class MLPPredictor:
-    """An MLP's compiled prediction: call it with samples (samples, features); build with :func:`compile_mlp`."""
+    """Predict from samples (samples, features) by a compiled MLP; build with :func:`compile_mlp`."""
 
     widths: Array
     activation: str

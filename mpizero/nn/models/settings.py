@@ -1,4 +1,4 @@
-"""Checks of the settings that all models share."""
+"""Check the settings that all models share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of a GPT under PyTorch's names, in both directions.
+"""Translate weights of a GPT from and to PyTorch's names.
 
 [Note: names in PyTorch] The names are those of GPT-2's published state dict, which nanoGPT and Hugging Face's
 ``GPT2LMHeadModel`` share (the latter's base model leaves out the prefix ``transformer.``; both are read):

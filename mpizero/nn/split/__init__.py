@@ -1,4 +1,4 @@
-"""Layers of which every rank of a tensor group holds and computes a part.
+"""Split layers over a tensor group: every rank holds and computes a part.
 
 Each one is made of the unsplit layer it stands for (``whole``) and the group; the unsplit layers make them, by
 :meth:`mpizero.nn.Layer.split`.

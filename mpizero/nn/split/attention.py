@@ -1,4 +1,4 @@
-"""Self-attention of which each rank of a tensor group has some of the heads (Shoeybi et al., 2019, section 3)."""
+"""Split self-attention over a tensor group by heads (Shoeybi et al., 2019, section 3)."""
 
 from __future__ import annotations
 

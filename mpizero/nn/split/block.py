@@ -1,4 +1,4 @@
-"""Transformer blocks over a tensor group, with sequence-parallel regions (Korthikanti et al., 2022, section 4.2)."""
+"""Split transformer blocks over a tensor group, sequence-parallel between (Korthikanti et al., 2022, section 4.2)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpizero.types import EVALUATE, Array, Group, Params, Run
 
 @dataclass(frozen=True)
 class SplitFeedForward(FeedForwardBase):
-    """Two linear layers with an activation between them, split along the hidden features.
+    """Apply two linear layers with an activation between them, split along the hidden features.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class SplitFeedForward(FeedForwardBase):
 
 @dataclass(frozen=True)
 class SplitBlock(TransformerBlockBase):
-    """A pre-norm block over parts of sequences: heads and hidden features are split, all else goes by places.
+    """Compute a pre-norm block with split heads and hidden features; all else is split by places of the sequence.
 
     Between its column-row pairs a rank works on its own places only, so norms, dropouts and the residual stream take
     1 / size of the time and memory. Messages of a pass: forward a gather and a reduce-scatter for each of the two

@@ -1,4 +1,4 @@
-"""Token tables of which each rank of a tensor group has some of the rows (Shoeybi et al., 2019, section 3)."""
+"""Split token tables over a tensor group by rows (Shoeybi et al., 2019, section 3)."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class SplitEmbedding(Layer):
 
 @dataclass(frozen=True)
 class SplitTokenEmbedding(Layer):
-    """Token table split by rows, position table whole on every rank, then dropout.
+    """Look up tokens in a table split by rows, add positions of a whole table, then apply dropout.
 
     Messages: a reduce-scatter forward and a gather in the weight half, or a sum forward if ``sequence`` is false.
 

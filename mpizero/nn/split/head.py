@@ -1,4 +1,4 @@
-"""A language model's last block and loss over a tensor group, whose full logits exist on no rank."""
+"""Compute a language model's last block and loss over a tensor group; no rank has the full logits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpizero.types import EVALUATE, Array, Group, Params, Run
 
 @dataclass(frozen=True)
 class SplitHead(LanguageHeadBase):
-    """Final norm over the own places of sequences, then the logits of the own vocabulary items for all places.
+    """Apply the final norm to own places of sequences, then compute logits of own vocabulary items for all places.
 
     Messages: a gather forward, a reduce-scatter backward; in the weight half a gather and a sum of the norm's
     gradients.
@@ -58,7 +58,7 @@ class SplitHead(LanguageHeadBase):
 
 @dataclass(frozen=True)
 class SplitCrossEntropy:
-    """Cross-entropy of logits of which each rank has the classes that the shard rule gives it.
+    """Compute the cross-entropy of logits that are split over the ranks by classes.
 
     Each rank reduces its logits of a place to their maximum, the sum of their exponentials over it, and the target's
     logit if it is here. One message of these three gives every rank the whole loss, with the same bits; the gradient

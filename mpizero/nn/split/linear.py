@@ -1,4 +1,4 @@
-"""Linear layers whose matrix is split over a tensor group by columns or by rows (Shoeybi et al., 2019, section 3)."""
+"""Split linear layers over a tensor group by columns or by rows (Shoeybi et al., 2019, section 3)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
 
 
 class SplitLinearBase(Affine):
-    """Share what linear layers split by columns and by rows do alike."""
+    """Define what linear layers split by columns and by rows have in common."""
 
     whole: Linear
 
@@ -44,7 +44,7 @@ class SplitLinearBase(Affine):
 
 @dataclass(frozen=True)
 class ColumnLinear(SplitLinearBase):
-    """The own columns of a linear map: from whole inputs to own outputs.
+    """Apply the own columns of a linear map: from whole inputs to own outputs.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ class ColumnLinear(SplitLinearBase):
 
 @dataclass(frozen=True)
 class RowLinear(SplitLinearBase):
-    """The own rows of a linear map: from own inputs, by the shard rule, to the whole output, summed over the ranks.
+    """Apply the own rows of a linear map: from own inputs to the whole output, summed over the ranks.
 
     The bias is whole on every rank and added to the sum. Between the halves of the backward pass a rank holds the whole
     gradient of the outputs.
@@ -188,7 +188,7 @@ class SplitLinear(Wrapper):
 
 @dataclass(frozen=True)
 class SplitProjection(Layer):
-    """A projection of which each rank has the classes that the shard rule gives it: from whole inputs to own logits.
+    """Apply a projection whose classes are split over the ranks: from whole inputs to own logits.
 
     Parameters
     ----------

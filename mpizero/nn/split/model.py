@@ -1,4 +1,4 @@
-"""Models whose layers are split over a tensor group."""
+"""Split the layers of a model over a tensor group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpizero.types import Array, BlockModel, Group, Layer, Loss, Run
 
 @dataclass(frozen=True)
 class JoinedLoss:
-    """A loss of whole predictions for ranks that hold a part of the last axis each: it joins the parts first.
+    """Compute a loss of whole predictions on ranks that hold a part of the last axis each: join the parts first.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class JoinedLoss:
 
 @dataclass(frozen=True, eq=False)
 class SplitModel:
-    """One rank's part of a model: a block model whose passes and loss are collective over ``group``.
+    """Hold one rank's part of a model: a block model whose passes and loss are collective over ``group``.
 
     Loss and weight are those of the whole model, the same on every rank.
 

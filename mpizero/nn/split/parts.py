@@ -1,4 +1,4 @@
-"""Which part of a parameter and of a sequence a rank of a tensor group holds."""
+"""Compute the part of a parameter and of a sequence that a rank of a tensor group holds."""
 
 from __future__ import annotations
 
