@@ -49,7 +49,7 @@ _PRODUCT = (
 
 
 class BlasLibrary:
-    """A BLAS outside of NumPy.
+    """Call a BLAS outside of NumPy.
 
     Parameters
     ----------

@@ -30,7 +30,7 @@ _OTHER_SETTINGS = ("NUMBA_CACHE_DIR", "NUMBA_ENABLE_CUDASIM", "NUMBA_NUM_THREADS
 
 
 class CacheFolder(NamedTuple):
-    """Where compiled kernels are kept.
+    """Describe the folder of compiled kernels.
 
     Attributes
     ----------

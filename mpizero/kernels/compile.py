@@ -46,7 +46,7 @@ _COMPILER = threading.RLock()  # neither numba's pipeline nor llvmlite may be en
 
 
 class Intrinsic(ABC):
-    """An operation of the processor that Python has no word for; kernels call instances by name."""
+    """Represent an operation of the processor that Python lacks; kernels call instances by name."""
 
     @abstractmethod
     def compiled(self) -> Any:

@@ -28,7 +28,7 @@ class Multiplier(Protocol):
 
 
 class HalfPrecisionArray:
-    """Matrices of a GPU, rounded to 16 bits for products: an array of any number of axes, the last two of a matrix.
+    """Hold matrices of a GPU, rounded to 16 bits for products: an array whose last two axes are those of a matrix.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class HalfPrecisionArray:
 
 
 class MatrixBatch(NamedTuple):
-    """How matrices of one size lie in memory, one after the other, in elements.
+    """Describe the places of matrices of one size in memory, one after the other, in elements.
 
     Attributes
     ----------

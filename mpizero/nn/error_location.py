@@ -21,7 +21,7 @@ def call_located(kind: str, name: str, method: Callable[..., Any], *args: Any) -
 
 
 def add_location(error: Exception, kind: str, name: str, method: Callable[..., Any]) -> None:
-    """Note in an error where it arose: one of this package begins with it, any other gets a note.
+    """Note the place of an error in it: one of this package begins with the place, any other gets a note.
 
     Not collective. Errors of the ranks, not of the model, stay as they are. Use it where :func:`call_located` would run
     for every layer of every micro-batch: a ``try`` that meets no error costs nothing.

@@ -10,7 +10,7 @@ FORMAT = "mpizero computation graph 1"
 
 
 class NodeOutput(NamedTuple):
-    """An output inside the graph: the node's name, and the shape of one sample."""
+    """Name an output inside the graph: the node, and the shape of one sample."""
 
     name: str
     shape: tuple[int, ...]

@@ -74,7 +74,7 @@ class Reduce(Region):
 
 @dataclass(frozen=True)
 class ShardedRegion(Region):
-    """A region that knows along which axis arrays are cut, and the whole length there."""
+    """Know the axis along which arrays are cut, and the whole length there."""
 
     axis: int
     length: int

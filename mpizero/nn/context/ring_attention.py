@@ -117,7 +117,7 @@ class RingSelfAttention(CausalSelfAttention):
 
 
 class _Saved(NamedTuple):
-    """What the backward pass needs; the greatest score and the inverse sum of exponentials are of each query."""
+    """Hold what the backward pass needs; each query has its greatest score and its inverse sum of exponentials."""
 
     qkv: Array
     mixed: Array
@@ -171,7 +171,7 @@ class _Tiles:
 
 
 class _RingBackward:
-    """The backward pass of this rank's queries."""
+    """Compute the backward pass of this rank's queries."""
 
     def __init__(self, layer: RingSelfAttention, seen: _Saved, dmixed: Array) -> None:
         self.tiles = _Tiles(layer, seen.qkv, seen.run, seen.first_head)

@@ -14,7 +14,7 @@ from mpizero.validation import require, whole
 
 
 class SamplePart(NamedTuple):
-    """Which elements of whole samples an array holds when a rank has a part of each sample.
+    """Describe the elements of whole samples that an array holds when a rank has a part of each sample.
 
     The part is planes of ``rows`` rows of ``width`` elements: element j of row r of plane p is element
     ``offset + p * plane_step + r * row_step + j`` of the whole sample, counted in C order. One row is a contiguous
