@@ -28,7 +28,7 @@ AUTO = "auto"
 @explains
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardingConfig:
-    """How a model is spread over ranks; validated on construction.
+    """Describe the ranks of a training and how they work together; validated on construction.
 
     Parameters
     ----------

@@ -219,5 +219,5 @@ class Engine(PlacedModel):
         """Return loss sum, weight and right answers of all ranks' samples, grain by grain, without training."""
         batch = self._redistribute(x, y, self.rows)
         with self.scalars.everyone.trace.joint_task("evaluation"):
-            scores = self.stage.is_last and self.grid.here.tensor == 0  # losses are found here, and count
+            scores = self.partitioned.is_last and self.grid.here.tensor == 0  # losses are found here, and count
             return evaluate(batch, self.runner, self.scalars, self.rows.rounds(batch.count), self._run, scores=scores)

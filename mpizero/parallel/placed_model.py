@@ -36,8 +36,8 @@ from mpizero.parallel.parameters.global_view import GlobalView
 from mpizero.parallel.parameters.shards import UpdatePiece
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.parallel.partition.blocks import blocks_of
-from mpizero.parallel.partition.local_model import build_stage, trainable_names
-from mpizero.parallel.partition.parallel_layout import Spread
+from mpizero.parallel.partition.local_model import partition_model, trainable_names
+from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.step_rules import assigns_waves
 from mpizero.types import BlockModel
@@ -56,7 +56,7 @@ class PlacedModel:
         The ranks and how they work together.
     placement : Placement
         The row of the strategy.
-    spread : Spread, optional
+    parallel_layout : ParallelLayout, optional
         How the model is cut besides data parallelism; not at all unless given.
     device : int, optional
         The GPU of the node to compute on; without it the ranks of a node take its GPUs in turn.
@@ -69,7 +69,7 @@ class PlacedModel:
         model: Any,
         config: ShardingConfig,
         placement: Placement,
-        spread: Spread | None = None,
+        parallel_layout: ParallelLayout | None = None,
         *,
         device: int | None = None,
         private: bool = False,
@@ -83,15 +83,15 @@ class PlacedModel:
         self.dtype = np.dtype(model.dtype)
         if self.dtype not in (np.float32, np.float64):
             raise ConfigError(f"parameters of type {self.dtype} are not supported: use float32 or float64")
-        self._find_part(spread, private=private)
+        self._find_part(parallel_layout, private=private)
         if not fits_shared_memory(self.grid, self.layout, self.dtype.itemsize, placement, config):
-            self._find_part(spread, private=True)
+            self._find_part(parallel_layout, private=True)
         try:
             self._take_memory()
         except SharedMemoryError as error:  # on all ranks: somebody has taken it meanwhile
             self.memory.close()
             tell_private(self.grid.world, str(error))
-            self._find_part(spread, private=True)
+            self._find_part(parallel_layout, private=True)
             self._take_memory()
         self.whole = GlobalView(blocks_of(model), self.store, self.grid)
         self.scalars = GrainScalars(self.grid, self.layout, tuple(blocks_of(model)))
@@ -105,17 +105,18 @@ class PlacedModel:
         self.half_loaded: HalfLoaded | None = None
         self.store.begin(model)
 
-    def _find_part(self, spread: Spread | None, *, private: bool) -> None:
+    def _find_part(self, parallel_layout: ParallelLayout | None, *, private: bool) -> None:
         """Find the groups of ranks and this rank's part of the model."""
-        axes = None if spread is None else spread.axes(self.config.communicator.size)
+        axes = None if parallel_layout is None else parallel_layout.axes(self.config.communicator.size)
         self.grid = self.config.grid_of(axes, private=private)
         if self.grid.context.size > 1 and self.grid.order != tuple(range(self.grid.data.size)):
             self.grid = self.config.grid_of(axes, private=True)  # the parts of a grain must be neighbours in a wave
-        self.stage = build_stage(self.model, self.grid, spread or Spread(), self.compute_device.group)
-        self.layout = self._layout_of(self.stage.number)
+        layout = parallel_layout or ParallelLayout()
+        self.partitioned = partition_model(self.model, self.grid, layout, self.compute_device.group)
+        self.layout = self._layout_of(self.partitioned.stage)
 
     def _layout_of(self, stage: int) -> FlatLayout:
-        return self.stage.layout(
+        return self.partitioned.layout(
             stage, one_unit=self.placement.one_unit, minimum_unit=self.config.minimum_parameter_group_size
         )
 
@@ -150,14 +151,14 @@ class PlacedModel:
 
     def _tie_exchange(self) -> Callable[[Sequence[UpdatePiece]], TieExchange] | None:
         """Return what makes the exchange of parameters that this stage shares with others; None without any."""
-        if not self.stage.has_shared_parameters:
+        if not self.partitioned.has_shared_parameters:
             return None
-        layouts = {use.stage: self._layout_of(use.stage) for uses in self.stage.uses.values() for use in uses}
-        return partial(TieExchange, self.grid, self.stage, layouts)
+        layouts = {use.stage: self._layout_of(use.stage) for uses in self.partitioned.uses.values() for use in uses}
+        return partial(TieExchange, self.grid, self.partitioned, layouts)
 
     def _make_runner(self) -> Runner:
         return make_runner(
-            self.stage, self.grid, self.store, self.scalars, self.compute_device, self.current_loss_scale
+            self.partitioned, self.grid, self.store, self.scalars, self.compute_device, self.current_loss_scale
         )
 
     # ------------------------------------------------------------------ changes
@@ -188,7 +189,9 @@ class PlacedModel:
     def exchange_model(self, model: Any) -> None:
         """Evaluate ``model``, which has the same parameters, from now on."""
         self.model = model
-        self.stage = build_stage(model, self.grid, self.stage.spread, self.compute_device.group)
+        self.partitioned = partition_model(
+            model, self.grid, self.partitioned.parallel_layout, self.compute_device.group
+        )
         self.runner = self._make_runner()
 
     def reserve(self, samples: int) -> None:

@@ -153,7 +153,7 @@ class Flow:
         """What lives at the fullest moments of a step."""
         held: dict[tuple[int, int], int] = {}
         kept = caches = most = total = 0
-        alone = self.part.stage.spread.pipeline == 1
+        alone = self.part.partitioned.parallel_layout.pipeline == 1
         for place, (kind, chunk, micro) in enumerate(self.program):
             if not self.jobs[micro]:
                 continue
@@ -174,28 +174,28 @@ class Flow:
 
     def _messages(self, place: int) -> int:
         """Return the bytes of the receives posted ahead while an instruction runs, and of what was sent before it."""
-        if self.part.stage.spread.pipeline == 1:
+        if self.part.partitioned.parallel_layout.pipeline == 1:
             return 0
         ahead = sum(self._received(instruction) for instruction in self.program[place + 1 : place + AHEAD])
         return ahead + (self._sent(self.program[place - 1]) if place else 0)
 
     def _received(self, instruction: Instruction) -> int:
         kind, chunk, micro = instruction
-        samples, stages = self.jobs[micro], self.part.stage.spread.chunks
+        samples, stages = self.jobs[micro], self.part.partitioned.parallel_layout.chunks
         forward, last = kind == "forward", chunk == len(stages) - 1
         source = chunk - 1 if forward else chunk + 1
         if not samples or (chunk == 0 if forward else last or kind == "backward_weights"):
             return 0
-        if stages[source] == self.part.stage.number:
+        if stages[source] == self.part.partitioned.stage:
             return 0
         return self.part.output(source, samples) if forward else self.part.gradient(source, samples)
 
     def _sent(self, instruction: Instruction) -> int:
         kind, chunk, micro = instruction
-        samples, stages = self.jobs[micro], self.part.stage.spread.chunks
+        samples, stages = self.jobs[micro], self.part.partitioned.parallel_layout.chunks
         forward, last = kind == "forward", chunk == len(stages) - 1
         if not samples or (last if forward else chunk == 0 or kind == "backward_weights"):
             return 0
-        if stages[chunk + 1 if forward else chunk - 1] == self.part.stage.number:
+        if stages[chunk + 1 if forward else chunk - 1] == self.part.partitioned.stage:
             return 0
         return self.part.output(chunk, samples) if forward else self.part.gradient(chunk, samples)

@@ -65,11 +65,11 @@ class Passes:
     @property
     def fused(self) -> bool:
         """Whether the optimizer takes sums up at once; of the ring's, the last row of the stack."""
-        training, stage = self.traffic.training, self.traffic.part.stage
+        training, partitioned = self.traffic.training, self.traffic.part.partitioned
         return fuses_update(
             training.optimizer,
             norm=training.needs_norm,
-            ties=stage.has_shared_parameters,
+            ties=partitioned.has_shared_parameters,
             peers=self.traffic.grid.peers.size,
             waves=training.step.waves,
         )

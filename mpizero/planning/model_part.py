@@ -11,8 +11,8 @@ from mpizero import nn
 from mpizero.errors import DataError
 from mpizero.layout import FlatLayout
 from mpizero.nn.operations import Operations
-from mpizero.parallel.partition.local_model import Stage, build_stage
-from mpizero.parallel.partition.parallel_layout import Spread
+from mpizero.parallel.partition.local_model import PartitionedModel, partition_model
+from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import Placement
 from mpizero.planning.block_trial import FEW, Sample, Trial, Trials
 from mpizero.planning.byte_counts import Call, RecordingGroup
@@ -29,7 +29,7 @@ class Part:
 
     Attributes
     ----------
-    stage : Stage
+    partitioned : PartitionedModel
         Its blocks.
     trials : Trials
         Tries of the blocks of all stages.
@@ -43,7 +43,7 @@ class Part:
         Ranks of the data group.
     """
 
-    stage: Stage
+    partitioned: PartitionedModel
     trials: Trials
     asked: tuple[Call, ...]
     shape: tuple[int, ...]
@@ -52,7 +52,13 @@ class Part:
 
     @classmethod
     def build(
-        cls, model: Any, grid: PlannedGrid, spread: Spread, sample: Sample, row: Placement, minimum_unit: int
+        cls,
+        model: Any,
+        grid: PlannedGrid,
+        parallel_layout: ParallelLayout,
+        sample: Sample,
+        row: Placement,
+        minimum_unit: int,
     ) -> Part:
         """Split the model as a rank would. Not collective.
 
@@ -61,20 +67,20 @@ class Part:
         ConfigError
             If the model cannot be split or cut like this.
         """
-        stage = build_stage(model, cast("ProcessGrid", grid), spread)
+        partitioned = partition_model(model, cast("ProcessGrid", grid), parallel_layout)
         layouts = {
-            number: stage.layout(number, one_unit=row.one_unit, minimum_unit=minimum_unit)
-            for number in range(grid.pipeline.size)
+            stage: partitioned.layout(stage, one_unit=row.one_unit, minimum_unit=minimum_unit)
+            for stage in range(grid.pipeline.size)
         }
         group = grid.context_group if grid.context.size > 1 else grid.tensor_group
-        local, asked = _local(sample, stage, group)
-        trials = Trials(stage.split.blocks, stage.split.loss, local, group, model.dtype)
-        return cls(stage, trials, asked, tuple(sample.x.shape[1:]), layouts, grid.data.size)
+        local, asked = _local(sample, partitioned, group)
+        trials = Trials(partitioned.split.blocks, partitioned.split.loss, local, group, model.dtype)
+        return cls(partitioned, trials, asked, tuple(sample.x.shape[1:]), layouts, grid.data.size)
 
     @cached_property
     def layout(self) -> FlatLayout:
         """The parameters of this stage."""
-        return self.layouts[self.stage.number]
+        return self.layouts[self.partitioned.stage]
 
     @cached_property
     def shards(self) -> Shards:
@@ -83,12 +89,12 @@ class Part:
 
     def blocks(self, chunk: int) -> tuple[str, ...]:
         """Return the names of a chunk's blocks. Not collective."""
-        return self.stage.cuts[chunk]
+        return self.partitioned.cuts[chunk]
 
     @property
     def last_chunk(self) -> int:
         """The chunk with the model's last block."""
-        return len(self.stage.cuts) - 1
+        return len(self.partitioned.cuts) - 1
 
     def tried(self, chunk: int, samples: int) -> list[Trial]:
         """Return the trials of a chunk's blocks, the loss included in the last. Not collective."""
@@ -114,7 +120,7 @@ class Part:
         """The floating-point work of every block for one sample; None where a block does not count it."""
         shape: tuple[int, ...] = self.shape
         found: dict[str, Operations] = {}
-        for name, layer in self.stage.split.blocks.items():
+        for name, layer in self.partitioned.split.blocks.items():
             if not isinstance(layer, nn.Layer):
                 return None
             try:
@@ -144,20 +150,20 @@ class Part:
 
     def on(self, stage: int) -> Part:
         """Return the same part of another stage. Not collective."""
-        return replace(self, stage=replace(self.stage, number=stage))
+        return replace(self, partitioned=replace(self.partitioned, stage=stage))
 
 
-def _local(sample: Sample, stage: Stage, group: RecordingGroup) -> tuple[Sample, tuple[Call, ...]]:
+def _local(sample: Sample, partitioned: PartitionedModel, group: RecordingGroup) -> tuple[Sample, tuple[Call, ...]]:
     """Return what the blocks of a part are given of a sample and are told, and what it takes to know that.
 
     Not collective.
     """
     x, y, run = sample.x[:1], sample.y[:1], sample.run
-    cut = stage.spread.context > 1
+    cut = partitioned.parallel_layout.context > 1
     if cut:
         x, y, run = *nn.cut_batch(x, y, group), replace(run, length=x.shape[1])
     group.calls.clear()
     with suppress(DataError):  # a context group asks for lengths, and nobody answers
-        told = stage.run_on(x, sample.run)
+        told = partitioned.run_on(x, sample.run)
         run = run if cut else told
     return Sample(x, y, run), tuple(group.calls)

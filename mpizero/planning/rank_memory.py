@@ -215,7 +215,7 @@ class Holdings:
         group = traffic.group
         if group.size == 1:
             return Bytes()
-        chunks, sizes = part.stage.chunks, set(traffic.jobs) - {0}
+        chunks, sizes = part.partitioned.chunks, set(traffic.jobs) - {0}
         calls = {call for chunk in chunks for samples in sizes for call in part.calls(chunk, samples)}
         if group.shares_memory:
             return Bytes(0, window_bytes(calls, group.size), group.size)

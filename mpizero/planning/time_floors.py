@@ -85,7 +85,7 @@ class Floors:
 
     def _work(self, traffic: Traffic) -> tuple[float, float]:
         part, samples, rate = traffic.part, sum(traffic.jobs), self.machine.rate(self.ranks_per_node)
-        work = [part.work(chunk) for chunk in part.stage.chunks]
+        work = [part.work(chunk) for chunk in part.partitioned.chunks]
         forward = sum(chunk.forward for chunk in work) * samples
         return forward / rate, sum(chunk.total for chunk in work) * samples / rate - forward / rate
 
@@ -146,4 +146,4 @@ class Floors:
         simulation = self.plan.simulation
         if simulation is None:
             return 0.0
-        return simulation.makespan - simulation.busy[traffic.part.stage.number]
+        return simulation.makespan - simulation.busy[traffic.part.partitioned.stage]

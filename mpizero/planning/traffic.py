@@ -120,12 +120,12 @@ class Traffic:
     @cached_property
     def program(self) -> tuple[Instruction, ...]:
         """What this rank's stage does, absent micro-batches included, those that pad the schedule not."""
-        spread, jobs = self.part.stage.spread, len(self.jobs)
+        axes, jobs = self.part.partitioned.parallel_layout, len(self.jobs)
         if self.grid.pipeline.size == 1 or not jobs:
             every = range(jobs)
             return tuple(Instruction(kind, 0, micro) for micro in every for kind in ("forward", "backward"))
-        schedule = build_schedule(spread.schedule, spread.pipeline, jobs, spread.virtual_stages)
-        return tuple(i for i in schedule.programs[self.part.stage.number] if i.micro < jobs)
+        schedule = build_schedule(axes.schedule, axes.pipeline, jobs, axes.virtual_stages)
+        return tuple(i for i in schedule.programs[self.part.partitioned.stage] if i.micro < jobs)
 
     # ------------------------------------------------------------------ gradients and parameters
 
@@ -203,7 +203,7 @@ class Traffic:
         """Return the gathers of units before the passes of a step. Not collective."""
         if not self.sharded:
             return []
-        units = {chunk: self.part.layout.units_of(self.part.blocks(chunk)) for chunk in self.part.stage.chunks}
+        units = {chunk: self.part.layout.units_of(self.part.blocks(chunk)) for chunk in self.part.partitioned.chunks}
         of_unit = {unit.index: self._gather(unit) for unit in self.part.layout.units}
         return [of_unit[unit.index] for instruction in self.program for unit in units[instruction.chunk]]
 
@@ -231,7 +231,7 @@ class Traffic:
             return Sent()
         found = Sent()
         for samples in sorted(set(self.jobs) - {0}):
-            calls = [call for chunk in self.part.stage.chunks for call in self.part.calls(chunk, samples)]
+            calls = [call for chunk in self.part.partitioned.chunks for call in self.part.calls(chunk, samples)]
             once = total(call.sent(rank, size, in_window=in_window) for call in calls)
             found += once.times(self.jobs.count(samples))
         return found
@@ -245,7 +245,7 @@ class Traffic:
         if group.size == 1 or not group.shares_memory:
             return found
         for samples in sorted(set(self.jobs) - {0}):
-            once = Counter(call for chunk in self.part.stage.chunks for call in self.part.calls(chunk, samples))
+            once = Counter(call for chunk in self.part.partitioned.chunks for call in self.part.calls(chunk, samples))
             found.update({call: count * self.jobs.count(samples) for call, count in once.items()})
         return found
 
@@ -255,12 +255,12 @@ class Traffic:
         return self.grid.tensor if self.grid.tensor.size > 1 else self.grid.context
 
     def _activations(self) -> Sent:
-        stages, here, found = self.part.stage.spread.chunks, self.part.stage.number, Sent()
+        stages, here, found = self.part.partitioned.parallel_layout.chunks, self.part.partitioned.stage, Sent()
         if self.grid.pipeline.size == 1:
             return found
         for samples in sorted(set(self.jobs) - {0}):
             once = Sent()
-            for chunk in self.part.stage.chunks:
+            for chunk in self.part.partitioned.chunks:
                 if chunk < len(stages) - 1 and stages[chunk + 1] != here:
                     once += one(self.part.output(chunk, samples))
                 if chunk > 0 and stages[chunk - 1] != here:
@@ -269,15 +269,15 @@ class Traffic:
         return found
 
     def _ties(self) -> Sent:
-        if not self.part.stage.has_shared_parameters:
+        if not self.part.partitioned.has_shared_parameters:
             return Sent()
-        ties = TieExchange(cast("ProcessGrid", self.grid), self.part.stage, self.part.layouts, ())
+        ties = TieExchange(cast("ProcessGrid", self.grid), self.part.partitioned, self.part.layouts, ())
         return total(
             one(holder.span.intersect(tie.mine).size * self.training.itemsize)
             for tie in ties.ties
             for holder in tie.holders
             for use in tie.uses
-            if holder.stage != self.part.stage.number and use.stage == self.part.stage.number
+            if holder.stage != self.part.partitioned.stage and use.stage == self.part.partitioned.stage
         )
 
     # ------------------------------------------------------------------ small messages

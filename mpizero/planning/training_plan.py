@@ -12,7 +12,7 @@ import numpy as np
 from mpizero import optim
 from mpizero.layout import Axes, Coordinates, Costs, Grains, Simulation, build_schedule, simulate
 from mpizero.parallel.config import ShardingConfig
-from mpizero.parallel.partition.parallel_layout import Spread
+from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.step_rules import assigns_waves
 from mpizero.planning.activation_memory import Flow
@@ -98,7 +98,7 @@ class TrainingPlan:
         Its settings; the communicator is not used.
     row : Placement
         The row of the placement table.
-    spread : Spread
+    parallel_layout : ParallelLayout
         Sizes of the axes, schedule and cuts.
     ranks : int
         How many there would be.
@@ -125,7 +125,7 @@ class TrainingPlan:
     optimizer: Any
     config: ShardingConfig
     row: Placement
-    spread: Spread = field(default_factory=Spread)
+    parallel_layout: ParallelLayout = field(default_factory=ParallelLayout)
     ranks: int
     ranks_per_node: int | None = None
     global_batch: int
@@ -138,7 +138,7 @@ class TrainingPlan:
     @cached_property
     def axes(self) -> Axes:
         """Sizes and order of the axes."""
-        return self.spread.axes(self.ranks)
+        return self.parallel_layout.axes(self.ranks)
 
     @cached_property
     def places(self) -> PlannedRanks:
@@ -184,7 +184,11 @@ class TrainingPlan:
         traffic = self.traffic(rank)
         holdings, part = Holdings(traffic, self._flow(traffic)), traffic.part
         samples = sum(traffic.jobs)
-        work = None if part.operations is None else sum(part.work(chunk).total for chunk in part.stage.chunks) * samples
+        work = (
+            None
+            if part.operations is None
+            else sum(part.work(chunk).total for chunk in part.partitioned.chunks) * samples
+        )
         return RankPlan(
             rank=rank,
             here=traffic.grid.here,
@@ -207,7 +211,7 @@ class TrainingPlan:
     def _flow(self, traffic: Traffic) -> Flow:
         """Return what micro-batches keep, once for all ranks of a stage and part whose micro-batches are alike."""
         _, tensor, _, context = traffic.grid.here
-        key = (traffic.part.stage.number, tensor, context, traffic.jobs)
+        key = (traffic.part.partitioned.stage, tensor, context, traffic.jobs)
         if key not in self._flows:
             self._flows[key] = Flow(traffic.part, traffic.jobs, traffic.program)
         return self._flows[key]
@@ -222,7 +226,7 @@ class TrainingPlan:
         if (tensor, context) not in self._parts:
             sample = Sample(self.x, self.y, Run(training=True, seed=getattr(self.model, "seed", 0)))
             minimum = self.config.minimum_parameter_group_size
-            part = Part.build(self.model, grid, self.spread, sample, self.row, minimum)
+            part = Part.build(self.model, grid, self.parallel_layout, sample, self.row, minimum)
             first = next(iter(self._parts.values()), None)
             self._parts[tensor, context] = (
                 part if first is None else part.like(first, max(1, self.training.step.largest))
@@ -241,8 +245,8 @@ class TrainingPlan:
         """
         if self.axes.pipeline == 1:
             return None
-        jobs = self.micro_batches
-        schedule = build_schedule(self.spread.schedule, self.axes.pipeline, jobs, self.spread.virtual_stages)
+        jobs, layout = self.micro_batches, self.parallel_layout
+        schedule = build_schedule(layout.schedule, self.axes.pipeline, jobs, layout.virtual_stages)
         return simulate(schedule, self._costs(self.traffic(0).part), present=jobs)
 
     @property
@@ -253,11 +257,13 @@ class TrainingPlan:
     def _costs(self, part: Part) -> Costs:
         samples = self.training.step.largest / self.rate
         if part.operations is None or not any(work.total for work in part.operations.values()):
-            specs = {name: block.specs() for name, block in part.stage.split.blocks.items()}
-            sizes = tuple(samples * sum(s.size for name in names for s in specs[name]) for names in part.stage.cuts)
+            specs = {name: block.specs() for name, block in part.partitioned.split.blocks.items()}
+            sizes = tuple(
+                samples * sum(s.size for name in names for s in specs[name]) for names in part.partitioned.cuts
+            )
             return Costs(sizes, sizes, sizes)
-        work = [part.work(chunk) for chunk in range(len(part.stage.cuts))]
-        borders = range(len(part.stage.cuts) - 1)
+        work = [part.work(chunk) for chunk in range(len(part.partitioned.cuts))]
+        borders = range(len(part.partitioned.cuts) - 1)
         return Costs(
             tuple(samples * chunk.forward for chunk in work),
             tuple(samples * chunk.backward_input for chunk in work),

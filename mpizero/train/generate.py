@@ -102,8 +102,8 @@ class WholeModel:
 
 
 @dataclass(frozen=True)
-class SpreadModel:
-    """A GPT whose parameters are spread over ranks, all of which ask for the same context."""
+class ShardedLanguageModel:
+    """A GPT whose parameters are split over ranks, which all ask for the same context."""
 
     model: HybridShardedModel
 
@@ -235,9 +235,9 @@ def open_language_model(
                 loaded = WholeModel(model, nn.bind(model, named))
             else:
                 sharding = stack.enter_context(ShardingConfig(comm=comm, threads=threads))
-                spread = stack.enter_context(HybridShardedModel(model, sharding, **layout.arguments()))
-                model_state.restore(spread.engine, reader)
-                loaded = SpreadModel(spread)
+                sharded = stack.enter_context(HybridShardedModel(model, sharding, **layout.arguments()))
+                model_state.restore(sharded.engine, reader)
+                loaded = ShardedLanguageModel(sharded)
         yield loaded
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,7 +12,6 @@ import numpy as np
 
 from mpizero.errors import ConfigError
 from mpizero.layout import Simulation
-from mpizero.parallel.partition.parallel_layout import Spread
 from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
 from mpizero.planning.machine_file import Machine
@@ -111,16 +110,6 @@ def plan(config: Config, request: PlanRequest) -> Plan:
     config.parallel.check_ranks(request.ranks)
     model, x, y = _model_and_sample(config)
     parallel = config.parallel
-    spread = Spread(
-        pipeline=parallel.pipeline,
-        tensor=parallel.tensor,
-        data=parallel.data,
-        context=parallel.context,
-        order=parallel.order,
-    )
-    if parallel.pipeline > 1:
-        schedule, virtual = parallel.schedule, parallel.virtual_stages
-        spread = replace(spread, schedule=schedule, virtual_stages=virtual, cuts=parallel.cuts)
     sharding = build_sharding(config, cast("Communicator", "self"))  # whose ranks are never asked for
     training = TrainingPlan(
         model=model,
@@ -128,7 +117,7 @@ def plan(config: Config, request: PlanRequest) -> Plan:
         config=sharding,
         loss_scale=sharding.loss_scale(None) is not None,
         row=placement(parallel.strategy),
-        spread=spread,
+        parallel_layout=parallel.parallel_layout(),
         ranks=request.ranks,
         ranks_per_node=request.ranks_per_node,
         global_batch=config.train.global_batch,

@@ -124,8 +124,8 @@ def another_strategy_on_one_rank():
     (mz.ZeRO3Model if case.rank() == 0 else mz.ZeRO2Model)(_mlp(), _config(timeout=20.0))
 
 
-@_differ("pipeline of the spread of the model 1 on rank 0, 2 on rank", ranks=(2,))
-def another_spread_on_one_rank():
+@_differ("pipeline of the parallel layout 1 on rank 0, 2 on rank", ranks=(2,))
+def another_layout_on_one_rank():
     """Ask for tensor parallelism on rank 0 and for a pipeline on the others."""
     mine = {"tensor_parallel_size": 2} if case.rank() == 0 else {"pipeline_parallel_size": 2}
     mz.HybridShardedModel(mz.nn.GPT(8, 2, 2, 8), _config(timeout=20.0), **mine)

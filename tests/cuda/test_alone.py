@@ -24,7 +24,7 @@ from mpizero.kernels.simulated import SimulatedArray
 from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
 from mpizero.testing import run_in_threads
-from tests.parallel.spreads import Blocks
+from tests.parallel.parallel_layouts import Blocks
 
 STRATEGIES = (mz.DDPModel, mz.ZeRO1Model, mz.ZeRO2Model, mz.ZeRO3Model)
 OPTIMIZERS = {"adamw": mz.AdamW(lr=0.01), "lamb": mz.LAMB(lr=0.01)}

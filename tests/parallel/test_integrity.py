@@ -12,7 +12,7 @@ import mpizero as mz
 from mpizero.errors import ConfigError, IntegrityError
 from mpizero.testing import run_in_threads
 from tests.parallel.models import STRATEGIES, gpt, layouts, mlp, part, points, sharded, tokens
-from tests.parallel.spreads import Case, Way, placed
+from tests.parallel.parallel_layouts import Case, Way, placed
 
 
 def flip(values: Any, place: int, bit: int = 3) -> None:

@@ -19,14 +19,14 @@ from mpizero.errors import ConfigError
 from mpizero.layout import SCHEDULES, Axes, Grains
 from mpizero.nn import Frozen
 from mpizero.parallel.model.hybrid import ZERO_STAGES
-from mpizero.parallel.partition.parallel_layout import Spread
+from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import placement
 from mpizero.planning import PARTS, PURPOSES, RankPlan, Sent, TrainingPlan
 from mpizero.planning.planned_grid import PlannedRanks
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import EVALUATE, Array
 from tests.parallel.models import MEMORIES
-from tests.parallel.spreads import VIRTUAL, Blocks, Trap, gpt, mlp, points, texts
+from tests.parallel.parallel_layouts import VIRTUAL, Blocks, Trap, gpt, mlp, points, texts
 from tests.traced import traced_peak
 
 #: The parts of memory that the library's own allocator counts.
@@ -49,7 +49,7 @@ class Job(NamedTuple):
     """A training to be planned and to be run."""
 
     zero: int = 1
-    spread: Mapping[str, Any] = {}
+    parallel_layout: Mapping[str, Any] = {}
     optimizer: Any = mz.AdamW(lr=1e-3)
     batch: int = 8
     model: Any = gpt
@@ -82,7 +82,7 @@ def planned(job: Job, ranks: int, **more: Any) -> TrainingPlan:
         optimizer=job.optimizer,
         config=mz.ShardingConfig(**job.settings),
         row=placement(ZERO_STAGES[job.zero]),
-        spread=Spread(**job.spread),
+        parallel_layout=ParallelLayout(**job.parallel_layout),
         ranks=ranks,
         global_batch=job.batch,
         x=x,
@@ -95,8 +95,8 @@ def measured(
     job: Job, comm: Communicator, around: Callable[[Callable[[], Any]], Any] = lambda train: train()
 ) -> Measured:
     """Train two steps, with batches as ``mpizero.data.batches`` deals them; the second inside ``around``."""
-    sizes = {axis: job.spread.get(axis, 1) for axis in ("pipeline", "tensor", "context")}
-    rest = {key: value for key, value in job.spread.items() if key not in sizes}
+    sizes = {axis: job.parallel_layout.get(axis, 1) for axis in ("pipeline", "tensor", "context")}
+    rest = {key: value for key, value in job.parallel_layout.items() if key not in sizes}
     config = mz.ShardingConfig(comm=comm, **job.settings)
     model = mz.HybridShardedModel(
         job.model(), config, sizes["pipeline"], sizes["tensor"], zero_stage=job.zero,
@@ -231,7 +231,7 @@ def spreads(ranks: int) -> list[Job]:
                 found.append(
                     job(
                         {"config": MEMORIES[turn % 3]}, batches(ranks)[turn % 5], OPTIMIZERS[(turn // 2) % 3],
-                        zero=(turn + ranks) % 4, spread=way, model=lambda h=heads: gpt(**h),
+                        zero=(turn + ranks) % 4, parallel_layout=way, model=lambda h=heads: gpt(**h),
                     )
                 )  # fmt: skip
     return found
@@ -263,7 +263,7 @@ def test_ranks_of_a_real_job_hold_and_send_what_was_planned(world: Any) -> None:
 def test_two_by_two_by_two_holds_and_sends_what_was_planned(zero: int) -> None:
     for memory in MEMORIES:
         way = {"pipeline": 2, "tensor": 2}
-        check_on_threads(job({"config": memory}, zero=zero, spread=way, batch=9, config={"micro_batch": 2}), 8)
+        check_on_threads(job({"config": memory}, zero=zero, parallel_layout=way, batch=9, config={"micro_batch": 2}), 8)
 
 
 @pytest.mark.parametrize("order", ["data,tensor,pipeline", "tensor,pipeline,data", "context,data,tensor,pipeline"])
@@ -319,9 +319,11 @@ MODELS: dict[str, dict[str, Any]] = {
 def test_every_kind_of_model_holds_and_sends_what_was_planned(name: str) -> None:
     for zero in range(4):
         check_on_threads(job({"config": MEMORIES[1]}, MODELS[name], zero=zero, batch=7), 3)
-        check_on_threads(job(MODELS[name], zero=zero, batch=7, spread={"pipeline": 2}, config=MEMORIES[zero % 3]), 4)
+        check_on_threads(
+            job(MODELS[name], zero=zero, batch=7, parallel_layout={"pipeline": 2}, config=MEMORIES[zero % 3]), 4
+        )
     if name not in ("MLP", "user's layer"):
-        check_on_threads(job(MODELS[name], batch=7, spread={"tensor": 2}, config=MEMORIES[1]), 4)
+        check_on_threads(job(MODELS[name], batch=7, parallel_layout={"tensor": 2}, config=MEMORIES[1]), 4)
 
 
 def test_messages_of_many_pieces_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,9 +361,9 @@ def test_what_grows_evenly_is_found_from_a_few_samples() -> None:
     for each in (*wide, Job(**MODELS["MLP"]), Job(**MODELS["user's layer"])):
         for way in ({}, {"tensor": 2}, {"context": 2}) if each.data is texts else ({},):
             # What other threads of the process hold for a moment is in a peak too: each must be right in one of a few.
-            wrong = peaks_that_grow_otherwise(each._replace(spread=way))
+            wrong = peaks_that_grow_otherwise(each._replace(parallel_layout=way))
             for _ in range(4):
-                wrong = wrong and wrong & peaks_that_grow_otherwise(each._replace(spread=way))
+                wrong = wrong and wrong & peaks_that_grow_otherwise(each._replace(parallel_layout=way))
             assert not wrong, (way, each)
 
 
@@ -477,16 +479,18 @@ def test_work_falls_by_stages_parts_and_replicas_and_adds_up_to_the_whole() -> N
     data = lambda count, batch: texts(count, batch, vocabulary=32, length=8)  # noqa: E731
     (alone,) = planned(Job(model=model, data=data), 1).by_rank
     for way in ({"tensor": 2}, {"tensor": 4}, {"pipeline": 2}, {"pipeline": 2, "tensor": 2}, {}):
-        found = [rank.operations for rank in planned(Job(spread=way, model=model, data=data), 8).by_rank]
+        found = [rank.operations for rank in planned(Job(parallel_layout=way, model=model, data=data), 8).by_rank]
         assert sum(found) == alone.operations
         if "pipeline" not in way:
             assert set(found) == {alone.operations // 8}
 
 
 def test_layers_that_do_not_count_their_work_leave_it_open() -> None:
-    plan = planned(job(MODELS["user's layer"], spread={"pipeline": 2}), 2)
+    plan = planned(job(MODELS["user's layer"], parallel_layout={"pipeline": 2}), 2)
     assert plan.by_rank[0].operations is not None  # one without products of its own counts as none
-    plan = planned(Job(model=lambda: Blocks(mlp(), {"hidden.0": Uncounted}), data=points, spread={"pipeline": 2}), 2)
+    plan = planned(
+        Job(model=lambda: Blocks(mlp(), {"hidden.0": Uncounted}), data=points, parallel_layout={"pipeline": 2}), 2
+    )
     assert {rank.operations for rank in plan.by_rank} == {None}
     assert plan.simulation.bubble > 0
 

@@ -9,11 +9,11 @@ import mpizero as mz
 from mpizero.kernels import blas
 from mpizero.nn.layer import matmul
 from mpizero.parallel.config import ShardingConfig
-from mpizero.parallel.partition.parallel_layout import Spread
+from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan, block_trial
 from mpizero.planning.fake_array import Unmultiplied
-from tests.parallel.spreads import gpt
+from tests.parallel.parallel_layouts import gpt
 
 ZEROS = np.zeros((3, 4), np.float32).view(Unmultiplied)
 
@@ -56,10 +56,10 @@ def test_another_blas_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert matmul(big.view(Unmultiplied), big).shape == (128, 128)
 
 
-@pytest.mark.parametrize("spread", [{}, {"tensor": 2}, {"context": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"context": 2}], ids=str)
 @pytest.mark.parametrize("again", [False, True])
 def test_blocks_keep_and_send_the_same_as_with_their_products(
-    monkeypatch: pytest.MonkeyPatch, spread: dict[str, int], again: bool
+    monkeypatch: pytest.MonkeyPatch, layout: dict[str, int], again: bool
 ) -> None:
     def tried() -> dict[str, block_trial.Trial]:
         x = np.zeros((1, 6), np.int64)
@@ -68,7 +68,7 @@ def test_blocks_keep_and_send_the_same_as_with_their_products(
             optimizer=mz.AdamW(),
             config=ShardingConfig(micro_batch=2),
             row=placement("zero1"),
-            spread=Spread(**spread),
+            parallel_layout=ParallelLayout(**layout),
             ranks=2,
             global_batch=4,
             x=x,

@@ -14,12 +14,12 @@ from mpizero.parallel.execution.pipeline import PipelineRunner
 from mpizero.parallel.execution.sequential import Runner, SequentialRunner, agreeable_errors
 from mpizero.parallel.gradients.unwritten_gradients import WriteCheck
 from mpizero.parallel.parameters.store import ParameterStore
-from mpizero.parallel.partition.local_model import Stage
+from mpizero.parallel.partition.local_model import PartitionedModel
 from mpizero.types import BlockModel
 
 
 def make_runner(
-    stage: Stage,
+    partitioned: PartitionedModel,
     grid: ProcessGrid,
     store: ParameterStore,
     scalars: GrainScalars,
@@ -32,11 +32,12 @@ def make_runner(
         "agreeable": agreeable_errors(grid),
         "compute_device": device,
     }
-    if not isinstance(stage.model, BlockModel):
-        return SequentialRunner(BlackBoxEvaluator(stage.model, store), scalars, stage, **kinds)
+    if not isinstance(partitioned.local, BlockModel):
+        return SequentialRunner(BlackBoxEvaluator(partitioned.local, store), scalars, partitioned, **kinds)
     always = "gradients" in guard.current().debug
-    kinds["marks"] = WriteCheck(stage.model.blocks, scalars.frozen, always=always)
+    kinds["marks"] = WriteCheck(partitioned.local.blocks, scalars.frozen, always=always)
     provider = device.lender(store)
     if grid.pipeline.size > 1:
-        return PipelineRunner(stage, provider, grid.pipeline, scalars, loss_scale, **kinds)
-    return SequentialRunner(BlockEvaluator(stage.model, provider, loss_scale, stage.run_on), scalars, stage, **kinds)
+        return PipelineRunner(partitioned, provider, grid.pipeline, scalars, loss_scale, **kinds)
+    evaluator = BlockEvaluator(partitioned.local, provider, loss_scale, partitioned.run_on)
+    return SequentialRunner(evaluator, scalars, partitioned, **kinds)

@@ -28,7 +28,7 @@ from mpizero.parallel.execution.sequential import RunOf, WatchedJob
 from mpizero.parallel.gradients.reducer import Job
 from mpizero.parallel.gradients.unwritten_gradients import WriteCheck
 from mpizero.parallel.parameters.store import Lender
-from mpizero.parallel.partition.local_model import Stage
+from mpizero.parallel.partition.local_model import PartitionedModel
 from mpizero.parallel.return_checks import loss_and_weight
 from mpizero.sampletree import as_arrays
 from mpizero.types import EVALUATE, Run
@@ -57,7 +57,7 @@ class PipelineRunner:
 
     Parameters
     ----------
-    stage : Stage
+    partitioned : PartitionedModel
         This rank's chunks.
     store : Lender
         Their parameters, where the layers compute.
@@ -79,7 +79,7 @@ class PipelineRunner:
 
     def __init__(
         self,
-        stage: Stage,
+        partitioned: PartitionedModel,
         store: Lender,
         comm: Communicator,
         scalars: GrainScalars,
@@ -90,21 +90,21 @@ class PipelineRunner:
         compute_device: ComputeDevice | None = None,
         marks: WriteCheck | None = None,
     ) -> None:
-        self.stage, self.store, self.comm, self.scalars = stage, store, comm, scalars
+        self.partitioned, self.store, self.comm, self.scalars = partitioned, store, comm, scalars
         self.loss_scale, self.counts, self.agreeable = loss_scale, counts, agreeable
-        self.criterion, self.marks = stage.model.loss, marks
+        self.criterion, self.marks = partitioned.local.loss, marks
         self.compute_device = compute_device or ComputeDevice()
         self.pipeline_p2p = self.compute_device.pipeline_p2p(comm)
-        self.stage_of = stage.spread.chunks
-        self.units = {chunk: self.store.layout.units_of(stage.cuts[chunk]) for chunk in stage.chunks}
+        self.stage_of = partitioned.parallel_layout.chunks
+        self.units = {chunk: self.store.layout.units_of(partitioned.cuts[chunk]) for chunk in partitioned.chunks}
         self.most_caches = 0
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._predicted = 0
 
     def schedule(self, micro_batches: int) -> Schedule:
         """Return the schedule for a number of micro-batches. Not collective."""
-        spread = self.stage.spread
-        return build_schedule(spread.schedule, spread.pipeline, micro_batches, spread.virtual_stages)
+        axes = self.partitioned.parallel_layout
+        return build_schedule(axes.schedule, axes.pipeline, micro_batches, axes.virtual_stages)
 
     # ------------------------------------------------------------------ a step
 
@@ -116,7 +116,7 @@ class PipelineRunner:
         if not jobs:
             return
         # What a schedule pads is absent on every stage and every replica: nothing of it needs to be done.
-        program = [i for i in self.schedule(len(jobs)).programs[self.stage.number] if i.micro < len(jobs)]
+        program = [i for i in self.schedule(len(jobs)).programs[self.partitioned.stage] if i.micro < len(jobs)]
         for position, instruction in enumerate(program):
             for ahead in program[position : position + AHEAD]:
                 self._post(ahead, jobs)
@@ -155,7 +155,7 @@ class PipelineRunner:
         x, y, run = *self._samples(watched)[:2], run_of(*self._place(watched))
         flight = self._flights[chunk, micro] = _Flight(self.scalars.fail)
         self.most_caches = max(self.most_caches, len(self._flights))
-        value = self._pass_forward(chunk, micro, x, self.stage.run_on(x, run), flight)
+        value = self._pass_forward(chunk, micro, x, self.partitioned.run_on(x, run), flight)
         if chunk == len(self.stage_of) - 1:
             with self._computing(flight) as working:
                 if working:
@@ -226,7 +226,7 @@ class PipelineRunner:
 
     def _call(self, phase: str, block: str, method: str, *args: Any) -> Any:
         """Return what a method of a block's layer returns."""
-        clock, bound = self.store.timeline, getattr(self.stage.model.blocks[block], method)
+        clock, bound = self.store.timeline, getattr(self.partitioned.local.blocks[block], method)
         begun = clock.begin()
         result = call_located("block", block, bound, *args)
         clock.end(phase, block, begun)
@@ -253,7 +253,7 @@ class PipelineRunner:
         flight, x = self._flights[chunk, micro], self._samples(watched)[0]
         with self._computing(flight) as working:
             if working and d is None:
-                first, before = self.stage.cuts[chunk][0], self.stage.cuts[chunk - 1][-1]
+                first, before = self.partitioned.cuts[chunk][0], self.partitioned.cuts[chunk - 1][-1]
                 raise LayoutError(
                     f"no gradient reaches block {before!r}: {first!r} after it returns none for its input"
                 )
@@ -292,7 +292,7 @@ class PipelineRunner:
     def predict(self, x: Any) -> Any:
         """Return the prediction for this rank's ``x``, the same for all stages. Collective over the pipeline."""
         errors: list[Exception] = []
-        own = None if x is None else self.compute_device.put(self.stage.own_places(as_arrays(x)))
+        own = None if x is None else self.compute_device.put(self.partitioned.own_places(as_arrays(x)))
         value = self._forward_only(own, EVALUATE, errors.append)
         with all_ranks(self.comm, "predict"):  # so everything that was sent has arrived
             self.pipeline_p2p.finish()
@@ -300,7 +300,7 @@ class PipelineRunner:
                 raise errors[0]
         if x is None:
             return None
-        whole = to_host(self.stage.whole_prediction(value)) if self.stage.is_last else None
+        whole = to_host(self.partitioned.whole_prediction(value)) if self.partitioned.is_last else None
         root = self.stage_of[-1]
         told = None if whole is None else (whole.shape, whole.dtype.str)
         shape, dtype = self.comm.broadcast_object(told, root, "prediction")
@@ -315,24 +315,24 @@ class PipelineRunner:
         """
         x, y = self.compute_device.put(x), self.compute_device.put(y)
         value = self._forward_only(x, run, self.scalars.fail)
-        if x is None or value is None or not self.stage.is_last:
+        if x is None or value is None or not self.partitioned.is_last:
             return 0.0, 0.0, None
         with self._computing(_Flight(self.scalars.fail)):
             loss, weight, _ = self.criterion.forward(value, y)
             loss, weight = loss_and_weight(self.criterion.forward, loss, weight)
-            return loss, weight, to_host(self.stage.whole_scores(value))
+            return loss, weight, to_host(self.partitioned.whole_scores(value))
         return 0.0, 0.0, None  # and go on: the other micro-batches still come
 
     def _forward_only(self, x: Any, run: Run, fail: Callable[[Exception], None]) -> Any:
         if x is None:
-            for chunk in self.stage.chunks:
+            for chunk in self.partitioned.chunks:
                 for unit, following in with_next(self.units[chunk]):
                     with self.store.unit(unit, following):
                         pass
             return None
         self._predicted += 1  # messages of one route come in order; the number only keeps receives apart
-        value, run = None, self.stage.run_on(x, run)
-        for chunk in self.stage.chunks:
+        value, run = None, self.partitioned.run_on(x, run)
+        for chunk in self.partitioned.chunks:
             value = self._pass_forward(chunk, -self._predicted, x, run, _Flight(fail))
         self.pipeline_p2p.progress()
         return value
@@ -341,7 +341,7 @@ class PipelineRunner:
     def using_loss(self, loss: Any) -> Iterator[None]:
         """Put ``loss`` in the place of the model's own for a while; None changes nothing. Not collective."""
         own = self.criterion
-        self.criterion = own if loss is None else self.stage.own_loss(loss)
+        self.criterion = own if loss is None else self.partitioned.own_loss(loss)
         try:
             yield
         finally:

@@ -16,7 +16,7 @@ from mpizero.parallel.device.compute_device import ComputeDevice
 from mpizero.parallel.execution.evaluators import Evaluator
 from mpizero.parallel.gradients.reducer import Job
 from mpizero.parallel.gradients.unwritten_gradients import WriteCheck
-from mpizero.parallel.partition.local_model import Stage
+from mpizero.parallel.partition.local_model import PartitionedModel
 from mpizero.sampletree import as_arrays
 from mpizero.types import EVALUATE, Run
 
@@ -130,7 +130,7 @@ class SequentialRunner:
         Runs one micro-batch.
     scalars : GrainScalars
         Takes losses, weights and failures.
-    stage : Stage
+    partitioned : PartitionedModel
         Makes of a prediction what one process would give.
     counts : bool
         Whether the losses found here are those that count; of ranks that all find the same, one does.
@@ -146,14 +146,14 @@ class SequentialRunner:
         self,
         evaluator: Evaluator,
         scalars: GrainScalars,
-        stage: Stage,
+        partitioned: PartitionedModel,
         *,
         counts: bool = True,
         agreeable: tuple[type[Exception], ...] = (Exception,),
         compute_device: ComputeDevice | None = None,
         marks: WriteCheck | None = None,
     ) -> None:
-        self.evaluator, self.scalars, self.stage = evaluator, scalars, stage
+        self.evaluator, self.scalars, self.partitioned = evaluator, scalars, partitioned
         self.counts, self.agreeable, self.compute_device = counts, agreeable, compute_device or ComputeDevice()
         self.marks = marks
 
@@ -190,15 +190,15 @@ class SequentialRunner:
 
     def predict(self, x: Any) -> Any:
         """Return the prediction for this rank's ``x``. Collective if sharded."""
-        own = None if x is None else self.compute_device.put(self.stage.own_places(as_arrays(x)))
+        own = None if x is None else self.compute_device.put(self.partitioned.own_places(as_arrays(x)))
         prediction = self.evaluator.predict(own)
-        return None if x is None else to_host(self.stage.whole_prediction(prediction))
+        return None if x is None else to_host(self.partitioned.whole_prediction(prediction))
 
     def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
         """Return loss sum, weight and prediction. Collective if sharded."""
         loss, weight, prediction = self.evaluator.loss(self.compute_device.put(x), self.compute_device.put(y), run)
-        return loss, weight, None if prediction is None else to_host(self.stage.whole_scores(prediction))
+        return loss, weight, None if prediction is None else to_host(self.partitioned.whole_scores(prediction))
 
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:
         """Put ``loss`` in the place of the model's own for a while. Not collective."""
-        return self.evaluator.using_loss(self.stage.own_loss(loss))
+        return self.evaluator.using_loss(self.partitioned.own_loss(loss))

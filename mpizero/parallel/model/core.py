@@ -24,7 +24,7 @@ from mpizero.parallel.model.private_fallback import check_movable, in_private_me
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.partition.description import describe_model
 from mpizero.parallel.partition.model_checks import check_model, check_own_modules
-from mpizero.parallel.partition.parallel_layout import Spread
+from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import Placement, placement
 from mpizero.parallel.skipped_steps import SkippedSteps
 from mpizero.parallel.step_report import StepReport
@@ -65,8 +65,8 @@ class ShardedCore(ABC):
     strategy: ClassVar[str]
     #: What metadata calls the strategy; None takes the name of its row.
     label: ClassVar[str | None] = None
-    #: How the model is spread besides data parallelism; None is not at all.
-    _spread: Spread | None = None
+    #: How the model is parallel besides data parallelism; None: not at all.
+    _parallel_layout: ParallelLayout | None = None
     #: The sharded optimizer that is bound to the model.
     _optimizer: Any = None
     #: Whether it is made of a model that the ranks have agreed on, whose own fields may have changed since.
@@ -100,7 +100,7 @@ class ShardedCore(ABC):
         agree_to_start(self._config.communicator, self._plans)
         check_own_modules(self._config.communicator, self._wrapped)
         self._config.communicator.run_deferred_closes()
-        self._engine = Engine(self._wrapped, self._config, self._placement, self._spread)
+        self._engine = Engine(self._wrapped, self._config, self._placement, self._parallel_layout)
 
     def _with_room(self, step: Callable[[Engine], T]) -> T:
         """Run a step; where shared memory has no room for its gradients, do so on copies of every rank's own."""
@@ -110,7 +110,7 @@ class ShardedCore(ABC):
             engine = self.engine
             check_movable(engine, error)
             self._engine = None  # what is left of the model where a rank has no room for a copy of its own either
-            self._engine = in_private_memory(engine, self._spread, error)
+            self._engine = in_private_memory(engine, self._parallel_layout, error)
             self._engine.asked = engine.asked
             return step(self.engine)
 
@@ -172,7 +172,7 @@ class ShardedCore(ABC):
     @property
     def shards_parameters(self) -> bool:
         """Whether a rank may hold a part of the parameters only: by the strategy, whatever memory the ranks share."""
-        return self._spread is not None or self._placement.shard_parameters
+        return self._parallel_layout is not None or self._placement.shard_parameters
 
     @property
     def batch_group(self) -> Communicator:

@@ -10,7 +10,7 @@ from mpizero.names import explains
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.model.base import ShardedModelBase
 from mpizero.parallel.model.optimizers import ShardedOptimizer
-from mpizero.parallel.partition.parallel_layout import Spread
+from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import Placement, placement
 
 #: The rows of the placement table by ZeRO stage.
@@ -23,7 +23,7 @@ class HybridShardedOptimizer(ShardedOptimizer):
     strategies = ("hybrid", "tensor", "pipeline")
 
 
-class SpreadModel(ShardedModelBase):
+class ModelParallelBase(ShardedModelBase):
     """A model over pipeline x tensor x data x context ranks; the classes below fix some of the sizes.
 
     Parameters
@@ -32,7 +32,7 @@ class SpreadModel(ShardedModelBase):
         What is trained.
     config : ShardingConfig
         The ranks and how they work together.
-    spread : Spread
+    parallel_layout : ParallelLayout
         Sizes of the axes, schedule and cuts.
     zero_stage : {0, 1, 2, 3}
         What the ranks of a data group shard: nothing (DDP), optimizer state, gradients too, parameters too.
@@ -40,13 +40,18 @@ class SpreadModel(ShardedModelBase):
         As in :class:`ShardedModelBase`.
     """
 
-    _spread: Spread
+    _parallel_layout: ParallelLayout
     optimizer_class: ClassVar[type[ShardedOptimizer]] = HybridShardedOptimizer
 
     def __init__(
-        self, wrapped_model: Any, config: ShardingConfig, spread: Spread, zero_stage: int, optimizer: Any = None
+        self,
+        wrapped_model: Any,
+        config: ShardingConfig,
+        parallel_layout: ParallelLayout,
+        zero_stage: int,
+        optimizer: Any = None,
     ) -> None:
-        self._spread, self.zero_stage = spread, zero_stage
+        self._parallel_layout, self.zero_stage = parallel_layout, zero_stage
         super().__init__(wrapped_model, config, optimizer=optimizer)
 
     @property
@@ -57,16 +62,16 @@ class SpreadModel(ShardedModelBase):
 
     def _plans(self) -> dict[str, Any]:
         """Refuse sizes that do not fit."""
-        axes = self._spread.axes(self._config.communicator.size)
+        axes = self._parallel_layout.axes(self._config.communicator.size)
         if axes.tensor > 1 and axes.context > 1:
             raise ConfigError(
                 f"tensor={axes.tensor} with context={axes.context}: layers can be split by features or by places "
                 "of the sequence, not by both; choose one (tensor splits the sequence of norms and dropout too)"
             )
-        _ = self._placement, self._spread.chunks
+        _ = self._placement, self._parallel_layout.chunks
         plans = super()._plans()
-        spread = {**self._spread.comparable(), "zero_stage": self.zero_stage}
-        return {"strategy": plans.pop("strategy"), "the spread of the model": spread, **plans}
+        parallel_layout = {**self._parallel_layout.comparable(), "zero_stage": self.zero_stage}
+        return {"strategy": plans.pop("strategy"), "the parallel layout": parallel_layout, **plans}
 
     def become_local(self, every: int) -> None:
         """Refuse: local steps need the whole model on every rank."""
@@ -76,14 +81,14 @@ class SpreadModel(ShardedModelBase):
         )
 
     def _twin(self, wrapped: Any) -> Self:
-        twin = type(self).__new__(type(self))  # past constructors that turn their arguments into this spread
+        twin = type(self).__new__(type(self))  # past constructors that turn their arguments into this layout
         twin._is_copy = True
-        SpreadModel.__init__(twin, wrapped, self._config, self._spread, self.zero_stage)
+        ModelParallelBase.__init__(twin, wrapped, self._config, self._parallel_layout, self.zero_stage)
         return twin
 
 
 @explains
-class HybridShardedModel(SpreadModel):
+class HybridShardedModel(ModelParallelBase):
     """Pipeline x tensor x data parallelism, with any ZeRO stage over the data group.
 
     Each rank computes and stores its stage's blocks, split over its tensor group. Losses and metrics are on all ranks.
@@ -146,7 +151,7 @@ class HybridShardedModel(SpreadModel):
         costs: Sequence[float] | None = None,
         optimizer: Any = None,
     ) -> None:
-        spread = Spread(
+        parallel_layout = ParallelLayout(
             pipeline=pipeline_parallel_size,
             tensor=tensor_parallel_size,
             data=data_parallel_size,
@@ -157,11 +162,11 @@ class HybridShardedModel(SpreadModel):
             cuts=cuts,
             costs=costs,
         )
-        super().__init__(wrapped_model, config, spread, zero_stage, optimizer)
+        super().__init__(wrapped_model, config, parallel_layout, zero_stage, optimizer)
 
 
 @explains
-class TensorParallelModel(SpreadModel):
+class TensorParallelModel(ModelParallelBase):
     """Every layer's matrices split over the tensor group; the ranks that remain are replicas.
 
     Parameters
@@ -191,11 +196,11 @@ class TensorParallelModel(SpreadModel):
         optimizer: Any = None,
     ) -> None:
         size = _all_ranks_of(config) if tensor_parallel_size is None else tensor_parallel_size
-        super().__init__(wrapped_model, config, Spread(tensor=size), zero_stage, optimizer)
+        super().__init__(wrapped_model, config, ParallelLayout(tensor=size), zero_stage, optimizer)
 
 
 @explains
-class PipelineParallelModel(SpreadModel):
+class PipelineParallelModel(ModelParallelBase):
     """Blocks split over stages, through which micro-batches flow by a schedule; the ranks that remain are replicas.
 
     Parameters
@@ -231,8 +236,10 @@ class PipelineParallelModel(SpreadModel):
         optimizer: Any = None,
     ) -> None:
         size = _all_ranks_of(config) if pipeline_parallel_size is None else pipeline_parallel_size
-        spread = Spread(pipeline=size, schedule=schedule, virtual_stages=virtual_stages, cuts=cuts, costs=costs)
-        super().__init__(wrapped_model, config, spread, zero_stage, optimizer)
+        parallel_layout = ParallelLayout(
+            pipeline=size, schedule=schedule, virtual_stages=virtual_stages, cuts=cuts, costs=costs
+        )
+        super().__init__(wrapped_model, config, parallel_layout, zero_stage, optimizer)
 
 
 def _all_ranks_of(config: ShardingConfig) -> int:

@@ -174,7 +174,9 @@ class ParameterAccess(ShardedCore):
         copy, engine = self._twin(deepcopy(self._wrapped)), self.engine
         shared = copy.engine.grid.node.size - engine.grid.node.size
         if shared > 0:
-            copy._engine = in_private_memory(copy.engine, copy._spread, SharedMemoryError("the original does so"))
+            copy._engine = in_private_memory(
+                copy.engine, copy._parallel_layout, SharedMemoryError("the original does so")
+            )
         elif shared < 0:
             copy.close()
             raise SharedMemoryError("deep_copy: the nodes have no shared memory for a second model; save and load it")

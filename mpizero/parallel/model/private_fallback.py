@@ -7,7 +7,7 @@ import numpy as np
 from mpizero.errors import SharedMemoryError
 from mpizero.parallel.engine import Engine
 from mpizero.parallel.memory_check import tell_private
-from mpizero.parallel.partition.parallel_layout import Spread
+from mpizero.parallel.partition.parallel_layout import ParallelLayout
 
 
 def check_movable(engine: Engine, error: SharedMemoryError) -> None:
@@ -31,7 +31,7 @@ def check_movable(engine: Engine, error: SharedMemoryError) -> None:
         ) from error
 
 
-def in_private_memory(engine: Engine, spread: Spread | None, error: SharedMemoryError) -> Engine:
+def in_private_memory(engine: Engine, parallel_layout: ParallelLayout | None, error: SharedMemoryError) -> Engine:
     """Return an engine like ``engine``, which is closed, where every rank keeps its own copy of the model.
 
     Collective over all ranks, all of which have raised ``error`` and passed :func:`check_movable`. The parameters stay
@@ -41,7 +41,7 @@ def in_private_memory(engine: Engine, spread: Spread | None, error: SharedMemory
     values, version = [engine.store.owned(unit.index).copy() for unit in units], engine.store.version
     engine.close()
     tell_private(engine.grid.world, str(error))
-    made = Engine(engine.model, engine.config, engine.placement, spread, private=True)
+    made = Engine(engine.model, engine.config, engine.placement, parallel_layout, private=True)
     for unit, kept in zip(units, values, strict=True):
         made.store.owned(unit.index)[:] = kept
     made.store.publish()

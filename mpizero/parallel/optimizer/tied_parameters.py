@@ -18,7 +18,7 @@ from mpizero.comm import ProcessGrid, Request
 from mpizero.layout import FlatLayout, Span
 from mpizero.layout.axes import Coordinates
 from mpizero.parallel.parameters.shards import Share, UpdatePiece
-from mpizero.parallel.partition.local_model import Stage, Use
+from mpizero.parallel.partition.local_model import PartitionedModel, Use
 from mpizero.types import Array
 
 
@@ -47,7 +47,7 @@ class TieExchange:
     ----------
     grid : ProcessGrid
         The ranks.
-    stage : Stage
+    partitioned : PartitionedModel
         This rank's part of the model.
     layouts : mapping of int to FlatLayout
         The layout of every stage.
@@ -58,15 +58,15 @@ class TieExchange:
     def __init__(
         self,
         grid: ProcessGrid,
-        stage: Stage,
+        partitioned: PartitionedModel,
         layouts: Mapping[int, FlatLayout],
         pieces: Sequence[UpdatePiece],
     ) -> None:
-        self.grid, self.number = grid, stage.number
+        self.grid, self.number = grid, partitioned.stage
         self.pieces = {home_of(piece.entry.spec): piece for piece in pieces}
         ties, tag = [], 1
-        for name, uses in sorted(stage.uses.items()):  # on every stage, so that all agree on tags
-            if any(use.stage == stage.number for use in uses) and home_trainable(name, layouts):
+        for name, uses in sorted(partitioned.uses.items()):  # on every stage, so that all agree on tags
+            if any(use.stage == self.number for use in uses) and home_trainable(name, layouts):
                 ties.append(self._tie(name, tag, uses, layouts))
             tag += 2 * len(uses)
         self.ties = tuple(ties)

@@ -15,7 +15,7 @@ from mpizero.errors import ConfigError
 from mpizero.layout import FlatLayout
 from mpizero.layout.flat import joined
 from mpizero.parallel.partition.blocks import blocks_of
-from mpizero.parallel.partition.parallel_layout import Spread
+from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.sampletree import leaves_of
 from mpizero.types import Array, BlockModel, Group, Layer, Loss, ParameterSpec, Run
 
@@ -40,42 +40,47 @@ class LocalModel:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PartitionedModel:
     """One rank's part of a model.
 
     Attributes
     ----------
-    model : BlockModel or BlackBoxModel
+    local : BlockModel or BlackBoxModel
         What this rank computes: its blocks, split over the tensor and context group.
     split : BlockModel or BlackBoxModel
         All blocks, split.
-    spread : Spread
-        How the model is spread.
+    parallel_layout : ParallelLayout
+        Sizes of the axes, schedule and cuts.
     cuts : tuple of tuple of str
         The blocks of every chunk of the whole model.
-    number : int
+    stage : int
         This rank's stage.
     """
 
-    model: Any
+    local: Any
     split: Any
-    spread: Spread
+    parallel_layout: ParallelLayout
     cuts: tuple[tuple[str, ...], ...]
-    number: int
+    stage: int
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
         """The numbers of this stage's chunks, ascending."""
-        return self.chunks_of(self.number)
+        return self.chunks_of(self.stage)
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:
         """Return the numbers of a stage's chunks, ascending. Not collective."""
-        return tuple(c for c, s in enumerate(self.spread.chunks) if s == stage)
+        return tuple(c for c, s in enumerate(self.parallel_layout.chunks) if s == stage)
+
+    @property
+    def splits_layers(self) -> bool:
+        """Whether ranks share layers: by tensor or context parallelism."""
+        return self.parallel_layout.tensor * self.parallel_layout.context > 1
 
     @property
     def is_last(self) -> bool:
         """Whether the model's last block, and so the loss, is here."""
-        return self.spread.chunks[-1] == self.number
+        return self.parallel_layout.chunks[-1] == self.stage
 
     @cached_property
     def uses(self) -> dict[str, tuple[Use, ...]]:
@@ -85,17 +90,17 @@ class Stage:
     @property
     def has_shared_parameters(self) -> bool:
         """Tell whether this stage uses a parameter that other stages use, too."""
-        return any(use.stage == self.number for uses in self.uses.values() for use in uses)
+        return any(use.stage == self.stage for uses in self.uses.values() for use in uses)
 
     @cached_property
     def _all_uses(self) -> dict[str, tuple[Use, ...]]:
         found: dict[str, tuple[Use, ...]] = {}
         for chunk, names in enumerate(self.cuts):
-            stage = self.spread.chunks[chunk]
+            stage = self.parallel_layout.chunks[chunk]
             for block in names:
                 for spec in blocks_of(self.split)[block]:
                     if spec.tied is not None and not spec.trainable:
-                        continue  # it stays on the stage of its home: see build_stage
+                        continue  # it stays on the stage of its home: see partition_model
                     home = spec.tied or joined(block, spec.name)
                     earlier = found.get(home, ())
                     number = sum(use.stage == stage for use in earlier)
@@ -139,35 +144,38 @@ class Stage:
         Collective over the context group; one message a micro-batch instead of one a layer. The first array of a tree
         tells how long sequences are.
         """
-        return run if self.spread.tensor * self.spread.context == 1 else nn.run_on(self.split, leaves_of(x)[0], run)
+        return nn.run_on(self.split, leaves_of(x)[0], run) if self.splits_layers else run
 
     def own_loss(self, loss: Any) -> Any:
         """Return the form of ``loss`` that takes what this rank's last block gives. Not collective.
 
         Where the scores of classes are dealt to a tensor group, a loss of whole predictions joins them first.
         """
-        return loss if loss is None or self.spread.tensor == 1 else self.split.loss_on_parts(loss)
+        return loss if loss is None or self.parallel_layout.tensor == 1 else self.split.loss_on_parts(loss)
 
     def own_places(self, x: Array) -> Array:
         """Return the places of a batch's sequences that this rank's context holds. Not collective."""
-        group = getattr(self.split, "group", None) if self.spread.context > 1 else None
+        group = getattr(self.split, "group", None) if self.parallel_layout.context > 1 else None
         return x if group is None else nn.cut_batch(x, x, group)[0]
 
     def whole_scores(self, prediction: Array) -> Array:
         """Return the prediction for this rank's places, with all classes. Collective over the tensor group."""
-        return self.whole_prediction(prediction) if self.spread.context == 1 else prediction
+        return self.whole_prediction(prediction) if self.parallel_layout.context == 1 else prediction
 
     def whole_prediction(self, prediction: Array) -> Array:
         """Return a prediction as one process would give it. Collective over the tensor and context group."""
-        if self.spread.tensor * self.spread.context == 1:
+        if not self.splits_layers:
             return prediction
         whole: Array = self.split.whole_prediction(prediction)
         return whole
 
 
-def build_stage(
-    model: Any, grid: ProcessGrid, spread: Spread, group_for: Callable[[Group], Group] = lambda group: group
-) -> Stage:
+def partition_model(
+    model: Any,
+    grid: ProcessGrid,
+    parallel_layout: ParallelLayout,
+    group_for: Callable[[Group], Group] = lambda group: group,
+) -> PartitionedModel:
     """Split a model over a rank's tensor and context group, and take the blocks of its stage.
 
     Collective over the tensor and context group. ``group_for`` gives layers the form of a group that they work with.
@@ -177,26 +185,26 @@ def build_stage(
     ConfigError
         If the model is a black box that shall be split, or cannot be split or cut like this.
     """
-    sizes = {"pipeline": spread.pipeline, "tensor": spread.tensor, "context": spread.context}
+    sizes = {"pipeline": parallel_layout.pipeline, "tensor": parallel_layout.tensor, "context": parallel_layout.context}
     if max(sizes.values()) == 1:
-        return Stage(model, model, spread, (tuple(blocks_of(model)),), 0)
+        return PartitionedModel(model, model, parallel_layout, (tuple(blocks_of(model)),), 0)
     if not isinstance(model, BlockModel):
         told = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ConfigError(
             f"{type(model).__name__} is a black box, which cannot be split ({told}): give a model of blocks, or use "
             "data parallelism alone (pipeline=1, tensor=1, context=1)"
         )
-    cuts = spread.cut(blocks_of(model), model)
-    _refuse_frozen_copies(blocks_of(model), spread.chunks, cuts)
+    cuts = parallel_layout.cut(blocks_of(model), model)
+    _refuse_frozen_copies(blocks_of(model), parallel_layout.chunks, cuts)
     split: Any = model
-    if spread.tensor > 1:
+    if parallel_layout.tensor > 1:
         split = nn.split_model(split, group_for(grid.tensor_group))
-    if spread.context > 1:
+    if parallel_layout.context > 1:
         split = nn.context_model(split, group_for(grid.context_group))
-    number = grid.here.pipeline
-    here = [block for c, s in enumerate(spread.chunks) if s == number for block in cuts[c]]
+    stage = grid.here.pipeline
+    here = [block for c, s in enumerate(parallel_layout.chunks) if s == stage for block in cuts[c]]
     local = LocalModel({name: split.blocks[name] for name in here}, split.loss, model.dtype, model.seed)
-    return Stage(local, split, spread, cuts, number)
+    return PartitionedModel(local, split, parallel_layout, cuts, stage)
 
 
 def _refuse_frozen_copies(specs: Specs, chunks: Sequence[int], cuts: Sequence[Sequence[str]]) -> None:

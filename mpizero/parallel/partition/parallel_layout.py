@@ -1,4 +1,4 @@
-"""How a model is spread besides data parallelism: the sizes of the axes, the schedule, the cuts."""
+"""Describe the axes of parallelism, the pipeline schedule, and how a model is cut into stages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mpizero.types import ParameterSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
-    """Sizes and order of the axes, and how a pipeline is cut and driven.
+class ParallelLayout:
+    """Describe the sizes and order of the axes, and how a pipeline is cut and scheduled.
 
     Parameters
     ----------

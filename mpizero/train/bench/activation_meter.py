@@ -107,8 +107,8 @@ def watch(engine: Engine) -> CacheMeter:
     meter, runner = CacheMeter(), engine.runner
     piped = isinstance(runner, PipelineRunner)
     holder: Any = runner if piped else getattr(runner, "evaluator", None)
-    blocks: Any = engine.stage.model.blocks if piped else holder.blocks
-    first = engine.stage.cuts[0][0]
+    blocks: Any = engine.partitioned.local.blocks if piped else holder.blocks
+    first = engine.partitioned.cuts[0][0]
     for name, layer in list(blocks.items()):
         blocks[name] = _MeteredLayer(layer, meter, skip_input=name == first)
     holder.criterion = _MeteredLoss(holder.criterion, meter)

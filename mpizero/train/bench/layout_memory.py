@@ -228,7 +228,7 @@ class _Run:
             optimizer=optim.AdamW(lr=1e-4),
             config=self.config("self"),
             row=placement(self.layout.strategy),
-            spread=self.layout.spread(),
+            parallel_layout=self.layout.parallel_layout(),
             ranks=self.comm.size,
             ranks_per_node=alike.pop() if len(alike) == 1 else None,
             global_batch=self.request.micro_batches * self.layout.axes(self.comm.size).data,

@@ -38,7 +38,7 @@ class Job:
     source, validation : Source
         Training samples, and those held back.
     sharding : ShardingConfig
-        How the model is spread.
+        Sizes of the axes, schedule and cuts.
     model, optimizer : ShardedModelBase, its optimizer
         Ready to train.
     task : str
@@ -292,7 +292,7 @@ def computing_settings(config: Config) -> dict[str, Any]:
 
 
 def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
-    """Return how the model is spread over the ranks.
+    """Return the configuration of a training's model.
 
     Not collective.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpizero.errors import ConfigError, GridError
 from mpizero.layout import SCHEDULES, Axes, chunk_stages, explicit_cuts
-from mpizero.parallel.partition.parallel_layout import Spread
+from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.train.config.message_settings import bucket
 from mpizero.train.config.setting_checks import Section, choice, flag, many, optional, setting, shown, text
 from mpizero.validation import whole
@@ -137,15 +137,15 @@ class ParallelSection(Section):
         if self.context > 1:
             raise self.reject("context", f"must be 1: model.name = {shown(model)} has no sequence to cut")
 
-    def spread(self) -> Spread:
+    def parallel_layout(self) -> ParallelLayout:
         """Return sizes, schedule and cuts as models take them; without a pipeline there is no schedule.
 
         Not collective.
         """
         sizes = {axis: getattr(self, axis) for axis in (*_SPLITTING, "data")}
         if self.pipeline == 1:
-            return Spread(**sizes, order=self.order)
-        return Spread(
+            return ParallelLayout(**sizes, order=self.order)
+        return ParallelLayout(
             **sizes, order=self.order, schedule=self.schedule, virtual_stages=self.virtual_stages, cuts=self.cuts
         )
 
@@ -154,9 +154,9 @@ class ParallelSection(Section):
 
         Not collective.
         """
-        spread = self.spread()
-        sizes = {f"{axis}_parallel_size": getattr(spread, axis) for axis in (*_SPLITTING, "data")}
-        rest = {name: getattr(spread, name) for name in ("order", "schedule", "virtual_stages", "cuts")}
+        parallel_layout = self.parallel_layout()
+        sizes = {f"{axis}_parallel_size": getattr(parallel_layout, axis) for axis in (*_SPLITTING, "data")}
+        rest = {name: getattr(parallel_layout, name) for name in ("order", "schedule", "virtual_stages", "cuts")}
         return {**sizes, **rest, "zero_stage": self.zero_stage}
 
     def figures(self, ranks: int) -> dict[str, Any]:

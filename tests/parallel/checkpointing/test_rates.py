@@ -13,9 +13,9 @@ from mpizero import checkpoint
 from mpizero.errors import CheckpointError, ConfigError, RemoteError
 from mpizero.testing import run_in_threads
 from tests.parallel.models import PRIVATE, STRATEGIES, layouts, part, points, sharded
-from tests.parallel.spreads import Case, Way, placed
-from tests.parallel.spreads import mlp as stages
-from tests.parallel.spreads import points as samples
+from tests.parallel.parallel_layouts import Case, Way, placed
+from tests.parallel.parallel_layouts import mlp as stages
+from tests.parallel.parallel_layouts import points as samples
 
 
 class OfRank:

@@ -15,7 +15,7 @@ from mpizero.nn import GELU, Frozen
 from mpizero.nn.models.mlp import Select
 from mpizero.testing import parallel_assert, run_in_threads
 from tests.parallel.models import part
-from tests.parallel.spreads import (
+from tests.parallel.parallel_layouts import (
     CHUNKS,
     Blocks,
     Case,
@@ -167,7 +167,7 @@ def test_a_stage_keeps_no_more_caches_than_its_schedule_says(schedule: str) -> N
         with model:
             model.train(*CASES["MLP"].batches[0])
             runner = model.engine.runner
-            return runner.most_caches, runner.schedule(7).caches()[runner.stage.number]
+            return runner.most_caches, runner.schedule(7).caches()[runner.partitioned.stage]
 
     for held, allowed in run_in_threads(3, run):
         assert 0 < held <= allowed

@@ -18,7 +18,7 @@ from mpizero.nn.models.mlp import Select
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import EVALUATE
 from tests.parallel.models import part, ten
-from tests.parallel.spreads import (
+from tests.parallel.parallel_layouts import (
     CHUNKS,
     Case,
     Chain,
@@ -389,7 +389,7 @@ def test_ranks_that_ask_for_different_spreads_are_told_apart() -> None:
         shown = [str(tuple(value) if isinstance(value, list) else repr(value)) for value in values]
         for found in run_in_threads(2, lambda comm, n=name, v=values: run(comm, {n: v[comm.rank]})):
             assert found.startswith("ConfigError")
-            assert f"{name} of the spread of the model {shown[0]} on rank 0, {shown[1]} on rank 1" in found
+            assert f"{name} of the parallel layout {shown[0]} on rank 0, {shown[1]} on rank 1" in found
 
 
 def test_a_split_model_cannot_train_by_local_steps() -> None:

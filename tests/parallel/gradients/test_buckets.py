@@ -15,7 +15,7 @@ from mpizero.parallel.gradients import bucket_tuner
 from mpizero.parallel.gradients.bucket_tuner import ROUNDS, SIZES, WARM, fastest, worth_trying
 from mpizero.testing import parallel_assert, run_in_threads
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, gpt, part, sharded, tokens
-from tests.parallel.spreads import with_traps
+from tests.parallel.parallel_layouts import with_traps
 
 #: Sizes that cut the gradients of a small model: 16, 64 and 256 float32 values.
 SMALL = tuple(elements * 4 / 2**20 for elements in (16, 64, 256))

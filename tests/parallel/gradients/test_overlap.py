@@ -18,7 +18,7 @@ from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import EVALUATE
 from tests.faults.jobs import launchers, run_job
 from tests.parallel.models import MEMORIES, PRIVATE, part, sharded
-from tests.parallel.spreads import Blocks, gpt, texts, with_traps
+from tests.parallel.parallel_layouts import Blocks, gpt, texts, with_traps
 
 #: A bucket of 64 float32 values, in MiB: even small models have many.
 FINE = 256 / 2**20

@@ -11,7 +11,7 @@ import mpizero as mz
 from mpizero.data import ArraySource
 from mpizero.testing import parallel_assert, run_in_threads
 from tests.parallel.models import part
-from tests.parallel.spreads import Case, Way, alone, gpt, mlp, of_first, placed, points, texts
+from tests.parallel.parallel_layouts import Case, Way, alone, gpt, mlp, of_first, placed, points, texts
 
 
 class Job(NamedTuple):

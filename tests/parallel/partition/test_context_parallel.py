@@ -12,8 +12,7 @@ from mpizero.errors import ConfigError, DataError
 from mpizero.nn import Frozen
 from mpizero.testing import parallel_assert, run_in_threads
 from tests.parallel.models import part
-from tests.parallel.partition.test_tensor_parallel import same_within_rounding
-from tests.parallel.spreads import (
+from tests.parallel.parallel_layouts import (
     Blocks,
     Case,
     Trained,
@@ -27,6 +26,7 @@ from tests.parallel.spreads import (
     trained,
     trained_alone,
 )
+from tests.parallel.partition.test_tensor_parallel import same_within_rounding
 
 F64 = {"dtype": "float64", "layers": 2}
 CASES = {

@@ -14,8 +14,7 @@ from mpizero.layout import SCHEDULES
 from mpizero.nn import Frozen
 from mpizero.testing import parallel_assert, run_in_threads
 from tests.parallel.models import part
-from tests.parallel.partition.test_tensor_parallel import same_within_rounding
-from tests.parallel.spreads import (
+from tests.parallel.parallel_layouts import (
     Blocks,
     Case,
     Trained,
@@ -29,6 +28,7 @@ from tests.parallel.spreads import (
     trained,
     trained_alone,
 )
+from tests.parallel.partition.test_tensor_parallel import same_within_rounding
 
 F64 = {"dtype": "float64"}
 CASES = {

@@ -15,7 +15,7 @@ from mpizero.nn import Frozen, Layer, Linear
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import EVALUATE, Array
 from tests.parallel.models import part, ten
-from tests.parallel.spreads import (
+from tests.parallel.parallel_layouts import (
     Blocks,
     Case,
     Trained,
@@ -152,7 +152,7 @@ def test_parameters_state_and_work_of_a_rank_fall_with_the_tensor_size() -> None
         sharded, _ = placed(Case(lambda: model), comm, Way(tensor=comm.size, zero=0))
         with sharded:
             told = sharded.metadata()
-            counts = mz.nn.model_operations(sharded.engine.stage.model, (7,))
+            counts = mz.nn.model_operations(sharded.engine.partitioned.local, (7,))
             return told.held_count, told.bytes_on_rank["optimizer state"], sum(sum(count) for count in counts.values())
 
     for size in (2, 4):
