@@ -88,7 +88,7 @@ REMAINING = {
     "cards?": 2,
     "deal|deals|dealt|dealing": 72,
     "turns?": 56,
-    "spreads?": 191,
+    "spreads?": 90,
     "rolls?": 39,
     "lookouts?": 15,
     "elsewhere": 12,
