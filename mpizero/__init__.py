@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from mpizero.parallel import BadSteps as BadSteps
     from mpizero.parallel import DDPModel as DDPModel
     from mpizero.parallel import DDPOptimizer as DDPOptimizer
+    from mpizero.parallel import Evaluation as Evaluation
     from mpizero.parallel import FSDPModel as FSDPModel
     from mpizero.parallel import FSDPOptimizer as FSDPOptimizer
     from mpizero.parallel import GradientCompressionOptimizer as GradientCompressionOptimizer
@@ -83,6 +84,7 @@ _NAMES = {
         "BadSteps",
         "DDPModel",
         "DDPOptimizer",
+        "Evaluation",
         "FSDPModel",
         "FSDPOptimizer",
         "GradientCompressionOptimizer",

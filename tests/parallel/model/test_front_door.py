@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -370,3 +371,16 @@ def test_evaluate_names_what_it_returns_and_still_unpacks(world: Communicator) -
         black_box = model.evaluate(np.ones((2, 10)), np.ones(2))
         assert black_box.accuracy is None
         assert black_box[:2] == (90.0 * world.size, 2.0 * world.size)
+
+
+# ---------------------------------------------------------------------- the pages
+
+
+def test_readme_and_library_lead_with_six_names_and_the_library_lists_all() -> None:
+    root = Path(__file__).resolve().parents[3]
+    first = ["ShardingConfig", "distribute", "HybridShardedModel", "FunctionModel", "nn", "data"]
+    for page in ("README.md", "docs/library.md"):
+        table = (root / page).read_text().partition("| name | what it is |")[2].partition("\n\n")[0]
+        assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == first, page
+    others = (root / "docs/library.md").read_text().partition("## All other names")[2]
+    assert set(re.findall(r"`(\w+)`", others)) >= set(mz.__all__) - set(first)
