@@ -1,9 +1,9 @@
-"""The ranks that this process has a communicator with, and what they can tell each other past MPI.
+"""Keep the groups of ranks that share a communicator with this process, and read and write their status boards.
 
-[Note: who meets] A board and doors are made by ranks that make a communicator of a user's anyway, the first of these
-ranks, and closed with the last of these ranks, which they close together: so all of them know at any moment whether
-they have met. What is split off it meets nobody. Ranks that make no communicator are asked for nothing, so a process
-can belong to several such groups, which need not be the same as any other's.
+[Note: peer groups] Ranks that make a communicator from one of the user's make a peer group with it: a status board on
+each node, and status servers. The last communicator of the same ranks closes the group; both are collective, so all
+ranks of a group know at any moment that it exists. Communicators that are split off make no group. Ranks without a
+communicator take no part, so a process can belong to several groups, and other processes to others.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class PeerGroup:
-    """Ranks that have met.
+    """Hold what a group of ranks has opened to see each other's status.
 
     Attributes
     ----------
     members : tuple of int
         World ranks, in order.
     control : MPI.Intracomm
-        Joins them, in this order; nothing but the guard uses it.
-    board : Board
-        Of this rank's node.
-    elsewhere : Elsewhere or None
-        The boards of other nodes; None where it cannot be had.
+        Joins them, in this order; only the guard uses it.
+    board : StatusBoard
+        The status board of this rank's node.
+    remote_status : RemoteStatus or None
+        Reads those of other nodes; None where it could not be opened.
     """
 
     members: tuple[int, ...]
@@ -41,45 +41,45 @@ class PeerGroup:
     remote_status: RemoteStatus | None
 
     def close(self) -> None:
-        """Answer no more, and write no more. Not collective."""
+        """Stop serving, and close the status board. Not collective."""
         if self.remote_status is not None:
             self.remote_status.close()
         self.board.close()
 
 
 class PeerGroups:
-    """All groups of this process, read and written as one board."""
+    """Read and write the status boards of all groups of this process as one."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
-        #: The larger ones last, which is the order in which :meth:`claim` asks.
+        #: In increasing size, the order in which :meth:`claim` asks them.
         self.groups: list[PeerGroup] = []
-        #: Of those ranks of this node, too, with which this one has no communicator yet; None where there is none.
+        #: Shows the ranks of this node with which this one has no communicator, too; None where there is none.
         self.startup_board: StartupBoard | None = None
 
-    # ------------------------------------------------------------------ who
+    # ------------------------------------------------------------------ groups
 
     def has_group(self, members: Sequence[int]) -> bool:
-        """Tell whether just these ranks have met, which is the same on all of them. Not collective."""
+        """Tell whether there is a group of exactly these ranks; they all know the same. Not collective."""
         return tuple(sorted(members)) in (group.members for group in self.groups)
 
     def add_group(
         self, comm: Any, members: Sequence[int], host: str, warn_once: Callable[[BaseException], None]
     ) -> None:
-        """Open board and doors for the ranks of ``comm``, an mpi4py communicator. Collective over it.
+        """Open status board and servers for the ranks of ``comm``, an mpi4py communicator. Collective over it.
 
-        What cannot be had on a rank is missing there, with a complaint; the others do not wait for it.
+        A rank on which something fails goes on without it, and warns; the others do not wait for it.
         """
         ranks = tuple(sorted(members))
         control = comm.Split(0, self.rank)
         ask = control.allgather
-        board = make_on_all(ask, lambda told: open_status_board(self.rank, ranks, host, told), warn_once)
+        board = make_on_all(ask, lambda gather: open_status_board(self.rank, ranks, host, gather), warn_once)
         board = board or StatusBoard((self.rank,), self.rank, None)
-        remote_status = make_on_all(ask, lambda told: RemoteStatus(board, host, told), warn_once)
+        remote_status = make_on_all(ask, lambda gather: RemoteStatus(board, host, gather), warn_once)
         self.groups = sorted([*self.groups, PeerGroup(ranks, control, board, remote_status)], key=_size)
 
     def remove_group(self, members: Sequence[int], *, free: bool) -> None:
-        """Close what ``members``, who have met, have opened. Collective over them if ``free``: if MPI lives."""
+        """Close the group of ``members``. Collective over them if ``free``, which says that MPI still runs."""
         ranks = tuple(sorted(members))
         for group in [group for group in self.groups if group.members == ranks]:
             self.groups = [other for other in self.groups if other is not group]
@@ -89,12 +89,12 @@ class PeerGroups:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """All world ranks that this one has met, without itself."""
+        """World ranks of all groups, without this one."""
         return tuple(sorted({rank for group in self.groups for rank in group.members} - {self.rank}))
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The world ranks whose slots can be read here."""
+        """World ranks whose slots can be read on this node."""
         return tuple(sorted({rank for group in self.groups for rank in group.board.ranks}))
 
     @property
@@ -102,7 +102,7 @@ class PeerGroups:
         """True where this node has the lowest rank of each group."""
         return all(group.members[0] in group.board.ranks for group in self.groups)
 
-    # ------------------------------------------------------------------ boards
+    # ------------------------------------------------------------------ status boards
 
     def write(self, slot: Slot) -> None:
         """Replace this rank's slot. Not collective; one thread at a time."""
@@ -116,7 +116,7 @@ class PeerGroups:
         return {rank: slot for group in self.groups for rank, slot in group.board.read().items()}
 
     def read_startup_board(self) -> dict[int, Slot]:
-        """Return the last slots of other ranks that are on the roll. Not collective."""
+        """Return the last slots of other ranks on the startup board. Not collective."""
         return {} if self.startup_board is None else self.startup_board.read()
 
     def read_one(self, rank: int) -> Slot | None:
@@ -124,7 +124,10 @@ class PeerGroups:
         return next((g.board.read_one(rank) for g in self.groups if rank in g.board.ranks), None)
 
     def read_all(self, *, rarely: bool = False) -> dict[int, Slot]:
-        """Return every slot that can be had; ``rarely`` asks other nodes ever more seldom. Not collective."""
+        """Return every slot that can be read; with ``rarely`` other nodes are asked after ever longer pauses.
+
+        Not collective.
+        """
         found: dict[int, Slot] = {}
         for group in self.groups:
             if group.remote_status is not None and set(group.members).difference(group.board.ranks):
@@ -132,31 +135,34 @@ class PeerGroups:
         return found | self.read()
 
     def request_records(self, key: str) -> None:
-        """Ask the ranks of this node for their calls of the communicator ``key``. Not collective."""
+        """Request that the ranks of this node write their calls of the communicator ``key``. Not collective."""
         for group in self.groups:
             group.board.request_records(key)
 
     def requested_keys(self) -> list[str]:
-        """Return what was asked for last. Not collective."""
+        """Return the keys that were requested last, one for each group. Not collective."""
         return sorted({key for group in self.groups if (key := group.board.requested_key())})
 
     def claim(self) -> bool:
-        """Tell whether this rank is the first of its node to ask; larger groups decide. Not collective."""
+        """Return True on the rank that reports for its node: the first that calls this. Not collective."""
         if not self.groups and self.startup_board is not None:
             return self.startup_board.claim()
         return all(group.board.claim() for group in self.groups)
 
     def close(self) -> None:
-        """Answer no more, and strike this rank off the roll. Not collective."""
+        """Close all groups and the startup board. Not collective."""
         for group in self.groups:
             group.close()
         self.close_startup_board()
 
-    def close_startup_board(self, *, all_met: bool = False) -> None:
-        """Close the roll; when all ranks have met, or the job ends, nobody needs it any more. Not collective."""
+    def close_startup_board(self, *, all_joined: bool = False) -> None:
+        """Close the startup board; it is removed when a communicator joins all ranks (``all_joined``).
+
+        Not collective.
+        """
         startup_board, self.startup_board = self.startup_board, None
         if startup_board is not None:
-            startup_board.close(remove=all_met)
+            startup_board.close(remove=all_joined)
 
 
 def _size(group: PeerGroup) -> tuple[int, tuple[int, ...]]:
@@ -168,24 +174,24 @@ def make_on_all(
     make: Callable[[Callable[[Any], list[Any]]], T],
     warn_once: Callable[[BaseException], None],
 ) -> T | None:
-    """Return ``make(allgather)``, or None on a rank where that raises, with a complaint; nobody waits for it.
+    """Return ``make(allgather)``; on a rank where it raises, warn and return None, and let no other rank wait.
 
     Collective over the ranks of ``allgather`` (picklable object -> list of every rank's): a rank whose ``make`` has
-    ended answers the others' calls with None until all have ended.
+    ended takes part in the others' calls, with None, until all have ended.
     """
     result: T | None = None
     alone = False
 
     def ask(value: Any) -> list[Any]:
         nonlocal alone
-        told = allgather((True, value))
-        alone |= not all(busy for busy, _ in told)
-        return [value for _, value in told]
+        gathered = allgather((True, value))
+        alone |= not all(busy for busy, _ in gathered)
+        return [value for _, value in gathered]
 
     try:
         result = make(ask)
     except Exception as error:
-        if not alone:  # else what others lack is missing here
+        if not alone:  # else the cause is on another rank, which warns
             warn_once(error)
     while any(busy for busy, _ in allgather((False, None))):
         pass

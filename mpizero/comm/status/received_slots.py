@@ -1,4 +1,4 @@
-"""Slots of a board that came over a network: nothing in them is believed before it was looked at."""
+"""Check status slots that were received over a network: each entry that readers use has the right type."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 
 from mpizero.comm.status.status_board import Slot
 
-#: Bytes of one rank's slot at most, as it is sent: what fits on a board, its age and its rank.
+#: Most bytes of one rank's slot as it is sent: the slot of a status board, its age and its rank.
 SLOT_LIMIT = 33_000
 _SECONDS = (int, float)
-#: What readers of a slot count on, where it has such an entry.
+#: Types of entries; an entry may be missing.
 _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "age": _SECONDS,
     "still": _SECONDS,
@@ -28,7 +28,7 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
 }
 #: Entries that every slot has.
 _ALWAYS = frozenset({"age", "place", "state", "still", "calls", "joint_tasks", "marks"})
-#: Entries that are lists of rows: what these consist of.
+#: Entries that are lists of rows: the types in a row.
 _ROWS: Mapping[str, tuple[type | tuple[type, ...], ...]] = {
     "calls": (str, str, int, str, str, _SECONDS),
     "joint_tasks": (str, int, str, _SECONDS),
@@ -38,12 +38,12 @@ _MARK = (int, int)
 
 
 def parse_slots(data: bytes, ranks: Collection[int], now: float) -> dict[int, Slot]:
-    """Return the slots that ``data`` holds, with times of this host's clock, on which it is ``now``. Not collective.
+    """Decode slots and check them; times become those of this host, where it is ``now``. Not collective.
 
     Raises
     ------
     ValueError
-        They are not slots of some of these ranks.
+        If the data are not slots of some of these ranks.
     """
     try:
         found = json.loads(data, parse_constant=_refuse, parse_float=_finite, parse_int=_small)

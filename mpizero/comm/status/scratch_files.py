@@ -1,4 +1,4 @@
-"""Files that need no name, in memory where there is room: for boards and for what faulthandler writes."""
+"""Make temporary files, in memory where there is room: for status boards and for the output of faulthandler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 def scratch_folders() -> Iterator[str]:
-    """Yield where small files may be made: in memory, then where this process keeps temporary files, if anywhere."""
+    """Yield the folders for small files: one in memory, then the folder of temporary files, if there is one."""
     yield "/dev/shm"
     with contextlib.suppress(OSError):  # nothing that can be written
         yield tempfile.gettempdir()
@@ -17,14 +17,14 @@ def scratch_folders() -> Iterator[str]:
 
 @contextlib.contextmanager
 def anonymous_file() -> Iterator[int]:
-    """Open an empty file that is gone when it is closed.
+    """Open an empty file that is removed when it is closed.
 
     Not collective. A Python that was built against a glibc before 2.27 has no ``os.memfd_create``.
 
     Raises
     ------
     OSError
-        If there is nowhere to make one.
+        If no folder allows it.
     """
     with contextlib.ExitStack() as stack:
         yield _open(stack)

@@ -1,9 +1,10 @@
 """Share the status of the ranks of a node before they have a communicator: a file with one slot for each rank.
 
-[Note: a roll] A board (:mod:`.board`) is opened by ranks that make a communicator together, so it cannot say who does
-not come to make it. The roll can: each rank of a job that imports mpizero opens it on its own, and it lasts until all
-ranks of the job have met, or have gone. It is read and written as a file, not mapped: a full file system is an error
-then, not a signal. What a killed job leaves is a few KB, which ``mpizero doctor --clean`` removes.
+[Note: startup board] A status board (:mod:`.status_board`) is opened by ranks that make a communicator together, so it
+cannot show which ranks do not come to make one. The startup board can: each rank of a job that imports mpizero opens it
+on its own, and it lasts until a communicator joins all ranks of the job, or all have ended. It is read and written as a
+file, not mapped: then a full file system is an error, not a signal. A killed job leaves a few KB, which
+``mpizero doctor --clean`` removes.
 """
 
 from __future__ import annotations
@@ -21,33 +22,33 @@ from mpizero.comm.status.status_board import Slot, encode
 
 _SLOT = 16384
 _HEADER = struct.Struct("<I")  # length
-#: Instead of a length: the rank has been here.
+#: Stands in place of a length: the rank has closed its slot.
 _GONE = 2**32 - 1
 
 
 class StartupBoard:
-    """The slots of the ranks of this node and job.
+    """Hold the status slots of the ranks of this node and job.
 
     Parameters
     ----------
     name : str
-        The job's, the same on all ranks of the node and of no other job.
+        Name of the job: the same on all ranks of the node, and different for every other job.
     rank, size : int
-        As the launcher tells them.
+        Rank and number of ranks, from the launcher.
     folder : str
-        In memory, the same on all ranks of a node.
+        Folder in memory, the same on all ranks of a node.
 
     Raises
     ------
     OSError
-        Where the file cannot be had.
+        If the file cannot be opened.
     """
 
     def __init__(self, name: str, rank: int, size: int, folder: str) -> None:
         self._rank, self._size = rank, size
-        self._left = False
+        self._gone = False
         self._closing = threading.Lock()  # the number of a file that is closed may mean another one
-        self._path = os.path.join(folder, f"mpizero-roll-{os.getuid()}-{name}")
+        self._path = os.path.join(folder, f"mpizero-startup-{os.getuid()}-{name}")
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         if os.fstat(self._file).st_uid != os.getuid():
             os.close(self._file)
@@ -57,7 +58,7 @@ class StartupBoard:
         """Replace this rank's slot. Not collective; one thread at a time."""
         data = encode({name: value for name, value in slot.items() if name != "records"})
         with self._closing:
-            if self._file >= 0 and not self._left and len(data) <= _SLOT - _HEADER.size:
+            if self._file >= 0 and not self._gone and len(data) <= _SLOT - _HEADER.size:
                 os.pwrite(self._file, _HEADER.pack(len(data)) + data, _SLOT * self._rank)
 
     def read(self) -> dict[int, Slot]:
@@ -71,7 +72,7 @@ class StartupBoard:
         return found
 
     def all_started(self) -> bool:
-        """Tell whether every rank of the job has written a slot, also if it has gone. Not collective."""
+        """Tell whether every rank of the job has written a slot, including ranks that have ended. Not collective."""
         none = bytes(_HEADER.size)
         with self._closing:
             ranks = range(self._size if self._file >= 0 else 0)
@@ -90,7 +91,7 @@ class StartupBoard:
         return None
 
     def claim(self) -> bool:
-        """Tell whether this rank is the first of the node to ask. Not collective."""
+        """Return True on the first rank of the node that calls this: it reports for the node. Not collective."""
         with self._closing:
             if self._file < 0:
                 return True
@@ -105,12 +106,12 @@ class StartupBoard:
             return holder in (0, self._rank + 1)
 
     def close(self, *, remove: bool = False) -> None:
-        """Strike this rank off, and write no more; the last one at work removes the file, as does ``remove``.
+        """Mark this rank as gone, and write no more; the last working rank removes the file, or any with ``remove``.
 
         A second call does nothing. Not collective.
         """
         with self._closing, contextlib.suppress(OSError):
-            self._left = True
+            self._gone = True
             if self._file >= 0:
                 os.pwrite(self._file, _HEADER.pack(_GONE), _SLOT * self._rank)
         alone = not any(map(is_working, self.read().values()))
@@ -124,14 +125,14 @@ class StartupBoard:
 
 
 def is_working(slot: Slot) -> bool:
-    """Tell whether the rank that has written ``slot`` on this node still has something to do. Not collective."""
+    """Tell whether the rank of ``slot``, on this node, is running and has not reached its end. Not collective."""
     return slot["state"] == "working" and Path(f"/proc/{slot['pid']}").exists()
 
 
 def open_startup_board(
     name: str, rank: int, size: int, folder: str, warn_once: Callable[[BaseException], None]
 ) -> StartupBoard | None:
-    """Open the roll of a job; None, with a complaint, where it cannot be had, and None for a job without a name."""
+    """Open the startup board of a job; return None for a job without a name, and, with a warning, where it fails."""
     try:
         return StartupBoard(name, rank, size, folder) if name else None
     except OSError as error:

@@ -1,8 +1,8 @@
-"""A notice board of one node: every rank writes where it stands, every rank can read it, also when MPI is stuck.
+"""Share the status of the ranks of a node in a memory-mapped file that works while MPI is stuck.
 
-[Note: board] A file in shared memory, mapped by all ranks of a node and unlinked as soon as all have it open, so that
-even a killed job leaves nothing behind. It needs no MPI to be read or written, which is the point: the ranks look at
-it when a collective does not return, from a daemon thread, or while the program is being torn down.
+[Note: status board] The file lies in shared memory. All ranks of the node map it, and it is unlinked as soon as all
+have it open, so that even a killed job leaves nothing. Reading and writing need no MPI: ranks read it when a collective
+does not return, from a daemon thread, and while the program ends.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from mpizero.comm.status.scratch_files import scratch_folders
 _SLOT = 32768
 _HEADER = struct.Struct("<II")  # version (odd while being written), length
 _CLAIM = struct.Struct("<I")
-#: Where the page before the slots holds the key of the communicator whose calls somebody wants to see.
+#: Offset and length, in the page before the slots, of the key of the communicator whose calls a rank has requested.
 _ASKED, _KEY = 64, 32
 
 Slot = dict[str, Any]
 
 
 class StatusBoard:
-    """One slot per rank of a node, and one claim per job part: who speaks the last words.
+    """Hold one status slot for each rank of a node, and a claim: which rank reports why the job ends.
 
     Parameters
     ----------
     ranks : sequence of int
-        World ranks that share this board.
+        World ranks that share this status board.
     rank : int
-        The one that writes here.
+        This rank, the only one whose slot is written here.
     path : str or None
-        File made by :meth:`create_file`; None keeps a board of this process alone.
+        File made by :meth:`create_file`; None makes a status board of this process alone.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, path: str | None) -> None:
@@ -55,7 +55,7 @@ class StatusBoard:
         """Make the file for ``ranks`` slots; None where there is no room for it. Not collective."""
         for folder in scratch_folders():
             with contextlib.suppress(OSError):
-                file, path = tempfile.mkstemp(prefix="mpizero-board-", dir=folder)
+                file, path = tempfile.mkstemp(prefix="mpizero-status-", dir=folder)
                 try:
                     # Allocated, not sparse: a full file system is an error here and not a SIGBUS later.
                     os.posix_fallocate(file, 0, _SLOT * (ranks + 1))
@@ -94,11 +94,14 @@ class StatusBoard:
         return self._read_slot(self.ranks.index(rank))
 
     def request_records(self, key: str) -> None:
-        """Ask all ranks for their calls of the communicator ``key``, with their next slots. Not collective."""
+        """Request that all ranks write their calls of the communicator ``key`` into their next slots.
+
+        Not collective.
+        """
         self._map[_ASKED : _ASKED + _KEY] = key.encode().ljust(_KEY, b"\0")
 
     def requested_key(self) -> str:
-        """Return what was asked for last, "" at first. Not collective."""
+        """Return the key that was requested last, "" at first. Not collective."""
         return bytes(self._map[_ASKED : _ASKED + _KEY]).rstrip(b"\0").decode(errors="replace")
 
     def _read_slot(self, index: int) -> Slot | None:
@@ -115,7 +118,7 @@ class StatusBoard:
         return None
 
     def claim(self) -> bool:
-        """Tell whether this rank is the first of the node to ask. Not collective."""
+        """Return True on the first rank of the node that calls this: it reports for the node. Not collective."""
         with contextlib.ExitStack() as unlock:
             if self._file >= 0:
                 fcntl.lockf(self._file, fcntl.LOCK_EX, _CLAIM.size)
@@ -126,21 +129,21 @@ class StatusBoard:
             return holder in (0, self.rank + 1)
 
     def close(self) -> None:
-        """Let the file go; what is mapped stays until nobody writes to it any more. Not collective."""
+        """Close the file; the mapped memory stays valid. Not collective."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
 
 
 def encode(slots: Mapping[Any, Any]) -> bytes:
-    """Return a slot, or slots by rank, as they are stored and sent: without spaces. Not collective."""
+    """Encode a slot, or slots by rank, as JSON without spaces, as stored and sent. Not collective."""
     return json.dumps(slots, separators=(",", ":")).encode()
 
 
 def open_status_board(
     rank: int, members: Sequence[int], host: str, allgather: Callable[[Any], list[Any]]
 ) -> StatusBoard:
-    """Open the board of this rank's node, or one of its own where that cannot be had.
+    """Open the status board of this rank's node, or one of this process alone where that fails.
 
     Collective over the ranks that ``allgather`` (picklable object -> list of every rank's) reaches: the world ranks
     ``members``, in this order.

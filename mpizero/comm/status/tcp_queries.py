@@ -1,4 +1,4 @@
-"""Many short conversations over TCP in one thread: none waits for another, each has one deadline for all of it."""
+"""Run many short TCP queries side by side in one thread; each has one deadline for the whole of it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from time import monotonic
 from types import TracebackType
 from typing import Self
 
-#: What one end does: it yields bytes to send, or how many bytes it wants, which it is given; it returns or raises where
-#: the conversation is over.
+#: One end of a query as a generator: it yields bytes to send, or the number of bytes to receive, which are sent into
+#: it. It returns or raises when the query is over.
 Script = Generator[bytes | int, bytes, None]
 
 _PIECE = 1 << 16
 
 
 class TcpQuery:
-    """One end of a connection that follows a script; until it has ``ended``."""
+    """Hold one end of a connection, which follows a script until ``ended`` is true."""
 
     def __init__(self, connection: socket.socket, script: Script, seconds: float) -> None:
         connection.setblocking(False)
@@ -32,11 +32,11 @@ class TcpQuery:
 
     @property
     def events(self) -> int:
-        """The events of a selector that it waits for: to read or to write."""
+        """Selector events that it waits for: readable or writable."""
         return selectors.EVENT_WRITE if self._out else selectors.EVENT_READ
 
     def advance(self) -> None:
-        """Go on as far as it can without waiting. Not collective."""
+        """Send and receive as much as possible without waiting. Not collective."""
         try:
             while True:
                 if self._out:
@@ -51,13 +51,13 @@ class TcpQuery:
                     self._next()
         except BlockingIOError:
             pass
-        except Exception:  # whatever a stranger can cause: it ends their conversation, and neither thread nor training
+        except Exception:  # bad input of a stranger ends this query, and neither the thread nor the training
             self.ended = True
 
     def _next(self) -> None:
-        said = bytes(self._in)
+        received = bytes(self._in)
         self._in, self._wanted = bytearray(), 0
-        step = self._script.send(said) if self._started else next(self._script)
+        step = self._script.send(received) if self._started else next(self._script)
         self._started = True
         if isinstance(step, int):
             self._wanted = step
@@ -66,7 +66,7 @@ class TcpQuery:
 
 
 class TcpQueries:
-    """Conversations side by side, at most ``limit`` of them: then the oldest gives way to a new one."""
+    """Run at most ``limit`` queries side by side; a new one beyond the limit ends the oldest."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -74,27 +74,27 @@ class TcpQueries:
         self._live: list[TcpQuery] = []
 
     def listen(self, server: socket.socket) -> None:
-        """Let :meth:`turn` return this socket when somebody connects. Not collective."""
+        """Let :meth:`poll` return this socket when a client connects. Not collective."""
         server.setblocking(False)
         self._selector.register(server, selectors.EVENT_READ)
 
     def start(self, connection: socket.socket, script: Script, seconds: float) -> TcpQuery:
-        """Begin a conversation that ends within ``seconds``. Not collective."""
-        talk = TcpQuery(connection, script, seconds)
+        """Begin a query that ends within ``seconds``. Not collective."""
+        query = TcpQuery(connection, script, seconds)
         if len(self._live) >= self._limit:
             self._end(self._live[0])
-        self._live.append(talk)
-        self._selector.register(connection, talk.events, talk)
-        self._advance(talk)
-        return talk
+        self._live.append(query)
+        self._selector.register(connection, query.events, query)
+        self._advance(query)
+        return query
 
-    def turn(self, seconds: float | None) -> list[socket.socket]:
-        """Wait until something happens, for ``seconds`` at most; return the servers that somebody has connected to.
+    def poll(self, seconds: float | None) -> list[socket.socket]:
+        """Wait for events, ``seconds`` at most, and handle them; return the listening sockets with new connections.
 
         Not collective.
         """
         now = monotonic()
-        limits = [talk.deadline - now for talk in self._live] + ([] if seconds is None else [seconds])
+        limits = [query.deadline - now for query in self._live] + ([] if seconds is None else [seconds])
         servers = []
         for key, _ in self._selector.select(max(0.0, min(limits)) if limits else None):
             if key.data is None:
@@ -103,8 +103,8 @@ class TcpQueries:
             elif not key.data.ended:
                 self._advance(key.data)
         now = monotonic()
-        for talk in [talk for talk in self._live if talk.deadline <= now]:
-            self._end(talk)
+        for query in [query for query in self._live if query.deadline <= now]:
+            self._end(query)
         return servers
 
     def __enter__(self) -> Self:
@@ -113,20 +113,20 @@ class TcpQueries:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for talk in tuple(self._live):
-            self._end(talk)
+        for query in tuple(self._live):
+            self._end(query)
         self._selector.close()
 
-    def _advance(self, talk: TcpQuery) -> None:
-        talk.advance()
-        if talk.ended:
-            self._end(talk)
+    def _advance(self, query: TcpQuery) -> None:
+        query.advance()
+        if query.ended:
+            self._end(query)
         else:
-            self._selector.modify(talk.connection, talk.events, talk)
+            self._selector.modify(query.connection, query.events, query)
 
-    def _end(self, talk: TcpQuery) -> None:
-        talk.ended = True
-        self._live.remove(talk)
+    def _end(self, query: TcpQuery) -> None:
+        query.ended = True
+        self._live.remove(query)
         with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(talk.connection)
-        talk.connection.close()
+            self._selector.unregister(query.connection)
+        query.connection.close()

@@ -1,14 +1,13 @@
 """Read the stacks of the threads of this process.
 
-[Note: no frames] The frames of another thread must not be followed from one to the next: between two steps that thread
-goes on, and CPython 3.11 has been seen to hand out memory of a frame that was gone. ``faulthandler`` looks at all
-stacks in one call during which no other thread runs, and says what it saw as text.
+[Note: no frames] The frames of another thread must not be followed from one to the next: that thread goes on meanwhile,
+and CPython 3.11 has been seen to return freed memory as a frame. ``faulthandler`` reads all stacks in one call, during
+which no other thread runs, and writes them as text.
 
 [Note: no collection] ``sys._current_frames`` makes objects while it holds a lock of the interpreter, so a garbage
-collection may begin in it (CPython issue 106883, mended in later releases). If a finalizer then lets other threads
-run, and one of them starts or ends a thread or calls the same function, it waits for that lock and keeps the
-interpreter's: the process stands still for ever. And what is being told of may be gone when it goes on. Hence no
-collection while it runs.
+collection may begin in it (CPython issue 106883, fixed in later releases). If a finalizer then lets another thread run,
+and that thread starts or ends a thread or calls the same function, both wait for each other's lock: a deadlock. The
+frames may also be freed meanwhile. So the garbage collector is off while the function runs.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 _COMM = str(Path(__file__).resolve().parents[1]) + os.sep
 
-#: Held where collections are turned off and on again, by several threads of one process.
+#: Held while the garbage collector is off.
 _LOOKING = threading.Lock()
 
 
 def current_frame(thread: int) -> FrameType | None:
-    """Return the innermost frame of the thread with this ``threading.get_ident``, None if there is none.
+    """Return the innermost frame of the thread with this ``threading.get_ident``, or None.
 
-    Not collective. See [Note: no collection], and [Note: no frames] for what must not be done with it.
+    Not collective. See [Note: no collection]; its outer frames must not be read, see [Note: no frames].
     """
     with _LOOKING:
         enabled = gc.isenabled()
@@ -52,10 +51,10 @@ def current_frame(thread: int) -> FrameType | None:
 
 
 def all_stacks() -> dict[int, list[Line]]:
-    """Return the lines that every thread is in, the innermost first, by ``threading.get_ident``.
+    """Return the stack of every thread, the innermost line first, by ``threading.get_ident``.
 
-    Not collective. At most 100 lines of at most 100 threads, which is all that ``faulthandler`` tells; nothing where
-    there is no file for it to write to.
+    Not collective. At most 100 lines of at most 100 threads, the limits of ``faulthandler``; empty where no temporary
+    file can be made.
     """
     text = ""
     with contextlib.suppress(OSError), anonymous_file() as file:
@@ -72,12 +71,12 @@ def all_stacks() -> dict[int, list[Line]]:
 
 
 def innermost_line(frame: FrameType | None) -> list[Line]:
-    """Return the line of one frame, which is all that is known where :func:`stacks` knows nothing. Not collective."""
+    """Return the line of one frame, for where :func:`all_stacks` is empty. Not collective."""
     return [] if frame is None else [Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)]
 
 
 def describe_stack(stack: Sequence[Line]) -> str:
-    """Describe the line of the user's own code that a thread is in, and the line of a library beneath it."""
+    """Describe a stack by the innermost line of the user's own code, and the innermost line of a library in it."""
     inner = next((line for line in stack if not line.file.startswith(_COMM)), None)
     outer = next((line for line in stack if is_users(line.file)), None)
     lines = [outer] if inner is outer else [outer, inner]

@@ -175,7 +175,7 @@ class Guard(JobExit):
         self._start_heartbeat()
         self._watch_mismatches()
         if len(members) == self.size:
-            self.peers.close_startup_board(all_met=True)
+            self.peers.close_startup_board(all_joined=True)
         return members
 
     def world_ranks(self, comm: Any) -> tuple[int, ...]:

@@ -181,7 +181,7 @@ class JobExit:
         if found is None:
             return None
         self._agreed = True
-        self.peers.close_startup_board(all_met=True)  # the first one that ends may be the others' end
+        self.peers.close_startup_board(all_joined=True)  # the first one that ends may be the others' end
         if found == mine:
             write_stderr(f"{user_message(error)}\n")
         return found & 0xFF
@@ -212,7 +212,7 @@ class JobExit:
                 self._end_mismatch(error)
         self.supervisor.stop()
         if self._asked[0] not in (None, 0):  # the launcher ends the others then
-            self.peers.close_startup_board(all_met=True)
+            self.peers.close_startup_board(all_joined=True)
 
     def _wait_before_mpi(self) -> None:
         """Wait for the others of this node, and end them where one starts MPI: it would wait for this rank for ever."""
@@ -284,7 +284,7 @@ class JobExit:
             await_delivery()
         else:
             time.sleep(_CONSEQUENCE)
-        self.peers.close_startup_board(all_met=True)
+        self.peers.close_startup_board(all_joined=True)
         if threading.current_thread() is threading.main_thread() or mpi.Query_thread() == mpi.THREAD_MULTIPLE:
             mpi.COMM_WORLD.Abort(int(status))
         os._exit(int(status))
