@@ -1,15 +1,15 @@
 """Record what a rank calls through one communicator: the present call, and its last collectives.
 
-[Note: contract] All ranks of a communicator must call the same collectives in the same order with the same element
-type, count, operation and tag. MPI reports some breaches, hangs on others, and gives wrong numbers in silence for equal
-counts in another order. So each rank folds what it calls into one number for each communicator: ranks that have called
-alike have the same number after as many calls. Counts that may differ by rank (an alltoallv's) are not in it; neither
-are the lines that call, which are kept for the report only. Recording costs one to two microseconds amid other work:
-the line is kept as a code object with the place of an instruction in it, and becomes text when somebody asks.
+[Note: matching calls] All ranks of a communicator must call the same collectives in the same order with the same
+element type, count, operation and tag. MPI reports some mismatches, hangs on others, and silently gives wrong numbers
+for equal counts in another order. So each rank hashes its calls into one number for each communicator: ranks that have
+made the same calls have the same number. Counts that may differ by rank (an alltoallv's) are not in it; neither are
+the calling lines, which are kept for the report only. Recording costs one to two microseconds: the line is kept as a
+code object with the offset of an instruction, and becomes text only for a report.
 
 [Note: counted calls] The barriers by which an engine orders its windows are half of the calls of a short step. They are
-counted only: ranks that have made another number of them between two recorded calls differ, ranks that have made them
-for other reasons do not. Under MPIZERO_DEBUG=collectives they are recorded like all others.
+only counted: ranks with another number of them between two recorded calls differ, but their reasons are not compared.
+Under MPIZERO_DEBUG=collectives they are recorded like all others.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ REMEMBERED = 64
 #: Sums of numbers are taken modulo this prime, so that those of 65,536 ranks add up in 64 bits.
 MODULUS = 2**47 - 115
 _SHOWN = 160
-#: Where a counted call stands.
+#: Stands for the line of a counted call.
 _COUNTED = "a place that is not recorded"
-#: What the ranks of a communicator do before it has any collective.
+#: The operation of a communicator that is being made, before its first collective.
 MAKING = "making the communicator"
-#: Calls whose numbers are at hand.
+#: Calls whose hashes are cached.
 _LEARNT = 4096
-#: What the last part of these calls is.
+#: Names of the last part of these calls.
 _MEANING = {"broadcast": "root ", "ibroadcast": "root ", "broadcast_object": "root "}
 
-#: A collective as all ranks must call it: operation, tag, then dtype character, count or counts, and what else.
+#: A collective as all ranks must call it: operation, tag, then dtype character, count or counts, and further arguments.
 Signature = tuple[Any, ...]
-#: Number of the collective, the number that stands for all up to it, the call, and where it stands in the source.
+#: Sequence number of the collective, hash of all calls up to it, the call, and its line as code object and instruction.
 _Entry = tuple[int, int, Signature, CodeType | None, int]
 
-#: As the code objects of this package have them.
+#: Files of this package, as its code objects name them.
 _OWN_FILES = frozenset(map(str, Path(__file__).parents[1].rglob("*.py")))
-#: Where the package lies, and its programs, which use it as any other does.
+#: Folder of the package, and of its command line, which counts as a user of it.
 _LIBRARY = f"{Path(__file__).parents[2]}{sep}"
 _PROGRAMS = f"{_LIBRARY}train{sep}"
 
 
 class CallRecord(NamedTuple):
-    """A collective of one rank, to be shown.
+    """Describe a collective of one rank for a report.
 
     Attributes
     ----------
     sequence : int
         Number of the collective in its communicator.
     number : int
-        Stands for this call and all before it.
+        Hash of this call and all before it.
     what, where : str
         For example ``"allreduce 'losses' float64[4] sum"`` and ``"train.py:12 in step"``.
     """
@@ -73,7 +73,7 @@ class CallRecord(NamedTuple):
 
 
 class FileTransfer:
-    """Bytes on their way from or to files: how many have come, and when the last did."""
+    """Count the bytes that a rank reads or writes, and note when the last were moved."""
 
     __slots__ = ("bytes", "moved", "what")
 
@@ -87,9 +87,9 @@ class FileTransfer:
 
 
 class CallTrace:
-    """The call a rank of one communicator is in, or was in last, and what it called before.
+    """Record the present or last call of a rank through one communicator, and the calls before it.
 
-    Written by the communicator, read by the watchdog and the contract. See [Note: contract].
+    Written by the communicator; read by the watchdog and the comparison of calls. See [Note: matching calls].
 
     Attributes
     ----------
@@ -104,11 +104,11 @@ class CallTrace:
     started : int
         Collectives begun so far; above ``sequence`` while an older non-blocking one is waited for.
     present_task : tuple of str and float
-        What the rank is doing that all ranks must end together, and since when; ("", 0.0) if nothing.
+        A task that all ranks must finish together, and its start; ("", 0.0) if there is none.
     joint_tasks : int
-        How many such things it has ended.
-    transfers : tuple of Transfer
-        What it is reading or writing at this moment, while others may wait for it.
+        Number of such tasks that the rank has finished.
+    transfers : tuple of FileTransfer
+        Files that it is reading or writing now, while others may wait for it.
     """
 
     __slots__ = (
@@ -133,7 +133,7 @@ class CallTrace:
         self._entries: list[_Entry] = [self._last] * REMEMBERED
 
     def begin(self, call: Signature) -> int:
-        """Record a collective, called three frames up or further out, and return its number. Not collective."""
+        """Record a collective, called three frames up or further out; return its sequence number. Not collective."""
         sequence = self.started + 1
         own = self._numbers.get(call)
         if own is None:
@@ -148,10 +148,10 @@ class CallTrace:
         return sequence
 
     def begin_operation(self, operation: Signature) -> None:
-        """Record what the user has asked this rank for, which takes a number like a collective. Not collective.
+        """Record an operation that the user has called; it takes a sequence number like a collective. Not collective.
 
-        The line is the user's: the first outside of this package, or in its command line. An error that is being
-        handled is told with it: what one rank does in a ``finally`` is not what went wrong.
+        Its line is the first one outside of this package, or in its command line. An error that is being handled is
+        recorded with it: the call in a ``finally`` is not the cause.
         """
         frame = sys._getframe(1)
         while _is_library(frame.f_code.co_filename) and frame.f_back is not None:
@@ -172,20 +172,20 @@ class CallTrace:
 
     @property
     def number(self) -> int:
-        """The number that stands for all collectives begun so far."""
+        """Hash of all collectives begun so far."""
         return self.last()[1]
 
     def _learn(self, call: Signature) -> int:
-        """Remember the number of a call; those of calls that never come again are forgotten now and then."""
+        """Cache the hash of a call; the cache is emptied when it is full."""
         if len(self._numbers) >= _LEARNT:
             self._numbers.clear()
         return self._numbers.setdefault(call, number_of(call))
 
     @contextmanager
     def joint_task(self, what: str) -> Iterator[None]:
-        """Do what all ranks must end together, though it may be long before they meet. Not collective.
+        """Mark a block that all ranks must finish together, though they may communicate late in it. Not collective.
 
-        A rank that ends its program before, or amid it, is then missed soon. Not to be nested.
+        A rank that ends its program before or within it is then missed soon. Must not be nested.
         """
         self.present_task = (what, monotonic())
         try:
@@ -196,9 +196,9 @@ class CallTrace:
 
     @contextmanager
     def transfer(self, what: str) -> Iterator[Callable[[int], None]]:
-        """Tell the others that files are read or written: hands out what is to be told of every piece's bytes.
+        """Mark a block that reads or writes files; yields a function to call with the bytes of each piece.
 
-        Not collective; in any thread. As long as bytes come, those who wait for this rank are not stuck.
+        Not collective; in any thread. Ranks that wait for this one do not count as stuck while bytes move.
         """
         transfer = FileTransfer(what)
         with self._changing:
@@ -210,12 +210,12 @@ class CallTrace:
                 self.transfers = tuple(other for other in self.transfers if other is not transfer)
 
     def last(self) -> tuple[int, int]:
-        """Return how many collectives have begun, and their number; both of one moment. Not collective."""
+        """Return the number of collectives begun and their hash, both of one moment. Not collective."""
         started, last = self.started, self._last
         return max(started, last[0]), _after(last, started)
 
     def number_at(self, sequence: int) -> int | None:
-        """Return the number after collective ``sequence``; None if it is not remembered. Not collective."""
+        """Return the hash after collective ``sequence``; None if it is not remembered. Not collective."""
         entry = self._before(sequence)
         return None if entry is None or sequence > self.started else _after(entry, sequence)
 
@@ -244,7 +244,7 @@ class CallTrace:
 
 
 def _described(error: BaseException) -> str:
-    """Describe an error amid which something is called, with the user's line that it comes from."""
+    """Describe the error that is being handled, with the user's line that it comes from."""
     trace, line = error.__traceback__, ""
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -260,15 +260,15 @@ def _is_library(file: str) -> bool:
 
 
 def _after(entry: _Entry, sequence: int) -> int:
-    """Return the number after collective ``sequence``, if all behind the record were only counted."""
+    """Return the hash after collective ``sequence``, if all calls after the record were only counted."""
     counted = sequence - entry[0]
     return entry[1] if counted <= 0 else hash((entry[1], counted))
 
 
 def weighted_sum(terms: Sequence[tuple[int, CallTrace]]) -> int:
-    """Return the sum of the traces' numbers, each times its weight. Not collective.
+    """Return the sum of the traces' hashes, each times its weight. Not collective.
 
-    Asked once a step, amid other work: no call for each of them, since what a call reads is in no cache.
+    Called once a step; a function call for each trace would miss the caches.
     """
     total = 0
     for weight, trace in terms:
@@ -279,7 +279,7 @@ def weighted_sum(terms: Sequence[tuple[int, CallTrace]]) -> int:
 
 
 def number_of(call: Signature) -> int:
-    """Return a number below the modulus that is the same for the same call in every process. Not collective."""
+    """Return the hash of a call, below the modulus and the same in every process. Not collective."""
     return int.from_bytes(blake2b(describe_call(call, shown=None).encode(), digest_size=8).digest(), "little") % MODULUS
 
 

@@ -1,9 +1,10 @@
-"""Ranks that call different collectives are told so at once, with both lines; see trace.py's [Note: contract].
+"""Describe the first collective that ranks have called differently, with the line of each rank.
 
-[Note: three comparisons] Once a step the engine adds the contract numbers of all ranks up in a message that it sends
-anyway, before it touches a weight. Between, the heartbeat threads of a node look at each other's numbers on the board,
-which finds ranks that wait for one another in different calls, and programs without an engine. And with
-MPIZERO_DEBUG=collectives every collective is compared before it starts (debug.py). All end in the same error.
+[Note: three comparisons] Calls are compared as [Note: matching calls] in call_trace.py says, in three places. Once a
+step the engine adds up the ranks' mismatch terms in a message that it sends anyway, before it changes a parameter.
+Between steps, the heartbeat threads of a node compare the hashes on the status board (mismatch_watch.py): this finds
+ranks that wait for one another in different calls, and programs without an engine. With MPIZERO_DEBUG=collectives every
+collective is compared before it starts (verification.py). All three raise the same error.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def mismatch(name: str, records: Mapping[int, Sequence[CallRecord]]) -> Collecti
     Parameters
     ----------
     name : str
-        What the communicator is called.
-    records : mapping of int to sequence of Record
+        Name of the communicator.
+    records : mapping of int to sequence of CallRecord
         The last collectives of each rank, the oldest first.
     """
     rows = {rank: {record.sequence: record for record in found} for rank, found in sorted(records.items())}
@@ -44,13 +45,15 @@ def mismatch(name: str, records: Mapping[int, Sequence[CallRecord]]) -> Collecti
     return CollectiveMismatch(f"collective #{sequence} of {name!r} differs between ranks: {_groups(here)}", details)
 
 
-def first_mismatch(told: Sequence[tuple[int, Mapping[str, tuple[str, list[CallRecord]]]]]) -> CollectiveMismatch | None:
+def first_mismatch(
+    calls_by_rank: Sequence[tuple[int, Mapping[str, tuple[str, list[CallRecord]]]]],
+) -> CollectiveMismatch | None:
     """Return the mismatch of the first communicator that has one. Not collective.
 
-    ``told`` has each rank's number and, by key, the name and the records of its communicators.
+    ``calls_by_rank`` has each rank's number and, by key, the name and the records of its communicators.
     """
-    for key in dict.fromkeys(key for _, calls in told for key in calls):
-        those = {rank: calls[key] for rank, calls in told if key in calls}
+    for key in dict.fromkeys(key for _, calls in calls_by_rank for key in calls):
+        those = {rank: calls[key] for rank, calls in calls_by_rank if key in calls}
         name = next(iter(those.values()))[0]
         if (found := mismatch(name, {rank: records for rank, (_, records) in those.items()})) is not None:
             return found
@@ -68,6 +71,6 @@ def _around(rows: Mapping[int, Mapping[int, CallRecord]], sequence: int) -> list
 
 
 def _groups(records: Mapping[int, CallRecord]) -> str:
-    """Describe a collective, the ranks that called the same at the same line together."""
+    """Describe a collective; ranks with the same call at the same line are listed together."""
     texts = ((rank, f"{record.what} at {record.where}") for rank, record in records.items())
     return "; ".join(f"{ranks}: {call}" for call, ranks in ranks_by_text(texts).items())

@@ -1,4 +1,4 @@
-"""The communicators of a process, under keys that are the same on all of their ranks."""
+"""Keep the communicators of a process under keys that are the same on all of their ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mpizero.errors import StateError
 
 #: Closed communicators that are remembered.
 _CLOSED = 32
-#: Communicators of ours that may be open at once. MPICH has 2,048 numbers for communicators and windows, and where they
-#: are used up ends with a segmentation fault: seen at 1,300 communicators with their models' windows.
+#: Communicators that may be open at once. MPICH has 2,048 numbers for communicators and windows, and crashes when they
+#: are used up: seen at 1,300 communicators with their models' windows.
 MOST_LIVE = 1200
 
 
 @dataclass(eq=False)
 class CommunicatorEntry:
-    """A communicator of this process: its trace, the world ranks it joins, and a key that is the same on all of them.
+    """Describe a communicator of this process: its trace, its world ranks, and a key that is the same on all of them.
 
     Communicators of the same ranks are made in the same order on each of them, so (members, ordinal) names one.
     ``weight`` is this rank's: the weights of all members add up to 0, see :meth:`CommunicatorRegistry.mismatch_term`.
@@ -33,10 +33,10 @@ class CommunicatorEntry:
 
 @dataclass
 class CommunicatorRegistry:
-    """All communicators of this process."""
+    """Keep all communicators of this process, and what errors have left open in them."""
 
     live: list[CommunicatorEntry] = field(default_factory=list)
-    #: Communicators that are closed: others may still wait in them.
+    #: The last closed communicators: other ranks may still wait in them.
     closed: dict[str, CommunicatorEntry] = field(default_factory=dict)
     #: What errors have left open, with the communicator that it belongs to; see :meth:`run_deferred_closes`.
     left: list[tuple[CommunicatorEntry, Callable[[], None]]] = field(default_factory=list)
@@ -45,7 +45,7 @@ class CommunicatorRegistry:
     _terms: dict[CallTrace, list[tuple[int, CallTrace]]] = field(default_factory=dict)
 
     def add(self, trace: CallTrace, members: Sequence[int], place: int = 0) -> CommunicatorEntry:
-        """Start to follow ``trace``, of which this rank is member number ``place``. Not collective.
+        """Add the communicator of ``trace``, in which this rank has number ``place``. Not collective.
 
         Raises
         ------
@@ -68,7 +68,7 @@ class CommunicatorRegistry:
         return entry
 
     def remove(self, trace: CallTrace) -> None:
-        """Stop to follow ``trace``. Not collective."""
+        """Move the communicator of ``trace`` to the closed ones. Not collective."""
         for entry in [entry for entry in self.live if entry.trace is trace]:
             self.live.remove(entry)
             self.closed[entry.key] = entry
@@ -84,25 +84,25 @@ class CommunicatorRegistry:
     def run_deferred_closes(self, trace: CallTrace, allgather: Callable[[Any], list[Any]]) -> None:
         """Close what errors have left open on all ranks of ``trace``, over which it and ``allgather`` are collective.
 
-        [Note: left behind] Where a rank leaves a model by an error, nobody knows whether the others do too, and closing
-        is collective. The next time that the same ranks make something together, they tell each other what they have
-        left; what all of them have left after the same calls is closed. The rest stays open: its ranks are not in step.
+        [Note: deferred closes] Where a rank leaves a model by an error, it does not know whether the others do too, and
+        closing is collective. When the same ranks next make something together, they compare what each has left open.
+        What all of them have left open after the same calls is closed. The rest stays open: its ranks are not in step.
         """
         members = next((entry.members for entry in self.live if entry.trace is trace), None)
         mine = [left for left in self.left if left[0].members == members]
-        told = allgather([(entry.key, self.mismatch_term(entry.trace)) for entry, _ in mine])
-        for left, *theirs in zip(mine, *told, strict=False):
+        gathered = allgather([(entry.key, self.mismatch_term(entry.trace)) for entry, _ in mine])
+        for left, *theirs in zip(mine, *gathered, strict=False):
             in_step = sum(number for _, number in theirs) % MODULUS == 0
             if in_step and all(key == left[0].key for key, _ in theirs) and left in self.left:
                 self.left.remove(left)
                 left[1]()
 
     def counts(self) -> dict[str, int]:
-        """Return collectives begun by key; open communicators first, those made last before older ones."""
+        """Return the number of collectives begun by key; open communicators first, the newest first."""
         return {entry.key: entry.trace.started for entry in (*reversed(self.live), *self.closed.values())}
 
     def marks(self) -> dict[str, tuple[int, int]]:
-        """Return collectives begun and the number that stands for them, by key, in the order of :meth:`counts`."""
+        """Return the number of collectives begun and their hash by key, in the order of :meth:`counts`."""
         entries = (*reversed(tuple(self.live)), *tuple(self.closed.values()))
         return {entry.key: entry.trace.last() for entry in entries}
 
@@ -122,8 +122,8 @@ class CommunicatorRegistry:
         """Return this rank's term of a sum that is 0 while all ranks of ``trace`` have called alike. Not collective.
 
         [Note: one sum] Ranks belong to different communicators, yet one number a rank is enough to compare them all:
-        each communicator's number is multiplied by its member's weight, and the weights add up to 0, so equal numbers
-        vanish from the sum over the ranks, and different ones do not (but for one chance in the modulus).
+        each communicator's hash is multiplied by its member's weight, and the weights add up to 0. So equal hashes
+        cancel in the sum over the ranks, and different ones do not (except by a chance of one in the modulus).
         """
         terms = self._terms.get(trace)
         if terms is None:

@@ -13,7 +13,7 @@ _NOTHING = nullcontext()
 
 
 class CommunicatorCall(NamedTuple):
-    """A call of a communicator.
+    """Describe a call of a communicator.
 
     Attributes
     ----------
@@ -36,7 +36,7 @@ class CommunicatorCall(NamedTuple):
 
 
 class TimeSpan(NamedTuple):
-    """A phase from its start to its end, in seconds of ``time.monotonic()``; ``detail`` says of what."""
+    """Hold the start and end of a phase in seconds of ``time.monotonic()``, and a detail."""
 
     phase: str
     detail: Any
@@ -45,12 +45,12 @@ class TimeSpan(NamedTuple):
 
 
 class Timeline:
-    """The spans of one rank, as they end; those of one thread lie inside each other or apart.
+    """Collect the spans of one rank in the order in which they end; those of one thread are nested or disjoint.
 
     Attributes
     ----------
     on : bool
-        Whether spans are noted.
+        Whether spans are recorded.
     """
 
     __slots__ = ("_spans", "on")
@@ -60,33 +60,33 @@ class Timeline:
         self._spans: list[TimeSpan] = []
 
     def span(self, phase: str, detail: Any = "") -> AbstractContextManager[object]:
-        """Note the time of a block. Not collective."""
+        """Record the time of a block. Not collective."""
         return _Open(self, phase, detail) if self.on else _NOTHING
 
     def begin(self) -> float:
-        """Return the time, for :meth:`end`, and 0 while nothing is noted. Not collective.
+        """Return the time, for :meth:`end`, or 0 while nothing is recorded. Not collective.
 
-        For what is done often: the two cost a third of :meth:`span` then, a tenth of a microsecond.
+        For frequent operations: while off, the two cost a tenth of a microsecond, a third of :meth:`span`.
         """
         return monotonic() if self.on else 0.0
 
     def end(self, phase: str, detail: Any, begun: float) -> None:
-        """Note a span that began when :meth:`begin` was called; one that raises is not noted. Not collective."""
+        """Record a span that began when :meth:`begin` was called. Not collective."""
         if self.on:
             self.add(phase, detail, begun)
 
     def add(self, phase: str, detail: Any, start: float) -> None:
-        """Note a span that ends now. Not collective."""
+        """Record a span that ends now. Not collective."""
         self._spans.append(TimeSpan(phase, detail, start, monotonic()))
 
     def take(self) -> list[TimeSpan]:
-        """Return the spans noted since the last call. Not collective."""
+        """Return the spans recorded since the last call. Not collective."""
         found, self._spans = self._spans, []
         return found
 
 
 class _Open:
-    """A span that has begun."""
+    """Record a span as a context manager."""
 
     __slots__ = ("_detail", "_phase", "_start", "_timeline")
 
