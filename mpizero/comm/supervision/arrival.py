@@ -1,7 +1,7 @@
-"""The ranks of a communicator that is being made: those that do not come are named after the timeout.
+"""Watch the ranks of a communicator that is being made, and name those that have not come after the timeout.
 
-[Note: no channel yet] What makes a communicator is collective itself, so nothing of MPI tells who has come to it. On a
-node the roll does; of other nodes nothing is known, and the timeout ends the job all the same.
+[Note: no channel yet] Making a communicator is collective itself, so MPI does not tell which ranks have come to it. On
+a node the startup board does. Of other nodes nothing is known; the timeout ends the job all the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mpizero.comm.status.status_board import Slot
 from mpizero.comm.supervision import wait_report
 from mpizero.comm.supervision.supervisor import TICK, Supervisor
 
-#: Seconds for all ranks to come, where nobody says: as long as a configuration gives its collectives.
+#: Default seconds for all ranks to come: the default timeout of a configuration.
 PATIENCE = 600.0
 
 
@@ -33,15 +33,15 @@ def watch_arrival(
     Parameters
     ----------
     entry : CommunicatorEntry
-        Of the communicator to be.
+        The communicator that is being made.
     supervisor : Supervisor
-        In whose thread is looked.
+        Its thread watches.
     timeout : float or None
-        Seconds for the block; None watches nothing.
+        Seconds for the block; None for no limit.
     slots : callable
-        Returns what is known of other ranks, and of this one.
+        Returns the known status slots of all ranks, with this one's.
     end : callable
-        Is told what to say when the job has to end.
+        Ends the job with the text that it is given.
     """
 
     def look(now: float) -> None:

@@ -1,4 +1,4 @@
-"""Learn that a C library is about to end the process, past all of Python's hooks.
+"""Run a function when a C library ends the process by ``exit()``, which Python's hooks do not see.
 
 MPICH ends a process by ``exit()`` when a message of a blocking collective is too long for its buffer, whatever error
 handler is set. Handlers that are registered with the C library still run then, while the heartbeat's thread lives.
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 
 class CExitHook:
-    """Calls ``function`` when something calls C's ``exit()``, until :meth:`close`; nothing where C has no such list.
+    """Call ``function`` when C's ``exit()`` is called, until :meth:`close`; do nothing where C has no such handlers.
 
     The interpreter must be alive when it is called, so close it before that ends.
     """
@@ -32,7 +32,7 @@ class CExitHook:
             self._function()
 
     def close(self) -> None:
-        """Take the function off the list; a second call does nothing. Not collective."""
+        """Remove the handler; a second call does nothing. Not collective."""
         self._function = None
         remove, self._remove = self._remove, None
         if remove is not None:

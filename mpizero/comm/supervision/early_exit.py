@@ -1,9 +1,9 @@
-"""Tell whether the other ranks can do without one that has ended.
+"""Decide whether the other ranks can go on without a rank that has reached the end of its program.
 
-[Note: who may go on] A rank that lives may work for as long as it likes while this one waits for it at its end: pack
-files, run other programs, train with others. It is missed only by who cannot go on without it: who waits in a
-collective, or is in a step, that takes both of them; or, where no rank of the job works any more, in a message. A rank
-whose slot cannot be read, for its node cannot be asked, may be at work.
+[Note: who may go on] While this rank waits at its end, the others may work for as long as they like: pack files, run
+other programs, train with one another. The job is ended only for a rank that cannot go on without this one: it waits in
+a collective that takes both, or is in a step that takes both; or it waits for a message, and no rank of the job works
+any more. A rank whose slot cannot be read, since its node does not reply, counts as working.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from mpizero.comm.status.peer_groups import PeerGroups
 from mpizero.comm.status.startup_board import is_working
 from mpizero.comm.status.status_board import Slot
 
-#: Seconds that others must have waited for this rank before it counts as gone early.
+#: Seconds that others must have waited for this rank before its exit counts as early.
 BLOCKED = 1.0
-#: Seconds in messages after which ranks that all wait in some are not waited for.
+#: Seconds after which ranks that all wait for messages count as stuck.
 PATIENCE = 120.0
-#: Seconds for the others to leave too, after this rank has asked for an exit status that is not 0.
+#: Seconds for the others to end too, after this rank has requested an exit status that is not 0.
 _ALONE = 2.0
 #: Seconds between two looks, and the most that one wait counts: this process may have been stopped in it.
 _LOOK, _COUNTED = 0.1, 0.5
-#: What a rank does when it waits for one message.
+#: Operations in which a rank waits for one message.
 _MESSAGES = ("isend", "irecv")
 
 
 def waits_for_this_rank(register: CommunicatorRegistry, other: int, slot: Slot) -> str:
-    """Say what ``other`` waits for, "" if not for this rank.
+    """Describe what ``other`` waits for, "" if it does not wait for this rank.
 
     Not collective. ``register`` is this rank's, ``slot`` what the other has written last.
     """
@@ -53,18 +53,18 @@ def waits_for_this_rank(register: CommunicatorRegistry, other: int, slot: Slot) 
 
 
 class EarlyExit:
-    """The end of this rank's program, while it waits for that of the others.
+    """Wait at the end of this rank's program for the others to end, and end the job where they cannot.
 
     Parameters
     ----------
     peers, register
         Of this process.
     status : object
-        What the program has asked for by ``sys.exit``; 0 and None are a good end.
+        Exit status that the program has requested by ``sys.exit``; 0 and None are success.
     patience : float
         See :data:`PATIENCE`.
     end : callable
-        Is told why the job has to end.
+        Ends the job for the reason that it is given.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class EarlyExit:
         self._looked = 0.0
 
     def look(self, waited: float) -> bool:
-        """End the job where it cannot end well; False to wait on. Not collective.
+        """End the job if the others cannot end without this rank; return False to wait on. Not collective.
 
         ``waited`` are the seconds since this rank's end.
         """
@@ -91,7 +91,7 @@ class EarlyExit:
         return False
 
     def reason_to_end(self, waited: float) -> str:
-        """Say why the others cannot end without this rank; "" if it may wait on. Not collective."""
+        """Return why the others cannot end without this rank, "" if they can. Not collective."""
         if waited < BLOCKED:
             return ""
         slots = self._peers.read_all(rarely=True)
@@ -107,14 +107,14 @@ class EarlyExit:
         return self._standstill(slots)
 
     def wait(self) -> None:
-        """Wait while ranks of this node are at work which have no communicator with this one. Not collective."""
+        """Wait while ranks of this node work that have no communicator with this one. Not collective."""
         begun = monotonic()
         while any(map(is_working, self._peers.read_startup_board().values())):
             self.look(monotonic() - begun)
             time.sleep(_LOOK)
 
     def _awaits(self, other: int, slot: Slot) -> str:
-        """Say that ``other`` is making a communicator which takes this rank, "" if it is not."""
+        """Describe the communicator with this rank that ``other`` is making, "" if there is none."""
         known = self._register.counts()
         making, own = slot.get("making", {}), self._peers.rank
         for key, name, _, operation, _, since in slot["calls"]:
@@ -124,7 +124,7 @@ class EarlyExit:
         return ""
 
     def _standstill(self, slots: Mapping[int, Slot]) -> str:
-        """Say that ranks wait for messages, and that all who could send them wait too or have left."""
+        """Describe ranks that wait for messages, if all ranks that could send them wait too or have ended."""
         waiting = {rank: members for rank, slot in slots.items() if (members := self._messages_of(slot))}
         idle = {self._peers.rank, *waiting, *(rank for rank, slot in slots.items() if slot["state"] == "leaving")}
         if not waiting or not idle.issuperset(*waiting.values()):
@@ -133,7 +133,7 @@ class EarlyExit:
         return f"rank {rank} waits for a message at {slots[rank]['place']}, and nobody is at work any more"
 
     def _messages_of(self, slot: Slot) -> tuple[int, ...]:
-        """Return the ranks of the communicator that one has long waited in for a message; () if it does not."""
+        """Return the ranks of the communicator in which a rank has long waited for a message; () if it does not."""
         for key, _, _, operation, _, since in slot["calls"]:
             if operation in _MESSAGES and since > self._patience and (entry := self._register.find(key)):
                 return entry.members
@@ -141,9 +141,9 @@ class EarlyExit:
 
 
 def agree_minimum(mpi: Any, controls: Sequence[Any], value: int, give_up: Callable[[float], bool]) -> int | None:
-    """Return the least ``value`` of all ranks of ``controls``, mpi4py communicators; None if ``give_up`` says so first.
+    """Return the least ``value`` of all ranks of ``controls``, mpi4py communicators; None if ``give_up`` ends the wait.
 
-    Collective over each of them. ``give_up`` is told the seconds waited.
+    Collective over each of them. ``give_up`` is called with the seconds waited, and returns whether to stop waiting.
     """
     send, recv = np.array([value]), np.empty((len(controls), 1), np.int64)
     rows = zip(controls, recv, strict=True)

@@ -1,4 +1,4 @@
-"""Tell the other ranks, on boards and without MPI, where this one stands."""
+"""Write the status of this rank to its status boards, without MPI."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from mpizero.comm.status.status_board import Slot
 from mpizero.comm.status.thread_stacks import all_stacks, current_frame, describe_stack, innermost_line
 from mpizero.comm.supervision.supervisor import Supervisor
 
-#: Seconds in which a main thread at the same instruction is taken to stand still.
+#: Seconds at the same instruction after which the main thread counts as waiting.
 _STILL = 0.5
-#: Seconds between two looks at the stack of a main thread that goes on: each costs it most of a millisecond.
+#: Seconds between two reads of the stack of a running main thread: each costs it most of a millisecond.
 _LOOK = 1.0
 #: Ranges of ranks that are written down of a communicator that is being made: of more, none is.
 _RANGES = 200
@@ -35,10 +35,10 @@ _LIBRARY_CALL = re.compile(
 
 
 def library_call(frame: FrameType, world: Any) -> str:
-    """Name the collective over ``world`` that ``frame`` calls by itself, past our communicators; "" if it does not.
+    """Name the collective of mpi4py over ``world`` that ``frame`` is calling directly; "" if there is none.
 
-    Such a call is invisible in the traces, and the frame of a compiled method does not exist; but the source text of
-    the current instruction is known, and so is the object that its dotted name means.
+    Such a call is not in the traces, and a compiled method has no frame. But the source text of the current
+    instruction is known, and so is the object that its dotted name means.
     """
     positions = list(frame.f_code.co_positions())
     index = frame.f_lasti // 2
@@ -51,15 +51,15 @@ def library_call(frame: FrameType, world: Any) -> str:
         return ""
     first, *rest = found[1].split(".")
     value = frame.f_locals.get(first, frame.f_globals.get(first))
-    for name in rest:  # by dictionaries only: a property of the user's must not run in this thread
+    for name in rest:  # by dictionaries only: no property of the user's objects may run in this thread
         value = getattr(value, "__dict__", {}).get(name)
     return f"{found[2]} of COMM_WORLD" if type(value) is type(world) and value == world else ""
 
 
 def calls_in_progress(register: CommunicatorRegistry, since: Callable[[float], float]) -> list[list[Any]]:
-    """Return the calls that are going on: key, communicator, sequence, operation, tag, seconds. Not collective.
+    """Return the calls in progress: key, communicator, sequence, operation, tag, seconds. Not collective.
 
-    ``since`` tells the seconds from a moment on.
+    ``since`` returns the seconds since a moment.
     """
     return [
         [e.key, e.trace.name, e.trace.sequence, e.trace.operation, e.trace.tag[:80], since(entered)]
@@ -74,9 +74,9 @@ def transfers_in_progress(traces: Iterable[CallTrace], since: Callable[[float], 
 
 
 class Heartbeat:
-    """Writes where this rank stands on its boards, when the supervisor looks.
+    """Write the status slot of this rank at every tick of the supervisor.
 
-    ``context`` gives further entries of the slot.
+    ``context`` returns further entries of the slot.
     """
 
     def __init__(
@@ -101,24 +101,24 @@ class Heartbeat:
         self._writing = threading.RLock()
 
     def look(self, now: float) -> None:
-        """Write the slot of this moment, then ask the listeners whether something is wrong. Not collective."""
+        """Write the present slot, then call the listeners with it. Not collective."""
         slot = self.beat(now)
         for listener in tuple(self.listeners):
             listener(slot)
 
     def refresh_place(self) -> None:
-        """Tell with the next slot where the main thread stands then, however lately it was looked at."""
+        """Read the stack of the main thread again for the next slot, however recently it was read."""
         self._looked = float("-inf")
 
     def beat(self, now: float | None = None) -> Slot:
-        """Write the slot of this moment. Not collective."""
+        """Write the present slot. Not collective."""
         with self._writing:
             self.last_slot = slot = self.slot(monotonic() if now is None else now)
             self.peers.write(slot)
         return slot
 
     def slot(self, now: float) -> Slot:
-        """Describe where the main thread stands now."""
+        """Return the present status of this rank as a slot."""
 
         def since(moment: float) -> float:
             return self._supervisor.since(moment, now)
@@ -131,7 +131,7 @@ class Heartbeat:
         if not moved or now - self._looked >= _LOOK:
             self._place, self._looked = describe_stack(all_stacks().get(self._watched) or innermost_line(frame)), now
         slot: Slot = {"beat": now, "place": self._place, "still": since(self._since), "pid": os.getpid()}
-        # A caught exception's frame may be gone at any moment; the board is a courtesy and never a fault of its own.
+        # The frame may be gone at any moment; an error here must not end the run.
         with contextlib.suppress(Exception):
             mpi = sys.modules.get("mpi4py.MPI")
             stands = frame is not None and mpi is not None and slot["still"] >= _STILL
@@ -153,7 +153,7 @@ class Heartbeat:
         return slot | self.extra_entries | self._context()
 
     def _asked_for(self) -> dict[str, list[CallRecord]]:
-        """Return the last calls of the communicators that a rank has asked for last."""
+        """Return the last calls of the communicators for which ranks have requested them."""
         asked = self.peers.requested_keys()
         self._asked = [*asked, *(key for key in self._asked if key not in asked)][: len(asked) + 1]
         entries = filter(None, map(self.register.find, self._asked))

@@ -1,9 +1,8 @@
-"""Ends a process whose interpreter lock is held too long, by a timer of the kernel that needs no lock.
+"""End a process whose interpreter lock is held too long, by a timer of the kernel that needs no lock.
 
-[Note: processor time] A timer on the wall clock would end every job that was stopped and goes on: what it was to be put
-off by did not run meanwhile. This one counts the processor time of one thread, which stands still in a stopped process
-and is never more than the time that passed. So it does not find a thread that holds the lock and sleeps; the other
-ranks do, whose threads run.
+[Note: processor time] A timer on the wall clock would end every job that was stopped and resumed, since the thread that
+restarts the timer did not run meanwhile. This timer counts the processor time of one thread, which does not advance in
+a stopped process. So it does not find a thread that sleeps while it holds the lock; the threads of the other ranks do.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import threading
 import time
 from typing import Any, TextIO
 
-#: Above those that C libraries and debuggers use.
+#: A signal above those that C libraries and debuggers use.
 _SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11
 
 
@@ -34,7 +33,7 @@ class _Times(ctypes.Structure):
 
 
 class LockTimer:
-    """Writes all stacks to ``file`` and kills the process, unless it is put off in time; nothing where it cannot.
+    """Write all stacks to ``file`` and kill the process, unless it is restarted in time; do nothing where that fails.
 
     It counts the processor time of the main thread, and needs Linux and a signal that nobody else handles.
     """
@@ -56,14 +55,14 @@ class LockTimer:
                 self._library = library
 
     def restart(self, seconds: float) -> None:
-        """Begin to count anew. Not collective."""
+        """Restart the timer. Not collective."""
         if self._library is not None:
             whole = int(seconds)
             times = _Times(0, 0, whole, max(1, int((seconds - whole) * 1e9)))
             self._library.timer_settime(self._timer, 0, ctypes.byref(times), None)
 
     def close(self) -> None:
-        """Count no more; a second call does nothing. Not collective."""
+        """Delete the timer; a second call does nothing. Not collective."""
         library, self._library = self._library, None
         if library is not None:
             library.timer_delete(self._timer)
@@ -71,6 +70,6 @@ class LockTimer:
 
 
 def _with_timers() -> Any:
-    """Return the C library that has timers: before glibc 2.34 it is one of its own."""
+    """Return the C library that has timers: before glibc 2.34 that is librt."""
     library = ctypes.CDLL(None)
     return library if hasattr(library, "timer_create") else ctypes.CDLL("librt.so.1")

@@ -16,17 +16,17 @@ from mpizero.errors import CollectiveMismatch
 #: Seconds in a call after which a rank looks at all others; until then it looks at a few in turn.
 _PATIENCE = 0.2
 _IN_TURN = 4
-#: Seconds for the others to show what they have called.
+#: Seconds for the others to write their calls.
 _ANSWER = 1.0
 
 
 class MismatchWatch:
-    """Compares this rank's calls with those of the other ranks of its node, in the heartbeat's thread.
+    """Compare this rank's calls with those of the other ranks of its node, in the heartbeat's thread.
 
     Parameters
     ----------
     heartbeat : Heartbeat
-        Whose boards and register are looked at; the caller adds :meth:`look` to its listeners.
+        Its status boards and registry are read; the caller adds :meth:`look` to its listeners.
     end : callable
         Ends the job because of an error; does not return.
     """
@@ -36,28 +36,28 @@ class MismatchWatch:
         self._peers: PeerGroups = heartbeat.peers
         self._register: CommunicatorRegistry = heartbeat.register
         self._end = end
-        self._told: set[str] = set()
-        self._turn = 0
+        self._reported: set[str] = set()
+        self._next = 0
 
     def look(self, slot: Slot) -> None:
-        """End the job if another rank has called something else. Not collective."""
+        """End the job if another rank has made different calls. Not collective."""
         waits = any(call[5] >= _PATIENCE for call in slot["calls"])
         if (key := self._differing(None if waits else _IN_TURN)) and (error := self._explain(key)):
             self._end(error)
 
     def explain(self, trace: CallTrace) -> CollectiveMismatch | None:
-        """Return how the others' calls of a communicator differ; None if they do not, or do not tell in time.
+        """Return an error that says how the calls of a communicator differ; None if they do not, or it is not known.
 
-        Not collective. Whoever gets an error raises it: this rank will not end the job for it.
+        Not collective. The caller raises the error: this rank does not end the job for it.
         """
         entry = next((entry for entry in self._register.live if entry.trace is trace), None)
         error = None if entry is None else self._explain(entry.key)
         if entry is not None and error is not None:
-            self._told.add(entry.key)
+            self._reported.add(entry.key)
         return error
 
     def search(self, seconds: float) -> CollectiveMismatch | None:
-        """Look for a difference for some seconds, in which others may still show what they call. Not collective."""
+        """Search for a difference for some seconds, in which others may still write their calls. Not collective."""
         self._heartbeat.beat()
         limit = time.monotonic() + seconds
         while not (key := self._differing(None)) and time.monotonic() < limit:
@@ -65,30 +65,30 @@ class MismatchWatch:
         return self._explain(key) if key else None
 
     def compare_at_exit(self) -> CollectiveMismatch | None:
-        """Compare all that was ever called with the other ranks, which are leaving too. Not collective."""
+        """Compare all calls of the program with those of the other ranks, which end too. Not collective."""
         key = self._differing(None)
         return self._explain(key) if key else None
 
     def ignore(self, trace: CallTrace) -> None:
-        """Leave the communicators inside that of ``trace`` alone: their mismatch is being raised. Not collective."""
-        self._told.update(entry.key for entry in self._register.inside(trace))
+        """Ignore the communicators within that of ``trace``: their mismatch is being raised. Not collective."""
+        self._reported.update(entry.key for entry in self._register.inside(trace))
 
     def _differing(self, limit: int | None) -> str:
-        """Return the key of a communicator in which one of ``limit`` other ranks has called something else, or ""."""
+        """Return the key of a communicator in which one of ``limit`` other ranks has made different calls, or ""."""
         others = [rank for rank in self._peers.ranks if rank != self._peers.rank]
         if limit is not None and len(others) > limit:
-            self._turn = (self._turn + limit) % len(others)
-            others = (others + others)[self._turn :][:limit]
+            self._next = (self._next + limit) % len(others)
+            others = (others + others)[self._next :][:limit]
         mine = {entry.key: entry.trace for entry in (*self._register.live, *self._register.closed.values())}
         for rank in others:
             slot = self._peers.read_one(rank)
             for key, (started, number) in (slot or {}).get("marks", {}).items():
-                if key in mine and key not in self._told and mine[key].number_at(started) not in (None, number):
+                if key in mine and key not in self._reported and mine[key].number_at(started) not in (None, number):
                     return str(key)
         return ""
 
     def _explain(self, key: str) -> CollectiveMismatch | None:
-        """Ask all ranks of the node for their last calls of one communicator, and compare them."""
+        """Request the last calls of one communicator from all ranks of the node, and compare them."""
         entry = self._register.find(key)
         if entry is None:
             return None

@@ -1,9 +1,9 @@
-"""The one thread of a process that looks, now and then, whether somebody waits too long; it calls no MPI.
+"""Run the periodic checks of a process in one thread, which calls no MPI.
 
-[Note: time lived] A process that is stopped (SIGSTOP, ``scontrol suspend``, a paused machine) waits for nobody
-meanwhile, though the clocks go on, and all ranks are stopped and go on at slightly different moments. The thread knows
-that it was stopped when it wakes far later than it asked for, and that time does not count in :meth:`Supervisor.since`.
-A rank that is stopped alone is missed by the others, whose threads go on.
+[Note: stopped time] The time in which a process is stopped (SIGSTOP, ``scontrol suspend``, a paused machine) is no time
+of waiting, though the clocks go on; and ranks are stopped and resumed at slightly different moments. The thread finds
+that it was stopped when it wakes far too late; that time does not count in :meth:`Supervisor.since`. A rank that is
+stopped alone is found by the others, whose threads run.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from time import monotonic
 
 from mpizero.comm.failure_report import write_stderr
 
-#: Seconds between two looks, unless somebody asks for more.
+#: Seconds between two checks, unless a listener asks for more.
 TICK = 0.25
 #: Name of the thread.
 HEARTBEAT = "mpizero-heartbeat"
-#: A look that comes so many ticks late, and so many seconds, comes after a stop.
+#: A check that comes so many ticks and so many seconds late comes after a stop.
 _LATE_TICKS, _LATE = 3, 0.5
 #: Stops that are remembered one by one.
 _STOPS = 32
 
 
 class Supervisor:
-    """Calls its listeners every so often, each with ``time.monotonic()``, in a daemon thread that ends with the last.
+    """Call listeners periodically with ``time.monotonic()``, in a daemon thread that ends with the last listener.
 
-    A listener that raises is reported once, and asked again: what only helps to find a fault ends no run.
+    A listener that raises is reported once, and called again: a check that fails must not end the run.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Supervisor:
 
     @property
     def tick(self) -> float:
-        """Seconds between two looks."""
+        """Seconds between two checks."""
         return min(tuple(self._listeners.values()), default=TICK)
 
     @property
@@ -73,17 +73,20 @@ class Supervisor:
             thread.join(1.0)
 
     def stop(self) -> None:
-        """Call nobody any more. Not collective."""
+        """Remove all listeners. Not collective."""
         for listener in tuple(self._listeners):
             self.remove(listener)
 
     def since(self, moment: float, now: float) -> float:
-        """Return the seconds that this process has lived from ``moment`` to ``now``. Not collective."""
+        """Return the seconds from ``moment`` to ``now`` without those in which the process was stopped.
+
+        Not collective.
+        """
         stopped = sum(min(seconds, end - moment) for end, seconds in tuple(self._stops) if end > moment)
         return max(0.0, now - moment - stopped)
 
     def warn_once(self, error: BaseException) -> None:
-        """Say once that something which only helps to find faults does not work here. Not collective."""
+        """Warn once that part of the supervision does not work here. Not collective."""
         if not self._warned:
             self._warned = True
             write_stderr(f"mpizero: stuck or missing ranks may not be noticed here: {type(error).__name__}: {error}\n")

@@ -1,4 +1,4 @@
-"""MPIZERO_DEBUG=collectives: every collective is compared before it starts, on a communicator of its own.
+"""Compare every collective before it starts, on a communicator of its own (MPIZERO_DEBUG=collectives).
 
 A blocking collective then costs one more small message; a non-blocking one is compared when it is waited for or
 tested, so that ranks may still start it at different times.
@@ -19,14 +19,14 @@ from mpizero.types import Array
 
 
 class CallVerifier:
-    """Compares the contract numbers of the ranks of one communicator; raises the same error on all of them.
+    """Compare the hashes of calls of the ranks of one communicator; raise the same error on all of them.
 
     Parameters
     ----------
     comm : MPI.Intracomm
         The ranks; split once more, collectively.
     trace : CallTrace
-        What this rank calls.
+        The calls of this rank.
     members : sequence of int
         World ranks, for the report.
     """
@@ -36,19 +36,19 @@ class CallVerifier:
         self._trace, self._members = trace, members
 
     def start(self) -> PendingComparison:
-        """Send this rank's number. Collective over the communicator."""
+        """Start to compare this rank's hash. Collective over the communicator."""
         mine, everyone = np.array([self._trace.number]), np.empty(self._comm.Get_size(), np.int64)
         request = self._comm.Iallgather([mine, MPI.INT64_T], [everyone, 1, MPI.INT64_T])
         return PendingComparison(self, request, mine, everyone)
 
     def error(self) -> CollectiveError:
-        """Return what ranks with different numbers have called. Collective over the communicator."""
+        """Return the error that says what the ranks have called. Collective over the communicator."""
         records = dict(self._comm.allgather((self._members[self._comm.Get_rank()], self._trace.records())))
         found = mismatch(self._trace.name, records)
         return found or CollectiveError(f"the ranks of {self._trace.name!r} have called different collectives")
 
     def blocks(self, send_counts: Sequence[int], recv_counts: Sequence[int]) -> str:
-        """Describe how what one rank sends differs from what another expects, or "". Collective."""
+        """Describe a block whose sender and receiver give different lengths, "" if there is none. Collective."""
         size = self._comm.Get_size()
         mine = np.array([*send_counts, *recv_counts], np.int64)
         every = np.empty((size, 2, size), np.int64)
@@ -68,7 +68,7 @@ class CallVerifier:
 
 
 class PendingComparison:
-    """A comparison on its way."""
+    """Wait for a comparison that has been started."""
 
     def __init__(self, verifier: CallVerifier, request: MPI.Request, mine: Array, everyone: Array) -> None:
         self._verifier, self._request = verifier, request
@@ -80,7 +80,7 @@ class PendingComparison:
         self._compare()
 
     def test(self) -> bool:
-        """Tell whether the numbers have arrived; raises like :meth:`wait` if they have. Not collective."""
+        """Tell whether the comparison has ended; raise like :meth:`wait` if ranks differ. Not collective."""
         arrived = self._request.Test()
         if arrived:
             self._compare()
@@ -92,7 +92,7 @@ class PendingComparison:
 
 
 class VerifiedRequest(Request):
-    """A non-blocking operation that ends after its comparison."""
+    """Wait for the comparison of a non-blocking operation, then for the operation."""
 
     def __init__(self, communicator: Transport, verification: PendingComparison, request: Request) -> None:
         trace = communicator.trace

@@ -10,7 +10,7 @@ from mpizero.comm.failure_report import ranks_text
 from mpizero.comm.recording.call_trace import MAKING
 from mpizero.comm.status.status_board import Slot
 
-#: Heartbeats of silence after which a rank counts as stopped.
+#: Ticks without a heartbeat after which a rank counts as silent.
 _SILENT_TICKS = 8
 _MIN_SILENCE = 0.5
 
@@ -24,18 +24,18 @@ def with_age(slots: Mapping[int, Slot]) -> dict[int, Slot]:
 def describe_stuck_call(
     call: Sequence[Any], members: Sequence[int], slots: Mapping[int, Slot], timeout: float, tick: float
 ) -> list[str]:
-    """Return lines for the call that lasts too long: what is missing, then where every rank stands. Not collective.
+    """Describe a call that lasts too long: the missing ranks, then a line for every rank. Not collective.
 
     Parameters
     ----------
     call : list
         An entry of a slot's calls.
     members : sequence of int
-        The ranks that it takes.
+        World ranks of the communicator.
     slots : dict
         Slots with their age.
     timeout, tick : float
-        What it has lasted longer than, and how often ranks write their slots.
+        The timeout of the call, and the seconds between two heartbeats.
     """
     key, _, sequence, operation = call[:4]
     unknown = [r for r in members if r not in slots]
@@ -73,7 +73,7 @@ def _describe_slot(slot: Slot, tick: float) -> str:
 
 
 def is_silent(slot: Slot, tick: float) -> bool:
-    """Tell whether the rank that has written ``slot`` should have written another one long ago. Not collective."""
+    """Tell whether the next heartbeat after ``slot`` is long overdue. Not collective."""
     return bool(slot["age"] > max(_SILENT_TICKS * tick, _MIN_SILENCE))
 
 
