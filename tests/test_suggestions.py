@@ -12,7 +12,7 @@ import pytest
 import mpizero as mz
 from mpizero.errors import ArgumentError, ConfigError, MpizeroError, UnknownNameError
 from mpizero.names import ELSEWHERE, explains, nearest
-from mpizero.train.config.config_file import Document, parse_config
+from mpizero.train.config.config_file import ConfigDocument, parse_config
 
 #: Public classes and functions with what they cannot do without, and a wrong keyword with what is suggested.
 WRONG = [
@@ -113,7 +113,7 @@ def test_the_configuration_file_suggests_in_the_same_words():
     text = '[model]\nname = "gpt"\n[data]\ntext = "stdlib"\n[optimizer]\nlearning_rate = 1\n'
     known = ["lr", "weight_decay"]
     with pytest.raises(ConfigError, match=r"optimizer.learning_rate: unknown key \(did you mean 'lr'\?\)"):
-        parse_config(Document("run.toml", text))
+        parse_config(ConfigDocument("run.toml", text))
     assert nearest("learning_rate", known) == " (did you mean 'lr'?)"
 
 

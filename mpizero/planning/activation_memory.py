@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from mpizero.layout import Instruction
 from mpizero.parallel.execution.pipeline import AHEAD
-from mpizero.planning.block_trial import Trial
-from mpizero.planning.model_part import Part
+from mpizero.planning.block_trial import BlockTrial
+from mpizero.planning.model_part import ModelPart
 
 
 @dataclass(frozen=True)
-class ChunkFlow:
+class ChunkActivations:
     """What one micro-batch of a chunk keeps, block by block.
 
     [Note: borders] An array between two blocks is the output of one and the input of the next; it lives once, and as
@@ -23,13 +23,13 @@ class ChunkFlow:
 
     Attributes
     ----------
-    trials : tuple of Trial
+    trials : tuple of BlockTrial
         Of the chunk's blocks, and of the loss behind the last.
     entry : int
         Bytes of the chunk's input.
     """
 
-    trials: tuple[Trial, ...]
+    trials: tuple[BlockTrial, ...]
     entry: int
 
     @cached_property
@@ -42,7 +42,7 @@ class ChunkFlow:
         """The same, 0 for those that no cache keeps."""
         return self._borders_kept_by(self.trials)
 
-    def _borders_kept_by(self, trials: Sequence[Trial]) -> tuple[int, ...]:
+    def _borders_kept_by(self, trials: Sequence[BlockTrial]) -> tuple[int, ...]:
         kept = [False] * len(self._borders)
         place = 0
         for number, trial in enumerate(trials):
@@ -103,7 +103,7 @@ class ChunkFlow:
         return found
 
 
-class Figures(NamedTuple):
+class ActivationPeaks(NamedTuple):
     """The fullest moments of a step.
 
     Attributes
@@ -124,12 +124,12 @@ class Figures(NamedTuple):
     total: int
 
 
-class Flow:
+class StageActivations:
     """The micro-batches of one rank, from forward to backward.
 
     Parameters
     ----------
-    part : Part
+    part : ModelPart
         What the rank computes.
     jobs : sequence of int
         The samples of its micro-batches; 0 is an absent one.
@@ -137,19 +137,19 @@ class Flow:
         What it does with them.
     """
 
-    def __init__(self, part: Part, jobs: Sequence[int], program: Sequence[Instruction]) -> None:
+    def __init__(self, part: ModelPart, jobs: Sequence[int], program: Sequence[Instruction]) -> None:
         self.part, self.jobs, self.program = part, jobs, program
-        self._chunks: dict[tuple[int, int], ChunkFlow] = {}
+        self._chunks: dict[tuple[int, int], ChunkActivations] = {}
 
-    def chunk(self, chunk: int, samples: int) -> ChunkFlow:
+    def chunk(self, chunk: int, samples: int) -> ChunkActivations:
         """Return what one micro-batch of a chunk keeps. Not collective."""
         if (chunk, samples) not in self._chunks:
             entry = self.part.output(chunk - 1, samples) if chunk else 0
-            self._chunks[chunk, samples] = ChunkFlow(tuple(self.part.tried(chunk, samples)), entry)
+            self._chunks[chunk, samples] = ChunkActivations(tuple(self.part.tried(chunk, samples)), entry)
         return self._chunks[chunk, samples]
 
     @cached_property
-    def figures(self) -> Figures:
+    def figures(self) -> ActivationPeaks:
         """What lives at the fullest moments of a step."""
         held: dict[tuple[int, int], int] = {}
         kept = caches = most = total = 0
@@ -170,7 +170,7 @@ class Flow:
                 del held[chunk, micro]
             kept = max(kept, sum(held.values()))
             most, total = max(most, kept, here), max(total, kept, here + self._messages(place))
-        return Figures(kept, caches, most, total)
+        return ActivationPeaks(kept, caches, most, total)
 
     def _messages(self, place: int) -> int:
         """Return the bytes of the receives posted ahead while an instruction runs, and of what was sent before it."""

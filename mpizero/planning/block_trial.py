@@ -22,8 +22,8 @@ import numpy as np
 
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import views
-from mpizero.planning.byte_counts import Call, RecordingGroup
-from mpizero.planning.fake_array import Unmultiplied
+from mpizero.planning.byte_counts import GroupCall, RecordingGroup
+from mpizero.planning.fake_array import FakeArray
 from mpizero.types import Array, Layer, Loss, Run
 
 #: Samples of the smaller of two tries.
@@ -32,7 +32,7 @@ FEW = 2
 _SITE = re.compile(r"\bsite=\d+")
 
 
-class Form(NamedTuple):
+class ArrayForm(NamedTuple):
     """Shape and dtype of an array."""
 
     shape: tuple[int, ...]
@@ -44,12 +44,12 @@ class Form(NamedTuple):
         return prod(self.shape) * np.dtype(self.dtype).itemsize
 
     @classmethod
-    def of(cls, array: Array) -> Form:
+    def of(cls, array: Array) -> ArrayForm:
         """Return the form of ``array``. Not collective."""
         return cls(tuple(array.shape), array.dtype.name)
 
 
-class Kept(NamedTuple):
+class KeptMemory(NamedTuple):
     """What a block keeps alive between its passes.
 
     Attributes
@@ -68,7 +68,7 @@ class Kept(NamedTuple):
     output: bool
 
 
-class Peaks(NamedTuple):
+class PassPeaks(NamedTuple):
     """The most bytes that each pass of a block takes at once, more than it finds when it begins.
 
     Outputs and gradients are included: a forward's output, an input half's gradients of output and input.
@@ -79,29 +79,29 @@ class Peaks(NamedTuple):
     weights: int
 
 
-class Trial(NamedTuple):
+class BlockTrial(NamedTuple):
     """What one block, or the loss, does with one micro-batch.
 
     Attributes
     ----------
-    output, gradient : Form or None
+    output, gradient : ArrayForm or None
         Of the output, and of the input's gradient; None where there is none.
     passes : bool
         Whether the output is (a view of) the input.
-    kept : Kept
+    kept : KeptMemory
         What it keeps.
-    peaks : Peaks
+    peaks : PassPeaks
         What it takes besides while it runs.
-    calls : tuple of Call
+    calls : tuple of GroupCall
         What it calls its group for, forward and backward.
     """
 
-    output: Form
-    gradient: Form | None
+    output: ArrayForm
+    gradient: ArrayForm | None
     passes: bool
-    kept: Kept
-    peaks: Peaks
-    calls: tuple[Call, ...]
+    kept: KeptMemory
+    peaks: PassPeaks
+    calls: tuple[GroupCall, ...]
 
     @property
     def is_loss(self) -> bool:
@@ -116,7 +116,7 @@ class Trial(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sample:
+class TrialSample:
     """One sample as the data give it, and what a forward pass is told of a batch of them.
 
     Attributes
@@ -136,7 +136,7 @@ class Sample:
         return np.repeat(self.x[:1], samples, axis=0), np.repeat(self.y[:1], samples, axis=0)
 
 
-class Trials:
+class BlockTrials:
     """Tries of the blocks of one rank's part of a model.
 
     Parameters
@@ -145,7 +145,7 @@ class Trials:
         All blocks of the model, split over ``group``.
     loss : Loss
         Its loss, split likewise.
-    sample : Sample
+    sample : TrialSample
         What the first block is given.
     group : RecordingGroup
         What split layers call.
@@ -154,14 +154,14 @@ class Trials:
     """
 
     def __init__(
-        self, blocks: Mapping[str, Layer], loss: Loss, sample: Sample, group: RecordingGroup, dtype: Any
+        self, blocks: Mapping[str, Layer], loss: Loss, sample: TrialSample, group: RecordingGroup, dtype: Any
     ) -> None:
         self.blocks, self.loss, self.sample, self.group, self.dtype = dict(blocks), loss, sample, group, np.dtype(dtype)
-        self._tried: dict[tuple[str, Form], Trial] = {}
+        self._tried: dict[tuple[str, ArrayForm], BlockTrial] = {}
         self._warmed: set[str] = set()
-        self._found: dict[int, dict[str, Trial]] = {}
+        self._found: dict[int, dict[str, BlockTrial]] = {}
 
-    def of(self, samples: int) -> dict[str, Trial]:
+    def of(self, samples: int) -> dict[str, BlockTrial]:
         """Return the trial of every block, and of the loss under the name "", for so many samples. Not collective."""
         if samples not in self._found:
             if samples <= FEW + 1:
@@ -179,13 +179,13 @@ class Trials:
         parameters = [tuple(spec.shape for spec in layer.specs()) for layer in self.blocks.values()]
         return self.sample.x.shape, self.sample.y.shape, parameters
 
-    def _run(self, samples: int) -> dict[str, Trial]:
+    def _run(self, samples: int) -> dict[str, BlockTrial]:
         """Try every kind of block on so many samples, each on the output of the one before."""
         x, y = self.sample.batch(samples)
         value: Any = x
-        found: dict[str, Trial] = {}
+        found: dict[str, BlockTrial] = {}
         for name, layer in self.blocks.items():
-            form = Form.of(value) if isinstance(value, np.ndarray) else value
+            form = ArrayForm.of(value) if isinstance(value, np.ndarray) else value
             key = (_kind(layer), form)
             if key not in self._tried:
                 start = value if isinstance(value, np.ndarray) else np.zeros(form.shape, form.dtype)
@@ -210,7 +210,7 @@ class Trials:
             self._warmed.add(kind)
             attempt()
 
-    def _block(self, layer: Layer, x: Array) -> Trial:
+    def _block(self, layer: Layer, x: Array) -> BlockTrial:
         params, grads = self._parameters(layer)
         self.group.calls.clear()
         with _watched() as watch, np.errstate(all="ignore"):
@@ -218,31 +218,33 @@ class Trials:
             forward = watch.peak()
             outer = _owners((params, x, y))
             own, kept = _held(cache, outer), _owners(cache)
-            form, into, out = Form.of(y), _owner(x), _owner(y)
+            form, into, out = ArrayForm.of(y), _owner(x), _owner(y)
             watch.begin()
             dy = np.zeros(y.shape, y.dtype)
             del y
             dx, pending = layer.backward_input(params, cache, dy)
             half = watch.peak()
             deferred = _held((cache, pending), outer | _owners(dx))
-            gradient = None if dx is None else Form.of(dx)
+            gradient = None if dx is None else ArrayForm.of(dx)
             del dx, dy
             watch.begin()
             layer.backward_weights(params, cache, pending, grads)
-            peaks = Peaks(forward, half, watch.peak())
-        held = Kept(own, deferred, id(into) in kept, id(out) in kept)
-        return Trial(form, gradient, into is out, held, peaks, tuple(self.group.calls))
+            peaks = PassPeaks(forward, half, watch.peak())
+        held = KeptMemory(own, deferred, id(into) in kept, id(out) in kept)
+        return BlockTrial(form, gradient, into is out, held, peaks, tuple(self.group.calls))
 
-    def _loss(self, prediction: Array, y: Array) -> Trial:
+    def _loss(self, prediction: Array, y: Array) -> BlockTrial:
         self.group.calls.clear()
         with _watched() as watch, np.errstate(all="ignore"):
             _, _, cache = self.loss.forward(prediction, y)
             forward = watch.peak()
             own, keeps = _held(cache, _owners((prediction, y))), id(_owner(prediction)) in _owners(cache)
             watch.begin()
-            gradient = Form.of(self.loss.backward(cache))
-            peaks = Peaks(forward, watch.peak(), 0)
-        return Trial(Form((), "float64"), gradient, False, Kept(own, 0, keeps, False), peaks, tuple(self.group.calls))
+            gradient = ArrayForm.of(self.loss.backward(cache))
+            peaks = PassPeaks(forward, watch.peak(), 0)
+        return BlockTrial(
+            ArrayForm((), "float64"), gradient, False, KeptMemory(own, 0, keeps, False), peaks, tuple(self.group.calls)
+        )
 
     def _parameters(self, layer: Layer) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return parameters of zero, which take no memory while they are only read, and room for gradients."""
@@ -251,7 +253,7 @@ class Trials:
         starts = np.concatenate([[0], np.cumsum([count for _, _, count in specs])]).tolist()
         placed = [(name, start, shape) for (name, shape, _), start in zip(specs, starts, strict=False)]
         params, grads = np.zeros(size, self.dtype), np.empty(size, self.dtype)
-        return views(params.view(Unmultiplied), placed), views(grads.view(Unmultiplied), placed)
+        return views(params.view(FakeArray), placed), views(grads.view(FakeArray), placed)
 
 
 def _kind(layer: Layer) -> str:
@@ -259,29 +261,29 @@ def _kind(layer: Layer) -> str:
     return _SITE.sub("site", repr(layer))
 
 
-def _grown(few: Trial, more: Trial, samples: int) -> Trial | None:
+def _grown(few: BlockTrial, more: BlockTrial, samples: int) -> BlockTrial | None:
     """Continue what a few samples and one more take; None if it does not grow evenly."""
     calls = _calls(few.calls, more.calls, samples)
     if calls is None:
         return None
     own, deferred = (_line(getattr(few.kept, n), getattr(more.kept, n), samples) for n in ("own", "deferred"))
-    peaks = Peaks(*(max(0, _line(a, b, samples)) for a, b in zip(few.peaks, more.peaks, strict=True)))
+    peaks = PassPeaks(*(max(0, _line(a, b, samples)) for a, b in zip(few.peaks, more.peaks, strict=True)))
     gradient = None
     if few.gradient is not None and more.gradient is not None:
         gradient = _form(few.gradient, more.gradient, samples)
     kept = more.kept._replace(own=own, deferred=deferred)
-    return Trial(_form(few.output, more.output, samples), gradient, more.passes, kept, peaks, calls)
+    return BlockTrial(_form(few.output, more.output, samples), gradient, more.passes, kept, peaks, calls)
 
 
 def _line(few: int, more: int, samples: int) -> int:
     return few + (samples - FEW) * (more - few)
 
 
-def _form(few: Form, more: Form, samples: int) -> Form:
-    return Form(tuple(_line(a, b, samples) for a, b in zip(few.shape, more.shape, strict=True)), more.dtype)
+def _form(few: ArrayForm, more: ArrayForm, samples: int) -> ArrayForm:
+    return ArrayForm(tuple(_line(a, b, samples) for a, b in zip(few.shape, more.shape, strict=True)), more.dtype)
 
 
-def _calls(few: Sequence[Call], more: Sequence[Call], samples: int) -> tuple[Call, ...] | None:
+def _calls(few: Sequence[GroupCall], more: Sequence[GroupCall], samples: int) -> tuple[GroupCall, ...] | None:
     if [(c.kind, c.sizes, c.itemsize) for c in few] != [(c.kind, c.sizes, c.itemsize) for c in more]:
         return None
     return tuple(
@@ -290,7 +292,7 @@ def _calls(few: Sequence[Call], more: Sequence[Call], samples: int) -> tuple[Cal
     )
 
 
-class _Watch:
+class _PeakMemory:
     """The most memory that Python and NumPy have taken since a moment, in bytes."""
 
     def __init__(self) -> None:
@@ -307,12 +309,12 @@ class _Watch:
 
 
 @contextmanager
-def _watched() -> Iterator[_Watch]:
+def _watched() -> Iterator[_PeakMemory]:
     already = tracemalloc.is_tracing()
     if not already:
         tracemalloc.start()
     try:
-        yield _Watch()
+        yield _PeakMemory()
     finally:
         if not already:
             tracemalloc.stop()

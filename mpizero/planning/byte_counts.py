@@ -37,7 +37,7 @@ class Sent(NamedTuple):
         return Sent(self.bytes * count, self.messages * count)
 
 
-def total(parts: Iterable[Sent]) -> Sent:
+def total_sent(parts: Iterable[Sent]) -> Sent:
     """Add up. Not collective."""
     found = Sent()
     for part, count in Counter(parts).items():
@@ -45,12 +45,12 @@ def total(parts: Iterable[Sent]) -> Sent:
     return found
 
 
-def one(nbytes: int) -> Sent:
+def one_call(nbytes: int) -> Sent:
     """Count one call that sends ``nbytes``. Not collective."""
     return Sent(nbytes, 1) if nbytes else Sent()
 
 
-class Exchange(NamedTuple):
+class ExchangeCost(NamedTuple):
     """A sum or gather in pieces between peers: what a rank sends, and the bytes of the buffers it takes."""
 
     sent: Sent
@@ -60,14 +60,14 @@ class Exchange(NamedTuple):
     packed_receive: int = 0
 
 
-def exchange(
+def exchange_cost(
     totals: Sequence[int],
     peer: int,
     counts: Sequence[int],
     itemsize: int,
     codec: Codec | None = None,
     elements: int | None = None,
-) -> Exchange:
+) -> ExchangeCost:
     """Count :class:`mpizero.comm.reduce.exact.ExactExchange`: everybody's partial sums over everybody's ranges.
 
     Not collective.
@@ -88,28 +88,28 @@ def exchange(
         Those of a bucket.
     """
     if len(totals) == 1:
-        return Exchange(Sent(), 0, 0)
+        return ExchangeCost(Sent(), 0, 0)
     arrivals, mine = sum(counts), counts[peer]
     step = exchange_step(counts, elements)
     others = [elements for place, elements in enumerate(totals) if place != peer]
     turns = -(-max(others) // step) if mine else 0
     widths = [min(step, elements) for elements in totals]
     if not max(totals):
-        return Exchange(Sent(), 0, 0)
+        return ExchangeCost(Sent(), 0, 0)
     received = arrivals * widths[peer] * itemsize
     if codec is None:
-        return Exchange(Sent(mine * sum(others) * itemsize, turns), mine * sum(widths) * itemsize, received)
+        return ExchangeCost(Sent(mine * sum(others) * itemsize, turns), mine * sum(widths) * itemsize, received)
     sent = Sent(mine * sum(_packed(elements, step, codec) for elements in others), turns)
     largest = max(min(step, elements) for elements in others) if mine else 0
     packed = mine * sum(codec.packed(min(step, elements)) for elements in others)
-    return Exchange(sent, largest * itemsize, received, packed, (arrivals - mine) * codec.packed(widths[peer]))
+    return ExchangeCost(sent, largest * itemsize, received, packed, (arrivals - mine) * codec.packed(widths[peer]))
 
 
-def turn(widths: Sequence[int], peer: int, counts: Sequence[int], itemsize: int) -> Exchange:
+def segment_cost(widths: Sequence[int], peer: int, counts: Sequence[int], itemsize: int) -> ExchangeCost:
     """Count one turn of an exchange, uncompressed, in which each peer sums so many elements. Not collective."""
     mine, others = counts[peer], sum(widths) - widths[peer]
-    sent = one(mine * others * itemsize)
-    return Exchange(sent, mine * sum(widths) * itemsize, sum(counts) * widths[peer] * itemsize)
+    sent = one_call(mine * others * itemsize)
+    return ExchangeCost(sent, mine * sum(widths) * itemsize, sum(counts) * widths[peer] * itemsize)
 
 
 def _packed(elements: int, step: int, codec: Codec) -> int:
@@ -118,32 +118,34 @@ def _packed(elements: int, step: int, codec: Codec) -> int:
     return full * codec.packed(step) + codec.packed(rest)
 
 
-def gather(
+def gather_cost(
     totals: Sequence[int], peer: int, itemsize: int, codec: Codec | None = None, elements: int | None = None
-) -> Exchange:
+) -> ExchangeCost:
     """Count :func:`mpizero.comm.reduce.exact.gather_spans` of so many elements of each peer, or ``gather_packed``.
 
     Not collective.
     """
     if len(totals) == 1 or not max(totals):
-        return Exchange(Sent(), 0, 0)
+        return ExchangeCost(Sent(), 0, 0)
     step = gather_step(len(totals), elements)
     widths = [min(step, elements) for elements in totals]
     turns, others = -(-totals[peer] // step), len(totals) - 1
     if codec is None:
-        return Exchange(Sent(totals[peer] * itemsize * others, turns), widths[peer] * itemsize, sum(widths) * itemsize)
+        return ExchangeCost(
+            Sent(totals[peer] * itemsize * others, turns), widths[peer] * itemsize, sum(widths) * itemsize
+        )
     sizes = [codec.packed(width) for width in widths]
     sent = Sent(_packed(totals[peer], step, codec) * others, turns)
-    return Exchange(sent, widths[peer] * itemsize, max(widths) * itemsize, sizes[peer], sum(sizes))
+    return ExchangeCost(sent, widths[peer] * itemsize, max(widths) * itemsize, sizes[peer], sum(sizes))
 
 
-def placed(columns: Iterable[Sequence[int]], peer: int, itemsize: int) -> Exchange:
+def direct_gather_cost(columns: Iterable[Sequence[int]], peer: int, itemsize: int) -> ExchangeCost:
     """Count :func:`mpizero.comm.reduce.exact.begin_gather`, which takes no buffers. Not collective.
 
     ``columns`` has, for every span of a peer, the elements of all peers.
     """
     own = [(sizes[peer], len(sizes) - 1) for sizes in columns]
-    return Exchange(total(one(size * itemsize * others) for size, others in own), 0, 0)
+    return ExchangeCost(total_sent(one_call(size * itemsize * others) for size, others in own), 0, 0)
 
 
 class WindowCopies(NamedTuple):
@@ -161,7 +163,7 @@ class WindowCopies(NamedTuple):
     barriers: int
 
 
-class Call(NamedTuple):
+class GroupCall(NamedTuple):
     """One call of a method of :class:`mpizero.types.Group`, the same on all ranks up to the own block.
 
     Attributes
@@ -187,17 +189,17 @@ class Call(NamedTuple):
     def sent(self, rank: int, size: int, *, in_window: bool) -> Sent:
         """Return what one of ``size`` ranks sends, through a window or by messages. Not collective."""
         if self.kind == "shift":
-            return one(self.unit * self.itemsize)
+            return one_call(self.unit * self.itemsize)
         if in_window:
             return Sent()
         if self.kind == "gather":
-            return one(self.unit * self.sizes[rank] * self.itemsize * (size - 1))
+            return one_call(self.unit * self.sizes[rank] * self.itemsize * (size - 1))
         if self.kind == "scatter":
-            return one(self.unit * (sum(self.sizes) - self.sizes[rank]) * self.itemsize)
+            return one_call(self.unit * (sum(self.sizes) - self.sizes[rank]) * self.itemsize)
         if size == 2:
-            return one(self.unit * self.itemsize)
+            return one_call(self.unit * self.itemsize)
         own = Partition(self.unit, size).sizes()[rank]
-        return one((self.unit - own) * self.itemsize) + one(own * self.itemsize * (size - 1))
+        return one_call((self.unit - own) * self.itemsize) + one_call(own * self.itemsize * (size - 1))
 
     def copies(self, rank: int, size: int) -> WindowCopies:
         """Return what the call reads and writes in a window of ``size`` ranks, as ``comm/group/window.py`` does it.
@@ -246,7 +248,7 @@ class Call(NamedTuple):
         return rows * -(-nbytes // window.LINE) * window.LINE
 
 
-def window_bytes(calls: Iterable[Call], size: int) -> int:
+def window_bytes(calls: Iterable[GroupCall], size: int) -> int:
     """Return the bytes of the window through which a group of ``size`` ranks makes these calls. Not collective."""
     needed = max((call.half(size) for call in calls if call.kind != "shift"), default=0)
     if not needed:
@@ -261,13 +263,13 @@ class RecordingGroup:
 
     Attributes
     ----------
-    calls : list of Call
+    calls : list of GroupCall
         What was called since the list was emptied.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.calls: list[Call] = []
+        self.calls: list[GroupCall] = []
 
     def __repr__(self) -> str:
         """Show the size only: layers are compared by their text."""
@@ -275,7 +277,7 @@ class RecordingGroup:
 
     def all_reduce(self, x: Array, tag: str = "") -> Array:
         """Return a copy."""
-        self.calls.append(Call("reduce", x.size, (), 1, x.itemsize))
+        self.calls.append(GroupCall("reduce", x.size, (), 1, x.itemsize))
         return np.array(x, order="C")
 
     def all_max(self, x: Array, tag: str = "") -> Array:
@@ -302,13 +304,13 @@ class RecordingGroup:
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> _Shifted:
         """Return copies at once."""
         if by % self.size:
-            self.calls += [Call("shift", x.size, (), 1, x.itemsize) for x in arrays]
+            self.calls += [GroupCall("shift", x.size, (), 1, x.itemsize) for x in arrays]
         return _Shifted(tuple(np.array(x, order="C") for x in arrays))
 
-    def _along(self, kind: str, x: Array, axis: int, sizes: Sequence[int]) -> Call:
+    def _along(self, kind: str, x: Array, axis: int, sizes: Sequence[int]) -> GroupCall:
         axis %= x.ndim
         outer = prod(x.shape[:axis])
-        call = Call(kind, outer * prod(x.shape[axis + 1 :]), tuple(map(int, sizes)), outer, x.itemsize)
+        call = GroupCall(kind, outer * prod(x.shape[axis + 1 :]), tuple(map(int, sizes)), outer, x.itemsize)
         self.calls.append(call)
         return call
 

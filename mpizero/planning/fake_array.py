@@ -9,7 +9,7 @@ import numpy as np
 from mpizero.types import Array
 
 
-class Unmultiplied(np.ndarray):
+class FakeArray(np.ndarray):
     """A NumPy array of zeros, or one that nobody reads: its products are zeros and are not computed.
 
     All other operations are those of a plain array, and their results are plain arrays. A product that has to be stored
@@ -28,7 +28,7 @@ class Unmultiplied(np.ndarray):
 
 
 def _plain(value: Any) -> Any:
-    return value.view(np.ndarray) if isinstance(value, Unmultiplied) else value
+    return value.view(np.ndarray) if isinstance(value, FakeArray) else value
 
 
 def _shape(a: Any, b: Any) -> tuple[int, ...] | None:
@@ -44,6 +44,6 @@ def _stored(shape: tuple[int, ...], dtype: Any, out: Array | None = None) -> Arr
         return np.zeros(shape, dtype)
     if out.shape != shape:
         raise ValueError(f"a product of shape {shape} cannot be stored in an array of shape {out.shape}")
-    if not isinstance(out, Unmultiplied):
+    if not isinstance(out, FakeArray):
         out[...] = 0
     return out

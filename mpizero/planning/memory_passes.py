@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from mpizero.layout import Program
 from mpizero.parallel.step_rules import fuses_update
-from mpizero.planning.traffic import Traffic
+from mpizero.planning.traffic import RankTraffic
 
 
-class Pass(NamedTuple):
+class PassBytes(NamedTuple):
     """Bytes that a rank reads, and bytes that it writes."""
 
     read: int = 0
@@ -28,23 +28,23 @@ class Pass(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Passes:
+class StepPasses:
     """The passes of one rank.
 
     Attributes
     ----------
-    traffic : Traffic
+    traffic : RankTraffic
         What it holds and sends.
     """
 
-    traffic: Traffic
+    traffic: RankTraffic
 
     @property
     def _item(self) -> int:
         return self.traffic.training.itemsize
 
-    def _pass(self, elements: int, reads: int, writes: int) -> Pass:
-        return Pass(elements * reads * self._item, elements * writes * self._item)
+    def _pass(self, elements: int, reads: int, writes: int) -> PassBytes:
+        return PassBytes(elements * reads * self._item, elements * writes * self._item)
 
     @property
     def _held(self) -> int:
@@ -76,7 +76,7 @@ class Passes:
 
     # ------------------------------------------------------------------ by phase
 
-    def local_sums(self) -> list[Pass]:
+    def local_sums(self) -> list[PassBytes]:
         """Return the checks of every micro-batch's gradient, and the sums of those that one rank holds.
 
         Not collective.
@@ -93,18 +93,18 @@ class Passes:
             found += [self._pass(self._held, 2, 1)] * sum(len(fold.additions) for fold in folds)
         return found
 
-    def reduction(self) -> list[Pass]:
+    def reduction(self) -> list[PassBytes]:
         """Return the sums over ranks, except what the optimizer takes up at once. Not collective."""
         return list(self._waves() if self.traffic.training.step.waves else self._rows())
 
-    def _rows(self) -> Iterator[Pass]:
+    def _rows(self) -> Iterator[PassBytes]:
         plan = self.traffic.training.step.rows(self.traffic.grid)
         if self.traffic.grid.peers.size > 1:
             yield from self._folded(self._group, plan.group_programs[self.traffic.grid.peers.rank])
         if not self.fused:
             yield self._pass(self._owned, _rows_read(plan.root), 1)
 
-    def _waves(self) -> Iterator[Pass]:
+    def _waves(self) -> Iterator[PassBytes]:
         for wave in self.traffic.training.step.ring(self.traffic.grid).waves:
             if self.traffic.grid.peers.size > 1:
                 yield from self._folded(self._group, wave.group_programs[self.traffic.grid.peers.rank])
@@ -113,11 +113,11 @@ class Passes:
         if not self.fused:
             yield self._pass(self._owned, 1, 1)  # divided by the weight
 
-    def _folded(self, elements: int, programs: Sequence[Program]) -> Iterator[Pass]:
+    def _folded(self, elements: int, programs: Sequence[Program]) -> Iterator[PassBytes]:
         for program in programs:
             yield self._pass(elements, _rows_read(program), 1)
 
-    def optimizer(self) -> list[Pass]:
+    def optimizer(self) -> list[PassBytes]:
         """Return norm and update, with the sum where it is taken up at once. Not collective."""
         training = self.traffic.training
         arrays = 1 + len(training.optimizer.slots)
@@ -128,7 +128,7 @@ class Passes:
         found = [self._pass(gradients, rows, 0), self._pass(self.traffic.updated, arrays, arrays)]
         if training.needs_norm:
             found.append(self._pass(self._owned, 1, 0))
-        return [Pass(sum(p.read for p in found), sum(p.written for p in found))]
+        return [PassBytes(sum(p.read for p in found), sum(p.written for p in found))]
 
 
 def _rows_read(program: Program) -> int:

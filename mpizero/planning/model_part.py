@@ -14,26 +14,26 @@ from mpizero.nn.operations import Operations
 from mpizero.parallel.partition.local_model import PartitionedModel, partition_model
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import Placement
-from mpizero.planning.block_trial import FEW, Sample, Trial, Trials
-from mpizero.planning.byte_counts import Call, RecordingGroup
+from mpizero.planning.block_trial import FEW, BlockTrial, BlockTrials, TrialSample
+from mpizero.planning.byte_counts import GroupCall, RecordingGroup
 from mpizero.planning.planned_grid import PlannedGrid
-from mpizero.planning.shard_sizes import Shards
+from mpizero.planning.shard_sizes import ShardSizes
 
 if TYPE_CHECKING:
     from mpizero.comm import ProcessGrid
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """One rank's part of a model, whatever its place in the data group.
 
     Attributes
     ----------
     partitioned : PartitionedModel
         Its blocks.
-    trials : Trials
+    trials : BlockTrials
         Tries of the blocks of all stages.
-    asked : tuple of Call
+    asked : tuple of GroupCall
         What ranks ask each other before a chunk's forward.
     shape : tuple of int
         Of one whole sample.
@@ -44,8 +44,8 @@ class Part:
     """
 
     partitioned: PartitionedModel
-    trials: Trials
-    asked: tuple[Call, ...]
+    trials: BlockTrials
+    asked: tuple[GroupCall, ...]
     shape: tuple[int, ...]
     layouts: dict[int, FlatLayout]
     parts: int
@@ -56,10 +56,10 @@ class Part:
         model: Any,
         grid: PlannedGrid,
         parallel_layout: ParallelLayout,
-        sample: Sample,
+        sample: TrialSample,
         row: Placement,
         minimum_unit: int,
-    ) -> Part:
+    ) -> ModelPart:
         """Split the model as a rank would. Not collective.
 
         Raises
@@ -74,7 +74,7 @@ class Part:
         }
         group = grid.context_group if grid.context.size > 1 else grid.tensor_group
         local, asked = _local(sample, partitioned, group)
-        trials = Trials(partitioned.split.blocks, partitioned.split.loss, local, group, model.dtype)
+        trials = BlockTrials(partitioned.split.blocks, partitioned.split.loss, local, group, model.dtype)
         return cls(partitioned, trials, asked, tuple(sample.x.shape[1:]), layouts, grid.data.size)
 
     @cached_property
@@ -83,9 +83,9 @@ class Part:
         return self.layouts[self.partitioned.stage]
 
     @cached_property
-    def shards(self) -> Shards:
+    def shards(self) -> ShardSizes:
         """What every rank of the data group owns."""
-        return Shards(self.layout, self.parts)
+        return ShardSizes(self.layout, self.parts)
 
     def blocks(self, chunk: int) -> tuple[str, ...]:
         """Return the names of a chunk's blocks. Not collective."""
@@ -96,13 +96,13 @@ class Part:
         """The chunk with the model's last block."""
         return len(self.partitioned.cuts) - 1
 
-    def tried(self, chunk: int, samples: int) -> list[Trial]:
+    def tried(self, chunk: int, samples: int) -> list[BlockTrial]:
         """Return the trials of a chunk's blocks, the loss included in the last. Not collective."""
         found = self.trials.of(samples)
         names = [*self.blocks(chunk), *([""] if chunk == self.last_chunk else [])]
         return [found[name] for name in names]
 
-    def calls(self, chunk: int, samples: int) -> list[Call]:
+    def calls(self, chunk: int, samples: int) -> list[GroupCall]:
         """Return what a chunk's layers call for one micro-batch. Not collective."""
         return [*self.asked, *(call for trial in self.tried(chunk, samples) for call in trial.calls)]
 
@@ -138,7 +138,7 @@ class Part:
             total += counted.get(name, Operations())
         return total
 
-    def like(self, other: Part, samples: int) -> Part:
+    def like(self, other: ModelPart, samples: int) -> ModelPart:
         """Return this part with the tries of another, if they are the same by all that can be seen. Not collective.
 
         Equal are shapes of inputs and parameters, and of the blocks that calls cut arrays into, with few or with
@@ -148,12 +148,14 @@ class Part:
         even = all(len(set(call.sizes)) <= 1 for trial in theirs.of(min(FEW, samples)).values() for call in trial.calls)
         return replace(self, trials=theirs) if even and mine.shapes == theirs.shapes else self
 
-    def on(self, stage: int) -> Part:
+    def on(self, stage: int) -> ModelPart:
         """Return the same part of another stage. Not collective."""
         return replace(self, partitioned=replace(self.partitioned, stage=stage))
 
 
-def _local(sample: Sample, partitioned: PartitionedModel, group: RecordingGroup) -> tuple[Sample, tuple[Call, ...]]:
+def _local(
+    sample: TrialSample, partitioned: PartitionedModel, group: RecordingGroup
+) -> tuple[TrialSample, tuple[GroupCall, ...]]:
     """Return what the blocks of a part are given of a sample and are told, and what it takes to know that.
 
     Not collective.
@@ -166,4 +168,4 @@ def _local(sample: Sample, partitioned: PartitionedModel, group: RecordingGroup)
     with suppress(DataError):  # a context group asks for lengths, and nobody answers
         told = partitioned.run_on(x, sample.run)
         run = run if cut else told
-    return Sample(x, y, run), tuple(group.calls)
+    return TrialSample(x, y, run), tuple(group.calls)

@@ -11,7 +11,7 @@ from mpizero.layout.nodes import GROUPS, SHARING, NodeOrder, by_node, inside_nod
 from mpizero.planning.byte_counts import RecordingGroup
 
 
-class Members(NamedTuple):
+class PlannedGroup(NamedTuple):
     """A group as one of its ranks sees it.
 
     Attributes
@@ -33,15 +33,15 @@ class PlannedGrid(NodeOrder):
 
     axes: Axes
     here: Coordinates
-    world: Members
-    data: Members
-    batch: Members
-    pipeline: Members
-    tensor: Members
-    context: Members
-    model: Members
-    node: Members
-    peers: Members
+    world: PlannedGroup
+    data: PlannedGroup
+    batch: PlannedGroup
+    pipeline: PlannedGroup
+    tensor: PlannedGroup
+    context: PlannedGroup
+    model: PlannedGroup
+    node: PlannedGroup
+    peers: PlannedGroup
     nodes: tuple[tuple[int, ...], ...]
     position: tuple[int, ...]
 
@@ -124,7 +124,7 @@ class PlannedRanks:
         """Return the groups of one rank. Not collective."""
         here = self.axes.coordinates(rank)
         members = {name: self.axes.group(rank, differing) for name, differing in GROUPS.items()}
-        data = Members(members["data"].index(rank), len(members["data"]))
+        data = PlannedGroup(members["data"].index(rank), len(members["data"]))
         nodes = by_node([self.hosts[other] for other in members["data"]])
         if not self.share or self.uneven:
             nodes = tuple((place,) for place in range(data.size))
@@ -133,15 +133,15 @@ class PlannedRanks:
         return PlannedGrid(
             axes=self.axes,
             here=here,
-            world=Members(rank, self.size),
+            world=PlannedGroup(rank, self.size),
             data=data,
-            node=Members(nodes[mine].index(data.rank), len(nodes[mine]), True),
-            peers=Members(mine, len(nodes)),
+            node=PlannedGroup(nodes[mine].index(data.rank), len(nodes[mine]), True),
+            peers=PlannedGroup(mine, len(nodes)),
             nodes=nodes,
             position=node_major(nodes),
             **groups,
         )
 
-    def _group(self, name: str, rank: int, members: tuple[int, ...]) -> Members:
+    def _group(self, name: str, rank: int, members: tuple[int, ...]) -> PlannedGroup:
         shares = name in SHARING and self.share and self.inside_nodes(name)
-        return Members(members.index(rank), len(members), shares)
+        return PlannedGroup(members.index(rank), len(members), shares)

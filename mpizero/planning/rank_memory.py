@@ -24,9 +24,9 @@ from mpizero.parallel.gradients.exchange import residual_sizes
 from mpizero.parallel.parameters.allocator import paged
 from mpizero.parallel.parameters.store import SLOTS
 from mpizero.parallel.step_rules import keeps_gradients_on_device, wave_buffers
-from mpizero.planning.activation_memory import Flow
+from mpizero.planning.activation_memory import StageActivations
 from mpizero.planning.byte_counts import window_bytes
-from mpizero.planning.traffic import Traffic
+from mpizero.planning.traffic import RankTraffic
 
 #: The parts of a rank's memory, in the order in which they are shown.
 PARTS = (
@@ -43,7 +43,7 @@ PARTS = (
 )
 
 
-class Bytes(NamedTuple):
+class MemoryBytes(NamedTuple):
     """Bytes of one part of a rank's memory.
 
     Attributes
@@ -67,34 +67,34 @@ class Bytes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Holdings:
+class RankMemory:
     """The memory of one rank.
 
     Attributes
     ----------
-    traffic : Traffic
+    traffic : RankTraffic
         What the rank does.
-    flow : Flow
+    flow : StageActivations
         What its micro-batches keep.
     """
 
-    traffic: Traffic
-    flow: Flow
+    traffic: RankTraffic
+    flow: StageActivations
 
-    def parts(self) -> dict[str, Bytes]:
+    def parts(self) -> dict[str, MemoryBytes]:
         """Return the rank's memory by part, without those that are empty. Not collective."""
         figures = self.flow.figures
         found = {
             "parameters": self._parameters(),
-            "gradients": Bytes() if self._keeps_gradients else self._gradients(),
-            "optimizer state": Bytes(0 if self._updates_on_device else self._state() * self._item),
+            "gradients": MemoryBytes() if self._keeps_gradients else self._gradients(),
+            "optimizer state": MemoryBytes(0 if self._updates_on_device else self._state() * self._item),
             "residuals": self._residuals(),
             "buffers": self._buffers(),
-            "exchange buffers": Bytes(self._exchange_buffers()),
+            "exchange buffers": MemoryBytes(self._exchange_buffers()),
             "group buffers": self._group_buffers(),
-            "activations": Bytes(0 if self._on_device else figures.kept),
-            "working arrays": Bytes(self._host_work if self._on_device else figures.most - figures.kept),
-            "messages": Bytes(figures.total - figures.most),
+            "activations": MemoryBytes(0 if self._on_device else figures.kept),
+            "working arrays": MemoryBytes(self._host_work if self._on_device else figures.most - figures.kept),
+            "messages": MemoryBytes(figures.total - figures.most),
         }
         return {part: held for part, held in found.items() if held.private or held.shared}
 
@@ -146,20 +146,20 @@ class Holdings:
     def _item(self) -> int:
         return self.traffic.training.itemsize
 
-    def _shared(self, *sizes: int) -> Bytes:
+    def _shared(self, *sizes: int) -> MemoryBytes:
         """Return arrays that all ranks of the node hold together: one window, each array in whole pages."""
         sharers = self.traffic.grid.node.size
         if sharers == 1:
-            return Bytes(sum(sizes))
-        return Bytes(0, sum(paged(size) for size in sizes), sharers)
+            return MemoryBytes(sum(sizes))
+        return MemoryBytes(0, sum(paged(size) for size in sizes), sharers)
 
-    def _parameters(self) -> Bytes:
+    def _parameters(self) -> MemoryBytes:
         shards, grid = self.traffic.part.shards, self.traffic.grid
         if not self.traffic.sharded:
             return self._shared(shards.layout.size * self._item)
         return self._shared(sum(shards.shares[rank].size for rank in grid.node_ranks) * self._item)
 
-    def _gradients(self) -> Bytes:
+    def _gradients(self) -> MemoryBytes:
         """Return rows of whole gradients, or a ring of units and the owner's stack; and what folds micro-batches."""
         traffic, shards = self.traffic, self.traffic.part.shards
         step, grid = traffic.training.step, traffic.grid
@@ -181,17 +181,17 @@ class Holdings:
         """Return the elements of the optimizer's arrays."""
         return len(self.traffic.training.optimizer.slots) * self.traffic.updated
 
-    def _residuals(self) -> Bytes:
+    def _residuals(self) -> MemoryBytes:
         """Return what compression leaves out, before and after a step."""
         traffic = self.traffic
         totals = [sum(traffic.part.shards.gradients[rank]) for rank in traffic.grid.peer_ranks]
         replicated = not traffic.training.row.shard_optimizer
         sizes = residual_sizes(totals, traffic.grid.peers.rank, traffic.training.codec, replicated=replicated)
-        return Bytes(2 * sum(sizes) * self._item)
+        return MemoryBytes(2 * sum(sizes) * self._item)
 
-    def _buffers(self) -> Bytes:
+    def _buffers(self) -> MemoryBytes:
         """Return the gathered units, and the place where gradients of frozen parameters are left."""
-        units = Bytes()
+        units = MemoryBytes()
         if self.traffic.sharded:
             units = self._shared(*[self.traffic.part.layout.largest_gathered * self._item] * SLOTS)
         return units._replace(private=units.private + (0 if self._keeps_gradients else self._frozen))
@@ -209,17 +209,17 @@ class Holdings:
             found + max((e.packed_send for e in every), default=0) + max((e.packed_receive for e in every), default=0)
         )
 
-    def _group_buffers(self) -> Bytes:
+    def _group_buffers(self) -> MemoryBytes:
         """Return what a tensor or context group keeps for its calls."""
         traffic, part = self.traffic, self.traffic.part
         group = traffic.group
         if group.size == 1:
-            return Bytes()
+            return MemoryBytes()
         chunks, sizes = part.partitioned.chunks, set(traffic.jobs) - {0}
         calls = {call for chunk in chunks for samples in sizes for call in part.calls(chunk, samples)}
         if group.shares_memory:
-            return Bytes(0, window_bytes(calls, group.size), group.size)
+            return MemoryBytes(0, window_bytes(calls, group.size), group.size)
         rooms: Counter[str] = Counter()
         for call in calls:
             rooms |= Counter(call.rooms(group.rank, group.size))
-        return Bytes(sum(rooms.values()))
+        return MemoryBytes(sum(rooms.values()))

@@ -10,7 +10,7 @@ from mpizero.parallel.parameters.shards import Share
 
 
 @dataclass(frozen=True)
-class Shards:
+class ShardSizes:
     """The parts of a layout that ``parts`` data ranks own.
 
     Attributes

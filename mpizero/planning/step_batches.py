@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepBatches:
     """A global batch dealt to the ranks of a data group.
 
     Attributes

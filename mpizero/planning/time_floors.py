@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mpizero.planning import TrainingPlan
-from mpizero.planning.byte_counts import Exchange, Sent
+from mpizero.planning.byte_counts import ExchangeCost, Sent
 from mpizero.planning.machine_file import Machine
-from mpizero.planning.memory_passes import Pass, Passes
-from mpizero.planning.traffic import Traffic
+from mpizero.planning.memory_passes import PassBytes, StepPasses
+from mpizero.planning.traffic import RankTraffic
 
 #: The phases of a step, as `bench step` tells them apart. "local sums" are the checks and sums of gradients inside a
 #: rank; "agreement" deals samples and agrees on losses and norms; "waiting" is for other ranks, in any phase.
@@ -31,7 +31,7 @@ _OPERATIONS = {"tensor": "allreduce", "context": "one to one", "ties": "one to o
 
 
 @dataclass(frozen=True)
-class Floors:
+class TimeFloors:
     """The least seconds of every phase of a planned training.
 
     Attributes
@@ -54,7 +54,7 @@ class Floors:
         Work that layers do not count is missing.
         """
         traffic = self.plan.traffic(rank)
-        passes, sent = Passes(traffic), traffic.sent()
+        passes, sent = StepPasses(traffic), traffic.sent()
         forward, backward = self._work(traffic)
         inside = [name for name in ("tensor", "context") if name in sent]
         agreed = [name for name in ("samples", "norms", "control") if name in sent]
@@ -83,13 +83,13 @@ class Floors:
 
     # ------------------------------------------------------------------ parts
 
-    def _work(self, traffic: Traffic) -> tuple[float, float]:
+    def _work(self, traffic: RankTraffic) -> tuple[float, float]:
         part, samples, rate = traffic.part, sum(traffic.jobs), self.machine.rate(self.ranks_per_node)
         work = [part.work(chunk) for chunk in part.partitioned.chunks]
         forward = sum(chunk.forward for chunk in work) * samples
         return forward / rate, sum(chunk.total for chunk in work) * samples / rate - forward / rate
 
-    def _passes(self, passes: Iterable[Pass]) -> float:
+    def _passes(self, passes: Iterable[PassBytes]) -> float:
         alike = Counter(passes).items()
         return sum(n * self.machine.pass_seconds(p.read, p.written, self.ranks_per_node) for p, n in alike)
 
@@ -107,7 +107,7 @@ class Floors:
         apart = self.machine.nodes > 1 and self.plan.ranks > self.ranks_per_node
         return "between nodes" if apart else "inside a node"
 
-    def _windows(self, traffic: Traffic) -> float:
+    def _windows(self, traffic: RankTraffic) -> float:
         """Return the seconds of what a tensor or context group copies, sums and waits for in its window."""
         group, found = traffic.group, 0.0
         for call, times in traffic.window_calls().items():
@@ -119,11 +119,11 @@ class Floors:
     def _purpose(self, purpose: str, sent: Sent) -> float:
         return self._messages(_OPERATIONS.get(purpose, "gather"), sent)
 
-    def _exchanges(self, operation: str, exchanges: Iterable[Exchange]) -> float:
+    def _exchanges(self, operation: str, exchanges: Iterable[ExchangeCost]) -> float:
         alike = Counter(e.sent for e in exchanges).items()
         return sum(count * self._messages(operation, sent) for sent, count in alike)
 
-    def _reduction(self, traffic: Traffic, sent: dict[str, Sent]) -> float:
+    def _reduction(self, traffic: RankTraffic, sent: dict[str, Sent]) -> float:
         """Return the seconds of a reduction's messages and of the barriers before owners read others' rows."""
         ties = self._purpose("ties", sent["ties"]) if "ties" in sent else 0.0
         rows = self._exchanges("exchange", traffic.reductions()) + self._exchanges("gather", traffic.replications())
@@ -133,15 +133,15 @@ class Floors:
             times = len(waves) * len(traffic.part.layout.units)
         return rows + ties + times * self._barrier(traffic)
 
-    def _publication(self, traffic: Traffic) -> float:
+    def _publication(self, traffic: RankTraffic) -> float:
         """Return the seconds of updated parameters on their way, and of units that are gathered."""
         found = self._exchanges("gather", traffic.publications()) if traffic.training.row.shard_optimizer else 0.0
         return found + self._exchanges("gather", traffic.gathers()) + self._barrier(traffic)
 
-    def _barrier(self, traffic: Traffic) -> float:
+    def _barrier(self, traffic: RankTraffic) -> float:
         return self.machine.seconds("barrier", 0) if traffic.grid.node.size > 1 else 0.0
 
-    def _bubble(self, traffic: Traffic) -> float:
+    def _bubble(self, traffic: RankTraffic) -> float:
         """Return how long a stage has nothing to do in the simulated pipeline."""
         simulation = self.plan.simulation
         if simulation is None:

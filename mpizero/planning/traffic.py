@@ -15,10 +15,20 @@ from mpizero.parallel.optimizer.tied_parameters import TieExchange
 from mpizero.parallel.parameters import publication
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.step_rules import gathers_units, gradient_codec, needs_norm, overlaps_reduction, updated_by
-from mpizero.planning.byte_counts import Call, Exchange, Sent, exchange, gather, one, placed, total, turn
-from mpizero.planning.model_part import Part
-from mpizero.planning.planned_grid import Members, PlannedGrid
-from mpizero.planning.step_batches import Step
+from mpizero.planning.byte_counts import (
+    ExchangeCost,
+    GroupCall,
+    Sent,
+    direct_gather_cost,
+    exchange_cost,
+    gather_cost,
+    one_call,
+    segment_cost,
+    total_sent,
+)
+from mpizero.planning.model_part import ModelPart
+from mpizero.planning.planned_grid import PlannedGrid, PlannedGroup
+from mpizero.planning.step_batches import StepBatches
 
 if TYPE_CHECKING:
     from mpizero.comm import ProcessGrid
@@ -30,7 +40,7 @@ PURPOSES = ("gradients", "parameters", "tensor", "activations", "context", "ties
 
 
 @dataclass(frozen=True)
-class Training:
+class PlannedTraining:
     """What does not depend on the rank.
 
     Attributes
@@ -41,7 +51,7 @@ class Training:
         Its settings; its communicator is never asked for.
     optimizer : optimizer
         As :func:`mpizero.optim.adapt` returns it.
-    step : Step
+    step : StepBatches
         The global batch.
     itemsize : int
         Bytes of a parameter.
@@ -54,7 +64,7 @@ class Training:
     row: Placement
     config: ShardingConfig
     optimizer: Any
-    step: Step
+    step: StepBatches
     itemsize: int
     sample_bytes: tuple[int, int]
     loss_scale: bool = False
@@ -76,21 +86,21 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class RankTraffic:
     """The messages of one rank.
 
     Attributes
     ----------
-    training : Training
+    training : PlannedTraining
         What is trained.
-    part : Part
+    part : ModelPart
         What the rank holds.
     grid : PlannedGrid
         Its groups.
     """
 
-    training: Training
-    part: Part
+    training: PlannedTraining
+    part: ModelPart
     grid: PlannedGrid
 
     def sent(self) -> dict[str, Sent]:
@@ -129,18 +139,18 @@ class Traffic:
 
     # ------------------------------------------------------------------ gradients and parameters
 
-    def reductions(self) -> list[Exchange]:
+    def reductions(self) -> list[ExchangeCost]:
         """Return the exchanges of partial sums of gradients in a step. Not collective."""
         return list(self._reductions)
 
     @cached_property
-    def _reductions(self) -> list[Exchange]:
+    def _reductions(self) -> list[ExchangeCost]:
         if self.grid.peers.size == 1:
             return []
         gradients, peer = self.part.shards.gradients, self.grid.peers.rank
         if self._behind:
             widths = [[sum(span.size for span in part) for part in bucket.parts] for bucket in self._buckets]
-            return [turn(width, peer, self._row_counts, self.training.itemsize) for width in widths]
+            return [segment_cost(width, peer, self._row_counts, self.training.itemsize) for width in widths]
         if not self.training.step.waves:
             totals = [sum(gradients[rank]) for rank in self.grid.peer_ranks]
             return [self._exchange(totals, peer, self._row_counts)]
@@ -150,9 +160,9 @@ class Traffic:
         alike = {count: [self._exchange(totals, peer, count) for totals in units] for count in set(counts)}
         return [each for count in counts for each in alike[count]]
 
-    def _exchange(self, totals: Sequence[int], peer: int, counts: Sequence[int]) -> Exchange:
+    def _exchange(self, totals: Sequence[int], peer: int, counts: Sequence[int]) -> ExchangeCost:
         training = self.training
-        return exchange(totals, peer, counts, training.itemsize, training.codec, training.bucket)
+        return exchange_cost(totals, peer, counts, training.itemsize, training.codec, training.bucket)
 
     @property
     def _row_counts(self) -> list[int]:
@@ -174,24 +184,24 @@ class Traffic:
         ]
         return cut_buckets(spans, layout.gradient_size, self._row_counts, self.training.bucket)
 
-    def replications(self) -> list[Exchange]:
+    def replications(self) -> list[ExchangeCost]:
         """Return the gathers of reduced gradients, where every group keeps all optimizer state. Not collective."""
         if self.training.row.shard_optimizer:
             return []
         if self._behind:
             columns = [[[s.size for s in spans] for spans in zip(*b.parts, strict=True)] for b in self._buckets]
-            return [placed(column, self.grid.peers.rank, self.training.itemsize) for column in columns]
+            return [direct_gather_cost(column, self.grid.peers.rank, self.training.itemsize) for column in columns]
         totals = [sum(self.part.shards.gradients[rank]) for rank in self.grid.peer_ranks]
         training = self.training
-        return [gather(totals, self.grid.peers.rank, training.itemsize, training.codec, training.bucket)]
+        return [gather_cost(totals, self.grid.peers.rank, training.itemsize, training.codec, training.bucket)]
 
-    def publications(self) -> list[Exchange]:
+    def publications(self) -> list[ExchangeCost]:
         """Return the gathers by which updated parameters reach the copies of all groups. Not collective."""
         if self.sharded:
             return []
         shards, peers = self.part.shards, self.grid.peer_ranks
         return [
-            placed(
+            direct_gather_cost(
                 [[shards.parameters(rank, unit, region) for rank in peers]],
                 self.grid.peers.rank,
                 self.training.itemsize,
@@ -199,7 +209,7 @@ class Traffic:
             for unit, region in self.part.layout.regions(publication.REGION)
         ]
 
-    def gathers(self) -> list[Exchange]:
+    def gathers(self) -> list[ExchangeCost]:
         """Return the gathers of units before the passes of a step. Not collective."""
         if not self.sharded:
             return []
@@ -207,16 +217,16 @@ class Traffic:
         of_unit = {unit.index: self._gather(unit) for unit in self.part.layout.units}
         return [of_unit[unit.index] for instruction in self.program for unit in units[instruction.chunk]]
 
-    def _gather(self, unit: Unit) -> Exchange:
+    def _gather(self, unit: Unit) -> ExchangeCost:
         columns = zip(*(self.part.shards.gathered(rank, unit) for rank in self.grid.peer_ranks), strict=True)
-        return placed(columns, self.grid.peers.rank, self.training.itemsize)
+        return direct_gather_cost(columns, self.grid.peers.rank, self.training.itemsize)
 
     def _gradients(self) -> Sent:
-        return total(e.sent for e in (*self.reductions(), *self.replications()))
+        return total_sent(e.sent for e in (*self.reductions(), *self.replications()))
 
     def _parameters(self) -> Sent:
-        found = total(e.sent for e in self.publications()) if self.training.row.shard_optimizer else Sent()
-        return found + total(gather.sent for gather in self.gathers())
+        found = total_sent(e.sent for e in self.publications()) if self.training.row.shard_optimizer else Sent()
+        return found + total_sent(gather_cost.sent for gather_cost in self.gathers())
 
     # ------------------------------------------------------------------ inside the model
 
@@ -232,16 +242,16 @@ class Traffic:
         found = Sent()
         for samples in sorted(set(self.jobs) - {0}):
             calls = [call for chunk in self.part.partitioned.chunks for call in self.part.calls(chunk, samples)]
-            once = total(call.sent(rank, size, in_window=in_window) for call in calls)
+            once = total_sent(call.sent(rank, size, in_window=in_window) for call in calls)
             found += once.times(self.jobs.count(samples))
         return found
 
-    def window_calls(self) -> Counter[Call]:
+    def window_calls(self) -> Counter[GroupCall]:
         """Return how often the rank makes each call of its tensor or context group through a window, in a step.
 
         Not collective.
         """
-        group, found = self.group, Counter[Call]()
+        group, found = self.group, Counter[GroupCall]()
         if group.size == 1 or not group.shares_memory:
             return found
         for samples in sorted(set(self.jobs) - {0}):
@@ -250,7 +260,7 @@ class Traffic:
         return found
 
     @property
-    def group(self) -> Members:
+    def group(self) -> PlannedGroup:
         """The tensor or context group; one of them has one rank."""
         return self.grid.tensor if self.grid.tensor.size > 1 else self.grid.context
 
@@ -262,9 +272,9 @@ class Traffic:
             once = Sent()
             for chunk in self.part.partitioned.chunks:
                 if chunk < len(stages) - 1 and stages[chunk + 1] != here:
-                    once += one(self.part.output(chunk, samples))
+                    once += one_call(self.part.output(chunk, samples))
                 if chunk > 0 and stages[chunk - 1] != here:
-                    once += one(self.part.gradient(chunk, samples))
+                    once += one_call(self.part.gradient(chunk, samples))
             found += once.times(self.jobs.count(samples))
         return found
 
@@ -272,8 +282,8 @@ class Traffic:
         if not self.part.partitioned.has_shared_parameters:
             return Sent()
         ties = TieExchange(cast("ProcessGrid", self.grid), self.part.partitioned, self.part.layouts, ())
-        return total(
-            one(holder.span.intersect(tie.mine).size * self.training.itemsize)
+        return total_sent(
+            one_call(holder.span.intersect(tie.mine).size * self.training.itemsize)
             for tie in ties.ties
             for holder in tie.holders
             for use in tie.uses
@@ -284,16 +294,16 @@ class Traffic:
 
     def _samples(self) -> Sent:
         moved = self.training.step.samples_moved(self.grid)
-        return total(one(moved * nbytes) for nbytes in self.training.sample_bytes)
+        return total_sent(one_call(moved * nbytes) for nbytes in self.training.sample_bytes)
 
     def _norms(self) -> Sent:
         grid, optimizer = self.grid, self.training.optimizer
         times = int(self.training.needs_norm) + 2 * bool(optimizer.needs_tensor_norms)
         if not times:
             return Sent()
-        squares = one(8 * self.part.shards.squares(grid.data.rank) * (grid.data.size - 1))
+        squares = one_call(8 * self.part.shards.squares(grid.data.rank) * (grid.data.size - 1))
         if grid.model.size > 1:
-            squares += one(8 * self._counted() * (grid.model.size - 1))
+            squares += one_call(8 * self._counted() * (grid.model.size - 1))
         return squares.times(times)
 
     def _counted(self) -> int:
@@ -305,6 +315,6 @@ class Traffic:
 
     def _control(self) -> Sent:
         grid, count = self.grid, self.training.step.grains.count * self.grid.context.size
-        first = one(32 * (grid.world.size - 1))
-        losses = one((32 * max(1, -(-count // grid.data.size)) + 8) * (grid.world.size - 1))
+        first = one_call(32 * (grid.world.size - 1))
+        losses = one_call((32 * max(1, -(-count // grid.data.size)) + 8) * (grid.world.size - 1))
         return first + losses

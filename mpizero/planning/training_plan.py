@@ -15,14 +15,14 @@ from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.step_rules import assigns_waves
-from mpizero.planning.activation_memory import Flow
-from mpizero.planning.block_trial import Sample
+from mpizero.planning.activation_memory import StageActivations
+from mpizero.planning.block_trial import TrialSample
 from mpizero.planning.byte_counts import Sent
-from mpizero.planning.model_part import Part
+from mpizero.planning.model_part import ModelPart
 from mpizero.planning.planned_grid import PlannedGrid, PlannedRanks
-from mpizero.planning.rank_memory import Bytes, Holdings
-from mpizero.planning.step_batches import Step
-from mpizero.planning.traffic import Traffic, Training
+from mpizero.planning.rank_memory import MemoryBytes, RankMemory
+from mpizero.planning.step_batches import StepBatches
+from mpizero.planning.traffic import PlannedTraining, RankTraffic
 from mpizero.types import Array, Run
 
 
@@ -43,7 +43,7 @@ class RankPlan:
         Its place.
     node : int
         Number of its node.
-    memory : dict of str to Bytes
+    memory : dict of str to MemoryBytes
         By part ([Note: held bytes]).
     device_memory : dict of str to int
         Bytes on its GPU by part; empty without one.
@@ -60,7 +60,7 @@ class RankPlan:
     rank: int
     here: Coordinates
     node: int
-    memory: dict[str, Bytes]
+    memory: dict[str, MemoryBytes]
     device_memory: dict[str, int]
     sent: dict[str, Sent]
     samples: int
@@ -156,33 +156,33 @@ class TrainingPlan:
         return Grains(self.global_batch, self.config.grain_size(self.global_batch))
 
     @cached_property
-    def training(self) -> Training:
+    def training(self) -> PlannedTraining:
         """What does not depend on the rank."""
         ranks = self.axes.data * self.axes.context
-        step = Step(self.grains, self.config.accumulate, assigns_waves(self.row, self.config, ranks))
+        step = StepBatches(self.grains, self.config.accumulate, assigns_waves(self.row, self.config, ranks))
         sizes = (self.x[:1].nbytes, self.y[:1].nbytes)
         item = np.dtype(self.model.dtype).itemsize
-        return Training(self.row, self.config, optim.adapt(self.optimizer), step, item, sizes, self.loss_scale)
+        return PlannedTraining(self.row, self.config, optim.adapt(self.optimizer), step, item, sizes, self.loss_scale)
 
     @cached_property
     def by_rank(self) -> tuple[RankPlan, ...]:
         """The plans of all ranks."""
         return tuple(self._plan(rank) for rank in range(self.ranks))
 
-    def traffic(self, rank: int) -> Traffic:
+    def traffic(self, rank: int) -> RankTraffic:
         """Return the messages of one rank. Not collective."""
         if rank not in self._traffic:
             grid = self.places.grid(rank)
-            self._traffic[rank] = Traffic(self.training, self.part(grid), grid)
+            self._traffic[rank] = RankTraffic(self.training, self.part(grid), grid)
         return self._traffic[rank]
 
     @cached_property
-    def _traffic(self) -> dict[int, Traffic]:
+    def _traffic(self) -> dict[int, RankTraffic]:
         return {}
 
     def _plan(self, rank: int) -> RankPlan:
         traffic = self.traffic(rank)
-        holdings, part = Holdings(traffic, self._flow(traffic)), traffic.part
+        holdings, part = RankMemory(traffic, self._flow(traffic)), traffic.part
         samples = sum(traffic.jobs)
         work = (
             None
@@ -205,28 +205,28 @@ class TrainingPlan:
     # ------------------------------------------------------------------ parts
 
     @cached_property
-    def _flows(self) -> dict[tuple[Any, ...], Flow]:
+    def _flows(self) -> dict[tuple[Any, ...], StageActivations]:
         return {}
 
-    def _flow(self, traffic: Traffic) -> Flow:
+    def _flow(self, traffic: RankTraffic) -> StageActivations:
         """Return what micro-batches keep, once for all ranks of a stage and part whose micro-batches are alike."""
         _, tensor, _, context = traffic.grid.here
         key = (traffic.part.partitioned.stage, tensor, context, traffic.jobs)
         if key not in self._flows:
-            self._flows[key] = Flow(traffic.part, traffic.jobs, traffic.program)
+            self._flows[key] = StageActivations(traffic.part, traffic.jobs, traffic.program)
         return self._flows[key]
 
     @cached_property
-    def _parts(self) -> dict[tuple[int, ...], Part]:
+    def _parts(self) -> dict[tuple[int, ...], ModelPart]:
         return {}
 
-    def part(self, grid: PlannedGrid) -> Part:
+    def part(self, grid: PlannedGrid) -> ModelPart:
         """Return what ranks of this stage, tensor part and context part have in common. Not collective."""
         stage, tensor, _, context = grid.here
         if (tensor, context) not in self._parts:
-            sample = Sample(self.x, self.y, Run(training=True, seed=getattr(self.model, "seed", 0)))
+            sample = TrialSample(self.x, self.y, Run(training=True, seed=getattr(self.model, "seed", 0)))
             minimum = self.config.minimum_parameter_group_size
-            part = Part.build(self.model, grid, self.parallel_layout, sample, self.row, minimum)
+            part = ModelPart.build(self.model, grid, self.parallel_layout, sample, self.row, minimum)
             first = next(iter(self._parts.values()), None)
             self._parts[tensor, context] = (
                 part if first is None else part.like(first, max(1, self.training.step.largest))
@@ -254,7 +254,7 @@ class TrainingPlan:
         """The micro-batches that the first replica, which has most, takes part in."""
         return len(self.traffic(0).jobs)
 
-    def _costs(self, part: Part) -> Costs:
+    def _costs(self, part: ModelPart) -> Costs:
         samples = self.training.step.largest / self.rate
         if part.operations is None or not any(work.total for work in part.operations.values()):
             specs = {name: block.specs() for name, block in part.partitioned.split.blocks.items()}

@@ -83,7 +83,7 @@ class LanguageModel(Protocol):
 
 
 @dataclass(frozen=True)
-class WholeModel:
+class LocalLanguageModel:
     """A GPT and its parameters, in one process."""
 
     model: nn.GPT
@@ -120,7 +120,7 @@ class ShardedLanguageModel:
         return result
 
 
-class Speaker:
+class FirstRankWriter:
     """Rank 0 decides and writes, the others follow; where it cannot write, all stop.
 
     Parameters
@@ -176,7 +176,7 @@ def write(model: LanguageModel, prompt: bytes, length: int, sampling: Sampling, 
 
     Collective over ``comm``.
     """
-    speaker = Speaker(comm)
+    speaker = FirstRankWriter(comm)
     speaker.say(prompt.decode("utf-8", "replace"))
     for text in characters(generate(model, prompt, length, sampling, speaker.agree)):
         speaker.say(text)
@@ -232,7 +232,7 @@ def open_language_model(
                 reader.check(wanted, complete=False)
             if comm.size == 1:
                 named = {spec.name: reader.read_whole(f"parameters/{spec.name}") for spec in specs}
-                loaded = WholeModel(model, nn.bind(model, named))
+                loaded = LocalLanguageModel(model, nn.bind(model, named))
             else:
                 sharding = stack.enter_context(ShardingConfig(comm=comm, threads=threads))
                 sharded = stack.enter_context(HybridShardedModel(model, sharding, **layout.arguments()))

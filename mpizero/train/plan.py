@@ -15,7 +15,7 @@ from mpizero.layout import Simulation
 from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
 from mpizero.planning.machine_file import Machine
-from mpizero.planning.time_floors import Floors
+from mpizero.planning.time_floors import TimeFloors
 from mpizero.train.config.builder import build_model, build_optimizer, build_sharding, build_source
 from mpizero.train.config.sections import Config, GptSection
 from mpizero.train.config.setting_checks import check_option, optional, rejected
@@ -97,7 +97,7 @@ class PlanRequest:
         return self.machine.seconds("one to one", nbytes, "between nodes" if apart else "inside a node")
 
 
-def plan(config: Config, request: PlanRequest) -> Plan:
+def plan(config: Config, request: PlanRequest) -> PlannedRun:
     """Plan the training that a configuration describes. Not collective: no rank is needed.
 
     Data are opened only where the model takes its width from them.
@@ -126,7 +126,7 @@ def plan(config: Config, request: PlanRequest) -> Plan:
         rate=request.rate if request.machine is None else request.machine.rate(request.together),
         message=request.message,
     )
-    return Plan(config, request, training)
+    return PlannedRun(config, request, training)
 
 
 def _model_and_sample(config: Config) -> tuple[Any, Any, Any]:
@@ -142,7 +142,7 @@ def _model_and_sample(config: Config) -> tuple[Any, Any, Any]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannedRun:
     """A planned training, and what to say about it.
 
     Attributes
@@ -171,11 +171,11 @@ class Plan:
         return self.training.simulation
 
     @cached_property
-    def floors(self) -> Floors | None:
+    def floors(self) -> TimeFloors | None:
         """The expected seconds of every rank; None without a machine, and where layers do not count their work."""
         machine = self.request.machine
         counted = all(rank.operations is not None for rank in self.training.by_rank)
-        return None if machine is None or not counted else Floors(self.training, machine, self.request.together)
+        return None if machine is None or not counted else TimeFloors(self.training, machine, self.request.together)
 
     @cached_property
     def missing(self) -> int:

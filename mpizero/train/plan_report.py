@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 from mpizero.layout.timetable import timetable
 from mpizero.planning import PARTS, PURPOSES, RankPlan
-from mpizero.planning.time_floors import Floors
+from mpizero.planning.time_floors import TimeFloors
 from mpizero.train.doctor.check_result import counted
 from mpizero.train.number_format import PREFIXES, amount, columns
-from mpizero.train.plan import Plan
+from mpizero.train.plan import PlannedRun
 
 #: Columns of a printed timetable, at most.
 _COLUMNS = 150
 
 
-def report(plan: Plan, *, with_timetable: bool = False) -> str:
+def report(plan: PlannedRun, *, with_timetable: bool = False) -> str:
     """Return the plan for people. Not collective."""
     parts = [_head(plan), _memory(plan), _messages(plan), _work(plan)]
     if plan.floors is not None:
@@ -29,7 +29,7 @@ def report(plan: Plan, *, with_timetable: bool = False) -> str:
     return "\n\n".join(parts)
 
 
-def _short(plan: Plan) -> bool:
+def _short(plan: PlannedRun) -> bool:
     """Tell whether a timetable with a column for the shortest instruction fits a line."""
     simulation = plan.simulation
     assert simulation is not None
@@ -37,7 +37,7 @@ def _short(plan: Plan) -> bool:
     return simulation.makespan / shortest <= _COLUMNS / 4
 
 
-def _head(plan: Plan) -> str:
+def _head(plan: PlannedRun) -> str:
     training, config = plan.training, plan.config
     grains, nodes = training.grains, len(training.node_bytes)
     where = f"on {nodes} node{'s' if nodes > 1 else ''}"
@@ -59,7 +59,7 @@ class _Row(NamedTuple):
     figures: Mapping[str, int]
 
 
-def _rows(plan: Plan, figures: Callable[[RankPlan], Mapping[str, int]]) -> list[_Row]:
+def _rows(plan: PlannedRun, figures: Callable[[RankPlan], Mapping[str, int]]) -> list[_Row]:
     """Find the rank with the largest sum of ``figures`` for each stage and part; neighbours alike are one row."""
     found: dict[tuple[int, int], RankPlan] = {}
     for rank in plan.training.by_rank:
@@ -76,7 +76,7 @@ def _rows(plan: Plan, figures: Callable[[RankPlan], Mapping[str, int]]) -> list[
     return rows
 
 
-def _name(plan: Plan, row: _Row) -> str:
+def _name(plan: PlannedRun, row: _Row) -> str:
     axes, (first, last) = plan.training.axes, row.parts
     names = [f"stage {row.stage}"] if axes.pipeline > 1 else []
     if axes.tensor * axes.context > 1:
@@ -85,7 +85,7 @@ def _name(plan: Plan, row: _Row) -> str:
     return ", ".join(names)
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: PlannedRun) -> str:
     rows = _rows(plan, lambda rank: {part: held.mine for part, held in rank.memory.items()})
     text = _table(plan, "memory of the fullest rank", rows, PARTS)
     nodes, windows = plan.training.node_bytes, plan.training.node_windows
@@ -103,7 +103,7 @@ def _memory(plan: Plan) -> str:
     )
 
 
-def _messages(plan: Plan) -> str:
+def _messages(plan: PlannedRun) -> str:
     rows = _rows(plan, lambda rank: {purpose: sent.bytes for purpose, sent in rank.sent.items()})
     text = _table(plan, "bytes that the busiest rank sends a step", rows, PURPOSES, _message_count)
     return f"{text}\nall ranks together {amount(sum(rank.bytes_sent for rank in plan.training.by_rank))}B"
@@ -113,7 +113,7 @@ def _message_count(rank: RankPlan) -> tuple[str, str]:
     return "messages", f"{rank.messages:,}"
 
 
-def _work(plan: Plan) -> str:
+def _work(plan: PlannedRun) -> str:
     training = plan.training
     lines = [_operations(plan)]
     if (simulation := plan.simulation) is not None:
@@ -126,7 +126,7 @@ def _work(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _operations(plan: Plan) -> str:
+def _operations(plan: PlannedRun) -> str:
     every = [rank.operations for rank in plan.training.by_rank]
     if any(work is None for work in every):
         return "work: not known, a layer does not count its operations"
@@ -140,7 +140,7 @@ def _operations(plan: Plan) -> str:
     )
 
 
-def _seconds(plan: Plan, floors: Floors) -> str:
+def _seconds(plan: PlannedRun, floors: TimeFloors) -> str:
     """Return the expected time of a step and its parts."""
     machine, rank = floors.machine, floors.slowest
     parts = floors.by_rank[rank]
@@ -155,7 +155,7 @@ def _seconds(plan: Plan, floors: Floors) -> str:
 
 
 def _table(
-    plan: Plan,
+    plan: PlannedRun,
     title: str,
     rows: Sequence[_Row],
     columns: Sequence[str],
@@ -183,12 +183,12 @@ def _aligned(cells: Sequence[str], widths: Sequence[int], *, left: bool) -> list
     return [cells[0].ljust(widths[0]), *found[1:]] if left else found
 
 
-def as_json(plan: Plan) -> str:
+def as_json(plan: PlannedRun) -> str:
     """Return the plan for programs: one line. Not collective."""
     return json.dumps(dict(_figures(plan)), allow_nan=False)
 
 
-def _figures(plan: Plan) -> Iterator[tuple[str, Any]]:
+def _figures(plan: PlannedRun) -> Iterator[tuple[str, Any]]:
     training = plan.training
     yield "parameter_count", plan.parameter_count
     yield "axes", dict(training.axes.sizes)
@@ -205,7 +205,7 @@ def _figures(plan: Plan) -> Iterator[tuple[str, Any]]:
     yield "fits", not plan.missing
 
 
-def _expected(plan: Plan) -> dict[str, Any] | None:
+def _expected(plan: PlannedRun) -> dict[str, Any] | None:
     if (floors := plan.floors) is None:
         return None
     whole = sum(floors.by_rank[floors.slowest].values())
@@ -231,7 +231,7 @@ def _rank(rank: RankPlan) -> dict[str, Any]:
     }
 
 
-def _pipeline(plan: Plan) -> dict[str, Any] | None:
+def _pipeline(plan: PlannedRun) -> dict[str, Any] | None:
     if (simulation := plan.simulation) is None:
         return None
     return {

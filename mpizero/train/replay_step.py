@@ -28,7 +28,7 @@ from mpizero.train.run.resume import SavedRun
 
 
 @dataclass(frozen=True)
-class Found:
+class ReplayedStep:
     """What a replay has shown.
 
     Attributes
@@ -46,7 +46,7 @@ class Found:
     replays: list[Replay]
 
 
-def replay(path: str, chosen: str | None, tell: Callable[[str], object]) -> Found:
+def replay(path: str, chosen: str | None, tell: Callable[[str], object]) -> ReplayedStep:
     """Replay the bad step in the folder ``path``.
 
     Not collective. The parameters are those of the checkpoint ``chosen``, else of the newest sound one of the run from
@@ -70,7 +70,7 @@ def replay(path: str, chosen: str | None, tell: Callable[[str], object]) -> Foun
                 done = SavedRun.of(reader.attributes, found).step
                 model_state.restore(placed.engine, reader)
             told = f"step {done}, from {found}"
-        return Found(step, told, replay_bad_step(step, placed))
+        return ReplayedStep(step, told, replay_bad_step(step, placed))
 
 
 def _config_of(step: BadStep, path: str) -> Config:
@@ -121,7 +121,7 @@ def _newest_before(path: Path, step: int, tell: Callable[[str], object]) -> str 
     return None
 
 
-def report(found: Found) -> str:
+def report(found: ReplayedStep) -> str:
     """Return what was found for people. Not collective."""
     step = found.step
     lines = [f"step {step.step}, skipped in training; parameters here: {found.parameters}"]
@@ -151,7 +151,7 @@ def _row(figures: Figures) -> str:
     return "  ".join(f"{number:11.4g}" for number in numbers) + f"  {bad:>10}"
 
 
-def as_json(found: Found) -> str:
+def as_json(found: ReplayedStep) -> str:
     """Return what was found on one line for programs. Not collective."""
     return json.dumps(
         {

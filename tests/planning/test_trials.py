@@ -12,10 +12,10 @@ from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan, block_trial
-from mpizero.planning.fake_array import Unmultiplied
+from mpizero.planning.fake_array import FakeArray
 from tests.parallel.parallel_layouts import gpt
 
-ZEROS = np.zeros((3, 4), np.float32).view(Unmultiplied)
+ZEROS = np.zeros((3, 4), np.float32).view(FakeArray)
 
 
 def test_products_are_zeros_of_their_shape_and_other_operations_are_numpys() -> None:
@@ -30,14 +30,14 @@ def test_products_are_zeros_of_their_shape_and_other_operations_are_numpys() -> 
     total = ZEROS + 1.5
     assert type(total) is np.ndarray
     assert (total == 1.5).all()
-    own = np.zeros(3).view(Unmultiplied)
+    own = np.zeros(3).view(FakeArray)
     own += [1.0, 2.0, 3.0]
     assert own.sum() == 6.0
     assert (np.ones((2, 3)) @ own).tolist() == [6.0, 6.0]  # a vector: NumPy's
 
 
 def test_a_product_into_such_an_array_leaves_it_alone() -> None:
-    kept = np.full((4, 4), 7.0, np.float32).view(Unmultiplied)
+    kept = np.full((4, 4), 7.0, np.float32).view(FakeArray)
     assert np.matmul(ZEROS.T, np.ones((3, 4), np.float32), out=kept) is kept
     assert (np.asarray(kept) == 7.0).all()
 
@@ -52,8 +52,8 @@ def test_products_that_cannot_be_are_errors_as_ever() -> None:
 def test_another_blas_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blas, "library", lambda: pytest.fail)
     big = np.zeros((128, 128), np.float32)
-    assert matmul(big, big.view(Unmultiplied)).shape == (128, 128)
-    assert matmul(big.view(Unmultiplied), big).shape == (128, 128)
+    assert matmul(big, big.view(FakeArray)).shape == (128, 128)
+    assert matmul(big.view(FakeArray), big).shape == (128, 128)
 
 
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"context": 2}], ids=str)
@@ -61,7 +61,7 @@ def test_another_blas_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blocks_keep_and_send_the_same_as_with_their_products(
     monkeypatch: pytest.MonkeyPatch, layout: dict[str, int], again: bool
 ) -> None:
-    def tried() -> dict[str, block_trial.Trial]:
+    def tried() -> dict[str, block_trial.BlockTrial]:
         x = np.zeros((1, 6), np.int64)
         plan = TrainingPlan(
             model=gpt(dim=48, activation_checkpointing=again),

@@ -386,13 +386,13 @@ def test_a_terminal_without_some_letters_gets_them_escaped(mpizero):
 
 def test_a_model_writes_to_a_file_what_it_likes_and_to_a_terminal_what_shows(capsys, monkeypatch):
     from mpizero.comm import InMemoryCommunicator
-    from mpizero.train.generate import Speaker
+    from mpizero.train.generate import FirstRankWriter
 
     with InMemoryCommunicator.group(1)[0] as comm:
-        Speaker(comm).say("a\x1b[2J\tb\n")
+        FirstRankWriter(comm).say("a\x1b[2J\tb\n")
         assert capsys.readouterr().out == "a\x1b[2J\tb\n"
         monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-        Speaker(comm).say("a\x1b[2J\tb\n")
+        FirstRankWriter(comm).say("a\x1b[2J\tb\n")
         assert capsys.readouterr().out == "a\\u001b[2J\tb\n"
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.parallel import ShardingConfig
 from mpizero.train.config.builder import build_sharding, computing_settings
-from mpizero.train.config.config_file import Document, parse_config, read_config
+from mpizero.train.config.config_file import ConfigDocument, parse_config, read_config
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.sections import (
     MODELS,
@@ -30,7 +30,7 @@ MLP = '[model]\nname = "mlp"\n[data]\narrays = "digits"\n'
 
 
 def parse(text=GPT, *overrides):
-    return parse_config(Document("run.toml", text, overrides))
+    return parse_config(ConfigDocument("run.toml", text, overrides))
 
 
 def failure(text=GPT, *overrides):
@@ -348,9 +348,9 @@ def test_an_override_reaches_into_a_table():
 
 
 def test_defaults_of_the_environment_give_way_to_the_file():
-    document = Document("run.toml", GPT + "[train]\nthreads = 3\n")
+    document = ConfigDocument("run.toml", GPT + "[train]\nthreads = 3\n")
     assert parse_config(document, {"train.threads": "2"}).train.threads == 3
-    assert parse_config(Document("run.toml", GPT), {"train.threads": "2"}).train.threads == 2
+    assert parse_config(ConfigDocument("run.toml", GPT), {"train.threads": "2"}).train.threads == 2
 
 
 def test_every_setting_but_the_names_and_the_data_has_a_default():
@@ -441,14 +441,14 @@ def test_no_override_makes_anything_but_a_configuration_error(text):
 )
 def test_a_made_up_file_is_not_valid_toml(text):
     with pytest.raises(ConfigError, match=r"made\.toml: not valid TOML"):
-        parse_config(Document("made.toml", text))
+        parse_config(ConfigDocument("made.toml", text))
     with pytest.raises(ConfigError, match=r"not a TOML value|train\.steps"):
-        parse_config(Document("made.toml", GPT, [f"train.steps={text[4:]}"]))
+        parse_config(ConfigDocument("made.toml", GPT, [f"train.steps={text[4:]}"]))
 
 
 def test_a_number_that_no_float_holds_is_named_with_its_key():
     with pytest.raises(ConfigError, match=r"optimizer\.lr = 10+: must be a finite number"):
-        parse_config(Document("made.toml", GPT + "\n[optimizer]\nlr = 1" + "0" * 400))
+        parse_config(ConfigDocument("made.toml", GPT + "\n[optimizer]\nlr = 1" + "0" * 400))
 
 
 def test_a_configuration_without_end_is_none(tmp_path):

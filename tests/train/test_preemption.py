@@ -16,7 +16,7 @@ import pytest
 from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import ExitStatus
 from mpizero.testing import parallel_assert, run_in_threads
-from mpizero.train.config.config_file import Document, parse_config
+from mpizero.train.config.config_file import ConfigDocument, parse_config
 from mpizero.train.run.preemption import StopDecision, StopRequests
 from mpizero.train.run.run_folder import RunFolder
 from mpizero.train.run.signals import SIGNALS, StopSignals
@@ -263,7 +263,7 @@ def test_an_obeyed_stop_file_is_kept_under_another_name_until_the_run_goes_on(tm
 def configured(folder: Path, *overrides: str):
     """Return the tiny run of ``folder`` with some settings replaced."""
     places = (f"data.text={folder}/text.txt", f"checkpoint.folder={folder}/run/checkpoints", "train.validate_every=0")
-    return parse_config(Document("tiny.toml", TINY, [*places, *overrides]), {})
+    return parse_config(ConfigDocument("tiny.toml", TINY, [*places, *overrides]), {})
 
 
 def test_a_run_stopped_in_mid_epoch_goes_on_with_other_ranks_and_stages_to_the_same_bits(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from mpizero import nn
 from mpizero.comm import as_communicator
 from mpizero.errors import ConfigError
-from mpizero.train.config.config_file import Document, parse_config
+from mpizero.train.config.config_file import ConfigDocument, parse_config
 from mpizero.train.verify.layouts import Layout, default_layouts
 from mpizero.train.verify.verify_command import choose, verify
 from tests.testing import planted
@@ -121,7 +121,7 @@ def options(**given):
 def config(tmp_path, monkeypatch):
     write_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)
-    return parse_config(Document("tiny.toml", TINY, ["train.clip=0.1"]), {})
+    return parse_config(ConfigDocument("tiny.toml", TINY, ["train.clip=0.1"]), {})
 
 
 def test_a_difference_is_printed_and_the_status_is_1(config, monkeypatch, capsys):
@@ -160,7 +160,7 @@ def test_a_model_that_is_wrong_on_one_process_too_is_said_before_any_layout(conf
 
 
 def test_without_names_the_configurations_own_layout_comes_first(tmp_path):
-    config = parse_config(Document("tiny.toml", TINY, ["parallel.strategy=ddp", "parallel.ranks_per_node=1"]), {})
+    config = parse_config(ConfigDocument("tiny.toml", TINY, ["parallel.strategy=ddp", "parallel.ranks_per_node=1"]), {})
     layouts = choose(config, as_communicator(None), None, 2)
     assert str(layouts[0]) == "ddp*2, ranks_per_node=1"
     assert "zero1*2, context=2" in map(str, layouts)

@@ -29,7 +29,7 @@ from mpizero.train.bench.phase_times import (
     waits,
 )
 from mpizero.train.bench.trace_events import write_trace
-from mpizero.train.config.builder import Job, build
+from mpizero.train.config.builder import TrainingJob, build
 from mpizero.train.config.sections import Config
 from mpizero.train.config.setting_checks import check_option
 from mpizero.train.doctor.check_result import counted
@@ -159,7 +159,7 @@ def _floors(request: StepRequest, config: Config, comm: Communicator) -> Sequenc
 
 
 def _train(
-    request: StepRequest, job: Job, tell: Callable[[str], None]
+    request: StepRequest, job: TrainingJob, tell: Callable[[str], None]
 ) -> tuple[list[float], list[float], list[tuple[float, float, list[TimeSpan]]]]:
     """Return the seconds of plain and of watched steps, and start, end and spans of the latter. Collective."""
     train, model = job.config.train, job.model

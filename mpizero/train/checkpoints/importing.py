@@ -14,7 +14,7 @@ from mpizero.checkpoint.tools import element_types
 from mpizero.errors import DataError
 from mpizero.train.checkpoints.lookup import find_checkpoint
 from mpizero.train.config.builder import build_model, build_source, data_fingerprint
-from mpizero.train.config.config_file import Document, parse_config, read_config
+from mpizero.train.config.config_file import ConfigDocument, parse_config, read_config
 from mpizero.train.config.sections import Config, GptSection
 from mpizero.train.run.resume import ATTRIBUTE
 
@@ -49,7 +49,7 @@ def described(name: str) -> CheckpointTemplate:
 
     Not collective. Where the data of a gpt are not there, it can write text, and cannot be resumed from.
     """
-    document = Document(name, read_config(name))
+    document = ConfigDocument(name, read_config(name))
     config = parse_config(document)
     with document.located():
         model, fingerprint = _build(config)

@@ -280,14 +280,14 @@ def _plan(options: argparse.Namespace) -> int:
 def _print_plan(options: argparse.Namespace) -> int:
     from mpizero.planning.machine_file import read_machine
     from mpizero.train import plan_report
-    from mpizero.train.config.config_file import Document, parse_config, read_config
+    from mpizero.train.config.config_file import ConfigDocument, parse_config, read_config
     from mpizero.train.plan import DEFAULT_RATE, PlanRequest, parse_bytes, plan
 
     limit = None if options.memory_per_node is None else parse_bytes(options.memory_per_node)
     machine = None if options.machine is None else read_machine(options.machine)
     rate = DEFAULT_RATE if options.gflops is None else options.gflops * 1e9
     request = PlanRequest(options.ranks, options.ranks_per_node, limit, rate, machine)
-    document = Document(options.config, read_config(options.config), options.overrides)
+    document = ConfigDocument(options.config, read_config(options.config), options.overrides)
     with document.located():
         found = plan(parse_config(document, {"train.threads": str(_threads())}), request)
         if options.json:

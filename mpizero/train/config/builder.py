@@ -26,7 +26,7 @@ FINGERPRINT_SAMPLES = 64
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """Everything a run needs, built.
 
     Attributes
@@ -80,7 +80,7 @@ class Job:
 
 
 @contextmanager
-def build(config: Config, comm: Communicator) -> Iterator[Job]:
+def build(config: Config, comm: Communicator) -> Iterator[TrainingJob]:
     """Make everything a run needs, and free it at the end.
 
     Collective over ``comm``.
@@ -98,7 +98,7 @@ def build(config: Config, comm: Communicator) -> Iterator[Job]:
     units = section.sequence if isinstance(section, GptSection) else 1
     with model:
         model.reserve(config.train.global_batch)
-        yield Job(
+        yield TrainingJob(
             config=config,
             comm=comm,
             source=source,

@@ -33,7 +33,7 @@ SECTIONS = ("model", "data", "parallel", "train", "optimizer", "checkpoint")
 
 
 @dataclass(frozen=True)
-class Document:
+class ConfigDocument:
     """The text of a configuration file and where it came from.
 
     Attributes
@@ -106,7 +106,7 @@ def read_config(name: str) -> str:
 
 def read_together(
     comm: Communicator, name: str, overrides: Sequence[str], preset: Mapping[str, str]
-) -> tuple[Document, Config]:
+) -> tuple[ConfigDocument, Config]:
     """Read a configuration file once for all ranks; ``preset`` are defaults by dotted key.
 
     Collective over ``comm``.
@@ -118,18 +118,18 @@ def read_together(
     """
     with all_ranks(comm):
         text = read_config(name) if comm.rank == 0 else ""
-    document = Document(name, comm.broadcast_object(text), overrides)
+    document = ConfigDocument(name, comm.broadcast_object(text), overrides)
     return document, parse_config(document, preset)
 
 
-def parse_config(document: Document, defaults: Mapping[str, str] | None = None) -> Config:
+def parse_config(document: ConfigDocument, defaults: Mapping[str, str] | None = None) -> Config:
     """Return the configuration that a document describes.
 
     Not collective.
 
     Parameters
     ----------
-    document : Document
+    document : ConfigDocument
         The TOML text with its overrides.
     defaults : mapping of str to str, optional
         Settings by dotted key that apply where neither the text nor an override has the key.

@@ -9,7 +9,7 @@ from mpizero.errors import ConfigError, GridError
 from mpizero.layout import SCHEDULES, Axes, chunk_stages, explicit_cuts
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.train.config.message_settings import bucket
-from mpizero.train.config.setting_checks import Section, choice, flag, many, optional, setting, shown, text
+from mpizero.train.config.setting_checks import ConfigSection, choice, flag, many, optional, setting, shown, text
 from mpizero.validation import whole
 
 #: The rows of the placement table by ZeRO stage.
@@ -19,7 +19,7 @@ _SPLITTING = ("pipeline", "tensor", "context")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelSection(Section):
+class ParallelSection(ConfigSection):
     """How the work is laid out over ranks; without ``tensor`` and ``context`` it changes no bit of the result."""
 
     strategy: str = setting("zero2", choice(*STRATEGIES))

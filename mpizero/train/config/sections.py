@@ -10,7 +10,7 @@ from mpizero.train.config.data_checks import arrays, patterns, table
 from mpizero.train.config.message_settings import compression
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.setting_checks import (
-    Section,
+    ConfigSection,
     choice,
     duration,
     flag,
@@ -49,7 +49,7 @@ _LENGTH = "optimizer.schedule_steps"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSection(Section):
+class ModelSection(ConfigSection):
     """What every model has; :class:`GptSection` and :class:`MlpSection` say the rest."""
 
     name: str = required(choice("gpt", "mlp"))
@@ -105,7 +105,7 @@ class MlpSection(ModelSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSection(Section):
+class DataSection(ConfigSection):
     """Where the samples come from: exactly one of text, arrays and hdf5; paths start at the working folder."""
 
     text: tuple[str, ...] | None = setting(None, optional(patterns))
@@ -128,7 +128,7 @@ class DataSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainSection(Section):
+class TrainSection(ConfigSection):
     """The batches and the loop over them."""
 
     steps: int = setting(200, whole(1))
@@ -168,7 +168,7 @@ class TrainSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerSection(Section):
+class OptimizerSection(ConfigSection):
     """What every optimizer has; the classes below add each one's own."""
 
     name: str = setting("adamw", choice("sgd", "adam", "adamw", "rmsprop", "lion", "lamb"))
@@ -254,7 +254,7 @@ class LionSection(OptimizerSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointSection(Section):
+class CheckpointSection(ConfigSection):
     """Where and how often the state is saved; ``every = 0`` saves at the end only."""
 
     folder: str = setting("run/checkpoints", text)

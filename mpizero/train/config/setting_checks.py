@@ -75,7 +75,7 @@ def check_option(option: str, value: object, check: Check) -> None:
 
 
 @dataclass(frozen=True)
-class Section:
+class ConfigSection:
     """Base of the configuration's sections: every field carries its check."""
 
     @classmethod

@@ -11,7 +11,7 @@ from mpizero.errors import DataError, RemoteError
 from mpizero.layout import Grains
 from mpizero.parallel import BadSteps, StepReport, dump_bad_step
 from mpizero.parallel.skipped_steps import SkippedSteps
-from mpizero.train.config.builder import Job, widths_of
+from mpizero.train.config.builder import TrainingJob, widths_of
 from mpizero.train.run.progress import Progress
 from mpizero.train.run.run_folder import RunFolder
 
@@ -44,7 +44,7 @@ class NumberWatch:
 
     Parameters
     ----------
-    job : Job
+    job : TrainingJob
         What is trained.
     folder : RunFolder
         Where the samples of bad steps are kept.
@@ -52,7 +52,7 @@ class NumberWatch:
         Where there is something to say.
     """
 
-    def __init__(self, job: Job, folder: RunFolder, progress: Progress) -> None:
+    def __init__(self, job: TrainingJob, folder: RunFolder, progress: Progress) -> None:
         self.job, self.folder, self.progress = job, folder, progress
         self.spikes = LossSpikes()
         self._skipped = SkippedSteps(BadSteps())

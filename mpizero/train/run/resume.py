@@ -13,7 +13,7 @@ from mpizero.checkpoint import StepFolder
 from mpizero.comm import Communicator
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from mpizero.parallel.checkpointing import model_state
-from mpizero.train.config.builder import Job
+from mpizero.train.config.builder import TrainingJob
 from mpizero.train.config.sections import difference
 from mpizero.train.run.metrics import finite
 from mpizero.train.run.progress import Progress
@@ -71,7 +71,7 @@ def _whole(value: object) -> int:
     return value
 
 
-def saved_attributes(job: Job, step: int, loss: float | None, versions: Mapping[str, str]) -> dict[str, Any]:
+def saved_attributes(job: TrainingJob, step: int, loss: float | None, versions: Mapping[str, str]) -> dict[str, Any]:
     """Return what the checkpoint of a step keeps beside what every model's has.
 
     Not collective.
@@ -106,7 +106,7 @@ class ResumePoint:
 
 
 def restore(
-    job: Job, folder: RunFolder, comm: Communicator, progress: Progress, step: int | None = None
+    job: TrainingJob, folder: RunFolder, comm: Communicator, progress: Progress, step: int | None = None
 ) -> ResumePoint | None:
     """Restore the newest good checkpoint of a run, or that of a ``step``; None if the folder holds no checkpoint.
 
@@ -141,7 +141,7 @@ def restore(
     return None
 
 
-def _try(job: Job, found: StepFolder, comm: Communicator) -> tuple[StepFolder, SavedRun | None]:
+def _try(job: TrainingJob, found: StepFolder, comm: Communicator) -> tuple[StepFolder, SavedRun | None]:
     """Load a checkpoint, if it is sound; or return what is wrong with it."""
     if not found.sound:
         return found, None
@@ -152,7 +152,7 @@ def _try(job: Job, found: StepFolder, comm: Communicator) -> tuple[StepFolder, S
 
 
 def _restore_step(
-    job: Job, folder: RunFolder, comm: Communicator, found: Sequence[StepFolder], step: int
+    job: TrainingJob, folder: RunFolder, comm: Communicator, found: Sequence[StepFolder], step: int
 ) -> ResumePoint:
     chosen = next((one for one in found if one.step == step), None)
     if chosen is None:
@@ -180,7 +180,7 @@ def _refusal(folder: RunFolder, passed: Sequence[StepFolder], good: StepFolder |
     )
 
 
-def _load(job: Job, path: str, comm: Communicator) -> SavedRun:
+def _load(job: TrainingJob, path: str, comm: Communicator) -> SavedRun:
     with checkpoint.open_checkpoint(path, comm) as reader:
         saved = SavedRun.of(reader.attributes, path)
         if checkpoint.step_of(path) != saved.step:

@@ -11,7 +11,7 @@ from mpizero.checkpoint import PendingSave, RemovalFailure
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup.same_software import versions
-from mpizero.train.config.builder import Job
+from mpizero.train.config.builder import TrainingJob
 from mpizero.train.run.resume import saved_attributes
 from mpizero.train.run.run_folder import RunFolder
 from mpizero.train.run.wall_time import WallTime
@@ -24,7 +24,7 @@ class Saver:
 
     Parameters
     ----------
-    job : Job
+    job : TrainingJob
         What is saved.
     folder : RunFolder
         Where to.
@@ -42,7 +42,7 @@ class Saver:
     """
 
     def __init__(
-        self, job: Job, folder: RunFolder, comm: Communicator, clock: WallTime, report: Callable[[str], object]
+        self, job: TrainingJob, folder: RunFolder, comm: Communicator, clock: WallTime, report: Callable[[str], object]
     ) -> None:
         self._job, self._folder, self._comm, self._clock, self._report = job, folder, comm, clock, report
         self._told: set[str] = set()

@@ -18,7 +18,7 @@ from mpizero.faults import inject
 from mpizero.layout import Grains
 from mpizero.parallel import StepReport
 from mpizero.parallel.config import AUTO
-from mpizero.train.config.builder import Job, build
+from mpizero.train.config.builder import TrainingJob, build
 from mpizero.train.config.sections import Config
 from mpizero.train.config.setting_checks import rejected
 from mpizero.train.run.metrics import Speed, Validation, finite, shortened
@@ -116,7 +116,9 @@ def open_folder(folder: RunFolder, progress: Progress, *, resume: bool) -> None:
 class Trainer:
     """Train one run from its first or resumed step to its last; made by :func:`train`."""
 
-    def __init__(self, job: Job, folder: RunFolder, stop: StopRequests, clock: WallTime, progress: Progress) -> None:
+    def __init__(
+        self, job: TrainingJob, folder: RunFolder, stop: StopRequests, clock: WallTime, progress: Progress
+    ) -> None:
         self.job, self.folder, self.stop, self.clock, self.progress = job, folder, stop, clock, progress
         self.control = stop.comm
         self.config = job.config

@@ -21,7 +21,7 @@ from mpizero.train.bench import machine_report
 from mpizero.train.bench.measure_machine import MachineRequest, measure_machine
 from mpizero.train.bench.message_speed import sizes
 from mpizero.train.bench.product_rates import ProductShapes
-from mpizero.train.config.config_file import Document, parse_config
+from mpizero.train.config.config_file import ConfigDocument, parse_config
 
 SMALL = ProductShapes(dim=8, heads=2, sequence=4, batch=2)
 FORMS = {"forward", "input", "weights"}
@@ -246,5 +246,5 @@ def test_what_cannot_be_measured_is_refused(arguments, said, tmp_path, monkeypat
 def test_products_have_the_rows_of_a_micro_batch():
     """What is computed at once, whatever makes a grain: ``bench machine CONFIG`` and training agree on it."""
     text = '[model]\nname = "gpt"\n[data]\ntext = "stdlib"\n[train]\nglobal_batch = 64\naccumulate = 4\n'
-    shapes = ProductShapes.of(parse_config(Document("c.toml", text, ())))
+    shapes = ProductShapes.of(parse_config(ConfigDocument("c.toml", text, ())))
     assert shapes.batch * 4 == ShardingConfig(accumulate=4).grain_size(64) == 4

@@ -26,7 +26,7 @@ from mpizero.train.bench.phase_times import (
     waits,
 )
 from mpizero.train.bench.trace_events import write_trace
-from mpizero.train.config.config_file import Document, parse_config
+from mpizero.train.config.config_file import ConfigDocument, parse_config
 
 CONFIG = """
 model = {name = "mlp", hidden = [8, 8]}
@@ -150,7 +150,7 @@ def config(tmp_path, monkeypatch):
     random = np.random.default_rng(0)
     np.save("x.npy", random.random((32, 4), np.float32))
     np.save("y.npy", random.integers(0, 3, 32))
-    return lambda *settings: parse_config(Document("c.toml", CONFIG, settings))
+    return lambda *settings: parse_config(ConfigDocument("c.toml", CONFIG, settings))
 
 
 LAYOUTS = [
