@@ -110,7 +110,7 @@ class FunctionModel:
             self.predict = predict
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy everything the model holds; a mapping proxy has no copy of its own. Not collective."""
+        """Copy everything the model holds; a mapping proxy has no copy of its own."""
         twin = copy(self)
         vars(twin).update({name: deepcopy(v, memo) for name, v in vars(self).items() if name != "parameters"})
         twin.parameters = MappingProxyType(deepcopy(dict(self.parameters), memo))

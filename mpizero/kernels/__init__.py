@@ -22,8 +22,6 @@ __all__ = ["all_finite", "backend", "cpu", "cuda", "namespace", "to_host"]
 def backend(array: Any) -> ModuleType:
     """Return the kernels for ``array``: :mod:`mpizero.kernels.cpu` for NumPy's, ``cuda`` for device arrays.
 
-    Not collective.
-
     Raises
     ------
     TypeError
@@ -37,12 +35,12 @@ def backend(array: Any) -> ModuleType:
 
 
 def all_finite(array: Any) -> bool:
-    """Tell whether no element of a contiguous 1-D array is infinite or NaN. Not collective."""
+    """Tell whether no element of a contiguous 1-D array is infinite or NaN."""
     return bool(backend(array).reduction.all_finite(array))
 
 
 def namespace(array: Any) -> Any:
-    """Return the array library of ``array``: NumPy, or the package its type comes from (CuPy). Not collective."""
+    """Return the array library of ``array``: NumPy, or the package its type comes from (CuPy)."""
     if isinstance(array, np.ndarray):
         return np
     package = type(array).__module__.partition(".")[0]
@@ -50,5 +48,5 @@ def namespace(array: Any) -> Any:
 
 
 def to_host(array: Any) -> Any:
-    """Return a copy of a GPU's array on the host; anything else is returned itself. Not collective."""
+    """Return a copy of a GPU's array on the host; anything else is returned itself."""
     return array.get() if hasattr(array, "__cuda_array_interface__") else array

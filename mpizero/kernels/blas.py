@@ -82,7 +82,7 @@ class BlasLibrary:
     def product(self, a: Array, b: Array, out: Array) -> bool:
         """Write ``a @ b`` to ``out``; False, and nothing is done, where this library cannot.
 
-        Not collective. All are two-dimensional and of one dtype, float32 or float64; an operand may be a transposed
+        All are two-dimensional and of one dtype, float32 or float64; an operand may be a transposed
         view. ``out`` overlaps neither.
         """
         product = self._products.get(out.dtype.char)
@@ -103,7 +103,7 @@ class BlasLibrary:
 
 @functools.cache
 def library() -> BlasLibrary | None:
-    """Return the BLAS that multiplies instead of NumPy's, None where that one does. Not collective.
+    """Return the BLAS that multiplies instead of NumPy's, None where that one does.
 
     Raises
     ------
@@ -117,7 +117,7 @@ def library() -> BlasLibrary | None:
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
-    """Compute ``a @ b`` of NumPy arrays, into ``out`` where it is given. Not collective."""
+    """Compute ``a @ b`` of NumPy arrays, into ``out`` where it is given."""
     if not _large(a, b) or _multiplies_itself(a) or _multiplies_itself(b):
         return np.matmul(a, b, out=out)
     chosen = library()

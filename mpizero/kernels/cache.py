@@ -127,7 +127,7 @@ def find_folder(cpu: str) -> CacheFolder:
 
 
 def folder(cpu: str) -> Path:
-    """Return the path of :func:`find_folder`. Not collective."""
+    """Return the path of :func:`find_folder`."""
     return find_folder(cpu).path
 
 

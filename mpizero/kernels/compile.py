@@ -50,11 +50,11 @@ class Intrinsic(ABC):
 
     @abstractmethod
     def compiled(self) -> Any:
-        """Return what numba compiles in its place: an ``intrinsic``. Not collective."""
+        """Return what numba compiles in its place: an ``intrinsic``."""
 
     @abstractmethod
     def __call__(self, *args: Any) -> Any:
-        """Do the same in Python. Not collective."""
+        """Do the same in Python."""
 
 
 class Kernel:
@@ -198,7 +198,7 @@ def _refuse(*args: Any) -> Any:
 
 
 def numba_type(parameter: Parameter) -> Any:
-    """Return numba's type of an argument. Not collective."""
+    """Return numba's type of an argument."""
     from numba import from_dtype
     from numba import types as numba_types
 

@@ -35,7 +35,7 @@ Fill = Callable[[int, Array], object]
 
 
 class Upload(NamedTuple):
-    """``size`` elements for a GPU's array, from its element ``start`` on."""
+    """Describe ``size`` elements for a GPU's array, from its element ``start`` on."""
 
     start: int
     size: int
@@ -62,7 +62,7 @@ class Device(ABC):
 
     @contextmanager
     def multiplying_in(self, dtype: str | None) -> Iterator[None]:
-        """Let :func:`operand` in this thread round to ``dtype``; None leaves operands as they are. Not collective."""
+        """Let :func:`operand` in this thread round to ``dtype``; None leaves operands as they are."""
         token = PRODUCT_DTYPE.set(None if dtype is None else (self, dtype))
         try:
             yield
@@ -77,7 +77,7 @@ class Device(ABC):
         out: Array,
         batches: Batches,
     ) -> None:
-        """Write the products of matrices to ``out``, float32; ``batches`` say how the three lie. Not collective."""
+        """Write the products of matrices to ``out``, float32; ``batches`` say how the three lie."""
 
     def __init__(self) -> None:
         self._staging = self._pinned(STAGING)
@@ -89,21 +89,21 @@ class Device(ABC):
 
     @abstractmethod
     def empty(self, size: int, dtype: Any) -> Array:
-        """Return a 1-D array of the GPU, of undefined contents. Not collective."""
+        """Return a 1-D array of the GPU, of undefined contents."""
 
     def keep(self, kind: str, size: int, dtype: Any) -> Array:
-        """Return what :meth:`empty` does, counted as model state of a kind. Not collective."""
+        """Return what :meth:`empty` does, counted as model state of a kind."""
         array = self.empty(size, dtype)
         self.held[kind] += array.nbytes
         return array
 
     def release(self, kind: str, array: Array) -> None:
-        """Stop counting an array that its owner drops. Not collective."""
+        """Stop counting an array that its owner drops."""
         self.held[kind] -= array.nbytes
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until all work that this rank started on the GPU has ended. Not collective."""
+        """Wait until all work that this rank started on the GPU has ended."""
 
     @abstractmethod
     def _array(self, values: Array) -> Array:
@@ -111,7 +111,7 @@ class Device(ABC):
 
     @staticmethod
     def check(values: Any) -> None:
-        """Raise :class:`DataError` unless ``values`` can be put on a GPU. Not collective."""
+        """Raise :class:`DataError` unless ``values`` can be put on a GPU."""
         if not isinstance(values, np.ndarray) or values.dtype.kind not in "biuf":
             kind = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__
             raise DataError(
@@ -120,7 +120,7 @@ class Device(ABC):
             )
 
     def put(self, values: Any) -> Array:
-        """Return a copy of an array on the GPU; one that is there already is returned itself. Not collective.
+        """Return a copy of an array on the GPU; one that is there already is returned itself.
 
         Raises
         ------
@@ -134,14 +134,11 @@ class Device(ABC):
         return self._array(np.ascontiguousarray(values))
 
     def write(self, target: Any, values: Array) -> None:
-        """Copy a 1-D host array to one of the GPU, of the same dtype and length. Not collective."""
+        """Copy a 1-D host array to one of the GPU, of the same dtype and length."""
         self.send(target, [Upload(0, values.size, copied(values))])
 
     def send(self, target: Any, sources: Sequence[Upload]) -> None:
-        """Fill a 1-D array of the GPU from sources that cover all of it: they write to the pinned buffer.
-
-        Not collective.
-        """
+        """Fill a 1-D array of the GPU from sources that cover all of it: they write to the pinned buffer."""
         step = STAGING // target.itemsize
         for first in range(0, target.size, step):
             last = min(first + step, target.size)
@@ -153,7 +150,7 @@ class Device(ABC):
             target[first:last].set(staged)
 
     def read(self, source: Any, targets: Sequence[tuple[int, Array]]) -> None:
-        """Copy parts of a 1-D array of the GPU to host arrays. Not collective.
+        """Copy parts of a 1-D array of the GPU to host arrays.
 
         Parameters
         ----------
@@ -176,7 +173,7 @@ class Device(ABC):
 
 
 def copied(values: Array) -> Fill:
-    """Return what copies elements of a host array. Not collective."""
+    """Return what copies elements of a host array."""
 
     def fill(first: int, out: Array) -> None:
         out[:] = values[first : first + out.size]
@@ -220,12 +217,12 @@ class CupyDevice(Device):
         return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
     def empty(self, size: int, dtype: Any) -> Array:
-        """Return a 1-D array of the GPU, of undefined contents. Not collective."""
+        """Return a 1-D array of the GPU, of undefined contents."""
         array: Array = self._cupy.empty(size, dtype)
         return array
 
     def synchronize(self) -> None:
-        """Wait until all work that this rank started on the GPU has ended. Not collective."""
+        """Wait until all work that this rank started on the GPU has ended."""
         self._cupy.cuda.get_current_stream().synchronize()
 
     def _array(self, values: Array) -> Array:
@@ -239,7 +236,7 @@ class CupyDevice(Device):
         out: Array,
         batches: Batches,
     ) -> None:
-        """Ask cuBLAS. Not collective."""
+        """Ask cuBLAS."""
         # It counts by columns: what lies in memory by rows is the transpose to it, so it is asked for out.T.
         (rows, columns), inner, kind = out.shape[-2:], a.bits.shape[-1], SIXTEEN_BITS[a.dtype][2]
         (left, right, target), one, zero = batches, np.ones(1, np.float32), np.zeros(1, np.float32)
@@ -269,14 +266,14 @@ class SimulatedDevice(Device):
         return np.empty(nbytes, np.uint8)
 
     def empty(self, size: int, dtype: Any) -> Array:
-        """Return a 1-D array of the GPU; undefined contents are NaN here. Not collective."""
+        """Return a 1-D array of the GPU; undefined contents are NaN here."""
         from mpizero.kernels.simulated import NAMESPACE
 
         array: Array = NAMESPACE.full(size, np.nan, dtype)
         return array
 
     def synchronize(self) -> None:
-        """Return at once: the simulator has no work of its own. Not collective."""
+        """Return at once: the simulator has no work of its own."""
 
     def _array(self, values: Array) -> Array:
         from mpizero.kernels.simulated import SimulatedArray
@@ -290,21 +287,21 @@ class SimulatedDevice(Device):
         out: Array,
         batches: Batches,
     ) -> None:
-        """Multiply what the 16 bits stand for. Not collective."""
+        """Multiply what the 16 bits stand for."""
         from mpizero.kernels import namespace
 
         namespace(out).matmul(widened(a), widened(b), out=out)
 
 
 def simulated() -> bool:
-    """Tell whether Numba simulates its GPUs. Not collective."""
+    """Tell whether Numba simulates its GPUs."""
     from numba.core import config
 
     return bool(config.ENABLE_CUDASIM)
 
 
 def found() -> tuple[int, str]:
-    """Return the number of GPUs that this process can train on, and if there are none, why. Not collective."""
+    """Return the number of GPUs that this process can train on, and if there are none, why."""
     if simulated():
         return SIMULATED_DEVICES, ""
     missing = [name for name in ("cupy", "numba_cuda") if importlib.util.find_spec(name) is None]
@@ -320,7 +317,7 @@ def found() -> tuple[int, str]:
 
 
 def open_device(place: int) -> Device:
-    """Open the GPU of the ``place``-th rank of a node: ranks take GPUs in turn. Not collective.
+    """Open the GPU of the ``place``-th rank of a node: ranks take GPUs in turn.
 
     Raises
     ------

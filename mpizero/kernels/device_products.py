@@ -24,7 +24,7 @@ class Multiplier(Protocol):
     """Multiply matrices rounded to 16 bits: a :class:`mpizero.kernels.device.Device`."""
 
     def multiply(self, a: HalfPrecisionArray, b: HalfPrecisionArray, out: Array, batches: Batches) -> None:
-        """Write the products of matrices to ``out``, float32; ``batches`` say how the three lie. Not collective."""
+        """Write the products of matrices to ``out``, float32; ``batches`` say how the three lie."""
 
 
 class HalfPrecisionArray:
@@ -49,7 +49,7 @@ class HalfPrecisionArray:
         return HalfPrecisionArray(self.bits[key], self.device, self.dtype)
 
     def swapaxes(self, first: int, second: int) -> HalfPrecisionArray:
-        """Return a view with two axes interchanged. Not collective."""
+        """Return a view with two axes interchanged."""
         return HalfPrecisionArray(self.bits.swapaxes(first, second), self.device, self.dtype)
 
 
@@ -75,7 +75,7 @@ class MatrixBatch(NamedTuple):
 
     @classmethod
     def of(cls, x: Array) -> MatrixBatch | None:
-        """Describe the last two axes of ``x``; None where no such numbers do. Not collective."""
+        """Describe the last two axes of ``x``; None where no such numbers do."""
         strides = [stride // x.itemsize for stride in x.strides]
         steps = [(stride, size) for stride, size in zip(strides[:-2], x.shape[:-2], strict=True) if size != 1]
         if any(outer != step * size for (outer, _), (step, size) in pairwise(steps)):
@@ -114,7 +114,7 @@ PRODUCT_DTYPE: ContextVar[tuple[Multiplier, str] | None] = ContextVar("products"
 def operand(x: Array) -> Array | HalfPrecisionArray:
     """Return what :func:`multiply` shall take for ``x``: itself, or :class:`HalfPrecisionArray` where asked.
 
-    Not collective. [Note: products in 16 bits]. ``x`` has a matrix in its last two axes.
+    [Note: products in 16 bits]. ``x`` has a matrix in its last two axes.
     """
     asked = PRODUCT_DTYPE.get()
     return x if asked is None else _halved(x, *asked)
@@ -123,7 +123,7 @@ def operand(x: Array) -> Array | HalfPrecisionArray:
 def multiply(a: Array | HalfPrecisionArray, b: Array | HalfPrecisionArray, out: Array) -> None:
     """Write the products of the matrices of two operands to ``out``, float32 on a GPU.
 
-    Not collective. All have the same leading axes, and both operands come from :func:`operand`, or both do not.
+    All have the same leading axes, and both operands come from :func:`operand`, or both do not.
 
     Raises
     ------
@@ -149,7 +149,7 @@ def multiply(a: Array | HalfPrecisionArray, b: Array | HalfPrecisionArray, out: 
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
-    """Compute the product of two float32 matrices on a GPU: [Note: products in 16 bits]. Not collective."""
+    """Compute the product of two float32 matrices on a GPU: [Note: products in 16 bits]."""
     if out is None:
         out = _library(a).empty((a.shape[0], b.shape[1]), a.dtype)
     multiply(operand(a), operand(b), out)

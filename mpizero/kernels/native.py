@@ -254,7 +254,7 @@ class _Entry:
 
     @staticmethod
     def _unpacked(data: str, items: str, itemsize: int, shape: list[str], strides: list[str]) -> list[str]:
-        """Numba's array argument: owner (none: nothing is counted), parent, items, item size, data, shape, strides."""
+        """Return numba's array argument: owner (none), parent, items, item size, data, shape, strides."""
         head = ["ptr null", "ptr null", f"i64 {items}", f"i64 {itemsize}", f"ptr {data}"]
         return head + [f"i64 {number}" for number in (*shape, *strides)]
 

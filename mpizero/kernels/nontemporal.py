@@ -25,7 +25,7 @@ class _StoreLine(Intrinsic):
         target[place : place + LINE] = source[place : place + LINE]
 
     def compiled(self) -> Any:
-        """Give numba's form: a load from anywhere, and a store that LLVM calls nontemporal."""
+        """Return numba's form: a load from anywhere, and a store that LLVM calls nontemporal."""
         from llvmlite import ir
         from numba import types
         from numba.extending import intrinsic
@@ -58,7 +58,7 @@ class _Fence(Intrinsic):
         """Do it in Python, where nothing needs to be done."""
 
     def compiled(self) -> Any:
-        """Give numba's form."""
+        """Return numba's form."""
         from numba import types
         from numba.extending import intrinsic
 

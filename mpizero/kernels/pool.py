@@ -18,7 +18,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 def run(kernel: Callable[..., None], args: tuple[Any, ...], start: int, stop: int, threads: int = 1) -> None:
     """Call ``kernel(*args, start, stop)``, cut at fixed places where there are several threads.
 
-    Not collective. The calling thread takes part, so ``threads=2`` starts one more.
+    The calling thread takes part, so ``threads=2`` starts one more.
 
     Raises
     ------

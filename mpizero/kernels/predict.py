@@ -81,7 +81,7 @@ def _layernorm(x: Any, rows: Any, features: Any, weight: Any, bias: Any, eps: An
 
 
 def _attend(qkv: Any, length: Any, dim: Any, heads: Any, scale: Any, scores: Any, mixed: Any) -> None:
-    """Causal attention of one sample; ``scores`` holds one query's."""
+    """Compute causal attention of one sample; ``scores`` holds one query's."""
     T = qkv.dtype.type  # noqa: N806
     size = dim // heads
     for t in range(length):

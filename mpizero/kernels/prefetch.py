@@ -23,7 +23,7 @@ class _Fetch(Intrinsic):
         """Do it in Python, where nothing needs to be done."""
 
     def compiled(self) -> Any:
-        """Give numba's form: LLVM's prefetch, for reading, into all caches."""
+        """Return numba's form: LLVM's prefetch, for reading, into all caches."""
         from llvmlite import ir
         from numba import types
         from numba.extending import intrinsic

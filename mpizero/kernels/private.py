@@ -1,7 +1,7 @@
 """Keep machine code in folders and files that only this user can write.
 
 [Note: who may write] Root may do anything anyway, so what belongs to root is trusted like the user's own. The folder
-itself and the files in it must be nobody else's, and writable for nobody else. Above it, whoever may write can put
+itself and the files in it must be nobody else's, and writable for nobody else. Above it, a user who may write can put
 another folder in its place, but only one of theirs, which is refused; so project folders that a group shares are fine
 there, and so is a sticky ``/tmp``. A folder that all users may write without that bit is not, and neither is a link of
 another user's, which leads where they like.
@@ -32,7 +32,7 @@ class UnsafeFolderError(PermissionError):
 
 
 def foreign(found: os.stat_result) -> str:
-    """Say why others could have written a file or folder; "" if only this user or root could. Not collective."""
+    """Say why others could have written a file or folder; "" if only this user or root could."""
     if found.st_uid not in (0, os.geteuid()):
         return f"belongs to user {found.st_uid}"
     if found.st_mode & _OTHERS_WRITE:
@@ -42,7 +42,7 @@ def foreign(found: os.stat_result) -> str:
 
 
 def make_folder(root: Path, name: str) -> Path:
-    """Return the folder ``name`` in ``root``; makes what is missing, for this user only. Not collective.
+    """Return the folder ``name`` in ``root``; makes what is missing, for this user only.
 
     Raises
     ------
@@ -61,7 +61,7 @@ def make_folder(root: Path, name: str) -> Path:
 
 
 def require_private(folder: Path) -> None:
-    """Raise :class:`UnsafeFolderError` unless only this user and root can write a folder. Not collective."""
+    """Raise :class:`UnsafeFolderError` unless only this user and root can write a folder."""
     *above, (path, found) = _way(folder)
     for step, parent in above:
         _require_way(step, parent)
@@ -77,7 +77,7 @@ def require_private(folder: Path) -> None:
 def own_folder(base: Path, name: str) -> Path:
     """Return a folder of this user's alone in ``base``, a place for all: the same one for every process of the node.
 
-    Not collective. Others may have taken the name, and any number of names like it; a free one is found then, and the
+    Others may have taken the name, and any number of names like it; a free one is found then, and the
     first in the order of names that is this user's counts, so that processes which look at the same time agree.
 
     Raises

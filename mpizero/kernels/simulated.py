@@ -89,14 +89,14 @@ class SimulatedArray(NDArrayOperatorsMixin):
     # ------------------------------------------------------------------ between host and GPU
 
     def get(self, out: Array | None = None) -> Array:
-        """Copy to the host, into ``out`` if given. Not collective."""
+        """Copy to the host, into ``out`` if given."""
         if out is None:
             return self.values.copy()
         np.copyto(out, self.values)
         return out
 
     def set(self, values: Array) -> None:
-        """Copy from the host; shape and dtype must be equal. Not collective."""
+        """Copy from the host; shape and dtype must be equal."""
         if values.shape != self.shape or values.dtype != self.dtype:
             raise ValueError(f"cannot copy {values.dtype}{values.shape} to {self.dtype}{self.shape}")
         self.values[...] = values

@@ -30,11 +30,11 @@ class Graph:
         shape: tuple[int, ...],
         **attributes: Any,
     ) -> NodeOutput:
-        """Append a node without parameters and return its output. Not collective."""
+        """Append a node without parameters and return its output."""
         return self._append(op, name, inputs, shape, {"parameters": [], "attributes": attributes})
 
     def add_layer(self, layer: Any, name: str, source: NodeOutput, shape: tuple[int, ...]) -> NodeOutput:
-        """Append a layer as one node, with its parameters' global names and its settings. Not collective."""
+        """Append a layer as one node, with its parameters' global names and its settings."""
         parameters = [
             {"name": spec.tied or f"{name}.{spec.name}", "shape": list(spec.shape), "tied": spec.tied is not None}
             for spec in layer.specs()

@@ -1,4 +1,4 @@
-"""Start values: functions of the seed, the parameter's name and the element's index, never of a rank."""
+"""Compute start values from the seed, the parameter's name and the element's index, never from a rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Fill = Callable[[int, Array], None]
 
 
 def initial_values(spec: ParameterSpec, seed: int, start: int, stop: int, out: Array) -> None:
-    """Fill ``out`` with elements ``start:stop`` of a parameter's flat C-order start values. Not collective.
+    """Fill ``out`` with elements ``start:stop`` of a parameter's flat C-order start values.
 
     Any cut of a parameter into ranges gives the values of the whole, and so do slices (``spec.part``).
 
@@ -87,6 +87,6 @@ def _fill_part(spec: ParameterSpec, part: Part, fill: _Fill, start: int, out: Ar
 
 
 def _key(seed: int, name: str) -> tuple[int, int]:
-    """Give each (seed, name) its own 64-bit Philox key, so that no two parameters share random numbers."""
+    """Return for each (seed, name) its own 64-bit Philox key, so that no two parameters share random numbers."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

@@ -38,15 +38,15 @@ class Layer(ABC):
     """
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe the parameters that belong to this layer itself, without its children's. Not collective."""
+        """Describe the parameters that belong to this layer itself, without its children's."""
         return ()
 
     def children(self) -> Mapping[str, Layer]:
-        """Give the layers this one is made of, by name, in the order of their parameters. Not collective."""
+        """Return the layers this one is made of, by name, in the order of their parameters."""
         return {}
 
     def specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe all parameters, the layer's own first, then each child's under ``child.``. Not collective."""
+        """Describe all parameters, the layer's own first, then each child's under ``child.``."""
         return self._specs
 
     @cached_property
@@ -60,26 +60,23 @@ class Layer(ABC):
 
     @abstractmethod
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Compute the output and the cache that the backward pass needs. Not collective."""
+        """Compute the output and the cache that the backward pass needs."""
 
     @abstractmethod
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the gradient of the input, and what :meth:`backward_weights` still needs. Not collective."""
+        """Compute the gradient of the input, and what :meth:`backward_weights` still needs."""
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:  # noqa: B027
-        """Overwrite ``grads`` with the gradients of the parameters; without parameters there is nothing to do.
-
-        Not collective.
-        """
+        """Overwrite ``grads`` with the gradients of the parameters; without parameters there is nothing to do."""
 
     def backward(self, params: Params, cache: Any, dy: Array, grads: Params) -> Array | None:
-        """Run both halves of the backward pass, in order. Not collective."""
+        """Run both halves of the backward pass, in order."""
         dx, pending = self.backward_input(params, cache, dy)
         self.backward_weights(params, cache, pending, grads)
         return dx
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Give one sample's output shape from one sample's input shape. Not collective.
+        """Return one sample's output shape from one sample's input shape.
 
         The default is the input's shape; of a layer made of children that does not count its products either, that of
         what :meth:`forward` gives.
@@ -96,7 +93,7 @@ class Layer(ABC):
         in its forward and backward pass. It names its parameters as this layer does and says which part of them it
         holds: :attr:`ParameterSpec.part`. A gradient of a parameter without a part is the same on every rank when
         ``backward_weights`` returns. The default looks for the layer's class in :data:`SPLIT_FORMS`, and returns the
-        layer itself where there is nothing to split. Not collective.
+        layer itself where there is nothing to split.
 
         Raises
         ------
@@ -114,7 +111,7 @@ class Layer(ABC):
         return SPLIT_FORMS[kind](self, group)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the operations of this rank's products for one sample, from the whole input's shape. Not collective.
+        """Count the operations of this rank's products for one sample, from the whole input's shape.
 
         The default is for layers without products of their own: those of the children that :meth:`forward` calls,
         each as often as it is called. For that ``forward`` runs once on zeros, with children that compute nothing.
@@ -127,7 +124,7 @@ class Layer(ABC):
         return _tried(self, shape)[0] if self.children() else Operations()
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add this layer to a computation graph and return its output. Not collective.
+        """Add this layer to a computation graph and return its output.
 
         A layer made of children must say how they are joined, so it overrides this method.
         """
@@ -150,7 +147,7 @@ class _Counted:
         return getattr(self._layer, name)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Count the products of a call, and return zeros for its output. Not collective."""
+        """Count the products of a call, and return zeros for its output."""
         shape = tuple(x.shape[1:])
         self._calls.append((self._layer, self._layer.operations(shape)))
         dtype = x.dtype if x.dtype.kind == "f" else np.float32
@@ -195,14 +192,14 @@ def _tried(layer: Layer, shape: tuple[int, ...]) -> tuple[Operations, tuple[int,
 
 
 def namespace(array: Any) -> Any:
-    """Return the array library of ``array``: NumPy, or the package its type comes from (CuPy). Not collective."""
+    """Return the array library of ``array``: NumPy, or the package its type comes from (CuPy)."""
     return np if isinstance(array, np.ndarray) else kernels.namespace(array)
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     """Compute the product of two matrices by the library that multiplies.
 
-    Not collective. See :mod:`mpizero.kernels.blas`, and :mod:`mpizero.kernels.device_products` for arrays of a GPU.
+    See :mod:`mpizero.kernels.blas`, and :mod:`mpizero.kernels.device_products` for arrays of a GPU.
     """
     if isinstance(a, np.ndarray):
         return blas.matmul(a, b, out)
@@ -212,13 +209,13 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
 def operand(x: Array) -> Any:
     """Return what :func:`multiply` shall take for ``x``: on a GPU perhaps a copy in 16 bits, else ``x`` itself.
 
-    Not collective. What is cut out of it, or has its last two axes swapped, is an operand too.
+    What is cut out of it, or has its last two axes swapped, is an operand too.
     """
     return x if isinstance(x, np.ndarray) else device_products.operand(x)
 
 
 def multiply(a: Any, b: Any, out: Array) -> None:
-    """Write the products of the matrices in the last two axes of two operands to ``out``. Not collective."""
+    """Write the products of the matrices in the last two axes of two operands to ``out``."""
     if isinstance(out, np.ndarray):
         np.matmul(a, b, out=out)
     else:
@@ -226,7 +223,7 @@ def multiply(a: Any, b: Any, out: Array) -> None:
 
 
 def sum_rows(dy: Array, out: Array) -> None:
-    """Write the sum of a matrix's rows to ``out``: a bias's gradient. Not collective.
+    """Write the sum of a matrix's rows to ``out``: a bias's gradient.
 
     On the host they are added in ascending order. The same on a GPU, a thread a column, would leave most of it idle:
     there CuPy adds, in an order of its own that is the same every time.
@@ -246,7 +243,7 @@ def vector(like: Array, value: float) -> Array:
 
 
 def known(dx: Array | None) -> Array:
-    """Return an input gradient that the layer which computed it is known to have. Not collective."""
+    """Return an input gradient that the layer which computed it is known to have."""
     assert dx is not None
     return dx
 

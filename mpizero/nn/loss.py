@@ -20,7 +20,7 @@ class CrossEntropy:
     """Compute softmax and the negative log-likelihood of integer targets; negative targets are ignored."""
 
     def forward(self, prediction: Array, target: Array) -> tuple[float, float, Any]:
-        """Sum the losses of all counted targets, in float64. Not collective.
+        """Sum the losses of all counted targets, in float64.
 
         Parameters
         ----------
@@ -48,10 +48,7 @@ class CrossEntropy:
         return float(losses.sum()), float((targets >= 0).sum()), (logits, targets, prediction.shape)
 
     def as_targets(self, target: Array, shape: tuple[int, ...], classes: int) -> Array:
-        """Return integer targets of ``shape`` as contiguous flat int64; :class:`DataError` if they do not fit.
-
-        Not collective.
-        """
+        """Return integer targets of ``shape`` as contiguous flat int64; :class:`DataError` if they do not fit."""
         require_array(target, "CrossEntropy", "target")
         if target.shape != shape or target.dtype.kind not in "iu":
             raise DataError(
@@ -64,7 +61,7 @@ class CrossEntropy:
         return targets
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
-        """Compute ``scale`` times the gradient of the loss *sum*, shaped like the prediction. Not collective."""
+        """Compute ``scale`` times the gradient of the loss *sum*, shaped like the prediction."""
         logits, targets, shape = cache
         gradient: Array = namespace(logits).empty_like(logits)
         loss = kernels.backend(logits).loss
@@ -78,7 +75,7 @@ class MeanSquaredError:
     """Compute the squared error, averaged over a sample's outputs and summed over samples."""
 
     def forward(self, prediction: Array, target: Array) -> tuple[float, float, Any]:
-        """Sum the samples' losses, in float64. Not collective.
+        """Sum the samples' losses, in float64.
 
         Parameters
         ----------
@@ -110,7 +107,7 @@ class MeanSquaredError:
         return loss, float(samples), (difference, outputs)
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
-        """Compute ``scale`` times the gradient of the loss *sum*, shaped like the prediction. Not collective."""
+        """Compute ``scale`` times the gradient of the loss *sum*, shaped like the prediction."""
         difference, outputs = cache
         gradient: Array = difference * difference.dtype.type(2.0 * scale / outputs)
         return gradient

@@ -22,7 +22,7 @@ class Operations:
         return Operations(*(a + b for a, b in zip(self, other, strict=True)))
 
     def __iter__(self) -> Iterator[int]:
-        """Give the three numbers in order."""
+        """Return the three numbers in order."""
         return iter((self.forward, self.backward_input, self.backward_weights))
 
     @property
@@ -32,6 +32,6 @@ class Operations:
 
 
 def linear_operations(rows: int, inputs: int, outputs: int, input_gradient: bool = True) -> Operations:
-    """Count the three products of a linear map of ``rows`` rows. Not collective."""
+    """Count the three products of a linear map of ``rows`` rows."""
     product = 2 * rows * inputs * outputs
     return Operations(product, product if input_gradient else 0, product)

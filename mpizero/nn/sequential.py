@@ -38,11 +38,11 @@ class Sequential(Layer):
                 raise ConfigError(f"Sequential: {name!r}: {layer!r} must be a layer under a name without dots")
 
     def children(self) -> dict[str, Layer]:
-        """Give the layers by name. Not collective."""
+        """Return the layers by name."""
         return dict(self.layers)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Apply the layers first to last. Not collective."""
+        """Apply the layers first to last."""
         caches = []
         try:
             for name, layer in self.layers:
@@ -54,7 +54,7 @@ class Sequential(Layer):
         return x, caches
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Go back through the layers; stops where a layer's input has no gradient. Not collective."""
+        """Go back through the layers; stops where a layer's input has no gradient."""
         gradient: Array | None = dy
         pendings = []
         for (name, layer), layer_cache in zip(reversed(self.layers), reversed(cache), strict=True):
@@ -71,7 +71,7 @@ class Sequential(Layer):
         return gradient, pendings
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of all layers, last to first. Not collective."""
+        """Overwrite the gradients of all layers, last to first."""
         reached = zip(reversed(self.layers), reversed(cache), pending, strict=False)
         for (name, layer), layer_cache, layer_pending in reached:
             try:
@@ -81,25 +81,25 @@ class Sequential(Layer):
                 raise
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Follow the shape through all layers. Not collective."""
+        """Follow the shape through all layers."""
         for _, layer in self.layers:
             shape = layer.output_shape(shape)
         return shape
 
     def split(self, group: Group) -> Layer:
-        """Split every layer that can be. Not collective."""
+        """Split every layer that can be."""
         layers = {name: layer.split(group) for name, layer in self.layers}
         return self if all(layers[name] is layer for name, layer in self.layers) else Sequential(layers)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Add up all layers' products. Not collective."""
+        """Add up all layers' products."""
         total = Operations()
         for _, layer in self.layers:
             total, shape = total + layer.operations(shape), layer.output_shape(shape)
         return total
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add the layers in a row. Not collective."""
+        """Add the layers in a row."""
         for child, layer in self.layers:
             source = layer.trace(graph, f"{name}.{child}", source)
         return source

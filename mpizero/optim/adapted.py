@@ -43,15 +43,15 @@ class AdaptedOptimizer:
         self._verify_elementwise()
 
     def group_of(self, spec: ParameterSpec) -> int:
-        """Return 0: all parameters are treated alike. Not collective."""
+        """Return 0: all parameters are treated alike."""
         return 0
 
     def hyper(self, step: int, group: int, dtype: Dtype, lr: float | None = None) -> Array:
-        """Return the number of the step (1 is the first); the rate is the optimizer's own. Not collective."""
+        """Return the number of the step (1 is the first); the rate is the optimizer's own."""
         return np.array([step], np.int64)
 
     def apply(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
-        """Update ``w`` and ``state`` in place. Not collective.
+        """Update ``w`` and ``state`` in place.
 
         Raises
         ------
@@ -71,7 +71,7 @@ class AdaptedOptimizer:
                 state[slot][:] = given[slot]
 
     def apply_tree(self, rows: RowSum, w: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
-        """Sum rows of gradients, divide, and update; two passes. Not collective."""
+        """Sum rows of gradients, divide, and update; two passes."""
         g = np.empty_like(w)
         values, first, program, divisor = rows
         kernels.backend(w).fused.tree_sum(values, first, values, 0, program, divisor, g, 0, w.size)
@@ -144,7 +144,7 @@ class AdaptedOptimizer:
 def adapt(optimizer: Any) -> Any:
     """Return an optimizer with the interface of :class:`mpizero.optim.FlatOptimizer`.
 
-    Not collective. The library's own come back as they are; any other object needs ``update(params, grads, state)``.
+    The library's own come back as they are; any other object needs ``update(params, grads, state)``.
 
     Raises
     ------
@@ -172,10 +172,7 @@ def _adapted(optimizer: Any) -> Any:
 
 
 def learning_rate(optimizer: Any, step: int) -> float:
-    """Return the learning rate of ``step`` (0 is the first); NaN for a user's optimizer without ``lr``.
-
-    Not collective.
-    """
+    """Return the learning rate of ``step`` (0 is the first); NaN for a user's optimizer without ``lr``."""
     source = optimizer.optimizer if isinstance(optimizer, AdaptedOptimizer) else optimizer
     lr = getattr(source, "lr", None)
     return math.nan if lr is None else rate_at(type(source).__name__, lr, step)

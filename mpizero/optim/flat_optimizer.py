@@ -46,7 +46,7 @@ class ParameterGroup:
             require(f"{owner}: weight_decay", self.weight_decay, number())
 
     def matches(self, name: str) -> bool:
-        """Tell whether the group is for the parameter of this name. Not collective."""
+        """Tell whether the group is for the parameter of this name."""
         return self.pattern == name or fnmatchcase(name, self.pattern)
 
 
@@ -150,15 +150,12 @@ class FlatOptimizer:
         raise NotImplementedError(type(self).__name__)
 
     def group_of(self, spec: ParameterSpec) -> int:
-        """Return the number of the group of a parameter: parameters of equal number share a ``hyper``.
-
-        Not collective.
-        """
+        """Return the number of the group of a parameter: parameters of equal number share a ``hyper``."""
         matches = (i for i, group in enumerate(self.groups) if group.matches(spec.name))
         return 2 * next(matches, len(self.groups)) + int(spec.decay)
 
     def check_groups(self, names: Sequence[str]) -> None:
-        """Check that every group is for some of a model's parameters. Not collective.
+        """Check that every group is for some of a model's parameters.
 
         Raises
         ------
@@ -177,7 +174,7 @@ class FlatOptimizer:
     def hyper(self, step: int, group: int, dtype: Dtype, lr: float | None = None) -> Array:
         """Return the kernel's scalars for ``step`` (1 is the first), formed in float64 and rounded to ``dtype`` once.
 
-        Not collective. ``lr`` is the learning rate of that step where it is known already; a schedule is asked for it
+        ``lr`` is the learning rate of that step where it is known already; a schedule is asked for it
         otherwise.
 
         Raises
@@ -195,15 +192,12 @@ class FlatOptimizer:
         return np.array(self._scalars(step, lr, decay), dtype)
 
     def apply(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
-        """Update ``w`` and ``state`` in place; ``g`` is left as it is. All are contiguous, 1-D, of one dtype.
-
-        Not collective.
-        """
+        """Update ``w`` and ``state`` in place; ``g`` is left as it is. All are contiguous, 1-D, of one dtype."""
         kernel = getattr(kernels.backend(w).optimizer, self._kernel)
         pool.run(kernel, (w, g, *(state[slot] for slot in self.slots), hyper), 0, w.size, threads)
 
     def apply_tree(self, rows: RowSum, w: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
-        """Sum rows of gradients, divide, and update, in one pass over memory. Not collective.
+        """Sum rows of gradients, divide, and update, in one pass over memory.
 
         Has the bits of ``fused.tree_sum`` followed by :meth:`apply`.
         """

@@ -91,7 +91,7 @@ class Adam(FlatOptimizer):
         return ("exp_avg", "exp_avg_sq")
 
     def _averages(self, step: int) -> tuple[tuple[float, ...], float, float]:
-        """Rates of the averages, then the corrections of what their start at zero does (section 3 of the paper)."""
+        """Return rates of the averages, then the corrections for their start at zero (section 3 of the paper)."""
         beta1, beta2 = self.betas
         rates = (beta1, 1.0 - beta1, beta2, 1.0 - beta2)
         return rates, 1.0 / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step)
@@ -189,12 +189,12 @@ class LAMB(Adam):
         return decay, *rates, first, second, self.eps, lr
 
     def direction(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array) -> None:
-        """Write the step's direction over ``g`` and update the averages. Not collective."""
+        """Write the step's direction over ``g`` and update the averages."""
         slots = (state[slot] for slot in self.slots)
         kernels.backend(w).optimizer.lamb_direction(w, g, *slots, hyper, 0, w.size)
 
     def direction_tree(self, rows: RowSum, w: Array, u: Array, state: Mapping[str, Array], hyper: Array) -> None:
-        """Sum rows of gradients, divide, and write the step's direction to ``u``, in one pass. Not collective.
+        """Sum rows of gradients, divide, and write the step's direction to ``u``, in one pass.
 
         ``u`` may be a part of one of the rows, at the same columns.
         """
@@ -207,7 +207,7 @@ class LAMB(Adam):
         return weight_norm / direction_norm if weight_norm > 0.0 and direction_norm > 0.0 else 1.0
 
     def apply_direction(self, w: Array, u: Array, hyper: Array, ratio: float) -> None:
-        """Step along a direction: ``w -= lr * ratio * u``. Not collective."""
+        """Step along a direction: ``w -= lr * ratio * u``."""
         rate = np.array([float(hyper[-1]) * ratio], hyper.dtype)
         kernels.backend(w).optimizer.lamb_apply(w, u, rate, 0, w.size)
 

@@ -62,7 +62,7 @@ class DynamicLossScale:
         require(f"{owner}: interval", self.interval, whole(1))
 
     def start(self) -> LossScaleState:
-        """Return the state before the first step. Not collective."""
+        """Return the state before the first step."""
         return LossScaleState(self, self.initial)
 
 
@@ -75,7 +75,7 @@ class LossScaleState:
     good_steps: int = 0
 
     def after(self, *, finite: bool) -> LossScaleState:
-        """Return the state after a step whose gradients were all finite, or were not. Not collective."""
+        """Return the state after a step whose gradients were all finite, or were not."""
         policy = self.policy
         if not finite:
             return replace(self, scale=max(self.scale * policy.backoff, policy.smallest), good_steps=0)

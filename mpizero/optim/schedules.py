@@ -12,7 +12,7 @@ from mpizero.validation import number, require, whole
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Give a learning rate for every step; ``schedule(0)`` is the first one.
+    """Return a learning rate for every step; ``schedule(0)`` is the first one.
 
     Step s of the warm-up has ``lr * (s + 1) / warmup``; after it the rate goes from ``lr`` at step ``warmup`` to
     ``end`` at step ``steps``, and stays there.
@@ -55,17 +55,17 @@ class Schedule:
 
 @explains
 def constant(lr: float, warmup: int = 0) -> Schedule:
-    """Return a schedule that stays at ``lr`` after the warm-up. Not collective."""
+    """Return a schedule that stays at ``lr`` after the warm-up."""
     return Schedule(shape="constant", lr=lr, warmup=warmup)
 
 
 @explains
 def linear(lr: float, steps: int, warmup: int = 0, end: float = 0.0) -> Schedule:
-    """Return a schedule that falls to ``end`` in a straight line. Not collective."""
+    """Return a schedule that falls to ``end`` in a straight line."""
     return Schedule(shape="linear", lr=lr, steps=steps, warmup=warmup, end=end)
 
 
 @explains
 def cosine(lr: float, steps: int, warmup: int = 0, end: float = 0.0) -> Schedule:
-    """Return a schedule that falls to ``end`` along half a cosine. Not collective."""
+    """Return a schedule that falls to ``end`` along half a cosine."""
     return Schedule(shape="cosine", lr=lr, steps=steps, warmup=warmup, end=end)

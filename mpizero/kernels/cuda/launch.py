@@ -93,20 +93,20 @@ class CudaKernel:
             else:  # of its declared type: numba would compile another kernel for a u8 below 2**63 than for one above
                 passed.append(np.dtype(parameter.dtype).type(value))
         with _simulating() if simulated() else nullcontext():
-            if self._compiled is None:  # not while the simulator runs another: it lends names to the module meanwhile
+            if self._compiled is None:  # not while the simulator runs another: it sets names in the module meanwhile
                 self._compiled = self.dispatcher()
             self._compiled[self._grid(args)](*passed)
         for device, host in returned:
             device.copy_to_host(host)
 
     def dispatcher(self) -> Any:
-        """Return numba's dispatcher of this kernel, which has compiled nothing yet. Not collective."""
+        """Return numba's dispatcher of this kernel, which has compiled nothing yet."""
         if simulated():
             return cuda.jit(_for_simulator(self.python))
         return cuda.jit(with_compiled_helpers(self.python, _device_function))
 
     def argument_types(self, dtype: str) -> tuple[Any, ...]:
-        """Return numba's types of the arguments of a launch on a GPU, ``dtype`` in the place of ``T``. Not collective.
+        """Return numba's types of the arguments of a launch on a GPU, ``dtype`` in the place of ``T``.
 
         Device arrays count as writable there, ``const`` or not.
         """
@@ -156,9 +156,9 @@ def _for_simulator(python: Callable[..., Any]) -> Any:
 
 
 class _Running:
-    """Give simulated kernels and their helpers, as ``cuda``, the attributes of the kernel that runs.
+    """Return simulated kernels and their helpers, as ``cuda``, the attributes of the kernel that runs.
 
-    The simulator lends this to functions under one name for all their threads, and takes it back when the first of them
+    The simulator gives this to functions under one name for all their threads, and takes it back when the first of them
     returns; and threads that ask for a shared array at once get one each. Both end in wrong sums, seldom while threads
     take long turns, often while they take short ones.
     """
@@ -169,7 +169,7 @@ class _Running:
         return self
 
     def array(self, shape: int, dtype: Any) -> Array:
-        """Return the block's array of the line that calls this, the same for all its threads. Not collective."""
+        """Return the block's array of the line that calls this, the same for all its threads."""
         asking = sys._getframe(1)
         made = vars(self._kernel()).setdefault("arrays of mpizero", {})
         array: Array = made.setdefault((asking.f_code, asking.f_lineno), np.empty(shape, dtype))

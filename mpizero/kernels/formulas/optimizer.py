@@ -14,7 +14,7 @@ Scalar = Any
 
 
 def sgd(w: Scalar, g: Scalar, lr: Scalar, decay: Scalar) -> Scalar:
-    """Plain gradient descent."""
+    """Step by plain gradient descent."""
     return w - lr * (g + decay * w)
 
 
@@ -29,7 +29,7 @@ def momentum(
     of_g: Scalar,
     of_m: Scalar,
 ) -> tuple[Scalar, Scalar]:
-    """Gradient descent with momentum; (of_g, of_m) is (0, 1), or (1, momentum) for Nesterov (Sutskever 2013)."""
+    """Step with momentum; (of_g, of_m) is (0, 1), or (1, momentum) for Nesterov (Sutskever 2013)."""
     g = g + decay * w
     m = factor * m + keep * g
     return w - lr * (of_g * g + of_m * m), m
@@ -49,7 +49,7 @@ def adam(
     correction: Scalar,
     eps: Scalar,
 ) -> tuple[Scalar, Scalar, Scalar]:
-    """Kingma & Ba 2015; rest = 1 - beta, rate = lr / (1 - beta1**step), correction = 1 / sqrt(1 - beta2**step)."""
+    """Step by Adam; rest = 1 - beta, rate = lr / (1 - beta1**step), correction = 1 / sqrt(1 - beta2**step)."""
     g = g + decay * w
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * (g * g)
@@ -70,7 +70,7 @@ def adamw(
     correction: Scalar,
     eps: Scalar,
 ) -> tuple[Scalar, Scalar, Scalar]:
-    """Loshchilov & Hutter 2019; shrink = 1 - lr * decay, the others as :func:`adam`."""
+    """Step by AdamW (Loshchilov & Hutter 2019); shrink = 1 - lr * decay, the others as :func:`adam`."""
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * (g * g)
     return shrink * w - rate * (m / (math.sqrt(v) * correction + eps)), m, v
@@ -79,7 +79,7 @@ def adamw(
 def rmsprop(
     w: Scalar, g: Scalar, v: Scalar, lr: Scalar, decay: Scalar, alpha: Scalar, rest: Scalar, eps: Scalar
 ) -> tuple[Scalar, Scalar]:
-    """Tieleman & Hinton 2012; rest = 1 - alpha."""
+    """Step by RMSprop (Tieleman & Hinton 2012); rest = 1 - alpha."""
     g = g + decay * w
     v = alpha * v + rest * (g * g)
     return w - lr * (g / (math.sqrt(v) + eps)), v
@@ -97,7 +97,7 @@ def lion(
     rest2: Scalar,
     zero: Scalar,
 ) -> tuple[Scalar, Scalar]:
-    """Chen et al. 2023: the sign of an average; a NaN stays NaN. ``zero`` is 0 in the parameters' dtype."""
+    """Step by Lion (Chen et al. 2023), the sign of an average; a NaN stays NaN. ``zero`` has the parameters' dtype."""
     c = beta1 * m + rest1 * g
     step = lr if c > zero else (-lr if c < zero else c)
     return shrink * w - step, beta2 * m + rest2 * g
@@ -117,7 +117,7 @@ def lamb_direction(
     correction: Scalar,
     eps: Scalar,
 ) -> tuple[Scalar, Scalar, Scalar]:
-    """You et al. 2020: Adam's direction plus decay; first = 1 / (1 - beta1**step)."""
+    """Return LAMB's direction (You et al. 2020), Adam's plus decay; first = 1 / (1 - beta1**step)."""
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * (g * g)
     return first * (m / (math.sqrt(v) * correction + eps)) + decay * w, m, v

@@ -1,4 +1,4 @@
-"""Oracle of :mod:`mpizero.kernels.cpu.compression`: blocks one by one, and a sort."""
+"""Check :mod:`mpizero.kernels.cpu.compression`: blocks one by one, and a sort."""
 
 from __future__ import annotations
 

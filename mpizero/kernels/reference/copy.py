@@ -1,4 +1,4 @@
-"""Oracle of :mod:`mpizero.kernels.cpu.copy`: NumPy's indexing and float16; bfloat16 by comparing distances."""
+"""Check :mod:`mpizero.kernels.cpu.copy`: NumPy's indexing and float16; bfloat16 by comparing distances."""
 
 from __future__ import annotations
 

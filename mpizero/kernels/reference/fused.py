@@ -1,4 +1,4 @@
-"""Oracle of :mod:`mpizero.kernels.cpu.fused`: the stack machine on whole rows, then the reference update."""
+"""Check :mod:`mpizero.kernels.cpu.fused`: the stack machine on whole rows, then the reference update."""
 
 from __future__ import annotations
 

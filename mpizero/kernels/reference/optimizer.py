@@ -1,4 +1,4 @@
-"""Oracle of :mod:`mpizero.kernels.cpu.optimizer`: whole-array NumPy, from the papers' formulas."""
+"""Check :mod:`mpizero.kernels.cpu.optimizer`: whole-array NumPy, from the papers' formulas."""
 
 from __future__ import annotations
 

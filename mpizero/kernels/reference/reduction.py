@@ -1,4 +1,4 @@
-"""Oracle of :mod:`mpizero.kernels.cpu.reduction`: the canonical tree, written as its definition."""
+"""Check :mod:`mpizero.kernels.cpu.reduction`: the canonical tree, written as its definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Give every layer its form for sequences that are cut among ranks: context parallelism."""
+"""Return every layer its form for sequences that are cut among ranks: context parallelism."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class ContextModel:
 def context_model(model: BlockModel, group: Group) -> BlockModel:
     """Make the form of ``model`` that works on parts of sequences, as :func:`cut_batch` cuts them.
 
-    Not collective. A layer of the user's says how it does so by a method ``context(group)`` that returns such a layer,
+    A layer of the user's says how it does so by a method ``context(group)`` that returns such a layer,
     itself if it works place by place.
 
     Parameters

@@ -173,12 +173,12 @@ class Positionwise(Wrapper):
     group: Group
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the wrapped layer's products for this rank's places of a sample of ``shape``. Not collective."""
+        """Count the wrapped layer's products for this rank's places of a sample of ``shape``."""
         return self.layer.operations(own_shape(shape, self.group))
 
 
 def own_shape(shape: tuple[int, ...], group: Group) -> tuple[int, ...]:
-    """Give the shape of this rank's part of a sample of ``shape`` (length, ...). Not collective."""
+    """Return the shape of this rank's part of a sample of ``shape`` (length, ...)."""
     return (Zigzag(shape[0], group.size).sizes[group.rank], *shape[1:])
 
 

@@ -65,7 +65,7 @@ class Zigzag:
         return tuple((chunks[rank], chunks[-1 - rank]) for rank in range(self.ranks))
 
     def runs(self, rank: int) -> tuple[slice, slice]:
-        """Give the two runs of places that a rank holds, one behind the other. Not collective."""
+        """Return the two runs of places that a rank holds, one behind the other."""
         return self._runs[rank]
 
     @property
@@ -79,7 +79,7 @@ class Zigzag:
         return -(-self.length // self.ranks)
 
     def pieces(self, rank: int) -> Iterator[tuple[slice, slice]]:
-        """Pair the places in a rank's part with those of the whole sequence, for each run. Not collective."""
+        """Pair the places in a rank's part with those of the whole sequence, for each run."""
         done = 0
         for run in self._runs[rank]:
             size = run.stop - run.start
@@ -87,11 +87,11 @@ class Zigzag:
             done += size
 
     def positions(self, rank: int) -> Array:
-        """Return the place in the whole sequence of each place of a rank's part, int64. Not collective."""
+        """Return the place in the whole sequence of each place of a rank's part, int64."""
         return np.concatenate([np.arange(run.start, run.stop, dtype=np.int64) for run in self._runs[rank]])
 
     def scores(self, rank: int) -> int:
-        """Count the scores in all tiles of a rank, whosever keys they are. Not collective."""
+        """Count the scores in all tiles of a rank, whosever keys they are."""
         tiles = [
             (first, min(first + QUERIES, run.stop))
             for run in self._runs[rank]
@@ -100,7 +100,7 @@ class Zigzag:
         return sum((stop - first) * stop for first, stop in tiles)
 
     def tiles(self, rank: int, source: int) -> Iterator[Tile]:
-        """Cut the scores of a rank's queries and the keys of ``source`` into tiles. Not collective.
+        """Cut the scores of a rank's queries and the keys of ``source`` into tiles.
 
         What the causal mask hides whole is left out: of two chunks with the keys after the queries there is no tile,
         and of a chunk with itself none above the diagonal.
@@ -118,7 +118,7 @@ class Zigzag:
 
 
 def with_zigzag(run: Run, x: Array, group: Group) -> tuple[Run, Zigzag]:
-    """Find out which part of the sequences ``x`` (samples, length, ...) is.
+    """Return ``run`` with the length of the sequences that ``x`` (samples, places, ...) is a part of, and their cut.
 
     Collective over ``group``, unless ``run`` knows the length.
 
@@ -164,7 +164,7 @@ def gather_lengths(x: Array, group: Group) -> tuple[int, ...]:
 def ring_pass(group: Group, array: Array, tag: str) -> Iterator[tuple[int, Array, ShiftRequest | None]]:
     """Yield every rank's ``array`` with its rank, this rank's own first, and the request that fetches the next.
 
-    Collective over ``group``: size - 1 messages for each rank. Each is on its way to the next rank while the caller
+    Collective over ``group``: size - 1 messages for each rank. Each is in flight to the next rank while the caller
     works with it, so it must not be written to. All ranks' arrays have the same shape.
     """
     for hop in range(group.size):

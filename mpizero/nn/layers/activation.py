@@ -19,7 +19,7 @@ class Activation(Layer):
     kernel: ClassVar[str]
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Apply the activation to every element. Not collective."""
+        """Apply the activation to every element."""
         require_floats(x, type(self).__name__)
         xp = namespace(x)
         x = xp.ascontiguousarray(x)
@@ -28,23 +28,20 @@ class Activation(Layer):
         return y, x
 
     def forward_biased(self, x: Array, bias: Array | None) -> tuple[Array, Any]:
-        """Apply the activation to ``x + bias``, which takes the place of ``x``, contiguous. Not collective."""
+        """Apply the activation to ``x + bias``, which takes the place of ``x``, contiguous."""
         if bias is not None:
             x += bias
         return self.forward({}, x)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Multiply ``dy`` by the activation's slope. Not collective."""
+        """Multiply ``dy`` by the activation's slope."""
         xp = namespace(cache)
         dx = xp.empty_like(cache)
         self._multiply(cache, xp.ascontiguousarray(dy), dx)
         return dx, None
 
     def backward_over(self, cache: Any, dy: Array) -> Array:
-        """Do as :meth:`backward_input` in the memory of ``dy``, which must be contiguous; saves an array as large.
-
-        Not collective.
-        """
+        """Do as :meth:`backward_input` in the memory of ``dy``, which must be contiguous; saves an array as large."""
         self._multiply(cache, dy, dy)
         return dy
 
@@ -61,7 +58,7 @@ class GELU(Activation):
     kernel: ClassVar[str] = "gelu"
 
     def forward_biased(self, x: Array, bias: Array | None) -> tuple[Array, Any]:
-        """Apply it to ``x + bias``, which takes the place of ``x``, in one pass over memory. Not collective."""
+        """Apply it to ``x + bias``, which takes the place of ``x``, in one pass over memory."""
         if bias is None:
             return self.forward({}, x)
         xp = namespace(x)
@@ -99,7 +96,7 @@ _BY_NAME: dict[str, Activation] = {"gelu": GELU(), "silu": SiLU(), "relu": ReLU(
 
 
 def named_activation(name: str) -> Activation:
-    """Return the activation called ``name``: "gelu", "silu", "relu" or "tanh". Not collective."""
+    """Return the activation called ``name``: "gelu", "silu", "relu" or "tanh"."""
     if not isinstance(name, str) or name not in _BY_NAME:
         hint = nearest(name, _BY_NAME)
         raise ConfigError(f"activation={name!r} is not known; choose one of {', '.join(_BY_NAME)}{hint}")

@@ -18,7 +18,7 @@ class Affine(Layer):
 
     @abstractmethod
     def last_bias(self, params: Params) -> Array | None:
-        """Give the bias of the last axis, or None. Not collective."""
+        """Return the bias of the last axis, or None. Not collective."""
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Compute the output and the cache that the backward pass needs. Collective where the layer is split."""

@@ -161,7 +161,7 @@ class CausalSelfAttention(AttentionBase):
         return self, 0
 
     def attend(self, qkv: Array, bias: Array | None, run: Run, first_head: int = 0) -> tuple[Array, Any]:
-        """Mix the values of ``qkv + bias`` (samples, length, 3 dim) into (samples, length, dim). Not collective.
+        """Mix the values of ``qkv + bias`` (samples, length, 3 dim) into (samples, length, dim).
 
         ``qkv`` may be overwritten. Where these are some of a wider layer's heads, ``first_head`` is the first one's
         number there: dropout masks depend on it.
@@ -187,7 +187,7 @@ class CausalSelfAttention(AttentionBase):
         return mixed, (apart, stored, run, first_head)
 
     def attend_backward(self, seen: Any, dmixed: Array) -> Array:
-        """Compute the gradient of ``qkv`` from what :meth:`attend` cached. Not collective."""
+        """Compute the gradient of ``qkv`` from what :meth:`attend` cached."""
         apart, stored, run, first_head = seen
         xp, work = namespace(apart), _Heads(self, apart, run, first_head)
         samples, length, _ = dmixed.shape
@@ -236,7 +236,7 @@ class CausalSelfAttention(AttentionBase):
         return x.reshape(samples, length, self.heads, self.dim // self.heads).transpose(0, 2, 1, 3)
 
     def attend_operations(self, length: int) -> Operations:
-        """Count the products of :meth:`attend` that are not skipped as masked, on a CPU. Not collective.
+        """Count the products of :meth:`attend` that are not skipped as masked, on a CPU.
 
         A GPU skips less: see :data:`BLOCK_ON_DEVICE`.
         """
@@ -247,7 +247,7 @@ class CausalSelfAttention(AttentionBase):
         return Operations(2 * seen, again + 2 * seen + 2 * seeing)
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add the two products and the attention between them. Not collective."""
+        """Add the two products and the attention between them."""
         into_qkv, projection = self._layers
         node = into_qkv.trace(graph, f"{name}.qkv", source)
         settings = {"heads": self.heads, "scale": self._scale, "dropout": self.dropout}
@@ -292,7 +292,7 @@ class _Heads:
         self._kernels.split_heads(rows, rows[:0].reshape(-1) if bias is None else bias, 0, some.start, self.apart)
 
     def score_shape(self, part: Part) -> tuple[int, ...]:
-        """Give the shape of a part's scores: (samples, heads, queries, keys)."""
+        """Return the shape of a part's scores: (samples, heads, queries, keys)."""
         some, heads = part
         length = self.apart.shape[3]
         return some.stop - some.start, heads.stop - heads.start, length, length
@@ -302,7 +302,7 @@ class _Heads:
         return self._work.room(name, shape)
 
     def heads(self, kind: int, part: Part) -> Array:
-        """Give a part's queries (kind 0), keys (1) or values (2): (samples, heads, length, size), contiguous."""
+        """Return a part's queries (kind 0), keys (1) or values (2): (samples, heads, length, size), contiguous."""
         heads: Array = self.apart[kind][part]
         return heads
 

@@ -29,7 +29,7 @@ class FeedForwardBase(Affine):
     def _layers(self) -> tuple[Affine, Activation, Affine]: ...
 
     def children(self) -> dict[str, Layer]:
-        """Give ``expand`` and ``projection``. Not collective."""
+        """Return ``expand`` and ``projection``. Not collective."""
         expand, _, projection = self._layers
         return {"expand": expand, "projection": projection}
 
@@ -42,7 +42,7 @@ class FeedForwardBase(Affine):
         return y, (expand_cache, act_cache, projection_cache)
 
     def last_bias(self, params: Params) -> Array | None:
-        """Give the projection's. Not collective."""
+        """Return the projection's. Not collective."""
         return self._layers[2].last_bias(params["projection"])
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
@@ -106,7 +106,7 @@ class FeedForward(FeedForwardBase):
         )
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add the three layers in a row. Not collective."""
+        """Add the three layers in a row."""
         expand, act, projection = self._layers
         node = expand.trace(graph, f"{name}.expand", source)
         node = act.trace(graph, f"{name}.activation", node)
@@ -144,7 +144,7 @@ class TransformerBlockBase(Layer):
         return joined
 
     def children(self) -> dict[str, Layer]:
-        """Give ``norm1``, ``attention``, ``norm2`` and ``feed_forward``. Not collective."""
+        """Return ``norm1``, ``attention``, ``norm2`` and ``feed_forward``. Not collective."""
         norm1, attention, norm2, feed_forward = self._layers
         return {"norm1": norm1, "attention": attention, "norm2": norm2, "feed_forward": feed_forward}
 
@@ -226,7 +226,7 @@ class TransformerBlock(TransformerBlockBase):
         return Dropout(self.dropout, self.site + 1), Dropout(self.dropout, self.site + 2)
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add both branches and their residual sums. Not collective."""
+        """Add both branches and their residual sums."""
         norm1, attention, norm2, feed_forward = self._layers
         drop1, drop2 = self._dropouts
         node = norm1.trace(graph, f"{name}.norm1", source)

@@ -46,22 +46,22 @@ class Dropout(Layer):
         require("Dropout: site", self.site, whole())
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Mask ``x`` (samples, ...) in training; otherwise return ``x`` itself. Not collective."""
+        """Mask ``x`` (samples, ...) in training; otherwise return ``x`` itself."""
         require_floats(x, "Dropout")
         if not self.drops(x, run):
             return x, None
         return self.mask(x, run), run
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Mask ``dy`` with the forward pass's mask, drawn again. Not collective."""
+        """Mask ``dy`` with the forward pass's mask, drawn again."""
         return (dy if cache is None else self.mask(dy, cache)), None
 
     def drops(self, x: Array, run: Run) -> bool:
-        """Tell whether any element of ``x`` may be dropped in this run. Not collective."""
+        """Tell whether any element of ``x`` may be dropped in this run."""
         return run.training and self.rate > 0.0 and x.size > 0
 
     def mask(self, x: Array, run: Run, window: SamplePart | None = None) -> Array:
-        """Mask ``x`` (samples, ...), whose samples are whole or the parts that ``window`` says. Not collective.
+        """Mask ``x`` (samples, ...), whose samples are whole or the parts that ``window`` says.
 
         Parts of a sample, masked on their own, are the parts of the masked sample. The gradient is the same function
         of ``dy``.
@@ -84,5 +84,5 @@ class Dropout(Layer):
         return y
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add a node only where elements are dropped in training. Not collective."""
+        """Add a node only where elements are dropped in training."""
         return graph.add_layer(self, name, source, source.shape) if self.rate else source

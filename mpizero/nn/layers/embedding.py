@@ -32,14 +32,11 @@ class Embedding(Layer):
         require_positive("Embedding", items=self.items, features=self.features)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe ``weight``. Not collective."""
+        """Describe ``weight``."""
         return (ParameterSpec("weight", (self.items, self.features), self.init, decay=False),)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ids of any shape to (*shape, features); :class:`DataError` on ids outside the table.
-
-        Not collective.
-        """
+        """Map ids of any shape to (*shape, features); :class:`DataError` on ids outside the table."""
         weight = params["weight"]
         ids = as_ids(x, self.items, "Embedding").reshape(-1)
         rows = namespace(weight).empty((ids.size, self.features), weight.dtype)
@@ -47,18 +44,18 @@ class Embedding(Layer):
         return rows.reshape(*x.shape, self.features), ids
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return no input gradient. Not collective."""
+        """Return no input gradient."""
         return None, dy
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the table's gradient with the sum of ``dy`` over each id's places. Not collective."""
+        """Overwrite the table's gradient with the sum of ``dy`` over each id's places."""
         gradient = grads["weight"]
         gradient[...] = 0
         rows = namespace(pending).ascontiguousarray(pending.reshape(cache.size, self.features))
         kernels.backend(gradient).embedding.scatter_add(rows, cache, gradient)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Add the axis of ``features``. Not collective."""
+        """Add the axis of ``features``."""
         return (*shape, self.features)
 
 
@@ -75,11 +72,11 @@ class Position(Layer):
         require_positive("Position", sequence=self.sequence, features=self.features)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe ``weight``. Not collective."""
+        """Describe ``weight``."""
         return (ParameterSpec("weight", (self.sequence, self.features), self.init, decay=False),)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Add positions to ``x`` (samples, length <= sequence, features). Not collective.
+        """Add positions to ``x`` (samples, length <= sequence, features).
 
         Raises
         ------
@@ -95,11 +92,11 @@ class Position(Layer):
         return x + params["weight"][: x.shape[1]], None
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Pass ``dy`` through. Not collective."""
+        """Pass ``dy`` through."""
         return dy, dy
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradient with the sum of ``dy`` over samples, zero past its length. Not collective."""
+        """Overwrite the gradient with the sum of ``dy`` over samples, zero past its length."""
         length = pending.shape[1]
         namespace(pending).sum(pending, axis=0, out=grads["weight"][:length])
         grads["weight"][length:] = 0
@@ -138,12 +135,12 @@ class TokenEmbedding(Layer):
         )
 
     def children(self) -> dict[str, Layer]:
-        """Give ``token`` and ``position``. Not collective."""
+        """Return ``token`` and ``position``."""
         token, position, _ = self._layers
         return {"token": token, "position": position}
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ids (samples, length) to vectors (samples, length, features). Not collective.
+        """Map ids (samples, length) to vectors (samples, length, features).
 
         Raises
         ------
@@ -158,7 +155,7 @@ class TokenEmbedding(Layer):
         return y, (ids, mask)
 
     def require_ids(self, x: Array) -> None:
-        """Raise :class:`DataError` unless ``x`` has the shape of ids. Not collective."""
+        """Raise :class:`DataError` unless ``x`` has the shape of ids."""
         require_array(x, "TokenEmbedding")
         if x.ndim != 2 or x.shape[1] > self.sequence:
             raise DataError(
@@ -167,25 +164,25 @@ class TokenEmbedding(Layer):
             )
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return no input gradient. Not collective."""
+        """Return no input gradient."""
         return None, self._layers[2].backward_input({}, cache[1], dy)[0]
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite both tables' gradients. Not collective."""
+        """Overwrite both tables' gradients."""
         token, position, _ = self._layers
         token.backward_weights(params["token"], cache[0], pending, grads["token"])
         position.backward_weights(params["position"], None, pending, grads["position"])
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Add the axis of ``features``. Not collective."""
+        """Add the axis of ``features``."""
         return (*shape, self.features)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count no products: rows are copied. Not collective."""
+        """Count no products: rows are copied."""
         return Operations()
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add lookup, positions and dropout. Not collective."""
+        """Add lookup, positions and dropout."""
         token, position, dropout = self._layers
         node = token.trace(graph, f"{name}.token", source)
         node = position.trace(graph, f"{name}.position", node)

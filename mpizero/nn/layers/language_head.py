@@ -24,7 +24,7 @@ class LanguageHeadBase(Layer):
     def _layers(self) -> tuple[Layer, Layer]: ...
 
     def children(self) -> dict[str, Layer]:
-        """Give ``norm`` and ``projection``. Not collective."""
+        """Return ``norm`` and ``projection``. Not collective."""
         norm, projection = self._layers
         return {"norm": norm, "projection": projection}
 
@@ -70,10 +70,10 @@ class LanguageHead(LanguageHeadBase):
         return LayerNorm(self.dim), Projection(self.dim, self.vocabulary, self.tied)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Replace the last axis by ``vocabulary``. Not collective."""
+        """Replace the last axis by ``vocabulary``."""
         return (*shape[:-1], self.vocabulary)
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add norm and projection. Not collective."""
+        """Add norm and projection."""
         norm, projection = self._layers
         return projection.trace(graph, f"{name}.projection", norm.trace(graph, f"{name}.norm", source))

@@ -45,40 +45,40 @@ class Linear(Affine):
         require_init("Linear", self.init)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe ``weight`` and, where there is one, ``bias``. Not collective."""
+        """Describe ``weight`` and, where there is one, ``bias``."""
         init = self.init or Init("uniform", self.inputs**-0.5)
         weight = ParameterSpec("weight", (self.inputs, self.outputs), init)
         return (weight, ParameterSpec("bias", (self.outputs,), decay=False)) if self.bias else (weight,)
 
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (..., inputs) to (..., outputs) in the weight's dtype. Not collective."""
+        """Map ``x`` (..., inputs) to (..., outputs) in the weight's dtype."""
         weight = params["weight"]
         rows = as_rows(x, self.inputs, weight.dtype, "Linear")
         return matmul(rows, weight).reshape(*x.shape[:-1], self.outputs), rows
 
     def last_bias(self, params: Params) -> Array | None:
-        """Give ``bias``, where there is one. Not collective."""
+        """Return ``bias``, where there is one."""
         return params["bias"] if self.bias else None
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute ``dy @ weight.T``. Not collective."""
+        """Compute ``dy @ weight.T``."""
         rows = dy.reshape(cache.shape[0], self.outputs)
         if not self.input_gradient:
             return None, rows
         return matmul(rows, params["weight"].T).reshape(*dy.shape[:-1], self.inputs), rows
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite ``grads`` with ``x.T @ dy`` and the column sums of ``dy``. Not collective."""
+        """Overwrite ``grads`` with ``x.T @ dy`` and the column sums of ``dy``."""
         matmul(cache.T, pending, out=grads["weight"])
         if self.bias:
             sum_rows(pending, grads["bias"])
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Replace the last axis by ``outputs``. Not collective."""
+        """Replace the last axis by ``outputs``."""
         return (*shape[:-1], self.outputs)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the three products. Not collective."""
+        """Count the three products."""
         return linear_operations(prod(shape[:-1]), self.inputs, self.outputs, self.input_gradient)
 
 
@@ -88,7 +88,7 @@ class Projection(Layer):
     """Compute ``logits = x @ weight.T``, with ``weight`` (classes, features) stored as an embedding's table is.
 
     With ``tied`` the weight is another parameter's storage, received as ``params["weight"]``; this use writes its
-    own gradient slot, and whoever owns the parameter adds the uses.
+    own gradient slot, and the owner of the parameter adds the uses.
     """
 
     features: int
@@ -100,30 +100,30 @@ class Projection(Layer):
         require_positive("Projection", features=self.features, classes=self.classes)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe ``weight``. Not collective."""
+        """Describe ``weight``."""
         return (
             ParameterSpec("weight", (self.classes, self.features), self.init, decay=self.tied is None, tied=self.tied),
         )
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (..., features) to logits (..., classes). Not collective."""
+        """Map ``x`` (..., features) to logits (..., classes)."""
         weight = params["weight"]
         rows = as_rows(x, self.features, weight.dtype, "Projection")
         return matmul(rows, weight.T).reshape(*x.shape[:-1], self.classes), rows
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute ``dy @ weight``. Not collective."""
+        """Compute ``dy @ weight``."""
         rows = dy.reshape(cache.shape[0], self.classes)
         return matmul(rows, params["weight"]).reshape(*dy.shape[:-1], self.features), rows
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite ``grads["weight"]`` with ``dy.T @ x``. Not collective."""
+        """Overwrite ``grads["weight"]`` with ``dy.T @ x``."""
         matmul(pending.T, cache, out=grads["weight"])
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Replace the last axis by ``classes``. Not collective."""
+        """Replace the last axis by ``classes``."""
         return (*shape[:-1], self.classes)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the three products. Not collective."""
+        """Count the three products."""
         return linear_operations(prod(shape[:-1]), self.features, self.classes)

@@ -29,14 +29,14 @@ class LayerNorm(Layer):
         _require("LayerNorm", self.features, self.eps)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe ``weight`` (ones) and ``bias`` (zeros), without decay. Not collective."""
+        """Describe ``weight`` (ones) and ``bias`` (zeros), without decay."""
         return (
             ParameterSpec("weight", (self.features,), Init("ones"), decay=False),
             ParameterSpec("bias", (self.features,), decay=False),
         )
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Normalize ``x`` (..., features). Not collective."""
+        """Normalize ``x`` (..., features)."""
         weight = params["weight"]
         xp = namespace(weight)
         rows = as_rows(x, self.features, weight.dtype, "LayerNorm")
@@ -46,11 +46,11 @@ class LayerNorm(Layer):
         return y.reshape(x.shape), (rows, mean, rstd)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the gradient of ``x``. Not collective."""
+        """Compute the gradient of ``x``."""
         return self.backward_joined(params, cache, dy, None)
 
     def backward_joined(self, params: Params, cache: Any, dy: Array, residual: Array | None) -> tuple[Array, Any]:
-        """Compute ``residual`` plus the gradient of ``x``; a new array. Not collective.
+        """Compute ``residual`` plus the gradient of ``x``; a new array.
 
         One pass over memory also gives the gradients of the parameters, which wait in what is pending.
         """
@@ -64,7 +64,7 @@ class LayerNorm(Layer):
         return dx.reshape(dy.shape), sums
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of ``weight`` and ``bias``. Not collective."""
+        """Overwrite the gradients of ``weight`` and ``bias``."""
         grads["weight"][...], grads["bias"][...] = pending
 
 
@@ -80,11 +80,11 @@ class RMSNorm(Layer):
         _require("RMSNorm", self.features, self.eps)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe ``weight`` (ones), without decay. Not collective."""
+        """Describe ``weight`` (ones), without decay."""
         return (ParameterSpec("weight", (self.features,), Init("ones"), decay=False),)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Normalize ``x`` (..., features). Not collective."""
+        """Normalize ``x`` (..., features)."""
         weight = params["weight"]
         xp = namespace(weight)
         rows = as_rows(x, self.features, weight.dtype, "RMSNorm")
@@ -94,7 +94,7 @@ class RMSNorm(Layer):
         return y.reshape(x.shape), (rows, rstd)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the gradient of ``x``. Not collective."""
+        """Compute the gradient of ``x``."""
         rows, rstd = cache
         xp = namespace(rows)
         dy_rows = xp.ascontiguousarray(dy.reshape(rows.shape))
@@ -103,6 +103,6 @@ class RMSNorm(Layer):
         return dx.reshape(dy.shape), dy_rows
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradient of ``weight``. Not collective."""
+        """Overwrite the gradient of ``weight``."""
         rows, rstd = cache
         kernels.backend(rows).norm.rmsnorm_backward_weights(pending, rows, rstd, grads["weight"])

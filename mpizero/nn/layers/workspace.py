@@ -22,17 +22,14 @@ class Workspace:
         self._flat: dict[str, Array] = {}
 
     def room(self, name: str, shape: tuple[int, ...]) -> Array:
-        """Return a contiguous array of undefined contents that ends the life of the last one of this name.
-
-        Not collective.
-        """
+        """Return a contiguous array of undefined contents that ends the life of the last one of this name."""
         size = prod(shape)
         if name not in self._flat or self._flat[name].size < size:
             self._flat[name] = namespace(self._like).empty_like(self._like, shape=(size,))
         return self._flat[name][:size].reshape(shape)
 
     def copy(self, name: str, x: Array) -> Array:
-        """Return a contiguous copy of ``x`` in the memory of this name. Not collective."""
+        """Return a contiguous copy of ``x`` in the memory of this name."""
         room = self.room(name, x.shape)
         namespace(self._like).copyto(room, x)
         return room

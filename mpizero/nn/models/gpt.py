@@ -113,10 +113,10 @@ class GPT:
         return (self.sequence,)
 
     def split(self, group: Group) -> BlockModel:
-        """Split heads, hidden features and vocabulary, and the activations between them by places. Not collective.
+        """Split heads, hidden features and vocabulary, and the activations between them by places.
 
         Ranks hold (samples, own places, dim) between blocks and (samples, length, own items) of the logits: full
-        logits exist on none. Places, features and items are dealt by the shard rule.
+        logits exist on none. Places, features and items are split by the shard rule.
 
         Raises
         ------
@@ -134,7 +134,7 @@ class GPT:
         return SplitModel(self, group, blocks, loss, cuts, self.vocabulary, sequences=True)
 
     def feature_importance(self, params: Mapping[str, Params]) -> dict[str, float]:
-        """Give each vocabulary item's share of the token table's length. Not collective.
+        """Return each vocabulary item's share of the token table's length.
 
         The Euclidean norm of the item's embedding row, divided by the sum over all rows: items that training never
         touched keep the norm of their start values. Keys are "0", "1", ... (for bytes: the byte's value).
@@ -149,15 +149,15 @@ class GPT:
         return tuple(range(self.vocabulary))
 
     def with_active_features(self, indices: tuple[int, ...]) -> GPT:
-        """Refuse: a text may hold any item of the vocabulary. Not collective."""
+        """Refuse: a text may hold any item of the vocabulary."""
         raise UnsupportedError("a GPT cannot ignore vocabulary items: every id of a text takes part in its context")
 
     def export_computation_graph(self) -> dict[str, Any]:
-        """Describe the model as JSON values; see :func:`mpizero.nn.export_computation_graph`. Not collective."""
+        """Describe the model as JSON values; see :func:`mpizero.nn.export_computation_graph`."""
         return export_computation_graph(self, self.sample_shape)
 
     def compile_predictor(self, params: Mapping[str, Params]) -> Callable[[Array], Array]:
-        """Return a compiled function from ids to logits, on a copy of the parameters. Not collective.
+        """Return a compiled function from ids to logits, on a copy of the parameters.
 
         It equals :func:`mpizero.nn.evaluate` within rounding, takes ids of any length up to ``sequence``, and needs
         no BLAS: meant for small batches, where its one call costs less than the layers' many.

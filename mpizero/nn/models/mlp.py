@@ -39,7 +39,7 @@ class Select(Layer):
             raise ConfigError(f"Select: active={self.active!r} must lie in 0 to {self.features - 1}")
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Copy ``x`` (..., features) without the features that are not active. Not collective."""
+        """Copy ``x`` (..., features) without the features that are not active."""
         require_numbers(x, "Select")
         if x.shape[-1:] != (self.features,):
             raise DataError(
@@ -50,7 +50,7 @@ class Select(Layer):
         return y, None
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Copy ``dy`` without the features that are not active. Not collective."""
+        """Copy ``dy`` without the features that are not active."""
         return self.forward({}, dy)
 
 
@@ -153,7 +153,7 @@ class MLP:
         """Split the layers alternately by columns and by rows, so that two of them cost one sum each way.
 
         Every rank gets the whole outputs. Of an odd number of layers the last one is split by columns, and its outputs
-        are joined. Features are dealt by the shard rule. Not collective.
+        are joined. Features are split by the shard rule.
         """
         if group.size == 1:
             return self
@@ -173,7 +173,7 @@ class MLP:
         return SplitModel(self, group, blocks, self.loss, cuts)
 
     def feature_importance(self, params: Mapping[str, Params]) -> dict[str, float]:
-        """Give each feature's share of the first layer's absolute weights. Not collective.
+        """Return each feature's share of the first layer's absolute weights.
 
         The mean absolute weight from the feature to the first layer, divided by the sum over all features; features
         that are not active have 0. Features on different scales are comparable only if the inputs were standardized.
@@ -192,15 +192,15 @@ class MLP:
         return tuple(range(self.features)) if self.active_features is None else self.active_features
 
     def with_active_features(self, indices: Sequence[int]) -> MLP:
-        """Return a model with the same parameters that uses only the features ``indices``. Not collective."""
+        """Return a model with the same parameters that uses only the features ``indices``."""
         return replace(self, active_features=tuple(indices))
 
     def export_computation_graph(self) -> dict[str, Any]:
-        """Describe the model as JSON values; see :func:`mpizero.nn.export_computation_graph`. Not collective."""
+        """Describe the model as JSON values; see :func:`mpizero.nn.export_computation_graph`."""
         return export_computation_graph(self, self.sample_shape)
 
     def compile_predictor(self, params: Mapping[str, Params]) -> Callable[[Array], Array]:
-        """Return a compiled function from samples to outputs, on a copy of the parameters. Not collective.
+        """Return a compiled function from samples to outputs, on a copy of the parameters.
 
         It equals :func:`mpizero.nn.evaluate` within rounding and needs no BLAS: meant for small batches, where its
         one call costs less than the layers' many.

@@ -25,7 +25,7 @@ class GPTPredictor:
     packed: Array
 
     def __call__(self, x: Array) -> Array:
-        """Compute logits (samples, length, vocabulary). Not collective."""
+        """Compute logits (samples, length, vocabulary)."""
         from mpizero.kernels import predict
 
         dim, layers, heads, vocabulary, sequence = self.sizes
@@ -61,7 +61,7 @@ class MLPPredictor:
     packed: Array
 
     def __call__(self, x: Array) -> Array:
-        """Compute outputs (samples, outputs). Not collective."""
+        """Compute outputs (samples, outputs)."""
         from mpizero.kernels import predict
 
         rows = as_rows(np.asarray(x), int(self.widths[0]), self.packed.dtype, "the predictor")
@@ -76,7 +76,7 @@ class MLPPredictor:
 
 
 def compile_gpt(model: Any, params: Mapping[str, Params]) -> Callable[[Array], Array]:
-    """Pack a GPT's parameters for the kernel and compile it. Not collective."""
+    """Pack a GPT's parameters for the kernel and compile it."""
     arrays = [params["embedding"]["token"]["weight"], params["embedding"]["position"]["weight"]]
     for index in range(model.layers):
         block = params[f"blocks.{index}"]
@@ -102,7 +102,7 @@ def compile_gpt(model: Any, params: Mapping[str, Params]) -> Callable[[Array], A
 
 
 def compile_mlp(model: Any, params: Mapping[str, Params]) -> Callable[[Array], Array]:
-    """Pack an MLP's parameters for the kernel and compile it. Not collective."""
+    """Pack an MLP's parameters for the kernel and compile it."""
     layers = [params[block]["linear"] for block in model.blocks]
     packed = _packed([array for layer in layers for array in (layer["weight"], layer["bias"])], model.dtype)
     widths = np.array([model.features, *model.hidden, model.outputs], np.int64)

@@ -11,7 +11,7 @@ from mpizero.errors import ConfigError
 
 
 def model_dtype(where: str, dtype: Any) -> np.dtype[Any]:
-    """Return ``dtype`` as a NumPy dtype; :class:`ConfigError` unless it is float32 or float64. Not collective."""
+    """Return ``dtype`` as a NumPy dtype; :class:`ConfigError` unless it is float32 or float64."""
     for known in (np.dtype(np.float32), np.dtype(np.float64)):
         with contextlib.suppress(TypeError):  # NumPy's answer to names that it does not know
             if np.dtype(dtype) == known:

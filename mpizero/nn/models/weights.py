@@ -58,7 +58,7 @@ _ENDS = {
 
 
 def torch_name(name: str) -> str:
-    """Translate one of a GPT's parameter names into PyTorch's; see the module's note. Not collective."""
+    """Translate one of a GPT's parameter names into PyTorch's; see the module's note."""
     if name in _ENDS:
         return _ENDS[name]
     _, index, rest = name.split(".", 2)
@@ -67,7 +67,7 @@ def torch_name(name: str) -> str:
 
 
 def from_torch(model: GPT, state: Mapping[str, Any]) -> dict[str, Array]:
-    """Translate a PyTorch state dict into a GPT's named parameters. Not collective.
+    """Translate a PyTorch state dict into a GPT's named parameters.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ def from_torch(model: GPT, state: Mapping[str, Any]) -> dict[str, Array]:
 
 
 def to_torch(model: GPT, named: Mapping[str, Array]) -> dict[str, Array]:
-    """Translate named parameters into PyTorch's names and ``torch.nn.Linear``'s layout. Not collective.
+    """Translate named parameters into PyTorch's names and ``torch.nn.Linear``'s layout.
 
     Returns
     -------

@@ -29,7 +29,7 @@ class SplitAttention(AttentionBase):
     Raises
     ------
     ConfigError
-        The heads cannot be dealt evenly.
+        The heads cannot be split evenly.
     """
 
     whole: CausalSelfAttention
@@ -40,7 +40,7 @@ class SplitAttention(AttentionBase):
         heads, size = self.whole.heads, self.group.size
         if heads % size:
             raise ConfigError(
-                f"heads={heads} cannot be dealt evenly to a tensor group of {size} ranks; choose a tensor size that "
+                f"heads={heads} cannot be split evenly over a tensor group of {size} ranks; choose a tensor size that "
                 f"divides them ({', '.join(map(str, divisors(heads)))}), or a multiple of {size} heads"
             )
 

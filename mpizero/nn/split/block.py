@@ -26,7 +26,7 @@ class SplitFeedForward(FeedForwardBase):
     Parameters
     ----------
     whole : FeedForward
-        The unsplit layer; hidden features are dealt by the shard rule.
+        The unsplit layer; hidden features are split by the shard rule.
     group : Group
         The ranks it is split over.
     sequence : bool
@@ -98,7 +98,7 @@ class SplitBlock(TransformerBlockBase):
 def dropped(dropout: Dropout, x: Array, run: Run, group: Group) -> Array:
     """Mask the own places ``x`` (samples, places, features) as the unsplit model masks the whole sequence.
 
-    The gradient is the same function of ``dy``. Not collective.
+    The gradient is the same function of ``dy``.
     """
     if not dropout.drops(x, run):
         return x

@@ -19,7 +19,7 @@ from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
 
 @dataclass(frozen=True)
 class SplitEmbedding(Layer):
-    """Look up ids in a table whose rows are dealt by the shard rule: each vector is found by one rank.
+    """Look up ids in a table whose rows are split by the shard rule: each vector is found by one rank.
 
     Its sum with the other ranks' zeros is exact, so vectors and gradients have the bits of the unsplit layer.
 
@@ -71,7 +71,7 @@ class SplitEmbedding(Layer):
         kernels.backend(gradient).embedding.scatter_add(rows, ids, gradient)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Give the unsplit layer's. Not collective."""
+        """Return the unsplit layer's. Not collective."""
         return self.whole.output_shape(shape)
 
 
@@ -101,7 +101,7 @@ class SplitTokenEmbedding(Layer):
         return SplitEmbedding(token, self.group, self.sequence), position, dropout
 
     def children(self) -> dict[str, Layer]:
-        """Give ``token`` and ``position``. Not collective."""
+        """Return ``token`` and ``position``. Not collective."""
         token, position, _ = self._layers
         return {"token": token, "position": position}
 
@@ -133,7 +133,7 @@ class SplitTokenEmbedding(Layer):
         return dropout.mask(x, run) if dropout.drops(x, run) else x
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Give the unsplit layer's. Not collective."""
+        """Return the unsplit layer's. Not collective."""
         return self.whole.output_shape(shape)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:

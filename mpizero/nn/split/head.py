@@ -52,7 +52,7 @@ class SplitHead(LanguageHeadBase):
         complete_shared(self, self.group, grads, "head: shared gradients")
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Give the unsplit layer's. Not collective."""
+        """Return the unsplit layer's. Not collective."""
         return self.whole.output_shape(shape)
 
 
@@ -69,7 +69,7 @@ class SplitCrossEntropy:
     whole : CrossEntropy
         The unsplit loss.
     group : Group
-        The ranks the classes are dealt to.
+        The ranks the classes are split over.
     classes : int
         Number of classes of all ranks.
     """

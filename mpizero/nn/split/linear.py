@@ -34,11 +34,11 @@ class SplitLinearBase(Affine):
         return size_of(self.ranges)
 
     def last_bias(self, params: Params) -> Array | None:
-        """Return ``bias``, or this rank's part of it, where there is one. Not collective."""
+        """Return ``bias``, or this rank's part of it, where there is one."""
         return params["bias"] if self.whole.bias else None
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the unsplit layer's output shape. Not collective."""
+        """Return the unsplit layer's output shape."""
         return self.whole.output_shape(shape)
 
 
@@ -118,7 +118,7 @@ class RowLinear(SplitLinearBase):
         The ranks it is split over.
     sequence : bool
         Whether each rank keeps its part of the sequences of the sum only. The bias's gradient is then the own part's
-        term: whoever uses the layer completes it.
+        term: the block that uses the layer completes it.
     """
 
     whole: Linear

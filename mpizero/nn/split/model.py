@@ -104,7 +104,7 @@ class SplitModel:
         return loss if self.outputs is None else JoinedLoss(loss, self.group, self.outputs)
 
     def held_shape(self, block: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Give the shape of what this rank holds of a block's output ``shape``, for one sample. Not collective."""
+        """Return the shape of what this rank holds of a block's output ``shape``, for one sample. Not collective."""
         if block not in self.cuts:
             return shape
         axis = self.cuts[block] % len(shape)
