@@ -1,1 +1,1 @@
-"""From one configuration file to a trained, checkpointed, resumable run."""
+"""Train by one configuration file: runs that are checkpointed and can be resumed."""

@@ -1,4 +1,4 @@
-"""Text from a language model's checkpoint, byte by byte."""
+"""Generate text from a language model's checkpoint, byte by byte."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ START = b"\n"
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next byte is chosen from the model's probabilities.
+    """Hold the settings for choosing the next byte by the model's probabilities.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ class Sampling:
 
 
 class LanguageModel(Protocol):
-    """What text is written with."""
+    """Describe a model that text is generated with."""
 
     @property
     def sequence(self) -> int:

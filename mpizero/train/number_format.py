@@ -1,4 +1,4 @@
-"""Figures for people."""
+"""Format numbers for people."""
 
 from __future__ import annotations
 

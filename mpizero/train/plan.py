@@ -1,4 +1,4 @@
-"""``mpizero plan``: what a training would hold, send and compute on so many ranks, without starting any."""
+"""Plan a training on a number of ranks without starting any: ``mpizero plan``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def parse_bytes(text: str) -> int:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the command line asks for.
+    """Hold the arguments of the command line.
 
     Attributes
     ----------
@@ -210,7 +210,7 @@ class PlannedRun:
 
     @cached_property
     def warnings(self) -> tuple[str, ...]:
-        """What is legal, but not what one would want, each with advice."""
+        """Warnings about legal settings that are rarely useful, each with advice."""
         return tuple(self._warnings())
 
     def _warnings(self) -> Iterator[str]:

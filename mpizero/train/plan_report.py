@@ -1,4 +1,4 @@
-"""A plan as a table for people, and as JSON for programs."""
+"""Format a plan as a table for people, and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _head(plan: PlannedRun) -> str:
 
 
 class _Row(NamedTuple):
-    """The rank of a stage and tensor part, or of several alike, that has most of something."""
+    """Hold the rank of a stage and tensor part, or of several alike ones, with the most of something."""
 
     stage: int
     parts: tuple[int, int]

@@ -1,4 +1,4 @@
-"""``mpizero replay``: the samples of a bad step again, in one process, with the parameters of a checkpoint."""
+"""Evaluate the samples of a bad step again, in one process, with parameters of a checkpoint: ``mpizero replay``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands ``mpizero bench``: their options, and what they print."""
+"""Define the commands ``mpizero bench``: their options and their output."""
 
 from __future__ import annotations
 

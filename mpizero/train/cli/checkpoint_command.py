@@ -1,4 +1,4 @@
-"""``mpizero checkpoint``: look into checkpoints, check, compare, export and import them."""
+"""Define ``mpizero checkpoint``: inspect, verify, compare, export and import checkpoints."""
 
 from __future__ import annotations
 

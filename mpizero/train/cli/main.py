@@ -1,4 +1,4 @@
-"""The command line: ``python -m mpizero COMMAND``."""
+"""Run the command line: ``python -m mpizero COMMAND``."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 
 class InputOutputError(MpizeroError):
-    """The operating system refused to read or write something."""
+    """Raised when the operating system refuses to read or write something."""
 
     status = ExitStatus.INPUT_OUTPUT
 
 
 class Interrupted(MpizeroError):  # noqa: N818 - what the user wanted
-    """Ctrl-C; the status is the shell's own for it."""
+    """Raised by Ctrl-C; the exit status is the shell's own for it."""
 
     status = cast("ExitStatus", 130)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Usage errors once per job, with the exit status for bad usage."""
+    """Print usage errors once per job, with the exit status for bad usage."""
 
     def error(self, message: str) -> NoReturn:
         if launched_rank(os.environ) == 0:

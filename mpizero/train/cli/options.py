@@ -1,4 +1,4 @@
-"""Command line options of several commands: ``--set``, and those that lay a model out over ranks."""
+"""Define command line options of several commands: ``--set``, and those that lay a model out over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands print: fit for a terminal, whatever it quotes."""
+"""Print the output of commands, fit for a terminal whatever it quotes."""
 
 from __future__ import annotations
 

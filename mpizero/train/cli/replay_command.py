@@ -1,4 +1,4 @@
-"""The command ``mpizero replay``: its options, and what it prints."""
+"""Define the command ``mpizero replay``: its options and its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line of ``mpizero verify``."""
+"""Define the command line of ``mpizero verify``."""
 
 from __future__ import annotations
 

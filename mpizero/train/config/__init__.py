@@ -1,1 +1,1 @@
-"""The configuration of a run: its sections, the file, the checks, and the objects built from it."""
+"""Read and check the configuration of a run, and build its objects."""

@@ -1,4 +1,4 @@
-"""From a configuration to the objects of a run: data, model, optimizer, sharding."""
+"""Build the objects of a run from its configuration: data, model, optimizer, sharding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of where data come from: each returns the value, or raises ValueError saying what is allowed."""
+"""Check the origin of data: each function returns the value, or raises ValueError saying what is allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of messages between ranks: how gradients are packed, and how much of them travels at once."""
+"""Check settings of messages between ranks: how gradients are packed, and how much of them is sent at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section ``[parallel]``: how a run is laid out over ranks, checked against the model and the number of ranks."""
+"""Check the section ``[parallel]``: the layout of a run over ranks, for its model and the number of ranks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ParallelSection(ConfigSection):
 
     @property
     def splits_model(self) -> bool:
-        """Whether a rank holds a part of the model only, or of a sequence."""
+        """True if a rank holds a part of the model only, or of a sequence."""
         return any(getattr(self, axis) > 1 for axis in _SPLITTING)
 
     @property
@@ -70,7 +70,7 @@ class ParallelSection(ConfigSection):
 
     @property
     def chunks(self) -> int:
-        """How many parts the blocks are cut into; without a pipeline, schedule and virtual stages mean nothing."""
+        """Number of parts that the blocks are cut into; without a pipeline, schedule and virtual stages have no effect."""
         return 1 if self.pipeline == 1 else len(chunk_stages(self.schedule, self.pipeline, self.virtual_stages))
 
     def axes(self, ranks: int) -> Axes:

@@ -1,4 +1,4 @@
-"""The configuration of a training run: one frozen section per table of the TOML file, valid once it exists."""
+"""Define the configuration of a run: one frozen section per table of the TOML file, valid once it exists."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class ModelSection(ConfigSection):
 
     @property
     def block_count(self) -> int:
-        """How many blocks a pipeline can cut it into."""
+        """Number of blocks that a pipeline can cut it into."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class GptSection(ModelSection):
-    """A byte-level language model."""
+    """Hold the settings of a byte-level language model."""
 
     dim: int = setting(256, whole(1))
     layers: int = setting(4, whole(1))
@@ -92,7 +92,7 @@ class GptSection(ModelSection):
 
 @dataclass(frozen=True, kw_only=True)
 class MlpSection(ModelSection):
-    """A multi-layer perceptron; inputs and outputs are as wide as the data."""
+    """Hold the settings of a multi-layer perceptron; inputs and outputs are as wide as the data."""
 
     hidden: tuple[int, ...] = setting((64, 64), many(whole(1)))
     activation: str = setting("relu", choice("relu", "gelu", "silu", "tanh"))
@@ -195,7 +195,7 @@ class OptimizerSection(ConfigSection):
 
 @dataclass(frozen=True, kw_only=True)
 class SgdSection(OptimizerSection):
-    """Stochastic gradient descent."""
+    """Hold the settings of stochastic gradient descent."""
 
     lr: float = setting(0.01, positive)
     momentum: float = setting(0.0, fraction)
@@ -216,7 +216,7 @@ _BETAS = many(fraction, count=2)
 
 @dataclass(frozen=True, kw_only=True)
 class AdamSection(OptimizerSection):
-    """Adam; the decay is added to the gradient."""
+    """Hold the settings of Adam; the decay is added to the gradient."""
 
     betas: tuple[float, float] = setting((0.9, 0.999), _BETAS)
     eps: float = setting(1e-8, positive)
@@ -224,14 +224,14 @@ class AdamSection(OptimizerSection):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamwSection(AdamSection):
-    """Adam with the decay applied to the weights."""
+    """Hold the settings of AdamW: Adam with the decay applied to the weights."""
 
     weight_decay: float = setting(0.01, number())
 
 
 @dataclass(frozen=True, kw_only=True)
 class LambSection(AdamSection):
-    """Adam with a trust ratio for every tensor."""
+    """Hold the settings of LAMB: Adam with a trust ratio for every tensor."""
 
     eps: float = setting(1e-6, positive)
     weight_decay: float = setting(0.01, number())
@@ -239,7 +239,7 @@ class LambSection(AdamSection):
 
 @dataclass(frozen=True, kw_only=True)
 class RmspropSection(OptimizerSection):
-    """Root-mean-square propagation."""
+    """Hold the settings of RMSprop."""
 
     alpha: float = setting(0.99, fraction)
     eps: float = setting(1e-8, positive)
@@ -247,7 +247,7 @@ class RmspropSection(OptimizerSection):
 
 @dataclass(frozen=True, kw_only=True)
 class LionSection(OptimizerSection):
-    """The sign of an interpolated momentum."""
+    """Hold the settings of Lion: the sign of an interpolated momentum."""
 
     lr: float = setting(1e-4, positive)
     betas: tuple[float, float] = setting((0.9, 0.99), _BETAS)
@@ -289,7 +289,7 @@ OPTIMIZERS: dict[str, type[OptimizerSection]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A whole configuration, every combination checked."""
+    """Hold a whole configuration, with every combination checked."""
 
     model: ModelSection
     data: DataSection

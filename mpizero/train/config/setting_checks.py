@@ -1,4 +1,4 @@
-"""What a setting may be: small checks that turn a TOML value into the value used, or say what is allowed."""
+"""Check settings: turn a TOML value into the value used, or say what is allowed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpizero.validation import Check, Unexpected, positive
 
 
 class SettingError(ConfigError):
-    """A setting that cannot be used; ``key`` is its dotted name, so that the file's line can be found."""
+    """Raised for a setting that cannot be used; ``key`` is its dotted name, so that the file's line can be found."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
