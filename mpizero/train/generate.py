@@ -84,7 +84,7 @@ class LanguageModel(Protocol):
 
 @dataclass(frozen=True)
 class LocalLanguageModel:
-    """A GPT and its parameters, in one process."""
+    """Hold a GPT and its parameters, in one process."""
 
     model: nn.GPT
     parameters: dict[str, Any]
@@ -103,7 +103,7 @@ class LocalLanguageModel:
 
 @dataclass(frozen=True)
 class ShardedLanguageModel:
-    """A GPT whose parameters are split over ranks, which all ask for the same context."""
+    """Hold a GPT whose parameters are split over ranks; all of them use the same context."""
 
     model: HybridShardedModel
 
@@ -121,7 +121,7 @@ class ShardedLanguageModel:
 
 
 class FirstRankWriter:
-    """Rank 0 decides and writes, the others follow; where it cannot write, all stop.
+    """Let rank 0 choose and write bytes, and all ranks stop where it cannot write.
 
     Parameters
     ----------

@@ -143,7 +143,7 @@ def _model_and_sample(config: Config) -> tuple[Any, Any, Any]:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A planned training, and what to say about it.
+    """Hold a planned training, with its warnings.
 
     Attributes
     ----------

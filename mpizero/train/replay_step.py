@@ -29,7 +29,7 @@ from mpizero.train.run.resume import SavedRun
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """What a replay has shown.
+    """Hold the result of a replay.
 
     Attributes
     ----------

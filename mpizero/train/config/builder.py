@@ -27,7 +27,7 @@ FINGERPRINT_SAMPLES = 64
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """Everything a run needs, built.
+    """Hold the built objects of a run.
 
     Attributes
     ----------

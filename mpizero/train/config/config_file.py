@@ -34,7 +34,7 @@ SECTIONS = ("model", "data", "parallel", "train", "optimizer", "checkpoint")
 
 @dataclass(frozen=True)
 class ConfigDocument:
-    """The text of a configuration file and where it came from.
+    """Hold the text of a configuration file and its origin.
 
     Attributes
     ----------

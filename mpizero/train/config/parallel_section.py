@@ -20,7 +20,7 @@ _SPLITTING = ("pipeline", "tensor", "context")
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSection(ConfigSection):
-    """How the work is laid out over ranks; without ``tensor`` and ``context`` it changes no bit of the result."""
+    """Hold the layout of a run over ranks; without ``tensor`` and ``context`` it changes no bit of the result."""
 
     strategy: str = setting("zero2", choice(*STRATEGIES))
     pipeline: int = setting(1, whole(1))
@@ -70,7 +70,7 @@ class ParallelSection(ConfigSection):
 
     @property
     def chunks(self) -> int:
-        """Number of parts that the blocks are cut into; without a pipeline, schedule and virtual stages have no effect."""
+        """Number of parts that the blocks are cut into: 1 without a pipeline."""
         return 1 if self.pipeline == 1 else len(chunk_stages(self.schedule, self.pipeline, self.virtual_stages))
 
     def axes(self, ranks: int) -> Axes:

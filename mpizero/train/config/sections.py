@@ -50,7 +50,7 @@ _LENGTH = "optimizer.schedule_steps"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection(ConfigSection):
-    """What every model has; :class:`GptSection` and :class:`MlpSection` say the rest."""
+    """Hold the settings of every model; :class:`GptSection` and :class:`MlpSection` have the others."""
 
     name: str = required(choice("gpt", "mlp"))
     dtype: str = setting("float32", choice("float32", "float64"))
@@ -106,7 +106,7 @@ class MlpSection(ModelSection):
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection(ConfigSection):
-    """Where the samples come from: exactly one of text, arrays and hdf5; paths start at the working folder."""
+    """Hold the origin of the samples: exactly one of text, arrays and hdf5; paths start at the working folder."""
 
     text: tuple[str, ...] | None = setting(None, optional(patterns))
     arrays: Any = setting(None, optional(arrays))
@@ -129,7 +129,7 @@ class DataSection(ConfigSection):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSection(ConfigSection):
-    """The batches and the loop over them."""
+    """Hold the settings of the batches and of the loop over them."""
 
     steps: int = setting(200, whole(1))
     global_batch: int = setting(64, whole(1))
@@ -169,7 +169,7 @@ class TrainSection(ConfigSection):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSection(ConfigSection):
-    """What every optimizer has; the classes below add each one's own."""
+    """Hold the settings of every optimizer; the classes below add each one's own."""
 
     name: str = setting("adamw", choice("sgd", "adam", "adamw", "rmsprop", "lion", "lamb"))
     lr: float = setting(3e-4, positive)
@@ -255,7 +255,7 @@ class LionSection(OptimizerSection):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection(ConfigSection):
-    """Where and how often the state is saved; ``every = 0`` saves at the end only."""
+    """Hold the folder and the frequency of checkpoints; ``every = 0`` saves at the end only."""
 
     folder: str = setting("run/checkpoints", text)
     every: int = setting(100, whole(0))
