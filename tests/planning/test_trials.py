@@ -77,7 +77,7 @@ def test_blocks_keep_and_send_the_same_as_with_their_products(
         return plan.traffic(1).part.trials.of(2)
 
     without = tried()
-    monkeypatch.setattr(block_trial, "Unmultiplied", np.ndarray)
+    monkeypatch.setattr(block_trial, "FakeArray", np.ndarray)
     with_products = tried()
     assert without.keys() == with_products.keys()
     for name, found in without.items():
