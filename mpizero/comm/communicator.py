@@ -1,4 +1,4 @@
-"""The surface every communicator has, over MPI or over threads; imports neither."""
+"""Define the methods of every communicator, over MPI or over threads; imports neither."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ __all__ = ["CallTrace", "Communicator", "Counters", "Request", "SharedMemory"]
 
 
 class Communicator(Transport):
-    """A group of ranks that exchange C-contiguous NumPy arrays.
+    """Exchange C-contiguous NumPy arrays among a group of ranks.
 
     The arrays of one call have the same dtype; every rank calls the collectives of a communicator in the same order
-    with fitting counts. A misuse seen on this rank is a CollectiveError before anything is sent. A communicator is a
-    context manager: closed at the end of the block, aborted if the block raises (threads) or left to the guard (MPI).
+    with fitting counts. Wrong arguments on this rank raise CollectiveError before anything is sent. A communicator is a
+    context manager: it is closed at the end of the block; if the block raises, it is aborted (threads) or left to the
+    guard (MPI).
 
     Attributes
     ----------
     rank, size : int
         Place in the group and size of the group.
     name : str
-        What errors and the watchdog call the group.
+        Name of the group in errors and reports.
     shares_memory : bool
         Whether :meth:`allocate_shared` works: made by :meth:`split_node` or split off such a group, or of size 1.
     counters : Counters
@@ -48,7 +49,7 @@ class Communicator(Transport):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the communicator; with an error, leave it to whoever ends the job. Collective without an error."""
+        """Close the communicator; after an error, abort it or leave it to the guard. Collective without an error."""
         if error is None:
             self.close()
         else:
@@ -57,7 +58,7 @@ class Communicator(Transport):
     # ------------------------------------------------------------------ collectives
 
     def barrier(self, tag: str = "") -> None:
-        """Wait until every rank is here. Collective over the communicator."""
+        """Wait until every rank has called this. Collective over the communicator."""
         self._call(("barrier", tag), self._barrier)
 
     def ibarrier(self, tag: str = "") -> Request:
@@ -66,10 +67,10 @@ class Communicator(Transport):
         return request
 
     def node_barrier(self, shared: SharedMemory, tag: str = "", *, counted: bool = False) -> None:
-        """Make what every rank wrote to ``shared`` before visible to every rank after.
+        """Make what every rank wrote to ``shared`` before the call visible to every rank after it.
 
-        Collective over the communicator that allocated ``shared``. ``counted`` leaves the call out of the record of
-        what the ranks have called, but for their number: for callers that make many of them in a short time.
+        Collective over the communicator that allocated ``shared``. With ``counted`` the call is only counted in the
+        record of calls: for callers that make many of them in a short time.
         """
         if counted:
             self._count("node_barrier", tag, self._node_barrier, shared)
@@ -116,11 +117,11 @@ class Communicator(Transport):
         return request
 
     def igather_spans(self, send: Array, recv: Array, spans: Sequence[Span], tag: str = "") -> Request:
-        """Start to bring the block of every rank to its own place in ``recv``: rank i's to ``spans[i]``.
+        """Start to gather the block of every rank into its own place in ``recv``: rank i's into ``spans[i]``.
 
         Collective over the communicator; ``spans`` is the same on every rank, and no two of them overlap. ``send`` may
-        be this rank's place in ``recv``; a block that stands elsewhere is copied there. Until the request has ended
-        nothing may write to either, nor read what arrives.
+        be this rank's place in ``recv``; a block in other memory is copied there. Until the request has ended
+        neither may be written, nor the arriving blocks be read.
         """
         call = self._count_gather_spans("igather_spans", tag, send, recv, spans)
         place = recv.reshape(-1)[spans[self.rank].start : spans[self.rank].stop]
@@ -134,7 +135,7 @@ class Communicator(Transport):
     ) -> None:
         """Send block i of ``send`` to rank i, and receive rank i's block as block i of ``recv``.
 
-        Collective over the communicator. Blocks lie behind one another; ``recv_counts[i]`` here equals
+        Collective over the communicator. Blocks lie one after another; ``recv_counts[i]`` here equals
         ``send_counts[rank]`` on rank i. ``send`` and ``recv`` do not overlap.
         """
         call = self._count_alltoallv("alltoallv", tag, send, send_counts, recv, recv_counts)
@@ -149,7 +150,7 @@ class Communicator(Transport):
         return request
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], tag: str = "") -> None:
-        """Sum ``send`` over the ranks in an order of the library's choice; block ``rank`` of the sum goes to ``recv``.
+        """Sum ``send`` over the ranks, in an order that MPI chooses; block ``rank`` of the sum goes to ``recv``.
 
         Collective over the communicator; ``counts`` is the same on every rank.
         """
@@ -164,7 +165,7 @@ class Communicator(Transport):
     def allreduce(self, buffer: Array, op: str = "sum", tag: str = "") -> None:
         """Replace ``buffer`` by its elementwise "sum", "max" or "min" over the ranks.
 
-        Collective over the communicator. Sums are in the library's own order, so their bits may differ between MPIs;
+        Collective over the communicator. MPI chooses the order of sums, so their bits may differ between MPI libraries;
         max and min of NaN are not defined.
         """
         call = self._count_allreduce("allreduce", tag, buffer, op)
@@ -191,9 +192,9 @@ class Communicator(Transport):
         return pickle.loads(self._call(("broadcast_object", tag, root), self._broadcast_bytes, payload, root))
 
     def run(self, operation: str, function: Callable[[], T], tag: str = "") -> T:
-        """Call a function of another library in which these ranks wait for one another, such as parallel HDF5's.
+        """Call a collective function of another library, such as parallel HDF5, under the watchdog.
 
-        Collective over the communicator. ``operation`` is what the watchdog calls it, when it does not return.
+        Collective over the communicator. ``operation`` is its name in reports.
         """
         result: T = self._call((operation, tag), function)
         return result
@@ -267,24 +268,24 @@ class Communicator(Transport):
         return shared
 
     def traces(self) -> list[CallTrace]:
-        """Return the traces of all ranks of the communicator that this process can see. Not collective."""
+        """Return the traces of the ranks of the communicator that live in this process. Not collective."""
         return [self.trace]
 
     def shared_space(self) -> int | None:
-        """Return the bytes that :meth:`allocate_shared` may still take here; None where nobody knows a limit.
+        """Return the bytes that :meth:`allocate_shared` may still allocate here; None where no limit is known.
 
         Not collective: ranks may see different figures.
         """
         return None
 
     def defer_close(self, close: Callable[[], None]) -> None:
-        """Remember what an error leaves open, for :meth:`run_deferred_closes`. Not collective.
+        """Store a function that closes what an error leaves open, for :meth:`run_deferred_closes`. Not collective.
 
-        ``close`` is collective over the communicator. Threads forget it: their memory is the process's.
+        ``close`` is collective over the communicator. Threads do not store it: Python frees their memory.
         """
 
     def run_deferred_closes(self) -> None:
-        """Close what errors have left open on all of these ranks. Collective over the communicator."""
+        """Close what errors have left open on all ranks. Collective over the communicator."""
 
     @abstractmethod
     def close(self) -> None:

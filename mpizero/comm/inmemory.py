@@ -1,9 +1,9 @@
-"""The communicator over threads of one process: for notebooks, debuggers and unit tests; never touches MPI.
+"""Implement the communicator over threads of one process, without MPI: for notebooks, debuggers and unit tests.
 
-[Note: threads] Every collective is one exchange: each rank posts a copy of what it sends under the next number, and
-goes on; whoever waits for it does so until all ranks have posted that number. Each posts what stands for its calls too,
-so a mismatch is an error on every rank instead of wrong numbers. A failure is noted once for the whole job (the group
-and everything split off it) and wakes all who wait.
+[Note: threads] Every collective is one exchange: each rank posts a copy of its data under the next number and goes on;
+a rank that waits does so until all ranks have posted that number. Each also posts the hash of its calls, so different
+calls raise an error on every rank. A failure is stored once for the whole job (the group and all groups split off it)
+and wakes all waiting threads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Job:
         self.gone: set[int] = set()
 
     def sleep(self, member: int, ready: Callable[[], bool]) -> bool:
-        """Sleep until something changes; False at once if then nobody could change anything. Needs the lock."""
+        """Sleep until something changes; return False at once if then all threads would sleep. Needs the lock."""
         self.sleeping[member] = ready
         alive = self.size - len(self.gone)
         if len(self.sleeping) == alive and not any(is_ready() for is_ready in self.sleeping.values()):
@@ -51,7 +51,7 @@ class _Job:
 
 
 class _Exchange:
-    """One collective: the number that stands for what each rank has called so far, and what it sent."""
+    """Hold one collective: for each rank the hash of its calls and the data that it sent."""
 
     def __init__(self, size: int) -> None:
         self.numbers: list[int | None] = [None] * size
@@ -61,7 +61,7 @@ class _Exchange:
 
 
 class _Mailbox:
-    """Messages of one sender, receiver and tag; receives take them in the order in which they were started."""
+    """Hold the messages of one sender, receiver and tag; receives take them in the order of their start."""
 
     def __init__(self) -> None:
         self.messages: dict[int, Array] = {}
@@ -70,7 +70,7 @@ class _Mailbox:
 
 
 class _Group:
-    """The members of one communicator, by their rank in the job, and its traffic."""
+    """Hold the members of one communicator, as ranks of the job, and its messages."""
 
     def __init__(self, job: _Job, members: Sequence[int]) -> None:
         self.job = job
@@ -86,7 +86,7 @@ class _Group:
 
 
 class _ThreadRequest(Request):
-    """Waits until ``ready`` and then runs ``finish`` once."""
+    """Wait until ``ready`` returns True, then run ``finish`` once."""
 
     __slots__ = ("_communicator", "_finish", "_operation", "_ready", "_sequence", "_tag", "_waits_for")
 
@@ -137,7 +137,7 @@ class _ThreadRequest(Request):
 
 
 class ThreadSharedMemory(SharedMemory):
-    """One array that all threads hold."""
+    """Share one array among all threads."""
 
     def __init__(self, buffer: Array) -> None:
         self.buffer = buffer
@@ -151,11 +151,11 @@ class ThreadSharedMemory(SharedMemory):
 
 
 class InMemoryCommunicator(Communicator):
-    """A communicator whose ranks are threads of this process; made by :meth:`group`, one for each thread.
+    """Communicate between threads of this process; made by :meth:`group`, one for each thread.
 
-    Results are those of MPI, bit for bit, except sums, which are added in rank order. A thread that fails calls
+    Results have the same bits as over MPI, except sums, which are added in rank order. A thread that fails calls
     :meth:`abort` (``mpizero.testing.run_in_threads`` and the context manager do): every other thread of the group then
-    raises PeerFailure in its next or present call.
+    raises PeerFailure in its present or next call.
     """
 
     def __init__(self, group: _Group, rank: int, name: str, shares_memory: bool = False) -> None:
@@ -185,7 +185,7 @@ class InMemoryCommunicator(Communicator):
             job.changed.notify_all()
 
     def leave(self) -> None:
-        """Declare that this thread calls nothing more, so that whoever waits for it fails. Not collective."""
+        """Declare that this thread makes no more calls, so that threads that wait for it fail. Not collective."""
         job = self._group.job
         with job.changed:
             job.gone.add(self._member)
@@ -358,8 +358,8 @@ class InMemoryCommunicator(Communicator):
         return self._regroup(self.rank // (ranks_per_node or self.size), self.rank, name, shares_memory=True)
 
     def _regroup(self, color: int, key: int, name: str, shares_memory: bool) -> Communicator:
-        wishes = self._swap((color, key))
-        chosen = sorted((k, r) for r, (c, k) in enumerate(wishes) if c == color)
+        requests = self._swap((color, key))
+        chosen = sorted((k, r) for r, (c, k) in enumerate(requests) if c == color)
         ranks = [r for _, r in chosen]
         mine = _Group(self._group.job, [self._group.members[r] for r in ranks]) if ranks[0] == self.rank else None
         group = self._swap(mine)[ranks[0]]
@@ -369,10 +369,10 @@ class InMemoryCommunicator(Communicator):
         whole = None
         with suppress(MemoryError):
             whole = np.zeros(nbytes + ALIGNMENT, np.uint8) if self.rank == 0 else None
-        told = self._swap((nbytes, whole))
-        if len(asked := {size for size, _ in told}) > 1:
+        gathered = self._swap((nbytes, whole))
+        if len(asked := {size for size, _ in gathered}) > 1:
             raise SharedMemoryError(f"ranks of {self.name!r} ask for windows of {min(asked)} to {max(asked)} bytes")
-        buffer = told[0][1]
+        buffer = gathered[0][1]
         if buffer is None:
             raise SharedMemoryError(f"a window of {nbytes} bytes for {self.name!r} does not fit into this process")
         offset = -buffer.ctypes.data % ALIGNMENT

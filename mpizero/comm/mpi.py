@@ -1,4 +1,4 @@
-"""The communicator over MPI; with the guard, the watchdog and the agreement the only door to mpi4py."""
+"""Implement the communicator over MPI, by mpi4py."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from mpizero.errors import ArgumentError, CollectiveError, CollectiveMismatch, E
 from mpizero.layout import Span
 from mpizero.types import Array
 
-#: Most bytes handed to MPI in one message; what is longer travels in pieces. Open MPI 4 counts what has arrived in 32
+#: Most bytes of one message; longer ones are sent in pieces. Open MPI 4 counts what has arrived in 32
 #: bits, and so do the displacements of MPI before 4.
 MESSAGE_LIMIT = 1 << 30
 #: The tag of pieces of blocks, above those of :data:`mpizero.comm.checks.TAG_LIMIT`.
 _PIECES = TAG_LIMIT + 1
-#: Objects whose pickle is shorter than this travel in one collective instead of two.
+#: Objects whose pickle is shorter than this are sent in one collective instead of two.
 OBJECT_SLOT = 512
-#: From so many bytes on, blocks that all gather are sent directly. MPICH passes long ones round a ring in pieces of
-#: 32 KB, each after the last: 4 ranks on 2 cores take 4 (two hosts) to 40 times (one host) as long.
+#: From so many bytes on, blocks of an allgather are sent directly. MPICH passes long ones from neighbour to neighbour
+#: in pieces of 32 KB: 4 ranks on 2 cores take 4 (two hosts) to 40 times (one host) as long.
 GATHER_DIRECTLY = 1 << 18
 #: Whether a non-blocking Alltoallw and its wait take less time than a blocking one. Open MPI's: 16 MB between two
-#: hosts by TCP, 4 ranks on 2 cores, take 0.14 s instead of 0.21; small messages as long either way. All ranks do alike.
+#: hosts by TCP, 4 ranks on 2 cores, take 0.14 s instead of 0.21; small messages as long either way. The same on all
+#: ranks.
 WAITS_FASTER = MPI.get_vendor()[0] == "Open MPI"
 _HEADER = 8
 
@@ -66,11 +67,11 @@ def _starts(counts: Sequence[int]) -> list[int]:
 
 
 class MpiCommunicator(Communicator):
-    """A communicator of our own, split off the one it is made from.
+    """Communicate by MPI, on a communicator that is split off the given one.
 
-    Collective over ``comm``, an mpi4py intracommunicator; its ranks have ``timeout`` seconds to come, None is for ever.
-    What is longer than ``limit`` bytes, of any operation, is cut into several messages. Unless it is a ``guest``, the
-    guard watches over the process while there is one (:mod:`.guard`).
+    Collective over ``comm``, an mpi4py intracommunicator; its ranks have ``timeout`` seconds to call this, None is no
+    limit. Operations of more than ``limit`` bytes are cut into several messages. Unless the communicator is a
+    ``guest``, the guard supervises the process while it is open (:mod:`.guard`).
     """
 
     _native_errors = (MPI.Exception, BufferError, OverflowError)
@@ -114,15 +115,15 @@ class MpiCommunicator(Communicator):
 
     @property
     def mpi(self) -> MPI.Intracomm:
-        """The mpi4py communicator inside, for HDF5 and one-sided windows; not for messages of others."""
+        """The mpi4py communicator inside, for HDF5 and one-sided windows; not for messages of other code."""
         return self._comm
 
-    # ------------------------------------------------------------------ contract
+    # ------------------------------------------------------------------ comparison of calls
 
     def mismatch_term(self) -> int:
-        """Return this rank's term of a sum that is 0 while all ranks have called alike.
+        """Return this rank's term of a sum that is 0 while all ranks have made the same calls.
 
-        Not collective, but asked by all ranks before the same collective.
+        Not collective, but called by all ranks before the same collective.
         """
         return guard.current().register.mismatch_term(self.trace)
 
@@ -147,7 +148,7 @@ class MpiCommunicator(Communicator):
         return super()._count(operation, tag, primitive, *arguments)
 
     def _verified(self, verifier: CallVerifier, primitive: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a collective after, or where it does not block beside, a comparison of what the ranks call."""
+        """Run a collective after a comparison of the ranks' calls; a non-blocking one runs beside it."""
         verification, operation = verifier.start(), self.trace.operation
         if operation.startswith("i"):
             return VerifiedRequest(self, verification, primitive(*arguments))
@@ -328,7 +329,7 @@ class MpiCommunicator(Communicator):
         MPI.COMM_WORLD.Abort(int(error.status if isinstance(error, MpizeroError) else ExitStatus.RANK_FAILED))
 
     def _leave_failed(self, error: BaseException) -> None:
-        # Freeing is collective and the other ranks may not come: the guard ends the job if nobody catches the error.
+        # Freeing is collective, and other ranks may not come: the guard ends the job if the error is not caught.
         return None
 
     # ------------------------------------------------------------------ large buffers
@@ -356,14 +357,14 @@ class MpiCommunicator(Communicator):
             request.Wait()
 
     def _blocks(self, exchange: Callable[..., Any], send: _Blocks, recv: _Blocks) -> list[MPI.Request]:
-        """Call ``exchange``, an Alltoallw or its start, on blocks of any length at any distance; return what goes on.
+        """Call ``exchange``, an Alltoallw or Ialltoallw, on blocks of any length at any distance; return its requests.
 
-        [Note: why Alltoallw] Displacements before MPI 4 are 32-bit, and one rank cannot see whether another's total
-        passes that. Alltoallw takes a type per peer, so a rank describes far blocks by derived types on its own, inside
-        the same collective; for small buffers it is as fast as Alltoallv (measured, MPICH, 2-8 ranks).
+        [Note: why Alltoallw] Displacements before MPI 4 have 32 bits, and a rank cannot see whether another's total
+        exceeds that. Alltoallw takes a type for each peer, so a rank can describe distant blocks by derived types
+        inside the same collective. For small buffers it is as fast as Alltoallv (measured, MPICH, 2-8 ranks).
 
-        [Note: long blocks] Only the two ranks of a block know how long it is, so what is longer than a message goes on
-        from one to the other: the first piece in the collective, the others by themselves.
+        [Note: long blocks] Only the two ranks of a block know its length. Of a block longer than one message, the first
+        piece is sent in the collective, the others by point-to-point messages.
         """
         derived: list[MPI.Datatype] = []
         rest = self._rest(self._comm.Irecv, recv) + self._rest(self._comm.Isend, send)
@@ -375,7 +376,7 @@ class MpiCommunicator(Communicator):
         return rest if begun is None else [*rest, begun]
 
     def _rest(self, start: Callable[..., MPI.Request], blocks: _Blocks) -> list[MPI.Request]:
-        """Start the messages of what is longer than one, of every block."""
+        """Start the messages of the further pieces of all long blocks."""
         array, counts, starts = blocks
         length = self._length(array)
         if max(counts) <= length:

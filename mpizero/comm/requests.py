@@ -1,4 +1,4 @@
-"""Operations of MPI on their way, with the buffers they use."""
+"""Wait for non-blocking operations of MPI, and keep their buffers alive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpizero.types import Array
 
 
 class MpiRequest(Request):
-    """MPI requests of one operation (several when its buffer was cut), with the buffers they use."""
+    """Wait for the MPI requests of one operation (several when its buffer was cut), and keep its buffers."""
 
     __slots__ = ("_buffers", "_communicator", "_operation", "_requests", "_sequence", "_tag")
 
@@ -29,7 +29,7 @@ class MpiRequest(Request):
             self._release()
 
     def test(self) -> bool:
-        """Make progress and tell whether the operation has ended; it has where MPI itself has. Not collective."""
+        """Make progress and tell whether the operation has ended; always true after MPI_Finalize. Not collective."""
         if self._requests and (MPI.Is_finalized() or self._ended()):
             self._release()
         return not self._requests
@@ -50,7 +50,7 @@ class MpiRequest(Request):
 
 
 class MpiReceive(MpiRequest):
-    """A receive that must fill its buffer: MPI itself accepts shorter messages silently."""
+    """Wait for a receive that must fill its buffer: MPI itself accepts shorter messages silently."""
 
     __slots__ = ()
 

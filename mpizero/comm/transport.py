@@ -14,7 +14,7 @@ from mpizero.errors import CollectiveError
 from mpizero.layout import Span
 from mpizero.types import Array
 
-#: What counters call messages from one rank to one other: their tags are numbers that only keep them apart.
+#: Name in counters of all messages from one rank to one other, whatever their tags.
 POINT_TO_POINT = "point to point"
 
 
@@ -58,7 +58,7 @@ class Counters:
 
 
 class Request(ABC):
-    """A started operation; keeps its buffers alive until it has ended."""
+    """Wait for an operation that has been started; keeps its buffers alive until it has ended."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -70,7 +70,7 @@ class Request(ABC):
 
 
 class SharedMemory(ABC):
-    """Memory that all ranks of a node communicator read and write; made by ``Communicator.allocate_shared``.
+    """Hold memory that all ranks of a node communicator read and write; made by ``Communicator.allocate_shared``.
 
     Attributes
     ----------
@@ -91,7 +91,7 @@ class SharedMemory(ABC):
 
 
 class Transport(ABC):
-    """Rank, size, bookkeeping and the primitives; arguments have been checked when a primitive is called."""
+    """Hold rank, size and records, and declare the primitives, which are called with checked arguments."""
 
     #: Exceptions of the transport that become CollectiveError.
     _native_errors: tuple[type[BaseException], ...] = ()
@@ -105,9 +105,9 @@ class Transport(ABC):
         self.trace = CallTrace(name)
         #: Is called before MPI gets an array of a GPU, to wait for the GPU's own work; None: such are refused.
         self.wait_for_device: Callable[[], None] | None = None
-        #: What was raised when the ranks had been asked for different operations; they do not meet again.
+        #: The error that was raised when ranks had called different operations; it is raised again from then on.
         self.out_of_step: CollectiveError | None = None
-        #: Takes down when this rank was inside of calls, while there is one.
+        #: Records the time of calls, if set.
         self.timeline: Timeline | None = None
 
     def __repr__(self) -> str:
@@ -121,7 +121,7 @@ class Transport(ABC):
         return CollectiveError(f"[rank {self.rank}] {operation}{label} on {self.name!r}{what}: {reason}")
 
     def _call(self, call: Signature, primitive: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a collective primitive under the next sequence number; ``call`` is what all ranks must call alike."""
+        """Run a collective primitive under the next sequence number; ``call`` must be the same on all ranks."""
         return self._run(call[0], call[1], self.trace.begin(call), primitive, *arguments)
 
     def _count(self, operation: str, tag: str, primitive: Callable[..., Any], *arguments: Any) -> Any:
@@ -145,14 +145,14 @@ class Transport(ABC):
                 self.timeline.add(MESSAGE, CommunicatorCall(self.name, operation, tag, sequence), entered)
 
     def _failure(self, operation: str, tag: str, reason: object, array: object = None) -> CollectiveError:
-        """Return the error for a call that the transport has refused; says more where it knows more."""
+        """Return the error of a call in which the transport has failed."""
         return self.error(operation, tag, reason, array)
 
     def mismatch_term(self) -> int:
-        """Return a number that adds up to 0 over all ranks, modulo ``trace.MODULUS``, while they have called alike.
+        """Return a term that adds up to 0 over all ranks, modulo ``MODULUS``, while they have made the same calls.
 
-        Not collective, but asked by all ranks before the same collective. It covers this communicator and those inside
-        of it. 0 where every call is compared anyway.
+        Not collective, but called by all ranks before the same collective. It covers this communicator and those within
+        it. 0 where every call is compared anyway.
         """
         return 0
 

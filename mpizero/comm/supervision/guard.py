@@ -1,13 +1,13 @@
-"""Nobody fails alone: what watches over a process, from the import of mpizero on.
+"""Supervise a process from the import of mpizero on, so that no rank fails alone.
 
-[Note: one holder] ``sys.excepthook``, ``threading.excepthook`` and ``atexit`` belong to the process, as MPI does, so
+[Note: one guard] ``sys.excepthook``, ``threading.excepthook`` and ``atexit`` belong to the process, as MPI does. So
 there is one guard per process: ``_GUARD``, the only module state of the package. It holds what those hooks need and
 nothing that a computation reads.
 
-[Note: a life] :func:`install_in_job` begins it when mpizero is imported in a launcher's job, and so does the first
-communicator. From then on the hooks tell of errors and of the end (:mod:`.hooks`, :mod:`.ending`), and where there are
-several ranks a thread tells the others of the node where this one stands. The last communicator that is closed ends
-it, and all is as before; the next one begins it again. A guest's communicators (``embedded``) do neither.
+[Note: life of the guard] Supervision begins with :func:`install_in_job`, when mpizero is imported in a launcher's job,
+or with the first communicator. Hooks catch errors and the end of the program (:mod:`.python_hooks`, :mod:`.job_exit`);
+with several ranks, a thread writes the status of this rank for the others of the node. Closing the last communicator
+restores the process as it was; the next communicator begins again. A guest's communicators (``embedded``) do neither.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from mpizero.errors import (
 from mpizero.launched import RANK_PROCESS, Launch, is_rank, is_several, job_name, launched_rank, mark
 from mpizero.names import nearest
 
-#: "collectives": each is compared before it starts. "gradients": every step looks for some that no layer has written.
+#: "collectives" compares each before it starts; "gradients" checks in every step that layers have written all of them.
 DEBUG, DEBUGGED = "MPIZERO_DEBUG", ("collectives", "gradients")
-#: "1": this process belongs to another program, and nothing of it is touched; docs/embedding.md.
+#: "1" says that this process belongs to another program, and must not be changed; see docs/embedding.md.
 EMBEDDED = "MPIZERO_EMBEDDED"
 
 
 class Guard(JobExit):
-    """Takes over the process for the communicators of mpizero, and gives it back; made once, see [Note: one holder]."""
+    """Install the supervision of a process, and remove it again; made once, see [Note: one guard]."""
 
     def __init__(self) -> None:
         super().__init__(launched=is_several(os.environ))
@@ -54,25 +54,25 @@ class Guard(JobExit):
         self.verifies = "collectives" in self.debug
         self._c_exit_hook: CExitHook | None = None
         self._imported = self._keeps = self.shows_stacks = False
-        #: The communicators that are watched over, with the ranks of those that were not split off another one.
+        #: The supervised communicators, with the ranks of those that were not split off another one.
         self._watched: dict[CallTrace, tuple[int, ...]] = {}
 
     # ------------------------------------------------------------------ life
 
     def install_in_job(self) -> None:
-        """Begin to watch over this process if it is a launcher's rank and no guest; a second call does nothing.
+        """Begin to supervise this process if it is a launcher's rank and no guest; a second call does nothing.
 
         Not collective; loads no MPI.
         """
         if not self._imported and is_rank(os.environ) and os.environ.get(EMBEDDED) != "1":
             self.install()
-            self.is_guest()  # says what is wrong with another value
+            self.is_guest()  # raises for any other value
         self._imported = True
 
     def install(self, *, keep: bool = False) -> None:
-        """Set the hooks, and begin to tell the other ranks of the node where this one stands. Not collective.
+        """Set the hooks, and begin to write the status of this rank for the others of the node. Not collective.
 
-        A second call does nothing. ``keep``: until the end of the process, which is ours alone.
+        A second call does nothing. ``keep`` is for a process that runs mpizero only: supervise it until its end.
         """
         self._keeps |= keep
         if self.hooks is not None and self.hooks.live:
@@ -94,16 +94,16 @@ class Guard(JobExit):
             )
 
     def release(self) -> None:
-        """Put back all that was taken over, unless the process is ours alone. Not collective.
+        """Remove the hooks and end the supervision, unless it was installed to stay. Not collective.
 
-        Done when the last communicator is closed, and by a guest's configuration.
+        Called when the last communicator is closed, and by a guest's configuration.
         """
         if self.process == os.getpid() and self.hooks is not None and not self._keeps:
             self.hooks.restore()
             self._stop_supervision()
 
     def on_exit(self) -> None:
-        """Wait for the others at the end of the program, then rest."""
+        """Wait for the others at the end of the program, then end the supervision."""
         super().on_exit()
         self._stop_supervision()
 
@@ -123,7 +123,7 @@ class Guard(JobExit):
         self.hooks, self.process = None, 0
 
     def release_to_host(self) -> None:
-        """Give back what the import has taken, where nothing is watched over yet. Not collective."""
+        """Remove what the import has installed, unless communicators are supervised. Not collective."""
         self._imported = True
         if not self._watched:
             self.release()
@@ -136,9 +136,9 @@ class Guard(JobExit):
 
     @contextlib.contextmanager
     def register_new(self, trace: CallTrace, comm: Any, timeout: float | None, *, guest: bool) -> Iterator[Any]:
-        """Put a communicator on the register, which the block makes; it hands out what lets its ranks meet.
+        """Register a communicator that the block makes; yields a function that connects its ranks and returns them.
 
-        Collective over ``comm``, an mpi4py intracommunicator, as is what is handed out, for the new one.
+        Collective over ``comm``, an mpi4py intracommunicator; the yielded function over the new communicator.
         """
         if not guest:
             self.install()
@@ -169,7 +169,7 @@ class Guard(JobExit):
             self.end_job(self.with_prefix(text), ExitStatus.HANG)
 
     def _join_group(self, comm: Any, members: tuple[int, ...]) -> tuple[int, ...]:
-        """Let the ranks of a communicator open what they tell each other by, unless they have. Collective over it."""
+        """Make a peer group of a communicator's ranks, unless there is one; return the ranks. Collective over it."""
         if not self.peers.has_group(members):
             self.peers.add_group(comm, members, self.host, self.supervisor.warn_once)
         self._start_heartbeat()
@@ -192,7 +192,7 @@ class Guard(JobExit):
         return members
 
     def register_split(self, trace: CallTrace, comm: Any, *, guest: bool) -> tuple[int, ...]:
-        """Put a communicator that was split off one of ours on the register; return its world ranks.
+        """Register a communicator that was split off a registered one; return its world ranks.
 
         Not collective.
         """
@@ -203,9 +203,9 @@ class Guard(JobExit):
         return members
 
     def unregister(self, trace: CallTrace, *, free: bool) -> None:
-        """Take a closed communicator off the register; with the last one, give everything back.
+        """Remove a closed communicator from the registry; with the last one, end the supervision.
 
-        Collective over its ranks, where ``free`` says that MPI lives.
+        Collective over its ranks if ``free``, which says that MPI still runs.
         """
         self.register.remove(trace)
         members = self._watched.pop(trace, None)
@@ -215,14 +215,14 @@ class Guard(JobExit):
             self.release()
 
     def before_mpi_starts(self) -> None:
-        """Tell the others of this node that this rank will now wait for all ranks to start MPI. Not collective."""
+        """Note in the status that this rank now waits for all ranks to start MPI. Not collective."""
         if self.heartbeat is not None and "mpi4py.MPI" not in sys.modules:
             self.heartbeat.extra_entries["starts"] = True
             self.heartbeat.refresh_place()
             self._start_heartbeat()
 
     def _start_heartbeat(self) -> None:
-        """Tell the others where this rank stands, from now on. Not collective."""
+        """Begin to write the status of this rank. Not collective."""
         if self.heartbeat is not None:
             self.heartbeat.beat()
             return
@@ -230,11 +230,11 @@ class Guard(JobExit):
         try:
             self.heartbeat.beat()
             self.supervisor.add(self.heartbeat.look)
-        except Exception as error:  # what only helps to find a fault ends no run
+        except Exception as error:  # a failure of the supervision must not end the run
             self.supervisor.warn_once(error)
 
     def _watch_mismatches(self) -> None:
-        """Compare what this rank calls with what the others call, from now on. Not collective."""
+        """Begin to compare the calls of this rank with those of the others. Not collective."""
         if self.mismatch_watch is None and self.heartbeat is not None:
             self.mismatch_watch = MismatchWatch(self.heartbeat, self._end_mismatch)
             self.heartbeat.listeners.append(self.mismatch_watch.look)
@@ -245,15 +245,15 @@ _GUARD = Guard()
 
 
 def install_in_job() -> None:
-    """Begin the supervised life of a rank: what the import of mpizero calls in a launcher's job.
+    """Begin to supervise a rank; called by the import of mpizero in a launcher's job.
 
-    Not collective; loads no MPI. ``MPIZERO_EMBEDDED=1`` prevents it, ``ShardingConfig(embedded=True)`` takes it back.
+    Not collective; loads no MPI. ``MPIZERO_EMBEDDED=1`` prevents it, ``ShardingConfig(embedded=True)`` undoes it.
     """
     _GUARD.install_in_job()
 
 
 def set_context(step: int | None = None, phase: str | None = None) -> None:
-    """Name the step and phase that this rank is in, for last words and the watchdog. Not collective."""
+    """Set the step and phase of this rank, for reports. Not collective."""
     if step is not None:
         _GUARD.context["step"] = step
     if phase is not None:
@@ -261,5 +261,5 @@ def set_context(step: int | None = None, phase: str | None = None) -> None:
 
 
 def current() -> Guard:
-    """Return the guard of this process, for the watchdog."""
+    """Return the guard of this process."""
     return _GUARD

@@ -1,13 +1,13 @@
 """End a job as one: one of the ranks that fail or leave early reports why, and all ranks end.
 
-Works under plain ``mpiexec python script.py``. What it cannot see is ``os._exit``, which runs no Python code: there
-the launcher must notice (Open MPI's does; MPICH's takes status 0 for success), so a marker file has to tell success.
+Works under plain ``mpiexec python script.py``. It does not see ``os._exit``, which runs no Python code: there the
+launcher must notice (Open MPI's does; MPICH's takes status 0 for success), so a program should mark success by a file.
 
-[Note: last words] Of all ranks that fail, one speaks. The ranks of a node ask their board who is first. Other nodes
-cannot ask, so nodes without rank 0 first wait for ``_OTHER_NODE`` seconds, in which a job that is being ended kills
-them. An error of bad input (MpizeroError) is usually raised by all ranks at once: each brings it into a minimum over
-the ranks, which names the lowest failing rank and its exit status; that rank speaks, and all leave without Abort.
-A RemoteError or PeerFailure only says that somebody else failed: it speaks only if nobody else does.
+[Note: one report] Of all ranks that fail, one reports. The first rank of a node to claim the report on the status board
+does. Ranks of other nodes cannot be asked, so nodes without rank 0 first wait for ``_OTHER_NODE`` seconds, in which a
+job that is being ended kills them. An error of bad input (MpizeroError) is usually raised by all ranks at once: a
+minimum over the ranks finds the lowest failing rank and its exit status. That rank reports, and all end without Abort.
+A RemoteError or PeerFailure only says that another rank failed: it is reported only if no other rank reports.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from mpizero.errors import (
 
 #: Seconds between the failure of a rank and the hard end of its process, whatever MPI does.
 HARD_STOP = 4.0
-#: Seconds for which an error of bad input waits for the same error on the other ranks: they are in step once they
-#: share a communicator; before, one may still be loading the program.
+#: Seconds in which the other ranks must raise an error of bad input, too: with a common communicator, and before there
+#: is one, when a rank may still be loading the program.
 _AGREEMENT, _AGREEMENT_AT_START = 0.7, 2.0
-#: Seconds for which ranks that fail because of another rank, or second, wait to be ended.
+#: Seconds for which ranks that fail because of another rank, or after it, wait to be ended.
 _CONSEQUENCE = 2.0
 _OTHER_NODE = 0.3
-#: Seconds for which a rank that ends without MPI waits for others to begin: they would wait for it in MPI_Init.
+#: Seconds for which a rank that ends without MPI waits for others to start: they would wait for it in MPI_Init.
 _COMING = 3.0
 
 _NORMAL = 2**62
@@ -73,7 +73,7 @@ class JobExit:
         self.context: dict[str, Any] = {}
         self._exit_state = ""
         self._agreed = False
-        self._asked: tuple[Any, dict[str, int]] = (0, {})
+        self._requested: tuple[Any, dict[str, int]] = (0, {})
         self._ending_lock = threading.Lock()
 
     def _end_mismatch(self, error: CollectiveMismatch) -> None:
@@ -101,10 +101,10 @@ class JobExit:
             self.rank, self.size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
         return mpi if self.size > 1 else None
 
-    # ------------------------------------------------------------------ what the hooks tell
+    # ------------------------------------------------------------------ events of the hooks
 
     def on_error(self, error: BaseException, trace: TracebackType | None, origin: str) -> None:
-        """End the job, or this program with all others, for an error that nobody has caught."""
+        """End the job, or this program with all others, because of an uncaught error."""
         assert self.hooks is not None
         mpi = self._mpi(join=True)
         if isinstance(error, MpizeroError):
@@ -128,15 +128,15 @@ class JobExit:
             self.end(mpi, self.with_prefix(format_error(error, trace), origin), code, delay)
 
     def on_exit_request(self, status: Any) -> None:
-        """Remember a status, and what was called before it."""
-        self._asked = (status, self.register.counts())
+        """Store a requested exit status with the number of calls before it."""
+        self._requested = (status, self.register.counts())
 
     def has_other_ranks(self) -> bool:
-        """Tell whether there are other ranks to be ended."""
+        """Tell whether there are other ranks to end."""
         return self._mpi() is not None
 
     def _on_c_exit(self) -> None:
-        """Say what MPI has ended this process for, as far as the calls of the others tell; does not return then."""
+        """Report why MPI ends this process, as far as the calls of the other ranks show it; then do not return."""
         if self.process != os.getpid() or self.mismatch_watch is None or not self._ending_lock.acquire(blocking=False):
             return
         call = next((entry.trace for entry in self.register.live if entry.trace.entered), None)
@@ -155,7 +155,7 @@ class JobExit:
 
     @staticmethod
     def _consequence_delay(error: BaseException, mpi: Any) -> float:
-        """Seconds to give the rank that failed first; MPI itself reports dead peers to those that live."""
+        """Return the seconds to wait for the rank that failed first; MPI itself reports dead peers to living ranks."""
         if isinstance(error, RemoteError | PeerFailure):
             return _CONSEQUENCE
         return _AGREEMENT if isinstance(error, mpi.Exception) else 0.0
@@ -164,14 +164,14 @@ class JobExit:
 
     @property
     def _all_ranks_comm(self) -> Any:
-        """The communicator of all ranks that only the guard uses; None if they have not met."""
+        """The guard's own communicator of all ranks; None if there is none."""
         return next((group.control for group in self.peers.groups if len(group.members) == self.size), None)
 
     def _agree_to_fail(self, mpi: Any, error: MpizeroError) -> int | None:
         """Return the common exit status if every rank ends now, after one of them has printed its error; else None.
 
-        Only where all ranks have met, or none: a rank that fails before its first communicator may use COMM_WORLD, for
-        it leaves.
+        Only where there is a communicator of all ranks, or none at all: a rank that fails before its first one may use
+        COMM_WORLD, since it ends.
         """
         second = isinstance(error, RemoteError | PeerFailure)
         self._exit_state = "failed"
@@ -181,7 +181,7 @@ class JobExit:
         if found is None:
             return None
         self._agreed = True
-        self.peers.close_startup_board(all_joined=True)  # the first one that ends may be the others' end
+        self.peers.close_startup_board(all_joined=True)  # the launcher may end the others when the first one ends
         if found == mine:
             write_stderr(f"{user_message(error)}\n")
         return found & 0xFF
@@ -193,15 +193,15 @@ class JobExit:
         raise SystemExit(int(status))
 
     def on_exit(self) -> None:
-        """Wait for the others at the end of the program, and end the job where they cannot end without this rank."""
+        """Wait for the others at the end of the program; end the job if they cannot end without this rank."""
         mpi = self._mpi()
         if mpi is None and self.launched and self.process == os.getpid() and "mpi4py.MPI" not in sys.modules:
             self._wait_before_mpi()
         elif mpi is not None and not self._agreed and not self._ending_lock.locked():
             self._exit_state = "leaving"
             if self.heartbeat is not None:
-                self.heartbeat.beat()  # the last word of this rank on what it has called
-            status, counts = self._asked  # if collectives came after it, somebody has caught it
+                self.heartbeat.beat()  # so that the others see all calls of this rank
+            status, counts = self._requested  # if collectives came after it, the program has caught the exit
             asked = status if counts == self.register.counts() else 0
             early_exit = EarlyExit(self.peers, self.register, asked, self.patience, self._end_early)
             early_exit.wait()
@@ -211,16 +211,16 @@ class JobExit:
             if self.mismatch_watch is not None and (error := self.mismatch_watch.compare_at_exit()):
                 self._end_mismatch(error)
         self.supervisor.stop()
-        if self._asked[0] not in (None, 0):  # the launcher ends the others then
+        if self._requested[0] not in (None, 0):  # the launcher ends the others then
             self.peers.close_startup_board(all_joined=True)
 
     def _wait_before_mpi(self) -> None:
-        """Wait for the others of this node, and end them where one starts MPI: it would wait for this rank for ever."""
+        """Wait for the others of this node; end them if one starts MPI, since it would wait for this rank for ever."""
         self._exit_state = "leaving"
         if self.heartbeat is not None:
             self.heartbeat.beat()
         begun, startup_board = time.monotonic(), self.peers.startup_board
-        limit = begun + (PATIENCE if self._asked[0] in (None, 0) else _CONSEQUENCE)
+        limit = begun + (PATIENCE if self._requested[0] in (None, 0) else _CONSEQUENCE)
         while (now := time.monotonic()) < limit:
             others = self.peers.read_startup_board()
             coming = startup_board is not None and now < begun + _COMING and not startup_board.all_started()
@@ -236,10 +236,10 @@ class JobExit:
             text = f"left early: the program has ended here, but {reason}"
             self.end(mpi, self.with_prefix(text), ExitStatus.RANK_FAILED)
 
-    # ------------------------------------------------------------------ last words
+    # ------------------------------------------------------------------ reporting
 
     def with_prefix(self, text: str, origin: str = "") -> str:
-        """Put ``[rank r/N host]`` before every line; the first line says where the job stood."""
+        """Put ``[rank r/N host]`` before every line; the first line names step and phase."""
         place = ", ".join(f"{name} {value}" for name, value in self.context.items())
         head = " ".join(filter(None, [origin, f"at {place}" if place else ""]))
         body = f"{head}:\n{text}" if head else text
@@ -247,8 +247,8 @@ class JobExit:
         return "".join(f"{prefix} {line}".rstrip() + "\n" for line in body.splitlines())
 
     def claims_report(self) -> bool:
-        """Tell whether this rank is the one to say why the job ends. See [Note: last words]."""
-        if not self.peers.groups and self.peers.startup_board is None:  # nobody to ask: lower ranks first
+        """Return True on the rank that reports why the job ends. See [Note: one report]."""
+        if not self.peers.groups and self.peers.startup_board is None:  # no status board: lower ranks first
             time.sleep(min(0.1 * self.rank, _CONSEQUENCE) + (_OTHER_NODE if self.rank else 0.0))
             return True
         if not (self.peers.leads if self.peers.groups else 0 in {self.rank, *self.peers.read_startup_board()}):
@@ -270,9 +270,9 @@ class JobExit:
             self.end(mpi, text, status)
 
     def end(self, mpi: Any, text: str, status: int, delay: float = 0.0) -> NoReturn:
-        """Write ``text`` if no other rank has spoken, and end all ranks with ``status``. Does not return."""
+        """Write ``text`` if no other rank has reported, and end all ranks with ``status``. Does not return."""
         if not self._ending_lock.acquire(blocking=False):
-            threading.Event().wait()  # another thread of this rank is at it
+            threading.Event().wait()  # another thread of this rank ends the job
         self._arm_hard_stop(delay)
         self._exit_state = "failed"
         time.sleep(delay)
@@ -291,5 +291,5 @@ class JobExit:
 
     @staticmethod
     def _arm_hard_stop(delay: float) -> None:
-        nowhere = os.open(os.devnull, os.O_WRONLY)  # faulthandler wants somewhere to write; open until the end
-        faulthandler.dump_traceback_later(HARD_STOP + delay, exit=True, file=nowhere)
+        devnull = os.open(os.devnull, os.O_WRONLY)  # faulthandler needs an open file
+        faulthandler.dump_traceback_later(HARD_STOP + delay, exit=True, file=devnull)

@@ -1,8 +1,8 @@
-"""The functions by which Python tells a program of its errors and its end: taken over for some time, then given back.
+"""Replace the functions that Python calls for errors and at the end of a program, and restore them.
 
-[Note: who was there] What stood in their places is called where an error is none of ours, and a host's own
-``sys.excepthook`` before the job is ended. Where somebody has put a function over one of ours meanwhile, that one
-stays, and ours only hands on from then on: each :class:`PythonHooks` is used once.
+[Note: earlier hooks] The functions that were replaced are called for errors that are not of this package, and a host's
+own ``sys.excepthook`` is called before the job is ended. If another function has replaced one of ours meanwhile, that
+one stays, and ours only calls the earlier one from then on: each :class:`PythonHooks` is used once.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ class HookListener(Protocol):
     """Receive the events that :class:`PythonHooks` catches."""
 
     def on_error(self, error: BaseException, trace: TracebackType | None, origin: str) -> None:
-        """Take an error that nobody has caught; ``origin`` says where, "" for the main thread."""
+        """Handle an uncaught error; ``origin`` says where it was raised, "" for the main thread."""
 
     def on_exit_request(self, status: Any) -> None:
-        """Take note of a call of ``sys.exit``."""
+        """Handle a call of ``sys.exit``."""
 
     def on_exit(self) -> None:
-        """Do what is due at the end of the program."""
+        """Handle the end of the program."""
 
     def has_other_ranks(self) -> bool:
-        """Tell whether an error outside of the main program is the job's business."""
+        """Tell whether there are other ranks, which an error outside of the main program must end."""
 
 
 class PythonHooks:
-    """Takes over ``sys.excepthook``, ``sys.unraisablehook``, ``sys.exit``, ``threading.excepthook`` and ``atexit``.
+    """Replace the hooks of ``sys`` and ``threading`` for errors, and ``sys.exit``; register at ``atexit``.
 
-    Those of this process; in a fork of it they only hand on. Not collective.
+    In a fork of this process they only call the earlier functions. Not collective.
     """
 
     def __init__(self, listener: HookListener) -> None:
@@ -56,7 +56,7 @@ class PythonHooks:
         atexit.register(self._at_end)
 
     def restore(self) -> None:
-        """Put back what was there, and tell the listener nothing more; a second call does nothing."""
+        """Restore the earlier functions, and call the listener no more; a second call does nothing."""
         self._live = False
         atexit.unregister(self._at_end)
         if sys.excepthook == self._on_exception:
@@ -74,21 +74,21 @@ class PythonHooks:
         return self._live and self._process == os.getpid()
 
     def show(self, error: BaseException, trace: TracebackType | None, *, hosts_only: bool = False) -> None:
-        """Call the ``sys.excepthook`` that was there; ``hosts_only``: unless it is Python's own."""
+        """Call the earlier ``sys.excepthook``; with ``hosts_only`` not if it is Python's own."""
         if not hosts_only:
             self._excepthook(type(error), error, trace)
         elif self._excepthook is not sys.__excepthook__:
-            with contextlib.suppress(Exception):  # a fault of its own must not keep the job alive
+            with contextlib.suppress(Exception):  # an error in it must not keep the job alive
                 self._excepthook(type(error), error, trace)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if self.live and not hasattr(sys, "ps1"):  # else a forked child, or a person at the prompt
+        if self.live and not hasattr(sys, "ps1"):  # else a forked child, or an interactive session
             self._listener.on_error(error, trace, "")
         else:
             self._excepthook(kind, error, trace)
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
-        """End the job for a thread in which this package was at work; all other threads are the program's own."""
+        """Pass on an error of a thread that has run code of this package; others are the program's own."""
         error = args.exc_value
         ours = error is not None and args.exc_type is not SystemExit and _passes_through_here(args.exc_traceback)
         if error is not None and ours and self.live and self._listener.has_other_ranks():
@@ -98,7 +98,7 @@ class PythonHooks:
             threading.__excepthook__(args)
 
     def _on_unraisable(self, args: Any) -> None:
-        """Errors of functions registered with atexit come here; all others have no effect on the program."""
+        """Pass on errors of functions registered with atexit; all others have no effect on the program."""
         of_the_end = "atexit" in (args.err_msg or "") and args.exc_value is not None
         if of_the_end and self.live and self._listener.has_other_ranks():
             self._listener.on_error(args.exc_value, args.exc_traceback, "while leaving (atexit)")
@@ -106,7 +106,7 @@ class PythonHooks:
             self._unraisablehook(args)
 
     def _on_exit(self, status: Any = None, /) -> NoReturn:
-        """Note what a program asks for: no hook is told of SystemExit, and at the end its status is forgotten."""
+        """Pass on the requested status: no hook receives SystemExit, and at the end its status is not known."""
         if self.live:
             self._listener.on_exit_request(status)
         self._exit(status)

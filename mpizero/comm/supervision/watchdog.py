@@ -1,13 +1,13 @@
-"""A collective that does not return is reported with the line of every rank, and ends the job.
+"""Report a collective that does not return, with the line of every rank, and end the job.
 
 [Note: two stages] Stage 1 is the supervisor's thread: once a call of a communicator has lasted longer than the
-timeout, it reads the boards, says which ranks are missing and where every rank stands, and aborts. It needs Python's
-interpreter lock on one waiting rank, which ranks inside MPI do not hold. Stage 2 is a timer of the kernel that needs no
-lock (:mod:`.locktimer`): as long as the thread lives it is put off; when the lock is held too long it writes the stacks
-of all threads and ends the process, and the launcher ends the other ranks.
+timeout, it reads the status boards, reports the missing ranks and the line of every rank, and aborts. It needs Python's
+interpreter lock on one waiting rank; ranks inside MPI do not hold it. Stage 2 is a timer of the kernel that needs no
+lock (:mod:`.lock_timer`). The thread restarts it; when the lock is held too long, the timer writes the stacks of all
+threads and ends the process, and the launcher ends the other ranks.
 
-[Note: files] Who waits for a rank that reads or writes files is not stuck while bytes come, however slowly: the time
-counts from the last bytes that any rank has told of (:meth:`.CallTrace.transfer`).
+[Note: files] A rank that waits for one that reads or writes files is not stuck while bytes move, however slowly: the
+timeout counts from the last bytes that any rank has counted (:meth:`.CallTrace.transfer`).
 """
 
 from __future__ import annotations
@@ -36,32 +36,31 @@ from mpizero.comm.supervision.lock_timer import LockTimer
 from mpizero.comm.supervision.supervisor import HEARTBEAT, TICK
 from mpizero.errors import CollectiveError, ConfigError, ExitStatus
 
-#: Seconds for a silent rank to write its stacks before the job ends.
+#: Seconds for silent ranks to write their stacks before the job ends.
 _STACKS = 0.5
 
 
 class Watchdog:
-    """Ends the job when one call of any communicator of this process lasts longer than ``timeout``.
+    """End the job when one call of any communicator of this process lasts longer than ``timeout``.
 
-    A context manager, or :meth:`start` and :meth:`stop`; every rank makes its own. Costs nothing per call: the
-    communicators note when they enter a call anyway, and a sleeping thread looks at that note, one for all watchdogs of
-    a process. Time in which the process was stopped does not count, nor that in which bytes of files come that others
-    wait for. SIGUSR2 makes a process write the stacks of its threads while one is running. With an in-process
-    communicator the call that lasts too long breaks the group by :meth:`Communicator.abort` instead of ending the
-    process.
+    A context manager, or :meth:`start` and :meth:`stop`; every rank makes its own. It costs nothing per call:
+    communicators record when they enter a call anyway, and one thread for all watchdogs of a process reads the record.
+    Time in which the process was stopped does not count, nor time in which ranks move bytes of files that others wait
+    for. While it runs, SIGUSR2 makes a process write the stacks of its threads. With an in-process communicator the
+    call that lasts too long ends the group by :meth:`Communicator.abort`, not the process.
 
     Parameters
     ----------
     comm : Communicator
         Any communicator of this process; over MPI all of the process are watched.
     timeout : float
-        Seconds; longer than the longest time ranks may legally wait for one another.
+        Seconds; longer than the longest time that ranks may rightly wait for one another.
     grace : float
-        Stage 2 comes after ``timeout + grace`` seconds of processor time without a sign of life of this process; over
-        MPI only.
+        Stage 2 ends this process after ``timeout + grace`` seconds of processor time in which the thread did not run;
+        over MPI only.
     folder : path or None
-        Folder that all nodes see, for the lines of ranks on nodes that cannot be asked (see :mod:`.elsewhere`) and the
-        stacks of stage 2 (``hang-rank00003.txt``). None, or one that cannot be written: stacks go to standard error.
+        Folder that all nodes see, for the status of ranks on nodes that do not reply (see :mod:`.remote_status`) and
+        the stacks of stage 2 (``hang-rank00003.txt``). If None or not writable, stacks go to standard error.
 
     Raises
     ------
@@ -97,7 +96,7 @@ class Watchdog:
         self.stop()
 
     def start(self) -> None:
-        """Start to watch. Not collective."""
+        """Start the watchdog. Not collective."""
         self._shared = self._guard.is_registered(self._comm.trace)
         self._rank = self._guard.rank if self._shared else self._comm.rank
         if not self._shared:  # one rank, or ranks that are threads of this process
@@ -108,15 +107,15 @@ class Watchdog:
             with contextlib.suppress(ValueError, OSError, AttributeError, RuntimeError):  # a standard error of its own
                 faulthandler.register(signal.SIGUSR2, file=sys.__stderr__ or 2, all_threads=True)
                 self._guard.shows_stacks = True
-                self._tell_of_stacks()
+                self._announce_stacks()
             self._timer = LockTimer(self._log or sys.__stderr__ or 2)
         self._running = True
         self._guard.supervisor.add(self._look, min(TICK, self._timeout / 10))
-        if self._timer is not None and self._guard.supervisor.is_running:  # else nobody would put it off
+        if self._timer is not None and self._guard.supervisor.is_running:  # else nothing would restart it
             self._timer.restart(self._timeout + self._grace)
 
     def stop(self) -> None:
-        """Stop to watch and remove what was written; a second call does nothing. Not collective."""
+        """Stop the watchdog and remove its files; a second call does nothing. Not collective."""
         if not self._running:
             return
         self._running = False
@@ -131,13 +130,13 @@ class Watchdog:
                 self._path(self._rank).unlink(missing_ok=True)
             self._log = None
 
-    def _tell_of_stacks(self) -> None:
-        """Let the others know, before any work begins, that a signal shows the stacks of this rank."""
+    def _announce_stacks(self) -> None:
+        """Note in the status, before any work begins, that a signal shows the stacks of this rank."""
         if (heartbeat := self._guard.heartbeat) is not None:
             heartbeat.extra_entries["stacks"] = True
             try:
                 heartbeat.beat()
-            except Exception as error:  # what only helps to find a fault ends no run
+            except Exception as error:  # a failure of the supervision must not end the run
                 self._guard.supervisor.warn_once(error)
 
     def _open_log(self) -> None:
@@ -166,7 +165,7 @@ class Watchdog:
                 return
 
     def _files_move(self, call: list[Any], now: float) -> bool:
-        """Tell whether some rank has told of bytes within the timeout; asked again after another one."""
+        """Tell whether a rank has moved bytes of files within the timeout; the result holds for another timeout."""
         since = self._guard.supervisor.since
         if self._moved and since(self._moved, now) <= self._timeout:
             return True
@@ -209,7 +208,7 @@ class Watchdog:
         return self._folder / f"heartbeat-rank{rank:05d}.json"
 
     def _publish(self) -> None:
-        """Write the slot where other nodes see it; a full or slow folder is not a fault of the training."""
+        """Write the slot where other nodes see it; a full or slow folder must not end the run."""
         own, heartbeat = self._path(self._rank), self._guard.heartbeat
         slot = heartbeat.last_slot if heartbeat is not None and self._shared else {}
         with contextlib.suppress(OSError):
@@ -218,7 +217,7 @@ class Watchdog:
             temporary.replace(own)
 
     def _slots(self, members: tuple[int, ...]) -> dict[int, Slot]:
-        """Every slot that can be read, with the seconds since it was written."""
+        """Return every slot that can be read, with the seconds since it was written."""
         peers = self._guard.peers
         slots = peers.read()
         for rank in members if self._folder is not None else ():
