@@ -91,7 +91,7 @@ TWO_CLASSES = {
     "Layer": "the protocol in types.py and the base class of the layers that follow it",
     "Schedule": "a pipeline's, and a learning rate's: both public names of the library",
 } | dict.fromkeys(
-    ["Figures", "Group", "Job", "Messages"] + ["Part", "Piece", "Span"],
+    ["Group", "Job", "Messages"] + ["Part", "Piece", "Span"],
     "to be renamed",
 )
 #: Folders of a package whose modules may have the names of modules in its other folders, and why.

@@ -85,7 +85,6 @@ RETIRED = (
 
 #: Uses that remain to be renamed, at most: to be lowered, never raised.
 REMAINING = {
-    "cards?": 2,
     "deal|deals|dealt|dealing": 72,
     "turns?": 56,
     "spreads?": 90,
@@ -93,13 +92,13 @@ REMAINING = {
     "lookouts?": 15,
     "elsewhere": 12,
     "doors?": 16,
-    "mirrors?|mirrored": 25,
+    "mirrors?|mirrored": 1,
     "rings?": 57,
     "behind": 51,
     "lend|lends|lent|lending|lender|lenders|borrowed|borrows?": 92,
     "subjects?": 80,
     "faces|hands|manners?": 4,
-    "watching": 7,
+    "watching": 2,
     "answers?": 88,
     "dearest|at rest|at hand|(on|under) (its|their) way": 65,
     "settle|settles|settled|settling": 51,

@@ -1,4 +1,4 @@
-"""BLAS decides bits: its threads are set by the configuration, its builds are compared over the ranks."""
+"""Set the threads of BLAS, and compare its builds over the ranks: both decide bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpizero.kernels.blas import library
 from mpizero.text import notice
 
 
-def settle_blas(comm: Communicator, threads: int) -> Any:
+def limit_blas_threads(comm: Communicator, threads: int) -> Any:
     """Limit BLAS to ``threads`` threads, and say so on rank 0 if ranks have different builds of it.
 
     Collective over ``comm``. Products of another build or for another core type may have other bits, so the result of
@@ -64,5 +64,5 @@ def different_builds(builds: Sequence[Sequence[str]]) -> str | None:
     rank = next(r for r, build in enumerate(builds) if list(build) != list(builds[0]))
     return (
         f"rank {rank} has BLAS {', '.join(builds[rank]) or 'none'}, rank 0 has {', '.join(builds[0]) or 'none'}: "
-        "results may differ in their last bits between runs that deal grains differently; use nodes of one kind"
+        "results may differ in their last bits between runs that assign grains differently; use nodes of one kind"
     )

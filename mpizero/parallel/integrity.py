@@ -32,7 +32,7 @@ MAX_NAMED = 4
 
 
 class _Tensor(NamedTuple):
-    """An array that ranks hold ranges of: which, and which slice of the whole one."""
+    """Name an array that ranks hold ranges of, and its slice of the whole one."""
 
     kind: str
     name: str
@@ -44,7 +44,7 @@ class _Tensor(NamedTuple):
 
 
 class _Range(NamedTuple):
-    """Elements ``start:stop`` of an array, as one rank holds them."""
+    """Describe elements ``start:stop`` of an array, as one rank holds them."""
 
     tensor: _Tensor
     start: int
@@ -52,7 +52,7 @@ class _Range(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The ranges of all ranks, cut so that copies have the same; the same on every rank but for ``views``."""
+    """Hold the ranges of all ranks, cut alike for all copies; equal on every rank but for ``views``."""
 
     ranges: list[list[_Range]]
     views: list[Array]
@@ -84,7 +84,7 @@ class Integrity:
         self._taken: tuple[int, Array] | None = None
 
     def watch(self, updater: Updater) -> None:
-        """Look after this optimizer's state from now on. Not collective."""
+        """Check this optimizer's state from now on. Not collective."""
         self._updater, self._plan = updater, None
         self.forget()
 

@@ -15,7 +15,7 @@ from mpizero.errors import ConfigError, SharedMemoryError
 from mpizero.layout import FlatLayout, Grains
 from mpizero.nn.malloc import keep_freed_memory
 from mpizero.parallel.batch.step_scalars import GrainScalars
-from mpizero.parallel.blas_threads import settle_blas
+from mpizero.parallel.blas_threads import limit_blas_threads
 from mpizero.parallel.checkpointing.half_loaded import HalfLoaded
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.device.compute_device import open_compute_device
@@ -28,7 +28,7 @@ from mpizero.parallel.gradients.row_buffer import RowBuffer
 from mpizero.parallel.gradients.wave_buffer import WaveBuffer
 from mpizero.parallel.integrity import Integrity
 from mpizero.parallel.memory_check import fits_shared_memory, tell_private
-from mpizero.parallel.optimizer.global_norm import Across
+from mpizero.parallel.optimizer.global_norm import GlobalSums
 from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
 from mpizero.parallel.optimizer.tied_parameters import TieExchange
 from mpizero.parallel.parameters.allocator import Memory
@@ -75,7 +75,7 @@ class PlacedModel:
         private: bool = False,
     ) -> None:
         self.model, self.config, self.placement = model, config, placement
-        self._blas_threads = settle_blas(config.communicator, config.threads)
+        self._blas_threads = limit_blas_threads(config.communicator, config.threads)
         self.block_model = isinstance(model, BlockModel)
         self.compute_device = open_compute_device(config, self.block_model, device)
         if self.block_model and not config.is_guest:
@@ -95,7 +95,9 @@ class PlacedModel:
             self._take_memory()
         self.whole = GlobalView(blocks_of(model), self.store, self.grid)
         self.scalars = GrainScalars(self.grid, self.layout, tuple(blocks_of(model)))
-        self.across = Across(self.grid, self.layout, trainable_names(model)) if self.grid.model.size > 1 else None
+        self.global_sums = (
+            GlobalSums(self.grid, self.layout, trainable_names(model)) if self.grid.model.size > 1 else None
+        )
         self.ties = self._tie_exchange()
         self.runner = self._make_runner()
         self.updater: Updater | None = None
@@ -178,7 +180,7 @@ class PlacedModel:
             self.updater.release()
         with all_ranks(self.grid.world, first=True):
             self.exchange.compress(self.config.gradient_compression)
-            scope = UpdateScope(self.exchange.replicated, not self.reducer.waves, self.across, self.ties)
+            scope = UpdateScope(self.exchange.replicated, not self.reducer.waves, self.global_sums, self.ties)
             self.updater = self.compute_device.updater(optimizer, self.store, scope)
         self.integrity.watch(self.updater)
 

@@ -1,4 +1,4 @@
-"""The placement table: every strategy is one row, executed by one engine."""
+"""Define the placement table: every strategy is one row, and one engine executes all of them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from mpizero.names import nearest
 
 @dataclass(frozen=True)
 class Placement:
-    """What a strategy shards and how it deals grains.
+    """Describe what a strategy shards and how it assigns grains.
 
     Attributes
     ----------
     strategy : str
         The name in metadata.
+    saved_as : str
+        The name in checkpoints: rows that shard alike have the same, so that a strict layout takes both.
     shard_parameters, shard_gradients, shard_optimizer : bool
         Whether each owner keeps its part only; otherwise there is one copy per node (per rank with private memory).
     one_unit : bool
@@ -23,6 +25,7 @@ class Placement:
     """
 
     strategy: str
+    saved_as: str
     shard_parameters: bool
     shard_gradients: bool
     shard_optimizer: bool
@@ -30,16 +33,16 @@ class Placement:
 
     @property
     def waves(self) -> bool:
-        """Whether grains are dealt in waves, so that owners meet them in order and keep no full gradient."""
+        """Whether grains are assigned in waves, so that owners meet them in order and keep no full gradient."""
         return self.shard_gradients
 
 
 PLACEMENTS = {
-    "ddp": Placement("DDP", False, False, False, True),
-    "zero1": Placement("ZeRO-1", False, False, True, True),
-    "zero2": Placement("ZeRO-2", False, True, True, False),
-    "zero3": Placement("ZeRO-3", True, True, True, False),
-    "fsdp": Placement("FSDP", True, True, True, False),
+    "ddp": Placement("DDP", "DDP", False, False, False, True),
+    "zero1": Placement("ZeRO-1", "ZeRO-1", False, False, True, True),
+    "zero2": Placement("ZeRO-2", "ZeRO-2", False, True, True, False),
+    "zero3": Placement("ZeRO-3", "ZeRO-3", True, True, True, False),
+    "fsdp": Placement("FSDP", "ZeRO-3", True, True, True, False),
 }
 
 

@@ -1,4 +1,4 @@
-"""What one training step tells."""
+"""Describe the result of one training step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class NonFinite:
-    """A loss or gradient that is infinite or NaN: where it was found first.
+    """Describe the first infinite or NaN loss or gradient that was found.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class NonFinite:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one training step did.
+    """Hold the results of one training step.
 
     Attributes
     ----------

@@ -203,7 +203,7 @@ class PlannedRun:
             ways.append("a smaller train.micro_batch")
         if part == "activations" and not getattr(self.config.model, "activation_checkpointing", True):
             ways.append("model.activation_checkpointing = true")
-        if self.config.parallel.strategy != "zero3" and part not in ("activations", "working arrays"):
+        if not self.training.row.shard_parameters and part not in ("activations", "working arrays"):
             ways.append('a higher stage of parallel.strategy (up to "zero3")')
         ways.append("more nodes, or more stages or tensor parts")
         return f"its fullest rank holds most in {part}: " + ", ".join(ways)
@@ -261,7 +261,7 @@ class PlannedRun:
     def _pipeline_warnings(self) -> Iterator[str]:
         training = self.training
         micro, stages = self.training.micro_batches, training.axes.pipeline
-        if self.config.parallel.strategy == "zero3":
+        if training.row.shard_parameters:
             yield (
                 f"a pipeline with zero3 gathers every unit for every pass, {2 * micro} times a step or more; "
                 'parallel.strategy = "zero1" gathers once'

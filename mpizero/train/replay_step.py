@@ -18,7 +18,7 @@ from mpizero.checkpoint.format.table import ARRAY_LIMIT
 from mpizero.errors import ConfigError, DataError
 from mpizero.parallel import BadStep, DDPModel, Replay, ShardingConfig, read_bad_step, replay_bad_step
 from mpizero.parallel.checkpointing import model_state
-from mpizero.parallel.diagnostics.replay import Figures
+from mpizero.parallel.diagnostics.replay import ReplayedArray
 from mpizero.train.config.builder import make_model
 from mpizero.train.config.config_file import config_of
 from mpizero.train.config.sections import Config
@@ -145,7 +145,7 @@ def _of_samples(replay_: Replay) -> list[str]:
     return [head, *rows]
 
 
-def _row(figures: Figures) -> str:
+def _row(figures: ReplayedArray) -> str:
     numbers = (figures.minimum, figures.maximum, figures.norm)
     bad = f"{figures.not_finite} of {figures.size}" if figures.not_finite else "-"
     return "  ".join(f"{number:11.4g}" for number in numbers) + f"  {bad:>10}"
@@ -174,6 +174,6 @@ def as_json(found: ReplayedStep) -> str:
     )
 
 
-def _plain(figures: Sequence[Figures]) -> list[dict[str, Any]]:
+def _plain(figures: Sequence[ReplayedArray]) -> list[dict[str, Any]]:
     numbers = ("minimum", "maximum", "norm")
     return [asdict(f) | {key: finite(getattr(f, key)) for key in numbers} for f in figures]

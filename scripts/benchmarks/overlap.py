@@ -32,7 +32,7 @@ from mpi4py import MPI
 import mpizero as mz
 from mpizero.comm.reduce import exact
 from mpizero.parallel.config import elements_of
-from mpizero.parallel.diagnostics.tracing import watching
+from mpizero.parallel.diagnostics.tracing import traced
 from mpizero.parallel.gradients import row_buffer
 from mpizero.parallel.parameters import publication, store
 
@@ -116,7 +116,7 @@ class Training:
     def step(self) -> tuple[float, float]:
         """Train once; return the slowest rank's seconds, and the mean of those in messages."""
         WORLD.Barrier()
-        with watching(self.model.engine) as timeline:
+        with traced(self.model.engine) as timeline:
             timeline.take()
             started = time.perf_counter()
             self.model.train(self.x, self.y)

@@ -436,8 +436,8 @@ def test_16_bits_need_a_gpu_and_master_weights_in_float32():
 def test_a_plan_tells_what_a_gpu_holds():
     def held(comm):
         with config_of(comm) as config, mz.ZeRO2Model(gpt(), config) as model:
-            mirror = model.engine.compute_device._mirror
-            return {"parameters": mirror._values.nbytes, "gradients": mirror.gradients._buffer.nbytes}
+            parameters = model.engine.compute_device._parameters
+            return {"parameters": parameters._values.nbytes, "gradients": parameters.gradients._buffer.nbytes}
 
     def config_of(comm):
         return mz.ShardingConfig(comm=comm, device="cuda", micro_batch=1, minimum_parameter_group_size=1)

@@ -1,4 +1,4 @@
-"""Messages between layers on GPUs: from where arrays are, where MPI takes them there, or through the host's memory."""
+"""Send messages between layers on GPUs: directly where MPI can, else through the host's memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpizero.types import Array, Group, ShiftRequest
 
 
 class HostStagedP2P(PipelineP2P):
-    """Messages between stages that leave from and arrive in memory of the host."""
+    """Send between stages on GPUs through the host's memory."""
 
     def __init__(self, comm: Communicator, device: Device) -> None:
         super().__init__(comm)
@@ -34,7 +34,7 @@ class HostStagedP2P(PipelineP2P):
 
 
 class GpuAwareP2P(PipelineP2P):
-    """Messages between stages that MPI takes from the GPU, and leaves there."""
+    """Send between stages from GPU to GPU, by an MPI that takes GPU memory."""
 
     def __init__(self, comm: Communicator, device: Device) -> None:
         super().__init__(comm)
@@ -45,7 +45,7 @@ class GpuAwareP2P(PipelineP2P):
 
 
 class _DeviceShift:
-    """Arrays on their way around the group, which arrive on the GPU."""
+    """Wait for shifted arrays, and copy them to the GPU."""
 
     def __init__(self, request: ShiftRequest, device: Device | None) -> None:
         self._request, self._device = request, device
@@ -61,7 +61,7 @@ class _DeviceShift:
 
 
 class _LayerGroup:
-    """A group for layers on a GPU. Arrays of the host are taken too, and answered with such."""
+    """Hold the group and the GPU of layers; host arrays are accepted too, and give host arrays."""
 
     def __init__(self, group: Group, device: Device) -> None:
         self._group, self._device = group, device
@@ -78,7 +78,7 @@ class _LayerGroup:
 
 
 class HostStagedGroup(_LayerGroup):
-    """A group for layers on a GPU, whose messages leave from and arrive in memory of the host."""
+    """Communicate arrays of layers on a GPU through the host's memory."""
 
     def _like(self, x: Array, result: Array) -> Array:
         return result if isinstance(x, np.ndarray) else self._device.put(result)
@@ -100,13 +100,13 @@ class HostStagedGroup(_LayerGroup):
         return self._like(x, self._group.reduce_scatter(to_host(x), axis, sizes, tag))
 
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> ShiftRequest:
-        """Start sending arrays around the ring. Collective over the group."""
+        """Start sending arrays around the group. Collective over the group."""
         device = None if all(isinstance(x, np.ndarray) for x in arrays) else self._device
         return _DeviceShift(self._group.shift([to_host(x) for x in arrays], by, tag), device)
 
 
 class GpuAwareLayerGroup(_LayerGroup):
-    """A group for layers on a GPU, whose messages MPI takes from the GPU, and leaves there."""
+    """Communicate arrays of layers on a GPU from GPU to GPU, by an MPI that takes GPU memory."""
 
     def __init__(self, group: CommunicatorGroup, device: Device) -> None:
         super().__init__(group, device)
@@ -132,5 +132,5 @@ class GpuAwareLayerGroup(_LayerGroup):
         return self._for(x).reduce_scatter(x, axis, sizes, tag)
 
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> ShiftRequest:
-        """Start sending arrays, all of the GPU or all of the host, around the ring. Collective over the group."""
+        """Start sending arrays, all of the GPU or all of the host, around the group. Collective over the group."""
         return self._for(arrays[0]).shift(arrays, by, tag)

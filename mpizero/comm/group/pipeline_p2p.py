@@ -1,4 +1,4 @@
-"""Activations and their gradients on their way between pipeline stages.
+"""Send activations and their gradients between pipeline stages.
 
 [Note: shapes] A receive that is posted ahead must know how much will come. The shape of what a chunk sends depends on
 the shape and dtype of the micro-batch alone, so the first message for new ones is preceded by a header, and both ends
@@ -29,7 +29,7 @@ _DTYPES = ("float32", "float64", "int64", "int32", "uint8", "bool", "float16")
 
 
 class Route(NamedTuple):
-    """One direction over one border between chunks: "forward" out of a chunk, or "backward" into it."""
+    """Name one direction over one border between chunks: "forward" out of a chunk, or "backward" into it."""
 
     kind: str
     border: int

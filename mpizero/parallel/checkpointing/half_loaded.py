@@ -1,4 +1,4 @@
-"""Describe a model of which a load has left parts of two states."""
+"""Describe a model that an interrupted load left with parts of two states."""
 
 from __future__ import annotations
 

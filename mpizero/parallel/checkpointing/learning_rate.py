@@ -1,4 +1,4 @@
-"""What a checkpoint tells of the learning rate, so that one that moves with a load does not move without a word."""
+"""Compare the learning rate of a checkpoint with that after loading, to warn if it changes."""
 
 from __future__ import annotations
 

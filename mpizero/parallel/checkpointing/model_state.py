@@ -112,7 +112,7 @@ def attributes(engine: Engine) -> dict[str, Any]:
         if engine.loss_scale is None
         else {"scale": engine.loss_scale.scale, "good_steps": engine.loss_scale.good_steps},
         "layout": {
-            "strategy": "ZeRO-3" if engine.placement.strategy == "FSDP" else engine.placement.strategy,
+            "strategy": engine.placement.saved_as,
             "ranks": engine.grid.axes.size,
             "nodes": engine.whole.nodes,
             **{axis: getattr(engine.grid.axes, axis) for axis in _AXES},
@@ -252,7 +252,7 @@ def restore_state(engine: Engine, reader: ArrayReader) -> None:
 
 
 def _forget_residuals(engine: Engine) -> None:
-    """Begin without residuals: they belong to one layout, so that no checkpoint holds them; rank 0 says so."""
+    """Drop residuals, which belong to one layout and are in no checkpoint; rank 0 says so."""
     if engine.exchange.feedback and engine.grid.world.rank == 0:
         notice(
             f"checkpoints do not hold what gradient_compression={engine.exchange.compression!r} has not sent "
@@ -282,7 +282,7 @@ def _check_optimizer(engine: Engine, reader: ArrayReader, saved: Mapping[str, An
 
 
 def _check_no_state(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
-    """Reject state that nothing says whose it is: an optimizer that began anew beside it would go unnoticed."""
+    """Reject optimizer state without the name of its optimizer, which would be ignored unnoticed."""
     if found := _state_paths(reader):
         raise CheckpointError(
             f"the checkpoint holds {found[0]} and {len(found) - 1} more arrays of optimizer state, and its attribute "
@@ -295,7 +295,7 @@ def _state_paths(reader: ArrayReader) -> list[str]:
 
 
 def _tell_rates(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
-    """Warn, on rank 0, where the load moves the learning rate: a schedule over other steps does it unseen."""
+    """Warn on rank 0 if loading changes the learning rate, as a schedule over other steps does."""
     assert engine.updater is not None
     told = learning_rate.moved(engine.updater, reader.attributes, saved["optimizer"]["step_count"])
     if told is not None and engine.grid.world.rank == 0:
@@ -303,7 +303,7 @@ def _tell_rates(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -
 
 
 def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, Any], reader: ArrayReader) -> None:
-    """Go on with what was read to the arrays that :func:`_kept_state` gave, and the scalars beside them."""
+    """Take the state that was read into the arrays of :func:`_kept_state`, and the scalars with it."""
     assert engine.updater is not None
     engine.updater.take_state(state)
     engine.integrity.forget()

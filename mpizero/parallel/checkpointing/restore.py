@@ -37,7 +37,7 @@ _SHORT_RANGE = 1 << 18
 
 
 class ArrayReader(Protocol):
-    """What a checkpoint reader offers here."""
+    """Read arrays of an open checkpoint: the part of a reader's interface that restoring needs."""
 
     arrays: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
     attributes: dict[str, Any]
@@ -47,7 +47,7 @@ class ArrayReader(Protocol):
 
 
 class HeldPiece(NamedTuple):
-    """A view of elements ``start ...`` of a parameter as this rank declares it, or of an array like it."""
+    """Hold a view of elements ``start ...`` of a parameter as this rank declares it, or of an array like it."""
 
     spec: ParameterSpec
     start: int
@@ -56,7 +56,7 @@ class HeldPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldArray:
-    """One array of a checkpoint and what this rank holds of it; ``spec`` is the parameter of the whole model."""
+    """Describe an array of a checkpoint and this rank's pieces of it; ``spec`` is the whole model's parameter."""
 
     path: str
     spec: ParameterSpec
@@ -202,7 +202,7 @@ def _fresh(request: LocalArray) -> LocalArray:
 
 
 class _Need(NamedTuple):
-    """What a rank needs of the rows of a sliced array.
+    """Describe the rows of a sliced array that a rank needs.
 
     ``cover`` is a range of elements of the whole array, made of rows of ``row`` elements; ``short`` tells whether the
     ranges of its slice are too short to be read one by one.
@@ -228,7 +228,7 @@ class _Need(NamedTuple):
 
 
 class RowReading:
-    """What the ranks of a tensor group read for each other. Construction is collective over the group.
+    """Read rows of sliced arrays for a tensor group, each row once. Construction is collective over the group.
 
     Parameters
     ----------

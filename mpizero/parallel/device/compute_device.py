@@ -1,4 +1,4 @@
-"""Where a rank computes: on the host, where parameters lie, or on a GPU, with copies between the two.
+"""Choose where a rank computes, on the host or on a GPU, and copy between the two.
 
 [Note: a GPU's step] Parameters and gradient sums stay on the host, in the same memory and by the same code whatever
 computes. A unit's parameters are copied to the GPU, its blocks run there, and the gradient of each micro-batch comes
@@ -33,10 +33,10 @@ from mpizero.types import Group
 
 
 class ComputeDevice:
-    """The host: nothing needs to be copied. :class:`CudaComputeDevice` overrides what does."""
+    """Compute on the host, without copies; :class:`CudaComputeDevice` overrides what needs them."""
 
-    #: Whether every block's end is told, so that its gradients are looked at, and perhaps sent, as soon as they are
-    #: there; on a GPU each look is a wait for it.
+    #: Whether to report the end of every block, so that its gradients can be checked and sent at once; on a GPU
+    #: each check would have to wait for it.
     tells_blocks = True
 
     #: Whether gradients stay on this rank's GPU, in rows: no other rank adds to them.
@@ -45,14 +45,14 @@ class ComputeDevice:
     device_number: int | None = None
 
     def share_gradients(self, ranks: int) -> None:
-        """Be told how many ranks add up gradients; before anything below is asked for. Not collective."""
+        """Take the number of ranks that add up gradients, before anything below is used. Not collective."""
 
     def allocator(self, memory: Memory) -> Allocator:
         """Return what gives gradients their memory. Not collective."""
         return memory
 
     def lender(self, store: ParameterStore) -> Lender:
-        """Return what lends the parameters of ``store`` where they are used."""
+        """Return the parameters of ``store`` where layers use them."""
         return store
 
     def updater(self, optimizer: Any, store: ParameterStore, scope: UpdateScope) -> Updater:
@@ -60,7 +60,7 @@ class ComputeDevice:
         return Updater(optimizer, store, scope)
 
     def held(self) -> dict[str, int]:
-        """Return the bytes of model state that this rank keeps elsewhere than on the host, by kind. Not collective."""
+        """Return the bytes of model state that this rank keeps on a GPU, by kind. Not collective."""
         return {}
 
     def group(self, group: Group) -> Group:
@@ -68,17 +68,17 @@ class ComputeDevice:
         return group
 
     def pipeline_p2p(self, comm: Communicator) -> PipelineP2P:
-        """Return the messages of such arrays between pipeline stages."""
+        """Return the point-to-point messages of such arrays between pipeline stages."""
         return PipelineP2P(comm)
 
     def describe(self) -> str:
-        """Return what a line about a run ends with. Not collective."""
+        """Return the end of a line about a run: the device. Not collective."""
         return ""
 
     def check_batch(self, x: Any, y: Any) -> None:
         """Refuse a batch that cannot be brought to where layers are, on all ranks alike. Not collective.
 
-        Dealing it has made sure that all ranks have the same types.
+        All ranks have the same types: redistributing it has checked that.
         """
 
     def put(self, values: Any) -> Any:
@@ -98,7 +98,7 @@ class ComputeDevice:
 
 
 class CudaComputeDevice(ComputeDevice):
-    """A GPU.
+    """Compute on a GPU, with copies from and to the host.
 
     Parameters
     ----------
@@ -113,11 +113,11 @@ class CudaComputeDevice(ComputeDevice):
     def __init__(self, device: Device, config: ShardingConfig) -> None:
         self.device, self.config, self.sixteen = device, config, config.mixed_precision
         self.device_number = device.number
-        self._mirror: DeviceParameters | None = None
+        self._parameters: DeviceParameters | None = None
         self._found: str | None = None
 
     def share_gradients(self, ranks: int) -> None:
-        """Be told how many ranks add up gradients. Not collective."""
+        """Take the number of ranks that add up gradients. Not collective."""
         self.keeps_gradients = keeps_gradients_on_device(self.config, ranks)
 
     def allocator(self, memory: Memory) -> Allocator:
@@ -125,13 +125,13 @@ class CudaComputeDevice(ComputeDevice):
         return DeviceAllocator(self.device) if self.keeps_gradients else memory
 
     def lender(self, store: ParameterStore) -> Lender:
-        """Return the mirror of ``store`` on the GPU; gradients of its units then have room there. Not collective."""
-        return self._mirror_of(store)
+        """Return the parameters of ``store`` on the GPU, with room for the gradients of its units. Not collective."""
+        return self._parameters_of(store)
 
-    def _mirror_of(self, store: ParameterStore) -> DeviceParameters:
-        if self._mirror is None or self._mirror.store is not store:
-            self._mirror = DeviceParameters(store, self.device, self.sixteen, fetches=not self.keeps_gradients)
-        return self._mirror
+    def _parameters_of(self, store: ParameterStore) -> DeviceParameters:
+        if self._parameters is None or self._parameters.store is not store:
+            self._parameters = DeviceParameters(store, self.device, self.sixteen, fetches=not self.keeps_gradients)
+        return self._parameters
 
     def updater(self, optimizer: Any, store: ParameterStore, scope: UpdateScope) -> Updater:
         """Return an optimizer on the GPU, or on the host where it cannot or shall not be there. Not collective.
@@ -145,7 +145,7 @@ class CudaComputeDevice(ComputeDevice):
         if not updates_on_device(self.config, adapted):
             return super().updater(adapted, store, scope)
         kind = DeviceUpdater if self.keeps_gradients else StagedUpdater
-        return kind(adapted, store, scope, self._mirror_of(store))
+        return kind(adapted, store, scope, self._parameters_of(store))
 
     def held(self) -> dict[str, int]:
         """Return the bytes of model state on the GPU, by kind. Not collective."""
@@ -162,7 +162,7 @@ class CudaComputeDevice(ComputeDevice):
 
     @property
     def _indirect(self) -> str:
-        """Why messages between layers go through memory of the host; nothing where they need not.
+        """Reason for sending messages between layers through host memory; empty where GPUs send directly.
 
         Collective the first time.
         """
@@ -218,8 +218,8 @@ class CudaComputeDevice(ComputeDevice):
 
     @property
     def _fetched(self) -> UnitGradients | None:
-        assert self._mirror is not None
-        return self._mirror.gradients
+        assert self._parameters is not None
+        return self._parameters.gradients
 
 
 def updates_on_device(config: ShardingConfig, optimizer: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A GPU's copies of what layers need of the host: parameters, and room for the gradients of a unit."""
+"""Copy parameters to a GPU, and gradients from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALIGNED = 64
 
 
 class DeviceAllocator:
-    """Gives the gradients of a rank that is alone in its data group their place on its GPU, and counts them there."""
+    """Allocate gradients on the GPU of a rank that is alone in its data group, and count them there."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -49,7 +49,7 @@ class DeviceAllocator:
 
 
 class DeviceParameters:
-    """The parameters of a store on a GPU: all of them, or a unit's at a time where the store is sharded.
+    """Copy the parameters of a store to a GPU: all of them, or one unit at a time where the store is sharded.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class DeviceParameters:
 
     @contextmanager
     def unit(self, unit: Unit, following: Unit | None = None, *, by_block: bool = False) -> Iterator[dict[str, Any]]:
-        """Lend views of a unit's parameters on the GPU. Collective over the data group if sharded.
+        """Yield views of a unit's parameters on the GPU. Collective over the data group if sharded.
 
         ``by_block`` changes nothing: what goes to the GPU must be here.
         """
@@ -108,7 +108,7 @@ class DeviceParameters:
     def current(self) -> Array:
         """Return all parameters on the GPU, as they are on the host now; only where it is ``whole``.
 
-        Collective over the data group where published values are still on their way.
+        Collective over the data group where published values are still in flight.
         """
         if self._version != self.store.version:
             self.device.write(self._values, self.store.values)
@@ -116,7 +116,7 @@ class DeviceParameters:
         return self._values
 
     def updated(self, *, on_host: bool) -> None:
-        """Be told that this rank's ranges have been updated here, to be published next, and ``on_host`` or not there.
+        """Note that this rank's ranges were updated here, and on the host as well if ``on_host``; publishing follows.
 
         Not collective. A rank that updates everything has nothing to copy then; only such a one may leave the host as
         it was, which takes the values when they are asked for.
@@ -131,7 +131,7 @@ class DeviceParameters:
 
 
 class UnitGradients:
-    """One unit's gradients on a GPU: computed there, then copied to the host, before the next unit's."""
+    """Hold one unit's gradients on a GPU until they are copied to the host, before the next unit's."""
 
     def __init__(self, layout: FlatLayout, dtype: Any, device: Device) -> None:
         self.device = device

@@ -1,4 +1,4 @@
-"""An optimizer's pass on a GPU, where its state lies.
+"""Update parameters on a GPU, which keeps the optimizer state.
 
 Gradients of a rank that is alone in its data group are on the GPU themselves (:class:`DeviceUpdater`): the host's pass
 runs on the GPU's arrays, and nothing is copied. Those of other ranks come from the host (:class:`StagedUpdater`).
@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpizero import kernels
 from mpizero.kernels import pool
-from mpizero.kernels.device import STAGING, Device, Fill, Upload, copied
+from mpizero.kernels.device import STAGING, Fill, Upload, copied
+from mpizero.parallel.device.device_parameters import DeviceParameters
 from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
 from mpizero.parallel.optimizer.tied_parameters import home_of
 from mpizero.parallel.parameters.shards import UpdatePiece, UpdateRun
@@ -32,24 +33,8 @@ from mpizero.types import Array
 _ONE_THREAD = 1
 
 
-class Mirror(Protocol):
-    """A GPU's copy of parameters."""
-
-    device: Device
-
-    @property
-    def whole(self) -> bool:
-        """Whether it holds all parameters at once."""
-
-    def current(self) -> Array:
-        """Return all parameters, as they are on the host now."""
-
-    def updated(self, *, on_host: bool) -> None:
-        """Be told that this rank's ranges have been updated here, ``on_host`` as well, and will be published."""
-
-
 class _Cut(NamedTuple):
-    """Elements ``first ... first + size`` of a run or piece."""
+    """Describe elements ``first ... first + size`` of a run or piece."""
 
     of: UpdateRun | UpdatePiece
     first: int
@@ -67,7 +52,7 @@ class _Cut(NamedTuple):
 
 
 class DeviceUpdater(Updater):
-    """One of the library's optimizers with state and gradients on a GPU: the host's pass runs on the GPU's arrays.
+    """Run one of the library's optimizers with state and gradients on a GPU, by the same code as on the host.
 
     Parameters
     ----------
@@ -77,7 +62,7 @@ class DeviceUpdater(Updater):
         The parameters.
     scope : UpdateScope
         The ranges.
-    mirror : Mirror
+    device_parameters : DeviceParameters
         The GPU's copy of ``store``.
     """
 
@@ -86,9 +71,9 @@ class DeviceUpdater(Updater):
         optimizer: Any,
         store: ParameterStore,
         scope: UpdateScope,
-        mirror: Mirror,
+        device_parameters: DeviceParameters,
     ) -> None:
-        self.mirror, self.device = mirror, mirror.device
+        self.device_parameters, self.device = device_parameters, device_parameters.device
         super().__init__(optimizer, store, scope)
 
     def _new_state(self) -> Array:
@@ -116,12 +101,12 @@ class DeviceUpdater(Updater):
     def update_fused(self, rows: Array, program: Array, divisor: Array, out: Array, threads: int) -> None:
         """Sum, divide and update as the host does. Collective for optimizers that need norms."""
         super().update_fused(rows, self._placed(program), self._placed(divisor), out, _ONE_THREAD)
-        self.mirror.updated(on_host=False)
+        self.device_parameters.updated(on_host=False)
 
     def update(self, reduced: Array, threads: int) -> None:
         """Update from reduced gradients as the host does. Collective for optimizers that need norms."""
         super().update(reduced, _ONE_THREAD)
-        self.mirror.updated(on_host=False)
+        self.device_parameters.updated(on_host=False)
 
     def where_used(self, reduced: Array) -> Array:
         """Return the reduced gradient on the GPU. Not collective."""
@@ -131,16 +116,18 @@ class DeviceUpdater(Updater):
         return self.device.put(scalars)
 
     def _parameters(self) -> Array:
-        return self.mirror.current()
+        return self.device_parameters.current()
 
 
 class StagedUpdater(DeviceUpdater):
-    """State on a GPU, gradients on the host: they pass through buffers on the GPU, block by block."""
+    """Update on a GPU from gradients of the host, which pass through buffers on the GPU, block by block."""
 
-    def __init__(self, optimizer: Any, store: ParameterStore, scope: UpdateScope, mirror: Mirror) -> None:
-        super().__init__(optimizer, store, scope, mirror)
+    def __init__(
+        self, optimizer: Any, store: ParameterStore, scope: UpdateScope, device_parameters: DeviceParameters
+    ) -> None:
+        super().__init__(optimizer, store, scope, device_parameters)
         gradient, weights = buffer_sizes(
-            self.size, self.dtype.itemsize, norms=self.optimizer.needs_tensor_norms, whole=self.mirror.whole
+            self.size, self.dtype.itemsize, norms=self.optimizer.needs_tensor_norms, whole=self.device_parameters.whole
         )
         self._gradient = self.device.keep("buffers", gradient, self.dtype)
         self._weights = self.device.keep("buffers", weights, self.dtype)
@@ -192,7 +179,7 @@ class StagedUpdater(DeviceUpdater):
             size = sum(cut.size for cut in cuts)
             gradient = self._gradient[first - base : first - base + size]
             self.device.send(gradient, [Upload(cut.state - first, cut.size, _from(fills[cut.of], cut)) for cut in cuts])
-            with self._lent(first, cuts, changed=not norms) as weights:
+            with self._block_parameters(first, cuts, changed=not norms) as weights:
                 for cut, w in zip(cuts, weights, strict=True):
                     g = gradient[cut.state - first : cut.state - first + cut.size]
                     state = {slot: values[cut.state : cut.state + cut.size] for slot, values in self.state.items()}
@@ -200,18 +187,18 @@ class StagedUpdater(DeviceUpdater):
                     act(w, g, state, placed[cut.of.group])
         if norms:
             self._apply_kept_directions(hypers)
-        self.mirror.updated(on_host=True)
+        self.device_parameters.updated(on_host=True)
         self._made()
 
     def _apply_kept_directions(self, hypers: dict[int, Array]) -> None:
-        """LAMB's second half, as :meth:`Updater._apply_directions`, with all directions on the GPU. Collective."""
+        """Apply LAMB's directions, all on the GPU, as :meth:`Updater._apply_directions` does. Collective."""
         own = self.trees.own
-        held = self.mirror.current() if self.mirror.whole else self.store.values
+        held = self.device_parameters.current() if self.device_parameters.whole else self.store.values
         weights = self._square_sums(held, [piece.store for piece in own])
         steps = self._square_sums(self._gradient, [piece.state for piece in own])
         for first, cuts in self._blocks(self.pieces):
-            with self._lent(first, cuts, changed=True) as lent:
-                for cut, w in zip(cuts, lent, strict=True):
+            with self._block_parameters(first, cuts, changed=True) as values:
+                for cut, w in zip(cuts, values, strict=True):
                     assert isinstance(cut.of, UpdatePiece)
                     name = home_of(cut.of.entry.spec)
                     ratio = self.optimizer.trust_ratio(weights[name] ** 0.5, steps[name] ** 0.5)
@@ -232,11 +219,11 @@ class StagedUpdater(DeviceUpdater):
             yield first, cuts
 
     @contextmanager
-    def _lent(self, first: int, cuts: Sequence[_Cut], *, changed: bool) -> Iterator[list[Array]]:
-        """Lend the parameters of a block's cuts on the GPU; what was ``changed`` goes to the host at the end."""
+    def _block_parameters(self, first: int, cuts: Sequence[_Cut], *, changed: bool) -> Iterator[list[Array]]:
+        """Yield views of the parameters of a block's cuts on the GPU; copy them to the host after, if ``changed``."""
         host = [self.store.values[cut.store : cut.store + cut.size] for cut in cuts]
-        if self.mirror.whole:
-            source, starts = self.mirror.current(), [cut.store for cut in cuts]
+        if self.device_parameters.whole:
+            source, starts = self.device_parameters.current(), [cut.store for cut in cuts]
         else:
             source, starts = self._weights[: sum(cut.size for cut in cuts)], [cut.state - first for cut in cuts]
             places = zip(starts, host, strict=True)

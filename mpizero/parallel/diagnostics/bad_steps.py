@@ -45,7 +45,7 @@ _GRAIN = re.compile(r"grain_[0-9]{5,18}\.npz")
 
 @dataclass(frozen=True)
 class BadGrain:
-    """The samples of one grain, arrays or trees: ``indices`` tell where in the data they are, None if nobody knows."""
+    """Hold the samples of one grain, arrays or trees; ``indices`` are their places in the data, None if unknown."""
 
     x: Any
     y: Any
@@ -55,7 +55,7 @@ class BadGrain:
 
 @dataclass(frozen=True)
 class BadStep:
-    """What :func:`dump_bad_step` wrote; the fields are explained in ``docs/bad_numbers.md``."""
+    """Hold what :func:`dump_bad_step` wrote; the fields are explained in ``docs/bad_numbers.md``."""
 
     step: int
     run_step: int

@@ -1,4 +1,4 @@
-"""Evaluate the samples of a bad step again, in one process, and look at every value on the way."""
+"""Evaluate the samples of a bad step again, in one process, and check every value."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from mpizero.types import EVALUATE, Array, Loss, Params, Run
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What an array of the replay looks like.
+class ReplayedArray:
+    """Summarize one array of a replay.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class Figures:
     size: int
 
     @classmethod
-    def of(cls, what: str, name: str, values: Any) -> Figures:
+    def of(cls, what: str, name: str, values: Any) -> ReplayedArray:
         """Look at an array; a complex value counts as two numbers. Not collective."""
         flat = np.asarray(values).reshape(-1)
         flat = flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
@@ -60,7 +60,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Replay:
-    """The forward and backward pass of one micro-batch.
+    """Hold the arrays' statistics of the forward and backward pass of one micro-batch.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class Replay:
         Its samples, as places in the global batch.
     loss, weight : float
         Their loss sum, and what it counts for.
-    figures : tuple of Figures
+    figures : tuple of ReplayedArray
         Parameters first, then everything in the order in which it was computed.
     """
 
@@ -76,10 +76,10 @@ class Replay:
     stop: int
     loss: float
     weight: float
-    figures: tuple[Figures, ...]
+    figures: tuple[ReplayedArray, ...]
 
     @property
-    def first(self) -> Figures | None:
+    def first(self) -> ReplayedArray | None:
         """The first that is not finite; None where all are."""
         return next((figures for figures in self.figures if figures.not_finite), None)
 
@@ -124,19 +124,19 @@ def replay_bad_step(step: BadStep | str | os.PathLike[str], model: ShardedModelB
 
 
 class _Trace:
-    """Note what every array of one pass looks like."""
+    """Record the statistics of every array of one pass."""
 
     def __init__(self, model: ShardedModelBase, loss_scale: float) -> None:
         self.model, self.engine, self.loss_scale = model, model.engine, loss_scale
-        self.figures: list[Figures] = []
+        self.figures: list[ReplayedArray] = []
         self._views = GradientViews(self.engine.layout, self.engine.memory, self.engine.dtype)
-        self._lent: dict[int, Any] = {}
+        self._targets: dict[int, Any] = {}
         self._frozen = {entry.spec.name for entry in self.engine.layout.entries if entry.gradient < 0}
 
     def note(self, what: str, name: str, values: Any) -> None:
         """Look at an array."""
         if values is not None:
-            self.figures.append(Figures.of(what, name, values))
+            self.figures.append(ReplayedArray.of(what, name, values))
 
     def follow(self, x: Any, y: Any, run: Run) -> tuple[float, float]:
         """Run one micro-batch forward and backward; return its loss sum and weight."""
@@ -148,7 +148,7 @@ class _Trace:
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             loss, weight = self._evaluator().gradients(x, y, run, self._target, self._done)
         if not self.engine.block_model:  # which has given all at once: the loss is where to look first
-            self.figures.insert(at, Figures.of("loss", "loss", loss))
+            self.figures.insert(at, ReplayedArray.of("loss", "loss", loss))
         return loss, weight
 
     def note_gradients(self, block: str, views: Any) -> None:
@@ -164,27 +164,25 @@ class _Trace:
         evaluator = BlockEvaluator(engine.model, engine.store, lambda: self.loss_scale)
         before, blocks = None, dict[str, Any](evaluator.blocks)
         for name, block in blocks.items():
-            blocks[name] = _WatchedLayer(block, name, before, self)
+            blocks[name] = _RecordedLayer(block, name, before, self)
             before = name
         evaluator.blocks = blocks
-        evaluator.criterion = _WatchedLoss(evaluator.criterion, before or "x", self)
+        evaluator.criterion = _RecordedLoss(evaluator.criterion, before or "x", self)
         return evaluator
 
     def _target(self, unit: Unit) -> Any:
-        self._lent[unit.index] = self._views.unit(unit, np.zeros(unit.gradients, self.engine.dtype))
-        return self._lent[unit.index]
+        self._targets[unit.index] = self._views.unit(unit, np.zeros(unit.gradients, self.engine.dtype))
+        return self._targets[unit.index]
 
     def _done(self, unit: Unit) -> None:
-        lent = self._lent.pop(unit.index, None)  # None: a layer has raised, and the units before it end without any
-        if (
-            lent is not None and not self.engine.block_model
-        ):  # a layer's gradients are looked at as soon as it has given them
+        views = self._targets.pop(unit.index, None)  # None: a layer has raised, and the units before it end without any
+        if views is not None and not self.engine.block_model:  # gradients of a layer are recorded when it gives them
             for block in reversed(unit.blocks):
-                self.note_gradients(block, lent[block])
+                self.note_gradients(block, views[block])
 
 
-class _WatchedLayer:
-    """A block whose output, and the gradients that it gives, are looked at."""
+class _RecordedLayer:
+    """Record the output of a block and the gradients that it gives."""
 
     def __init__(self, block: Any, name: str, before: str | None, trace: _Trace) -> None:
         self.block, self.name, self.before, self.trace = block, name, before, trace
@@ -204,8 +202,8 @@ class _WatchedLayer:
         return d
 
 
-class _WatchedLoss:
-    """A loss that is looked at, with the gradient that it gives."""
+class _RecordedLoss:
+    """Record a loss and the gradient that it gives."""
 
     def __init__(self, loss: Loss, before: str, trace: _Trace) -> None:
         self.loss, self.before, self.trace = loss, before, trace

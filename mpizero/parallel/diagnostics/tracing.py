@@ -1,4 +1,4 @@
-"""Note what a rank does when, from the engine down to single messages, for as long as somebody asks."""
+"""Record what a rank does when, from the engine down to single messages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mpizero.parallel.engine import Engine
 
 
 @contextmanager
-def watching(engine: Engine) -> Iterator[Timeline]:
-    """Yield the engine's timeline, which takes down everything that is done in the block.
+def traced(engine: Engine) -> Iterator[Timeline]:
+    """Yield the engine's timeline, which records everything done in the ``with`` block.
 
     Not collective. Calls of communicators of one rank take no time and are not noted.
     """

@@ -1,4 +1,4 @@
-"""Sums over all parameters of a model whose stages and tensor parts are on different ranks."""
+"""Sum over all parameters of a model whose stages and tensor parts are on different ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mpizero.comm import ProcessGrid
 from mpizero.layout import FlatLayout
 
 
-class Across:
-    """Bring together what each rank knows of its own parameters, each element counted once.
+class GlobalSums:
+    """Sum per-parameter values over all ranks of a model, each element counted once.
 
     Collective over the model group: construction and :meth:`merge`.
 

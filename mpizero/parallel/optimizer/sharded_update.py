@@ -11,7 +11,7 @@ import numpy as np
 from mpizero import kernels, optim
 from mpizero.comm import ProcessGrid
 from mpizero.layout import FlatLayout, Span, cover, merge
-from mpizero.parallel.optimizer.global_norm import Across
+from mpizero.parallel.optimizer.global_norm import GlobalSums
 from mpizero.parallel.optimizer.tied_parameters import TieExchange, home_of
 from mpizero.parallel.parameters.shards import Share, UpdatePiece, runs_of, update_pieces
 from mpizero.parallel.parameters.store import ParameterStore
@@ -19,7 +19,7 @@ from mpizero.types import Array
 
 
 class TensorTree:
-    """Sums over the elements of each parameter, by the canonical tree over its element index, in float64.
+    """Sum over the elements of each parameter, by the canonical tree over its element index, in float64.
 
     [Note: scalar sums] A rank adds the largest nodes of the tree inside its ranges; the few (node, value) pairs are
     gathered and merged on every rank in the same order, so norms have the same bits on every layout.
@@ -115,7 +115,7 @@ class UpdateScope:
         Whether every group keeps the whole state (DDP); otherwise each rank keeps that of its own share.
     in_rows : bool
         Whether reduced gradients stand in the first row (else in the concatenation of the owned ranges).
-    across : Across or None
+    global_sums : GlobalSums or None
         Merges norms over ranks that hold other parts of the model; None where there are none.
     ties : callable or None
         Makes, from the pieces of this rank's own share, what sums the gradients of parameters that this stage shares
@@ -124,7 +124,7 @@ class UpdateScope:
 
     replicated: bool
     in_rows: bool
-    across: Across | None = None
+    global_sums: GlobalSums | None = None
     ties: Callable[[Sequence[UpdatePiece]], TieExchange] | None = None
 
 
@@ -155,7 +155,7 @@ class Updater:
         self.groups = sorted(set(groups.values()))
         self.size = sum(piece.size for piece in self.pieces)
         self.trees = TensorTree(self.grid, layout, self.pieces)
-        self._across, self._ties = scope.across, None if scope.ties is None else scope.ties(self.trees.own)
+        self._global_sums, self._ties = scope.global_sums, None if scope.ties is None else scope.ties(self.trees.own)
         #: Is shown every reduced gradient, clipped and unscaled, just before it is used. A fused update has none.
         self.watch: Callable[[Array], None] | None = None
         self.step_count = 0
@@ -306,7 +306,7 @@ class Updater:
     def _square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, float]:
         """Return the sum of squares of every trainable parameter of the model. Collective over all ranks."""
         sums = self.trees.square_sums(values, starts)
-        return sums if self._across is None else self._across.merge(sums)
+        return sums if self._global_sums is None else self._global_sums.merge(sums)
 
     def scale(self, reduced: Array, factor: float) -> None:
         """Multiply this rank's reduced gradients by ``factor``. Not collective."""
@@ -335,7 +335,7 @@ class Updater:
         self._made()
 
     def _apply_directions(self, directions: Array, hypers: dict[int, Array]) -> None:
-        """LAMB's second half: the ratio of two norms for each parameter (You et al. 2020, algorithm 2). Collective."""
+        """Apply LAMB's directions, each scaled by a ratio of two norms (You et al. 2020, algorithm 2). Collective."""
         own = self.trees.own
         values = self._parameters()
         weights = self._square_sums(values, [piece.store for piece in own])

@@ -1,4 +1,4 @@
-"""Parameters that several pipeline stages use, such as a token table that is embedding and head.
+"""Add up gradients of parameters that several pipeline stages use, such as a token table (embedding and head).
 
 [Note: cut ties] Every stage that uses such a parameter stores it, and owners of a range on different stages differ when
 their units do. After the gradients of each use are summed over grains, every stage gets those of the other stages'
@@ -23,7 +23,7 @@ from mpizero.types import Array
 
 
 class _Holder(NamedTuple):
-    """A data rank of a stage, and the range of the parameter that it owns there."""
+    """Describe a data rank of a stage, and the range of the parameter that it owns there."""
 
     stage: int
     data_rank: int
@@ -31,7 +31,7 @@ class _Holder(NamedTuple):
 
 
 class _Tie(NamedTuple):
-    """A parameter with uses on several stages, as one rank sees it; ``tag`` is that of its first use's messages."""
+    """Describe a parameter with uses on several stages, for one rank; ``tag`` is that of its first use's messages."""
 
     name: str
     tag: int
@@ -89,9 +89,9 @@ class TieExchange:
         return frozenset(tie.name for tie in self.ties)
 
     def add(self, reduced: Array) -> None:
-        """Put the sum of all uses where the pieces look for their gradient. Collective over the stages' data groups.
+        """Write the sum of all uses to the gradient of each piece. Collective over the stages' data groups.
 
-        Of a gradient on a GPU, what belongs to the uses meets on the host.
+        A gradient on a GPU is copied to the host for it.
         """
         with_all = [(tie, *self._start(tie, reduced)) for tie in self.ties]
         for tie, arrived, requests in with_all:
@@ -164,7 +164,7 @@ def _copied(values: Array) -> Array:
 
 
 def home_of(spec: Any) -> str:
-    """Return the name that a parameter has where it is at home. Not collective."""
+    """Return the name of the parameter that a use belongs to. Not collective."""
     return str(spec.guest or spec.name)
 
 

@@ -1,4 +1,4 @@
-"""How long the blocks of a model take, for cutting it into stages of equal time."""
+"""Measure the time of each block of a model, to cut it into stages of equal time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpizero.types import Array, BlockModel, ParameterSpec, Run
 
 
 class BlockTimes(NamedTuple):
-    """Seconds that one block takes for one micro-batch."""
+    """Hold the seconds that one block takes for one micro-batch."""
 
     forward: float
     backward_input: float

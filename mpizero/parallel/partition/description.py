@@ -1,4 +1,4 @@
-"""What ranks tell each other of a model before they place it."""
+"""Describe a model, for comparison between ranks before they place it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _APART = frozenset({".blocks", ".loss", ".parameters"})
 
 
 def describe_model(model: Any, blocks: Mapping[str, tuple[ParameterSpec, ...]]) -> dict[str, Any]:
-    """Return what a model is made of, by name; what a user wrote comes before what follows from it. Not collective."""
+    """Return the parts of a model by name: what a user wrote first, then what follows from it. Not collective."""
     told: dict[str, Any] = {"the class of the model": f"{type(model).__module__}.{type(model).__qualname__}"}
     fields = Fingerprint().parts(model).items
     told["the model"] = {step.removeprefix("."): item for step, item in fields.items() if step not in _APART}

@@ -1,4 +1,4 @@
-"""What one rank holds of a model: the blocks of its pipeline stage, split over its tensor and context group."""
+"""Give each rank its part of a model: the blocks of its pipeline stage, split over its tensor and context group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Specs = Mapping[str, tuple[ParameterSpec, ...]]
 
 
 class Use(NamedTuple):
-    """One use of a parameter: on which stage, and its number among the uses there."""
+    """Describe one use of a parameter: its stage, and its number among the uses there."""
 
     stage: int
     number: int
@@ -31,7 +31,7 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalModel:
-    """The blocks of one rank, as a model of its own."""
+    """Hold the blocks of one rank, as a model of its own."""
 
     blocks: Mapping[str, Layer]
     loss: Loss
@@ -41,7 +41,7 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class PartitionedModel:
-    """One rank's part of a model.
+    """Hold one rank's part of a model, and the cut of the whole model.
 
     Attributes
     ----------
@@ -139,7 +139,7 @@ class PartitionedModel:
         return FlatLayout.build(self.specs(stage), one_unit=one_unit, minimum_unit=minimum_unit, groups=groups)
 
     def run_on(self, x: Any, run: Run) -> Run:
-        """Add to ``run`` what split layers would ask one another about a micro-batch ``x``.
+        """Add to ``run`` what split layers must know of one another for a micro-batch ``x``.
 
         Collective over the context group; one message a micro-batch instead of one a layer. The first array of a tree
         tells how long sequences are.
@@ -149,7 +149,7 @@ class PartitionedModel:
     def own_loss(self, loss: Any) -> Any:
         """Return the form of ``loss`` that takes what this rank's last block gives. Not collective.
 
-        Where the scores of classes are dealt to a tensor group, a loss of whole predictions joins them first.
+        Where a tensor group divides the scores of classes, a loss of whole predictions joins them first.
         """
         return loss if loss is None or self.parallel_layout.tensor == 1 else self.split.loss_on_parts(loss)
 

@@ -16,7 +16,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.recording.timeline import TimeSpan
 from mpizero.data import batches
 from mpizero.errors import ConfigError
-from mpizero.parallel.diagnostics.tracing import watching
+from mpizero.parallel.diagnostics.tracing import traced
 from mpizero.planning.machine_file import Machine
 from mpizero.planning.measurement import Measurement
 from mpizero.train.bench.phase_times import (
@@ -177,7 +177,7 @@ def _train(
         job.comm.barrier("bench step")
         start = time.monotonic()
         if look:
-            with watching(model.engine) as timeline:
+            with traced(model.engine) as timeline:
                 model.train(x, y)
             stop = time.monotonic()
             spans.append((start, stop, timeline.take()))

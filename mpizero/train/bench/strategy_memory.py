@@ -17,6 +17,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError
 from mpizero.names import nearest
 from mpizero.parallel import ShardingConfig, distribute
+from mpizero.parallel.placement import placement
 from mpizero.train.config.setting_checks import check_option
 from mpizero.train.run.process_memory import proportional, release_free_memory
 from mpizero.validation import whole
@@ -188,7 +189,7 @@ def sent_formula(strategy: str, parameters: int, groups: int, ranks_per_group: i
     Not collective. Between ``groups`` groups that share memory, a rank reduces its part of the gradients and
     distributes its part of the parameters; ZeRO-3 gathers them twice, for forward and backward.
     """
-    times = 3 if strategy == "zero3" else 2
+    times = 3 if placement(strategy).shard_parameters else 2
     return round(4 * times * parameters * (groups - 1) / groups / ranks_per_group)
 
 

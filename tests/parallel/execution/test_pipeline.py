@@ -177,7 +177,7 @@ def test_one_process_runs_a_hybrid_as_plain_data_parallelism() -> None:
     model, _ = placed(CASES["11 samples"], None, Way(zero=0))
     with model:
         assert type(model.engine.runner).__name__ == "SequentialRunner"
-        assert model.engine.across is None
+        assert model.engine.global_sums is None
         assert model.metadata().strategy == "3D-Parallelism (Hybrid)"
         assert np.isfinite(model.train(*CASES["11 samples"].batches[0]))
 

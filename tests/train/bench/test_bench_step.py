@@ -11,7 +11,7 @@ import pytest
 import mpizero as mz
 from mpizero.comm.recording.timeline import MESSAGE, CommunicatorCall, Timeline, TimeSpan
 from mpizero.errors import ConfigError
-from mpizero.parallel.diagnostics.tracing import watching
+from mpizero.parallel.diagnostics.tracing import traced
 from mpizero.planning.machine_file import write_machine
 from mpizero.planning.time_floors import PHASES
 from mpizero.testing import run_in_threads
@@ -127,7 +127,7 @@ def test_watching_changes_no_bit_and_ends(strategy, share):
             spans = []
             for _ in range(2):
                 if watched:
-                    with watching(model.engine) as timeline:
+                    with traced(model.engine) as timeline:
                         model.train(x[comm.rank :: 2], y[comm.rank :: 2])
                     spans += timeline.take()
                 else:
