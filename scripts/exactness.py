@@ -24,8 +24,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ class Case:
         ]
 
     def batches(self, steps: int, rank: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield this rank's part of each global batch: uneven parts, re-dealt by the library."""
+        """Yield this rank's part of each global batch: uneven parts, which the library redistributes."""
         rng = np.random.default_rng(7)
         for _ in range(steps):
             text = rng.integers(0, VOCABULARY, (self.batch, SEQUENCE + 1))
@@ -123,7 +124,11 @@ def everything(comm: Any, args: argparse.Namespace, where: str) -> list[dict[str
     ]
 
 
-def worker(args: argparse.Namespace) -> None:
+#: Trains everything on the ranks of a communicator that is called so.
+Everything = Callable[[Any, argparse.Namespace, str], list[dict[str, Any]]]
+
+
+def worker(args: argparse.Namespace, everything: Everything) -> None:
     """Be one rank of a launch; rank 0 writes the rows."""
     from mpi4py import MPI
 
@@ -151,7 +156,7 @@ def launch(mpiexec: str, python: str, ranks: int, args: argparse.Namespace, scri
     return rows
 
 
-def in_threads(ranks: int, args: argparse.Namespace) -> list[dict[str, str]]:
+def in_threads(ranks: int, args: argparse.Namespace, everything: Everything) -> list[dict[str, Any]]:
     """Train everything on threads of this process; no MPI is started."""
     from mpizero.testing import run_in_threads
 
@@ -194,13 +199,19 @@ def arguments(description: str, ranks: str, threads: str) -> argparse.ArgumentPa
     return parser
 
 
-def launches(args: argparse.Namespace) -> list[tuple[str, str, int]]:
-    """Return launcher, interpreter and number of ranks of every job that was asked for."""
+def runs(
+    args: argparse.Namespace, everything: Everything, script: str, *more: str
+) -> Iterator[tuple[list[dict[str, Any]], float]]:
+    """Yield the rows and seconds of every job that was asked for: under mpiexec with ``more`` options, or threads."""
     jobs = [(args.mpiexec, args.python, int(n)) for n in args.ranks.split(",") if n]
     if args.second_mpiexec:
         python = args.second_python or sys.executable
         jobs += [(args.second_mpiexec, python, int(n)) for n in args.second_ranks.split(",") if n]
-    return jobs
+    works = [partial(launch, *job, args, script, *more) for job in jobs]
+    works += [partial(in_threads, int(n), args, everything) for n in args.threads.split(",") if n]
+    for work in works:
+        started = time.monotonic()
+        yield work(), time.monotonic() - started
 
 
 def main() -> None:
@@ -209,18 +220,13 @@ def main() -> None:
     parser.add_argument("--in-turn", action="store_true", help="one kind of memory for each case and strategy, in turn")
     args = parser.parse_args()
     if args.worker:
-        worker(args)
+        worker(args, everything)
         return
 
     rows = []
-    for mpiexec, python, ranks in launches(args):
-        started = time.monotonic()
-        rows += launch(mpiexec, python, ranks, args, __file__, *(["--in-turn"] if args.in_turn else []))
-        print(f"{rows[-1]['where']}: {time.monotonic() - started:.1f} s", flush=True)
-    for n in (int(n) for n in args.threads.split(",") if n):
-        started = time.monotonic()
-        rows += in_threads(n, args)
-        print(f"{n} threads: {time.monotonic() - started:.1f} s", flush=True)
+    for found, seconds in runs(args, everything, __file__, *["--in-turn"] * args.in_turn):
+        rows += found
+        print(f"{found[0]['where']}: {seconds:.1f} s", flush=True)
     if not report(rows):
         sys.exit("the hashes differ")
     print(f"\n{len(rows)} trainings of {args.steps} steps: one hash for each case")

@@ -17,18 +17,13 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
-import io
-import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from exactness import MEMORIES, arguments, launch, launches
+from exactness import MEMORIES, arguments, runs, worker
 
 import mpizero as mz
 from mpizero.layout import SCHEDULES, chunk_stages
@@ -68,7 +63,7 @@ class Case:
         ]
 
     def batches(self, steps: int, rank: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield this replica's part of each global batch: uneven parts, re-dealt by the library."""
+        """Yield this replica's part of each global batch: uneven parts, which the library redistributes."""
         rng = np.random.default_rng(7)
         mine = slice(rank * self.batch // size, (rank + 1) * self.batch // size)
         for _ in range(steps):
@@ -95,7 +90,7 @@ ROUNDED = (
 
 @dataclass(frozen=True)
 class Way:
-    """How a training is spread; all remaining ranks are replicas."""
+    """Describe how a training is laid out; all remaining ranks are replicas."""
 
     pipeline: int = 1
     tensor: int = 1
@@ -182,10 +177,10 @@ def everything(comm: Any, args: argparse.Namespace, where: str) -> list[Row]:
     exact = [(case, way, 1) for case, way in exact_ways(comm.size, args.quick, args.in_turn)]
     rounded = [(case, way, 2) for case, way in rounded_ways(comm.size, args.quick)]
     rows = []
-    for case, way, runs in exact + rounded:
-        found = [train(case, comm, way, args.steps) for _ in range(runs)]
+    for case, way, times in exact + rounded:
+        found = [train(case, comm, way, args.steps) for _ in range(times)]
         row = {"case": case.name, "where": where, "way": str(way), "sha256": found[0][0], "losses": found[0][1]}
-        rows.append(row | {"repeats": found[0] == found[-1], "rounds": runs > 1})
+        rows.append(row | {"repeats": found[0] == found[-1], "rounds": times > 1})
     return rows
 
 
@@ -199,25 +194,6 @@ def alone(cases: Sequence[Case], steps: int) -> dict[str, Row]:
                 losses = [model.train(x, y) for x, y in case.batches(steps, 0, 1)]
                 found[case.name] = {"sha256": model.parameters_sha256(), "losses": losses}
     return found
-
-
-def worker(args: argparse.Namespace) -> None:
-    """Be one rank of a launch; rank 0 writes the rows."""
-    from mpi4py import MPI
-
-    world, vendor = MPI.COMM_WORLD, MPI.get_vendor()[0]
-    rows = everything(world, args, f"{vendor}, {world.size} ranks")
-    if world.rank == 0:
-        Path(args.worker).write_text(json.dumps(rows), encoding="utf-8")
-
-
-def in_threads(ranks: int, args: argparse.Namespace) -> list[Row]:
-    """Train everything on threads of this process; no MPI is started."""
-    from mpizero.testing import run_in_threads
-
-    with contextlib.redirect_stderr(io.StringIO()):  # "nodes have 2, 1 ranks", once for each of them
-        results = run_in_threads(ranks, lambda comm: everything(comm, args, f"{ranks} threads"))
-    return list(results[0])
 
 
 def differs(row: Row, expected: dict[str, Row]) -> bool:
@@ -278,21 +254,14 @@ def main() -> None:
     parser.add_argument("--in-turn", action="store_true", help="every schedule and ZeRO stage with one case, in turn")
     args = parser.parse_args()
     if args.worker:
-        worker(args)
+        worker(args, everything)
         return
 
     expected = alone(EXACT + ROUNDED, args.steps)
     rows: list[Row] = []
     quick = [flag for flag, given in (("--quick", args.quick), ("--in-turn", args.in_turn)) if given]
-    for mpiexec, python, ranks in launches(args):
-        started = time.monotonic()
-        found = launch(mpiexec, python, ranks, args, __file__, *quick)
-        announce(found, expected, time.monotonic() - started)
-        rows += found
-    for n in (int(n) for n in args.threads.split(",") if n):
-        started = time.monotonic()
-        found = in_threads(n, args)
-        announce(found, expected, time.monotonic() - started)
+    for found, seconds in runs(args, everything, __file__, *quick):
+        announce(found, expected, seconds)
         rows += found
     exact = report_exact([row for row in rows if not row["rounds"]], expected)
     rounded = report_rounded([row for row in rows if row["rounds"]], expected)

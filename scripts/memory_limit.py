@@ -46,12 +46,6 @@ def parse() -> argparse.Namespace:
 # ---------------------------------------------------------------------------------------------- one rank
 
 
-def allocated() -> int:
-    """Return the bytes of heap and private mappings that this process has: what RLIMIT_DATA counts."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmData:")) * 1024
-
-
 def train(options: argparse.Namespace, width: int, layers: int, steps: int) -> dict[str, Any]:
     """Train on all ranks; return losses, hash, parameters, and what each rank has used of memory."""
     import numpy as np
@@ -78,6 +72,8 @@ def train(options: argparse.Namespace, width: int, layers: int, steps: int) -> d
 def worker(options: argparse.Namespace) -> None:
     """Be one rank of one training."""
     from mpi4py import MPI
+
+    from mpizero.train.run.process_memory import allocated
 
     train(options, 8, 1, 1)  # loads libraries and kernels
     if options.worker == "limited":

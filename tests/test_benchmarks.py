@@ -1,4 +1,4 @@
-"""What the benchmarks under scripts/benchmarks/ are built of: turns, their processes, ratios inside rounds."""
+"""The parts that the benchmarks under scripts/benchmarks/ are built of: rounds, teams of processes, ratios."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[1] / "scripts" / "benchmarks"
-sys.path.insert(0, str(FOLDER))  # where Python finds `comparing` when it runs one of the scripts
+sys.path.insert(0, str(FOLDER))  # where Python finds `harness` when it runs one of the scripts
 
-from comparing.turns import Team, TeamError, in_turns, one_thread, pss  # noqa: E402
+from harness import Team, TeamError, alternate  # noqa: E402
 
 from mpizero.planning.measurement import Measurement  # noqa: E402
+from mpizero.train.run.process_memory import proportional  # noqa: E402
 
 sys.path.remove(str(FOLDER))
 
 MEMBER = f"""
 import sys
 sys.path.insert(0, {str(FOLDER)!r})
-from comparing.turns import serve
+from harness import serve
 path, rank = sys.argv[1], int(sys.argv[2])
 def fail(why):
     raise SystemExit(f"because {{why}}")
@@ -34,7 +35,7 @@ def team(program: str = MEMBER) -> Team:
     def commands(path: str) -> list[list[str]]:
         return [[sys.executable, "-c", program, path, str(rank)] for rank in (1, 0)]
 
-    return Team("pair", 2, commands, one_thread(FOLDER))
+    return Team("pair", 2, commands)
 
 
 def test_every_round_measures_everyone_once_and_begins_with_the_next():
@@ -44,15 +45,15 @@ def test_every_round_measures_everyone_once_and_begins_with_the_next():
         order.append(name)
         return float(len(order))
 
-    found = in_turns(3, ["a", "b", "c"], measure)
+    found = alternate(3, ["a", "b", "c"], measure)
     assert order == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
     assert found == {"a": [1.0, 6.0, 8.0], "b": [2.0, 4.0, 9.0], "c": [3.0, 5.0, 7.0]}
 
 
 def test_ratios_are_taken_inside_a_round():
-    spread = Measurement.of_ratios([2.0, 40.0, 9.0], [1.0, 10.0, 3.0])
-    assert spread == Measurement(3.0, 2.0, 4.0)
-    assert str(spread) == "3.00 (2.00 to 4.00)"
+    ratios = Measurement.of_ratios([2.0, 40.0, 9.0], [1.0, 10.0, 3.0])
+    assert ratios == Measurement(3.0, 2.0, 4.0)
+    assert str(ratios) == "3.00 (2.00 to 4.00)"
 
 
 def test_a_team_answers_by_rank_and_is_gone_afterwards():
@@ -60,7 +61,7 @@ def test_a_team_answers_by_rank_and_is_gone_afterwards():
         assert pair.ask("double", number=4) == [8, 9]
         assert pair.ask("double", number=0) == [0, 1]
         pids = list(pair.pids.values())
-        assert all(pss(pid) > 0 for pid in pids)
+        assert all(proportional(pid) > 0 for pid in pids)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 

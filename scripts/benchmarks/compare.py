@@ -1,4 +1,4 @@
-"""Train one GPT with mpizero, PyTorch and DeepSpeed in turns: tokens a second, memory, ratios.
+"""Train one GPT with mpizero, PyTorch and DeepSpeed alternately: tokens a second, memory, ratios.
 
 All contenders train the same architecture on CPU, with AdamW, as many ranks, one thread each, the same number of
 samples a rank, and no clipping: mpizero's four strategies, started by mpiexec; PyTorch's DDP, DDP with
@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import socket
 import subprocess
 import sys
@@ -32,11 +31,13 @@ from pathlib import Path
 from typing import Any
 
 from comparing.ours import LIMIT, STRATEGIES, Ours, Products
-from comparing.turns import Team, TeamError, beside, in_turns, one_thread, pss, serve
+from harness import Team, TeamError, alternate, chosen, one_thread, parser, serve, tell
 
-from mpizero.planning.measurement import Measurement
+with contextlib.suppress(ImportError):  # the peers' interpreter need not have what mpizero stands on
+    from mpizero.planning.measurement import Measurement
+    from mpizero.train.doctor.machine_facts import described
+    from mpizero.train.run.process_memory import proportional
 
-ROOT = Path(__file__).resolve().parents[2]
 PEERS = {
     "torch-ddp": "DDP",
     "torch-zero1": "ZeroRedundancyOptimizer",
@@ -58,33 +59,26 @@ BUILD = "from deepspeed.accelerator import get_accelerator as get; get().create_
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=PRESETS, default="base", help="shapes that the options below change")
+    options = parser(__doc__, rounds=7, mpiexec=True, json=True)
+    options.add_argument("--preset", choices=PRESETS, default="base", help="shapes that the options below change")
     for name in ("ranks", "dim", "layers", "heads"):
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--batch", type=int, help="sequences a rank")
-    parser.add_argument("--sequence", type=int, help="tokens a sequence")
-    parser.add_argument("--vocabulary", type=int, default=256)
-    parser.add_argument("--steps", type=int, help="timed steps of one turn")
-    parser.add_argument("--warmup", type=int, default=3, help="steps of a turn before the clock starts")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--contenders", default=",".join((LIMIT, *STRATEGIES, *PEERS)), help="(default: %(default)s)")
-    parser.add_argument("--grain", type=int, help="mpizero's micro_batch (default: the sequences of a rank)")
-    parser.add_argument("--mpiexec", default=beside(sys.executable, "mpiexec"))
-    parser.add_argument("--peers-python", default=sys.executable, help="interpreter that has PyTorch and DeepSpeed")
-    parser.add_argument("--no-memory", action="store_true", help="leave out the runs alone, which measure memory")
-    parser.add_argument("--bits", action="store_true", help="compare results over numbers of ranks instead of speed")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the tables")
-    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw speed.png and memory.png (needs matplotlib)")
-    parser.add_argument("--be", help=argparse.SUPPRESS)
-    parser.add_argument("--socket", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+        options.add_argument(f"--{name}", type=int)
+    options.add_argument("--batch", type=int, help="sequences a rank")
+    options.add_argument("--sequence", type=int, help="tokens a sequence")
+    options.add_argument("--vocabulary", type=int, default=256)
+    options.add_argument("--steps", type=int, help="timed steps of one turn")
+    options.add_argument("--warmup", type=int, default=3, help="steps of a turn before the clock starts")
+    options.add_argument("--contenders", default=",".join((LIMIT, *STRATEGIES, *PEERS)), help="(default: %(default)s)")
+    options.add_argument("--grain", type=int, help="mpizero's micro_batch (default: the sequences of a rank)")
+    options.add_argument("--peers-python", default=sys.executable, help="interpreter that has PyTorch and DeepSpeed")
+    options.add_argument("--no-memory", action="store_true", help="leave out the runs alone, which measure memory")
+    options.add_argument("--bits", action="store_true", help="compare results over numbers of ranks instead of speed")
+    options.add_argument("--plot", type=Path, metavar="FOLDER", help="draw speed.png and memory.png (needs matplotlib)")
+    args = options.parse_args()
     for name, value in PRESETS[args.preset].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    args.contenders = args.contenders.split(",")
-    if unknown := set(args.contenders) - {LIMIT, *STRATEGIES, *PEERS}:
-        sys.exit(f"--contenders: unknown {', '.join(sorted(unknown))}")
+    args.contenders = chosen("--contenders", args.contenders, (LIMIT, *STRATEGIES, *PEERS))
     return args
 
 
@@ -116,14 +110,13 @@ def team(args: argparse.Namespace, name: str, own_adam: bool) -> Team:
     words = [__file__, *(word for key, value in values.items() for word in (f"--{key}", str(value)))]
     if args.grain:
         words += ["--grain", str(args.grain)]
-    environment = one_thread(ROOT)
     if name not in PEERS:
         launch = [args.mpiexec, "-n", str(args.ranks), sys.executable]
-        return Team(name, args.ranks, lambda path: [[*launch, *words, "--be", name, "--socket", path]], environment)
+        return Team(name, args.ranks, lambda path: [[*launch, *words, "--be", name, "--socket", path]])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment |= {
+    environment = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(args.ranks),
@@ -146,7 +139,7 @@ def team(args: argparse.Namespace, name: str, own_adam: bool) -> Team:
 def require(args: argparse.Namespace) -> bool:
     """Leave with the way out where something is missing; tell whether DeepSpeed's own fused Adam can be built."""
     wanted = {name.partition("-")[0] for name in args.contenders if name in PEERS}
-    environment = one_thread(ROOT) | {
+    environment = one_thread() | {
         "DS_ACCELERATOR": "cpu",
         "PATH": f"{Path(args.peers_python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
     }
@@ -178,7 +171,7 @@ def watched(pids: Sequence[int]) -> Iterator[dict[str, int]]:
 
     def look() -> None:
         while True:
-            sizes = [pss(pid) for pid in pids]
+            sizes = [proportional(pid) for pid in pids]
             most["rank"], most["node"] = max(most["rank"], *sizes), max(most["node"], sum(sizes))
             if stop.wait(GLANCE):
                 return
@@ -204,11 +197,6 @@ def memory(args: argparse.Namespace, name: str, own_adam: bool) -> dict[str, Any
     return told | {"pss_rank": most["rank"], "pss_node": most["node"], "pss_node_start": before["node"]}
 
 
-def tell(line: str) -> None:
-    """Show on the screen how far it is."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run everything; return the figures."""
     own_adam = require(args)
@@ -223,7 +211,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             tell(f"{name} starts")
             teams[name] = stack.enter_context(team(args, name, own_adam))
             results[name] |= teams[name].ask("prepare")[0]
-        seconds = in_turns(
+        seconds = alternate(
             args.rounds, names, lambda name: max(teams[name].ask("turn", warmup=args.warmup, steps=args.steps))
         )
     tokens = args.ranks * args.batch * args.sequence * args.steps
@@ -239,7 +227,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "configuration": {key: getattr(args, key) for key in (*SHAPE, "steps", "warmup", "grain")} | {"threads": 1},
         "rounds": args.rounds,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": described(),
         "results": results,
     }
 
@@ -303,7 +291,7 @@ def report_bits(args: argparse.Namespace, found: dict[str, list[str]]) -> str:
 
 
 def main() -> None:
-    """Run all contenders in turns and compare."""
+    """Run all contenders alternately and compare."""
     args = arguments()
     if args.be:
         worker(args)

@@ -26,9 +26,10 @@ from unittest import mock
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+from comparing.ours import LinearProducts
+from harness import alternate, parser
 
 import mpizero as mz
-from mpizero.kernels.blas import matmul
 from mpizero.nn.layers.activation import Activation
 from mpizero.nn.layers.affine import Affine
 from mpizero.nn.layers.attention import CausalSelfAttention
@@ -44,40 +45,16 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
-    parser.add_argument("--sequence", type=int, default=128, help="tokens a sequence")
-    parser.add_argument("--strategy", default="zero1", help="ddp, zero1, zero2 or zero3 (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument("--kinds", action="store_true", help="tell the time of each kind of layer")
-    return parser.parse_args()
-
-
-class Products:
-    """The three products of each linear map of a model, on arrays of its shapes."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        rng, dim, self.rows = np.random.default_rng(0), args.dim, args.batch * args.sequence
-        self.maps = [(args.layers, *self._map(rng, dim, out)) for out in (3 * dim, dim, 4 * dim)]
-        self.maps += [(args.layers, *self._map(rng, 4 * dim, dim)), (1, *self._map(rng, dim, VOCABULARY))]
-        self.operations = sum(6 * n * x.shape[0] * w.size for n, x, w, *_ in self.maps)
-
-    def _map(self, rng: np.random.Generator, inputs: int, outputs: int) -> tuple[np.ndarray, ...]:
-        shapes = [(self.rows, inputs), (inputs, outputs), (self.rows, outputs)]
-        given = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
-        return (*given, *(np.empty_like(array) for array in given))
-
-    def __call__(self) -> None:
-        """Make all products of a step's linear layers."""
-        for times, x, weight, dy, dx, dweight, y in self.maps:
-            for _ in range(times):
-                matmul(x, weight, y)
-                matmul(dy, weight.T, dx)
-                matmul(x.T, dy, dweight)
+    options = parser(__doc__, rounds=7)
+    options.add_argument("--dim", type=int, default=512)
+    options.add_argument("--layers", type=int, default=6)
+    options.add_argument("--heads", type=int, default=8)
+    options.add_argument("--batch", type=int, default=8, help="sequences of a step")
+    options.add_argument("--sequence", type=int, default=128, help="tokens a sequence")
+    options.add_argument("--strategy", default="zero1", help="ddp, zero1, zero2 or zero3 (default: %(default)s)")
+    options.add_argument("--clock", choices=CLOCKS, default="wall")
+    options.add_argument("--kinds", action="store_true", help="tell the time of each kind of layer")
+    return options.parse_args()
 
 
 def seconds(args: argparse.Namespace, work: Callable[[], Any]) -> float:
@@ -88,17 +65,19 @@ def seconds(args: argparse.Namespace, work: Callable[[], Any]) -> float:
     return clock() - started
 
 
-def compare(args: argparse.Namespace, works: dict[str, Callable[[], Any]], counted: float, products: Products) -> None:
+def compare(
+    args: argparse.Namespace, works: dict[str, Callable[[], Any]], counted: float, products: LinearProducts
+) -> None:
     """Print seconds, rates and shares of all works."""
     for work in works.values():
         work()
-    rounds = [{name: seconds(args, work) for name, work in works.items()} for _ in range(args.rounds)]
+    found = alternate(args.rounds, list(works), lambda name: seconds(args, works[name]), quiet=True)
     print(f"{'':24s} {'ms':>28s} {'GFLOP/s':>24s} {'share of the GEMM rate':>32s}")
     for name in works:
         operations = products.operations if name == "products" else counted
-        times = [row[name] for row in rounds]
+        times = found[name]
         rates = [operations / t / 1e9 for t in times]
-        gemm = [products.operations / row["products"] / 1e9 for row in rounds]
+        gemm = [products.operations / t / 1e9 for t in found["products"]]
         shares = Measurement.of_ratios(rates, gemm).text(1, 100, " %")
         print(
             f"{name:24s} {Measurement.of(times).text(1, 1e3):>28s} {Measurement.of(rates).text(1):>24s} {shares:>32s}"
@@ -176,7 +155,9 @@ def main() -> None:
     gpt = mz.nn.GPT(dim=args.dim, layers=args.layers, heads=args.heads, sequence=args.sequence, vocabulary=VOCABULARY)
     text = np.random.default_rng(0).integers(0, VOCABULARY, (args.batch, args.sequence + 1))
     x, y = text[:, :-1], text[:, 1:]
-    values, slots, products = mz.nn.initial_parameters(gpt), gradient_slots(gpt), Products(args)
+    sizes = {name: getattr(args, name) for name in ("dim", "layers", "batch", "sequence")}
+    products = LinearProducts(sizes | {"vocabulary": VOCABULARY}, reuse=True)
+    values, slots = mz.nn.initial_parameters(gpt), gradient_slots(gpt)
     counted = args.batch * sum(o.total for o in mz.nn.model_operations(gpt, (args.sequence,)).values())
     config = mz.ShardingConfig(comm="self", micro_batch=args.batch)
     model = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=args.strategy, config=config)

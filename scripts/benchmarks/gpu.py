@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from comparing.turns import in_turns
+from harness import alternate, chosen, parser
 
 import mpizero as mz
 from mpizero.kernels import cuda
@@ -39,21 +39,18 @@ RATE = 1e-3
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS), help="(default: %(default)s)")
-    parser.add_argument("--parameters", type=float, default=100e6, help="of the kernel (default: %(default).0f)")
-    parser.add_argument("--dim", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--sequence", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=16, help="sequences of a step, one grain")
-    parser.add_argument("--vocabulary", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=5, help="of a turn, and of the losses")
-    parser.add_argument("--rounds", type=int, default=7)
-    args = parser.parse_args()
-    args.parts = args.parts.split(",")
-    if unknown := set(args.parts) - set(PARTS):
-        sys.exit(f"--parts: unknown {', '.join(sorted(unknown))}; expected {', '.join(PARTS)}")
+    options = parser(__doc__, rounds=7)
+    options.add_argument("--parts", default=",".join(PARTS), help="(default: %(default)s)")
+    options.add_argument("--parameters", type=float, default=100e6, help="of the kernel (default: %(default).0f)")
+    options.add_argument("--dim", type=int, default=1024)
+    options.add_argument("--layers", type=int, default=12)
+    options.add_argument("--heads", type=int, default=16)
+    options.add_argument("--sequence", type=int, default=512)
+    options.add_argument("--batch", type=int, default=16, help="sequences of a step, one grain")
+    options.add_argument("--vocabulary", type=int, default=256)
+    options.add_argument("--steps", type=int, default=5, help="of a turn, and of the losses")
+    args = options.parse_args()
+    args.parts = chosen("--parts", args.parts, PARTS)
     return args
 
 
@@ -113,7 +110,7 @@ def kernel(args: argparse.Namespace, device: devices.Device) -> None:
     }
     for name in work:
         seconds(work[name])  # compiles
-    found = in_turns(args.rounds, list(work), lambda name: seconds(work[name]))
+    found = alternate(args.rounds, list(work), lambda name: seconds(work[name]))
     for name, taken in found.items():
         rate = Measurement.of([size * TOUCHED * 4 / 1e9 / one for one in taken])
         print(f"kernel  {name:6} {rate.text(0)} GB/s")
@@ -199,7 +196,7 @@ def train(args: argparse.Namespace) -> None:
 
     for name in made:
         seconds(name)  # compiles
-    found = in_turns(args.rounds, list(made), seconds)
+    found = alternate(args.rounds, list(made), seconds)
     for name, taken in found.items():
         rate = Measurement.of([args.batch * args.sequence / one for one in taken]).text(0)
         peer = f"PyTorch {name.split()[1]}"

@@ -2,7 +2,7 @@
 
 Start it on two ranks: ``mpiexec -n 2 python scripts/benchmarks/long_messages.py``. Two ranks take twice the size in
 memory. ``--limit`` is the length of the pieces in which messages travel; one above the size sends it whole, which shows
-what the MPI library at hand makes of more than 2 GiB.
+what the MPI library makes of more than 2 GiB.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 from mpizero.comm.mpi import MESSAGE_LIMIT, MpiCommunicator
 from mpizero.errors import MpizeroError
+from mpizero.train.doctor.machine_facts import described
 
 PERIOD = 251
 
@@ -75,11 +76,7 @@ def main() -> None:
         if comm.size < 2:
             parser.error("start it on two ranks: mpiexec -n 2 python scripts/benchmarks/long_messages.py")
         if comm.rank == 0:
-            vendor, version = MPI.get_vendor()
-            print(
-                f"{vendor} {'.'.join(map(str, version))}: {options.bytes} bytes in pieces of {options.limit}",
-                flush=True,
-            )
+            print(f"{described()}: {options.bytes} bytes in pieces of {options.limit}", flush=True)
         for path in (PATHS[name] for name in options.paths):
             begun, failed = time.perf_counter(), ""
             try:

@@ -1,6 +1,6 @@
 """Sum gradients, update by AdamW, have the parameters ready: beside MPI's collectives, streams, PyTorch, plain sums.
 
-Three comparisons, each of contenders that take turns; ratios are taken inside a round, shown are medians over rounds,
+Three comparisons of contenders that run alternately; ratios are taken inside a round, shown are medians over rounds,
 and in parentheses least and most.
 
 1. Two ranks, one gradient each in place; timed until every rank can read the new parameters. ``mpizero`` is the
@@ -22,16 +22,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from comparing.ours import data, timed
-from comparing.turns import Team, TeamError, beside, in_turns, one_thread, serve
+from harness import Team, TeamError, alternate, chosen, parser, serve
 
-from mpizero.planning.measurement import Measurement
+with contextlib.suppress(ImportError):  # the peers' interpreter need not have what mpizero stands on
+    from mpizero.planning.measurement import Measurement
 
-ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
 OURS = "mpizero"
 COLLECTIVES = ("reduce-scatter", "allreduce", "reduce-scatter, NumPy", "allreduce, NumPy")
@@ -45,23 +44,16 @@ TOUCHED_ALONE = {KERNEL: 7, KERNEL_STREAM: 7, TORCH: 7}
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=float, default=20e6, help="(default: %(default).0f)")
-    parser.add_argument("--strategy", choices=("ddp", "zero1"), default="ddp")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--repeat", type=int, default=10, help="updates of one turn (default: %(default)s)")
-    parser.add_argument("--micro-batch", type=int, default=2, help="of 8 sequences a rank, third part")
-    parser.add_argument("--parts", default="sum,kernel,exact", help="(default: %(default)s)")
-    parser.add_argument("--mpiexec", default=beside(sys.executable, "mpiexec"))
-    parser.add_argument("--peers-python", default=sys.executable, help="interpreter that has PyTorch")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the tables")
-    parser.add_argument("--be", help=argparse.SUPPRESS)
-    parser.add_argument("--socket", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    options = parser(__doc__, rounds=9, mpiexec=True, json=True)
+    options.add_argument("--parameters", type=float, default=20e6, help="(default: %(default).0f)")
+    options.add_argument("--strategy", choices=("ddp", "zero1"), default="ddp")
+    options.add_argument("--repeat", type=int, default=10, help="updates of one turn (default: %(default)s)")
+    options.add_argument("--micro-batch", type=int, default=2, help="of 8 sequences a rank, third part")
+    options.add_argument("--parts", default="sum,kernel,exact", help="(default: %(default)s)")
+    options.add_argument("--peers-python", default=sys.executable, help="interpreter that has PyTorch")
+    args = options.parse_args()
     args.parameters = int(args.parameters)
-    args.parts = args.parts.split(",")
-    if unknown := set(args.parts) - {"sum", "kernel", "exact"}:
-        sys.exit(f"--parts: unknown {', '.join(sorted(unknown))}; expected sum, kernel, exact")
+    args.parts = chosen("--parts", args.parts, ("sum", "kernel", "exact"))
     return args
 
 
@@ -265,9 +257,7 @@ def team(args: argparse.Namespace, name: str) -> Team:
     launch = [args.peers_python if name == "torch" else sys.executable]
     if ranks > 1:
         launch = [args.mpiexec, "-n", str(ranks), *launch]
-    return Team(
-        name, ranks, lambda path: [[*launch, __file__, *words, "--be", name, "--socket", path]], one_thread(ROOT)
-    )
+    return Team(name, ranks, lambda path: [[*launch, __file__, *words, "--be", name, "--socket", path]])
 
 
 def measure(args: argparse.Namespace, part: str) -> dict[str, list[float]]:
@@ -285,7 +275,7 @@ def measure(args: argparse.Namespace, part: str) -> dict[str, list[float]]:
                 del teams[TORCH]
             else:
                 teams[TORCH] = stack.enter_context(team(args, "torch"))
-        return in_turns(
+        return alternate(
             args.rounds,
             list(teams),
             lambda name: max(teams[name].ask("turn", case=name, warmup=2, steps=args.repeat)),

@@ -1,7 +1,7 @@
-"""Time training steps with messages hidden behind computing, beside the same steps that wait for every message.
+"""Time training steps whose messages overlap with computing, beside the same steps that wait for every message.
 
 Start it with ``scripts/two_hosts.sh -- python scripts/benchmarks/overlap.py``, by the mpiexec of a cluster, or on one
-node with ``--memory private``. Every strategy trains a GPT (dim 256, 4 layers) in three ways, in turns:
+node with ``--memory private``. Every strategy trains a GPT (dim 256, 4 layers) in three ways alternately:
 
 * ``hidden``: what the library does,
 * ``sums``: the same, but no gradients travel while blocks compute: each unit's exchange is waited for as soon as it has
@@ -12,7 +12,7 @@ All run the same program with the same bits. Times are those of the slowest rank
 three steps. *Messages* is the time that a rank spends in them, the mean over ranks.
 
 With ``--buckets`` it asks instead whether ``bucket_mb = "auto"`` chooses well: every strategy trains until it has
-chosen, and then with all sizes in turns.
+chosen, and then with all sizes alternately.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
+from harness import alternate, parser
 from mpi4py import MPI
 
 import mpizero as mz
@@ -35,6 +36,7 @@ from mpizero.parallel.config import elements_of
 from mpizero.parallel.diagnostics.tracing import traced
 from mpizero.parallel.gradients import row_buffer
 from mpizero.parallel.parameters import publication, store
+from mpizero.planning.measurement import Measurement
 
 WORLD = MPI.COMM_WORLD
 #: Steps within which a bucket is chosen, if there is one to choose.
@@ -45,16 +47,14 @@ MESSAGES = ("publication", "reduction")
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategies", default="ddp,zero1,zero2,zero3", help="(default: %(default)s)")
-    parser.add_argument("--memory", default="shared", choices=("shared", "private"), help="(default: %(default)s)")
-    parser.add_argument("--samples", type=int, default=8, help="of 128 tokens, a rank and step (default: %(default)s)")
-    parser.add_argument("--dim", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--buckets", action="store_true", help="time sizes of buckets beside the one that is chosen")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
-    return parser.parse_args()
+    options = parser(__doc__, rounds=11, json=True)
+    options.add_argument("--strategies", default="ddp,zero1,zero2,zero3", help="(default: %(default)s)")
+    options.add_argument("--memory", default="shared", choices=("shared", "private"), help="(default: %(default)s)")
+    options.add_argument("--samples", type=int, default=8, help="of 128 tokens, a rank and step (default: %(default)s)")
+    options.add_argument("--dim", type=int, default=256)
+    options.add_argument("--layers", type=int, default=4)
+    options.add_argument("--buckets", action="store_true", help="time sizes of buckets beside the one that is chosen")
+    return options.parse_args()
 
 
 @contextmanager
@@ -132,16 +132,14 @@ class Training:
 
 
 def measure(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Train in all ways in turning order, after two rounds that nobody looks at."""
-    training, names = Training(strategy, args), list(WAYS)
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in names}
-    for number in range(-2, args.rounds):
-        turn = number % len(names)
-        for way in names[turn:] + names[:turn]:
-            with WAYS[way]():
-                measured = training.step()
-            if number >= 0:
-                found[way].append(measured)
+    """Train in all ways alternately, after two rounds that do not count."""
+    training = Training(strategy, args)
+
+    def one(way: str) -> tuple[float, float]:
+        with WAYS[way]():
+            return training.step()
+
+    found = alternate(args.rounds, list(WAYS), one, warm_up=2, quiet=True)
     training.close()
     return {
         "strategy": strategy,
@@ -151,21 +149,19 @@ def measure(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def sweep(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Train until a bucket has been chosen, then with every size that was tried in turning order."""
+    """Train until a bucket has been chosen, then alternately with every size that was tried."""
     training = Training(strategy, args, "auto")
     for _ in range(TRIALS):
         training.step()
         if (report := training.model.last_step).buckets_tried:
             break
-    exchange, sizes = training.model.engine.exchange, list(report.buckets_tried)
-    found: dict[float, list[float]] = {size: [] for size in sizes}
-    for number in range(-1, args.rounds):
-        turn = number % max(1, len(sizes))
-        for size in sizes[turn:] + sizes[:turn]:
-            exchange.resize(elements_of(size, 4))
-            seconds, _ = training.step()
-            if number >= 0:
-                found[size].append(seconds)
+    exchange = training.model.engine.exchange
+
+    def one(size: float) -> float:
+        exchange.resize(elements_of(size, 4))
+        return training.step()[0]
+
+    found = alternate(args.rounds, list(report.buckets_tried), one, warm_up=1, quiet=True)
     training.close()
     return {"strategy": strategy, "chosen": report.bucket_mb, "seconds": found}
 
@@ -177,8 +173,8 @@ def swept(result: dict[str, Any]) -> str:
         return f"{result['strategy']:6s} nothing travels: no size was tried"
     figures = []
     for size, times in seconds.items():
-        ratios = sorted(s / c for s, c in zip(times, seconds[chosen], strict=True))
-        figures.append(f"{size:g}: {1e3 * statistics.median(times):.1f} ms, {statistics.median(ratios):.2f}")
+        ratio = Measurement.of_ratios(times, seconds[chosen]).median
+        figures.append(f"{size:g}: {1e3 * statistics.median(times):.1f} ms, {ratio:.2f}")
     return f"{result['strategy']:6s} chose {chosen:g} MiB;  " + ";  ".join(figures)
 
 
@@ -186,16 +182,8 @@ def row(result: dict[str, Any]) -> str:
     """Return one strategy's figures for people."""
     seconds, messages = result["seconds"], result["messages"]
     figures = [1e3 * statistics.median(part[way]) for part in (seconds, messages) for way in WAYS]
-    return (
-        f"{result['strategy']:6s}" + "".join(f"{figure:9.1f}" for figure in figures)
-        + f"   {ratio(seconds, 'waiting')}   {ratio(seconds, 'sums')}"
-    )  # fmt: skip
-
-
-def ratio(seconds: dict[str, list[float]], way: str) -> str:
-    """Return how much longer steps of ``way`` take than hidden ones: the median over rounds, and the range."""
-    ratios = sorted(w / h for w, h in zip(seconds[way], seconds["hidden"], strict=True))
-    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+    ratios = [f"   {Measurement.of_ratios(seconds[way], seconds['hidden'])}" for way in ("waiting", "sums")]
+    return "".join([f"{result['strategy']:6s}", *(f"{figure:9.1f}" for figure in figures), *ratios])
 
 
 def main() -> None:

@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import chosen, parser, result_of
+
+from mpizero.train.doctor.machine_facts import described
 
 #: Schedules and their virtual stages.
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1, "zero_bubble_v": 1}
@@ -37,22 +35,21 @@ Row = dict[str, Any]
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="stages")
-    parser.add_argument("--dim", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--sequence", type=int, default=128, help="tokens a sequence")
-    parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--micro-batch", type=int, default=4, help="sequences of one")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps of one run")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="default: %(default)s")
-    parser.add_argument("--mpiexec", default=str(Path(sys.executable).with_name("mpiexec")))
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser(__doc__, mpiexec=True, json=True)
+    options.add_argument("--ranks", type=int, default=2, help="stages")
+    options.add_argument("--dim", type=int, default=256)
+    options.add_argument("--layers", type=int, default=6)
+    options.add_argument("--heads", type=int, default=4)
+    options.add_argument("--sequence", type=int, default=128, help="tokens a sequence")
+    options.add_argument("--micro-batches", type=int, default=8)
+    options.add_argument("--micro-batch", type=int, default=4, help="sequences of one")
+    options.add_argument("--steps", type=int, default=5, help="measured steps of one run")
+    options.add_argument("--warmup", type=int, default=2, help="steps before them")
+    options.add_argument("--runs", type=int, default=5)
+    options.add_argument("--schedules", default=",".join(SCHEDULES), help="default: %(default)s")
+    args = options.parse_args()
+    args.schedules = chosen("--schedules", args.schedules, SCHEDULES)
+    return args
 
 
 class Probe:
@@ -72,9 +69,9 @@ class Probe:
         """Run a step's pipeline and note this stage's idle share of it."""
         busy_before = sum(map(sum, self.seconds.values()))
         self.world.Barrier()
-        started = self.world.allreduce(time.perf_counter(), max_of())
+        started = max(self.world.allgather(time.perf_counter()))
         self._run(jobs, run_of)
-        ended = self.world.allreduce(time.perf_counter(), max_of())
+        ended = max(self.world.allgather(time.perf_counter()))
         self.idle.append(1 - (sum(map(sum, self.seconds.values())) - busy_before) / (ended - started))
 
     def execute(self, instruction: Any, watched: Any, run_of: Any) -> None:
@@ -89,13 +86,6 @@ class Probe:
         """Forget what the first steps took."""
         self.seconds.clear()
         self.idle.clear()
-
-
-def max_of() -> Any:
-    """Return MPI's maximum."""
-    from mpi4py import MPI
-
-    return MPI.MAX
 
 
 def measured(args: argparse.Namespace, schedule: str) -> Row:
@@ -143,38 +133,16 @@ def simulated(args: argparse.Namespace, schedule: str, costs: dict[str, float]) 
 
 
 def worker(args: argparse.Namespace) -> None:
-    """Be one rank; rank 0 writes the rows of all runs."""
+    """Be one rank; rank 0 prints the rows of all runs."""
     from mpi4py import MPI
 
     rows = []
     for _ in range(args.runs):
-        for schedule in args.schedules.split(","):
+        for schedule in args.schedules:
             row = measured(args, schedule)
             rows.append({"schedule": schedule, "simulated": simulated(args, schedule, row["costs"]), **row})
     if MPI.COMM_WORLD.rank == 0:
-        Path(args.worker).write_text(json.dumps(rows), encoding="utf-8")
-
-
-def launch(args: argparse.Namespace) -> list[Row]:
-    """Start the job and return its rows."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "rows.json"
-        command = [
-            args.mpiexec,
-            "-n",
-            str(args.ranks),
-            sys.executable,
-            __file__,
-            *sys.argv[1:],
-            "--worker",
-            str(output),
-        ]
-        done = subprocess.run(command, env=environment, check=False)
-        if done.returncode or not output.exists():
-            sys.exit(f"{' '.join(command)}: exit status {done.returncode}")
-        rows: list[Row] = json.loads(output.read_text(encoding="utf-8"))
-    return rows
+        print(json.dumps(rows), flush=True)
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Row]:
@@ -209,7 +177,7 @@ def complaints(found: dict[str, Row]) -> list[str]:
 def print_table(args: argparse.Namespace, found: dict[str, Row]) -> None:
     """Print one line a schedule, and the times of its chunks."""
     print(
-        f"{args.ranks} ranks on {os.cpu_count()} cores ({platform.processor() or platform.machine()}), "
+        f"{args.ranks} ranks on {described()}, "
         f"{args.micro_batches} micro-batches of {args.micro_batch} x {args.sequence} tokens, "
         f"dim {args.dim}, {args.layers} layers; medians of {args.runs} runs of {args.steps} steps\n"
     )
@@ -233,13 +201,10 @@ def print_table(args: argparse.Namespace, found: dict[str, Row]) -> None:
 def main() -> None:
     """Measure, simulate and compare."""
     args = arguments()
-    unknown = set(args.schedules.split(",")) - set(SCHEDULES)
-    if unknown:
-        sys.exit(f"unknown schedule {', '.join(sorted(unknown))}; there are: {', '.join(SCHEDULES)}")
-    if args.worker:
+    if args.be:
         worker(args)
         return
-    found = summary(launch(args))
+    found = summary(result_of(args.mpiexec, args.ranks, __file__, *sys.argv[1:], "--be", "rank"))
     wrong = complaints(found)
     if args.json:
         print(json.dumps({"schedules": found, "wrong": wrong}, indent=1))

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Put steps beside the model of their cost, bytes beside the plan, and time beside the number of parameters.
 
-``model``: a GPT under every strategy on one and on two ranks, in turns; the median step beside what ``mpizero plan
+``model``: a GPT under every strategy on one and on two ranks, alternately; the median step beside what ``mpizero plan
 --machine`` expects of it. The factor measured / expected on one rank has what the model leaves out (layers besides
 their products, Python); it is then taken over to two ranks, where "over factor", which is measured / (factor x
 expected), is the model's error. Without ``--machine`` the machine is measured first, on as many ranks.
@@ -10,7 +10,7 @@ expected), is the model's error. Without ``--machine`` the machine is measured f
 into stages and parts: bytes and messages that were counted, and memory, must be those planned. Exit status 1 if any is
 not. Nothing is timed.
 
-``growth``: GPTs of one width and 4 to 64 million parameters on the same tokens, one process each, in turns; the line
+``growth``: GPTs of one width and 4 to 64 million parameters on the same tokens, one process each, alternately; the line
 from which medians are least off, relatively; time a parameter, and by how much each model is off the line. ``--dim``
 chooses the width.
 
@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -33,8 +32,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(1, str(ROOT))  # the library of this checkout, wherever the script is started
 
-from comparing.turns import Team, TeamError, beside, in_turns, one_thread, serve  # noqa: E402
 from growing.counted import LAYOUTS, rows  # noqa: E402
+from harness import Team, TeamError, alternate, output_of, parser, result_of, serve, tell  # noqa: E402
 
 from mpizero.planning.measurement import Measurement  # noqa: E402
 
@@ -46,28 +45,26 @@ BATCH, GRAIN, TOKENS = 8, 4, (4, 128)
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("model", "bytes", "growth"))
-    parser.add_argument("--machine", type=Path, metavar="FILE", help="of `mpizero bench machine`, for model")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of one turn")
-    parser.add_argument("--ranks", default="1,2", help="for model (default: %(default)s)")
-    parser.add_argument("--dim", type=int, default=256, help="width of growth's models (default: %(default)s)")
-    parser.add_argument("--sizes", default="4,8,16,32,64", help="million parameters, for growth (default: %(default)s)")
-    parser.add_argument("--mpiexec", default=beside(sys.executable, "mpiexec"))
-    parser.add_argument("--be", help=argparse.SUPPRESS)
-    parser.add_argument("--shape", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--socket", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    options = parser(__doc__, rounds=7, mpiexec=True)
+    options.add_argument("part", choices=("model", "bytes", "growth"))
+    options.add_argument("--machine", type=Path, metavar="FILE", help="of `mpizero bench machine`, for model")
+    options.add_argument("--steps", type=int, default=5, help="timed steps of one turn")
+    options.add_argument("--ranks", default="1,2", help="for model (default: %(default)s)")
+    options.add_argument("--dim", type=int, default=256, help="width of growth's models (default: %(default)s)")
+    options.add_argument(
+        "--sizes", default="4,8,16,32,64", help="million parameters, for growth (default: %(default)s)"
+    )
+    options.add_argument("--shape", type=json.loads, help=argparse.SUPPRESS)
+    args = options.parse_args()
     for name in ("rounds", "steps", "dim"):
         if getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)}: must be at least 1")
+            options.error(f"--{name} {getattr(args, name)}: must be at least 1")
     try:
         args.ranks, args.sizes = ([int(n) for n in text.split(",")] for text in (args.ranks, args.sizes))
     except ValueError as error:
-        parser.error(f"--ranks and --sizes take whole numbers and commas: {error}")
+        options.error(f"--ranks and --sizes take whole numbers and commas: {error}")
     if min(*args.ranks, *args.sizes) < 1 or args.ranks[0] != 1:
-        parser.error("--ranks must begin with 1, where factors are fitted; --ranks and --sizes must be at least 1")
+        options.error("--ranks must begin with 1, where factors are fitted; --ranks and --sizes must be at least 1")
     return args
 
 
@@ -75,7 +72,7 @@ def arguments() -> argparse.Namespace:
 
 
 def be_one(args: argparse.Namespace) -> None:
-    """Be one rank of one training that takes its turns."""
+    """Be one rank of one training."""
     from comparing.ours import Ours
 
     one = Ours(args.be, args.shape, args.shape["grain"])
@@ -87,24 +84,24 @@ def team(args: argparse.Namespace, name: str, strategy: str, shape: dict[str, in
     """Start the ranks of one training."""
     launch = [args.mpiexec, "-n", str(shape["ranks"]), sys.executable, __file__, args.part]
     words = ["--be", strategy, "--shape", json.dumps(shape)]
-    return Team(name, shape["ranks"], lambda path: [[*launch, *words, "--socket", path]], one_thread(ROOT))
+    return Team(name, shape["ranks"], lambda path: [[*launch, *words, "--socket", path]])
 
 
 def measure(
     args: argparse.Namespace, trainings: dict[str, tuple[str, dict[str, int]]]
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Train everything in turns; return the seconds of a step by round, and the parameters of each."""
+    """Train everything alternately; return the seconds of a step by round, and the parameters of each."""
     teams: dict[str, Team] = {}
     try:
         for name, (strategy, shape) in trainings.items():
-            print(f"{name} starts", file=sys.stderr, flush=True)
+            tell(f"{name} starts")
             teams[name] = team(args, name, strategy, shape)
         parameters = {name: each.ask("prepare")[0]["parameters"] for name, each in teams.items()}
 
         def turn(name: str) -> float:
             return max(teams[name].ask("turn", warmup=2, steps=args.steps)) / args.steps
 
-        return in_turns(args.rounds, list(teams), turn), parameters
+        return alternate(args.rounds, list(teams), turn), parameters
     except TeamError as error:
         sys.exit(str(error))
     finally:
@@ -115,20 +112,12 @@ def measure(
 # ---------------------------------------------------------------------- the model of time
 
 
-def command(*words: str) -> str:
-    """Run a command to its end, and return what it prints."""
-    done = subprocess.run(words, env=one_thread(ROOT), capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr}")
-    return done.stdout
-
-
 def expected(machine: Path, ranks: int, strategy: str) -> float:
     """Return the seconds that a step of the small GPT should take."""
     settings = (f"parallel.strategy={strategy}", f"train.global_batch={ranks * BATCH}", f"train.micro_batch={GRAIN}")
     words = [sys.executable, "-m", "mpizero", "plan", str(CONFIG), "--ranks", str(ranks), "--json"]
     words += ["--machine", str(machine), *(word for setting in settings for word in ("--set", setting))]
-    seconds: float = json.loads(command(*words))["expected"]["seconds"]
+    seconds: float = json.loads(output_of(words))["expected"]["seconds"]
     return seconds
 
 
@@ -137,9 +126,9 @@ def check_model(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
         machine = args.machine or Path(folder) / "machine.json"
         if not args.machine:
-            print("the machine is measured", file=sys.stderr, flush=True)
+            tell("the machine is measured")
             launch = [args.mpiexec, "-n", str(max(args.ranks)), sys.executable, "-m", "mpizero", "bench", "machine"]
-            command(*launch, str(CONFIG), "--file-bytes", "0", "--output", str(machine))
+            output_of([*launch, str(CONFIG), "--file-bytes", "0", "--output", str(machine)])
         shape = {"dim": 256, "layers": 4, "heads": 4, "sequence": 128, "vocabulary": 256, "batch": BATCH}
         trainings = {
             f"{strategy} on {ranks}": (strategy, {**shape, "ranks": ranks, "grain": GRAIN})
@@ -196,8 +185,7 @@ def check_bytes(args: argparse.Namespace) -> None:
     wrong = 0
     print(f"{'ranks':>5s} {'layout':44s} {'memory':8s} {'bytes sent':>14s} {'messages':>9s}  as planned, on all ranks")
     for ranks, layout in LAYOUTS:
-        launch = [args.mpiexec, "-n", str(ranks), sys.executable, __file__, "bytes", "--be", json.dumps(layout)]
-        for row in json.loads(command(*launch).splitlines()[-1]):
+        for row in result_of(args.mpiexec, ranks, __file__, "bytes", "--be", json.dumps(layout)):
             wrong += row["wrong"]
             verdict = "yes" if not row["wrong"] else f"NO, {row['wrong']} figures differ"
             print(

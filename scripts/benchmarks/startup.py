@@ -1,7 +1,7 @@
-"""Seconds until a script trains: ``import mpizero``, and from ``mpiexec`` to the first step; memory of parameters.
+"""Measure the seconds until a script trains: ``import mpizero``, and from ``mpiexec`` to the first step; or memory.
 
 Kernels are compiled by one run that is not counted. Then the import, the interpreter alone, and jobs of 2 and 8 ranks
-take turns; the figure of a job is from before ``mpiexec`` to the end of the first step on the last rank, and its parts
+run alternately. The time of a job is from before ``mpiexec`` to the end of the first step on the last rank. Its parts
 are those of the slowest rank: until Python runs the script, imports with ``MPI_Init``, building the model, the step.
 ``--memory`` instead builds a model of 64 million parameters on 8 ranks of one node and compares what the kernel says
 its processes have more than before (proportional set size, summed) with one copy of the parameters.
@@ -11,33 +11,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from comparing.turns import beside, in_turns, one_thread
+from harness import alternate, output_of, parser, result_of
 
 from mpizero.planning.measurement import Measurement
 
-ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("python", "imports", "model", "step")
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="2,8", help="of the jobs (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--strategy", default="ddp", choices=("ddp", "zero1", "zero2", "zero3"))
-    parser.add_argument("--memory", action="store_true", help="measure memory instead")
-    parser.add_argument("--parameters", type=float, default=64e6, help="of the model of --memory")
-    parser.add_argument("--mpiexec", default=beside(sys.executable, "mpiexec"))
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the tables")
-    parser.add_argument("--be", choices=("job", "memory"), help=argparse.SUPPRESS)
-    parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser(__doc__, rounds=7, mpiexec=True, json=True)
+    options.add_argument("--ranks", default="2,8", help="of the jobs (default: %(default)s)")
+    options.add_argument("--strategy", default="ddp", choices=("ddp", "zero1", "zero2", "zero3"))
+    options.add_argument("--memory", action="store_true", help="measure memory instead")
+    options.add_argument("--parameters", type=float, default=64e6, help="of the model of --memory")
+    options.add_argument("--started", type=float, help=argparse.SUPPRESS)
+    return options.parse_args()
 
 
 def job(started: float, strategy: str) -> None:
@@ -103,24 +96,18 @@ def leaves(tree: Any) -> Any:
 
 def launched(args: argparse.Namespace, ranks: int, *words: str) -> dict[str, Any]:
     """Run one job and return what its rank 0 printed."""
-    command = [args.mpiexec, "-n", str(ranks), sys.executable, __file__, "--strategy", args.strategy, *words]
-    done = subprocess.run(command, env=one_thread(ROOT), capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return dict(result_of(args.mpiexec, ranks, __file__, "--strategy", args.strategy, *words))
 
 
 def python(code: str) -> float:
     """Return the seconds of an interpreter that runs ``code``, or what it prints."""
     started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=one_thread(ROOT), capture_output=True, text=True, check=True
-    )
-    return float(done.stdout) if done.stdout else time.monotonic() - started
+    printed = output_of([sys.executable, "-c", code])
+    return float(printed) if printed else time.monotonic() - started
 
 
 def seconds(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure imports and jobs in turns."""
+    """Measure imports and jobs alternately."""
     sizes = [int(size) for size in args.ranks.split(",")]
     runs: dict[str, list[dict[str, Any]]] = {f"{n} ranks": [] for n in sizes}
     for n in sizes:
@@ -135,7 +122,7 @@ def seconds(args: argparse.Namespace) -> dict[str, Any]:
         runs[name].append(told)
         return float(told["seconds"])
 
-    found: dict[str, Any] = {"seconds": in_turns(args.rounds, ["python -c pass", "import mpizero", *runs], measure)}
+    found: dict[str, Any] = {"seconds": alternate(args.rounds, ["python -c pass", "import mpizero", *runs], measure)}
     found["parts"] = {
         name: {part: Measurement.of([run["parts"][k] for run in told]).median for k, part in enumerate(PARTS)}
         for name, told in runs.items()

@@ -8,7 +8,7 @@ contender sums one float32 gradient of each rank over all of them and leaves the
 * ``hierarchical-half``, ``flat-half``: the first half of these, after which the owner of a slice has its sum (ZeRO),
 * ``bf16``, ``int8``, ``topk``: the hierarchical one with messages of 16 bits, of 8 bits, or of the largest hundredth of
   the values (``gradient_compression``),
-* ``allreduce``: ``MPI_Allreduce`` of the MPI library at hand, in place,
+* ``allreduce``: ``MPI_Allreduce`` of the MPI library, in place,
 * ``link``: no sum at all; every rank sends to its peer, and gets from it, the bytes that the hierarchical one has to.
 
 Each round runs each of them once, in turning order. Times are those of the slowest rank; ratios are taken inside a
@@ -27,9 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import alternate, chosen, parser
 from mpi4py import MPI
 
 import mpizero as mz
+from mpizero.planning.measurement import Measurement
+from mpizero.train.doctor.machine_facts import described
 
 WORLD = MPI.COMM_WORLD
 INTERFACES = Path("/sys/class/net")
@@ -39,12 +42,10 @@ CONTENDERS = ("link", "hierarchical", "flat", "allreduce", "hierarchical-half", 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", default="4e6,20e6", help="sizes of the gradient (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="(default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the tables")
-    return parser.parse_args()
+    options = parser(__doc__, rounds=7, json=True)
+    options.add_argument("--parameters", default="4e6,20e6", help="sizes of the gradient (default: %(default)s)")
+    options.add_argument("--contenders", default=",".join(CONTENDERS), help="(default: %(default)s)")
+    return options.parse_args()
 
 
 class Exchange:
@@ -126,7 +127,7 @@ def timed(run: Callable[[], None], node: MPI.Comm) -> tuple[float, int]:
 
 
 def measure(size: int, names: list[str], rounds: int, node: MPI.Comm) -> dict[str, Any]:
-    """Run all contenders, first once unseen, then ``rounds`` times in turns."""
+    """Run all contenders, first once unseen, then ``rounds`` times."""
     nodes = int(WORLD.allreduce(int(node.rank == 0)))
     gradient = np.random.default_rng(WORLD.rank).standard_normal(size, np.float32)
     exchanges = {
@@ -136,16 +137,10 @@ def measure(size: int, names: list[str], rounds: int, node: MPI.Comm) -> dict[st
     }
     ours = exchanges["hierarchical"]
     runs = {"link": link(size, node.size, ours.peers), "allreduce": allreduce(size), **exchanges}
-    found: dict[str, list[tuple[float, int]]] = {name: [] for name in names}
     sent = ours.sent
     ours()
     planned = int(WORLD.allreduce(ours.sent - sent)) / nodes
-    for name in names:
-        timed(runs[name], node)
-    for turn in range(rounds):
-        for place in range(len(names)):
-            name = names[(turn + place) % len(names)]
-            found[name].append(timed(runs[name], node))
+    found = alternate(rounds, names, lambda name: timed(runs[name], node), warm_up=1, quiet=True)
     for exchange in exchanges.values():
         exchange.close()
     rows = {
@@ -165,13 +160,10 @@ def table(result: dict[str, Any]) -> str:
         f"{'':17s} {'median s':>9s} {'least':>8s} {'most':>8s} {'MB a host':>10s} {'time over hierarchical':>26s}",
     ]
     for name, row in result["rows"].items():
-        seconds = row["seconds"]
-        told = ""
-        if base is not None:
-            ratios = sorted(mine / ours for mine, ours in zip(seconds, base["seconds"], strict=True))
-            told = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        seconds = Measurement.of(row["seconds"])
+        told = "" if base is None else str(Measurement.of_ratios(row["seconds"], base["seconds"]))
         lines.append(
-            f"{name:17s} {statistics.median(seconds):9.3f} {min(seconds):8.3f} {max(seconds):8.3f} "
+            f"{name:17s} {seconds.median:9.3f} {seconds.least:8.3f} {seconds.most:8.3f} "
             f"{row['bytes_a_host'] / 1e6:10.2f} {told:>26s}"
         )
     return "\n".join(lines)
@@ -180,19 +172,16 @@ def table(result: dict[str, Any]) -> str:
 def main() -> None:
     """Measure every size."""
     args = arguments()
-    names = [name for name in args.contenders.split(",") if name]
-    if unknown := set(names) - set(CONTENDERS):
-        sys.exit(f"--contenders: unknown {', '.join(sorted(unknown))}")
+    names = chosen("--contenders", args.contenders, CONTENDERS)
     node = WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     if node.size == WORLD.size:
         sys.exit("all ranks are on one node: start this with scripts/two_hosts.sh -- python " + sys.argv[0])
     results = [measure(int(float(size)), names, args.rounds, node) for size in args.parameters.split(",")]
     if WORLD.rank == 0:
-        vendor = f"{MPI.get_vendor()[0]} {'.'.join(map(str, MPI.get_vendor()[1]))}"
         if args.json:
-            print(json.dumps({"mpi": vendor, "results": results}))
+            print(json.dumps({"machine": described(), "results": results}))
         else:
-            print(vendor, *map(table, results), sep="\n", flush=True)
+            print(described(), *map(table, results), sep="\n", flush=True)
     node.Free()
 
 

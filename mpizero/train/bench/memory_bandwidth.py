@@ -13,7 +13,7 @@ from mpizero.comm.reduce.segments import program_array
 from mpizero.kernels import cpu, stream
 from mpizero.planning.machine_file import MemoryPass
 from mpizero.planning.measurement import Measurement
-from mpizero.train.bench.rounds import alone, ratios, together
+from mpizero.train.bench.rounds import alone, together
 from mpizero.types import Array
 
 #: Arrays that the passes need at once.
@@ -59,8 +59,8 @@ class _Pass:
             every=every,
             own_one=own_one,
             own_every=own_every,
-            ratio_one=ratios(self.values[2], self.values[0]),
-            ratio_every=ratios(self.values[3], self.values[1]),
+            ratio_one=Measurement.of_ratios(self.values[2], self.values[0]),
+            ratio_every=Measurement.of_ratios(self.values[3], self.values[1]),
         )
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
 from mpizero.comm import Communicator
-from mpizero.planning.measurement import Measurement
 
 #: Seconds between two looks of a rank that waits while another is measured: waiting must not take its core.
 _NAP = 2e-4
@@ -43,8 +42,3 @@ def together(comm: Communicator, work: Callable[[], object]) -> float:
     took = np.array([time.perf_counter() - started])
     comm.allreduce(took, "max", "bench")
     return float(took[0])
-
-
-def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Measurement:
-    """Return the quotients of two measurements of the same repetitions. Not collective."""
-    return Measurement.of([a / b for a, b in zip(ours, theirs, strict=True)])

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -19,6 +18,7 @@ from mpizero.names import nearest
 from mpizero.parallel import ShardingConfig, distribute
 from mpizero.parallel.placement import placement
 from mpizero.train.config.setting_checks import check_option
+from mpizero.train.doctor.machine_facts import available_memory
 from mpizero.train.run.process_memory import proportional, release_free_memory
 from mpizero.validation import whole
 
@@ -210,12 +210,8 @@ def require_room(size: int, needed: int, ranks: int, option: str = "--parameters
 
     Not collective.
     """
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return
-    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), needed)
-    if needed > free:
+    free = available_memory()
+    if free is not None and needed > free:
         raise ConfigError(
             f"{option} {size}: {ranks} ranks may need {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; "
             f"give fewer {option.removeprefix('--')} or ranks{', or --memory shared' * (option == '--parameters')}"

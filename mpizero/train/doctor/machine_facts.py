@@ -7,6 +7,7 @@ import importlib.util
 import os
 import platform
 import socket
+import sys
 import time
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from mpizero.kernels.cache import CacheFolder
 
 __all__ = [
+    "available_memory",
     "blas",
+    "described",
     "devices",
     "cores",
     "gpus",
@@ -70,6 +73,27 @@ def processor() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name"))
     return next(filter(None, names), "") or platform.processor() or platform.machine()
+
+
+def described() -> str:
+    """Return the processor's name, this process's number of cores and the MPI that it has loaded, in one line.
+
+    Not collective.
+    """
+    mpi, count = mpi_facts() if "mpi4py.MPI" in sys.modules else None, len(cores())
+    return f"{processor()}, {count} core{'s' * (count != 1)}" + (f", {mpi.vendor} {mpi.version}" if mpi else "")
+
+
+def available_memory() -> int | None:
+    """Return the bytes of memory that are free on this node, None where the system does not say.
+
+    Not collective.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def blas() -> str:

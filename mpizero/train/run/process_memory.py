@@ -10,6 +10,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
+def allocated() -> int:
+    """Return the bytes of heap and private mappings of this process: what RLIMIT_DATA counts.
+
+    Not collective.
+    """
+    return _kilobytes(Path("/proc/self/status"), "VmData")
+
+
 def peak_resident() -> int:
     """Return the largest resident size that this process has had, in bytes (shared pages counted in full).
 
@@ -26,13 +34,13 @@ def resident() -> int:
     return _kilobytes(Path("/proc/self/status"), "VmRSS") or peak_resident()
 
 
-def proportional() -> int:
-    """Return the proportional set size in bytes: each shared page counts 1/k where k processes map it.
+def proportional(pid: int | str = "self") -> int:
+    """Return the proportional set size of a process in bytes: each shared page counts 1/k where k processes map it.
 
     Not collective. Summed over a node's ranks it is what they use together. Where the kernel does not tell
-    (``/proc/self/smaps_rollup``), the resident size is returned.
+    (``/proc/PID/smaps_rollup``), this process's resident size is returned.
     """
-    return _kilobytes(Path("/proc/self/smaps_rollup"), "Pss") or resident()
+    return _kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss") or resident()
 
 
 @contextmanager

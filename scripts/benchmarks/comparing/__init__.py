@@ -1,1 +1,1 @@
-"""Parts of the benchmarks that let several programs take turns on one machine."""
+"""Run mpizero, PyTorch and DeepSpeed on the same training, for compare.py and others."""

@@ -1,4 +1,4 @@
-"""One rank of mpizero, and one that only makes the matrix products of the same step."""
+"""Run one rank of mpizero, or one that only makes the matrix products of the same step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT = "products alone"
 
 
 class Ours:
-    """A GPT under one strategy; ``shape`` has ranks, dim, layers, heads, batch, sequence and vocabulary."""
+    """Train a GPT under one strategy; ``shape`` has ranks, dim, layers, heads, batch, sequence and vocabulary."""
 
     def __init__(self, strategy: str, shape: dict[str, int], grain: int | None) -> None:
         from mpi4py import MPI
@@ -45,8 +45,35 @@ class Ours:
         return found
 
 
+class LinearProducts:
+    """Make the three products of each linear map of a GPT: forward, gradient of the input, gradient of the weights.
+
+    ``reuse`` lets maps of one shape share their arrays.
+    """
+
+    def __init__(self, shape: dict[str, int], *, reuse: bool = False) -> None:
+        rows, dim, layers = shape["batch"] * shape["sequence"], shape["dim"], shape["layers"]
+        maps = [(layers, dim, 3 * dim), (layers, dim, dim), (layers, dim, 4 * dim), (layers, 4 * dim, dim)]
+        self.operations, random = 0, np.random.default_rng(0)
+        self.products: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        for count, inputs, outputs in (*maps, (1, dim, shape["vocabulary"])):
+            self.operations += 6 * count * rows * inputs * outputs
+            for _ in range(1 if reuse else count):
+                sizes = ((rows, inputs), (inputs, outputs), (rows, outputs))
+                x, w, dy = (random.standard_normal(size, np.float32) for size in sizes)
+                made = [(x, w, np.empty_like(dy)), (dy, w.T, np.empty_like(x)), (x.T, dy, np.empty_like(w))]
+                self.products += made * (count if reuse else 1)
+
+    def __call__(self) -> None:
+        """Make all products of a step's linear maps."""
+        from mpizero.kernels.blas import matmul
+
+        for left, right, out in self.products:
+            matmul(left, right, out)
+
+
 class Products:
-    """The matrix products of one rank's step, nothing else: each layer's three, and the attention's by their count."""
+    """Make the matrix products of one rank's step, nothing else: the linear maps', and attention's by their count."""
 
     def __init__(self, strategy: str, shape: dict[str, int], grain: int | None) -> None:
         from mpi4py import MPI
@@ -55,46 +82,19 @@ class Products:
 
     def prepare(self) -> dict[str, Any]:
         """Make operands and results."""
-        from mpizero.kernels.blas import matmul
         from mpizero.nn import GPT, model_operations
         from mpizero.train.doctor.machine_facts import blas
 
-        self.matmul, shape = matmul, self.shape
-        rows, dim, vocabulary = shape["batch"] * shape["sequence"], shape["dim"], shape["vocabulary"]
-        random = np.random.default_rng(0)
-        self.products: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        made = 0
-        for count, inputs, outputs in (
-            (shape["layers"], dim, 3 * dim),
-            (shape["layers"], dim, dim),
-            (shape["layers"], dim, 4 * dim),
-            (shape["layers"], 4 * dim, dim),
-            (1, dim, vocabulary),
-        ):
-            for _ in range(count):
-                x, w, y = (
-                    random.standard_normal(size, np.float32)
-                    for size in ((rows, inputs), (inputs, outputs), (rows, outputs))
-                )
-                self.products += [
-                    (x, w, np.empty_like(y)),
-                    (y, w.T, np.empty_like(x)),
-                    (x.T, y, np.empty_like(w)),
-                ]
-                made += 6 * rows * inputs * outputs
-        gpt = GPT(dim, shape["layers"], shape["heads"], shape["sequence"], vocabulary=vocabulary)
+        self.linear, shape = LinearProducts(self.shape), self.shape
+        gpt = GPT(shape["dim"], shape["layers"], shape["heads"], shape["sequence"], vocabulary=shape["vocabulary"])
         counted = model_operations(gpt, (shape["sequence"],)).values()
         # Attention's own products are small and batched; they are taken to run as fast as the others.
-        self.stretch = shape["batch"] * sum(operations.total for operations in counted) / made
+        self.stretch = shape["batch"] * sum(operations.total for operations in counted) / self.linear.operations
         return {"parameters": None, "version": f"NumPy {np.__version__}", "note": blas()}
 
     def turn(self, warmup: int, steps: int) -> float:
         """Return the seconds that the products of ``steps`` steps take, between two barriers."""
-        return self.stretch * timed(self._step, self.world.Barrier, warmup, steps)
-
-    def _step(self) -> None:
-        for left, right, out in self.products:
-            self.matmul(left, right, out)
+        return self.stretch * timed(self.linear, self.world.Barrier, warmup, steps)
 
 
 def data(shape: dict[str, int], rank: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""One rank of PyTorch or DeepSpeed training the same GPT, started the way their launchers start it."""
+"""Run one rank of PyTorch or DeepSpeed on the same GPT, started the way their launchers start it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class GPT(nn.Module):
 
 
 class Peer:
-    """What all of them share: the group, the model, the samples. Subclasses wrap the model and make the step."""
+    """Hold the group, model and samples; subclasses wrap the model and make the step."""
 
     def __init__(self, shape: dict[str, int]) -> None:
         self.shape, self.rank = shape, int(os.environ["RANK"])
@@ -186,7 +186,7 @@ class DeepSpeed(Peer):
         self.model.step()
 
     def values(self) -> list[torch.Tensor]:
-        """Return all parameters; stage 3 lends them gathered."""
+        """Return all parameters; stage 3 gathers them."""
         import deepspeed
 
         parameters = list(self.model.module.parameters())

@@ -1,4 +1,4 @@
-"""Bars of a comparison as PNG (needs the extra ``plot``)."""
+"""Draw the bars of a comparison as PNG (needs the extra ``plot``)."""
 
 from __future__ import annotations
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
+from harness import output_of
+
 FOLDER = Path(__file__).resolve().parent
 CONFIG, MACHINE = FOLDER / "gpt3.toml", FOLDER / "assumed.json"
 RANKS_PER_NODE, MEMORY_PER_NODE = 8, "1536GB"
@@ -52,12 +51,7 @@ class Row:
         command += ["--ranks-per-node", str(RANKS_PER_NODE), "--memory-per-node", MEMORY_PER_NODE]
         command += ["--machine", str(MACHINE)]
         command += [word for setting in self.settings for word in ("--set", setting)]
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode not in (0, 1) or not done.stdout:
-            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
-        found: Plan = json.loads(done.stdout)
+        found: Plan = json.loads(output_of(command, status=(0, 1)))
         return found
 
 

@@ -1,12 +1,13 @@
-"""Programs that take turns: started once, idle while others are measured, so that neighbours see the same machine.
+"""Run contenders alternately on one machine: options, processes, rounds.
 
-The benchmark starts every *team* (the processes of one contender), which connect to it and wait; it then tells one
-team at a time what to do, and the others sleep in a read. Messages are JSON lines over a Unix socket, which every
-contender's interpreter has, whatever else it has.
+A benchmark starts every *team* (the processes of one contender), which connect to it and wait; it then tells one
+team at a time what to do, and the others sleep in a read, so that neighbours see the same machine. Messages are JSON
+lines over a Unix socket, which every contender's interpreter has, whatever else it has.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
@@ -14,17 +15,57 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-#: Seconds that a team has to start or to answer.
+#: Seconds that a team has to start or to reply.
 PATIENCE = 900.0
+#: The root of this checkout.
+ROOT = Path(__file__).resolve().parents[2]
+
+T = TypeVar("T")
+K = TypeVar("K")
+
+
+def parser(doc: str, *, rounds: int = 0, mpiexec: bool = False, json: bool = False) -> argparse.ArgumentParser:
+    """Return a parser with the options that several benchmarks have; ``rounds`` is their default number."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if rounds:
+        made.add_argument("--rounds", type=int, default=rounds, help="(default: %(default)s)")
+    if mpiexec:
+        made.add_argument("--mpiexec", default=beside(sys.executable, "mpiexec"))
+        made.add_argument("--be", help=argparse.SUPPRESS)
+        made.add_argument("--socket", help=argparse.SUPPRESS)
+    if json:
+        made.add_argument("--json", action="store_true", help="print one JSON document instead of the tables")
+    return made
+
+
+def chosen(option: str, text: str, known: Iterable[str]) -> list[str]:
+    """Return the names that an option lists; leave where one is unknown."""
+    names = [name for name in text.split(",") if name]
+    if unknown := sorted(set(names) - set(known)):
+        sys.exit(f"{option}: unknown {', '.join(unknown)}; expected {', '.join(known)}")
+    return names
+
+
+def output_of(command: Sequence[str], status: Container[int] = (0,)) -> str:
+    """Run a command of one thread a process to its end, and return what it prints; leave where it fails."""
+    done = subprocess.run(command, env=one_thread(), capture_output=True, text=True, check=False)
+    if done.returncode not in status:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+    return done.stdout
+
+
+def result_of(mpiexec: str, ranks: int, *words: str) -> Any:
+    """Run a job of this Python; return the JSON document that its rank 0 prints last."""
+    return json.loads(output_of([mpiexec, "-n", str(ranks), sys.executable, *words]).splitlines()[-1])
 
 
 class TeamError(Exception):
-    """A contender ended, or did not answer; the message has the end of what it wrote."""
+    """A contender ended, or did not reply; the message has the end of what it wrote."""
 
 
 def serve(path: str, rank: int, actions: Mapping[str, Callable[..., Any]]) -> None:
@@ -65,7 +106,7 @@ class Team:
     commands : callable
         ``commands(path)`` returns the commands to start, given the socket's path.
     environment : mapping
-        Of the commands.
+        What the commands' environment has beside :func:`one_thread`.
     """
 
     def __init__(
@@ -73,7 +114,7 @@ class Team:
         name: str,
         ranks: int,
         commands: Callable[[str], Sequence[Sequence[str]]],
-        environment: Mapping[str, str],
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="turns-")
@@ -87,7 +128,13 @@ class Team:
             listener.listen(ranks)
             listener.settimeout(0.2)
             self._jobs = [
-                subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                subprocess.Popen(
+                    command,
+                    env=one_thread() | dict(environment or {}),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                )
                 for command in commands(path)
             ]
             try:
@@ -114,14 +161,14 @@ class Team:
             self._streams[told["rank"]], self.pids[told["rank"]] = stream, told["pid"]
 
     def ask(self, do: str, **order: Any) -> list[Any]:
-        """Let all processes do something at once; return their answers by rank.
+        """Let all processes do something at once; return their replies by rank.
 
         Raises
         ------
         TeamError
-            If one of them has ended or does not answer.
+            If one of them has ended or does not reply.
         """
-        answers = []
+        replies = []
         try:
             for stream in self._streams.values():
                 _say(stream, {"do": do, **order})
@@ -129,10 +176,10 @@ class Team:
                 line = self._streams[rank].readline()
                 if not line:
                     raise TeamError(self._told(f"ended in {do!r}"))
-                answers.append(json.loads(line))
+                replies.append(json.loads(line))
         except OSError as error:
             raise TeamError(self._told(f"{do!r}: {error}")) from error
-        return answers
+        return replies
 
     def _told(self, what: str) -> str:
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -161,29 +208,33 @@ class Team:
         self.close()
 
 
-def in_turns(rounds: int, names: Sequence[str], measure: Callable[[str], float]) -> dict[str, list[float]]:
-    """Measure every name once a round, each round beginning with another one; return the figures by name."""
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
+def alternate(
+    rounds: int, names: Sequence[K], measure: Callable[[K], T], *, warm_up: int = 0, quiet: bool = False
+) -> dict[K, list[T]]:
+    """Measure every name once a round, each round beginning with another one; return the values by name.
+
+    ``warm_up`` rounds come before and are not kept; ``quiet`` tells nothing on standard error.
+    """
+    found: dict[K, list[T]] = {name: [] for name in names}
+    for number in range(-warm_up, rounds):
         for place in range(len(names)):
-            name = names[(turn + place) % len(names)]
-            found[name].append(measure(name))
-        print(f"round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
+            name = names[(number + place) % len(names)]
+            value = measure(name)
+            found[name] += [value] * (number >= 0)
+        if number >= 0 and not quiet:
+            tell(f"round {number + 1} of {rounds}")
     return found
 
 
-def pss(pid: int) -> int:
-    """Return the proportional set size of a process in bytes: a page that k processes map counts 1/k."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/{pid}/smaps_rollup has no Pss")
+def tell(line: str) -> None:
+    """Show on standard error how far it is."""
+    print(line, file=sys.stderr, flush=True)
 
 
-def one_thread(root: Path) -> dict[str, str]:
-    """Return an environment in which every numerical library takes one thread, and ``root`` can be imported."""
+def one_thread() -> dict[str, str]:
+    """Return an environment in which numerical libraries take one thread, and this checkout can be imported."""
     threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | dict.fromkeys(threads, "1") | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
