@@ -172,7 +172,7 @@ class ShardingConfig:
 
     @property
     def is_guest(self) -> bool:
-        """Whether the process belongs to another program: ``embedded``, or MPIZERO_EMBEDDED. Not collective."""
+        """Tell whether the process belongs to another program: ``embedded``, or MPIZERO_EMBEDDED. Not collective."""
         return guard.current().is_guest(self.embedded)
 
     @property

@@ -144,7 +144,7 @@ class Engine(PlacedModel):
 
     @property
     def _needs_norm(self) -> bool:
-        """Whether the sum must be seen before the update: to clip it, or since finite parts may overflow in it."""
+        """Tell whether the sum must be seen before the update: to clip it, or since finite parts may overflow in it."""
         return needs_norm(self.config, self.exchange.codec, loss_scale=self.loss_scale is not None)
 
     def _reduced(self, reducer: GradientReducer, divisor: Array) -> Array:

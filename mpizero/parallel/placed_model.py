@@ -202,7 +202,7 @@ class PlacedModel:
 
     @property
     def pristine(self) -> bool:
-        """Whether parameters and optimizer state are still those of the start. Not collective."""
+        """Tell whether parameters and optimizer state are still those of the start. Not collective."""
         fresh = self.updater is None or self.updater.fresh
         return self.store.version == 1 and fresh and self.half_loaded is None
 

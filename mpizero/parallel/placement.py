@@ -33,7 +33,7 @@ class Placement:
 
     @property
     def waves(self) -> bool:
-        """Whether grains are assigned in waves, so that owners meet them in order and keep no full gradient."""
+        """Tell whether grains are assigned in waves, so that owners meet them in order and keep no full gradient."""
         return self.shard_gradients
 
 

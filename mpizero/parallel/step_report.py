@@ -81,7 +81,7 @@ class StepReport:
 
     @property
     def backing_off(self) -> bool:
-        """Whether a lower loss scale may be all that a skipped step needed, and the next one has it.
+        """Tell whether a lower loss scale may be all that a skipped step needed, and the next one has it.
 
         So it is where every loss was finite: the scale multiplies what goes backward from there.
         """

@@ -102,7 +102,7 @@ class DeviceParameters:
 
     @property
     def whole(self) -> bool:
-        """Whether it holds all parameters at once."""
+        """Tell whether it holds all parameters at once."""
         return not self.store.sharded
 
     def current(self) -> Array:

@@ -42,12 +42,12 @@ class _Cut(NamedTuple):
 
     @property
     def state(self) -> int:
-        """Where it starts in the optimizer's arrays."""
+        """Return its start in the optimizer's arrays."""
         return self.of.state + self.first
 
     @property
     def store(self) -> int:
-        """Where it starts in the parameter store."""
+        """Return its start in the parameter store."""
         return self.of.store + self.first
 
 

@@ -192,7 +192,7 @@ class Updater:
 
     @property
     def fresh(self) -> bool:
-        """Whether this rank's state is that of the start. Not collective."""
+        """Tell whether this rank's state is that of the start. Not collective."""
         return not self.step_count and not any(array.any() for array in self.state.values())
 
     def ask_rate(self) -> float:
