@@ -6,9 +6,10 @@ arrays that do not overlap, and the copies stay in the first-level cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from mpizero.kernels.compile import kernel
+from mpizero.kernels.compile import Kernel, kernel
 from mpizero.kernels.formulas.activation import gelu as gelu_value
 from mpizero.kernels.formulas.activation import (
     gelu_gradient,
@@ -32,104 +33,43 @@ def store(source: Any, target: Any) -> None:
         target[i] = source[i]
 
 
-@kernel("void(const T[::1], T[::1], T[::1])", scratch=_BLOCK)
-def gelu(x: Array, y: Array, block: Array) -> None:
-    """Write the tanh form of GELU into ``y``, which may be ``x``."""
-    T = x.dtype.type  # noqa: N806
-    for first in range(0, x.size, _BLOCK):
-        part = x[first : first + _BLOCK]
-        fetch_ahead(x, first, first + part.size)
-        for i in range(part.size):
-            block[i] = gelu_value(part[i], T)
-        store(block, y[first : first + part.size])
+def _value_kernel(name: str, value: Callable[..., Any]) -> Kernel:
+    """Make the kernel that writes ``value(x)`` into ``y``, which may be ``x``."""
+
+    def apply(x: Array, y: Array, block: Array) -> None:
+        T = x.dtype.type  # noqa: N806
+        for first in range(0, x.size, _BLOCK):
+            part = x[first : first + _BLOCK]
+            fetch_ahead(x, first, first + part.size)
+            for i in range(part.size):
+                block[i] = value(part[i], T)
+            store(block, y[first : first + part.size])
+
+    apply.__qualname__ = name
+    return kernel("void(const T[::1], T[::1], T[::1])", scratch=_BLOCK)(apply)
 
 
-@kernel("void(const T[::1], const T[::1], T[::1], T[::1])", scratch=_BLOCK)
-def gelu_backward(x: Array, dy: Array, dx: Array, block: Array) -> None:
-    """Write ``dy`` times the derivative of :func:`gelu` at ``x`` into ``dx``, which may be ``dy`` or ``x``."""
-    T = x.dtype.type  # noqa: N806
-    for first in range(0, x.size, _BLOCK):
-        part, above = x[first : first + _BLOCK], dy[first : first + _BLOCK]
-        fetch_ahead(x, first, first + part.size)
-        fetch_ahead(dy, first, first + part.size)
-        for i in range(part.size):
-            block[i] = gelu_gradient(part[i], above[i], T)
-        store(block, dx[first : first + part.size])
+def _gradient_kernel(name: str, gradient: Callable[..., Any]) -> Kernel:
+    """Make the kernel that writes ``gradient(x, dy)`` into ``dx``, which may be ``dy`` or ``x``."""
+
+    def apply(x: Array, dy: Array, dx: Array, block: Array) -> None:
+        T = x.dtype.type  # noqa: N806
+        for first in range(0, x.size, _BLOCK):
+            part, above = x[first : first + _BLOCK], dy[first : first + _BLOCK]
+            fetch_ahead(x, first, first + part.size)
+            fetch_ahead(dy, first, first + part.size)
+            for i in range(part.size):
+                block[i] = gradient(part[i], above[i], T)
+            store(block, dx[first : first + part.size])
+
+    apply.__qualname__ = name
+    return kernel("void(const T[::1], const T[::1], T[::1], T[::1])", scratch=_BLOCK)(apply)
 
 
-@kernel("void(const T[::1], T[::1], T[::1])", scratch=_BLOCK)
-def silu(x: Array, y: Array, block: Array) -> None:
-    """Write x * sigmoid(x) into ``y``, which may be ``x``."""
-    T = x.dtype.type  # noqa: N806
-    for first in range(0, x.size, _BLOCK):
-        part = x[first : first + _BLOCK]
-        fetch_ahead(x, first, first + part.size)
-        for i in range(part.size):
-            block[i] = silu_value(part[i], T)
-        store(block, y[first : first + part.size])
-
-
-@kernel("void(const T[::1], const T[::1], T[::1], T[::1])", scratch=_BLOCK)
-def silu_backward(x: Array, dy: Array, dx: Array, block: Array) -> None:
-    """Write ``dy`` times the derivative of :func:`silu` at ``x`` into ``dx``, which may be ``dy`` or ``x``."""
-    T = x.dtype.type  # noqa: N806
-    for first in range(0, x.size, _BLOCK):
-        part, above = x[first : first + _BLOCK], dy[first : first + _BLOCK]
-        fetch_ahead(x, first, first + part.size)
-        fetch_ahead(dy, first, first + part.size)
-        for i in range(part.size):
-            block[i] = silu_gradient(part[i], above[i], T)
-        store(block, dx[first : first + part.size])
-
-
-@kernel("void(const T[::1], T[::1], T[::1])", scratch=_BLOCK)
-def relu(x: Array, y: Array, block: Array) -> None:
-    """Write max(x, 0) into ``y``, which may be ``x``."""
-    T = x.dtype.type  # noqa: N806
-    for first in range(0, x.size, _BLOCK):
-        part = x[first : first + _BLOCK]
-        fetch_ahead(x, first, first + part.size)
-        for i in range(part.size):
-            block[i] = relu_value(part[i], T)
-        store(block, y[first : first + part.size])
-
-
-@kernel("void(const T[::1], const T[::1], T[::1], T[::1])", scratch=_BLOCK)
-def relu_backward(x: Array, dy: Array, dx: Array, block: Array) -> None:
-    """Write ``dy`` times the derivative of :func:`relu` at ``x`` into ``dx``, which may be ``dy`` or ``x``."""
-    T = x.dtype.type  # noqa: N806
-    for first in range(0, x.size, _BLOCK):
-        part, above = x[first : first + _BLOCK], dy[first : first + _BLOCK]
-        fetch_ahead(x, first, first + part.size)
-        fetch_ahead(dy, first, first + part.size)
-        for i in range(part.size):
-            block[i] = relu_gradient(part[i], above[i], T)
-        store(block, dx[first : first + part.size])
-
-
-@kernel("void(const T[::1], T[::1], T[::1])", scratch=_BLOCK)
-def tanh(x: Array, y: Array, block: Array) -> None:
-    """Write tanh(x) into ``y``, which may be ``x``."""
-    T = x.dtype.type  # noqa: N806
-    for first in range(0, x.size, _BLOCK):
-        part = x[first : first + _BLOCK]
-        fetch_ahead(x, first, first + part.size)
-        for i in range(part.size):
-            block[i] = tanh_value(part[i], T)
-        store(block, y[first : first + part.size])
-
-
-@kernel("void(const T[::1], const T[::1], T[::1], T[::1])", scratch=_BLOCK)
-def tanh_backward(x: Array, dy: Array, dx: Array, block: Array) -> None:
-    """Write ``dy`` times the derivative of :func:`tanh` at ``x`` into ``dx``, which may be ``dy`` or ``x``."""
-    T = x.dtype.type  # noqa: N806
-    for first in range(0, x.size, _BLOCK):
-        part, above = x[first : first + _BLOCK], dy[first : first + _BLOCK]
-        fetch_ahead(x, first, first + part.size)
-        fetch_ahead(dy, first, first + part.size)
-        for i in range(part.size):
-            block[i] = tanh_gradient(part[i], above[i], T)
-        store(block, dx[first : first + part.size])
+gelu, gelu_backward = _value_kernel("gelu", gelu_value), _gradient_kernel("gelu_backward", gelu_gradient)
+silu, silu_backward = _value_kernel("silu", silu_value), _gradient_kernel("silu_backward", silu_gradient)
+relu, relu_backward = _value_kernel("relu", relu_value), _gradient_kernel("relu_backward", relu_gradient)
+tanh, tanh_backward = _value_kernel("tanh", tanh_value), _gradient_kernel("tanh_backward", tanh_gradient)
 
 
 @kernel("void(const T[:,::1], const T[::1], T[:,::1], T[:,::1], T[::1])", scratch=_BLOCK)

@@ -156,7 +156,7 @@ def _for_simulator(python: Callable[..., Any]) -> Any:
 
 
 class _Running:
-    """Return simulated kernels and their helpers, as ``cuda``, the attributes of the kernel that runs.
+    """Give simulated kernels and their helpers, as ``cuda``, the attributes of the kernel that runs.
 
     The simulator gives this to functions under one name for all their threads, and takes it back when the first of them
     returns; and threads that ask for a shared array at once get one each. Both end in wrong sums, seldom while threads

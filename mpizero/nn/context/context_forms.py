@@ -1,4 +1,4 @@
-"""Return every layer its form for sequences that are cut among ranks: context parallelism."""
+"""Give every layer its form for sequences that are cut among ranks: context parallelism."""
 
 from __future__ import annotations
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mpizero.errors import LayoutError, UnsupportedError
+from mpizero.errors import ConfigError, LayoutError, UnsupportedError
 from mpizero.layout.flat import nested
 from mpizero.nn.error_location import call_located
 from mpizero.nn.graph import FORMAT, Graph, NodeOutput
@@ -221,6 +222,15 @@ def export_computation_graph(model: BlockModel, input_shape: tuple[int, ...]) ->
         "outputs": [node.name],
         "loss": type(model.loss).__name__,
     }
+
+
+def model_dtype(where: str, dtype: Any) -> np.dtype[Any]:
+    """Return ``dtype`` as a NumPy dtype; :class:`ConfigError` unless it is float32 or float64."""
+    for known in (np.dtype(np.float32), np.dtype(np.float64)):
+        with contextlib.suppress(TypeError):  # NumPy's answer to names that it does not know
+            if np.dtype(dtype) == known:
+                return known
+    raise ConfigError(f'{where}: dtype={dtype!r} is not supported; choose "float32" or "float64"')
 
 
 def _block_items(block: str, layer: Any, uses: Mapping[str, Array]) -> Iterable[tuple[str, Array]]:

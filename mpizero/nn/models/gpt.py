@@ -17,9 +17,8 @@ from mpizero.nn.layers.checkpointed import Checkpointed
 from mpizero.nn.layers.embedding import TokenEmbedding
 from mpizero.nn.layers.language_head import LanguageHead
 from mpizero.nn.loss import CrossEntropy
-from mpizero.nn.models.block_model import export_computation_graph
+from mpizero.nn.models.block_model import export_computation_graph, model_dtype
 from mpizero.nn.models.predictor import compile_gpt
-from mpizero.nn.models.settings import model_dtype
 from mpizero.nn.split.block import SplitBlock
 from mpizero.nn.split.embedding import SplitTokenEmbedding
 from mpizero.nn.split.head import SplitCrossEntropy, SplitHead

@@ -15,9 +15,8 @@ from mpizero.nn.layer import Layer, namespace, require_numbers, require_positive
 from mpizero.nn.layers.activation import named_activation
 from mpizero.nn.layers.linear import Linear
 from mpizero.nn.loss import CrossEntropy, MeanSquaredError
-from mpizero.nn.models.block_model import export_computation_graph
+from mpizero.nn.models.block_model import export_computation_graph, model_dtype
 from mpizero.nn.models.predictor import compile_mlp
-from mpizero.nn.models.settings import model_dtype
 from mpizero.nn.sequential import Sequential
 from mpizero.nn.split.linear import ColumnLinear, RowLinear
 from mpizero.nn.split.model import SplitModel
