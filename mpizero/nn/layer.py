@@ -133,6 +133,16 @@ class Layer(ABC):
         return graph.add_layer(self, name, source, self.output_shape(source.shape))
 
 
+def poll(params: Params) -> None:
+    """Let messages in flight move on, where ``params`` come with them: for layers made of others, between these.
+
+    Not collective. MPI moves most messages only while a rank is inside one of its calls.
+    """
+    found = getattr(params, "poll", None)
+    if found is not None:
+        found()
+
+
 #: The function that splits a layer over a group, by the layer's class; :mod:`mpizero.nn.split.split_forms` fills it.
 SPLIT_FORMS: dict[type, Callable[[Any, Group], Layer]] = {}
 

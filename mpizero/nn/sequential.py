@@ -10,7 +10,7 @@ from mpizero.errors import ConfigError
 from mpizero.names import explains
 from mpizero.nn.error_location import add_location
 from mpizero.nn.graph import Graph, NodeOutput
-from mpizero.nn.layer import Layer
+from mpizero.nn.layer import Layer, poll
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Group, Params, Run
 
@@ -46,6 +46,7 @@ class Sequential(Layer):
         caches = []
         try:
             for name, layer in self.layers:
+                poll(params)
                 x, cache = layer.forward(params.get(name, {}), x, run)
                 caches.append(cache)
         except Exception as error:
@@ -63,6 +64,7 @@ class Sequential(Layer):
                     raise ConfigError(f"Sequential: no gradient reaches {name!r}: the layer after it returns none")
                 continue
             try:
+                poll(params)
                 gradient, pending = layer.backward_input(params.get(name, {}), layer_cache, gradient)
             except Exception as error:
                 add_location(error, "layer", name, layer.backward_input)
@@ -75,6 +77,7 @@ class Sequential(Layer):
         reached = zip(reversed(self.layers), reversed(cache), pending, strict=False)
         for (name, layer), layer_cache, layer_pending in reached:
             try:
+                poll(params)
                 layer.backward_weights(params.get(name, {}), layer_cache, layer_pending, grads.get(name, {}))
             except Exception as error:
                 add_location(error, "layer", name, layer.backward_weights)

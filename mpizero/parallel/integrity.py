@@ -132,7 +132,7 @@ class Integrity:
     # ------------------------------------------------------------------ what ranks hold
 
     def _hashes(self) -> Array:
-        self.store.settle()
+        self.store.wait()
         self.store.refresh()  # bits may have turned over where the values come from
         return np.fromiter((crc32(to_host(view).view(np.uint8)) for view in self._planned().views), np.uint32)
 

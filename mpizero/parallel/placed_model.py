@@ -28,6 +28,7 @@ from mpizero.parallel.gradients.row_buffer import RowBuffer
 from mpizero.parallel.gradients.wave_buffer import WaveBuffer
 from mpizero.parallel.integrity import Integrity
 from mpizero.parallel.memory_check import fits_shared_memory, tell_private
+from mpizero.parallel.message_progress import MessageProgress
 from mpizero.parallel.optimizer.global_norm import GlobalSums
 from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
 from mpizero.parallel.optimizer.tied_parameters import TieExchange
@@ -125,7 +126,7 @@ class PlacedModel:
     def _take_memory(self) -> None:
         """Make the arrays of parameters and gradients."""
         config, grid, placement = self.config, self.grid, self.placement
-        self.memory, self.timeline = Memory(grid.node), Timeline()
+        self.memory, self.timeline = Memory(grid.node, MessageProgress()), Timeline()
         self.store = ParameterStore(
             self.layout, grid, self.memory, placement.shard_parameters, self.dtype, timeline=self.timeline
         )
@@ -149,7 +150,6 @@ class PlacedModel:
             shard=None if waves is None else waves.first_row,
         )
         self.reducer: GradientReducer = waves or self.rows
-        self.store.beside = self.reducer.poll
 
     def _tie_exchange(self) -> Callable[[Sequence[UpdatePiece]], TieExchange] | None:
         """Return what makes the exchange of parameters that this stage shares with others; None without any."""

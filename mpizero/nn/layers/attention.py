@@ -24,6 +24,7 @@ from mpizero.nn.layer import (
     multiply,
     namespace,
     operand,
+    poll,
     require_positive,
     require_sequences,
     vector,
@@ -73,7 +74,9 @@ class AttentionBase(Affine):
         require_sequences(x, self.features, "CausalSelfAttention")
         (into_qkv, projection), (own, first_head) = self._layers, self.own_heads
         qkv, qkv_cache = into_qkv.product(params["qkv"], x, run)
+        poll(params)
         mixed, seen = own.attend(qkv, into_qkv.last_bias(params["qkv"]), run, first_head)
+        poll(params)
         y, projection_cache = projection.product(params["projection"], mixed, run)
         return y, (qkv_cache, seen, projection_cache)
 
@@ -86,7 +89,9 @@ class AttentionBase(Affine):
         into_qkv, projection = self._layers
         qkv_cache, seen, projection_cache = cache
         dmixed, projection_pending = projection.backward_input(params["projection"], projection_cache, dy)
+        poll(params)
         dqkv = self.own_heads[0].attend_backward(seen, known(dmixed))
+        poll(params)
         dx, qkv_pending = into_qkv.backward_input(params["qkv"], qkv_cache, dqkv)
         return dx, (qkv_pending, projection_pending)
 
@@ -94,6 +99,7 @@ class AttentionBase(Affine):
         """Overwrite the gradients of both weights and biases. Collective where sequences are split."""
         into_qkv, projection = self._layers
         projection.backward_weights(params["projection"], cache[2], pending[1], grads["projection"])
+        poll(params)
         into_qkv.backward_weights(params["qkv"], cache[0], pending[0], grads["qkv"])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:

@@ -10,7 +10,7 @@ from typing import Any
 from mpizero import kernels
 from mpizero.names import explains
 from mpizero.nn.graph import Graph, NodeOutput
-from mpizero.nn.layer import Layer, known, namespace, require_numbers, require_positive, require_sequences
+from mpizero.nn.layer import Layer, known, namespace, poll, require_numbers, require_positive, require_sequences
 from mpizero.nn.layers.activation import Activation, named_activation
 from mpizero.nn.layers.affine import Affine
 from mpizero.nn.layers.attention import CausalSelfAttention
@@ -38,6 +38,7 @@ class FeedForwardBase(Affine):
         expand, act, projection = self._layers
         hidden, expand_cache = expand.product(params["expand"], x, run)
         active, act_cache = act.forward_biased(hidden, expand.last_bias(params["expand"]))
+        poll(params)
         y, projection_cache = projection.product(params["projection"], active, run)
         return y, (expand_cache, act_cache, projection_cache)
 
@@ -50,6 +51,7 @@ class FeedForwardBase(Affine):
         expand, act, projection = self._layers
         dactive, projection_pending = projection.backward_input(params["projection"], cache[2], dy)
         dhidden = act.backward_over(cache[1], known(dactive))  # the projection's result, which nobody else holds
+        poll(params)
         dx, expand_pending = expand.backward_input(params["expand"], cache[0], dhidden)
         return dx, (expand_pending, projection_pending)
 
@@ -57,6 +59,7 @@ class FeedForwardBase(Affine):
         """Overwrite the gradients of both weights and biases. Collective where sequences are split."""
         expand, _, projection = self._layers
         projection.backward_weights(params["projection"], cache[2], pending[1], grads["projection"])
+        poll(params)
         expand.backward_weights(params["expand"], cache[0], pending[0], grads["expand"])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
@@ -156,9 +159,12 @@ class TransformerBlockBase(Layer):
         require_numbers(x, "TransformerBlock")
         x = namespace(x).asarray(x, params["norm1"]["weight"].dtype)
         a, norm1_cache = norm1.forward(params["norm1"], x, run)
+        poll(params)
         a, attention_cache = attention.product(params["attention"], a, run)
         h = self._joined(a, attention.last_bias(params["attention"]), drop1, x, run)
+        poll(params)
         b, norm2_cache = norm2.forward(params["norm2"], h, run)
+        poll(params)
         b, feed_cache = feed_forward.product(params["feed_forward"], b, run)
         y = self._joined(b, feed_forward.last_bias(params["feed_forward"]), drop2, h, run)
         return y, (norm1_cache, attention_cache, norm2_cache, feed_cache, run)
@@ -170,9 +176,12 @@ class TransformerBlockBase(Layer):
         norm1_cache, attention_cache, norm2_cache, feed_cache, run = cache
         db = self._dropped(drop2, dy, run)
         dfeed, feed_pending = feed_forward.backward_input(params["feed_forward"], feed_cache, db)
+        poll(params)
         dh, norm2_pending = norm2.backward_joined(params["norm2"], norm2_cache, known(dfeed), dy)
         da = self._dropped(drop1, dh, run)
+        poll(params)
         dattention, attention_pending = attention.backward_input(params["attention"], attention_cache, da)
+        poll(params)
         dx, norm1_pending = norm1.backward_joined(params["norm1"], norm1_cache, known(dattention), dh)
         return dx, (norm1_pending, attention_pending, norm2_pending, feed_pending)
 
@@ -180,6 +189,7 @@ class TransformerBlockBase(Layer):
         """Overwrite the gradients of all four layers. Collective where the layers are."""
         parts = zip(reversed(self.children().items()), reversed(cache[:4]), reversed(pending), strict=True)
         for (name, layer), layer_cache, layer_pending in parts:
+            poll(params)
             layer.backward_weights(params[name], layer_cache, layer_pending, grads[name])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpizero.names import explains
 from mpizero.nn.graph import Graph, NodeOutput
-from mpizero.nn.layer import Layer, known
+from mpizero.nn.layer import Layer, known, poll
 from mpizero.nn.layers.linear import Projection
 from mpizero.nn.layers.norm import LayerNorm
 from mpizero.nn.operations import Operations
@@ -32,6 +32,7 @@ class LanguageHeadBase(Layer):
         """Map ``x`` (samples, length, dim) to logits (samples, length, vocabulary). Collective where split."""
         norm, projection = self._layers
         normed, norm_cache = norm.forward(params["norm"], x, run)
+        poll(params)
         logits, projection_cache = projection.forward(params["projection"], normed, run)
         return logits, (norm_cache, projection_cache)
 
@@ -39,6 +40,7 @@ class LanguageHeadBase(Layer):
         """Compute the gradient of ``x``. Collective where the projection is split."""
         norm, projection = self._layers
         dnormed, projection_pending = projection.backward_input(params["projection"], cache[1], dy)
+        poll(params)
         dx, norm_pending = norm.backward_input(params["norm"], cache[0], known(dnormed))
         return dx, (norm_pending, projection_pending)
 
@@ -46,6 +48,7 @@ class LanguageHeadBase(Layer):
         """Overwrite the gradients of the norm and of this use of the table. Collective where split."""
         norm, projection = self._layers
         projection.backward_weights(params["projection"], cache[1], pending[1], grads["projection"])
+        poll(params)
         norm.backward_weights(params["norm"], cache[0], pending[0], grads["norm"])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:

@@ -14,6 +14,7 @@ from mpizero.kernels.device import Device
 from mpizero.layout import FlatLayout, Unit
 from mpizero.layout.flat import views
 from mpizero.parallel.gradients.unwritten_gradients import LentGradients
+from mpizero.parallel.message_progress import MessageProgress
 from mpizero.parallel.parameters.store import ParameterStore, flat_names
 from mpizero.types import Array
 
@@ -96,9 +97,14 @@ class DeviceParameters:
             with self.device.multiplying_in(self.sixteen):
                 yield self._views[unit.index]
 
-    def settle(self) -> None:
-        """Return when all published values are on the host. Collective over the data group."""
-        self.store.settle()
+    @property
+    def progress(self) -> MessageProgress:
+        """Lets messages in flight move on."""
+        return self.store.progress
+
+    def wait(self, block: str | None = None) -> None:
+        """Return when the published values of a block, or all, are on the host. Collective over the data group."""
+        self.store.wait(block)
 
     @property
     def whole(self) -> bool:

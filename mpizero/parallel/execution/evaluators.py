@@ -116,6 +116,7 @@ class BlockEvaluator:
             for unit in self.units:
                 with passed.unit(unit) as params:
                     for block in unit.blocks:
+                        self.store.wait(block)
                         begun = clock.begin()
                         try:
                             x, caches[block] = self.blocks[block].forward(params[block], x, run)
@@ -123,6 +124,7 @@ class BlockEvaluator:
                             add_location(error, "block", block, self.blocks[block].forward)
                             raise
                         clock.end("forward", block, begun)
+                        self.store.progress.poll()
             begun = clock.begin()
             loss, weight, cache = self.criterion.forward(x, y)
             loss, weight = loss_and_weight(self.criterion.forward, loss, weight, run)
@@ -134,6 +136,7 @@ class BlockEvaluator:
                 with passed.unit(unit) as params:
                     grads = target(unit)
                     for block in reversed(unit.blocks):
+                        self.store.wait(block)
                         begun = clock.begin()
                         try:
                             d = self.blocks[block].backward(params[block], caches.pop(block), d, grads[block])
@@ -141,6 +144,7 @@ class BlockEvaluator:
                             add_location(error, "block", block, self.blocks[block].backward)
                             raise
                         clock.end("backward", block, begun)
+                        self.store.progress.poll()
                         if ended is not None:
                             ended(unit, block)
                 passed.done(unit)
@@ -165,6 +169,7 @@ class BlockEvaluator:
                     for block in unit.blocks:
                         if x is not None:
                             x, _ = call_located("block", block, self.blocks[block].forward, params[block], x, run)
+                            self.store.progress.poll()
         except (CollectiveError, PeerFailure):
             raise
         except Exception:

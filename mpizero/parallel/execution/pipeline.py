@@ -95,6 +95,7 @@ class PipelineRunner:
         self.criterion, self.marks = partitioned.local.loss, marks
         self.compute_device = compute_device or ComputeDevice()
         self.pipeline_p2p = self.compute_device.pipeline_p2p(comm)
+        store.progress.register("pipeline", self.pipeline_p2p.progress)
         self.stage_of = partitioned.parallel_layout.chunks
         self.units = {chunk: self.store.layout.units_of(partitioned.cuts[chunk]) for chunk in partitioned.chunks}
         self.most_caches = 0
@@ -123,7 +124,7 @@ class PipelineRunner:
             begun = self.store.timeline.begin()
             self._execute(instruction, watched[instruction.micro], run_of)
             self.store.timeline.end("schedule", instruction, begun)
-            self.pipeline_p2p.progress()
+            self.store.progress.poll()
         self.pipeline_p2p.finish()
         if self.marks is not None:
             self.marks.end(failed=self.scalars.error is not None)
@@ -230,6 +231,7 @@ class PipelineRunner:
         begun = clock.begin()
         result = call_located("block", block, bound, *args)
         clock.end(phase, block, begun)
+        self.store.progress.poll()
         return result
 
     def _begin_backward(self, chunk: int, micro: int, watched: WatchedJob) -> tuple[_Flight, Any]:
@@ -285,7 +287,7 @@ class PipelineRunner:
 
     def ready(self) -> None:
         """Have all parameters here. Collective over the data group."""
-        self.store.settle()
+        self.store.wait()
 
     # ------------------------------------------------------------------ forward alone
 
@@ -334,7 +336,7 @@ class PipelineRunner:
         value, run = None, self.partitioned.run_on(x, run)
         for chunk in self.partitioned.chunks:
             value = self._pass_forward(chunk, -self._predicted, x, run, _Flight(fail))
-        self.pipeline_p2p.progress()
+        self.store.progress.poll()
         return value
 
     @contextmanager

@@ -186,7 +186,7 @@ class SequentialRunner:
 
     def ready(self) -> None:
         """Have all parameters here. Collective over the data group."""
-        self.evaluator.store.settle()
+        self.evaluator.store.wait()
 
     def predict(self, x: Any) -> Any:
         """Return the prediction for this rank's ``x``. Collective if sharded."""

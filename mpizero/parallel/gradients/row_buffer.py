@@ -74,6 +74,7 @@ class RowBuffer:
         self._reserved: set[int] = set()
         self._plan: RowsPlan | None = None
         self.overlapped: OverlappedReduction | None = None
+        store.progress.register("rows", self.poll)
 
     @property
     def overlaps(self) -> bool:

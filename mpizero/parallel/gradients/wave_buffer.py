@@ -72,6 +72,7 @@ class WaveBuffer:
         self._next = self._root = 0
         self._in_flight: _InFlight | None = None
         self._one = np.ones(1, self.dtype)
+        store.progress.register("waves", self.poll)
 
     @property
     def largest(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ import numpy as np
 from mpizero.comm import Communicator, Request, SharedMemory
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CollectiveError, OutOfMemoryError, PeerFailure, SharedMemoryError
+from mpizero.parallel.message_progress import MessageProgress
 from mpizero.types import Array
 
 #: Rows that different ranks touch first start on their own page.
@@ -104,6 +105,8 @@ class Memory:
     ----------
     node : Communicator
         The ranks that share memory with this one; of size 1 when memory is private.
+    progress : MessageProgress, optional
+        Finishes messages in flight before every collective of the node.
 
     Attributes
     ----------
@@ -114,13 +117,11 @@ class Memory:
         The most that this rank held alone plus its equal part of what its node shares.
     """
 
-    def __init__(self, node: Communicator) -> None:
-        self.node = node
+    def __init__(self, node: Communicator, progress: MessageProgress | None = None) -> None:
+        self.node, self.progress = node, progress or MessageProgress()
         self.private_bytes: Counter[str] = Counter()
         self.shared_bytes: Counter[str] = Counter()
         self.peak_bytes = 0
-        #: Is called before every collective of the node.
-        self.before: Callable[[], None] = _nothing
         self._windows: list[tuple[SharedMemory, tuple[Array, ...]]] = []
         self._scratch: dict[str, Array] = {}
 
@@ -178,7 +179,7 @@ class Memory:
         """
         if self.node.size == 1:
             return tuple(self.private(kind, shape, dtype) for shape in shapes)
-        self.before()
+        self.progress.finish()
         dtype = np.dtype(dtype)
         sizes = [prod(shape) * dtype.itemsize for shape in shapes]
         starts = np.concatenate([[0], np.cumsum([paged(size) for size in sizes])])
@@ -198,7 +199,7 @@ class Memory:
             for array in arrays:
                 self.release(kind, array)
             return
-        self.before()
+        self.progress.finish()
         place = next(i for i, (_, held) in enumerate(self._windows) if held[0] is arrays[0])
         window, _ = self._windows.pop(place)
         self.shared_bytes[kind] -= window.buffer.nbytes
@@ -207,7 +208,7 @@ class Memory:
     def barrier(self, tag: str = "") -> None:
         """Make what every rank of the node wrote before visible to all of them after. Collective over the node."""
         if self.node.size > 1:
-            self.before()
+            self.progress.finish()
             self.node.node_barrier(self._windows[0][0], tag, counted=True)
 
     def ibarrier(self, tag: str = "") -> Request | None:
@@ -237,8 +238,7 @@ class Memory:
 
     def close(self) -> None:
         """Free all windows. Collective over the node."""
-        self.before()
-        self.before = _nothing
+        self.progress.close()
         while self._windows:
             self._windows.pop()[0].close()
         self._scratch.clear()
@@ -247,7 +247,3 @@ class Memory:
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.rank_bytes)
-
-
-def _nothing() -> None:
-    """Nothing has to come before."""

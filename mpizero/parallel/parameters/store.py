@@ -15,6 +15,7 @@ from mpizero.comm.recording.timeline import Timeline
 from mpizero.comm.reduce.exact import Gathering, begin_gather
 from mpizero.layout import FlatLayout, Span, Unit
 from mpizero.layout.flat import views
+from mpizero.parallel.message_progress import MessageProgress
 from mpizero.parallel.parameters import publication
 from mpizero.parallel.parameters.allocator import STATE_ADVICE, Memory, needing, on_all_ranks
 from mpizero.parallel.parameters.publication import Publication, let_arrive
@@ -25,21 +26,17 @@ from mpizero.types import Array, BlockModel
 SLOTS = 2
 
 
-class _Lent(dict[str, Any]):
-    """Parameters by name; ``before`` is called with the name of each that is taken: no other hook is inside of layers.
+class ParameterViews(dict[str, Any]):
+    """Hold nested views of parameters, by name; :meth:`poll` lets messages in flight move on.
 
-    Not called for what is taken by ``items`` or ``values``.
+    Layers made of others call it between them, by :func:`mpizero.nn.layer.poll`.
     """
 
-    __slots__ = ("_before",)
+    __slots__ = ("poll",)
 
-    def __init__(self, views: Mapping[str, Any], before: Callable[[str], None]) -> None:
-        super().__init__({k: _Lent(v, before) if type(v) is dict else v for k, v in views.items()})
-        self._before = before
-
-    def __getitem__(self, name: str) -> Any:
-        self._before(name)
-        return super().__getitem__(name)
+    def __init__(self, views: Mapping[str, Any], poll: Callable[[], None]) -> None:
+        super().__init__({k: ParameterViews(v, poll) if type(v) is dict else v for k, v in views.items()})
+        self.poll = poll
 
 
 class Lender(Protocol):
@@ -53,8 +50,12 @@ class Lender(Protocol):
     ) -> AbstractContextManager[dict[str, Any]]:
         """Lend nested views of a unit's parameters, by block. Collective over the data group if sharded."""
 
-    def settle(self) -> None:
-        """Return when all published values are here. Collective over the data group."""
+    @property
+    def progress(self) -> MessageProgress:
+        """Lets messages in flight move on, to be polled between layers."""
+
+    def wait(self, block: str | None = None) -> None:
+        """Return when the published values that a block uses are here; unless one is named, all."""
 
 
 class ParameterStore:
@@ -121,11 +122,10 @@ class ParameterStore:
         self._needed = {block: self._last_region(block) for unit in layout.units for block in unit.blocks}
         self._published: list[Publication] = []
         weakref.finalize(self, let_arrive, self._published)
-        memory.before = self.settle
+        self.progress = memory.progress
+        self.progress.register("parameters", self.poll, finish=self.wait)
         self._source: Callable[[Array], None] | None = None
         self._outdated = False
-        #: Lets other messages of a step move on; called whenever a layer takes a parameter between groups of ranks.
-        self.beside: Callable[[], None] = _nothing
         self._views: dict[tuple[int, int], dict[str, Any]] = {}
         self.version = 0
 
@@ -133,7 +133,7 @@ class ParameterStore:
     def values(self) -> Array:
         """All values that this group holds. Collective over the data group where some are still on their way."""
         if self._published:
-            self.settle()
+            self.wait()
         return self._values_here()
 
     def lie_elsewhere(self, source: Callable[[Array], None]) -> None:
@@ -181,11 +181,11 @@ class ParameterStore:
         following : Unit or None
             What every rank asks for next, if that is known; begun at once. See [Note: the next unit].
         by_block : bool
-            Wait for published values only when a block's are taken from what is lent, by its name.
+            Leave it to the caller to :meth:`wait` for the published values of each block before it takes them.
         """
         slot = 0
         if self._published and not by_block:
-            self.settle()
+            self.wait()
         self._values_here()
         if self.sharded:
             with self.timeline.span("publication", unit):
@@ -215,28 +215,24 @@ class ParameterStore:
             Return while values are on their way: the next passes wait for each block's, everything else for all.
         """
         with self.timeline.span("publication"):
-            self.settle()
+            self.wait()
             published = []
             if exchange and self._regions:
                 published = [Publication(self.grid, self.memory, self._values, self._regions, self.peer_shares)]
             self.memory.barrier("publish")
             self._published[:] = published
             if not later:
-                self.settle()
+                self.wait()
         self.version += 1
 
-    def settle(self) -> None:
-        """Return when all published values are here. Collective over the data group; see [Note: regions]."""
-        if self._published:
-            with self.timeline.span("publication"):
-                self._published[0].wait()
-            self._published.clear()
+    def wait(self, block: str | None = None) -> None:
+        """Return when the published values that a block uses are here; unless one is named, all.
 
-    def _wait_for(self, block: str) -> None:
-        """Return when what a block uses is here."""
+        Collective over the data group, in the end; see [Note: regions].
+        """
         if self._published:
-            with self.timeline.span("publication", block):
-                self._published[0].wait(self._needed[block])
+            with self.timeline.span("publication", block or ""):
+                self._published[0].wait(None if block is None else self._needed[block])
             if self._published[0].ended:
                 self._published.clear()
 
@@ -288,15 +284,11 @@ class ParameterStore:
         self.publish()
 
     def poll(self) -> None:
-        """Let what is on its way move on. Not collective."""
+        """Let parameters in flight move on. Not collective."""
         if self._coming is not None:
             self._coming[1].test()
         elif self._published:
             self._published[0].poll()
-        self.beside()
-
-    def _poll_now(self, _: str) -> None:
-        self.poll()
 
     def _begin(self, unit: Unit) -> None:
         """Start to gather a unit into the place that is not in use. Collective over the data group."""
@@ -359,11 +351,7 @@ class ParameterStore:
         nested = {block: views(buffer, triples) for block, triples in placed.items()}
         if not self.sharded and not self._regions:
             return nested
-        return _Lent({block: _Lent(tree, self._poll_now) for block, tree in nested.items()}, self._wait_for)
-
-
-def _nothing() -> None:
-    """No other messages are on their way."""
+        return ParameterViews(nested, self.progress.poll)
 
 
 def flat_names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:

@@ -36,6 +36,13 @@ def values(lent: Any) -> list[float]:
     return [value for name in sorted(lent) for value in values(lent[name])]
 
 
+def taken(store: Any, lent: Any, block: str) -> list[float]:
+    """All values of a block, waited for as runners do."""
+    store.wait(block)
+    store.progress.poll()
+    return values(lent[block])
+
+
 @pytest.mark.parametrize("memory", MEMORIES[1:])
 def test_the_next_unit_comes_while_one_is_lent(memory: dict[str, Any]) -> None:
     """Every order of units, announced or not, lends the same values."""
@@ -232,11 +239,11 @@ def test_who_takes_a_block_waits_for_what_it_uses_and_no_more(monkeypatch: pytes
             with store.unit(unit, by_block=True) as lent:
                 note()
                 for name in unit.blocks[:2]:
-                    values(lent[name])
+                    taken(store, lent, name)
                     note()
                 gates[2].open = True
-                values(lent[unit.blocks[0]])
-                values(lent[unit.blocks[2]])
+                taken(store, lent, unit.blocks[0])
+                taken(store, lent, unit.blocks[2])
                 note()
             store.owned(0)
             note()

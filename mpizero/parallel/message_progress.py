@@ -1,0 +1,57 @@
+"""Let messages in flight move on while ranks compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class MessageProgress:
+    """Poll everything that has messages in flight, between layers, and finish what may not wait.
+
+    MPI moves most messages only while the rank is inside one of its calls. Whatever leaves messages in flight registers
+    here by name: the parameter store ("parameters"), the gradient buffers ("rows", "waves"), the pipeline
+    ("pipeline"). Runners call :meth:`poll` between blocks, and the library's layers between the layers they are made
+    of. The allocator calls :meth:`finish` before every collective of the node: a rank that blocks there must not keep
+    others waiting ([Note: nobody waits for a rank that waits] in ``parallel/parameters/publication.py``).
+    """
+
+    def __init__(self) -> None:
+        self._polls: dict[str, Callable[[], object]] = {}
+        self._finishes: dict[str, Callable[[], object]] = {}
+
+    def register(self, name: str, poll: Callable[[], object], finish: Callable[[], object] | None = None) -> None:
+        """Poll, and perhaps finish, something from now on, in place of what had the same name. Not collective.
+
+        Parameters
+        ----------
+        name : str
+            What has messages in flight.
+        poll : callable
+            Lets them move on; not collective, and cheap where there are none.
+        finish : callable, optional
+            Waits for those that other ranks of the node wait for.
+        """
+        self._polls[name] = poll
+        if finish is not None:
+            self._finishes[name] = finish
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is polled."""
+        return tuple(self._polls)
+
+    def poll(self) -> None:
+        """Let messages in flight move on. Not collective."""
+        for poll in self._polls.values():
+            poll()
+
+    def finish(self) -> None:
+        """Wait for messages that other ranks of the node wait for. Collective over the data group."""
+        for finish in self._finishes.values():
+            finish()
+
+    def close(self) -> None:
+        """Finish, and poll nothing from now on. Collective over the data group."""
+        self.finish()
+        self._polls.clear()
+        self._finishes.clear()
