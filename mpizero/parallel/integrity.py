@@ -121,9 +121,9 @@ class Integrity:
         known = taken is not None and taken[0] == self.store.version
         changed = now != taken[1] if known and taken is not None else np.zeros(now.size, bool)
         plan = self._planned()
-        told = np.empty(sum(plan.counts), np.uint32)
-        self.everyone.allgatherv(np.concatenate([now, changed.astype(np.uint32)]), told, plan.counts, "integrity")
-        hashes, marks = self._unpacked(told, plan)
+        gathered = np.empty(sum(plan.counts), np.uint32)
+        self.everyone.allgatherv(np.concatenate([now, changed.astype(np.uint32)]), gathered, plan.counts, "integrity")
+        hashes, marks = self._unpacked(gathered, plan)
         damaged = [(rank, place) for rank, mark in enumerate(marks) for place in np.flatnonzero(mark).tolist()]
         differing = [copies for copies in plan.copies if len({int(hashes[r][p]) for r, p in copies}) > 1]
         if damaged or differing:
@@ -145,7 +145,7 @@ class Integrity:
             for rng in (rng for ranges in everyone for rng in ranges):
                 cuts[rng.tensor] |= {rng.start, rng.stop}
             places = {tensor: sorted(found) for tensor, found in cuts.items()}
-            ranges = [[part for rng in told for part in _cut(rng, places[rng.tensor])] for told in everyone]
+            ranges = [[part for rng in of_rank for part in _cut(rng, places[rng.tensor])] for of_rank in everyone]
             holders: dict[_Range, list[tuple[int, int]]] = defaultdict(list)
             for rank, own in enumerate(ranges):
                 for place, rng in enumerate(own):
@@ -173,11 +173,11 @@ class Integrity:
                 values = updater.state[slot][piece.state : piece.state + piece.size]
                 yield from _named(f"optimizer/{slot}", piece.entry.spec, piece.span.start - piece.entry.offset, values)
 
-    # ------------------------------------------------------------------ what is told
+    # ------------------------------------------------------------------ comparison
 
-    def _unpacked(self, told: Array, plan: _Plan) -> tuple[list[Array], list[Array]]:
+    def _unpacked(self, gathered: Array, plan: _Plan) -> tuple[list[Array], list[Array]]:
         """Return the hashes of every rank, and where its state differs from its last one."""
-        parts = np.split(told, np.cumsum(plan.counts)[:-1])
+        parts = np.split(gathered, np.cumsum(plan.counts)[:-1])
         halves = [(part[: part.size // 2], part[part.size // 2 :]) for part in parts]
         return [first for first, _ in halves], [second for _, second in halves]
 
@@ -223,7 +223,7 @@ def _place(rng: _Range) -> str:
 
 
 def _minority(values: dict[int, int], hosts: Sequence[str]) -> str:
-    """Say which ranks differ from the most; of two equally many nobody can tell."""
+    """Say which ranks differ from the most; of two equally many neither is known to be right."""
     counted = Counter(values.values()).most_common()
     if len(counted) > 1 and counted[0][1] == counted[1][1]:
         who = ", ".join(f"{rank} ({hosts[rank]})" for rank in values)

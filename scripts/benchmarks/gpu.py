@@ -1,4 +1,4 @@
-"""What a GPU makes of training: the CPU's losses, the GPU's copy rate, PyTorch's tokens a second.
+"""Compare training on a GPU with the CPU's losses, the GPU's copy rate and PyTorch's tokens a second.
 
 Three parts, each on this process's first GPU; speeds are taken in turns, ratios inside a round, and shown are medians
 over rounds and, in parentheses, least and most.

@@ -60,7 +60,7 @@ def prove(comm: Communicator, open_device: Callable[[], Device]) -> str:
 
 
 def unclaimed(comm: Communicator) -> str:
-    """Return why nobody should try: what MPI says of itself; nothing if it claims to know GPUs. Not collective."""
+    """Return why this MPI cannot take GPU memory, by what it says; empty if it claims that it can. Not collective."""
     if getattr(comm, "mpi", None) is None:  # its class is not imported here: that would start MPI, also for a plan
         return "these ranks are threads of one process"
     if comm.size == 1:
@@ -79,17 +79,17 @@ def _claims() -> bool:
         return False
     for path in loaded:
         try:
-            asked = ctypes.CDLL(path).MPIX_Query_cuda_support
+            query = ctypes.CDLL(path).MPIX_Query_cuda_support
         except (OSError, AttributeError):
             continue
-        asked.restype, asked.argtypes = ctypes.c_int, ()
-        return bool(asked())
+        query.restype, query.argtypes = ctypes.c_int, ()
+        return bool(query())
     return False
 
 
 def _agreed(comm: Communicator, reason: str) -> str:
     """Return the first rank's reason that there is. Collective."""
-    return next((told for told in comm.allgather_object(reason, "direct messages") if told), "")
+    return next((given for given in comm.allgather_object(reason, "direct messages") if given), "")
 
 
 def _tried(comm: Communicator, device: Device, send: Send) -> str:

@@ -109,17 +109,17 @@ class PipelineP2P:
         LayoutError
             If another shape was sent for an equal micro-batch before, or no message can hold the array.
         """
-        told = _Shape(array.shape, array.dtype.name)
-        known = self._known.get((route, key), told)
-        if told != known:
+        given = _Shape(array.shape, array.dtype.name)
+        known = self._known.get((route, key), given)
+        if given != known:
             raise LayoutError(
-                f"a pipeline stage gave {told.dtype}{list(told.dims)} for a micro-batch that is like an earlier one "
+                f"a pipeline stage gave {given.dtype}{list(given.dims)} for a micro-batch that is like an earlier one "
                 f"(shape and dtype {key}), for which it gave {known.dtype}{list(known.dims)}: between stages, shapes "
                 "must follow from the shape of the input"
             )
-        if told.dtype not in _DTYPES or array.ndim > _AXES:
+        if given.dtype not in _DTYPES or array.ndim > _AXES:
             raise LayoutError(
-                f"a pipeline stage gave {told.dtype}{list(told.dims)}: between stages go {', '.join(_DTYPES)} of at "
+                f"a pipeline stage gave {given.dtype}{list(given.dims)}: between stages go {', '.join(_DTYPES)} of at "
                 f"most {_AXES} axes"
             )
 

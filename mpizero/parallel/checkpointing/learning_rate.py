@@ -11,7 +11,7 @@ from mpizero import optim
 from mpizero.errors import CheckpointError
 from mpizero.parallel.optimizer.sharded_update import Updater
 
-#: The attribute of a checkpoint; it is told beside the optimizer's state and changes nothing of it.
+#: The attribute of a checkpoint; it is stored beside the optimizer's state, which it does not change.
 ATTRIBUTE = "learning_rate"
 
 
@@ -59,7 +59,7 @@ def moved(updater: Updater, attributes: Mapping[str, Any], steps: int) -> str | 
 
 
 def last_of(attributes: Mapping[str, Any]) -> float | None:
-    """Return the learning rate of the last step before a checkpoint was saved, None if it is not told.
+    """Return the learning rate of the last step before a checkpoint was saved, None if unknown.
 
     Not collective.
 

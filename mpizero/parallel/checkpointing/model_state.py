@@ -218,12 +218,12 @@ _SAVED: Mapping[str, tuple[Callable[[object], bool], str]] = {
 def _check_layout(layout: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
     if layout != {**dict.fromkeys(_AXES, 1), **(saved or {})}:
         raise CheckpointError(
-            f"strict_layout: the checkpoint was written by {_told(saved)}, this model is {_told(layout)}; without "
-            "strict_layout it can be loaded all the same"
+            f"strict_layout: the checkpoint was written by {_layout_text(saved)}, this model is "
+            f"{_layout_text(layout)}; without strict_layout it can be loaded all the same"
         )
 
 
-def _told(layout: Mapping[str, Any] | None) -> str:
+def _layout_text(layout: Mapping[str, Any] | None) -> str:
     if not layout:
         return "an unknown layout"
     ranks, nodes = (f"{layout[what]} {what[:-1]}{'s'[: layout[what] != 1]}" for what in ("ranks", "nodes"))
@@ -271,9 +271,9 @@ def _check_optimizer(engine: Engine, reader: ArrayReader, saved: Mapping[str, An
         raise CheckpointError(
             f"the checkpoint holds the state of {optimizer['name']:.80}, the bound optimizer is {name}: {_REMEDY}"
         )
-    own, told = set(updater.state), set(optimizer["slots"])
-    held = {path.split("/")[1] for path in _state_paths(reader)} | told
-    if other := sorted((held - own) | (own - told)):
+    own, slots = set(updater.state), set(optimizer["slots"])
+    held = {path.split("/")[1] for path in _state_paths(reader)} | slots
+    if other := sorted((held - own) | (own - slots)):
         has, lacks = ("lacks", "has") if other[0] in own else ("has", "lacks")
         raise CheckpointError(
             f"the checkpoint's state of {name} {has} {other[0]!r:.80}, which the bound optimizer {lacks} "
@@ -297,9 +297,9 @@ def _state_paths(reader: ArrayReader) -> list[str]:
 def _tell_rates(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
     """Warn on rank 0 if loading changes the learning rate, as a schedule over other steps does."""
     assert engine.updater is not None
-    told = learning_rate.moved(engine.updater, reader.attributes, saved["optimizer"]["step_count"])
-    if told is not None and engine.grid.world.rank == 0:
-        warnings.warn(f"{told}: training goes on with the bound one", stacklevel=2)
+    change = learning_rate.moved(engine.updater, reader.attributes, saved["optimizer"]["step_count"])
+    if change is not None and engine.grid.world.rank == 0:
+        warnings.warn(f"{change}: training goes on with the bound one", stacklevel=2)
 
 
 def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, Any], reader: ArrayReader) -> None:
@@ -353,15 +353,15 @@ def _check_model(engine: Engine, reader: ArrayReader) -> None:
     missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     different = [n for n in wanted if n in found and tuple(found[n]) != wanted[n]]
     if missing or extra or different:
-        told = []
+        problems = []
         if missing:
-            told.append(f"missing {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}")
+            problems.append(f"missing {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}")
         if extra:
-            told.append(f"unknown {', '.join(extra[:3])}{' ...' if len(extra) > 3 else ''}")
+            problems.append(f"unknown {', '.join(extra[:3])}{' ...' if len(extra) > 3 else ''}")
         if different:
             name = different[0]
-            told.append(f"{name} has shape {tuple(found[name])}, the model's has {wanted[name]}")
-        raise CheckpointError(f"the checkpoint belongs to another model: {'; '.join(told)}")
+            problems.append(f"{name} has shape {tuple(found[name])}, the model's has {wanted[name]}")
+        raise CheckpointError(f"the checkpoint belongs to another model: {'; '.join(problems)}")
     for path, (_, dtype) in reader.arrays.items():
         if path.startswith(prefix) and np.dtype(dtype) != engine.dtype:
             raise CheckpointError(f"{path} is {np.dtype(dtype)}, the model's parameters are {engine.dtype}")

@@ -180,8 +180,8 @@ class CudaComputeDevice(ComputeDevice):
     def describe(self) -> str:
         """Name this rank's GPU. Not collective."""
         products = "" if self.sixteen is None else f", products in {self.sixteen}"
-        told = "" if self._found is None else f", messages go {self._path}"
-        return f"; layers compute on GPUs, here number {self.device.number} ({self.device.name}){products}{told}"
+        messages = "" if self._found is None else f", messages go {self._path}"
+        return f"; layers compute on GPUs, here number {self.device.number} ({self.device.name}){products}{messages}"
 
     @property
     def _path(self) -> str:

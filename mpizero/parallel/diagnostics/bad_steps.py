@@ -122,8 +122,8 @@ def dump_bad_step(
     path = Path(folder) / f"step_{report.non_finite[0].step:08d}"
     with all_ranks(comm):
         if comm.rank == 0 and not path.exists():
-            told = {} if structure == _ARRAYS else {"structure": structure}
-            _write(path, _described(model, report, total) | told | {"about": dict(about or {})}, grains)
+            batch_tree = {} if structure == _ARRAYS else {"structure": structure}
+            _write(path, _described(model, report, total) | batch_tree | {"about": dict(about or {})}, grains)
     return path
 
 
@@ -194,7 +194,7 @@ def read_bad_step(path: str | os.PathLike[str]) -> BadStep:
     folder = Path(path)
     file = folder / "step.json"
     try:
-        told = parse(read_regular(file, _LIMIT))
+        document = parse(read_regular(file, _LIMIT))
     except OSError as error:
         raise DataError(
             f"{folder}: no bad step: {file.name}: {error.strerror}; expected a folder as run/bad_steps/step_00000123"
@@ -203,20 +203,20 @@ def read_bad_step(path: str | os.PathLike[str]) -> BadStep:
         raise DataError(f"{error}: no bad step") from None
     except ValueError as error:
         raise DataError(f"{file}: damaged, or no bad step: {error}") from None
-    version = told.get("version") if isinstance(told, dict) and told.get("format") == FORMAT else None
+    version = document.get("version") if isinstance(document, dict) and document.get("format") == FORMAT else None
     if type(version) is not int or version != VERSION:
         raise DataError(f"{file}: not a bad step of version {VERSION}")
-    del told["format"], told["version"]
-    told = {"epoch": 0, "structure": _ARRAYS} | told
-    if missing := sorted(_FIELDS.keys() - told.keys()):
+    del document["format"], document["version"]
+    document = {"epoch": 0, "structure": _ARRAYS} | document
+    if missing := sorted(_FIELDS.keys() - document.keys()):
         raise DataError(f"{file}: {missing[0]!r} is missing")
-    if unknown := sorted(told.keys() - _FIELDS.keys()):
+    if unknown := sorted(document.keys() - _FIELDS.keys()):
         raise DataError(f"{file}: {unknown[0]!r:.80} is unknown; expected {', '.join(_FIELDS)}")
     for key, (sound, expected) in _FIELDS.items():
-        if not sound(told[key]):
-            raise DataError(f"{file}: {key} is {told[key]!r:.200}: expected {expected}")
-    names, found, structure = told.pop("grains"), tuple(told.pop("found")), told.pop("structure")
-    return BadStep(**told, found=found, grains=tuple(_read_grain(folder / name, structure) for name in names))
+        if not sound(document[key]):
+            raise DataError(f"{file}: {key} is {document[key]!r:.200}: expected {expected}")
+    names, found, structure = document.pop("grains"), tuple(document.pop("found")), document.pop("structure")
+    return BadStep(**document, found=found, grains=tuple(_read_grain(folder / name, structure) for name in names))
 
 
 def _is_found(value: object) -> bool:
@@ -273,14 +273,14 @@ def _read_grain(file: Path, structure: Mapping[str, Any]) -> BadGrain:
     try:
         held = read_arrays(file)
         samples = held["samples"]
-        names = {name: [name] if told == "*" else _numbered(held, name) for name, told in structure.items()}
+        names = {name: [name] if kind == "*" else _numbered(held, name) for name, kind in structure.items()}
         x, y = (_built(structure[name], [held[path] for path in names[name]]) for name in "xy")
     except (OSError, CheckpointError, KeyError, ValueError) as error:
         raise DataError(f"{file}: not the samples of a grain: {error}") from None
     shapes = {path: held[path].shape for paths in names.values() for path in paths}
     if samples.ndim != 1 or not len(samples) or any(shape[:1] != samples.shape for shape in shapes.values()):
-        told = [*(f"{path} {shape}" for path, shape in shapes.items()), f"samples {samples.shape}"]
-        raise DataError(f"{file}: arrays differ in their number of samples: {', '.join(told)}")
+        lengths = [*(f"{path} {shape}" for path, shape in shapes.items()), f"samples {samples.shape}"]
+        raise DataError(f"{file}: arrays differ in their number of samples: {', '.join(lengths)}")
     if samples.dtype.kind not in "iu" or not 0 <= int(samples.min()) <= int(samples.max()) < 2**63:
         raise DataError(f"{file}: samples are {samples.dtype}: expected places in the global batch, whole numbers >= 0")
     return BadGrain(x, y, samples, held.get("indices"))

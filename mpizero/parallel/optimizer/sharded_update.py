@@ -161,7 +161,7 @@ class Updater:
         self.step_count = 0
         #: The learning rate of the last step, where it is known.
         self.last_rate: float | None = None
-        self._asked: tuple[int, float] | None = None
+        self._known_rate: tuple[int, float] | None = None
         self.dtype = store.dtype
         self.state: dict[str, Array] = {slot: self._new_state() for slot in self.optimizer.slots}
 
@@ -197,14 +197,14 @@ class Updater:
 
     def ask_rate(self) -> float:
         """Return the learning rate of the next step, asked for now; :meth:`hypers` uses this one. Not collective."""
-        self._asked = self.step_count, optim.learning_rate(self.optimizer, self.step_count)
-        return self._asked[1]
+        self._known_rate = self.step_count, optim.learning_rate(self.optimizer, self.step_count)
+        return self._known_rate[1]
 
     @property
     def rate(self) -> float:
         """The learning rate of the next step, as it was asked for last: a function may give another each time."""
-        known = self._asked is not None and self._asked[0] == self.step_count
-        return self._asked[1] if known and self._asked is not None else self.ask_rate()
+        known = self._known_rate is not None and self._known_rate[0] == self.step_count
+        return self._known_rate[1] if known and self._known_rate is not None else self.ask_rate()
 
     def _made(self) -> None:
         """Count a step."""

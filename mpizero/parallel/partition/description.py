@@ -11,26 +11,26 @@ from mpizero.fingerprint import LARGEST_ARRAY, Fingerprint
 from mpizero.layout.flat import joined
 from mpizero.types import ParameterSpec
 
-#: What is told of a model under a name of its own.
+#: Parts of a model that are described under names of their own.
 _APART = frozenset({".blocks", ".loss", ".parameters"})
 
 
 def describe_model(model: Any, blocks: Mapping[str, tuple[ParameterSpec, ...]]) -> dict[str, Any]:
     """Return the parts of a model by name: what a user wrote first, then what follows from it. Not collective."""
-    told: dict[str, Any] = {"the class of the model": f"{type(model).__module__}.{type(model).__qualname__}"}
+    described: dict[str, Any] = {"the class of the model": f"{type(model).__module__}.{type(model).__qualname__}"}
     fields = Fingerprint().parts(model).items
-    told["the model"] = {step.removeprefix("."): item for step, item in fields.items() if step not in _APART}
+    described["the model"] = {step.removeprefix("."): item for step, item in fields.items() if step not in _APART}
     if hasattr(model, "blocks"):
-        told["the names of the blocks"] = list(model.blocks)
-        told |= {f"block {name!r}": layer for name, layer in model.blocks.items()}
-        told["the order of layers"] = {name: _below(layer) for name, layer in model.blocks.items()}
-        told |= {"the loss": model.loss, "the seed": model.seed}
+        described["the names of the blocks"] = list(model.blocks)
+        described |= {f"block {name!r}": layer for name, layer in model.blocks.items()}
+        described["the order of layers"] = {name: _below(layer) for name, layer in model.blocks.items()}
+        described |= {"the loss": model.loss, "the seed": model.seed}
     names = {joined(block, spec.name): spec for block, specs in blocks.items() for spec in specs}
-    told["the parameter table"] = {"dtype": np.dtype(model.dtype), **names}
-    told["the order of parameters"] = list(names)  # of a mapping made from a set it differs by process
+    described["the parameter table"] = {"dtype": np.dtype(model.dtype), **names}
+    described["the order of parameters"] = list(names)  # of a mapping made from a set it differs by process
     if not hasattr(model, "blocks"):
-        told["the start values"] = {name: _in_pieces(values) for name, values in model.parameters.items()}
-    return told
+        described["the start values"] = {name: _in_pieces(values) for name, values in model.parameters.items()}
+    return described
 
 
 def _below(layer: Any) -> list[str]:

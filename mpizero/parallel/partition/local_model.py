@@ -189,9 +189,9 @@ def partition_model(
     if max(sizes.values()) == 1:
         return PartitionedModel(model, model, parallel_layout, (tuple(blocks_of(model)),), 0)
     if not isinstance(model, BlockModel):
-        told = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        given = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ConfigError(
-            f"{type(model).__name__} is a black box, which cannot be split ({told}): give a model of blocks, or use "
+            f"{type(model).__name__} is a black box, which cannot be split ({given}): give a model of blocks, or use "
             "data parallelism alone (pipeline=1, tensor=1, context=1)"
         )
     cuts = parallel_layout.cut(blocks_of(model), model)
