@@ -116,7 +116,6 @@ NO_VERBS_REMAINING = {
     "mpizero/parallel/gradients": 9,
     "mpizero/parallel/model": 12,
     "mpizero/parallel/parameters": 12,
-    "mpizero/planning": 30,
 }
 #: "module" or "module.function": why it is over the budget.
 LONG: dict[str, str] = {}

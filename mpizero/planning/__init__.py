@@ -1,4 +1,4 @@
-"""What a training takes before it runs: memory, messages, work and idleness of every rank, by formula."""
+"""Compute memory, messages and work of every rank of a training by formula, without starting any."""
 
 from mpizero.planning.byte_counts import Sent
 from mpizero.planning.rank_memory import PARTS, MemoryBytes

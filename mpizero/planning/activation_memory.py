@@ -1,4 +1,4 @@
-"""What lives while a rank goes through its micro-batches: caches of blocks, and what blocks take while they run."""
+"""Compute the memory of a rank during its micro-batches: caches of blocks, and arrays of the block that runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpizero.planning.model_part import ModelPart
 
 @dataclass(frozen=True)
 class ChunkActivations:
-    """What one micro-batch of a chunk keeps, block by block.
+    """Compute the memory that one micro-batch of a chunk keeps, block by block.
 
     [Note: borders] An array between two blocks is the output of one and the input of the next; it lives once, and as
     long as either keeps it. What the first block of the model is given belongs to the data.
@@ -24,7 +24,7 @@ class ChunkActivations:
     Attributes
     ----------
     trials : tuple of BlockTrial
-        Of the chunk's blocks, and of the loss behind the last.
+        Of the chunk's blocks, and of the loss after the last.
     entry : int
         Bytes of the chunk's input.
     """
@@ -34,7 +34,7 @@ class ChunkActivations:
 
     @cached_property
     def _borders(self) -> tuple[int, ...]:
-        """Bytes of the array before each block, and of that behind the last; 0 where a block passes its input on."""
+        """Bytes of the array before each block, and of that after the last; 0 where a block passes its input on."""
         return (self.entry, *(0 if trial.passes else trial.output.nbytes for trial in self.trials))
 
     @cached_property
@@ -104,7 +104,7 @@ class ChunkActivations:
 
 
 class ActivationPeaks(NamedTuple):
-    """The fullest moments of a step.
+    """Hold the bytes at the fullest moments of a step.
 
     Attributes
     ----------
@@ -115,7 +115,7 @@ class ActivationPeaks(NamedTuple):
     most : int
         The most bytes of all while a block runs.
     total : int
-        The same with messages on their way.
+        The same with messages in flight.
     """
 
     kept: int
@@ -125,7 +125,7 @@ class ActivationPeaks(NamedTuple):
 
 
 class StageActivations:
-    """The micro-batches of one rank, from forward to backward.
+    """Follow the memory of one rank through its micro-batches, from forward to backward.
 
     Parameters
     ----------
@@ -150,7 +150,7 @@ class StageActivations:
 
     @cached_property
     def figures(self) -> ActivationPeaks:
-        """What lives at the fullest moments of a step."""
+        """Return the bytes at the fullest moments of a step."""
         held: dict[tuple[int, int], int] = {}
         kept = caches = most = total = 0
         alone = self.part.partitioned.parallel_layout.pipeline == 1

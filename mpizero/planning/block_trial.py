@@ -1,4 +1,4 @@
-"""Try the blocks of a model one at a time: what each keeps for its backward pass, sends to its group, and puts out.
+"""Run the blocks of a model one at a time, to measure what each keeps, sends to its group and puts out.
 
 [Note: trials] No formula knows what a user's layer keeps, so each kind of block (equal but for the number of its
 dropout) runs forward and backward once, on two and on three samples (an array of one sample may be contiguous where
@@ -33,7 +33,7 @@ _SITE = re.compile(r"\bsite=\d+")
 
 
 class ArrayForm(NamedTuple):
-    """Shape and dtype of an array."""
+    """Hold the shape and dtype of an array."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -50,7 +50,7 @@ class ArrayForm(NamedTuple):
 
 
 class KeptMemory(NamedTuple):
-    """What a block keeps alive between its passes.
+    """Describe the arrays that a block keeps between its passes.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class KeptMemory(NamedTuple):
 
 
 class PassPeaks(NamedTuple):
-    """The most bytes that each pass of a block takes at once, more than it finds when it begins.
+    """Hold the most bytes that each pass of a block takes at once, more than at its start.
 
     Outputs and gradients are included: a forward's output, an input half's gradients of output and input.
     """
@@ -80,7 +80,7 @@ class PassPeaks(NamedTuple):
 
 
 class BlockTrial(NamedTuple):
-    """What one block, or the loss, does with one micro-batch.
+    """Describe the run of one block, or of the loss, on one micro-batch.
 
     Attributes
     ----------
@@ -105,7 +105,7 @@ class BlockTrial(NamedTuple):
 
     @property
     def is_loss(self) -> bool:
-        """Whether this is the loss: alone of all it puts out one number, not samples."""
+        """Tell whether this is the loss: only the loss puts out one number, not samples."""
         return not self.output.shape
 
     @property
@@ -117,7 +117,7 @@ class BlockTrial(NamedTuple):
 
 @dataclass(frozen=True)
 class TrialSample:
-    """One sample as the data give it, and what a forward pass is told of a batch of them.
+    """Hold one sample of the data and the run of a batch of them.
 
     Attributes
     ----------
@@ -137,7 +137,7 @@ class TrialSample:
 
 
 class BlockTrials:
-    """Tries of the blocks of one rank's part of a model.
+    """Run the blocks of one rank's part of a model, each kind once.
 
     Parameters
     ----------
@@ -293,7 +293,7 @@ def _calls(few: Sequence[GroupCall], more: Sequence[GroupCall], samples: int) ->
 
 
 class _PeakMemory:
-    """The most memory that Python and NumPy have taken since a moment, in bytes."""
+    """Measure the most memory that Python and NumPy have taken since a moment, in bytes."""
 
     def __init__(self) -> None:
         self.begin()

@@ -1,4 +1,4 @@
-"""Messages by formula: what each collective sends, and what split layers call while nobody answers.
+"""Count the bytes that collectives send, by formula, and record the calls of split layers without other ranks.
 
 The formulas are those of ``comm/``: ``counters`` ([Note: bytes on the wire] in ``comm/transport.py``), the pieces of
 ``comm/reduce/exact.py``, and the messages or the window of ``comm/group/model_group.py``.
@@ -21,7 +21,7 @@ from mpizero.types import Array
 
 
 class Sent(NamedTuple):
-    """What one rank sends to others: bytes, and calls that send any."""
+    """Count the bytes that one rank sends to others, and the calls that send any."""
 
     bytes: int = 0
     messages: int = 0
@@ -51,7 +51,7 @@ def one_call(nbytes: int) -> Sent:
 
 
 class ExchangeCost(NamedTuple):
-    """A sum or gather in pieces between peers: what a rank sends, and the bytes of the buffers it takes."""
+    """Count what a rank sends in a sum or gather between peers, and the bytes of its buffers."""
 
     sent: Sent
     send_buffer: int
@@ -92,21 +92,21 @@ def exchange_cost(
     arrivals, mine = sum(counts), counts[peer]
     step = exchange_step(counts, elements)
     others = [elements for place, elements in enumerate(totals) if place != peer]
-    turns = -(-max(others) // step) if mine else 0
+    segments = -(-max(others) // step) if mine else 0
     widths = [min(step, elements) for elements in totals]
     if not max(totals):
         return ExchangeCost(Sent(), 0, 0)
     received = arrivals * widths[peer] * itemsize
     if codec is None:
-        return ExchangeCost(Sent(mine * sum(others) * itemsize, turns), mine * sum(widths) * itemsize, received)
-    sent = Sent(mine * sum(_packed(elements, step, codec) for elements in others), turns)
+        return ExchangeCost(Sent(mine * sum(others) * itemsize, segments), mine * sum(widths) * itemsize, received)
+    sent = Sent(mine * sum(_packed(elements, step, codec) for elements in others), segments)
     largest = max(min(step, elements) for elements in others) if mine else 0
     packed = mine * sum(codec.packed(min(step, elements)) for elements in others)
     return ExchangeCost(sent, largest * itemsize, received, packed, (arrivals - mine) * codec.packed(widths[peer]))
 
 
 def segment_cost(widths: Sequence[int], peer: int, counts: Sequence[int], itemsize: int) -> ExchangeCost:
-    """Count one turn of an exchange, uncompressed, in which each peer sums so many elements. Not collective."""
+    """Count one segment of an exchange, uncompressed, in which each peer sums so many elements. Not collective."""
     mine, others = counts[peer], sum(widths) - widths[peer]
     sent = one_call(mine * others * itemsize)
     return ExchangeCost(sent, mine * sum(widths) * itemsize, sum(counts) * widths[peer] * itemsize)
@@ -129,13 +129,13 @@ def gather_cost(
         return ExchangeCost(Sent(), 0, 0)
     step = gather_step(len(totals), elements)
     widths = [min(step, elements) for elements in totals]
-    turns, others = -(-totals[peer] // step), len(totals) - 1
+    segments, others = -(-totals[peer] // step), len(totals) - 1
     if codec is None:
         return ExchangeCost(
-            Sent(totals[peer] * itemsize * others, turns), widths[peer] * itemsize, sum(widths) * itemsize
+            Sent(totals[peer] * itemsize * others, segments), widths[peer] * itemsize, sum(widths) * itemsize
         )
     sizes = [codec.packed(width) for width in widths]
-    sent = Sent(_packed(totals[peer], step, codec) * others, turns)
+    sent = Sent(_packed(totals[peer], step, codec) * others, segments)
     return ExchangeCost(sent, widths[peer] * itemsize, max(widths) * itemsize, sizes[peer], sum(sizes))
 
 
@@ -149,7 +149,7 @@ def direct_gather_cost(columns: Iterable[Sequence[int]], peer: int, itemsize: in
 
 
 class WindowCopies(NamedTuple):
-    """What one call of a group costs where its ranks share a window.
+    """Count the copies of one call of a group whose ranks share a window.
 
     Attributes
     ----------
@@ -164,7 +164,7 @@ class WindowCopies(NamedTuple):
 
 
 class GroupCall(NamedTuple):
-    """One call of a method of :class:`mpizero.types.Group`, the same on all ranks up to the own block.
+    """Describe one call of a method of :class:`mpizero.types.Group`, the same on all ranks up to the own block.
 
     Attributes
     ----------
@@ -257,7 +257,7 @@ def window_bytes(calls: Iterable[GroupCall], size: int) -> int:
 
 
 class RecordingGroup:
-    """Takes the calls of split layers of one rank without any other rank: right shapes, values of no meaning.
+    """Record the calls of the split layers of one rank without other ranks: right shapes, meaningless values.
 
     A :class:`mpizero.types.Group`. No method is collective.
 
@@ -316,7 +316,7 @@ class RecordingGroup:
 
 
 class _Shifted(NamedTuple):
-    """Arrays that have arrived; a :class:`mpizero.types.ShiftRequest`."""
+    """Hold arrays that have arrived; a :class:`mpizero.types.ShiftRequest`."""
 
     arrays: tuple[Array, ...]
 

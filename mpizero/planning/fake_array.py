@@ -1,4 +1,4 @@
-"""Arrays whose matrix products nobody needs: what blocks are tried with, so that their shapes alone cost time."""
+"""Replace arrays by ones whose matrix products are not computed, so that trials of blocks cost no time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mpizero.types import Array
 
 
 class FakeArray(np.ndarray):
-    """A NumPy array of zeros, or one that nobody reads: its products are zeros and are not computed.
+    """Represent an array of zeros, or of values never read: its products are zeros and are not computed.
 
     All other operations are those of a plain array, and their results are plain arrays. A product that has to be stored
     in such an array leaves it as it is, so that its memory is never touched.
     """
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = (), **options: Any) -> Any:
-        """Answer for NumPy's elementwise operations and products. Not collective."""
+        """Compute NumPy's elementwise operations, and skip products. Not collective."""
         given = tuple(_plain(value) for value in inputs)
         if ufunc is np.matmul and method == "__call__" and not options and (shape := _shape(*given)) is not None:
             return _stored(shape, np.result_type(*given), *out)

@@ -1,4 +1,4 @@
-"""The machine file: what was measured of a machine, as a small JSON document that other commands read."""
+"""Read and write the machine file: measured speeds of a machine, as a small JSON document."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MemoryPass:
-    """A pass over memory: plain, and by the library's own kernel of the same mix.
+    """Hold the seconds of a pass over memory: plain, and by the library's own kernel of the same mix.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class MemoryPass:
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """A matrix product at a shape of the model, in one of the forms that a step needs.
+    """Hold the seconds of a matrix product at a shape of the model, in one of the forms that a step needs.
 
     Attributes
     ----------
@@ -95,7 +95,7 @@ class MatrixProduct:
 
 @dataclass(frozen=True)
 class MessageSpeed:
-    """A collective, or a message from one rank to one other.
+    """Hold the seconds of a collective, or of a message from one rank to one other.
 
     Attributes
     ----------
@@ -120,7 +120,7 @@ class MessageSpeed:
 
 @dataclass(frozen=True)
 class FileSpeed:
-    """A file that all ranks write or read, each its own part.
+    """Hold the seconds of a file that all ranks write or read, each its own part.
 
     Attributes
     ----------
@@ -139,7 +139,7 @@ class FileSpeed:
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured, where, when and with what.
+    """Hold the measurements of a machine, with their place, date and software.
 
     Attributes
     ----------

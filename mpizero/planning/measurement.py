@@ -1,4 +1,4 @@
-"""What repeated measurements come to: the median, and how far they spread."""
+"""Summarize repeated measurements by median and range."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Measurement:
-    """Median, least and most of some figures."""
+    """Hold the median, least and most of some figures."""
 
     median: float
     least: float
@@ -17,12 +17,12 @@ class Measurement:
 
     @classmethod
     def of(cls, figures: Sequence[float]) -> Measurement:
-        """Return the spread of at least one figure. Not collective."""
+        """Return the summary of at least one figure. Not collective."""
         return cls(statistics.median(figures), min(figures), max(figures))
 
     @classmethod
     def of_ratios(cls, above: Sequence[float], below: Sequence[float]) -> Measurement:
-        """Return the spread of the ratios inside the rounds: ``above[k] / below[k]``. Not collective."""
+        """Return the summary of the ratios inside the rounds: ``above[k] / below[k]``. Not collective."""
         return cls.of([a / b for a, b in zip(above, below, strict=True)])
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The passes over memory that one rank makes in a step: what sums, updates and checks have to read and write.
+"""Count the bytes that sums, updates and checks of one rank read and write in a step.
 
 [Note: least passes] Every row of a sum is read once and every result written once; a sum that an optimizer takes up at
 once is never written. Of copies into and out of messages nothing is counted: they belong to the messages.
@@ -16,7 +16,7 @@ from mpizero.planning.traffic import RankTraffic
 
 
 class PassBytes(NamedTuple):
-    """Bytes that a rank reads, and bytes that it writes."""
+    """Count the bytes that a rank reads, and those that it writes."""
 
     read: int = 0
     written: int = 0
@@ -29,7 +29,7 @@ class PassBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPasses:
-    """The passes of one rank.
+    """Count the passes over memory of one rank.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class StepPasses:
 
     @property
     def fused(self) -> bool:
-        """Whether the optimizer takes sums up at once; of the ring's, the last row of the stack."""
+        """Tell whether the optimizer reads sums as they are made; in waves, the last row of the stack."""
         training, partitioned = self.traffic.training, self.traffic.part.partitioned
         return fuses_update(
             training.optimizer,
@@ -89,7 +89,7 @@ class StepPasses:
             found += [self._pass(self._held, 1, 1)] * 2 * grains  # into the partial sum, and out of it
             found += [self._pass(self._held, 2, 1)] * (present - grains)
         if not step.waves:
-            folds = step.rows(self.traffic.grid).folds[self.traffic.grid.place].folds
+            folds = step.rows_plan(self.traffic.grid).folds[self.traffic.grid.place].folds
             found += [self._pass(self._held, 2, 1)] * sum(len(fold.additions) for fold in folds)
         return found
 
@@ -98,14 +98,14 @@ class StepPasses:
         return list(self._waves() if self.traffic.training.step.waves else self._rows())
 
     def _rows(self) -> Iterator[PassBytes]:
-        plan = self.traffic.training.step.rows(self.traffic.grid)
+        plan = self.traffic.training.step.rows_plan(self.traffic.grid)
         if self.traffic.grid.peers.size > 1:
             yield from self._folded(self._group, plan.group_programs[self.traffic.grid.peers.rank])
         if not self.fused:
             yield self._pass(self._owned, _rows_read(plan.root), 1)
 
     def _waves(self) -> Iterator[PassBytes]:
-        for wave in self.traffic.training.step.ring(self.traffic.grid).waves:
+        for wave in self.traffic.training.step.wave_plan(self.traffic.grid).waves:
             if self.traffic.grid.peers.size > 1:
                 yield from self._folded(self._group, wave.group_programs[self.traffic.grid.peers.rank])
             for merge in wave.merges:
@@ -123,7 +123,7 @@ class StepPasses:
         arrays = 1 + len(training.optimizer.slots)
         rows = 1
         if self.fused and not training.step.waves:
-            rows = _rows_read(training.step.rows(self.traffic.grid).root)
+            rows = _rows_read(training.step.rows_plan(self.traffic.grid).root)
         gradients = self._owned if training.row.shard_optimizer else self._group
         found = [self._pass(gradients, rows, 0), self._pass(self.traffic.updated, arrays, arrays)]
         if training.needs_norm:

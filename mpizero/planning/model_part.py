@@ -1,4 +1,4 @@
-"""What the ranks of one pipeline stage, tensor part and context part hold, compute and put out."""
+"""Compute what the ranks of one pipeline stage, tensor part and context part hold, compute and put out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """One rank's part of a model, whatever its place in the data group.
+    """Describe one rank's part of a model, the same for all ranks of its data group.
 
     Attributes
     ----------
@@ -84,7 +84,7 @@ class ModelPart:
 
     @cached_property
     def shards(self) -> ShardSizes:
-        """What every rank of the data group owns."""
+        """Return the sizes of what every rank of the data group owns."""
         return ShardSizes(self.layout, self.parts)
 
     def blocks(self, chunk: int) -> tuple[str, ...]:
@@ -165,7 +165,7 @@ def _local(
     if cut:
         x, y, run = *nn.cut_batch(x, y, group), replace(run, length=x.shape[1])
     group.calls.clear()
-    with suppress(DataError):  # a context group asks for lengths, and nobody answers
+    with suppress(DataError):  # a context group asks for lengths, without other ranks
         told = partitioned.run_on(x, sample.run)
         run = run if cut else told
     return TrialSample(x, y, run), tuple(group.calls)

@@ -1,4 +1,4 @@
-"""The groups of every rank of a job that does not run: what :class:`mpizero.comm.ProcessGrid` finds, in integers."""
+"""Compute the groups of every rank of a job that does not run, as :class:`mpizero.comm.ProcessGrid` finds them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpizero.planning.byte_counts import RecordingGroup
 
 
 class PlannedGroup(NamedTuple):
-    """A group as one of its ranks sees it.
+    """Describe a group from one of its ranks.
 
     Attributes
     ----------
@@ -29,7 +29,7 @@ class PlannedGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedGrid(NodeOrder):
-    """The groups one rank would belong to; fields and properties are those of :class:`mpizero.comm.ProcessGrid`."""
+    """Hold the groups that one rank would belong to, with the names of :class:`mpizero.comm.ProcessGrid`."""
 
     axes: Axes
     here: Coordinates
@@ -47,18 +47,18 @@ class PlannedGrid(NodeOrder):
 
     @cached_property
     def tensor_group(self) -> RecordingGroup:
-        """What split layers are given in the place of their tensor group."""
+        """Return the recorder that split layers get as their tensor group."""
         return RecordingGroup(self.tensor.rank, self.tensor.size)
 
     @cached_property
     def context_group(self) -> RecordingGroup:
-        """What cut layers are given in the place of their context group."""
+        """Return the recorder that layers for cut sequences get as their context group."""
         return RecordingGroup(self.context.rank, self.context.size)
 
 
 @dataclass(frozen=True)
 class PlannedRanks:
-    """All ranks of a job that does not run, and the nodes that they would be on.
+    """Place all ranks of a job that does not run on nodes.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ class PlannedRanks:
 
     @cached_property
     def uneven(self) -> bool:
-        """Whether the nodes of a data group have unequal numbers of its ranks, so that no memory is shared."""
+        """Tell whether the nodes of a data group have unequal numbers of its ranks, so that no memory is shared."""
         return self.share and bool(uneven_counts(self.axes, self.hosts))
 
     def inside_nodes(self, group: str) -> bool:

@@ -44,7 +44,7 @@ PARTS = (
 
 
 class MemoryBytes(NamedTuple):
-    """Bytes of one part of a rank's memory.
+    """Count the bytes of one part of a rank's memory.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class MemoryBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The memory of one rank.
+    """Compute the memory of one rank.
 
     Attributes
     ----------
@@ -123,7 +123,7 @@ class RankMemory:
 
     @property
     def _keeps_gradients(self) -> bool:
-        """Whether gradients stay on the GPU."""
+        """Tell whether gradients stay on the GPU."""
         return keeps_gradients_on_device(self.traffic.training.config, self.traffic.grid.data.size)
 
     @property
@@ -160,16 +160,18 @@ class RankMemory:
         return self._shared(sum(shards.shares[rank].size for rank in grid.node_ranks) * self._item)
 
     def _gradients(self) -> MemoryBytes:
-        """Return rows of whole gradients, or a ring of units and the owner's stack; and what folds micro-batches."""
+        """Return rows of whole gradients, or a wave buffer and the owner's stack; and what adds micro-batches."""
         traffic, shards = self.traffic, self.traffic.part.shards
         step, grid = traffic.training.step, traffic.grid
         if not step.waves:
-            rows = self._shared(step.rows(grid).rows * grid.node.size * paged(shards.layout.gradient_size * self._item))
+            rows = self._shared(
+                step.rows_plan(grid).rows * grid.node.size * paged(shards.layout.gradient_size * self._item)
+            )
             return rows._replace(private=rows.private + self._folded)
         slot = grid.node.size * paged(shards.layout.largest_gradient * self._item)
-        ring = self._shared(*[slot] * wave_buffers(grid.node.size))
-        stack = step.ring(grid).rows * sum(shards.gradients[grid.data.rank]) * self._item
-        return ring._replace(private=ring.private + stack + self._folded)
+        buffer = self._shared(*[slot] * wave_buffers(grid.node.size))
+        stack = step.wave_plan(grid).rows * sum(shards.gradients[grid.data.rank]) * self._item
+        return buffer._replace(private=buffer.private + stack + self._folded)
 
     @property
     def _folded(self) -> int:

@@ -1,4 +1,4 @@
-"""Sizes of what every data rank of a stage owns, counted once for all of them."""
+"""Compute the sizes of what every data rank of a stage owns, once for all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpizero.parallel.parameters.shards import Share
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """The parts of a layout that ``parts`` data ranks own.
+    """Compute the sizes of the parts of a layout that ``parts`` data ranks own.
 
     Attributes
     ----------
@@ -26,7 +26,7 @@ class ShardSizes:
 
     @cached_property
     def shares(self) -> tuple[Share, ...]:
-        """What every data rank owns."""
+        """Return the shares of all data ranks."""
         return tuple(Share(self.layout, rank, self.parts) for rank in range(self.parts))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The micro-batches of a step: who computes which, and who has to send samples to whom."""
+"""Assign the micro-batches of a step to ranks, and count the samples that they send to each other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from mpizero.layout import Grains, RowsPlan, WavePlan, rows_plan, wave_plan
+from mpizero import layout
+from mpizero.layout import Grains, RowsPlan, WavePlan
 from mpizero.parallel.batch.grain_owners import contiguous_owners, contiguous_shares, wave_owners
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepBatches:
-    """A global batch dealt to the ranks of a data group.
+    """Assign a global batch to the ranks of a data group.
 
     Attributes
     ----------
@@ -25,33 +26,33 @@ class StepBatches:
     accumulate : int
         Micro-batches of a full grain.
     waves : bool
-        Whether grains are dealt in waves.
+        Whether grains are assigned in waves.
     """
 
     grains: Grains
     accumulate: int
     waves: bool
 
-    def rows(self, grid: PlannedGrid) -> RowsPlan:
+    def rows_plan(self, grid: PlannedGrid) -> RowsPlan:
         """Return how whole gradients are folded and summed. Not collective."""
         count, key = self.grains.count * grid.context.size, _kind(grid)
-        if key not in self._rows:
+        if key not in self._rows_plans:
             shares = contiguous_shares(grid, count)
-            self._rows[key] = rows_plan(shares, grid.group_sizes, count)
-        return self._rows[key]
+            self._rows_plans[key] = layout.rows_plan(shares, grid.group_sizes, count)
+        return self._rows_plans[key]
 
-    def ring(self, grid: PlannedGrid) -> WavePlan:
+    def wave_plan(self, grid: PlannedGrid) -> WavePlan:
         """Return how the gradients of units are summed wave by wave. Not collective."""
-        if (key := _kind(grid)) not in self._rings:
-            self._rings[key] = wave_plan(self.grains.count * grid.context.size, grid.group_sizes)
-        return self._rings[key]
+        if (key := _kind(grid)) not in self._wave_plans:
+            self._wave_plans[key] = layout.wave_plan(self.grains.count * grid.context.size, grid.group_sizes)
+        return self._wave_plans[key]
 
     @cached_property
-    def _rows(self) -> dict[tuple[int, ...], RowsPlan]:
+    def _rows_plans(self) -> dict[tuple[int, ...], RowsPlan]:
         return {}
 
     @cached_property
-    def _rings(self) -> dict[tuple[int, ...], WavePlan]:
+    def _wave_plans(self) -> dict[tuple[int, ...], WavePlan]:
         return {}
 
     def jobs(self, grid: PlannedGrid) -> tuple[int, ...]:
@@ -81,7 +82,7 @@ class StepBatches:
         return (wave_owners if self.waves else contiguous_owners)(grid, self.grains.count)
 
     def samples_moved(self, grid: PlannedGrid) -> int:
-        """Return how many samples a rank sends to the owners of their grains, when batches are dealt contiguously.
+        """Return how many samples a rank sends to the owners of their grains, when batches are contiguous.
 
         Not collective.
         """
@@ -105,5 +106,5 @@ class StepBatches:
 
 
 def _kind(grid: PlannedGrid) -> tuple[int, ...]:
-    """Return what all ranks have in common whose data groups deal and sum grains alike."""
+    """Return what all ranks have in common whose data groups assign and sum grains alike."""
     return grid.data.size, grid.batch.size, grid.context.size, *grid.group_sizes

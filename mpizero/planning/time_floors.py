@@ -1,4 +1,4 @@
-"""What the phases of a training step take at least on a measured machine: work over rate, bytes over bandwidth."""
+"""Compute the least time of each phase of a step on a measured machine: work by rate, bytes by bandwidth."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpizero.planning.memory_passes import PassBytes, StepPasses
 from mpizero.planning.traffic import RankTraffic
 
 #: The phases of a step, as `bench step` tells them apart. "local sums" are the checks and sums of gradients inside a
-#: rank; "agreement" deals samples and agrees on losses and norms; "waiting" is for other ranks, in any phase.
+#: rank; "agreement" redistributes samples and agrees on losses and norms; "waiting" is for other ranks, in any phase.
 PHASES = (
     "forward",
     "backward",
@@ -32,7 +32,7 @@ _OPERATIONS = {"tensor": "allreduce", "context": "one to one", "ties": "one to o
 
 @dataclass(frozen=True)
 class TimeFloors:
-    """The least seconds of every phase of a planned training.
+    """Compute the least seconds of every phase of a planned training.
 
     Attributes
     ----------
@@ -103,7 +103,7 @@ class TimeFloors:
 
     @property
     def _between(self) -> str:
-        """Where messages from one rank to one other go: as far as they may, and as was measured."""
+        """Return the distance of messages from one rank to one other: the longest possible that was measured."""
         apart = self.machine.nodes > 1 and self.plan.ranks > self.ranks_per_node
         return "between nodes" if apart else "inside a node"
 
@@ -129,12 +129,12 @@ class TimeFloors:
         rows = self._exchanges("exchange", traffic.reductions()) + self._exchanges("gather", traffic.replications())
         times = 1
         if traffic.training.step.waves:
-            waves = traffic.training.step.ring(traffic.grid).waves
+            waves = traffic.training.step.wave_plan(traffic.grid).waves
             times = len(waves) * len(traffic.part.layout.units)
         return rows + ties + times * self._barrier(traffic)
 
     def _publication(self, traffic: RankTraffic) -> float:
-        """Return the seconds of updated parameters on their way, and of units that are gathered."""
+        """Return the seconds of publishing updated parameters and gathering units."""
         found = self._exchanges("gather", traffic.publications()) if traffic.training.row.shard_optimizer else 0.0
         return found + self._exchanges("gather", traffic.gathers()) + self._barrier(traffic)
 

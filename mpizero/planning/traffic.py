@@ -1,4 +1,4 @@
-"""What one rank sends in one training step, by purpose: the formulas of the engine's collectives."""
+"""Compute what one rank sends in a training step, by purpose, with the formulas of the engine's collectives."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PURPOSES = ("gradients", "parameters", "tensor", "activations", "context", "ties
 
 @dataclass(frozen=True)
 class PlannedTraining:
-    """What does not depend on the rank.
+    """Hold the parts of a planned training that do not depend on the rank.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class PlannedTraining:
 
     @property
     def codec(self) -> Codec | None:
-        """What packs gradients between nodes."""
+        """Return the codec of gradients between nodes."""
         return gradient_codec(self.config.gradient_compression, self.itemsize)
 
     @property
@@ -81,13 +81,13 @@ class PlannedTraining:
 
     @property
     def needs_norm(self) -> bool:
-        """Whether the sum must be seen before the update."""
+        """Tell whether the sum must be seen before the update."""
         return needs_norm(self.config, self.codec, loss_scale=self.loss_scale)
 
 
 @dataclass(frozen=True)
 class RankTraffic:
-    """The messages of one rank.
+    """Compute the messages of one rank.
 
     Attributes
     ----------
@@ -114,7 +114,7 @@ class RankTraffic:
 
     @cached_property
     def sharded(self) -> bool:
-        """Whether parameters are gathered unit by unit."""
+        """Tell whether parameters are gathered unit by unit."""
         return gathers_units(self.training.row, self.grid.peers.size)
 
     @cached_property
@@ -129,7 +129,7 @@ class RankTraffic:
 
     @cached_property
     def program(self) -> tuple[Instruction, ...]:
-        """What this rank's stage does, absent micro-batches included, those that pad the schedule not."""
+        """Return the instructions of this rank's stage, with absent micro-batches, without padding ones."""
         axes, jobs = self.part.partitioned.parallel_layout, len(self.jobs)
         if self.grid.pipeline.size == 1 or not jobs:
             every = range(jobs)
@@ -148,14 +148,14 @@ class RankTraffic:
         if self.grid.peers.size == 1:
             return []
         gradients, peer = self.part.shards.gradients, self.grid.peers.rank
-        if self._behind:
+        if self._overlaps:
             widths = [[sum(span.size for span in part) for part in bucket.parts] for bucket in self._buckets]
             return [segment_cost(width, peer, self._row_counts, self.training.itemsize) for width in widths]
         if not self.training.step.waves:
             totals = [sum(gradients[rank]) for rank in self.grid.peer_ranks]
             return [self._exchange(totals, peer, self._row_counts)]
         units = [[gradients[rank][unit.index] for rank in self.grid.peer_ranks] for unit in self.part.layout.units]
-        waves = self.training.step.ring(self.grid).waves
+        waves = self.training.step.wave_plan(self.grid).waves
         counts = [tuple(len(sums) for sums in wave.group_programs) for wave in waves]
         alike = {count: [self._exchange(totals, peer, count) for totals in units] for count in set(counts)}
         return [each for count in counts for each in alike[count]]
@@ -167,11 +167,11 @@ class RankTraffic:
     @property
     def _row_counts(self) -> list[int]:
         """Partial sums that each group has of its rows."""
-        return [len(sums) for sums in self.training.step.rows(self.grid).group_programs]
+        return [len(sums) for sums in self.training.step.rows_plan(self.grid).group_programs]
 
     @property
-    def _behind(self) -> bool:
-        """Whether rows are summed behind the backward pass."""
+    def _overlaps(self) -> bool:
+        """Tell whether the reduction overlaps the backward pass."""
         return overlaps_reduction(self.training.row, self.grid.peers.size, self.grid.pipeline.size, self.training.codec)
 
     @cached_property
@@ -188,7 +188,7 @@ class RankTraffic:
         """Return the gathers of reduced gradients, where every group keeps all optimizer state. Not collective."""
         if self.training.row.shard_optimizer:
             return []
-        if self._behind:
+        if self._overlaps:
             columns = [[[s.size for s in spans] for spans in zip(*b.parts, strict=True)] for b in self._buckets]
             return [direct_gather_cost(column, self.grid.peers.rank, self.training.itemsize) for column in columns]
         totals = [sum(self.part.shards.gradients[rank]) for rank in self.grid.peer_ranks]

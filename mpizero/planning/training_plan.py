@@ -1,4 +1,4 @@
-"""A training in figures before it runs: memory, messages, work and idleness of every rank, without starting any."""
+"""Plan a training: memory, messages, work and idleness of every rank, without starting any."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _at_once(nbytes: int) -> float:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank holds and does in a step.
+    """Describe what one rank holds and does in a step.
 
     Attributes
     ----------
@@ -86,7 +86,7 @@ class RankPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """The figures of a training; nothing runs but single blocks, each once ([Note: trials]).
+    """Plan a training; only single blocks run, each kind once ([Note: trials]).
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ class TrainingPlan:
     ranks_per_node : int or None
         Ranks of a real node; None puts all on one.
     global_batch : int
-        Samples of a step, which ranks bring as :func:`mpizero.data.batches` deals them.
+        Samples of a step, which ranks bring as :func:`mpizero.data.batches` gives them.
     x, y : array
         At least one sample of the data.
     loss_scale : bool
@@ -157,7 +157,7 @@ class TrainingPlan:
 
     @cached_property
     def training(self) -> PlannedTraining:
-        """What does not depend on the rank."""
+        """Return the parts of the plan that do not depend on the rank."""
         ranks = self.axes.data * self.axes.context
         step = StepBatches(self.grains, self.config.accumulate, assigns_waves(self.row, self.config, ranks))
         sizes = (self.x[:1].nbytes, self.y[:1].nbytes)
