@@ -18,10 +18,10 @@ from mpizero.errors import CollectiveError, PeerFailure, RemoteError
 def all_ranks(comm: Communicator, tag: str = "all_ranks", *, first: bool = False) -> Iterator[None]:
     """Leave the block on every rank, or raise on every rank.
 
-    Collective over ``comm``: one small reduction; with ``first`` the first message of an operation, which compares what
-    the ranks have been asked for, too. Inside the block, collectives of ``comm`` and operations that can
-    fail on one rank only must not be mixed: the others would wait in the collective. A failed collective is raised
-    at once, without agreement, since the ranks may not come to one any more.
+    Collective over ``comm``: one small reduction; with ``first`` it is the first message of an operation, which also
+    compares the operations of all ranks. A block must not mix collectives of ``comm`` with operations that can fail on
+    one rank only: the others would wait in the collective. A failed collective is raised at once, without agreement,
+    since the ranks may not reach one any more.
 
     Raises
     ------
@@ -53,7 +53,7 @@ def all_ranks(comm: Communicator, tag: str = "all_ranks", *, first: bool = False
 
 
 def raise_on_all(comm: Communicator, error: Exception | None, tag: str) -> NoReturn:
-    """Raise ``error`` on the ranks that have one, and RemoteError on the others, which have none.
+    """Raise ``error`` on the ranks that have one, and RemoteError on the others.
 
     Collective over ``comm``, once all know that a rank has one.
     """
@@ -62,6 +62,6 @@ def raise_on_all(comm: Communicator, error: Exception | None, tag: str) -> NoRet
     if error is not None:
         raise error
     ranks = [rank for rank, report in enumerate(reports) if report is not None]
-    # A RemoteError only tells of another section's failure: the cause comes first.
+    # A RemoteError only reports the failure of another block: the cause comes first.
     first = min(ranks, key=lambda rank: (reports[rank][0], rank))
     raise RemoteError(f"{ranks_text(ranks)} raised; rank {first}: {reports[first][1]}")

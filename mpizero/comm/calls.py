@@ -1,11 +1,11 @@
-"""Compare what all ranks have been asked to do together before any of them does it.
+"""Compare the operations that all ranks have called before any of them begins.
 
-[Note: calls] A public call that is collective (``train``, ``evaluate``, ``save_model``, ``close``) is an
-operation. Its name and the user's line are recorded in the trace of the communicator of all ranks, like a collective,
-and its first message is the same for every operation under every strategy: the number that stands for all that this
-rank has called so far, with up to three figures that the operation wants to know of all ranks. So two ranks that are
-asked for different things meet in one message, whatever memory they share, and end with both names and both lines
-before a window is touched. A step sends its sample counts in it: no message more than it has to send anyway.
+[Note: calls] A public collective call (``train``, ``evaluate``, ``save_model``, ``close``) is an operation. Its name
+and the user's line are recorded in the trace of the communicator of all ranks, like a collective. The first message of
+every operation is the same under every strategy: the hash of all calls of this rank so far, with up to three numbers
+that the operation needs of all ranks. So ranks that call different operations exchange the same message, and raise an
+error with both names and both lines before shared memory is changed. A step sends its sample counts in this message,
+so it costs no message more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpizero.comm.communicator import Communicator
 from mpizero.errors import CollectiveError
 from mpizero.types import Array
 
-#: Integers of 64 bits that an operation may send in its first message.
+#: Number of 64-bit integers that an operation may send in its first message.
 FIGURES = 3
 
 P = ParamSpec("P")
@@ -31,33 +31,33 @@ class Collective(Protocol):
     """Have collective methods, and know the ranks that call them."""
 
     def _callers(self) -> tuple[Communicator, str]:
-        """Return the ranks that make the calls, and which of several objects of theirs it is; "" for the first."""
+        """Return the ranks that make the calls, and a name that tells several objects apart; "" for the first."""
 
 
 C = TypeVar("C", bound=Collective)
 
 
 def record_call(comm: Communicator, operation: str, which: str = "") -> None:
-    """Note that this rank has been asked for an operation, and where. Not collective, but all ranks do alike."""
+    """Record that the user has called an operation on this rank, and where. Not collective, but called on all ranks."""
     if comm.size > 1:
         comm.trace.begin_operation((operation, which))
 
 
 def agree_on_call(comm: Communicator, figures: Sequence[int] = ()) -> Array:
-    """Send the first message of an operation: return the figures of all ranks, a row each.
+    """Send the first message of an operation; return the figures of all ranks, one row for each.
 
     Collective over ``comm``.
 
     Raises
     ------
     CollectiveMismatch
-        On every rank, if not all have been asked for the same: names both operations, their ranks and lines.
+        On every rank, if they have called different operations: names the operations, their ranks and lines.
     """
     mine = np.zeros(1 + FIGURES, np.int64)
     mine[1 : 1 + len(figures)] = figures
     if comm.size == 1:
         return mine.reshape(1, -1)[:, 1:]
-    if comm.out_of_step is not None:  # a close() in a ``finally``: the others may have gone
+    if comm.out_of_step is not None:  # a close() in a ``finally``: the others may have ended
         raise comm.out_of_step
     mine[0] = comm.trace.number
     table = np.empty((comm.size, mine.size), np.int64)
@@ -72,7 +72,7 @@ def agree_on_call(comm: Communicator, figures: Sequence[int] = ()) -> Array:
 
 
 def check_call(comm: Communicator, operation: str, which: str = "") -> None:
-    """Compare what all ranks have been asked for. Collective over ``comm``: one message of 32 bytes a rank.
+    """Compare the operation that all ranks have called. Collective over ``comm``: one message of 32 bytes a rank.
 
     Raises
     ------

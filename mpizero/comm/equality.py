@@ -19,12 +19,12 @@ from mpizero.errors import ConfigError
 from mpizero.fingerprint import Fingerprint, Parts, shown, words
 from mpizero.text import notice
 
-#: A subject and the steps from there.
+#: Name of a value and the steps from it to a part of it.
 _Place = tuple[str, tuple[str, ...]]
 
-#: Stands for a rank that has failed to say what it has; no digest is zero.
+#: Sent by a rank whose ``make`` has failed; no digest is zero.
 _FAILED = bytes(32)
-#: What a rank has that lacks a part of the others; known by its identity.
+#: Stands for a part that a rank lacks; compared by identity.
 _ABSENT = str(bytearray(b"nothing"), "ascii")
 _WAY_OUT = "give every rank the same"
 _ALLOWED = "or, if it may differ, a name that begins with an underscore, which is not compared (docs/failures.md)"
@@ -33,45 +33,45 @@ _ALLOWED = "or, if it may differ, a name that begins with an underscore, which i
 def agree_equal(comm: Communicator, make: Callable[[], Mapping[str, Any]], tag: str) -> None:
     """Raise on every rank unless what ``make`` returns is the same on all, or if it fails on one.
 
-    Collective over ``comm``: one message of 32 bytes a rank while they agree, the same message whatever is compared.
-    ``make`` returns subjects by name, in the order in which they are to be looked at; anything may be a subject, see
-    :mod:`mpizero.fingerprint`. What cannot be compared is named by rank 0, once.
+    Collective over ``comm``: one message of 32 bytes a rank while they agree, whatever is compared. ``make`` returns
+    values by name, in the order in which they are compared; any object may be a value, see :mod:`mpizero.fingerprint`.
+    Rank 0 names once what cannot be compared.
 
     Raises
     ------
     ConfigError
-        Says what differs first, with its values and their ranks.
+        Names the first part that differs, its values and their ranks.
     Exception
         That of ``make``, on the ranks where it was raised; RemoteError on the others.
     """
     error: Exception | None = None
-    fingerprint, subjects, digest = Fingerprint(), dict[str, Any](), _FAILED
+    fingerprint, values, digest = Fingerprint(), dict[str, Any](), _FAILED
     try:
-        subjects = dict(make())
-        digest = fingerprint.digest_named(subjects)
+        values = dict(make())
+        digest = fingerprint.digest_named(values)
     except Exception as caught:
         error = caught
     digests = np.empty((comm.size, len(_FAILED)), np.uint8)
     comm.allgather(np.frombuffer(digest, np.uint8).copy(), digests, tag=tag)
     if not digests.any(axis=1).all():
         raise_on_all(comm, error, tag)
-    if (digests != digests[0]).any() and (found := _Search(comm, tag).among(subjects)):
+    if (digests != digests[0]).any() and (found := _Search(comm, tag).among(values)):
         raise ConfigError(found)
     if comm.rank == 0 and comm.size > 1 and fingerprint.left_out:
         places = ", ".join(f"{place} ({what})" for place, what in fingerprint.left_out.items())
-        _tell_once(f"not compared between ranks: {places}; an object may offer fingerprint()")
+        _notice_once(f"not compared between ranks: {places}; an object may offer fingerprint()")
 
 
 class _Search:
-    """The way down to the first part that differs; every method is collective over ``comm``."""
+    """Find the first part that differs; every method is collective over ``comm``."""
 
     def __init__(self, comm: Communicator, tag: str) -> None:
         self.comm, self.tag, self.fingerprint = comm, tag, Fingerprint()
         self.above: list[Any] = []
 
-    def among(self, subjects: Mapping[str, Any]) -> str | None:
-        """Return what differs; None if nothing that can be compared."""
-        return self._first(subjects, lambda subject: (subject, ()))
+    def among(self, values: Mapping[str, Any]) -> str | None:
+        """Describe what differs; None if it is nothing that can be compared."""
+        return self._first(values, lambda name: (name, ()))
 
     def _first(self, items: Mapping[str, Any], place: Callable[[str], _Place]) -> str | None:
         tables = self._gathered({name: self.fingerprint.digest(item) for name, item in items.items()})
@@ -89,16 +89,16 @@ class _Search:
         if any(skips for *_, skips in heads):
             return None
         if len({head[:2] for head in heads}) > 1 or not any(holds for _, _, holds, _ in heads):
-            return self._told(place, value)
+            return self._describe(place, value)
         self.above.append(value)
         found = self._first(parts.items, lambda step: (place[0], (*place[1], step)))
         self.above.pop()
         return found
 
-    def _told(self, place: _Place, value: Any) -> str:
+    def _describe(self, place: _Place, value: Any) -> str:
         text = value if value is _ABSENT or (isinstance(value, str) and not place[1]) else shown(value)
         texts = self._gathered(text)
-        if len(set(texts)) == 1:  # such as two long arrays that begin alike
+        if len(set(texts)) == 1:  # such as two long arrays with the same first elements
             texts = [f"{text} (sha256 {digest})" for digest in self._gathered(self.fingerprint.digest(value).hex()[:8])]
         own = any(isinstance(other, FunctionType) or self.fingerprint.members(type(other)) for other in self.above)
         way_out = f"{_WAY_OUT}, {_ALLOWED}" if any(self._gathered(own)) else _WAY_OUT
@@ -109,7 +109,7 @@ class _Search:
 
 
 def agree_arrays(comm: Communicator, what: str, give: Callable[[], Mapping[str, Any]], first: int = 0) -> None:
-    """Raise on every rank unless all give the same arrays; the first message of an operation.
+    """Raise on every rank unless all pass the same arrays; this is the first message of an operation.
 
     Collective over ``comm``: 32 bytes a rank while they agree. Arrays are compared by name, type, shape and bytes, by
     their CRC32: NaN equals itself, 0.0 is not -0.0.
@@ -119,18 +119,18 @@ def agree_arrays(comm: Communicator, what: str, give: Callable[[], Mapping[str, 
     comm : Communicator
         The ranks.
     what : str
-        What was called, for the error.
+        Name of the operation, for the error.
     give : callable
-        Returns what this rank was given: arrays, or what becomes one, by name. What it raises, all ranks raise.
+        Returns the arrays of this rank, or values that become arrays, by name. Its errors are raised on all ranks.
     first : int
-        The first of the ranks with which this one is compared.
+        The rank with which this one is compared.
 
     Raises
     ------
     CollectiveMismatch
         As :func:`mpizero.comm.calls.agree_on_call`.
     ConfigError
-        Names the first rank and the first name that differ, and what was given under it.
+        Names the first rank and the first array that differ, and their values.
     """
     error: Exception | None = None
     arrays: dict[str, Any] = {}
@@ -141,16 +141,16 @@ def agree_arrays(comm: Communicator, what: str, give: Callable[[], Mapping[str, 
             whole = _checksum(name, array, whole)
     except Exception as caught:
         error = caught
-    told = agree_on_call(comm, (error is not None, whole, first))
-    if told[:, 0].any():
+    flags = agree_on_call(comm, (error is not None, whole, first))
+    if flags[:, 0].any():
         raise_on_all(comm, error, what)
-    if (told[:, 1] == told[told[:, 2], 1]).all():
+    if (flags[:, 1] == flags[flags[:, 2], 1]).all():
         return
     checksums = [_checksum(name, array) for name, array in arrays.items()]
-    table = comm.allgather_object(checksums, what)
-    rank = next(rank for rank in range(comm.size) if table[rank] != table[told[rank, 2]])
-    other = int(told[rank, 2])
-    pairs = zip_longest(table[rank], table[other])
+    sums = comm.allgather_object(checksums, what)
+    rank = next(rank for rank in range(comm.size) if sums[rank] != sums[flags[rank, 2]])
+    other = int(flags[rank, 2])
+    pairs = zip_longest(sums[rank], sums[other])
     place = next(place for place, (given, expected) in enumerate(pairs) if given != expected)
     mine = [(name, _describe_array(array)) for name, array in arrays.items()][place : place + 1] or [("", "nothing")]
     shown = comm.allgather_object(mine, what)
@@ -175,6 +175,6 @@ def _describe_array(array: Any) -> str:
 
 
 @lru_cache(maxsize=64)
-def _tell_once(text: str) -> None:
+def _notice_once(text: str) -> None:
     """Write a line to standard error, unless the same was written before."""
     notice(text)

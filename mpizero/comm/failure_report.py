@@ -16,14 +16,14 @@ from types import TracebackType
 from mpizero.frames import shows_all, users_line
 from mpizero.text import printable
 
-# Seconds for last words to be read from this rank's pipe, at most, and to travel from there to the terminal.
+# Most seconds to wait until the report is read from this rank's pipe, and for the launcher to print it.
 _DELIVERY, _FORWARDING = 1.0, 0.1
 
 
 def describe_error(error: BaseException) -> str:
-    """Return one line for an error that is the user's to mend, and the further lines that it brings.
+    """Describe an error that the user can correct in one line, followed by its detail lines.
 
-    The line ends with the user's own: the innermost of the error's traceback, where there is one.
+    The line ends with the innermost line of the user's own code in the traceback, where there is one.
     """
     first = f"{type(error).__name__}: {' '.join(str(error).split()) or 'no further description'}"
     line = users_line(error.__traceback__)
@@ -33,7 +33,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def user_message(error: BaseException) -> str:
-    """Return what to print of an error that is the user's to mend: one line, or all of it where the user asks so."""
+    """Return the text to print of an error that the user can correct: one line, or the traceback if requested."""
     return format_error(error, error.__traceback__) if shows_all() else describe_error(error)
 
 
@@ -68,14 +68,14 @@ def by_ranks(texts: Sequence[str]) -> str:
 
 
 def format_error(error: BaseException, trace: TracebackType | None) -> str:
-    """Return the traceback; in a chain only the first header says Traceback, so that a log has one per failure."""
+    """Format the traceback; in a chain only the first header says Traceback, so that a log has one per failure."""
     text = "".join(traceback.format_exception(type(error), error, trace))
     head, first, rest = text.partition("Traceback (most recent call last)")
     return head + first + rest.replace("Traceback (most recent call last)", "Frames (most recent call last)")
 
 
 def write_stderr(text: str) -> None:
-    """Write to standard error in one piece, so that lines of ranks do not mix; fit for a terminal."""
+    """Write printable text to standard error in one piece, so that lines of ranks do not mix."""
     data = memoryview(printable(text, keep="\n\t").encode())
     with contextlib.suppress(OSError):
         while data:
@@ -83,7 +83,7 @@ def write_stderr(text: str) -> None:
 
 
 def await_delivery() -> None:
-    """Give the launcher time to read what was written to standard error, and to pass it on.
+    """Wait until the launcher has read standard error, and give it time to print it.
 
     MPICH's mpiexec drops what it has not read when a rank aborts: on a busy machine one traceback in six was lost.
     """

@@ -18,10 +18,10 @@ from mpizero.text import notice
 
 @dataclass(frozen=True)
 class ProcessGrid(NodeOrder):
-    """The groups one rank belongs to; a value that is passed by hand.
+    """Hold the groups that one rank belongs to.
 
-    Groups of the same ranks are one communicator, since MPICH runs out of them at about 2000, and groups of this rank
-    alone are one in-process communicator, which costs nothing.
+    Groups of the same ranks are one communicator, since MPICH runs out of them at about 2000. Groups of this rank alone
+    are one in-process communicator, which costs nothing.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class ProcessGrid(NodeOrder):
         """Find the nodes and group the ranks.
 
         Collective over ``world``. With ``share_node_memory=False``, or when the nodes of a data group have unequal
-        numbers of ranks (said on rank 0), every rank is its own node and all ranks of a data group are peers.
+        numbers of ranks (rank 0 reports it), every rank is its own node and all ranks of a data group are peers.
         ``ranks_per_node=k`` simulates smaller nodes, of consecutive ranks of ``world``. ``axes=None`` is data
         parallelism over all ranks.
 
@@ -189,10 +189,10 @@ def _hosts(world: Communicator, host: Communicator) -> tuple[int, ...]:
 
 
 def _split(world: Communicator, host: Communicator | None, hosts: Sequence[int], axes: Axes) -> dict[str, Communicator]:
-    """Make the groups of this rank, each set of ranks once. Collective over ``world``.
+    """Make the groups of this rank, one communicator for each set of ranks. Collective over ``world``.
 
-    Which groups coincide, and which lie inside nodes, follows from the axes and the nodes of all ranks, so all ranks
-    make the same calls.
+    The axes and the nodes of all ranks decide which groups coincide, and which lie within nodes. So all ranks make the
+    same calls.
     """
     made: dict[tuple[int, ...], Communicator] = {}
     groups: dict[str, Communicator] = {}
@@ -205,7 +205,7 @@ def _split(world: Communicator, host: Communicator | None, hosts: Sequence[int],
         if members not in made:
             parent = world
             if host is not None and name in SHARING and inside_nodes(axes, name, hosts):
-                parent = host  # what is split off a node shares its memory
+                parent = host  # ranks of one node share memory
             made[members] = parent.split(min(members), members.index(world.rank), name=name)
         groups[name] = made[members]
     return groups

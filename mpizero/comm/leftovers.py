@@ -1,9 +1,8 @@
-"""Files of shared memory that killed jobs have left: how to find them, and how to prove that nobody uses them.
+"""Find files of shared memory that killed jobs have left, and prove that no process uses them.
 
-[Note: nobody uses it] The kernel grants a write lease on a file only while no process has it open or mapped, whichever
-container or process table that process lives in, stopped or not; and whoever wants to open it then waits until the
-lease is given back. So a file that is removed under its lease was nobody's. Where the kernel grants no leases at all,
-nothing is known, and the file is spared.
+[Note: unused files] The kernel grants a write lease on a file only while no process has it open or mapped, in any
+container, stopped or not; and a process that opens it then waits until the lease is released. So a file that is removed
+under its lease was in use by no process. Where the kernel grants no leases, the file is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-#: Where most MPIs keep windows and queues.
+#: Folder in which most MPI libraries keep windows and queues.
 SHARED_FOLDER = "/dev/shm"
 #: Names under which MPI libraries and mpizero keep shared memory.
 _NAMES = re.compile(r"(mpich_|MPI|vader_segment|sm_segment|osc_|psm2?_|ucx_shm|mpizero-).*")
@@ -32,16 +31,16 @@ AGE = 300.0
 
 
 class Leftover(NamedTuple):
-    """A file, or a folder of Open MPI's, that nobody uses.
+    """Describe a file, or a folder of Open MPI, that no process uses.
 
     Attributes
     ----------
     path : str
-        Where it is.
+        Its path.
     nbytes : int
-        The memory or disk that it takes.
+        Memory or disk that it takes.
     spared : str
-        Why it is not to be removed; nothing if it may be.
+        Why it must not be removed; "" if it may be.
     """
 
     path: str
@@ -50,7 +49,7 @@ class Leftover(NamedTuple):
 
 
 def leftovers(folder: str = SHARED_FOLDER, age: float = AGE) -> list[Leftover]:
-    """Return this user's files of shared memory that nobody uses, or of which that cannot be told.
+    """Return this user's files of shared memory that no process uses, or for which that is not known.
 
     Not collective.
     """
@@ -82,7 +81,7 @@ def session_folders(folder: str | None = None, age: float = AGE) -> list[Leftove
 
 
 def remove(found: Sequence[Leftover]) -> tuple[list[Leftover], list[Leftover]]:
-    """Remove what nobody uses at this moment; return what is gone, and what was spared, with why. Not collective."""
+    """Remove files that no process uses now; return those removed, and those kept with the reason. Not collective."""
     gone: list[Leftover] = []
     spared: list[Leftover] = []
     for leftover in found:
@@ -104,7 +103,7 @@ def remove(found: Sequence[Leftover]) -> tuple[list[Leftover], list[Leftover]]:
 
 
 def taken_by_leftovers() -> str:
-    """Return half a sentence on the shared memory that killed jobs still hold; nothing if none. Not collective."""
+    """Describe the shared memory that killed jobs hold, for the end of a message; "" if none. Not collective."""
     removable = [leftover for leftover in leftovers() if not leftover.spared]
     if not removable:
         return ""
@@ -114,7 +113,7 @@ def taken_by_leftovers() -> str:
 
 
 def _mine(path: Path) -> int | None:
-    """Return the bytes that a file of this user takes; None for what is no file, or another's."""
+    """Return the bytes that a file of this user takes; None for a folder, or another user's file."""
     try:
         status = path.lstat()
     except OSError:
@@ -142,7 +141,7 @@ def _state(path: Path) -> str | None:
 
 @contextlib.contextmanager
 def _unused(path: Path) -> Iterator[str | None]:
-    """Keep a file from being opened; yield "" if nobody uses it, None if somebody does, or why that is not known."""
+    """Lease a file so that it cannot be opened; yield "" if it is unused, None if in use, or why that is unknown."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -154,14 +153,14 @@ def _unused(path: Path) -> Iterator[str | None]:
     try:
         yield _leased(file)
     finally:
-        os.close(file)  # which gives the lease back
+        os.close(file)  # which releases the lease
 
 
 def _leased(file: int) -> str | None:
     if not hasattr(fcntl, "F_SETLEASE"):
         return "whether it is in use cannot be told on this system"
     try:
-        # Whoever opens the file meanwhile makes the kernel send a signal: one that does nothing.
+        # The kernel sends a signal when a process opens the file meanwhile: one that does nothing.
         fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError as error:

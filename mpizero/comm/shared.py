@@ -1,4 +1,4 @@
-"""Node-shared memory over MPI windows."""
+"""Allocate memory that the ranks of a node share, by MPI windows."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from mpizero.types import Array
 
 #: Windows start on a cache line.
 ALIGNMENT = 64
-#: What must stay free where most MPIs keep windows, for what MPI adds to each.
+#: Bytes that must stay free in the folder of windows, for what MPI adds to each.
 RESERVE = 1 << 20
 _ZEROS = "/dev/zero"
-#: Seconds to wait for a group that takes memory at this moment.
-_TURN = 30.0
+#: Seconds to wait for a group that allocates memory.
+_LOCK_WAIT = 30.0
 
 
 def free_space(folder: str = SHARED_FOLDER) -> int | None:
-    """Tell how many bytes windows may still take, or None where the system does not say. Not collective.
+    """Return the bytes that windows may still take, or None where the system does not tell. Not collective.
 
-    What files of the folder are long but have not taken yet is not free: Open MPI's queues are sparse at first.
+    Unused parts of sparse files do not count as free: Open MPI's queues are sparse at first.
     """
     promised = RESERVE
     try:
@@ -46,19 +46,20 @@ def free_space(folder: str = SHARED_FOLDER) -> int | None:
 
 
 @contextlib.contextmanager
-def _turn(first: bool) -> Iterator[None]:
-    """Take memory one group of the node after the other. Not collective; ``first`` is the rank that speaks for its own.
+def _one_at_a_time(first: bool) -> Iterator[None]:
+    """Let one group of the node allocate at a time. Not collective; ``first`` is the rank that locks for its group.
 
-    [Note: one at a time] What one group has seen free, another must not take before the first has: Open MPI looks once
-    more, on one rank, and where that one finds too little the others wait for ever. All ranks of the group are in
-    here already, so whoever has its turn comes to its end. The folder itself is locked, so that no file is left behind;
-    who cannot lock it, or waits for too long, goes on without: each page is taken before it counts.
+    [Note: one at a time] Memory that one group has found free must not be taken by another group before the first has
+    allocated it: Open MPI checks again, on one rank, and if that rank finds too little the others wait for ever. All
+    ranks of the group are in here already, so the group that holds the lock finishes. The folder itself is locked, so
+    that no lock file remains. A group that cannot lock it, or waits for too long, goes on: each page is written before
+    it is used.
     """
     file = -1
     if first:
         with contextlib.suppress(OSError):
             file = os.open(SHARED_FOLDER, os.O_RDONLY | os.O_CLOEXEC)
-            limit = time.monotonic() + _TURN
+            limit = time.monotonic() + _LOCK_WAIT
             while time.monotonic() < limit:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -73,11 +74,11 @@ def _turn(first: bool) -> Iterator[None]:
 
 
 def _take(memory: Array) -> OSError | None:
-    """Zero ``memory``, so that all of its pages are there; return what keeps this rank from it. Not collective.
+    """Zero ``memory``, so that all of its pages are allocated; return the error if that fails. Not collective.
 
     [Note: pages] A store to a page for which there is no room ends the process with SIGBUS. Where the kernel itself
-    writes there, for a read from /dev/zero, the call fails instead: with EFAULT. Whatever fails is returned and not
-    raised, since the other ranks wait to be told.
+    writes there, for a read from /dev/zero, the call fails instead: with EFAULT. The error is returned and not
+    raised, since the other ranks wait for the result.
     """
     done = 0
     try:
@@ -95,23 +96,23 @@ def _take(memory: Array) -> OSError | None:
 
 
 class MpiSharedMemory(SharedMemory):
-    """A window of ``nbytes`` that the first rank of ``comm`` allocates and all of them map.
+    """Share a window of ``nbytes`` that the first rank of ``comm`` allocates and all of them map.
 
     Collective over ``comm``, whose ranks share memory. The window lies in a passive epoch for its whole life, as
     ``Win.Sync`` demands. Each rank zeroes one part, so that pages are spread over the memory of the ranks' sockets, and
-    are all taken when the window is told of.
+    are all allocated when the constructor returns.
 
     Raises
     ------
     SharedMemoryError
-        On all ranks alike, if the memory is not there; nothing stays allocated then.
+        On all ranks, if there is not enough memory; nothing stays allocated then.
     """
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int, name: str) -> None:
         rank = comm.Get_rank()
         self._window, self.buffer = MPI.WIN_NULL, np.empty(0, np.uint8)
         _agree_on_size(comm, nbytes, name)
-        with _turn(rank == 0):
+        with _one_at_a_time(rank == 0):
             self._check(comm, free_space() if rank == 0 else None, nbytes, name)
             self._window = self._allocate(comm, nbytes, name)
             memory, _ = self._window.Shared_query(0)
@@ -128,8 +129,8 @@ class MpiSharedMemory(SharedMemory):
         if not taken:
             self.close()
             full = failure is None or failure.errno == errno.EFAULT
-            told = comm.allgather("" if full else f"rank {rank} of its {comm.Get_size()} cannot zero it: {failure}")
-            if reasons := list(filter(None, told)):
+            reasons = comm.allgather("" if full else f"rank {rank} of its {comm.Get_size()} cannot zero it: {failure}")
+            if reasons := list(filter(None, reasons)):
                 raise SharedMemoryError(f"a window of {nbytes} bytes for {name!r} failed: {reasons[0]}")
             self._check(comm, 0 if rank == 0 else None, nbytes, name)
         self._window.Sync()
@@ -138,7 +139,7 @@ class MpiSharedMemory(SharedMemory):
 
     @staticmethod
     def _check(comm: MPI.Intracomm, room: int | None, nbytes: int, name: str) -> None:
-        """Refuse on all ranks what the first one, which looks for all, has no room for."""
+        """Raise on all ranks if the first one finds too little room."""
         reason = None
         if room is not None and room < nbytes:
             reason = (

@@ -1,4 +1,4 @@
-"""Ranks as threads of this process: no launcher, one debugger, one traceback."""
+"""Run ranks as threads of this process: without a launcher, with one debugger and one traceback."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def run_in_threads(size: int, function: Callable[[InMemoryCommunicator], T]) -> 
     """Call ``function(comm)`` on ``size`` threads, one for each rank, and list the results by rank.
 
     Not collective. When a thread raises, all others raise PeerFailure in the call they are in, and the first error is
-    raised here. A thread that ends while others wait for it, and threads that all wait, are errors too: it ends always
-    unless ``function`` itself loops forever.
+    raised here. A thread that ends while others wait for it, and threads that all wait, are errors too. So the call
+    always returns, unless ``function`` itself loops forever.
     """
     if not callable(function):
         raise ArgumentError(f"run_in_threads: function must be one of a communicator, got {function!r}")

@@ -22,7 +22,7 @@ class GroupTransport(Protocol):
     """
 
     def reduce(self, x: Array, operation: np.ufunc, tag: str) -> Array:
-        """Return x_0 o x_1 o ... as a new array; ``x`` is one-dimensional, of the same length on every rank."""
+        """Return x_0 o x_1 o ... over the ranks as a new array; ``x`` has one dimension and the same length on all."""
 
     def scatter(self, x: Array, sizes: Sequence[int], tag: str) -> Array:
         """Return this rank's block of the sum of arrays (outer, sum(sizes), inner) as a new array."""
@@ -66,12 +66,12 @@ class MessageGroup:
 
     def __init__(self, comm: Communicator, empty: Callable[..., Array] = np.empty) -> None:
         self.comm, self._empty = comm, empty
-        self._rooms: dict[str, Array] = {}
+        self._buffers: dict[str, Array] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers kept on this rank."""
-        return sum(room.nbytes for room in self._rooms.values())
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def reduce(self, x: Array, operation: np.ufunc, tag: str) -> Array:
         """Combine arrays elementwise: a reduce-scatter of equal parts, then a gather. Collective over the group.
@@ -82,14 +82,14 @@ class MessageGroup:
         size, rank = self.comm.size, self.comm.rank
         result = self._empty(x.shape, x.dtype)
         if size == 2:
-            both = self._room("arrived", 2 * x.size, x.dtype)
+            both = self._buffer("arrived", 2 * x.size, x.dtype)
             self.comm.allgather(x, both, tag)
             operation(both[: x.size], both[x.size :], out=result)
             return result
         sizes = Partition(x.size, size).sizes()
-        arrived = self._room("arrived", size * sizes[rank], x.dtype)
+        arrived = self._buffer("arrived", size * sizes[rank], x.dtype)
         self.comm.alltoallv(x, sizes, arrived, [sizes[rank]] * size, tag)
-        total = self._room("total", sizes[rank], x.dtype)
+        total = self._buffer("total", sizes[rank], x.dtype)
         fold(operation, arrived.reshape(size, sizes[rank]), total)
         self.comm.allgatherv(total, result, sizes, tag)
         return result
@@ -101,10 +101,10 @@ class MessageGroup:
         result = self._empty((outer, sizes[rank], inner), x.dtype)
         send, counts = x.reshape(-1), [outer * n * inner for n in sizes]
         if outer > 1:
-            send = self._room("packed", x.size, x.dtype)
+            send = self._buffer("packed", x.size, x.dtype)
             for place, block in self._blocks(send, x, sizes):
                 place[...] = block
-        arrived = self._room("arrived", size * result.size, x.dtype)
+        arrived = self._buffer("arrived", size * result.size, x.dtype)
         self.comm.alltoallv(send, counts, arrived, [result.size] * size, tag)
         fold(np.add, arrived.reshape(size, result.size), result.reshape(-1))
         return result
@@ -117,7 +117,7 @@ class MessageGroup:
         if outer <= 1:
             self.comm.allgatherv(x, result, counts, tag)
             return result
-        arrived = self._room("arrived", result.size, x.dtype)
+        arrived = self._buffer("arrived", result.size, x.dtype)
         self.comm.allgatherv(x, arrived, counts, tag)
         for block, place in self._blocks(arrived, result, sizes):
             place[...] = block
@@ -125,11 +125,11 @@ class MessageGroup:
 
     def close(self) -> None:
         """Drop the buffers. Not collective."""
-        self._rooms.clear()
+        self._buffers.clear()
 
     @staticmethod
     def _blocks(packed: Array, whole: Array, sizes: Sequence[int]) -> list[tuple[Array, Array]]:
-        """Pair the blocks of ``whole`` along axis 1 with views of ``packed``, where they lie behind one another."""
+        """Pair the blocks of ``whole`` along axis 1 with views of ``packed``, where they lie one after another."""
         outer, _, inner = whole.shape
         pairs, start = [], 0
         for size in sizes:
@@ -138,11 +138,11 @@ class MessageGroup:
             start += size
         return pairs
 
-    def _room(self, name: str, size: int, dtype: Any) -> Array:
-        """Return memory that the next call with the same name overwrites."""
+    def _buffer(self, name: str, size: int, dtype: Any) -> Array:
+        """Return a buffer that the next call with the same name overwrites."""
         nbytes = size * np.dtype(dtype).itemsize
-        room = self._rooms.get(name)
-        if room is None or room.nbytes < nbytes:
-            room = self._rooms[name] = self._empty(nbytes, np.uint8)
-        view: Array = room[:nbytes].view(dtype)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.nbytes < nbytes:
+            buffer = self._buffers[name] = self._empty(nbytes, np.uint8)
+        view: Array = buffer[:nbytes].view(dtype)
         return view

@@ -26,7 +26,7 @@ SHIFT_TAG = 31_000
 
 
 class GroupShift:
-    """Arrays on their way around the group; a :class:`mpizero.types.ShiftRequest`."""
+    """Wait for the arrays of a shift; a :class:`mpizero.types.ShiftRequest`."""
 
     __slots__ = ("_received", "_requests")
 
@@ -35,7 +35,7 @@ class GroupShift:
         self._received = received
 
     def wait(self) -> tuple[Array, ...]:
-        """Return what has arrived, once it has, and what was sent may be overwritten.
+        """Return the received arrays when they have arrived and the sent arrays may be overwritten.
 
         Not collective; a second call returns the same arrays at once.
         """
@@ -50,7 +50,7 @@ class GroupShift:
 
 
 class CommunicatorGroup:
-    """The ranks of a communicator as :class:`mpizero.types.Group`.
+    """Sum, gather and shift arrays over the ranks of a communicator, as a :class:`mpizero.types.Group`.
 
     Every method but :meth:`close` returns new arrays, C-contiguous, and takes arrays that all ranks give the same dtype
     and fitting shapes; what is not C-contiguous is copied first. Sums are added in rank order, by one rank or alike by
@@ -151,7 +151,7 @@ class CommunicatorGroup:
         return block.reshape(*x.shape[:axis], sizes[self.rank], *x.shape[axis + 1 :])
 
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> GroupShift:
-        """Start sending ``arrays`` to rank + ``by`` and receiving the like from rank - ``by``, around the ring.
+        """Start to send ``arrays`` to rank + ``by`` and to receive equal shapes from rank - ``by``, modulo the size.
 
         Collective over the group: all ranks give the same shapes and the same ``by``. C-contiguous arrays are not
         copied: they must not change before ``wait()`` has returned. Where ``by`` is a multiple of the size, nothing
@@ -174,7 +174,7 @@ class CommunicatorGroup:
 
     # ------------------------------------------------------------------ checks
 
-    #: What :meth:`_takes` is true of.
+    #: Description, in errors, of the arrays that :meth:`_takes` accepts.
     _expected = "a NumPy array"
 
     def _takes(self, x: object) -> bool:
@@ -192,7 +192,7 @@ class CommunicatorGroup:
             return self._transport.reduce(contiguous(x).reshape(-1), operation, tag).reshape(x.shape)
 
     def _timed(self, kind: str, tag: str) -> AbstractContextManager[object]:
-        """Note the time of a call, its copies and sums included, where somebody watches."""
+        """Record the time of a call, with its copies and sums, while tracing is on."""
         timeline = self.comm.timeline
         return nullcontext() if timeline is None else timeline.span("layers' messages", f"{kind} {tag!r}")
 
@@ -260,5 +260,5 @@ def _copy(x: Array) -> Array:
 
 
 def _cube(x: Array, axis: int) -> Array:
-    """View (or copy once) as (before the axis, along it, behind it)."""
+    """View (or copy once) as (before the axis, along it, after it)."""
     return contiguous(x).reshape(prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :]))

@@ -1,12 +1,12 @@
 """Sum and gather arrays of ranks that share memory through one window: written once, read in place, nothing is sent.
 
 [Note: two halves] A call writes into one half of the window, waits at one barrier, and reads; the next call uses the
-other half. A rank that writes into a half again has passed the barrier of the call between, which every rank enters
-only after it has read, so no second barrier protects what is still being read.
+other half. A rank that writes into a half again has passed the barrier of the call between. Every rank enters that
+barrier only after it has read, so no second barrier is needed.
 
-[Note: signatures] Beside its array a rank leaves a number that stands for what it calls. All compare them behind the
-barrier, so that calls that do not match end in the same error on every rank, and not in wrong numbers. A window that
-is too small is replaced only after such a comparison, since replacing is collective.
+[Note: signatures] With its array a rank writes a number that identifies its call. All ranks compare these numbers
+after the barrier, so that different calls raise the same error on every rank. A window that is too small is replaced
+only after such a comparison, since that is collective.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from mpizero.layout import Partition
 from mpizero.text import notice
 from mpizero.types import Array
 
-#: Arrays start on a cache line of their own.
+#: Bytes of a cache line, on which every array starts.
 LINE = 64
 #: Bytes of each half before an array needs more.
 FIRST_HALF = 1 << 16
 #: From so many ranks and bytes on every rank sums a part and all copy the sum, at the price of a second barrier;
 #: below, every rank sums everything for itself.
 SHARED_SUM_RANKS, SHARED_SUM_BYTES = 4, 1 << 18
-#: Calls whose places in the window are remembered.
+#: Calls whose places in the window are cached.
 _REMEMBERED = 512
 
 
@@ -49,8 +49,8 @@ class _Place(NamedTuple):
 class WindowGroup:
     """A :class:`mpizero.comm.group.messages.GroupTransport` through memory that all ranks of the group share.
 
-    The window is allocated at the first call and grows to the largest call; where there is no room for it all ranks go
-    on with messages, and the first one says so.
+    The window is allocated at the first call and grows to the largest call; where there is no room for it all ranks use
+    messages, and the first one reports it.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ class WindowGroup:
         if rows is None:
             return self._message_group.reduce(x, operation, tag)
         rows[self._rank][...] = x
-        self._meet(call, tag)
+        self._compare(call, tag)
         result = np.empty(x.shape, x.dtype)
         terms = [x if rank == self._rank else row for rank, row in enumerate(rows[: self._size])]
         if not shared_sum:
@@ -107,7 +107,7 @@ class WindowGroup:
         mine = rows[self._rank]
         mine[:, :start] = x[:, :start]
         mine[:, stop:] = x[:, stop:]
-        self._meet(call, tag)
+        self._compare(call, tag)
         result = np.empty((x.shape[0], stop - start, x.shape[2]), x.dtype)
         terms = [(x if rank == self._rank else row)[:, start:stop] for rank, row in enumerate(rows)]
         if len(result) == 1:
@@ -125,7 +125,7 @@ class WindowGroup:
             return self._message_group.gather(x, sizes, tag)
         whole, start = arrays[0], sum(sizes[: self._rank])
         whole[:, start : start + sizes[self._rank]] = x
-        self._meet(call, tag)
+        self._compare(call, tag)
         return whole.copy()
 
     def close(self) -> None:
@@ -158,8 +158,8 @@ class WindowGroup:
             place = self._places[call] = _Place(_signature(call), (halves[0], halves[1]))
         return place.halves[self._half]
 
-    def _meet(self, call: tuple[object, ...], tag: str) -> None:
-        """Wait until every rank has written for this call, and go over to the other half."""
+    def _compare(self, call: tuple[object, ...], tag: str) -> None:
+        """Wait until every rank has written, compare the calls, and switch to the other half."""
         place = self._places.get(call)
         number = _signature(call) if place is None else place.signature
         numbers = self._signatures[self._half]
@@ -168,8 +168,11 @@ class WindowGroup:
         self._barrier(tag)
         if numbers.tolist() != [number] * self._size:
             mine = self._node.trace.records()[-1]._replace(what=describe_call((call[0], tag, *call[1:])), number=number)
-            told = dict(self._node.allgather_object((self._rank, mine), "contract"))
-            raise mismatch(self._node.name, {rank: [record] for rank, record in told.items()}) or self._node.mismatch()
+            gathered = dict(self._node.allgather_object((self._rank, mine), "contract"))
+            raise (
+                mismatch(self._node.name, {rank: [record] for rank, record in gathered.items()})
+                or self._node.mismatch()
+            )
 
     def _barrier(self, tag: str) -> None:
         assert self._memory is not None
@@ -181,7 +184,7 @@ class WindowGroup:
             if self._memory is None:
                 self._allocate(FIRST_HALF)
             if nbytes > self._capacity:
-                self._meet(call, tag)
+                self._compare(call, tag)
                 self._drop()
                 self._allocate(nbytes)
         except SharedMemoryError as error:  # raised on all ranks alike

@@ -36,7 +36,7 @@ def as_communicator(
     if comm is None or comm == "self":
         return one_process(name)
     if type(comm).__module__.split(".")[0] == "mpi4py" or hasattr(comm, "Split_type"):
-        from mpizero.comm.mpi import MpiCommunicator  # mpi4py starts MPI where it is imported
+        from mpizero.comm.mpi import MpiCommunicator  # importing mpi4py starts MPI
 
         return MpiCommunicator(comm, name=name, timeout=timeout, guest=embedded)
     raise ArgumentError(

@@ -1,4 +1,4 @@
-"""The ranks that a launcher started, and what their MPI is."""
+"""Find the ranks that a launcher has started, and describe their MPI library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MpiFacts:
     Attributes
     ----------
     vendor, version, library : str
-        For example "MPICH", "4.2.3", and the first line that the library says of itself.
+        For example "MPICH", "4.2.3", and the first line of the library's own description.
     mpi4py : str
         Version of the binding.
     thread_level : str
@@ -38,14 +38,14 @@ class MpiFacts:
 
 
 def world() -> Communicator:
-    """Return a communicator over all processes that were started together; one process without MPI is a world too.
+    """Return a communicator over all processes that were started together, or of one process without MPI.
 
     Collective over MPI's world; starts MPI. The caller closes the result.
 
     Raises
     ------
     ConfigError
-        The launcher has started more processes than MPI sees (it belongs to another MPI), or MPI cannot be loaded.
+        If the launcher has started more processes than MPI sees (it belongs to another MPI), or MPI cannot be loaded.
     """
     launch = Launch.of(os.environ)
     launcher = launch.name or "the launcher"
@@ -70,14 +70,14 @@ def one_process(name: str = "world") -> Communicator:
 
 
 def default_world() -> Any:
-    """Return what ``comm=None`` means: mpi4py's COMM_WORLD where a launcher has started several ranks, else None.
+    """Return the default communicator: mpi4py's COMM_WORLD if a launcher has started several ranks, else None.
 
-    Not collective, but starts MPI where there are several. A program that a rank has started is no rank.
+    Not collective, but starts MPI if there are several. A program that a rank has started is not a rank.
 
     Raises
     ------
     ConfigError
-        Each of several processes sees itself alone, or MPI has been finalized.
+        If each of several processes sees only itself, or MPI has been finalized.
     """
     launch, loaded = Launch.of(os.environ), sys.modules.get("mpi4py.MPI")
     if not is_rank(os.environ) or (not is_several(os.environ) and (loaded is None or not loaded.Is_initialized())):
@@ -108,7 +108,7 @@ def _check_size(mpi: Any, launch: Launch, way_out: str = "") -> None:
 
 
 def mpi_facts() -> MpiFacts | None:
-    """Return what is known of MPI, None where it cannot be loaded.
+    """Describe the MPI library, or return None where it cannot be loaded.
 
     Not collective, but starts MPI.
     """

@@ -13,13 +13,13 @@ from mpizero.comm.communicator import Communicator
 from mpizero.comm.equality import agree_equal
 from mpizero.comm.startup.launch import mpi_facts
 
-#: HDF5 comes with h5py, whose own version stands for both.
+#: HDF5 comes with h5py: one version for both.
 _PACKAGES = ("mpizero", "numpy", "mpi4py", "numba", "h5py", "threadpoolctl")
 
 
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
-    """Return the versions of Python, mpizero and what they stand on, "missing" where it is not installed.
+    """Return the versions of Python, mpizero and the packages below it, "missing" for one that is not installed.
 
     Not collective; the caller does not change the result.
     """
@@ -42,10 +42,10 @@ def _software() -> dict[str, str]:
 def agree_to_start(comm: Communicator, plans: Callable[[], Mapping[str, Any]]) -> None:
     """Raise on every rank unless all run the same software and have the same plans.
 
-    Collective over ``comm``: one message of 32 bytes a rank while they agree. ``plans`` returns subjects by name, as
+    Collective over ``comm``: one message of 32 bytes a rank while they agree. ``plans`` returns values by name, as
     :func:`mpizero.comm.equality.agree_equal` takes them; ``mpizero train`` calls this with its configuration, and every
-    sharded model with all that it is made of. It is the first message of both, so ranks that are to do different
-    things meet here and not in the middle of them.
+    sharded model with all its settings. It is the first message of both, so ranks with different plans find it
+    out before they begin.
 
     Raises
     ------
