@@ -59,7 +59,7 @@ LEARNING_RATE, DECAY = 1e-3, 0.1
 
 
 class TorchBlock(nn.Module):
-    """A pre-norm block under GPT-2's names."""
+    """Compute a pre-norm block under GPT-2's names."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class TorchBlock(nn.Module):
 
 
 class TorchGPT(nn.Module):
-    """The model of :class:`mpizero.nn.GPT` in PyTorch, under GPT-2's names."""
+    """Build the model of :class:`mpizero.nn.GPT` in PyTorch, under GPT-2's names."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()

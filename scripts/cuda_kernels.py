@@ -36,7 +36,7 @@ UNAVAILABLE = 69
 
 
 class Allowed(NamedTuple):
-    """How many instructions on doubles a float32 kernel may have, a little above what it has, and why."""
+    """Hold how many instructions on doubles a float32 kernel may have, a little above what it has, and why."""
 
     most: int
     reason: str
@@ -60,7 +60,7 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one kernel with one type on one target."""
+    """Hold the result of one kernel with one type on one target."""
 
     kernel: str
     dtype: str

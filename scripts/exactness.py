@@ -45,7 +45,7 @@ SEQUENCE, VOCABULARY = 12, 48
 
 @dataclass(frozen=True)
 class Case:
-    """One training whose result must not depend on how it is run."""
+    """Describe one training whose result must not depend on how it is run."""
 
     name: str
     batch: int = 12

@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One training; ``batch`` samples in grains of ``grain``."""
+    """Describe one training; ``batch`` samples in grains of ``grain``."""
 
     name: str
     batch: int

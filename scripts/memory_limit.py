@@ -87,7 +87,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 class Ended(NamedTuple):
-    """What a training has left: its exit status, its figures if it has ended well, and its last words."""
+    """Hold how a training ended: exit status, figures if it ended well, standard error."""
 
     status: int
     found: dict[str, Any] | None

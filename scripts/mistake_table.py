@@ -38,7 +38,7 @@ LIMIT = 60.0
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one mistake on one number of ranks."""
+    """Hold the result of one mistake on one number of ranks."""
 
     topic: str
     done: str

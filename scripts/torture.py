@@ -82,7 +82,7 @@ def run_parts(torture: Torture, parts: Sequence[str]) -> None:
     if "kills" in parts:
         at_random_moments(torture, reference)
     if "damage" in parts:
-        at_rest(torture, reference)
+        on_disk(torture, reference)
     if "disk" in parts:
         on_bad_disks(torture, reference)
 
@@ -117,8 +117,8 @@ def at_random_moments(torture: Torture, reference: training.Reference) -> None:
         training.kill_at_random(torture, reference, how, share)
 
 
-def at_rest(torture: Torture, reference: training.Reference) -> None:
-    """Damage files at rest."""
+def on_disk(torture: Torture, reference: training.Reference) -> None:
+    """Damage files on disk."""
     note("damaged and made-up files")
     damage.damage_files(torture, reference, torture.options.flips, torture.options.cuts)
     damage.fuzz_manifests(torture, reference, torture.options.mutations)

@@ -1,4 +1,4 @@
-"""Measure what the collective contract costs a training step: the same steps with and without it, in turn.
+"""Measure what the collective contract costs a training step: the same steps with and without it, alternately.
 
     mpiexec -n 2 python scripts/benchmarks/contract_overhead.py [--rounds 30] [--steps 100] [--hidden 64 64]
 
@@ -32,7 +32,7 @@ def count_only(self: CallTrace, call: tuple[Any, ...]) -> int:
 
 
 class Switch:
-    """Turns the contract on and off, on all ranks alike."""
+    """Turn the contract on and off, on all ranks alike."""
 
     def __init__(self) -> None:
         self.begin, self.number = CallTrace.begin, MpiCommunicator.mismatch_term

@@ -1,6 +1,6 @@
-"""The share of the GEMM rate that one process reaches over a whole training step of a GPT.
+"""Measure the share of the GEMM rate that one process reaches over a whole training step of a GPT.
 
-In turns, in one process and one thread: a whole step (forward, backward, AdamW), forward and backward alone, and the
+Alternately, in one process and one thread: a whole step (forward, backward, AdamW), forward and backward alone, and the
 matrix products of the linear layers at the step's own shapes, by the same BLAS, into arrays that exist. The rate of
 these is the GEMM rate. A step's rate is the operations of all its products, as the layers count them (of attention,
 those that are not skipped as masked), over its seconds; its share is that over the GEMM rate of the same round. Shown

@@ -118,7 +118,7 @@ def kernel(args: argparse.Namespace, device: devices.Device) -> None:
 
 
 class Ours:
-    """Steps of mpizero."""
+    """Make steps of mpizero."""
 
     def __init__(self, args: argparse.Namespace, precision: str | None) -> None:
         self.config = mz.ShardingConfig(device="cuda", micro_batch=args.batch, mixed_precision=precision)
@@ -140,7 +140,7 @@ class Ours:
 
 
 class Torch:
-    """Steps of PyTorch in eager mode."""
+    """Make steps of PyTorch in eager mode."""
 
     def __init__(self, args: argparse.Namespace, precision: str | None) -> None:
         import torch

@@ -65,7 +65,7 @@ def result_of(mpiexec: str, ranks: int, *words: str) -> Any:
 
 
 class TeamError(Exception):
-    """A contender ended, or did not reply; the message has the end of what it wrote."""
+    """Raised when a contender ended or did not reply; the message has the end of what it wrote."""
 
 
 def serve(path: str, rank: int, actions: Mapping[str, Callable[..., Any]]) -> None:
@@ -95,7 +95,7 @@ def _say(stream: Any, value: Any) -> None:
 
 
 class Team:
-    """The processes of one contender.
+    """Start the processes of one contender, and let them work when asked.
 
     Parameters
     ----------

@@ -80,7 +80,7 @@ def streams() -> tuple[Any, Any]:
 
 
 class Exchanges:
-    """One rank of the first part: every way from one gradient a rank to new parameters on all."""
+    """Run one rank of the first part: every way from one gradient a rank to new parameters on all."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from mpi4py import MPI
@@ -186,7 +186,7 @@ class Exchanges:
 
 
 class Alone:
-    """The second part: the kernel and its stream in one process."""
+    """Run the second part: the kernel and its stream in one process."""
 
     rank = 0
 
@@ -209,7 +209,7 @@ class Alone:
 
 
 class Sums:
-    """One rank of the third part: the same GPT with its gradients summed in two ways."""
+    """Run one rank of the third part: the same GPT with its gradients summed in two ways."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from mpi4py import MPI

@@ -101,7 +101,7 @@ WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 
 class Training:
-    """One strategy and its batch."""
+    """Train by one strategy on one batch."""
 
     def __init__(self, strategy: str, args: argparse.Namespace, bucket_mb: str | None = None) -> None:
         shared = args.memory == "shared"

@@ -1,4 +1,4 @@
-"""How long pipeline stages wait in real steps, beside what the simulator says of the same stage times.
+"""Measure how long pipeline stages wait in real steps, and compare with the simulator on the same stage times.
 
 Trains a GPT on two ranks of one thread each, with every schedule in turn, several times over. In each step every
 instruction is timed without its waits. Medians of these times go into ``mpizero.layout.simulate``; the idle share it
@@ -53,7 +53,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Probe:
-    """Times what a pipeline runner does, instruction by instruction.
+    """Time what a pipeline runner does, instruction by instruction.
 
     It takes the place of two methods of the runner: a hook for a benchmark alone is not worth its cost in every step.
     """

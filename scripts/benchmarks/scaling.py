@@ -142,12 +142,12 @@ def check_model(args: argparse.Namespace) -> None:
     print(f"{'':14s} {'expected, ms':>12s} {titles[0]:>24s} {titles[1]:>22s} {titles[2]:>22s}")
     for name, (strategy, shape) in trainings.items():
         ratios = Measurement.of([s / plans[name] for s in seconds[name]])
-        spread = Measurement.of([1e3 * s for s in seconds[name]])
+        measured = Measurement.of([1e3 * s for s in seconds[name]])
         error = ""
         if shape["ranks"] > 1:  # rounds are neighbours in time: the factor is that of the same round
             alone = [s / plans[f"{strategy} on 1"] for s in seconds[f"{strategy} on 1"]]
             error = str(Measurement.of_ratios([s / plans[name] for s in seconds[name]], alone))
-        print(f"{name:14s} {1e3 * plans[name]:12.1f} {spread!s:>24s} {ratios!s:>22s} {error:>22s}")
+        print(f"{name:14s} {1e3 * plans[name]:12.1f} {measured!s:>24s} {ratios!s:>22s} {error:>22s}")
 
 
 # ---------------------------------------------------------------------- growth, bytes
@@ -170,10 +170,10 @@ def check_growth(args: argparse.Namespace) -> None:
     print(f"{'parameters':>12s} {'layers':>7s} {'ms a step':>26s} {'ns a parameter':>15s} {'off the line':>13s}")
     off = {n: medians[n] / (start + slope * parameters[n]) - 1 for n in names}
     for n in names:
-        spread = Measurement.of([1e3 * s for s in seconds[n]])
+        measured = Measurement.of([1e3 * s for s in seconds[n]])
         each = 1e9 * medians[n] / parameters[n]
         layers = trainings[n][1]["layers"]
-        print(f"{parameters[n]:12,} {layers:7d} {spread!s:>26s} {each:15.2f} {100 * off[n]:+11.1f} %")
+        print(f"{parameters[n]:12,} {layers:7d} {measured!s:>26s} {each:15.2f} {100 * off[n]:+11.1f} %")
     worst, per = max(map(abs, off.values())), [medians[n] / parameters[n] for n in names]
     middle = statistics.fmean((min(per), max(per)))
     print(f"line: {1e3 * start:.2f} ms + {1e9 * slope:.2f} ns a parameter; largest deviation {100 * worst:.1f} %")

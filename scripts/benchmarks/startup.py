@@ -134,9 +134,9 @@ def report(found: dict[str, Any]) -> str:
     """Return the figures for people."""
     lines = [f"{'seconds':18s}{'median':>8s}{'least':>8s}{'most':>8s}" + "".join(f"{part:>9s}" for part in PARTS)]
     for name, values in found["seconds"].items():
-        spread, parts = Measurement.of(values), found["parts"].get(name, {})
+        measured, parts = Measurement.of(values), found["parts"].get(name, {})
         lines.append(
-            f"{name:18s}{spread.median:8.3f}{spread.least:8.3f}{spread.most:8.3f}"
+            f"{name:18s}{measured.median:8.3f}{measured.least:8.3f}{measured.most:8.3f}"
             + "".join(f"{parts[part]:9.3f}" for part in PARTS if parts)
         )
     return "\n".join(lines)

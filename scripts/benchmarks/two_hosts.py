@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Exchange:
-    """The library's exchange of the gradient of a black box, without computing anything."""
+    """Exchange the gradient of a black box by the library, without computing anything."""
 
     def __init__(self, gradient: Any, name: str) -> None:
         kind, _, half = name.partition("-")

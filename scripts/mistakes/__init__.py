@@ -1,1 +1,1 @@
-"""Typical mistakes of users, a file for each topic; ``scripts/mistake_table.py`` makes them."""
+"""Make typical mistakes of users, a file for each topic: for ``scripts/mistake_table.py``."""

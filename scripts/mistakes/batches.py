@@ -1,4 +1,4 @@
-"""Mistakes with batches."""
+"""Make mistakes with batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes with calls that all ranks must make together, and with values that must be the same on all."""
+"""Make mistakes with calls that all ranks must make together, and with values that must be the same on all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes in gradients, losses, weights and layers of one's own, and numbers that are not finite."""
+"""Make mistakes in gradients, losses, weights and layers of one's own, and numbers that are not finite."""
 
 # ruff: noqa: D101, D102 - layers and sources as users write them
 

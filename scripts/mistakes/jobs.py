@@ -1,4 +1,4 @@
-"""Mistakes with who takes part in a job, when, and for how long."""
+"""Make mistakes with who takes part in a job, when, and for how long."""
 
 from __future__ import annotations
 

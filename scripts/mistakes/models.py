@@ -1,4 +1,4 @@
-"""Mistakes in the user's own models, as check_model names them."""
+"""Make mistakes in the user's own models, as check_model names them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes that make one rank's model, settings or optimizer another than those of the others."""
+"""Make mistakes that make one rank's model, settings or optimizer another than those of the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes with settings, names and the order of calls."""
+"""Make mistakes with settings, names and the order of calls."""
 
 from __future__ import annotations
 

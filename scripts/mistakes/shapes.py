@@ -1,4 +1,4 @@
-"""Mistakes with the shapes and types that layers and losses take."""
+"""Make mistakes with the shapes and types that layers and losses take."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The parts of ``scripts/torture.py``."""
+"""Damage saves and check what is left: the parts of ``scripts/torture.py``."""

@@ -1,4 +1,4 @@
-"""What every case needs: a prepared folder, a launch, and the judgement of what is left."""
+"""Prepare the folder of a case, and judge what is left after it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAVER = str(Path(saver.__file__))
 
 @dataclass
 class Torture:
-    """What was asked for, where it happens, and what has come of it so far."""
+    """Hold the options, the folder and the results so far."""
 
     options: argparse.Namespace
     folder: Path

@@ -1,4 +1,4 @@
-"""Files damaged at rest: flipped bytes, truncation, zeros in place of the end, manifests that somebody made up."""
+"""Damage files on disk: flip bytes, truncate, put zeros in place of the end, make manifests up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disks that are full, read-only or gone, and two jobs in one folder."""
+"""Save to disks that are full, read-only or gone, and from two jobs in one folder."""
 
 from __future__ import annotations
 

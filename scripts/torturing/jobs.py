@@ -1,4 +1,4 @@
-"""Jobs under mpiexec that meet a fault: each with a hard limit, and nobody left behind."""
+"""Run jobs under mpiexec that meet a fault: each with a hard limit, and no process left behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAST = 15.0
 
 @dataclass(frozen=True)
 class Mpi:
-    """A launcher, and the interpreter that goes with it."""
+    """Hold a launcher and the interpreter that goes with it."""
 
     name: str
     mpiexec: str
@@ -49,7 +49,7 @@ class Mpi:
 
 @dataclass
 class Ended:
-    """What is left of a job."""
+    """Hold how a job ended."""
 
     status: int
     out: str
@@ -60,7 +60,7 @@ class Ended:
 
 
 class Job:
-    """A running launch; ``processes`` and ``kill`` find its ranks by the mark in their environment."""
+    """Find and kill the ranks of a running launch by the mark in their environment."""
 
     def __init__(self, process: subprocess.Popen[bytes], mark: str) -> None:
         self.process, self._mark = process, f"{MARK}={mark}".encode()

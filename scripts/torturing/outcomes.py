@@ -1,4 +1,4 @@
-"""Counting: every case has an outcome, and one bad one makes the whole fail."""
+"""Count the outcomes of all cases; one bad one makes the whole fail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Row:
-    """One line of the table: a kind of case, how many there were, what became of them."""
+    """Hold one line of the table: a kind of case, how many there were, what became of them."""
 
     title: str
     good: Counter[str] = field(default_factory=Counter)
@@ -21,7 +21,7 @@ class Row:
 
     @property
     def cases(self) -> int:
-        """How many cases there were."""
+        """Return how many cases there were."""
         return sum(self.good.values()) + len(self.bad)
 
     def add(self, problem: str, outcome: str, case: str) -> None:
@@ -44,7 +44,7 @@ class Row:
 
 
 class Table:
-    """All rows, printed as they end."""
+    """Collect and print all rows."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []

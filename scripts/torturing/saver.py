@@ -1,4 +1,4 @@
-"""One rank of a job that does nothing but save: ``saver.py FOLDER STEPS HOW KEEP [PAUSE]``, under mpiexec.
+"""Run one rank of a job that does nothing but save: ``saver.py FOLDER STEPS HOW KEEP [PAUSE]``, under mpiexec.
 
 It goes on behind the newest checkpoint of ``FOLDER``. ``HOW`` is ``direct``, ``mpio`` or ``background``. Each committed
 step is acknowledged by a line in ``FOLDER/../acknowledged``, after the save has returned.

@@ -1,4 +1,4 @@
-"""Faults at exact system calls, by strace: killed, refused, delayed, and in the right order."""
+"""Kill, refuse and delay saves at exact system calls, by strace, and check the calls' order."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ERRORS = {
 
 @dataclass(frozen=True)
 class Call:
-    """One system call of a save, as a log shows it: ``number`` counts those of this name in its thread."""
+    """Describe one system call of a save, as a log shows it: ``number`` counts those of this name in its thread."""
 
     thread: int
     main: bool

@@ -1,4 +1,4 @@
-"""Training runs that are killed at random moments and go on, until they end as an uninterrupted one does."""
+"""Kill training runs at random moments and resume them, until they end as an uninterrupted one does."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ keep = 2
 
 
 class Reference:
-    """An uninterrupted run: its result, and what the checkpoint of each step holds."""
+    """Hold an uninterrupted run: its result, and what the checkpoint of each step holds."""
 
     def __init__(self, torture: Torture) -> None:
         self.home = torture.folder / "reference"

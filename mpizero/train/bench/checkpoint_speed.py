@@ -25,6 +25,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError
 from mpizero.layout import Partition, Span
+from mpizero.train.bench.file_speed import drop_cached, read_part, write_part
 from mpizero.train.config.setting_checks import check_option
 from mpizero.train.run.process_memory import peak_growth, proportional_growth, release_free_memory
 from mpizero.types import Array
@@ -33,8 +34,6 @@ from mpizero.validation import whole
 #: Arrays of the checkpoint: a parameter and two moments for each of so many layers.
 LAYERS, SLOTS = 16, ("parameters", "optimizer/exp_avg", "optimizer/exp_avg_sq")
 _WIDTH = 1024
-#: Bytes of one raw write or read.
-RAW_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -159,29 +158,11 @@ class _Bench:
 
     def raw_write(self) -> None:
         """Write this rank's share of one file, and make it durable."""
-        file = os.open(self.folder / "raw", os.O_WRONLY | os.O_CREAT, 0o600)
-        try:
-            data = self.shard.view(np.uint8).data
-            for begin in range(0, len(data), RAW_BYTES):
-                _all(os.pwrite, file, data[begin : begin + RAW_BYTES], self.start + begin)
-            os.fsync(file)
-        finally:
-            os.close(file)
+        write_part(self.folder / "raw", self.shard.view(np.uint8).data, self.start)
 
     def raw_read(self) -> None:
         """Read this rank's share of that file into memory that is there."""
-        file = os.open(self.folder / "raw", os.O_RDONLY)
-        try:
-            data = self.copy.view(np.uint8).data
-            for begin in range(0, len(data), RAW_BYTES):
-                _all(
-                    lambda f, view, at: os.preadv(f, [view], at),
-                    file,
-                    data[begin : begin + RAW_BYTES],
-                    self.start + begin,
-                )
-        finally:
-            os.close(file)
+        read_part(self.folder / "raw", self.copy.view(np.uint8).data, self.start)
 
     def plain_copy(self) -> None:
         """Copy this rank's share."""
@@ -213,11 +194,7 @@ class _Bench:
         """
         self.comm.barrier("bench checkpoint")
         if self.comm.rank == 0:
-            file = os.open(self.folder / name, os.O_RDONLY)
-            try:
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(file)
+            drop_cached(self.folder / name)
 
     def begin(self) -> None:
         """Start an asynchronous save."""
@@ -313,12 +290,6 @@ class _Bench:
             found[name] = (first, second, third)
         self.remove(backend)
         return found
-
-
-def _all(call: Callable[[int, memoryview, int], int], file: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += call(file, data[done:], offset + done)
 
 
 def measure_checkpoint(

@@ -23,6 +23,41 @@ _PIECE = 64 * 1024 * 1024
 _WRITE, _READ, _AGAIN = "write with fsync", "read", "read from memory"
 
 
+def write_part(path: Path, data: memoryview, start: int) -> None:
+    """Write bytes from ``start`` of a file on, and make them durable. Not collective."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(file, data[done : done + _PIECE], start + done)
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def read_part(path: Path, room: memoryview, start: int) -> None:
+    """Fill ``room`` with the bytes of a file from ``start`` on. Not collective."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        done = 0
+        while done < len(room):
+            if not (count := os.preadv(file, [room[done : done + _PIECE]], start + done)):
+                raise OSError(f"{path} ends before the {start + len(room)} bytes that are read")
+            done += count
+    finally:
+        os.close(file)
+
+
+def drop_cached(path: Path) -> None:
+    """Ask the system to keep nothing of a durable file in memory. Not collective."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(file)
+
+
 class FileBenchmark:
     """Time one file of ``nbytes`` in a new folder inside ``folder``; it is removed after every repetition.
 
@@ -41,36 +76,6 @@ class FileBenchmark:
         self.room = bytearray(len(self.data))
         self.values: dict[str, list[float]] = {_WRITE: [], _READ: [], _AGAIN: []}
 
-    def _write(self) -> None:
-        file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o600)
-        try:
-            view, done = memoryview(self.data), 0
-            while done < len(view):
-                done += os.pwrite(file, view[done : done + _PIECE], self.start + done)
-            os.fsync(file)
-        finally:
-            os.close(file)
-
-    def _read(self) -> None:
-        file = os.open(self.path, os.O_RDONLY)
-        try:
-            view, done = memoryview(self.room), 0
-            while done < len(view):
-                if not (count := os.preadv(file, [view[done : done + _PIECE]], self.start + done)):
-                    raise OSError(f"{self.path} ends before its {self.nbytes} bytes")
-                done += count
-        finally:
-            os.close(file)
-
-    def _forget(self) -> None:
-        """Ask the system to keep nothing of the file in memory."""
-        file = os.open(self.path, os.O_RDONLY)
-        try:
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)
-
     def measure(self) -> None:
         """Write once, read twice, remove. Collective."""
         failure: list[OSError] = []
@@ -82,9 +87,11 @@ class FileBenchmark:
             except OSError as error:  # the others wait at the end of the measurement
                 failure.append(error)
 
-        for name, work in ((_WRITE, self._write), (_READ, self._read), (_AGAIN, self._read)):
+        write = partial(write_part, self.path, memoryview(self.data), self.start)
+        read = partial(read_part, self.path, memoryview(self.room), self.start)
+        for name, work in ((_WRITE, write), (_READ, read), (_AGAIN, read)):
             if name == _READ:
-                tried(self._forget)
+                tried(partial(drop_cached, self.path))
             self.values[name].append(together(self.comm, partial(tried, work)))
             with all_ranks(self.comm):
                 if failure:

@@ -35,13 +35,16 @@ def _head(machine: Machine) -> str:
     )
 
 
-def _range(spread: Measurement, scale: float) -> str:
-    return f"{spread.least * scale:.3g}-{spread.most * scale:.3g}"
+def _range(measured: Measurement, scale: float) -> str:
+    return f"{measured.least * scale:.3g}-{measured.most * scale:.3g}"
 
 
-def _rates(work: float, spread: Measurement, unit: float) -> list[str]:
+def _rates(work: float, measured: Measurement, unit: float) -> list[str]:
     """Return the rate of the median, and the range of rates."""
-    return [f"{work / spread.median / unit:.1f}", f"{work / spread.most / unit:.1f}-{work / spread.least / unit:.1f}"]
+    return [
+        f"{work / measured.median / unit:.1f}",
+        f"{work / measured.most / unit:.1f}-{work / measured.least / unit:.1f}",
+    ]
 
 
 def _streams(machine: Machine) -> str:

@@ -230,8 +230,12 @@ def _heads(figures: StepFigures, rank: int, *, floors: bool) -> list[str]:
 
 
 def _cells(phase: PhaseTime, *, floors: bool) -> list[str]:
-    spread = phase.seconds
-    span = "" if spread is None or spread.least == spread.most else f"{spread.least * 1e3:.3f}-{spread.most * 1e3:.3f}"
+    seconds = phase.seconds
+    span = (
+        ""
+        if seconds is None or seconds.least == seconds.most
+        else f"{seconds.least * 1e3:.3f}-{seconds.most * 1e3:.3f}"
+    )
     cells = [f"{phase.median * 1e3:.3f}", span]
     if floors:
         ratio = f"{phase.median / phase.floor:.2f}" if phase.floor else ""

@@ -75,7 +75,7 @@ class CheckedFunction:
         """Return copies of the start values."""
         return {name: np.array(value, self.dtype) for name, value in self.model.parameters.items()}
 
-    def _lent(self, parameters: Named, fresh: bool) -> dict[str, Array]:
+    def _provided(self, parameters: Named, fresh: bool) -> dict[str, Array]:
         if fresh:
             return {name: np.array(parameters[name]) for name in self.shapes}
         for name, array in self._memory.items():
@@ -85,18 +85,20 @@ class CheckedFunction:
     def evaluate(self, parameters: Named, x: Any, y: Any, first: int = 0, *, fresh: bool = False) -> LossAndGradients:
         """Call ``loss_and_grad``, and refuse what training could not use."""
         self.evaluations += 1
-        lent = self._lent(parameters, fresh)
+        provided = self._provided(parameters, fresh)
         with np.errstate(all="ignore"):
-            given = self._called(lent, x, y, Run(True, getattr(self.model, "seed", 0), 0, first, count=_count(x, y)))
-        for name, array in lent.items():
+            given = self._called(
+                provided, x, y, Run(True, getattr(self.model, "seed", 0), 0, first, count=_count(x, y))
+            )
+        for name, array in provided.items():
             if array.tobytes() != parameters[name].tobytes():
                 raise UnusableEvaluation(_written(f"parameter {name!r}", "through a bare pointer"))
         return self._examined(given)
 
-    def _called(self, lent: Named, x: Any, y: Any, run: Run) -> Any:
+    def _called(self, provided: Named, x: Any, y: Any, run: Run) -> Any:
         told = {"run": run} if self._takes_run else {}
         try:
-            return self.model.loss_and_grad(read_only(lent), (read_only(x), read_only(y)), **told)
+            return self.model.loss_and_grad(read_only(provided), (read_only(x), read_only(y)), **told)
         except (ValueError, TypeError, BufferError) as error:
             if any(word in str(error) for word in ("read-only", "readonly", "writable", "writeable")):
                 raise UnusableEvaluation(_written("arguments", f"at {place_of(error)}")) from error
@@ -113,7 +115,7 @@ class CheckedFunction:
             raise NotImplementedError
         self.evaluations += 1
         with np.errstate(all="ignore"):
-            return function(read_only(self._lent(parameters, False)), read_only(x))
+            return function(read_only(self._provided(parameters, False)), read_only(x))
 
     def _examined(self, given: Any) -> LossAndGradients:
         if not isinstance(given, tuple) or len(given) != 3 or not isinstance(given[1], Mapping):
@@ -268,5 +270,5 @@ def _value(what: str, seen: str, cause: str, remedy: str) -> ModelFinding:
 
 
 def _written(what: str, where: str) -> ModelFinding:
-    told = "copy what is changed, x = x.copy(); training lends its own memory"
+    told = "copy what is changed, x = x.copy(); training passes its own memory"
     return ModelFinding("repeats", what, f"is written to {where}", "code that works in place", told)

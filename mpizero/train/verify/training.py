@@ -277,7 +277,7 @@ class ObservedTraining:
         for piece in self.engine.pieces():
             _of(gradient.reduced, piece)[:] = values[piece.span.start : piece.span.stop]
         pieces = self.engine.pieces()
-        self.updater.watch = lambda reduced: seen.append(_spread(reduced, pieces, values))
+        self.updater.watch = lambda reduced: seen.append(_in_order(reduced, pieces, values))
         try:
             report = self.engine.step(gradient.totals, lambda: gradient.reduced, 0)
         finally:
@@ -295,7 +295,7 @@ def _of(reduced: Array, piece: UpdatePiece) -> Array:
     return reduced[piece.gradient : piece.gradient + piece.size]
 
 
-def _spread(reduced: Array, pieces: tuple[UpdatePiece, ...], like: Array) -> Array:
+def _in_order(reduced: Array, pieces: tuple[UpdatePiece, ...], like: Array) -> Array:
     values = np.zeros_like(like)
     for piece in pieces:
         values[piece.span.start : piece.span.stop] = _of(reduced, piece)

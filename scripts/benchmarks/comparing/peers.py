@@ -16,7 +16,7 @@ RATE = 1e-3
 
 
 class Block(nn.Module):
-    """Pre-norm, fused causal attention, GELU by tanh."""
+    """Compute a pre-norm block: fused causal attention, GELU by tanh."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model of ``mpizero.nn.GPT``: learned positions, the token embedding tied to the head."""
+    """Build the model of ``mpizero.nn.GPT``: learned positions, the token embedding tied to the head."""
 
     def __init__(self, shape: dict[str, int]) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Peer:
 
 
 class TorchDDP(Peer):
-    """DistributedDataParallel with the fused AdamW."""
+    """Train by DistributedDataParallel with the fused AdamW."""
 
     def wrap(self, plain: nn.Module) -> tuple[str, str]:
         """Replicate everything."""
@@ -113,7 +113,7 @@ class TorchDDP(Peer):
 
 
 class TorchZero1(Peer):
-    """DistributedDataParallel with ZeroRedundancyOptimizer around the fused AdamW."""
+    """Train by DistributedDataParallel with ZeroRedundancyOptimizer around the fused AdamW."""
 
     def wrap(self, plain: nn.Module) -> tuple[str, str]:
         """Shard the optimizer's state."""
@@ -127,7 +127,7 @@ class TorchZero1(Peer):
 
 
 class TorchFSDP2(Peer):
-    """``fully_shard`` on every block and on the whole, with the fused AdamW."""
+    """Train by ``fully_shard`` on every block and on the whole, with the fused AdamW."""
 
     def wrap(self, plain: Any) -> tuple[str, str]:
         """Shard parameters, gradients and state."""
@@ -147,7 +147,7 @@ class TorchFSDP2(Peer):
 
 
 class DeepSpeed(Peer):
-    """One of DeepSpeed's ZeRO stages on CPU over gloo."""
+    """Train by one of DeepSpeed's ZeRO stages on CPU over gloo."""
 
     stage = 0
 
@@ -195,19 +195,19 @@ class DeepSpeed(Peer):
 
 
 class DeepSpeed1(DeepSpeed):
-    """Optimizer state sharded."""
+    """Shard optimizer state."""
 
     stage = 1
 
 
 class DeepSpeed2(DeepSpeed):
-    """Gradients too."""
+    """Shard optimizer state and gradients."""
 
     stage = 2
 
 
 class DeepSpeed3(DeepSpeed):
-    """Parameters too."""
+    """Shard optimizer state, gradients and parameters."""
 
     stage = 3
 
@@ -223,7 +223,7 @@ CLASSES: dict[str, type[Peer]] = {
 
 
 class FusedAdamW:
-    """PyTorch's fused AdamW on one flat tensor, alone."""
+    """Run PyTorch's fused AdamW on one flat tensor, alone."""
 
     def __init__(self, size: int) -> None:
         torch.set_num_threads(1)

@@ -23,12 +23,12 @@ def draw(found: dict[str, Any], folder: Path, ours: Sequence[str], limit: str) -
     )
     speeds = [row["tokens_per_second"] for row in rows.values()]
     middle = [speed["median"] for speed in speeds]
-    spread = [
+    errors = [
         [speed["median"] - speed["least"] for speed in speeds],
         [speed["most"] - speed["median"] for speed in speeds],
     ]
     fast, axes = _empty(title)
-    axes.barh(list(rows), middle, xerr=spread, color=colors, capsize=3)
+    axes.barh(list(rows), middle, xerr=errors, color=colors, capsize=3)
     axes.set_xlabel(f"tokens/s (median of {found['rounds']} rounds, least and most)")
     if limit in found["results"]:
         bound = found["results"][limit]["tokens_per_second"]["median"]

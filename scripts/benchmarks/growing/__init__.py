@@ -1,1 +1,1 @@
-"""How cost grows: the parts of scaling.py and scaling_page.py."""
+"""Measure and plan how cost grows: the parts of scaling.py and scaling_page.py."""

@@ -1,4 +1,4 @@
-"""A cluster that nobody has measured: what is assumed of it, and the machine file that says so."""
+"""Describe a cluster that is assumed, not measured, and make its machine file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ELEMENTS, LARGE = 10**9, 10**9
 
 @dataclass(frozen=True)
 class Assumed:
-    """Eight ranks a node, each a quarter of a socket; all ranks of a node send through one link.
+    """Describe nodes of eight ranks, each a quarter of a socket; all ranks of a node send through one link.
 
     Attributes
     ----------

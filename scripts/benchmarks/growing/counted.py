@@ -1,4 +1,4 @@
-"""What ranks have counted of a training's memory and messages, beside what was planned of them."""
+"""Compare the memory and messages that ranks count in a training with those planned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md: which plans they need, and how a plan becomes a row."""
+"""Make the tables of docs/scaling.md from plans."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Plan = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table.
+    """Describe a row of a table.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the page.
+    """Describe a table of the page.
 
     Attributes
     ----------
