@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.faults.jobs import ENVIRONMENT, alive
+
 #: Every process of a job has it in its environment, with a value of the job's own.
 MARK = "MPIZERO_TORTURE"
 RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
@@ -73,7 +74,7 @@ class Job:
                 continue
             with contextlib.suppress(OSError):
                 environment = Path(entry.path, "environ").read_bytes().split(b"\0")
-                if self._mark in environment and _alive(entry.path):
+                if self._mark in environment and alive(int(entry.name)):
                     ranks = [v.partition(b"=")[2] for v in environment if v.split(b"=")[0].decode() in RANKS]
                     found[int(entry.name)] = int(ranks[0]) if ranks else -1
         return found
@@ -86,10 +87,6 @@ class Job:
         for pid, rank in self.processes().items():
             if rank >= 0 and whom in ("all", f"rank {rank}"):
                 _kill(pid)
-
-
-def _alive(folder: str) -> bool:
-    return Path(folder, "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
 
 
 def _kill(pid: int) -> None:
@@ -111,9 +108,7 @@ def run(
     mark = uuid.uuid4().hex
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    environment |= {"OMPI_MCA_rmaps_base_oversubscribe": "1", MARK: mark} | (variables or {})
+    environment = os.environ | ENVIRONMENT | {"PYTHONDONTWRITEBYTECODE": "1", MARK: mark} | (variables or {})
     with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
