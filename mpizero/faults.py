@@ -6,15 +6,15 @@ with that site, on the rank that the launcher gave this number (``*`` for every 
 =================  =======================================================================
 ``raise``          raises :class:`InjectedError`
 ``kill``           is killed by SIGKILL
-``stop``           is stopped by SIGSTOP, as a machine that hangs
+``stop``           is stopped by SIGSTOP, like a machine that hangs
 ``sleep``          sleeps for 100 s; ``sleep=2.5`` for 2.5 s
-``exit``           leaves by ``os._exit(0)``, which no hook sees; ``exit=3`` with status 3
-``nan``            gets NaN as the first element of the array that the site hands over
-``truncate``       loses the second half of the file that the site hands over
+``exit``           ends by ``os._exit(0)``, which no hook sees; ``exit=3`` with status 3
+``nan``            gets NaN as the first element of the array that the site passes
+``truncate``       loses the second half of the file that the site passes
 =================  =======================================================================
 
-Nothing is planted by default, and :func:`inject` is then one comparison. The module keeps the one fault that its
-process was started with, and how often its site was passed.
+Nothing is planted by default, and :func:`inject` is then one comparison. The module keeps the fault of its process
+and the number of calls of its site.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Fault:
     calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @classmethod
-    def planted(cls, environment: Mapping[str, str]) -> Fault | None:
+    def from_environment(cls, environment: Mapping[str, str]) -> Fault | None:
         """Return the fault that ``MPIZERO_FAULT`` plants on this rank, None if it plants none here.
 
         Not collective.
@@ -82,7 +82,7 @@ class Fault:
         return cls(site, int(occurrence.replace("*", "0")), kind, value) if meant else None
 
     def inject(self, target: Any) -> None:
-        """Act, if this is the call that was meant."""
+        """Act, if this is the chosen call."""
         if next(self.calls) == self.occurrence or not self.occurrence:
             getattr(self, f"_{self.action}")(target)
 
@@ -112,11 +112,11 @@ def _is_number(text: str) -> bool:
     return text.replace(".", "", 1).isdecimal()
 
 
-_FAULT = Fault.planted(os.environ)
+_FAULT = Fault.from_environment(os.environ)
 
 
 def inject(site: str, target: Any = None) -> None:
-    """Let the planted fault happen here if it is meant for this site, this rank and this call.
+    """Trigger the planted fault if it is for this site, this rank and this call.
 
     Not collective.
 
@@ -125,7 +125,7 @@ def inject(site: str, target: Any = None) -> None:
     site : str
         One of :data:`SITES`.
     target : array, file descriptor or path, optional
-        What ``nan`` and ``truncate`` spoil.
+        Changed by ``nan`` and ``truncate``.
     """
     if _FAULT is not None and _FAULT.site == site:
         _FAULT.inject(target)

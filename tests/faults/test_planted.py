@@ -35,11 +35,11 @@ def save_with(fault, folder):
 
 
 def planted(text, **environment):
-    return Fault.planted({"MPIZERO_FAULT": text, **environment})
+    return Fault.from_environment({"MPIZERO_FAULT": text, **environment})
 
 
 def test_nothing_is_planted_by_default():
-    assert Fault.planted({}) is None
+    assert Fault.from_environment({}) is None
     assert planted("") is None
     faults.inject("save.write")
 
