@@ -21,7 +21,7 @@ net = torch.nn.Sequential(
 
 def loss_and_grad(parameters, batch):
     """Return the sum of the losses, its gradient and the number of samples."""
-    x, y = (torch.tensor(value) for value in batch)  # copies: what mpizero lends cannot be written to
+    x, y = (torch.tensor(value) for value in batch)  # copies: the arrays of mpizero cannot be written to
     held = {name: torch.tensor(value, requires_grad=True) for name, value in parameters.items()}
     loss = torch.nn.functional.cross_entropy(functional_call(net, held, (x,)), y, reduction="sum")
     gradients = torch.autograd.grad(loss, list(held.values()))

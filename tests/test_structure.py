@@ -114,7 +114,6 @@ NO_VERBS_REMAINING = {
     "mpizero/parallel/batch": 5,
     "mpizero/parallel/execution": 4,
     "mpizero/parallel/gradients": 9,
-    "mpizero/parallel/model": 12,
     "mpizero/parallel/parameters": 12,
 }
 #: "module" or "module.function": why it is over the budget.

@@ -1,4 +1,4 @@
-"""The configuration that sharded models and optimizers share."""
+"""Configure sharded models and their optimizers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ShardingConfig:
         share of them with the largest magnitudes ("topk:0.01": one in a hundred); they are still added in float32.
         What int8 and top-k leave out is kept and sent later. Gives up the equality of bits between layouts.
     bucket_mb : float, "auto" or None
-        MiB of partial sums of gradients that are on their way between nodes (between ranks with private memory) at
+        MiB of partial sums of gradients that are in flight between nodes (between ranks with private memory) at
         once; messages take up to twice as much memory. "auto" tries sizes in the first steps of ``train`` and keeps
         the fastest; None is 2^19 elements. Changes no bit, and no byte on the wire but those with which ranks agree.
     learning_rate : float
@@ -163,7 +163,7 @@ class ShardingConfig:
 
     @cached_property
     def communicator(self) -> Communicator:
-        """The library's own communicator over ``comm``. The first access is collective."""
+        """Return the library's own communicator over ``comm``. The first access is collective."""
         made = as_communicator(self.comm, timeout=self.timeout, embedded=self.embedded)
         if made.size > 1 and self.timeout is not None and not self.is_guest:
             self.__dict__["_watchdog"] = watchdog = Watchdog(made, self.timeout)
@@ -177,7 +177,7 @@ class ShardingConfig:
 
     @property
     def grid(self) -> ProcessGrid:
-        """The groups of ranks of data parallelism. The first access is collective."""
+        """Return the groups of ranks of data parallelism. The first access is collective."""
         return self.grid_of(None)
 
     def grid_of(self, axes: Axes | None, *, private: bool = False) -> ProcessGrid:
@@ -207,12 +207,12 @@ class ShardingConfig:
 
     @property
     def unbound(self) -> WeakSet[Any]:
-        """The optimizers that were made with this configuration and have no model yet. Not collective."""
+        """Return the optimizers that were made with this configuration and have no model yet. Not collective."""
         found: WeakSet[Any] = self.__dict__.setdefault("_unbound", WeakSet())
         return found
 
     def number_model(self) -> str:
-        """Return what tells a new model from the others of this configuration: "" for the first. Not collective."""
+        """Return the name of a new model of this configuration: "" for the first. Not collective."""
         number = self.__dict__["_models"] = self.__dict__.get("_models", 0) + 1
         return f"model {number}" if number > 1 else ""
 

@@ -1,1 +1,1 @@
-"""The public classes: sharded models, their optimizers, and what they offer."""
+"""Define the public classes: sharded models and their optimizers."""

@@ -1,4 +1,4 @@
-"""What every sharded model offers: training, and gradients by hand."""
+"""Train, evaluate and describe a sharded model: the base class of all of them."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class Evaluation(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """The mean loss."""
+        """Return the mean loss."""
         return self.loss_sum / self.weight if self.weight else math.nan
 
     @property
     def accuracy(self) -> float | None:
-        """The share of correct predictions; None where there is nothing to count."""
+        """Return the share of correct predictions; None where there is nothing to count."""
         return None if self.correct is None or not self.weight else self.correct / self.weight
 
 
 @explains
 class ShardedModelBase(ManualGradients):
-    """A model whose parameters, gradients and optimizer state are placed over the ranks of ``config.comm``.
+    """Place the parameters, gradients and optimizer state of a model over the ranks of ``config.comm``.
 
     Construction, and every method that is not marked otherwise, is collective over ``config.comm``. The model holds
     windows and communicators: close it, or use it as a context manager; a closed model raises RuntimeError. When one
@@ -99,7 +99,7 @@ class ShardedModelBase(ManualGradients):
 
     @property
     def optimizer(self) -> ShardedOptimizer:
-        """The sharded optimizer bound to this model, by construction, ``distribute`` or ``set_model``. Not collective.
+        """Return the sharded optimizer bound at construction, by ``distribute`` or by ``set_model``. Not collective.
 
         Raises
         ------
@@ -140,7 +140,7 @@ class ShardedModelBase(ManualGradients):
         ----------
         x, y : array, or tree of arrays
             This rank's samples of the global batch, samples on the first axis of every array; tuples, lists,
-            dictionaries and dataclasses of arrays are cut and dealt to ranks like one array. A rank without samples
+            dictionaries and dataclasses of arrays are cut and redistributed over ranks like one array. A rank without
             gives empty arrays of the same types.
         epoch : int
             Told to functions and layers as ``run.epoch``; nothing else depends on it. The same on all ranks.

@@ -1,4 +1,4 @@
-"""The best parameters of an optimization, held in the way in which the model holds its own."""
+"""Keep the best parameters of an optimization, sharded as the model's own are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class BestParameters:
-    """A copy of a model's parameters: of what this rank owns where ranks hold parts, else of all.
+    """Keep a copy of a model's parameters: of what this rank owns where ranks hold parts, else of all.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class BestParameters:
             self._model.set_parameters(self._whole)
             return
         store = self._model.engine.store
-        store.memory.barrier("best")  # who still reads, reads the old values
+        store.memory.barrier("best")  # ranks that still read, read the old values
         for unit, span, offset in zip(store.layout.units, store.share.spans, store.share.offsets, strict=True):
             store.owned(unit.index)[:] = self._owned[offset : offset + span.size]
         store.publish()
@@ -48,7 +48,7 @@ class BestParameters:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank keeps."""
+        """Return the bytes that this rank keeps."""
         return sum(values.nbytes for values in (self._whole, self._owned) if values is not None)
 
     def gathered(self) -> Array:
@@ -63,7 +63,7 @@ class BestParameters:
         return self._whole
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process needs: the parameters, which must be here.
+        """Return the state to pickle: the gathered parameters.
 
         Raises
         ------

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class GradientCompressionOptimizer(ShardedOptimizer):
-    """Any optimizer, fed by gradients that travel in fewer bytes, with error feedback.
+    """Update from gradients that are sent in fewer bytes, with error feedback.
 
     From the binding on, the model sends its gradients as ``ShardingConfig(gradient_compression=compression)`` would:
     between nodes, or between ranks with private memory; ranks that share memory send nothing. What a message leaves out
@@ -65,7 +65,7 @@ class GradientCompressionOptimizer(ShardedOptimizer):
 
 
 class LocalSGDOptimizer(ShardedOptimizer):
-    """Every rank trains its own copy on its own batches; every ``every`` steps the copies are averaged.
+    """Train a copy on each rank's own batches, and average the copies every ``every`` steps.
 
     The mean is a tree sum over ranks, so it has the same bits on every rank; unlike the sharded strategies, the result
     depends on the number of ranks. Optimizer state stays local. Bind it to a ``DDPModel``: from then on each rank has

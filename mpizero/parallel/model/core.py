@@ -1,4 +1,4 @@
-"""What every sharded model is made of: a wrapped model, a configuration, an engine, and its life."""
+"""Construct and close a sharded model: a wrapped model, a configuration, and the engine that trains it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Pending(NamedTuple):
-    """A gradient that waits for its step: ``reduced`` is None while it is not summed over the ranks."""
+    """Hold a gradient that waits for its step; ``reduced`` is None while it is not summed over the ranks."""
 
     totals: Totals
     reduced: Array | None
@@ -44,7 +44,7 @@ class Pending(NamedTuple):
 
 @explains
 class ShardedCore(ABC):
-    """Construction, bookkeeping and closing of a sharded model.
+    """Construct, describe and close a sharded model.
 
     Construction, and every method that is not marked otherwise, is collective over ``config.comm``. The model holds
     windows and communicators: close it, or use it as a context manager.
@@ -90,10 +90,10 @@ class ShardedCore(ABC):
     # ------------------------------------------------------------------ hooks
 
     def _on_before_initialize_sharding(self) -> None:  # noqa: B027  (a hook that most need not)
-        """Do what a subclass must do before its parameters are placed."""
+        """Run code of a subclass before its parameters are placed."""
 
     def _on_before_close(self) -> None:  # noqa: B027
-        """End what needs the engine. Collective."""
+        """Finish work that needs the engine. Collective."""
 
     def _initialize_sharding(self) -> None:
         """Place parameters, gradients and state; a subclass may extend it."""
@@ -166,22 +166,22 @@ class ShardedCore(ABC):
 
     @property
     def _placement(self) -> Placement:
-        """The row of the placement table."""
+        """Return the row of the placement table."""
         return placement(self.strategy)
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether a rank may hold a part of the parameters only: by the strategy, whatever memory the ranks share."""
+        """Return whether a rank may hold a part of the parameters only, whatever memory the ranks share."""
         return self._parallel_layout is not None or self._placement.shard_parameters
 
     @property
     def batch_group(self) -> Communicator:
-        """The ranks that share a global batch: ``data.batches(..., group=model.batch_group)`` deals it to them."""
+        """Return the ranks that share a global batch, for ``data.batches(..., group=model.batch_group)``."""
         return self.engine.grid.batch
 
     @property
     def engine(self) -> Engine:
-        """What executes the placement.
+        """Return the engine, which trains the model.
 
         Raises
         ------
@@ -197,7 +197,7 @@ class ShardedCore(ABC):
 
     @property
     def loadable_engine(self) -> Engine:
-        """The engine, also where it is half loaded: to load it whole."""
+        """Return the engine, also where it is half loaded: to load it whole."""
         if self._engine is not None and not self._engine.config.holds(self._engine.grid):
             raise StateError(
                 f"the configuration of this {type(self).__name__} is closed, and the communicators are freed that the "
@@ -212,63 +212,63 @@ class ShardedCore(ABC):
 
     @property
     def wrapped_model(self) -> Any:
-        """The model as it was given."""
+        """Return the model as it was given."""
         return self._wrapped
 
     @property
     def config(self) -> ShardingConfig:
-        """The configuration."""
+        """Return the configuration."""
         return self._config
 
     @property
     def sharding_configuration(self) -> ShardingConfig:
-        """The configuration, by its long name."""
+        """Return the configuration, by its long name."""
         return self._config
 
     @property
     def layout(self) -> FlatLayout:
-        """Names, shapes and offsets of all parameters of the whole model, whatever this rank holds of it."""
+        """Return names, shapes and offsets of all parameters of the whole model, whatever this rank holds of it."""
         return self.engine.whole.layout
 
     @property
     def rank(self) -> int:
-        """Number of this rank among all."""
+        """Return the number of this rank among all."""
         return self._config.communicator.rank
 
     @property
     def world_size(self) -> int:
-        """Number of all ranks, replicas or not."""
+        """Return the number of all ranks, replicas or not."""
         return self._config.communicator.size
 
     @property
     def parameter_count(self) -> int:
-        """Parameters of the whole model."""
+        """Return the number of parameters of the whole model."""
         return self.engine.whole.parameter_count
 
     @property
     def owned(self) -> tuple[Span, ...]:
-        """The ranges that this rank owns, one a unit, in the flat order of what its stage and tensor rank hold."""
+        """Return the ranges that this rank owns, one for each unit, in the flat order of its stage and tensor part."""
         return self.engine.store.share.spans
 
     @property
     def local_parameter_shard(self) -> Array:
-        """A copy of the parameters this rank owns: the concatenation of :attr:`owned`."""
+        """Return a copy of the parameters that this rank owns: the concatenation of :attr:`owned`."""
         store = self.engine.store
         return np.concatenate([store.values[:0], *(store.owned(unit.index) for unit in store.layout.units)])
 
     @property
     def shard_start(self) -> int:
-        """Where the first owned range starts."""
+        """Return the start of the first owned range."""
         return self.owned[0].start if self.owned else 0
 
     @property
     def shard_size(self) -> int:
-        """Number of owned parameters."""
+        """Return the number of owned parameters."""
         return self.engine.store.share.size
 
     @property
     def default_loss_function(self) -> Any:
-        """The model's own loss; None for a black box, whose function contains it."""
+        """Return the model's own loss; None for a black box, whose function contains it."""
         return getattr(self._wrapped, "loss", None) if hasattr(self._wrapped, "blocks") else None
 
     def invalidate_cache(self) -> None:

@@ -1,4 +1,4 @@
-"""The whole optimization loop: epochs, mini-batches, validation, early stop, the best parameters."""
+"""Run the whole optimization loop: epochs, mini-batches, validation, early stop, best parameters."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from mpizero.parallel.model.optimizers import ShardedOptimizer
 
 
-#: Bytes of each array of training data that are compared between ranks, spread evenly over its samples.
+#: Bytes of each array of training data that are compared between ranks, at equal distances over its samples.
 _COMPARED = 1 << 24
 
 
 @explains
 @dataclass(frozen=True, kw_only=True)
 class OptimizationOptions:
-    """What ``optimize`` does.
+    """Configure ``optimize``.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ class OptimizationOptions:
 
 @dataclass(frozen=True)
 class OptimizationResult:
-    """What ``optimize`` did.
+    """Hold the results of ``optimize``.
 
     Attributes
     ----------
@@ -98,7 +98,7 @@ class OptimizationResult:
 
     @property
     def best_parameters(self) -> Array:
-        """All parameters after the best epoch, 1-D in declared order.
+        """Return all parameters after the best epoch, 1-D in declared order.
 
         Where each rank holds a part of the parameters (ZeRO-3 and models split over ranks), each keeps its part of the
         best ones too. The first time they are asked for is then collective over the model's ranks, and must come before

@@ -1,4 +1,4 @@
-"""Arrays of the whole model from what each rank has for the ranges it owns: optimizer state, gradients, owners."""
+"""Gather arrays of the whole model from the ranges that ranks own: optimizer state, gradients, owners."""
 
 from __future__ import annotations
 

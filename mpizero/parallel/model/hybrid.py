@@ -1,4 +1,4 @@
-"""Models whose layers are split over ranks: pipeline stages, tensor parts, sequence shards, or several of them."""
+"""Split the layers of a model over ranks: pipeline stages, tensor parts, sequence shards, or several of them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ZERO_STAGES = ("ddp", "zero1", "zero2", "zero3")
 
 
 class HybridShardedOptimizer(ShardedOptimizer):
-    """Any optimizer over a model that is split over ranks: each updates its owned ranges of its part."""
+    """Update a model that is split over ranks: each rank its owned ranges of its part."""
 
     strategies = ("hybrid", "tensor", "pipeline")
 
 
 class ModelParallelBase(ShardedModelBase):
-    """A model over pipeline x tensor x data x context ranks; the classes below fix some of the sizes.
+    """Split a model over pipeline x tensor x data x context ranks; the classes below fix some of the sizes.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ class ModelParallelBase(ShardedModelBase):
 
 @explains
 class HybridShardedModel(ModelParallelBase):
-    """Pipeline x tensor x data parallelism, with any ZeRO stage over the data group.
+    """Combine pipeline, tensor, context and data parallelism, with any ZeRO stage over the data group.
 
     Each rank computes and stores its stage's blocks, split over its tensor group. Losses and metrics are on all ranks.
     An error inside a layer is raised on all ranks and leaves the model as it was. Not so where layers are split: there
@@ -167,7 +167,7 @@ class HybridShardedModel(ModelParallelBase):
 
 @explains
 class TensorParallelModel(ModelParallelBase):
-    """Every layer's matrices split over the tensor group; the ranks that remain are replicas.
+    """Split every layer's matrices over the tensor group; the ranks that remain are replicas.
 
     Parameters
     ----------
@@ -201,7 +201,7 @@ class TensorParallelModel(ModelParallelBase):
 
 @explains
 class PipelineParallelModel(ModelParallelBase):
-    """Blocks split over stages, through which micro-batches flow by a schedule; the ranks that remain are replicas.
+    """Split blocks over pipeline stages, which run micro-batches by a schedule; the ranks that remain are replicas.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Questions about the wrapped model, answered on the current, sharded parameters."""
+"""Inspect and compile the wrapped model with the current parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpizero.types import Array
 
 
 class Inspection(ParameterAccess):
-    """Feature importance, computation graph and compiled prediction, delegated to the wrapped model."""
+    """Delegate feature importance, computation graph and compiled prediction to the wrapped model."""
 
     @collective
     def feature_importance(self) -> dict[str, float]:
@@ -34,7 +34,7 @@ class Inspection(ParameterAccess):
 
     @property
     def active_feature_indices(self) -> tuple[int, ...]:
-        """The features that the wrapped model uses. Setting it is collective: every rank sets the same."""
+        """Return the features that the wrapped model uses. Setting it is collective: every rank sets the same."""
         indices: Sequence[int] = self._delegate("active_feature_indices")
         return tuple(indices)
 
@@ -51,7 +51,7 @@ class Inspection(ParameterAccess):
 
     @property
     def supports_jit_compilation(self) -> bool:
-        """Whether :meth:`jit_compile` works. Not collective."""
+        """Return whether :meth:`jit_compile` works. Not collective."""
         return hasattr(self._wrapped, "compile_predictor")
 
     def export_computation_graph(self) -> dict[str, Any]:

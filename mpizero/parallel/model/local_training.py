@@ -1,4 +1,4 @@
-"""Training on private copies that are averaged from time to time: what LocalSGDOptimizer makes of a model."""
+"""Train private copies of a model and average them from time to time, for LocalSGDOptimizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpizero.types import Array
 
 
 class LocalTraining(ParameterAccess):
-    """Leave the group, train alone, meet for means. Collective over the model's ranks, where nothing else is said."""
+    """Train a private copy, and average the copies. Collective over the model's ranks, where nothing else is said."""
 
     @recorded
     def become_local(self, every: int) -> None:
@@ -41,7 +41,7 @@ class LocalTraining(ParameterAccess):
         self._update_local_shard_from_full(mean_over_ranks(self._config.communicator, self.engine.store.values))
 
     def _train_alone(self, x: Any, y: Any) -> float:
-        return self._settle(lambda engine: engine.train(x, y))
+        return self._step_and_average(lambda engine: engine.train(x, y))
 
     def _stepped_alone(self, report: StepReport) -> StepReport:
         """Remember this rank's own step, in which it was rank 0 of one. Not collective."""
@@ -50,7 +50,7 @@ class LocalTraining(ParameterAccess):
         self._stepped(report)
         return report
 
-    def _settle(self, step: Callable[[Engine], StepReport]) -> float:
+    def _step_and_average(self, step: Callable[[Engine], StepReport]) -> float:
         """Make a step, average when it is time, and return the mean loss of all ranks' batches."""
         comm = self._config.communicator
         with all_ranks(comm, first=True):

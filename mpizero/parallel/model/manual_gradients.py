@@ -31,7 +31,7 @@ from mpizero.validation import number, require
 
 @dataclass(frozen=True)
 class Gradients:
-    """What ``compute_gradients`` returns.
+    """Hold a gradient: what ``compute_gradients`` returns and ``apply_gradients`` takes.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class Gradients:
 
 
 class ManualGradients(Inspection, LocalTraining, Saving):
-    """Give the gradient of a batch, take one back, and update from the one that is pending."""
+    """Compute the gradient of a batch, apply one, and update from the one that is pending."""
 
     @recorded
     def compute_gradients(self, x: Any, y: Any, loss: Any = None, *, epoch: int = 0, gather: bool = False) -> Gradients:
@@ -231,7 +231,7 @@ class ManualGradients(Inspection, LocalTraining, Saving):
             return found
 
         if self._mean_every:
-            self._settle(lambda engine: engine.step(totals, reduced, sent))
+            self._step_and_average(lambda engine: engine.step(totals, reduced, sent))
         else:
             self._stepped(engine.step(totals, reduced, sent))
 

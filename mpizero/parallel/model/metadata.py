@@ -1,4 +1,4 @@
-"""What a sharded model says about itself: what is replicated, what is sharded, and what it really holds and sends."""
+"""Describe a sharded model: what is replicated and sharded, and the bytes it really holds and sends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """Placement and measured figures of one rank's part of a model.
+    """Describe the placement of a model and the measured figures of one rank.
 
     Attributes
     ----------

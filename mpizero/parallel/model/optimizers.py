@@ -1,4 +1,4 @@
-"""Sharded optimizers: any gradient-based optimizer, run by each rank on the ranges it owns."""
+"""Run any gradient-based optimizer on the ranges that each rank owns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @explains
 class ShardedOptimizer:
-    """An optimizer bound to a sharded model; makes exactly one stateful update a step.
+    """Update a sharded model by a gradient-based optimizer; exactly one stateful update a step.
 
     Parameters
     ----------
@@ -155,17 +155,17 @@ class ShardedOptimizer:
 
     @property
     def config(self) -> ShardingConfig:
-        """The configuration: that of the model, where none was given. Not collective."""
+        """Return the configuration: that of the model, where none was given. Not collective."""
         return self.model.config if self._config is None else self._config
 
     @property
     def loss_scale(self) -> optim.DynamicLossScale | None:
-        """The loss scale to train with: the given one, or what ``mixed_precision`` needs. Not collective."""
+        """Return the loss scale to train with: the given one, or what ``mixed_precision`` needs. Not collective."""
         return self.config.loss_scale(self._loss_scale)
 
     @property
     def model(self) -> ShardedModelBase:
-        """The bound model."""
+        """Return the bound model. Not collective."""
         if self._model is None:
             raise StateError(
                 f"{type(self).__name__} has no model yet: call set_model first, or give it to a model when that is "
@@ -175,12 +175,12 @@ class ShardedOptimizer:
 
     @property
     def is_bound(self) -> bool:
-        """Whether a model has it. Not collective."""
+        """Return whether a model has it. Not collective."""
         return self._model is not None
 
     @property
     def step_count(self) -> int:
-        """Updates made so far. Not collective."""
+        """Return the number of updates made so far. Not collective."""
         return self._updater.step_count
 
     @property
@@ -218,7 +218,7 @@ class ShardedOptimizer:
         Raises
         ------
         ConfigError
-            If ranks give other data (arrays are compared in evenly spread samples) or have other options.
+            If ranks give other data (arrays are compared in samples at equal distances) or have other options.
         NonFiniteError
             If nothing of the first epoch is finite, no validation loss ever is, or too many steps in a row are skipped
             (the configuration's ``bad_steps``). An epoch whose validation loss is not finite is no improvement.

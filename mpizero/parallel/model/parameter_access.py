@@ -1,4 +1,4 @@
-"""The parameters of a sharded model as the user sees them: whole vectors, named arrays, copies."""
+"""Read, set and copy the parameters of a sharded model: whole vectors, named arrays, copies."""
 
 from __future__ import annotations
 

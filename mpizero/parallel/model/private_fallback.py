@@ -1,4 +1,4 @@
-"""How a model goes on that does not find the shared memory which its first step needs."""
+"""Continue a model in private memory where its first step does not find enough shared memory."""
 
 from __future__ import annotations
 

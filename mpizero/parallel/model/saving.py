@@ -1,4 +1,4 @@
-"""Saving and loading of a sharded model: folders, bytes, open files."""
+"""Save and load a sharded model: folders, bytes, open files."""
 
 from __future__ import annotations
 
