@@ -92,7 +92,6 @@ REMAINING = {
     "lookouts?": 15,
     "elsewhere": 12,
     "doors?": 16,
-    "mirrors?|mirrored": 1,
     "rings?": 57,
     "behind": 51,
     "lend|lends|lent|lending|lender|lenders|borrowed|borrows?": 92,

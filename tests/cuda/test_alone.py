@@ -209,7 +209,7 @@ def test_a_parameter_that_turned_over_on_the_gpu_is_found_and_named():
         model.engine.bind(OPTIMIZERS["adamw"])
         model.train(*batch())
         model.train(*batch())
-        model.engine.compute_device.lender(model.engine.store).current()[1] = 0.5
+        model.engine.compute_device.parameter_provider(model.engine.store).current()[1] = 0.5
         with pytest.raises(IntegrityError, match=r"parameter 'hidden.0.linear.weight', elements 0 to"):
             model.train(*batch())
 

@@ -125,7 +125,7 @@ def test_a_rank_alone_never_copies_its_parameters_to_the_gpu_again(monkeypatch):
         model.set_parameters(model.get_parameters() + 1)  # changed by other means: they go there once more
         model.predict(batch()[0])
         assert written == [model.parameter_count] * 2
-        parameters = model.engine.compute_device.lender(model.engine.store).current()
+        parameters = model.engine.compute_device.parameter_provider(model.engine.store).current()
         assert np.array_equal(parameters.get(), model.engine.store.values)
 
 

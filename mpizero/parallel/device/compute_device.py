@@ -26,7 +26,7 @@ from mpizero.parallel.device.device_update import DeviceUpdater, StagedUpdater
 from mpizero.parallel.gradients.reducer import Job
 from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
 from mpizero.parallel.parameters.allocator import Allocator, Memory
-from mpizero.parallel.parameters.store import Lender, ParameterStore
+from mpizero.parallel.parameters.store import ParameterProvider, ParameterStore
 from mpizero.parallel.step_rules import keeps_gradients_on_device
 from mpizero.sampletree import as_arrays, leaves_of, map_leaves
 from mpizero.types import Group
@@ -51,7 +51,7 @@ class ComputeDevice:
         """Return what gives gradients their memory. Not collective."""
         return memory
 
-    def lender(self, store: ParameterStore) -> Lender:
+    def parameter_provider(self, store: ParameterStore) -> ParameterProvider:
         """Return the parameters of ``store`` where layers use them."""
         return store
 
@@ -124,7 +124,7 @@ class CudaComputeDevice(ComputeDevice):
         """Return the GPU's memory for gradients that stay there, else the host's. Not collective."""
         return DeviceAllocator(self.device) if self.keeps_gradients else memory
 
-    def lender(self, store: ParameterStore) -> Lender:
+    def parameter_provider(self, store: ParameterStore) -> ParameterProvider:
         """Return the parameters of ``store`` on the GPU, with room for the gradients of its units. Not collective."""
         return self._parameters_of(store)
 

@@ -13,7 +13,7 @@ from mpizero.errors import ConfigError
 from mpizero.kernels.device import Device
 from mpizero.layout import FlatLayout, Unit
 from mpizero.layout.flat import views
-from mpizero.parallel.gradients.unwritten_gradients import LentGradients
+from mpizero.parallel.gradients.unwritten_gradients import GradientDict
 from mpizero.parallel.message_progress import MessageProgress
 from mpizero.parallel.parameters.store import ParameterStore, flat_names
 from mpizero.types import Array
@@ -87,7 +87,7 @@ class DeviceParameters:
         with self.store.unit(unit, following) if self.store.sharded else nullcontext():
             begun = self.timeline.begin()
             if self.store.sharded:
-                values = self.store.lent(unit)
+                values = self.store.unsharded(unit)
                 self.device.write(self._values[: values.size], values)
             else:
                 self.current()
@@ -150,7 +150,7 @@ class UnitGradients:
         if unit.index not in self._views:
             places, _ = self._places[unit.index]
             self._views[unit.index] = {
-                block: LentGradients(
+                block: GradientDict(
                     views(
                         self._buffer,
                         [

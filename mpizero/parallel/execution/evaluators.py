@@ -1,4 +1,4 @@
-"""Evaluate one micro-batch of either kind of model, with parameters lent and gradients written unit by unit."""
+"""Evaluate one micro-batch of either kind of model, with parameters provided and gradients written unit by unit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mpizero.errors import CollectiveError, LayoutError, PeerFailure, Unsupporte
 from mpizero.layout import Unit
 from mpizero.layout.flat import joined
 from mpizero.nn.error_location import add_location, call_located
-from mpizero.parallel.parameters.store import Lender, ParameterStore, flat_names
+from mpizero.parallel.parameters.store import ParameterProvider, ParameterStore, flat_names
 from mpizero.parallel.return_checks import check_names, gradient, loss_and_weight
 from mpizero.sampletree import map_arrays, map_leaves
 from mpizero.signatures import takes_run
 from mpizero.types import EVALUATE, BlackBoxModel, BlockModel, Run
 
-#: Lends the views that a unit's gradients are written to.
+#: Provides the views that a unit's gradients are written to.
 GradientTarget = Callable[[Unit], Mapping[str, Any]]
 #: Called when a unit's gradients are complete.
 UnitDone = Callable[[Unit], None]
@@ -31,8 +31,8 @@ class Evaluator(Protocol):
     """Runs a model's forward and backward pass over the units of a store."""
 
     @property
-    def store(self) -> Lender:
-        """Lends the parameters."""
+    def store(self) -> ParameterProvider:
+        """Provide the parameters."""
 
     def gradients(
         self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone, ended: BlockEnded | None = None
@@ -58,14 +58,14 @@ class _Passage:
     A rank whose own computation fails, or that has none, goes through the rest all the same: nobody waits for it.
     """
 
-    def __init__(self, store: Lender, units: Sequence[Unit], done: UnitDone | None) -> None:
+    def __init__(self, store: ParameterProvider, units: Sequence[Unit], done: UnitDone | None) -> None:
         self.store, self.report = store, done
         backward = list(reversed(units)) if done is not None else []
         self.gathers = deque([*units, *backward])
         self.ends = deque(backward)
 
     def unit(self, unit: Unit) -> AbstractContextManager[dict[str, Any]]:
-        """Lend the next unit, while the one after it comes. Collective if sharded."""
+        """Return the parameters of the next unit, while the one after it is gathered. Collective if sharded."""
         self.gathers.popleft()
         following = self.gathers[0] if self.gathers else None
         return self.store.unit(unit, following, by_block=self.report is not None)
@@ -87,12 +87,12 @@ class _Passage:
 
 
 class BlockEvaluator:
-    """Blocks: each unit is lent just before its forward and its backward and released right after."""
+    """Evaluate a model of blocks; each unit is unsharded just before its forward and backward and released after."""
 
     def __init__(
         self,
         model: BlockModel,
-        store: Lender,
+        store: ParameterProvider,
         loss_scale: Callable[[], float],
         run_on: Callable[[Any, Run], Run] = lambda x, run: run,
     ) -> None:
@@ -287,8 +287,8 @@ class BlackBoxEvaluator:
         """Return all parameters by name: views of the store, or copies that live as long as they are used."""
         with ExitStack() as stack:
             if not self.store.sharded:
-                lent = [(unit, stack.enter_context(self.store.unit(unit))) for unit in self.units]
-                return {n: a for unit, params in lent for n, a in _named(params)}
+                provided = [(unit, stack.enter_context(self.store.unit(unit))) for unit in self.units]
+                return {n: a for unit, params in provided for n, a in _named(params)}
             found: dict[str, Any] = {}
             for unit, following in with_next(self.units):
                 with self.store.unit(unit, following) as params:
@@ -333,7 +333,7 @@ def _read_only(value: Any) -> Any:
 
 @contextmanager
 def _explained(function: str) -> Iterator[None]:
-    """Say what to do to the error of code that writes to an array that is lent to it."""
+    """Say what to do to the error of code that writes to an array that mpizero provides."""
     try:
         yield
     except (ValueError, TypeError, BufferError) as error:

@@ -36,7 +36,7 @@ def make_runner(
         return SequentialRunner(BlackBoxEvaluator(partitioned.local, store), scalars, partitioned, **kinds)
     always = "gradients" in guard.current().debug
     kinds["marks"] = WriteCheck(partitioned.local.blocks, scalars.frozen, always=always)
-    provider = device.lender(store)
+    provider = device.parameter_provider(store)
     if grid.pipeline.size > 1:
         return PipelineRunner(partitioned, provider, grid.pipeline, scalars, loss_scale, **kinds)
     evaluator = BlockEvaluator(partitioned.local, provider, loss_scale, partitioned.run_on)

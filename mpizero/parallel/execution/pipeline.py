@@ -27,7 +27,7 @@ from mpizero.parallel.execution.evaluators import with_next
 from mpizero.parallel.execution.sequential import RunOf, WatchedJob
 from mpizero.parallel.gradients.reducer import Job
 from mpizero.parallel.gradients.unwritten_gradients import WriteCheck
-from mpizero.parallel.parameters.store import Lender
+from mpizero.parallel.parameters.store import ParameterProvider
 from mpizero.parallel.partition.local_model import PartitionedModel
 from mpizero.parallel.return_checks import loss_and_weight
 from mpizero.sampletree import as_arrays
@@ -59,7 +59,7 @@ class PipelineRunner:
     ----------
     partitioned : PartitionedModel
         This rank's chunks.
-    store : Lender
+    store : ParameterProvider
         Their parameters, where the layers compute.
     comm : Communicator
         The stages, by number.
@@ -80,7 +80,7 @@ class PipelineRunner:
     def __init__(
         self,
         partitioned: PartitionedModel,
-        store: Lender,
+        store: ParameterProvider,
         comm: Communicator,
         scalars: GrainScalars,
         loss_scale: Callable[[], float],

@@ -78,7 +78,7 @@ class WatchedJob:
         self._checked: set[str] = set()
 
     def target(self, unit: Unit) -> Any:
-        """Lend the views that a unit's gradients are written to."""
+        """Return the views that a unit's gradients are written to."""
         self._written[unit.index] = self.job.target(unit)
         views = self.compute_device.target(unit, self._written[unit.index])
         if self._marks is not None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpizero.layout import FlatLayout, Unit
 from mpizero.layout.flat import views
-from mpizero.parallel.gradients.unwritten_gradients import LentGradients
+from mpizero.parallel.gradients.unwritten_gradients import GradientDict
 from mpizero.parallel.parameters.allocator import Allocator
 from mpizero.types import Array
 
@@ -26,7 +26,7 @@ class GradientViews:
             entries = [entry for entry in unit.entries if entry.block == block]
             tree = views(buffer, [(e.local_name, e.gradient, e.spec.shape) for e in entries if e.gradient >= 0])
             frozen = views(self.scratch, [(e.local_name, 0, e.spec.shape) for e in entries if e.gradient < 0])
-            result[block] = LentGradients(_united(tree, frozen))
+            result[block] = GradientDict(_united(tree, frozen))
         return result
 
 

@@ -25,13 +25,13 @@ from mpizero.parallel.return_checks import named
 _MARKS: dict[int, tuple[Any, int]] = {4: (np.uint32, 0x7FCA5C3E), 8: (np.uint64, 0x7FFA5C3E9B71D42F)}
 
 
-class LentGradients(dict[str, Any]):
-    """Views that gradients are written to, by name and nested; no name can be bound to another array."""
+class GradientDict(dict[str, Any]):
+    """Hold views that gradients are written to, by name and nested; no name can be bound to another array."""
 
     __slots__ = ()
 
     def __init__(self, views: Mapping[str, Any]) -> None:
-        super().__init__({name: LentGradients(v) if isinstance(v, Mapping) else v for name, v in views.items()})
+        super().__init__({name: GradientDict(v) if isinstance(v, Mapping) else v for name, v in views.items()})
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Refuse another array; ``grads[name] += ...`` gives the same one back."""

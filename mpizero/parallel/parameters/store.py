@@ -39,8 +39,8 @@ class ParameterViews(dict[str, Any]):
         self.poll = poll
 
 
-class Lender(Protocol):
-    """Lends the parameters of units: a :class:`ParameterStore`, or its mirror on a GPU."""
+class ParameterProvider(Protocol):
+    """Provide the parameters of units: a :class:`ParameterStore`, or its copy on a GPU."""
 
     layout: FlatLayout
     timeline: Timeline
@@ -48,7 +48,7 @@ class Lender(Protocol):
     def unit(
         self, unit: Unit, following: Unit | None = None, *, by_block: bool = False
     ) -> AbstractContextManager[dict[str, Any]]:
-        """Lend nested views of a unit's parameters, by block. Collective over the data group if sharded."""
+        """Yield nested views of a unit's parameters, by block. Collective over the data group if sharded."""
 
     @property
     def progress(self) -> MessageProgress:
@@ -170,7 +170,7 @@ class ParameterStore:
 
     @contextmanager
     def unit(self, unit: Unit, following: Unit | None = None, *, by_block: bool = False) -> Iterator[dict[str, Any]]:
-        """Lend read-only nested views of a unit's parameters, by block.
+        """Yield read-only nested views of a unit's parameters, by block.
 
         Collective over the data group when the store is sharded: the unit is gathered for the time of the context.
 
@@ -199,8 +199,8 @@ class ParameterStore:
             self._views[key] = self.unit_views(unit, buffer)
         yield self._views[key]
 
-    def lent(self, unit: Unit) -> Array:
-        """Return the gathered values of the unit that a sharded store has lent last. Not collective."""
+    def unsharded(self, unit: Unit) -> Array:
+        """Return the values of the unit that a sharded store has gathered last. Not collective."""
         return self._slots[(self._next - 1) % len(self._slots)][: unit.gathered]
 
     def publish(self, *, exchange: bool = True, later: bool = False) -> None:
@@ -265,7 +265,7 @@ class ParameterStore:
         if not self.sharded:
             return self.values[unit.span.start : unit.span.stop].copy()
         with self.unit(unit):
-            values = self.lent(unit)[: unit.span.size].copy()
+            values = self.unsharded(unit)[: unit.span.size].copy()
         self.memory.barrier("gathered")
         return values
 
