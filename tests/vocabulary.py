@@ -88,10 +88,6 @@ REMAINING = {
     "deal|deals|dealt|dealing": 72,
     "turns?": 56,
     "spreads?": 90,
-    "rolls?": 39,
-    "lookouts?": 15,
-    "elsewhere": 12,
-    "doors?": 16,
     "rings?": 57,
     "behind": 51,
     "lend|lends|lent|lending|lender|lenders|borrowed|borrows?": 92,
@@ -102,9 +98,7 @@ REMAINING = {
     "dearest|at rest|at hand|(on|under) (its|their) way": 65,
     "settle|settles|settled|settling": 51,
     "offers?": 16,
-    "boards?": 55,
     "whoever|whomever": 36,
-    "wish|wishes": 22,
 }
 
 

@@ -35,7 +35,7 @@ class ProcessGrid(NodeOrder):
         The ranks that hold the same parameters, over which gradients are summed and state is sharded: those that
         differ in the data and context axes, data first.
     batch : Communicator
-        The ranks among which samples are dealt: those that differ in the data axis. ``data`` itself without contexts.
+        The ranks that redistribute samples: those that differ in the data axis. ``data`` itself without contexts.
     pipeline, tensor, context : Communicator
         The ranks that differ in this axis only.
     model : Communicator
@@ -47,7 +47,7 @@ class ProcessGrid(NodeOrder):
     nodes : tuple of tuple of int
         The data ranks of every node of the data group; nodes are ordered by their first rank.
     position : tuple of int
-        Node-major place of every data rank: grains are dealt in this order.
+        Node-major place of every data rank: grains are assigned in this order.
     """
 
     world: Communicator

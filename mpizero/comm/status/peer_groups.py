@@ -29,7 +29,7 @@ class PeerGroup:
         World ranks, in order.
     control : MPI.Intracomm
         Joins them, in this order; only the guard uses it.
-    board : StatusBoard
+    status_board : StatusBoard
         The status board of this rank's node.
     remote_status : RemoteStatus or None
         Reads those of other nodes; None where it could not be opened.
@@ -37,14 +37,14 @@ class PeerGroup:
 
     members: tuple[int, ...]
     control: Any
-    board: StatusBoard
+    status_board: StatusBoard
     remote_status: RemoteStatus | None
 
     def close(self) -> None:
         """Stop serving, and close the status board. Not collective."""
         if self.remote_status is not None:
             self.remote_status.close()
-        self.board.close()
+        self.status_board.close()
 
 
 class PeerGroups:
@@ -73,10 +73,10 @@ class PeerGroups:
         ranks = tuple(sorted(members))
         control = comm.Split(0, self.rank)
         ask = control.allgather
-        board = make_on_all(ask, lambda gather: open_status_board(self.rank, ranks, host, gather), warn_once)
-        board = board or StatusBoard((self.rank,), self.rank, None)
-        remote_status = make_on_all(ask, lambda gather: RemoteStatus(board, host, gather), warn_once)
-        self.groups = sorted([*self.groups, PeerGroup(ranks, control, board, remote_status)], key=_size)
+        status_board = make_on_all(ask, lambda gather: open_status_board(self.rank, ranks, host, gather), warn_once)
+        status_board = status_board or StatusBoard((self.rank,), self.rank, None)
+        remote_status = make_on_all(ask, lambda gather: RemoteStatus(status_board, host, gather), warn_once)
+        self.groups = sorted([*self.groups, PeerGroup(ranks, control, status_board, remote_status)], key=_size)
 
     def remove_group(self, members: Sequence[int], *, free: bool) -> None:
         """Close the group of ``members``. Collective over them if ``free``, which says that MPI still runs."""
@@ -95,12 +95,12 @@ class PeerGroups:
     @property
     def ranks(self) -> tuple[int, ...]:
         """World ranks whose slots can be read on this node."""
-        return tuple(sorted({rank for group in self.groups for rank in group.board.ranks}))
+        return tuple(sorted({rank for group in self.groups for rank in group.status_board.ranks}))
 
     @property
     def leads(self) -> bool:
         """True where this node has the lowest rank of each group."""
-        return all(group.members[0] in group.board.ranks for group in self.groups)
+        return all(group.members[0] in group.status_board.ranks for group in self.groups)
 
     # ------------------------------------------------------------------ status boards
 
@@ -109,11 +109,11 @@ class PeerGroups:
         if self.startup_board is not None:
             self.startup_board.write(slot)
         for group in self.groups:
-            group.board.write(slot)
+            group.status_board.write(slot)
 
     def read(self) -> dict[int, Slot]:
         """Return the last slot of every rank of this node that has written one. Not collective."""
-        return {rank: slot for group in self.groups for rank, slot in group.board.read().items()}
+        return {rank: slot for group in self.groups for rank, slot in group.status_board.read().items()}
 
     def read_startup_board(self) -> dict[int, Slot]:
         """Return the last slots of other ranks on the startup board. Not collective."""
@@ -121,7 +121,7 @@ class PeerGroups:
 
     def read_one(self, rank: int) -> Slot | None:
         """Return the last slot of one of :attr:`ranks`; None if it has written none. Not collective."""
-        return next((g.board.read_one(rank) for g in self.groups if rank in g.board.ranks), None)
+        return next((g.status_board.read_one(rank) for g in self.groups if rank in g.status_board.ranks), None)
 
     def read_all(self, *, rarely: bool = False) -> dict[int, Slot]:
         """Return every slot that can be read; with ``rarely`` other nodes are asked after ever longer pauses.
@@ -130,24 +130,24 @@ class PeerGroups:
         """
         found: dict[int, Slot] = {}
         for group in self.groups:
-            if group.remote_status is not None and set(group.members).difference(group.board.ranks):
+            if group.remote_status is not None and set(group.members).difference(group.status_board.ranks):
                 found |= group.remote_status.read_rarely() if rarely else group.remote_status.read()
         return found | self.read()
 
     def request_records(self, key: str) -> None:
         """Request that the ranks of this node write their calls of the communicator ``key``. Not collective."""
         for group in self.groups:
-            group.board.request_records(key)
+            group.status_board.request_records(key)
 
     def requested_keys(self) -> list[str]:
         """Return the keys that were requested last, one for each group. Not collective."""
-        return sorted({key for group in self.groups if (key := group.board.requested_key())})
+        return sorted({key for group in self.groups if (key := group.status_board.requested_key())})
 
     def claim(self) -> bool:
         """Return True on the rank that reports for its node: the first that calls this. Not collective."""
         if not self.groups and self.startup_board is not None:
             return self.startup_board.claim()
-        return all(group.board.claim() for group in self.groups)
+        return all(group.status_board.claim() for group in self.groups)
 
     def close(self) -> None:
         """Close all groups and the startup board. Not collective."""

@@ -62,8 +62,8 @@ class RemoteStatus:
     Collective over the ranks that ``allgather`` (picklable object -> list of every rank's) reaches.
     """
 
-    def __init__(self, board: StatusBoard, host: str, allgather: Callable[[Any], list[Any]]) -> None:
-        self._board = board
+    def __init__(self, status_board: StatusBoard, host: str, allgather: Callable[[Any], list[Any]]) -> None:
+        self._status_board = status_board
         self._servers: list[socket.socket] = []
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -71,10 +71,10 @@ class RemoteStatus:
         self._last: dict[int, Slot] = {}
         self._next, self._pause = 0.0, 0.5
         self._body, self._encoded_at = b"", float("-inf")
-        hosts: list[tuple[int, str]] = allgather((board.rank, host))
+        hosts: list[tuple[int, str]] = allgather((status_board.rank, host))
         if len({name for _, name in hosts}) == 1:
             return
-        if board.rank in board.ranks[:SERVING]:
+        if status_board.rank in status_board.ranks[:SERVING]:
             self._servers = list(_listening())
         places = [server.getsockname() for server in self._servers]
         gathered = allgather((places, addresses() if places else [], secrets.token_bytes(32)))
@@ -157,9 +157,9 @@ class RemoteStatus:
         yield challenge
         request = yield _NONCE + _PROOF
         nonces = challenge + request[:_NONCE]
-        if hmac.compare_digest(request[_NONCE:], self._proof(b"ask", self._board.rank, nonces)):
+        if hmac.compare_digest(request[_NONCE:], self._proof(b"ask", self._status_board.rank, nonces)):
             body = self._reply()
-            proof = self._proof(b"answer", self._board.rank, nonces + body)
+            proof = self._proof(b"answer", self._status_board.rank, nonces + body)
             yield proof + len(body).to_bytes(_LENGTH, "big") + body
 
     def _proof(self, what: bytes, rank: int, text: bytes) -> bytes:
@@ -169,7 +169,7 @@ class RemoteStatus:
     def _reply(self) -> bytes:
         now = monotonic()
         if now - self._encoded_at > _SAME:
-            slots = {rank: slot for rank, slot in self._board.read().items() if "beat" in slot}
+            slots = {rank: slot for rank, slot in self._status_board.read().items() if "beat" in slot}
             aged = {rank: slot | {"age": max(0.0, now - slot["beat"])} for rank, slot in slots.items()}
             self._body, self._encoded_at = encode(aged), now
         return self._body

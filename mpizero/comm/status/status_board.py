@@ -153,11 +153,11 @@ def open_status_board(
     path = StatusBoard.create_file(len(ranks)) if rank == ranks[0] else None
     shared = allgather(path)[members.index(ranks[0])]
     try:
-        board = StatusBoard(ranks, rank, shared)
+        status_board = StatusBoard(ranks, rank, shared)
     except (OSError, ValueError):  # the same host name, but another file system (containers)
-        board = StatusBoard(ranks, rank, None)
+        status_board = StatusBoard(ranks, rank, None)
     allgather(None)  # everyone has it open
     if path is not None:
         with contextlib.suppress(OSError):
             os.unlink(path)
-    return board
+    return status_board
