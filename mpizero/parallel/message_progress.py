@@ -37,7 +37,7 @@ class MessageProgress:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is polled."""
+        """Return the names of what is polled."""
         return tuple(self._polls)
 
     def poll(self) -> None:
