@@ -1,7 +1,7 @@
 """Call a BLAS of the user's choice for large products, besides the one inside NumPy.
 
 NumPy's wheels bring OpenBLAS; Intel's MKL, for one, multiplies the shapes of a transformer block about a tenth faster.
-Which library multiplies is settled once in a process: ``MPIZERO_BLAS`` names a file with the C interface of BLAS
+The library that multiplies is chosen once in a process: ``MPIZERO_BLAS`` names a file with the C interface of BLAS
 (``cblas_sgemm``, 32-bit integers), or says ``numpy``. Without it, MKL is taken where the package ``mkl`` is installed
 (the extra of that name), and NumPy's else. Small products stay with NumPy, whose call costs less.
 

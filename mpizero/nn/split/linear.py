@@ -217,7 +217,7 @@ class SplitProjection(Layer):
         return tuple(part_of(spec, 0, self.ranges) for spec in self.whole.own_specs())
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (..., features) to own or joined logits. Collective over the group if either changes hands."""
+        """Map ``x`` (..., features) to own or joined logits. Collective over the group if inputs or logits move."""
         weight = params["weight"]
         x = as_rows(x, self.whole.features, weight.dtype, "Projection").reshape(x.shape)
         entry: Region = Expand(self.group, 1, run.length) if self.sequence else Copy(self.group)

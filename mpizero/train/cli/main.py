@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status: int = options.run(options)
             sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read the output has seen enough; Python would complain again when it flushes at exit.
+        # The reader of the output has seen enough; Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitStatus.INPUT_OUTPUT)
     return status
