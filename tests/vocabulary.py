@@ -101,11 +101,7 @@ REMAINING = {
     "dearest|at rest|at hand|(on|under) (its|their) way": 65,
     "settle|settles|settled|settling": 51,
     "offers?": 16,
-<<<<<<< HEAD
     "whoever|whomever": 36,
-=======
-    "whoever|whomever": 2,
->>>>>>> 63e8bb7 (Retired words and first lines: what is finished may not come back; pages of docs say distribute, assign and overlap)
 }
 
 
