@@ -211,6 +211,13 @@ class Machine:
         stream = next(stream for stream in self.streams if stream.name == name)
         return stream.writes / (stream.reads + stream.writes)
 
+    def longest_way(self, ranks: int, ranks_per_node: int) -> str:
+        """Return where messages from one of so many ranks to one other go at most, as far as was measured.
+
+        Not collective.
+        """
+        return "between nodes" if self.nodes > 1 and ranks > ranks_per_node else "inside a node"
+
     def seconds(self, operation: str, sent: float, where: str = "all ranks") -> float:
         """Return how long a collective takes in which a rank sends so many bytes, between those measured.
 

@@ -213,15 +213,10 @@ class RankMemory:
 
     def _group_buffers(self) -> MemoryBytes:
         """Return what a tensor or context group keeps for its calls."""
-        traffic, part = self.traffic, self.traffic.part
-        group = traffic.group
-        if group.size == 1:
-            return MemoryBytes()
-        chunks, sizes = part.partitioned.chunks, set(traffic.jobs) - {0}
-        calls = {call for chunk in chunks for samples in sizes for call in part.calls(chunk, samples)}
+        group = self.traffic.group
         if group.shares_memory:
-            return MemoryBytes(0, window_bytes(calls, group.size), group.size)
+            return MemoryBytes(0, window_bytes(self.traffic.calls, group.size), group.size)
         rooms: Counter[str] = Counter()
-        for call in calls:
+        for call in self.traffic.calls:
             rooms |= Counter(call.rooms(group.rank, group.size))
         return MemoryBytes(sum(rooms.values()))

@@ -98,19 +98,13 @@ class TimeFloors:
             return 0.0
         where = "all ranks"
         if operation == "one to one":
-            where = self._between
+            where = self.machine.longest_way(self.plan.ranks, self.ranks_per_node)
         return sent.messages * self.machine.seconds(operation, sent.bytes / sent.messages, where)
-
-    @property
-    def _between(self) -> str:
-        """Return the distance of messages from one rank to one other: the longest possible that was measured."""
-        apart = self.machine.nodes > 1 and self.plan.ranks > self.ranks_per_node
-        return "between nodes" if apart else "inside a node"
 
     def _windows(self, traffic: RankTraffic) -> float:
         """Return the seconds of what a tensor or context group copies, sums and waits for in its window."""
         group, found = traffic.group, 0.0
-        for call, times in traffic.window_calls().items():
+        for call, times in traffic.calls.items() if group.shares_memory else ():
             copies = call.copies(group.rank, group.size)
             moved = sum(self.machine.pass_seconds(*each, self.ranks_per_node) for each in copies.passes)
             found += times * (moved + copies.barriers * self.machine.seconds("barrier", 0))

@@ -231,32 +231,26 @@ class RankTraffic:
     # ------------------------------------------------------------------ inside the model
 
     def _tensor(self) -> Sent:
-        return self._calls(self.grid.tensor.rank, self.grid.tensor.size, in_window=self.grid.tensor.shares_memory)
+        return self._sent_in(self.grid.tensor)
 
     def _context(self) -> Sent:
-        return self._calls(self.grid.context.rank, self.grid.context.size, in_window=self.grid.context.shares_memory)
+        return self._sent_in(self.grid.context)
 
-    def _calls(self, rank: int, size: int, *, in_window: bool) -> Sent:
-        if size == 1:
+    def _sent_in(self, group: PlannedGroup) -> Sent:
+        if group.size == 1:
             return Sent()
-        found = Sent()
-        for samples in sorted(set(self.jobs) - {0}):
-            calls = [call for chunk in self.part.partitioned.chunks for call in self.part.calls(chunk, samples)]
-            once = total_sent(call.sent(rank, size, in_window=in_window) for call in calls)
-            found += once.times(self.jobs.count(samples))
-        return found
+        once = {call: call.sent(group.rank, group.size, in_window=group.shares_memory) for call in self.calls}
+        return total_sent(once[call].times(count) for call, count in self.calls.items())
 
-    def window_calls(self) -> Counter[GroupCall]:
-        """Return how often the rank makes each call of its tensor or context group through a window, in a step.
-
-        Not collective.
-        """
-        group, found = self.group, Counter[GroupCall]()
-        if group.size == 1 or not group.shares_memory:
-            return found
-        for samples in sorted(set(self.jobs) - {0}):
-            once = Counter(call for chunk in self.part.partitioned.chunks for call in self.part.calls(chunk, samples))
-            found.update({call: count * self.jobs.count(samples) for call, count in once.items()})
+    @cached_property
+    def calls(self) -> Counter[GroupCall]:
+        """Count the calls that the rank makes of its tensor or context group in a step."""
+        found = Counter[GroupCall]()
+        if self.group.size > 1:
+            for samples, micro_batches in sorted(Counter(job for job in self.jobs if job).items()):
+                for chunk in self.part.partitioned.chunks:
+                    for call in self.part.calls(chunk, samples):
+                        found[call] += micro_batches
         return found
 
     @property

@@ -87,14 +87,10 @@ class PlanRequest:
         check_option("--gflops", self.rate / 1e9, positive)
 
     def message(self, nbytes: int) -> float:
-        """Return the seconds that a message between stages takes; 0 without a machine. Not collective.
-
-        It goes as far as it may, and as was measured.
-        """
+        """Return the seconds that a message between stages takes; 0 without a machine. Not collective."""
         if self.machine is None:
             return 0.0
-        apart = self.machine.nodes > 1 and self.ranks > self.together
-        return self.machine.seconds("one to one", nbytes, "between nodes" if apart else "inside a node")
+        return self.machine.seconds("one to one", nbytes, self.machine.longest_way(self.ranks, self.together))
 
 
 def plan(config: Config, request: PlanRequest) -> PlannedRun:
