@@ -52,8 +52,6 @@ _TYPES: dict[str, MPI.Datatype] = {
     **{c: _INTEGERS[np.dtype(c).kind, np.dtype(c).itemsize] for c in "bBhHiIlLqQ"},
 }  # fmt: skip
 _OPERATIONS: dict[str, MPI.Op] = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
-
-
 #: An array, the length of each rank's block in it, and where each begins.
 _Blocks = tuple[Array, Sequence[int], Sequence[int]]
 
