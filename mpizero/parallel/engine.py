@@ -15,7 +15,7 @@ import numpy as np
 
 from mpizero import kernels, optim
 from mpizero.comm.supervision.guard import set_context
-from mpizero.parallel.batch.redistribute import NOTHING_MORE, GlobalBatch, deal, in_contexts
+from mpizero.parallel.batch.redistribute import NOTHING_MORE, GlobalBatch, in_contexts, redistribute
 from mpizero.parallel.batch.step_scalars import Totals
 from mpizero.parallel.execution.evaluation import evaluate
 from mpizero.parallel.gradients.bucket_tuner import make_tuner
@@ -76,7 +76,8 @@ class Engine(PlacedModel):
 
     def _redistribute(self, x: Any, y: Any, reducer: GradientReducer) -> GlobalBatch:
         """Bring samples to the ranks that compute their grains, and begin to count."""
-        batch = deal(self.grid, x, y, self.config.grain_size, reducer.owners, self.config.accumulate, asked=self.asked)
+        size, micro = self.config.grain_size, self.config.accumulate
+        batch = redistribute(self.grid, x, y, size, reducer.owners, micro, asked=self.asked)
         self.compute_device.check_batch(x, y)
         if self.grid.context.size > 1:
             batch = in_contexts(batch, self.grid.context_group, waves=reducer.waves)
@@ -216,7 +217,7 @@ class Engine(PlacedModel):
     # ------------------------------------------------------------------ evaluation
 
     def evaluate(self, x: Any, y: Any) -> tuple[float, float, int | None]:
-        """Return loss sum, weight and right answers of all ranks' samples, grain by grain, without training."""
+        """Return loss sum, weight and correct predictions of all ranks' samples, grain by grain, without training."""
         batch = self._redistribute(x, y, self.rows)
         with self.scalars.everyone.trace.joint_task("evaluation"):
             scores = self.partitioned.is_last and self.grid.here.tensor == 0  # losses are found here, and count

@@ -74,7 +74,7 @@ def memory(parameters: int, strategy: str) -> None:
     model = mz.distribute(plain, mz.SGD(lr=1e-3), strategy=strategy, config=config)
     seen = 0.0
     for unit in model.engine.layout.units:
-        with model.engine.store.unit(unit) as named:
+        with model.engine.store.unshard(unit) as named:
             seen += sum(float(leaf.sum()) for leaf in leaves(named))  # every page is mapped by every rank
     grown = comm.allgather_object(idle_size(comm) - before)
     facts = model.metadata()

@@ -1,1 +1,1 @@
-"""Exact sums and gathers of gradients and parameters over the data ranks."""
+"""Sum and gather gradients and parameters over the data ranks, exactly."""

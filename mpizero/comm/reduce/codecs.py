@@ -28,7 +28,7 @@ _COUNTERS = 2048
 
 
 class Codec(ABC):
-    """A way to pack float32 values; the packed bytes of ``count`` values depend on ``count`` alone.
+    """Pack float32 values; the packed bytes of ``count`` values depend on ``count`` alone.
 
     Attributes
     ----------

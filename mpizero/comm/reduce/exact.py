@@ -22,7 +22,7 @@ from mpizero.types import Array
 #: Elements in flight per exchange step; bounds the buffers that an exchange needs.
 EXCHANGE_ELEMENTS = 1 << 19
 
-#: ``scratch(name, size, dtype)`` lends room for a message until the next call with the same name.
+#: ``scratch(name, size, dtype)`` returns room for a message until the next call with the same name.
 Scratch = Callable[[str, int, Any], Array]
 
 
@@ -52,7 +52,7 @@ def gather_step(peers: int, elements: int | None = None) -> int:
 
 
 class RowsToSum(NamedTuple):
-    """Rows of several groups that are to be summed.
+    """Describe rows of several groups that are to be summed.
 
     Attributes
     ----------
@@ -237,7 +237,7 @@ def _window(spans: Sequence[Span], low: int, high: int) -> list[tuple[int, Span]
 
 
 class Gathering:
-    """Values of several ranks on their way to their places; see :func:`begin_gather`."""
+    """Hold gathers in flight; see :func:`begin_gather`."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._requests = list(requests)

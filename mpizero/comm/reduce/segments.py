@@ -1,4 +1,4 @@
-"""Partial sums that travel at once: rows added in the order of a tree, and what arrives of them."""
+"""Add rows in the order of a tree, and exchange the partial sums segment by segment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_DEPTH = 16
 
 
 class Piece(NamedTuple):
-    """Rows to be summed: ``size`` elements from column ``first`` of ``rows``.
+    """Describe rows to be summed: ``size`` elements from column ``first`` of ``rows``.
 
     ``target`` is where they start in the row space of the gradient, ``position`` in the concatenation of the owner's
     ranges.
@@ -95,7 +95,7 @@ class Segment:
 
 
 class Arriving:
-    """The partial sums of a segment on their way; see :meth:`ExactExchange.begin_segment`."""
+    """Hold the partial sums of a segment in flight; see :meth:`ExactExchange.begin_segment`."""
 
     def __init__(
         self, request: Request | None, unpack: Callable[[], Array], window: Sequence[tuple[int, Span]]

@@ -28,7 +28,7 @@ from mpizero.validation import require, whole
 class Grain(NamedTuple):
     """The samples of one grain: in micro-batches, each with the global index of its first sample.
 
-    ``stop`` is the index behind the last.
+    ``stop`` is the index after the last.
     """
 
     number: int
@@ -37,8 +37,8 @@ class Grain(NamedTuple):
 
     def place(self, micro: int) -> tuple[int, int]:
         """Return the index of a micro-batch's first sample, and the number of its samples. Not collective."""
-        first, behind = self.micro_batches[micro][2], micro + 1
-        return first, (self.micro_batches[behind][2] if behind < len(self.micro_batches) else self.stop) - first
+        first, after = self.micro_batches[micro][2], micro + 1
+        return first, (self.micro_batches[after][2] if after < len(self.micro_batches) else self.stop) - first
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class GlobalBatch:
 
 
 class Asked(NamedTuple):
-    """What a call says besides its batch, the same on every rank."""
+    """Describe what a call asks for besides its batch, the same on every rank."""
 
     epoch: int = 0
     gather: bool = False
@@ -70,8 +70,8 @@ class Asked(NamedTuple):
 NOTHING_MORE = Asked()
 
 
-class _Offer:
-    """What this rank gives to a step. What is wrong with it is told when all ranks know."""
+class _RankBatch:
+    """Hold this rank's part of a global batch; an error in it is raised when all ranks know."""
 
     def __init__(self, x: Any, y: Any, asked: Asked) -> None:
         self.asked, self.problem, self.count = asked, "", 1
@@ -105,7 +105,7 @@ def _digest(array: Array) -> int:
     return crc32(array.tobytes(), crc32(f"{array.dtype}{array.shape}".encode()))
 
 
-def _meet(grid: ProcessGrid, offer: _Offer) -> Array:
+def _meet(grid: ProcessGrid, own: _RankBatch) -> Array:
     """Send the first message of a step: return the samples of every rank of the world.
 
     Collective over all ranks.
@@ -120,24 +120,24 @@ def _meet(grid: ProcessGrid, offer: _Offer) -> Array:
         samples, or those of a replica cannot be cut.
     """
     replicas = grid.model.size > 1
-    table = agree_on_call(grid.world, (offer.count, offer.number, offer.digest() if replicas else 0))
+    table = agree_on_call(grid.world, (own.count, own.number, own.digest() if replicas else 0))
     counts = table[:, 0]
     sound, alike = (counts >= 0).all(), (table[:, 1] == table[0, 1]).all()
     if sound and replicas:
-        _check_replicas(grid, offer, table[:, 2])
-    if not (sound and alike) or (replicas and offer.tree.uncut):
-        _refuse(grid.world, offer)
+        _check_replicas(grid, own, table[:, 2])
+    if not (sound and alike) or (replicas and own.tree.uncut):
+        _refuse(grid.world, own)
     if not counts.any():
         raise DataError("the global batch has no samples on any rank")
     return counts
 
 
-def _check_replicas(grid: ProcessGrid, offer: _Offer, digests: Array) -> None:
+def _check_replicas(grid: ProcessGrid, own: _RankBatch, digests: Array) -> None:
     """Check that the ranks of each replica have the same samples. Collective over all ranks only where not."""
     for rank in range(grid.world.size):
         first = grid.axes.group(rank, GROUPS["model"])[0]
         if digests[rank] != digests[first]:
-            told = grid.world.allgather_object(offer.digests(), "batch")
+            told = grid.world.allgather_object(own.digests(), "batch")
             what = next((path for path in told[rank] if told[rank][path] != told[first].get(path)), "batch")
             raise DataError(
                 f"rank {rank} has another {what} than rank {first}: the ranks of one replica (they differ in "
@@ -146,11 +146,11 @@ def _check_replicas(grid: ProcessGrid, offer: _Offer, digests: Array) -> None:
             )
 
 
-def _refuse(comm: Communicator, offer: _Offer) -> NoReturn:
+def _refuse(comm: Communicator, own: _RankBatch) -> NoReturn:
     """Say which rank's batch is no batch, or how two differ. Collective over all ranks."""
-    tree = offer.tree
+    tree = own.tree
     arrays = dict(zip(tree.paths, ((str(leaf.dtype), leaf.shape[1:]) for leaf in tree.leaves), strict=True))
-    ranks = comm.allgather_object((offer.problem, offer.asked, tree.uncut, arrays, tree.form), "batch")
+    ranks = comm.allgather_object((own.problem, own.asked, tree.uncut, arrays, tree.form), "batch")
     _, asked, uncut, expected, form = ranks[0]
     for rank, (problem, *_) in enumerate(ranks):
         if problem:
@@ -188,7 +188,7 @@ def _shown(array: tuple[str, tuple[int, ...]] | None) -> str:
     return "missing" if array is None else f"{array[0]} with samples of shape {array[1]}"
 
 
-def deal(
+def redistribute(
     grid: ProcessGrid,
     x: Any,
     y: Any,
@@ -206,7 +206,7 @@ def deal(
     Parameters
     ----------
     grid : ProcessGrid
-        The ranks; samples are dealt to those of its batch group.
+        The ranks; samples go to those of its batch group.
     x, y : array with samples on the first axis, a tree of such arrays, or any other object
         A batch that cannot be cut is one grain of one sample on its rank, which rank 0 warns of.
     grain_size : callable
@@ -226,17 +226,17 @@ def deal(
         On all ranks, if the batch is empty, or arrays differ in length, or ranks differ in structure, type or shape, or
         the ranks of a replica have other samples, or those cannot be cut.
     """
-    comm, offer = grid.batch, _Offer(x, y, asked)
-    counts = _meet(grid, offer)[list(grid.axes.group(grid.world.rank, GROUPS["batch"]))].tolist()
-    if offer.tree.uncut:
+    comm, own = grid.batch, _RankBatch(x, y, asked)
+    counts = _meet(grid, own)[list(grid.axes.group(grid.world.rank, GROUPS["batch"]))].tolist()
+    if own.tree.uncut:
         with all_ranks(grid.world):  # a warning may be an error
             if grid.world.rank == 0:
-                _warn(offer.tree.uncut)
+                _warn(own.tree.uncut)
         number = list(owners(comm.size)).index(comm.rank)
         return GlobalBatch({number: Grain(number, ((x, y, number),), number + 1)}, comm.size, comm.size)
     grains = Grains(sum(counts), grain_size(sum(counts)))
     transfer = _transfer(grains, tuple(counts), tuple(owners(grains.count)), comm.rank)
-    tree = replace(offer.tree, leaves=tuple(transfer.exchange(comm, leaf) for leaf in offer.tree.leaves))
+    tree = replace(own.tree, leaves=tuple(transfer.exchange(comm, leaf) for leaf in own.tree.leaves))
     return GlobalBatch(transfer.cut(tree, micro), grains.count, grains.samples)
 
 
@@ -277,7 +277,7 @@ def _transfer(grains: Grains, counts: tuple[int, ...], owners: tuple[int, ...], 
 
 
 class _Transfer:
-    """Who sends which samples to whom, from integers that every rank knows."""
+    """Plan which rank sends which samples to which, from integers that every rank knows."""
 
     def __init__(self, grains: Grains, counts: Sequence[int], owners: Sequence[int], rank: int) -> None:
         self.grains, self.rank = grains, rank
@@ -318,12 +318,12 @@ class _Transfer:
 
     def cut(self, tree: SampleTree, accumulate: int) -> dict[int, Grain]:
         """Cut this rank's samples into grains, and those into micro-batches, ``accumulate`` of a full one."""
-        dealt, position = {}, 0
+        found, position = {}, 0
         for g in self.mine:
             parts = []
             for samples in self.grains.micro_batches(g, accumulate):
                 size = samples.stop - samples.start
                 parts.append((*tree.cut(slice(position, position + size)), samples.start))
                 position += size
-            dealt[g] = Grain(g, tuple(parts), self.grains.span(g).stop)
-        return dealt
+            found[g] = Grain(g, tuple(parts), self.grains.span(g).stop)
+        return found

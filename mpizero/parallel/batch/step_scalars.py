@@ -1,4 +1,4 @@
-"""Loss, weight and finiteness of every grain, and the learning rate, agreed on by all ranks in one small message."""
+"""Agree on loss, weight and finiteness of every grain, and on the learning rate, in one small message."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LIMITS = {size: (float(np.finfo(f"f{size}").tiny), float(np.finfo(f"f{size}").m
 
 
 class Totals(NamedTuple):
-    """Sums over the global batch; ``problems`` are its grains that are not finite, the first one first."""
+    """Hold sums over the global batch; ``problems`` are its grains that are not finite, the first one first."""
 
     loss: float
     weight: float
@@ -70,7 +70,10 @@ class Totals(NamedTuple):
 
 
 class _Bad(NamedTuple):
-    """What is not finite in a grain; smaller is earlier: loss, weight, gradients from the last block to the first."""
+    """Describe what is not finite in a grain.
+
+    Smaller is earlier: loss, weight, gradients from the last block to the first.
+    """
 
     kind: int
     place: int

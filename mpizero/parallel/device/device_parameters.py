@@ -79,12 +79,12 @@ class DeviceParameters:
         self._version = 0
 
     @contextmanager
-    def unit(self, unit: Unit, following: Unit | None = None, *, by_block: bool = False) -> Iterator[dict[str, Any]]:
+    def unshard(self, unit: Unit, following: Unit | None = None, *, by_block: bool = False) -> Iterator[dict[str, Any]]:
         """Yield views of a unit's parameters on the GPU. Collective over the data group if sharded.
 
         ``by_block`` changes nothing: what goes to the GPU must be here.
         """
-        with self.store.unit(unit, following) if self.store.sharded else nullcontext():
+        with self.store.unshard(unit, following) if self.store.sharded else nullcontext():
             begun = self.timeline.begin()
             if self.store.sharded:
                 values = self.store.unsharded(unit)
@@ -130,7 +130,7 @@ class DeviceParameters:
         if self.store.grid.data.size == 1:
             self._version = self.store.version + 1
         if not on_host:
-            self.store.lie_elsewhere(self._read)
+            self.store.take_from(self._read)
 
     def _read(self, host: Array) -> None:
         self.device.read(self._values, [(0, host)])

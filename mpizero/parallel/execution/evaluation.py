@@ -1,4 +1,4 @@
-"""Losses and right answers of a batch, without training."""
+"""Compute losses and correct predictions of a batch, without training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _are_scores(prediction: Any, targets: Array) -> bool:
 def evaluate(
     batch: GlobalBatch, runner: Runner, scalars: GrainScalars, rounds: int, run_of: RunOf, *, scores: bool
 ) -> tuple[float, float, int | None]:
-    """Return loss sum, weight and right answers over all ranks' grains. Collective over all ranks.
+    """Return loss sum, weight and number of correct predictions over all ranks' grains. Collective over all ranks.
 
     Parameters
     ----------
@@ -67,5 +67,5 @@ def evaluate(
         runner.loss(None, None)
     totals = scalars.agree()
     counts = np.array([right, not scored], np.int64)
-    scalars.everyone.allreduce(counts, "sum", "right answers")
+    scalars.everyone.allreduce(counts, "sum", "correct predictions")
     return totals.loss, totals.weight, None if counts[1] else int(counts[0])

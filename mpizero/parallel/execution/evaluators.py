@@ -28,7 +28,7 @@ BlockEnded = Callable[[Unit, str], None]
 
 
 class Evaluator(Protocol):
-    """Runs a model's forward and backward pass over the units of a store."""
+    """Run a model's forward and backward pass over the units of a store."""
 
     @property
     def store(self) -> ParameterProvider:
@@ -53,7 +53,7 @@ class Evaluator(Protocol):
 
 
 class _Passage:
-    """What a rank still has to take part in: the gathers of a forward and a backward pass, and the ends of units.
+    """Track what a rank still has to take part in: the gathers of a forward and a backward pass, the ends of units.
 
     A rank whose own computation fails, or that has none, goes through the rest all the same: nobody waits for it.
     """
@@ -68,7 +68,7 @@ class _Passage:
         """Return the parameters of the next unit, while the one after it is gathered. Collective if sharded."""
         self.gathers.popleft()
         following = self.gathers[0] if self.gathers else None
-        return self.store.unit(unit, following, by_block=self.report is not None)
+        return self.store.unshard(unit, following, by_block=self.report is not None)
 
     def done(self, unit: Unit) -> None:
         """Report the end of a unit's backward."""
@@ -197,7 +197,7 @@ class BlockEvaluator:
 
 
 class BlackBoxEvaluator:
-    """A function of all parameters: it needs every unit at once, and gives all gradients at the end."""
+    """Evaluate a function of all parameters: it needs every unit at once, and gives all gradients at the end."""
 
     def __init__(self, model: BlackBoxModel, store: ParameterStore) -> None:
         self.model, self.store = model, store
@@ -287,11 +287,11 @@ class BlackBoxEvaluator:
         """Return all parameters by name: views of the store, or copies that live as long as they are used."""
         with ExitStack() as stack:
             if not self.store.sharded:
-                provided = [(unit, stack.enter_context(self.store.unit(unit))) for unit in self.units]
+                provided = [(unit, stack.enter_context(self.store.unshard(unit))) for unit in self.units]
                 return {n: a for unit, params in provided for n, a in _named(params)}
             found: dict[str, Any] = {}
             for unit, following in with_next(self.units):
-                with self.store.unit(unit, following) as params:
+                with self.store.unshard(unit, following) as params:
                     found.update((n, _read_only(a.copy())) for n, a in _named(params))
                 self.store.memory.barrier("black box")
             return found

@@ -1,4 +1,4 @@
-"""Which runner and evaluator a rank needs: for a pipeline stage, a whole model of blocks, or a black box."""
+"""Make the runner and evaluator of a rank: for a pipeline stage, a whole model of blocks, or a black box."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _BACKWARD_KINDS = ("backward", "backward_input")
 
 @dataclass
 class _Flight:
-    """What a chunk keeps of one micro-batch between its forward and the end of its backward.
+    """Hold what a chunk keeps of one micro-batch between its forward and the end of its backward.
 
     ``fail`` is told what a layer raises; the flight then goes on without computing, so that nobody waits for this rank.
     """
@@ -53,7 +53,7 @@ class _Flight:
 
 
 class PipelineRunner:
-    """Executes this stage's part of a schedule.
+    """Execute this stage's part of a schedule.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ class PipelineRunner:
         forward = instruction.kind == "forward"
         units = self.units[instruction.chunk]
         for unit, following in with_next(units if forward else reversed(units)):
-            with self.store.unit(unit, following):
+            with self.store.unshard(unit, following):
                 pass
             if instruction.kind in ("backward", "backward_weights"):
                 watched.done(unit)
@@ -177,7 +177,7 @@ class PipelineRunner:
             value = self.pipeline_p2p.receive(Route("forward", chunk), micro, key_of(x), self.stage_of[chunk - 1])
             flight.failed = value is None
         for unit, following in with_next(self.units[chunk]):
-            with self.store.unit(unit, following) as params, self._computing(flight) as working:
+            with self.store.unshard(unit, following) as params, self._computing(flight) as working:
                 for block in unit.blocks if working else ():
                     value, cache = self._call("forward", block, "forward", params[block], value, run)
                     if run.training:
@@ -197,7 +197,7 @@ class PipelineRunner:
         """Run both halves of a chunk's backward pass, unit by unit."""
         flight, d = self._begin_backward(chunk, micro, watched)
         for unit, following in with_next(reversed(self.units[chunk])):
-            with self.store.unit(unit, following) as params, self._computing(flight) as working:
+            with self.store.unshard(unit, following) as params, self._computing(flight) as working:
                 grads = watched.target(unit) if working else {}
                 for block in reversed(unit.blocks) if working else ():
                     cache = flight.caches.pop(block)
@@ -209,7 +209,7 @@ class PipelineRunner:
     def _backward_input(self, chunk: int, micro: int, watched: WatchedJob) -> None:
         flight, d = self._begin_backward(chunk, micro, watched)
         for unit, following in with_next(reversed(self.units[chunk])):
-            with self.store.unit(unit, following) as params, self._computing(flight) as working:
+            with self.store.unshard(unit, following) as params, self._computing(flight) as working:
                 for block in reversed(unit.blocks) if working else ():
                     given = params[block], flight.caches[block], d
                     d, flight.pending[block] = self._call("backward", block, "backward_input", *given)
@@ -218,7 +218,7 @@ class PipelineRunner:
     def _backward_weights(self, chunk: int, micro: int, watched: WatchedJob) -> None:
         flight = self._flights.pop((chunk, micro))
         for unit, following in with_next(reversed(self.units[chunk])):
-            with self.store.unit(unit, following) as params, self._computing(flight) as working:
+            with self.store.unshard(unit, following) as params, self._computing(flight) as working:
                 grads = watched.target(unit) if working else {}
                 for block in reversed(unit.blocks) if working else ():
                     given = params[block], flight.caches.pop(block), flight.pending.pop(block), grads[block]
@@ -329,7 +329,7 @@ class PipelineRunner:
         if x is None:
             for chunk in self.partitioned.chunks:
                 for unit, following in with_next(self.units[chunk]):
-                    with self.store.unit(unit, following):
+                    with self.store.unshard(unit, following):
                         pass
             return None
         self._predicted += 1  # messages of one route come in order; the number only keeps receives apart

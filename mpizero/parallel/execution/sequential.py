@@ -36,7 +36,7 @@ def agreeable_errors(grid: ProcessGrid) -> tuple[type[Exception], ...]:
 
 
 class Runner(Protocol):
-    """Runs forward and backward passes of a step, and forward passes alone."""
+    """Run forward and backward passes of a step, and forward passes alone."""
 
     #: The errors of layers that can wait until all ranks agree.
     agreeable: tuple[type[Exception], ...]
@@ -58,7 +58,7 @@ class Runner(Protocol):
 
 
 class WatchedJob:
-    """A job whose gradients are checked as they are completed: the first that is not finite is remembered.
+    """Check the gradients of a job as they are completed, and remember the first that is not finite.
 
     Its samples are where the layers compute, and so are the views that gradients are written to.
     """
@@ -122,7 +122,7 @@ class WatchedJob:
 
 
 class SequentialRunner:
-    """Every rank runs the whole of its model for one micro-batch after the other.
+    """Run the whole of this rank's model for one micro-batch after the other.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Exact means over ranks."""
+"""Average an array over ranks exactly."""
 
 from __future__ import annotations
 

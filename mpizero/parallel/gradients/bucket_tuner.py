@@ -1,9 +1,9 @@
-"""How much of a gradient travels at once: a size that is given, or the one with which steps take least time.
+"""Choose how much of a gradient travels at once: the bucket size with which steps take least time.
 
-[Note: buckets] A bucket is what an exchange of gradients has on its way at once: a turn of
+[Note: buckets] A bucket is what an exchange of gradients has in flight at once: a segment of
 ``comm/reduce/exact.py``. Its size says into how many messages an exchange is cut and how much of a unit can travel
-behind the backward pass of the next one; bytes and bits are the same with every size. All ranks use the same one in the
-same step, so they make equally many turns.
+during the backward pass of the next one; bytes and bits are the same with every size. All ranks use the same one in the
+same step, so they make equally many segments.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def make_tuner(
 
 
 class BucketTuner:
-    """Tries sizes in turns, one a step, and settles on one for all ranks.
+    """Try bucket sizes in turns, one a step, and choose one for all ranks.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ class BucketTuner:
     ) -> None:
         self._exchange, self._everyone, self._itemsize, self._clock = exchange, everyone, itemsize, clock
         self._sizes = tuple(sizes)
-        self._settled = len(sizes) < 2
+        self._chosen = len(sizes) < 2
         self._trial = -WARM
         self._samples = 0
         self._begun = 0.0
@@ -113,7 +113,7 @@ class BucketTuner:
 
         Not collective, but all ranks do it before the same step.
         """
-        if not self._settled:
+        if not self._chosen:
             self._use(self._sizes[max(0, self._trial) % len(self._sizes)])
             self._begun = self._clock()
 
@@ -128,7 +128,7 @@ class BucketTuner:
         tuple of float
             The sizes that were tried, if one of them has been chosen now; else empty.
         """
-        if self._settled:
+        if self._chosen:
             return ()
         if self._trial < 0:
             self._samples = samples
@@ -146,7 +146,7 @@ class BucketTuner:
         self._everyone.allreduce(self._seconds, "max", "bucket times")  # a step takes as long as its slowest rank
         self._exchange.memory.drop_scratch()  # of the largest size that was tried
         self._use(fastest(self._sizes, self._seconds))
-        self._settled = True
+        self._chosen = True
 
     def _use(self, size: float) -> None:
         self._exchange.resize(elements_of(size, self._itemsize))

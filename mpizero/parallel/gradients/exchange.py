@@ -1,4 +1,4 @@
-"""The exchange of gradients between groups, compressed or not, with what compression has left out so far.
+"""Exchange gradients between groups of ranks, compressed or not, and keep what compression has left out.
 
 [Note: residuals] A rank keeps what its messages have left out of its partial sums, for the ranges of all its peers;
 with replicated optimizer state also what it has left out of its own reduced gradient, which all peers take. Residuals

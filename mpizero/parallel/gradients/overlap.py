@@ -135,7 +135,7 @@ class OverlappedReduction:
         blocks : sequence of str
             Their gradients are written; they may have been named before.
         fold : callable
-            Is given the first place of the row space that is final now, and the place behind the last.
+            Called with the first place of the row space that is final now, and the place after the last.
         """
         for block in blocks:
             self._ends.pop(block, None)

@@ -1,4 +1,4 @@
-"""The library's own allocator: every array that holds model state comes from here and is counted."""
+"""Allocate and count every array that holds model state."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class Memory:
             yield
 
     def drop_scratch(self) -> None:
-        """Give the room of messages back; the next ones make it anew. Not collective; nothing may be on its way."""
+        """Give the room of messages back; the next ones make it anew. Not collective; nothing may be in flight."""
         for held in self._scratch.values():
             self.release("exchange buffers", held)
         self._scratch.clear()

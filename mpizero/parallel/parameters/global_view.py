@@ -26,7 +26,7 @@ Held = Callable[[str], Array]
 
 
 class Piece(NamedTuple):
-    """What one rank of a model group says of a unit: a parameter of the whole model, as that rank declares it."""
+    """Hold what one rank of a model group says of a unit: a parameter of the whole model, as that rank declares it."""
 
     entry: ParameterUse
     spec: ParameterSpec

@@ -1,13 +1,13 @@
-"""Updated parameters on their way to the copies of all groups, behind the next forward pass.
+"""Send updated parameters to the copies of all groups, during the next forward pass (ZeRO-1 and 2).
 
 [Note: regions] The flat order is cut into regions, in the order in which blocks use them. Of each the owners' ranges
-are gathered by messages of their own, all begun at once; whoever reads a block waits for the regions up to its last
+are gathered by messages of their own, all begun at once; a rank that reads a block waits for the regions up to its last
 one. Where ranks of a node share the copy, each brings a part of a region, so it is complete once all of them have
 theirs: they say so by a barrier that does not block, one a region, begun as soon as its messages have arrived.
 
 [Note: nobody waits for a rank that waits] Such a barrier ends only when every rank of the node has begun it, so a rank
 begins all of them before it blocks in anything else: :meth:`Publication.wait` comes at the end of a rank's passes,
-before any other call of the node (``Memory.before``), and with every other use of the values.
+before any other call of the node (``MessageProgress.finish``), and with every other use of the values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REGION = 1 << 16
 
 
 class Publication:
-    """What one update has changed, on its way. Construction is collective over the data group.
+    """Send what one update has changed. Construction is collective over the data group.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ class Publication:
 
 
 def let_arrive(published: list[Publication], seconds: float = 10.0) -> None:
-    """Let what is still on its way to a store arrive before its memory, or MPI, is gone; give up after a while.
+    """Let what is still in flight to a store arrive before its memory, or MPI, is gone; give up after a while.
 
     Not collective. For programs that end, or drop a model, without closing it.
     """

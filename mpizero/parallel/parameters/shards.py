@@ -1,4 +1,4 @@
-"""Which ranges of parameters and gradients a rank owns, and where each of them stands."""
+"""Tell which ranges of parameters and gradients a rank owns, and where each of them stands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpizero.types import ParameterSpec
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank owns: one range of the flat order a unit, and the gradients that belong to it."""
+    """Describe what one rank owns: one range of the flat order a unit, and the gradients that belong to it."""
 
     layout: FlatLayout
     rank: int
@@ -31,7 +31,7 @@ class Share:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each unit's range starts in the concatenation of all of them."""
+        """The start of each unit's range in the concatenation of all of them."""
         return _running([span.size for span in self.spans])
 
     @cached_property
@@ -41,7 +41,7 @@ class Share:
 
     @cached_property
     def gradient_offsets(self) -> tuple[int, ...]:
-        """Where each unit's owned gradients start in the concatenation of all of them."""
+        """The start of each unit's owned gradients in the concatenation of all of them."""
         return _running([sum(span.size for span in spans) for spans in self.gradient_spans])
 
     @cached_property
@@ -65,7 +65,7 @@ class Share:
 
 
 class UpdatePiece(NamedTuple):
-    """A contiguous range of one trainable parameter that this rank updates.
+    """Describe a contiguous range of one trainable parameter that this rank updates.
 
     ``store``, ``gradient`` and ``state`` are its starts in the parameter store, in the reduced gradient and in the
     optimizer's arrays; ``uses`` are the starts of the gradients of its later, tied uses.
@@ -86,7 +86,7 @@ class UpdatePiece(NamedTuple):
 
 
 class UpdateRun(NamedTuple):
-    """Neighbouring pieces that one kernel call can update together."""
+    """Describe neighbouring pieces that one kernel call can update together."""
 
     store: int
     gradient: int

@@ -1,4 +1,4 @@
-"""Where parameters live: one whole copy per group of ranks that share memory, or this group's shards only."""
+"""Store parameters: one whole copy per group of ranks that share memory, or this group's shards only."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ParameterProvider(Protocol):
     layout: FlatLayout
     timeline: Timeline
 
-    def unit(
+    def unshard(
         self, unit: Unit, following: Unit | None = None, *, by_block: bool = False
     ) -> AbstractContextManager[dict[str, Any]]:
         """Yield nested views of a unit's parameters, by block. Collective over the data group if sharded."""
@@ -59,15 +59,15 @@ class ParameterProvider(Protocol):
 
 
 class ParameterStore:
-    """The values of all parameters, whole or sharded over groups.
+    """Store the values of all parameters, whole or sharded over groups.
 
     With a single group the window of the group is the shard of every rank and nothing is ever gathered.
 
     [Note: the next unit] A sharded store has room for two units. While the one is used, the one that its user will ask
-    for next is on its way to the other: it is begun when the first is complete on all ranks of the group, so nobody
+    for next is gathered into the other: that begins when the first is complete on all ranks of the group, so nobody
     reads any more what stood in that place before. Every rank begins and takes the same units in the same order.
 
-    [Note: values elsewhere] A rank that is alone and trains on a GPU has newer values there than here. They are
+    [Note: newer values on a GPU] A rank that is alone and trains on a GPU has newer values there than here. They are
     brought when somebody asks for :attr:`values`, for a range to write, or for a unit.
 
     Parameters
@@ -131,20 +131,20 @@ class ParameterStore:
 
     @property
     def values(self) -> Array:
-        """All values that this group holds. Collective over the data group where some are still on their way."""
+        """All values that this group holds. Collective over the data group where some are still in flight."""
         if self._published:
             self.wait()
         return self._values_here()
 
-    def lie_elsewhere(self, source: Callable[[Array], None]) -> None:
-        """Be told that newer values than these lie where ``source`` copies them from. Not collective.
+    def take_from(self, source: Callable[[Array], None]) -> None:
+        """Take newer values from ``source``, which copies them, when they are needed. Not collective.
 
-        So it is until a range is asked for to be written; see [Note: values elsewhere].
+        Until a range is requested to be written; see [Note: newer values on a GPU].
         """
         self._source, self._outdated = source, True
 
     def refresh(self) -> None:
-        """Bring the values that lie elsewhere, even if they have been brought before. Not collective."""
+        """Bring the newer values of the GPU, even if they have been brought before. Not collective."""
         if self._source is not None:
             self._source(self._values)
             self._outdated = False
@@ -156,7 +156,7 @@ class ParameterStore:
 
     @property
     def base(self) -> int:
-        """Where this rank's shard starts in a sharded store."""
+        """The place where this rank's shard starts in a sharded store."""
         return int(self.bases[self.grid.node.rank])
 
     def owned(self, unit: int) -> Array:
@@ -169,7 +169,7 @@ class ParameterStore:
         return values[start : start + span.size]
 
     @contextmanager
-    def unit(self, unit: Unit, following: Unit | None = None, *, by_block: bool = False) -> Iterator[dict[str, Any]]:
+    def unshard(self, unit: Unit, following: Unit | None = None, *, by_block: bool = False) -> Iterator[dict[str, Any]]:
         """Yield read-only nested views of a unit's parameters, by block.
 
         Collective over the data group when the store is sharded: the unit is gathered for the time of the context.
@@ -212,7 +212,7 @@ class ParameterStore:
             Bring every rank's owned range to the copies of all groups; without it each group has written its whole
             copy itself.
         later : bool
-            Return while values are on their way: the next passes wait for each block's, everything else for all.
+            Return while values are in flight: the next passes wait for each block's, everything else for all.
         """
         with self.timeline.span("publication"):
             self.wait()
@@ -264,7 +264,7 @@ class ParameterStore:
         """Return a new 1-D array of a unit's own parameters. Collective over the data group."""
         if not self.sharded:
             return self.values[unit.span.start : unit.span.stop].copy()
-        with self.unit(unit):
+        with self.unshard(unit):
             values = self.unsharded(unit)[: unit.span.size].copy()
         self.memory.barrier("gathered")
         return values

@@ -57,7 +57,7 @@ def test_the_next_unit_comes_while_one_is_lent(memory: dict[str, Any]) -> None:
                 rows = []
                 for number, following in order:
                     before = begun(store)
-                    with store.unit(units[number], None if following is None else units[following]) as lent:
+                    with store.unshard(units[number], None if following is None else units[following]) as lent:
                         rows.append((begun(store) - before, values(lent)))
                 found.append(rows)
         return found
@@ -236,7 +236,7 @@ def test_who_takes_a_block_waits_for_what_it_uses_and_no_more(monkeypatch: pytes
                 found.append([gate.waited for gate in gates])
 
             store.publish(later=True)
-            with store.unit(unit, by_block=True) as lent:
+            with store.unshard(unit, by_block=True) as lent:
                 note()
                 for name in unit.blocks[:2]:
                     taken(store, lent, name)

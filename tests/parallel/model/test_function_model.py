@@ -11,7 +11,7 @@ import pytest
 import mpizero as mz
 from mpizero.comm import ProcessGrid
 from mpizero.errors import ConfigError, DataError, LayoutError, RemoteError
-from mpizero.parallel.batch.redistribute import deal
+from mpizero.parallel.batch.redistribute import redistribute
 from mpizero.testing import run_in_threads
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, layouts, sharded
 
@@ -182,7 +182,7 @@ def test_such_a_grain_is_numbered_by_its_ranks_place_also_where_nodes_are_not_co
     def run(comm: Any) -> int:
         order = (0, 2, 1, 3)  # two nodes, dealt to like GPUs
         with ProcessGrid.create(comm) as grid:
-            batch = deal(grid, "text", None, lambda n: n, lambda count: list(order[:count]), 1)
+            batch = redistribute(grid, "text", None, lambda n: n, lambda count: list(order[:count]), 1)
         return next(iter(batch.grains))
 
     assert run_in_threads(4, run) == [0, 2, 1, 3]
