@@ -87,17 +87,7 @@ RETIRED = (
 )
 
 #: Uses that remain to be renamed, at most: to be lowered, never raised.
-REMAINING: dict[str, int] = {
-    "deal|deals|dealt|dealing": 7,
-    "turns?": 2,
-    "behind": 6,
-    "lend|lends|lent|lending|lender|lenders|borrowed|borrows?": 1,
-    "watching": 1,
-    "dearest|at hand|(on|under) (its|their) way": 10,
-    "settle|settles|settled|settling": 5,
-    "offers?": 16,
-    "whoever|whomever": 1,
-}
+REMAINING: dict[str, int] = {"watching": 1}
 
 
 def words_of(text: str) -> str:
