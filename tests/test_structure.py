@@ -25,6 +25,7 @@ FLOORS = {
     "types": 0,
     "crc": 0,
     "launched": 0,
+    "measurement": 0,
     "fingerprint": 0,
     "names": 1,
     "faults": 1,

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from mpizero.checkpoint.format.strict_json import parse
 from mpizero.errors import DataError
-from mpizero.planning.measurement import Measurement
+from mpizero.measurement import Measurement
 from mpizero.text import printable
 from mpizero.validation import Check, Unexpected, flag, positive, whole
 

@@ -33,8 +33,9 @@ from typing import Any
 from comparing.ours import LIMIT, STRATEGIES, Ours, Products
 from harness import Team, TeamError, alternate, chosen, one_thread, parser, serve, tell
 
+from mpizero.measurement import Measurement
+
 with contextlib.suppress(ImportError):  # the peers' interpreter need not have what mpizero stands on
-    from mpizero.planning.measurement import Measurement
     from mpizero.train.doctor.machine_facts import described
     from mpizero.train.run.process_memory import proportional
 

@@ -30,12 +30,12 @@ from comparing.ours import LinearProducts
 from harness import alternate, parser
 
 import mpizero as mz
+from mpizero.measurement import Measurement
 from mpizero.nn.layers.activation import Activation
 from mpizero.nn.layers.affine import Affine
 from mpizero.nn.layers.attention import CausalSelfAttention
 from mpizero.nn.layers.block import TransformerBlockBase
 from mpizero.nn.models.block_model import gradient_slots
-from mpizero.planning.measurement import Measurement
 from mpizero.train.doctor.machine_facts import blas
 from mpizero.types import Run
 

@@ -28,7 +28,7 @@ from harness import alternate, chosen, parser
 import mpizero as mz
 from mpizero.kernels import cuda
 from mpizero.kernels import device as devices
-from mpizero.planning.measurement import Measurement
+from mpizero.measurement import Measurement
 
 PARTS = ("losses", "kernel", "train")
 LIMIT = 1e-4

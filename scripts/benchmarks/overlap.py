@@ -32,11 +32,11 @@ from mpi4py import MPI
 
 import mpizero as mz
 from mpizero.comm.reduce import exact
+from mpizero.measurement import Measurement
 from mpizero.parallel.config import elements_of
 from mpizero.parallel.diagnostics.tracing import traced
 from mpizero.parallel.gradients import row_buffer
 from mpizero.parallel.parameters import publication, store
-from mpizero.planning.measurement import Measurement
 
 WORLD = MPI.COMM_WORLD
 #: Steps within which a bucket is chosen, if there is one to choose.

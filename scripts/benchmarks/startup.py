@@ -17,7 +17,7 @@ from typing import Any
 
 from harness import alternate, output_of, parser, result_of
 
-from mpizero.planning.measurement import Measurement
+from mpizero.measurement import Measurement
 
 PARTS = ("python", "imports", "model", "step")
 

@@ -161,8 +161,8 @@ def trained(tmp_path_factory):
 @pytest.fixture
 def round_machine():
     """A machine of round figures, for two ranks: a billion operations and bytes a second, a message takes a second."""
+    from mpizero.measurement import Measurement
     from mpizero.planning.machine_file import Machine, MatrixProduct, MemoryPass, MessageSpeed
-    from mpizero.planning.measurement import Measurement
 
     def fixed(seconds: float) -> Measurement:
         return Measurement(seconds, seconds, seconds)

@@ -14,8 +14,8 @@ import numpy as np
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.layout import Partition
+from mpizero.measurement import Measurement
 from mpizero.planning.machine_file import FileSpeed
-from mpizero.planning.measurement import Measurement
 from mpizero.train.bench.rounds import together
 
 #: Bytes of one write or read.

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 
+from mpizero.measurement import Measurement
 from mpizero.planning.machine_file import Machine, MessageSpeed
-from mpizero.planning.measurement import Measurement
 from mpizero.train.doctor.check_result import counted
 from mpizero.train.number_format import amount, columns
 

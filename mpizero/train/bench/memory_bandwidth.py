@@ -11,8 +11,8 @@ from mpizero import optim
 from mpizero.comm import Communicator
 from mpizero.comm.reduce.segments import program_array
 from mpizero.kernels import cpu, stream
+from mpizero.measurement import Measurement
 from mpizero.planning.machine_file import MemoryPass
-from mpizero.planning.measurement import Measurement
 from mpizero.train.bench.rounds import alone, together
 from mpizero.types import Array
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.layout import Partition
+from mpizero.measurement import Measurement
 from mpizero.planning.machine_file import MessageSpeed
-from mpizero.planning.measurement import Measurement
 
 #: The smallest message, and the factor from one size to the next.
 _SMALLEST, _FACTOR = 8, 16

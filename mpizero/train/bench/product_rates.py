@@ -11,9 +11,9 @@ import numpy as np
 from mpizero.comm import Communicator
 from mpizero.errors import ConfigError
 from mpizero.kernels.blas import matmul
+from mpizero.measurement import Measurement
 from mpizero.parallel.config import micro_size
 from mpizero.planning.machine_file import MatrixProduct
-from mpizero.planning.measurement import Measurement
 from mpizero.train.bench.rounds import alone, together
 from mpizero.train.config.sections import Config, GptSection
 from mpizero.train.config.setting_checks import check_option

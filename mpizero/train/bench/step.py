@@ -16,9 +16,9 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.recording.timeline import TimeSpan
 from mpizero.data import batches
 from mpizero.errors import ConfigError
+from mpizero.measurement import Measurement
 from mpizero.parallel.diagnostics.tracing import traced
 from mpizero.planning.machine_file import Machine
-from mpizero.planning.measurement import Measurement
 from mpizero.train.bench.phase_times import (
     ALL_PHASES,
     StepSpans,

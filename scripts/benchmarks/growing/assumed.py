@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mpizero.measurement import Measurement
 from mpizero.planning.machine_file import NEEDED, Machine, MatrixProduct, MemoryPass, MessageSpeed
-from mpizero.planning.measurement import Measurement
 
 #: Arrays read and written by the passes that a machine file must have.
 MIXES = {"read": (1, 0), "copy": (1, 1), "sum of 2": (2, 1), "sum of 4": (4, 1), "AdamW": (4, 3), "sum + AdamW": (5, 3)}

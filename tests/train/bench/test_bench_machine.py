@@ -13,9 +13,9 @@ import pytest
 
 from mpizero.errors import ConfigError, DataError
 from mpizero.kernels import stream
+from mpizero.measurement import Measurement
 from mpizero.parallel import ShardingConfig
 from mpizero.planning.machine_file import NEEDED, Machine, read_machine, write_machine
-from mpizero.planning.measurement import Measurement
 from mpizero.testing import run_in_threads
 from mpizero.train.bench import machine_report
 from mpizero.train.bench.measure_machine import MachineRequest, measure_machine
