@@ -193,7 +193,7 @@ _ROWS = {
         lambda stages, _: (*range(stages), *reversed(range(stages))),
     ),
 }
-#: Names of the
+#: Names of the schedules.
 SCHEDULES = tuple(_ROWS)
 
 
