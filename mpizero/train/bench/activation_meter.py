@@ -1,4 +1,4 @@
-"""Count the bytes that a model's blocks keep between their passes, array by array, on a rank that really trains."""
+"""Count the bytes that a model's blocks keep from forward to the backward pass, while a rank trains."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mpizero.types import Array
 
 
 class CacheMeter:
-    """Count the bytes of all caches alive, each buffer once however many views of it are kept.
+    """Count the bytes of all caches that are alive; a buffer counts once, however many views of it are kept.
 
     Attributes
     ----------
     held, peak : int
-        Bytes now, and the most so far.
+        Bytes of the buffers counted now, and the largest number so far.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class CacheMeter:
         self._buffers: dict[int, tuple[int, int]] = {}
 
     def keep(self, kept: object, but: Iterable[object] = ()) -> tuple[Array, ...]:
-        """Count the buffers of ``kept``, without those of ``but``; return them for :meth:`drop`. Not collective."""
+        """Count the buffers of ``kept`` but not those of ``but``, and return them, to be given to :meth:`drop`."""
         skipped = {id(array) for value in but for array in buffers(value)}
         found = tuple(array for array in buffers(kept) if id(array) not in skipped)
         for array in found:
@@ -39,7 +39,7 @@ class CacheMeter:
         return found
 
     def drop(self, found: Iterable[Array]) -> None:
-        """Stop counting what :meth:`keep` returned. Not collective."""
+        """Stop counting the buffers that :meth:`keep` returned."""
         for array in found:
             uses, size = self._buffers.pop(id(array))
             if uses > 1:
@@ -49,14 +49,14 @@ class CacheMeter:
 
 
 class _Kept(NamedTuple):
-    """Hold a block's cache with its buffers, so that they are alive while they are counted."""
+    """Hold a block's cache and the buffers in it, so that the buffers stay alive while they are counted."""
 
     cache: Any
     found: tuple[Array, ...]
 
 
 class _MeteredLayer:
-    """Wrap a layer and count its caches; ``skip_input`` leaves the data's own samples out."""
+    """Wrap a layer and count its caches; with ``skip_input`` the layer's input, the samples, is not counted."""
 
     def __init__(self, layer: Any, meter: CacheMeter, *, skip_input: bool) -> None:
         self.layer, self.meter, self.skip_input = layer, meter, skip_input
@@ -83,7 +83,7 @@ class _MeteredLayer:
 
 
 class _MeteredLoss:
-    """Wrap a loss and count its caches, without the data's own targets."""
+    """Wrap a loss and count its caches, without the targets."""
 
     def __init__(self, loss: Any, meter: CacheMeter) -> None:
         self.loss, self.meter = loss, meter
@@ -99,10 +99,11 @@ class _MeteredLoss:
 
 
 def watch(engine: Engine) -> CacheMeter:
-    """Count, from now on, what the blocks of an engine's rank and its loss keep in training. Not collective.
+    """Wrap the blocks and the loss of this rank's engine, so that the returned meter counts their caches in training.
 
-    The engine computes the same, a little slower: for measurements only. What counts is what a block returns as its
-    cache, and what its input half leaves for its weight half; parameters and the data's own samples do not.
+    Counted are the cache that a block's forward pass returns, and what ``backward_input`` keeps for
+    ``backward_weights``. Parameters, samples and targets are not counted. The engine computes the same values, a
+    little slower, so this is for measurements only.
     """
     meter, runner = CacheMeter(), engine.runner
     piped = isinstance(runner, PipelineRunner)
@@ -116,9 +117,9 @@ def watch(engine: Engine) -> CacheMeter:
 
 
 def buffers(value: object) -> list[Array]:
-    """Return the arrays that own the memory of all arrays inside nested containers and objects, each once.
+    """Find all arrays inside nested containers and objects, and return the arrays that own their memory, each once.
 
-    Groups of ranks, which caches refer to, keep buffers of their own. Not collective.
+    A cache may refer to a communicator group; the buffers of that group are not searched.
     """
     found: dict[int, Array] = {}
     seen: set[int] = set()

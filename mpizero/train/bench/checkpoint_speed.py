@@ -1,4 +1,7 @@
-"""Time saves and loads, and the same bytes written, read and copied raw: ``mpizero bench checkpoint``."""
+"""Time saving and loading a checkpoint, beside plain writes, reads and copies of as many bytes.
+
+The command is ``mpizero bench checkpoint``.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,14 @@ from mpizero.train.run.process_memory import peak_growth, proportional_growth, r
 from mpizero.types import Array
 from mpizero.validation import whole
 
-#: Arrays of the checkpoint: a parameter and two moments for each of so many layers.
+#: The checkpoint holds one array for each of ``LAYERS`` layers and each of ``SLOTS``: a parameter and two moments.
 LAYERS, SLOTS = 16, ("parameters", "optimizer/exp_avg", "optimizer/exp_avg_sq")
 _WIDTH = 1024
 
 
 @dataclass(frozen=True)
 class CheckpointRequest:
-    """Describe what to measure: bytes of float32 in all, back ends, repetitions, folder."""
+    """Describe what to measure: bytes of all arrays together, back ends, repetitions, and the folder to write in."""
 
     nbytes: int
     backends: tuple[str, ...]
@@ -47,7 +50,7 @@ class CheckpointRequest:
 
     @classmethod
     def parse(cls, nbytes: float, backend: str, repeat: int, folder: str, comm: Communicator) -> CheckpointRequest:
-        """Check what the command line gave; without a back end, all that can be used.
+        """Check the options of the command line; the back end "all" stands for every back end that works here.
 
         Not collective.
         """
@@ -76,18 +79,18 @@ def _available(comm: Communicator) -> list[str]:
 
 @dataclass(frozen=True)
 class OperationTime:
-    """Hold the seconds that one operation takes on the slowest rank, and its ratio to another operation.
+    """Hold the seconds that one operation takes on the slowest rank, and their ratio to those of another operation.
 
     Attributes
     ----------
     name : str
-        What was done.
+        Name of the operation, such as "save direct" or "raw read".
     seconds, least, most : float
         The median over the repetitions, and their range.
     against : str
-        Name of the operation it is compared with, done in the same repetitions; "" for none.
+        Name of the operation that it is compared with, which was timed in the same repetitions; "" for none.
     ratio : float
-        The median of these seconds by that of those; 1 without comparison.
+        The median of this operation's seconds divided by the median of the other's; 1 without comparison.
     """
 
     name: str
@@ -100,10 +103,10 @@ class OperationTime:
 
 @dataclass(frozen=True)
 class CheckpointFigures:
-    """Hold the times, and the memory of one rank: the bytes of its shard and the peak that it needed beside it.
+    """Hold the measured times, the bytes of this rank's shard, and the memory that was needed beside the shard.
 
-    ``peaks`` has by operation what Python's allocators have counted, and the growth of the largest resident size and of
-    the largest proportional set size that was seen.
+    ``peaks`` has three peaks for each operation, in bytes, the largest over the ranks: memory counted by Python's
+    ``tracemalloc``, growth of the resident size, and growth of the proportional set size.
     """
 
     ranks: int
@@ -114,7 +117,7 @@ class CheckpointFigures:
     peaks: dict[str, tuple[int, int, int]]
 
 
-#: Name of an operation -> what it is compared with.
+#: Name of an operation -> name of the operation that it is compared with.
 COMPARED: Mapping[str, str] = {
     "save direct": "raw write",
     "save mpio": "raw write",
@@ -129,7 +132,7 @@ COMPARED: Mapping[str, str] = {
 
 
 class _Bench:
-    """Save and load the arrays and files of one rank."""
+    """Hold this rank's arrays, and time every operation on them."""
 
     def __init__(self, request: CheckpointRequest, comm: Communicator, folder: Path) -> None:
         self.request, self.comm, self.folder = request, comm, folder
@@ -157,28 +160,28 @@ class _Bench:
         ]
 
     def raw_write(self) -> None:
-        """Write this rank's share of one file, and make it durable."""
+        """Write this rank's share to one common file, and flush it to the disk."""
         write_part(self.folder / "raw", self.shard.view(np.uint8).data, self.start)
 
     def raw_read(self) -> None:
-        """Read this rank's share of that file into memory that is there."""
+        """Read this rank's share of the file of :meth:`raw_write` into memory that is already allocated."""
         read_part(self.folder / "raw", self.copy.view(np.uint8).data, self.start)
 
     def plain_copy(self) -> None:
-        """Copy this rank's share."""
+        """Copy this rank's share from memory to memory."""
         self.copy[:] = self.shard
 
     def save(self, backend: str) -> None:
-        """Save with all care."""
+        """Save a checkpoint with this back end, as training does: with checksums, flushed and committed."""
         checkpoint.write(self.folder / backend, self.arrays, {}, self.comm, backend)
 
     def load(self) -> None:
-        """Load and verify."""
+        """Load the checkpoint and verify its checksums."""
         with checkpoint.open_checkpoint(self.folder / self.request.backends[0], self.comm) as reader:
             reader.read(self.wanted)
 
     def load_unverified(self) -> None:
-        """Open the checkpoint as :meth:`load` does and read the same bytes, with no checksum taken."""
+        """Open the checkpoint and read the same bytes as :meth:`load`, without computing checksums."""
         folder = self.folder / self.request.backends[0]
         with checkpoint.open_checkpoint(folder, self.comm):
             source = FileByteSource(str(folder / "state.h5"), self.manifest.state_bytes)
@@ -188,9 +191,9 @@ class _Bench:
             source.close()
 
     def forget(self, name: str) -> None:
-        """Drop a file from the system's page cache once all ranks have used it, as if a new job resumed.
+        """Wait for all ranks, then drop a file from the system's page cache, as for a job that resumes later.
 
-        The file must be durable: what is not written yet stays.
+        The file must be flushed to the disk already: pages that are not written yet stay in the cache.
         """
         self.comm.barrier("bench checkpoint")
         if self.comm.rank == 0:
@@ -201,12 +204,12 @@ class _Bench:
         self.pending = checkpoint.begin(self.folder / "begun", self.arrays, {}, self.comm, buffer=self.buffer)
 
     def finish(self) -> None:
-        """End it, and leave nothing."""
+        """Complete the save that :meth:`begin` started, and remove its checkpoint."""
         self.pending.commit()
         self.remove("begun")
 
     def remove(self, name: str) -> None:
-        """Remove what an operation has left, once all ranks have done it."""
+        """Wait for all ranks, then remove the file or folder that an operation has written."""
         self.comm.barrier("bench checkpoint")
         if self.comm.rank == 0:
             path = self.folder / name
@@ -214,7 +217,7 @@ class _Bench:
         self.comm.barrier("bench checkpoint")
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Return how long the slowest rank works."""
+        """Call ``work`` on every rank at once, and return the seconds of the slowest rank."""
         self.comm.barrier("bench checkpoint")
         started = time.perf_counter()
         with all_ranks(self.comm):
@@ -224,10 +227,11 @@ class _Bench:
         return float(took[0])
 
     def round(self, number: int) -> dict[str, float]:
-        """Do everything once and leave nothing; what is compared comes first in every other round.
+        """Time every operation once, remove its files, and return the seconds by operation.
 
-        One file at a time: the system's memory that a second one gets may be slower. And a disk may be fast only until
-        its buffer is full.
+        Every other round goes in reverse order, so that neither side of a comparison is always first. Only one file
+        exists at a time: the page cache may be slower for a second one, and a disk may be fast only until its own
+        buffer is full.
         """
         turn = -1 if number % 2 else 1
         found: dict[str, float] = {}
@@ -262,7 +266,7 @@ class _Bench:
         return found
 
     def _loads(self, cold: str, turn: int) -> dict[str, float]:
-        """Load with and without verification: from the system's memory, or ``cold``, from the disk."""
+        """Time loads with and without verification: from the page cache, or from the disk if ``cold`` is not ""."""
         works = {"load": self.load, "load unverified": self.load_unverified}
         found = {}
         for name in list(works)[::turn]:
@@ -272,7 +276,7 @@ class _Bench:
         return found | {f"{cold}verification": found[f"{cold}load"] - found[f"{cold}load unverified"]}
 
     def peaks(self) -> dict[str, tuple[int, int, int]]:
-        """Return what a save and a load need besides the values, largest over the ranks."""
+        """Return the peak memory that a save and a load need beside the arrays, the largest over the ranks."""
         found = {}
         backend = self.request.backends[0]
         # The first save loads libraries, once.
@@ -295,7 +299,7 @@ class _Bench:
 def measure_checkpoint(
     request: CheckpointRequest, comm: Communicator, tell: Callable[[str], None] = lambda line: None
 ) -> CheckpointFigures:
-    """Write and read checkpoints and raw bytes in turn, and return the figures.
+    """Time checkpoints and plain files in interleaved repetitions, and return the figures.
 
     Collective over ``comm``. ``tell`` gets a line before each repetition, on rank 0.
     """
@@ -326,7 +330,7 @@ def _timing(name: str, rounds: list[dict[str, float]]) -> OperationTime:
 
 
 def report(figures: CheckpointFigures) -> str:
-    """Return the figures for people.
+    """Return the figures as a table for people.
 
     Not collective.
     """
@@ -349,7 +353,7 @@ def report(figures: CheckpointFigures) -> str:
 
 
 def as_json(figures: CheckpointFigures) -> str:
-    """Return the figures for programs.
+    """Return the figures as JSON, for programs.
 
     Not collective.
     """

@@ -1,4 +1,4 @@
-"""Time writes and reads of one file by all ranks, each its own part."""
+"""Time writing and reading one file, of which every rank writes and reads its own part."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mpizero.measurement import Measurement
 from mpizero.planning.machine_file import FileSpeed
 from mpizero.train.bench.rounds import together
 
-#: Bytes of one write or read.
+#: Most bytes that one call of the system writes or reads.
 _PIECE = 64 * 1024 * 1024
 _WRITE, _READ, _AGAIN = "write with fsync", "read", "read from memory"
 
 
 def write_part(path: Path, data: memoryview, start: int) -> None:
-    """Write bytes from ``start`` of a file on, and make them durable. Not collective."""
+    """Write ``data`` into a file at offset ``start``, and flush it to the disk. Not collective."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
         done = 0
@@ -36,7 +36,7 @@ def write_part(path: Path, data: memoryview, start: int) -> None:
 
 
 def read_part(path: Path, room: memoryview, start: int) -> None:
-    """Fill ``room`` with the bytes of a file from ``start`` on. Not collective."""
+    """Fill the buffer ``room`` with the bytes of a file from offset ``start`` on. Not collective."""
     file = os.open(path, os.O_RDONLY)
     try:
         done = 0
@@ -49,7 +49,7 @@ def read_part(path: Path, room: memoryview, start: int) -> None:
 
 
 def drop_cached(path: Path) -> None:
-    """Ask the system to keep nothing of a durable file in memory. Not collective."""
+    """Ask the system to drop a file, already flushed to the disk, from its page cache. Not collective."""
     file = os.open(path, os.O_RDONLY)
     try:
         if hasattr(os, "posix_fadvise"):
@@ -59,7 +59,7 @@ def drop_cached(path: Path) -> None:
 
 
 class FileBenchmark:
-    """Time one file of ``nbytes`` in a new folder inside ``folder``; it is removed after every repetition.
+    """Time one file of ``nbytes`` in a new folder inside ``folder``; the file is removed after every repetition.
 
     Construction and :meth:`measure` are collective over ``comm``.
     """
@@ -77,14 +77,14 @@ class FileBenchmark:
         self.values: dict[str, list[float]] = {_WRITE: [], _READ: [], _AGAIN: []}
 
     def measure(self) -> None:
-        """Write once, read twice, remove. Collective."""
+        """Time one write and two reads, from the disk and from the page cache, and remove the file. Collective."""
         failure: list[OSError] = []
 
         def tried(work: Callable[[], None]) -> None:
             try:
                 if not failure:
                     work()
-            except OSError as error:  # the others wait at the end of the measurement
+            except OSError as error:  # raised later: the other ranks still wait at the end of the measurement
                 failure.append(error)
 
         write = partial(write_part, self.path, memoryview(self.data), self.start)
@@ -100,10 +100,10 @@ class FileBenchmark:
             self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove what is left. Not collective: rank 0 does it, maybe after an error."""
+        """Remove the folder and the file. Not collective: only rank 0 acts, maybe after an error."""
         if self.comm.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def figures(self) -> tuple[FileSpeed, ...]:
-        """Return what was measured. Not collective."""
+        """Return the measured speed of each operation. Not collective."""
         return tuple(FileSpeed(name, self.nbytes, Measurement.of(values)) for name, values in self.values.items())

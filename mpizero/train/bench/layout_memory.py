@@ -1,4 +1,4 @@
-"""Compare what each rank of a split model holds and sends with the plan: ``mpizero bench memory --pipeline ...``."""
+"""Compare the memory and messages of each rank of a split model with its plan: ``mpizero bench memory --pipeline``."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from mpizero.train.run.process_memory import proportional
 from mpizero.types import Array
 from mpizero.validation import whole
 
-#: The model's layers where the pipeline needs no more; attention heads where the tensor group needs no more.
+#: Layers and attention heads of the model; a pipeline with more chunks, or a larger tensor group, raises them.
 LAYERS, HEADS = 8, 8
 SEQUENCE = 128
-#: What is shown on its own; the rest of what a rank holds is "buffers".
+#: Kinds of memory that have a column of their own; the rest of what a rank holds is in the column "buffers".
 PARTS = ("parameters", "gradients", "optimizer state", "activations")
 _COLUMNS = (
     ("", "parameters"),
@@ -44,7 +44,7 @@ _COLUMNS = (
     ("messages", "a step"),
 )
 _BUFFERS = ("buffers", "exchange buffers", "group buffers")
-#: Bytes a parameter in the worst case: values, gradient, micro-batch, two moments, and a row of sums.
+#: Most bytes per parameter, six float32: value, gradient, a micro-batch's gradient, two moments, one partial sum.
 _WORST_BYTES = 24
 
 
@@ -55,11 +55,11 @@ class LayoutRequest:
     Attributes
     ----------
     memory : MemoryRequest
-        Size of the model, strategies, kinds of memory, steps.
+        Number of parameters, strategies, shared or private memory, steps.
     layout : ParallelSection
-        How the model is laid out; the strategy is one of :attr:`memory`'s.
+        How the model is split over ranks; its strategy is replaced by each of those in :attr:`memory`.
     micro_batches : int
-        Of a replica in a step, one sample each.
+        Micro-batches of one sample that a replica computes in a step.
     """
 
     memory: MemoryRequest
@@ -67,11 +67,11 @@ class LayoutRequest:
     micro_batches: int
 
     def __post_init__(self) -> None:
-        """Reject micro-batches that mean nothing."""
+        """Reject a number of micro-batches below 1."""
         check_option("--micro-batches", self.micro_batches, whole(1))
 
     def model(self, parameters: int) -> nn.GPT:
-        """Return a GPT with at least so many parameters that the layout can split.
+        """Return a GPT that has at least ``parameters`` parameters and that the layout can split.
 
         Not collective.
         """
@@ -85,25 +85,26 @@ class LayoutRequest:
 
 @dataclass(frozen=True)
 class RankRow:
-    """Hold what one rank held and sent, in bytes.
+    """Hold the memory and messages of one rank, measured and planned, in bytes.
 
     Attributes
     ----------
     rank : int
-        In the world.
+        The rank's number in the world.
     here : dict of str to int
-        Its place on every axis.
+        The rank's coordinate on every axis of the process grid.
     held, planned : dict of str to int
-        By part, counted where they are allocated, and by the plan's formulas.
+        Bytes of each kind of memory: counted where they are allocated, and by the plan's formulas.
     pss_at_rest, pss_in_step : int
-        Growth of its proportional set size when freed memory is given back after training, and before: the process
-        keeps the most that a step has taken, working arrays and messages beside the activations.
+        Growth of the rank's proportional set size: after training, when freed memory has been given back to the
+        system, and before it is given back. The latter is the most that a step has taken: activations, working arrays
+        and messages too.
     planned_working : int
-        What blocks and messages take at most besides while a step runs, by the plan.
+        Most bytes that working arrays of blocks, and messages, take during a step besides ``planned``, by the plan.
     sent, planned_sent : int
         Bytes sent to other ranks in the last step.
     messages, planned_messages : int
-        Calls that sent them.
+        Messages that the rank sent in that step.
     """
 
     rank: int
@@ -121,18 +122,18 @@ class RankRow:
 
 @dataclass(frozen=True)
 class LayoutTable:
-    """Hold the ranks' figures for one strategy with one kind of memory.
+    """Hold the figures of all ranks for one strategy with shared or private memory.
 
     Attributes
     ----------
     memory : str
         "shared" or "private".
     strategy, layout : str
-        As in the configuration, and in words.
+        The strategy's name, as in the configuration; the parallel layout, in words.
     parameters, micro_batches : int
-        Of the whole model, and of a replica in a step.
+        Parameters of the whole model; micro-batches of a replica in a step.
     rows : tuple of RankRow
-        One a rank.
+        One row of the table for each rank.
     """
 
     memory: str
@@ -146,7 +147,7 @@ class LayoutTable:
 def measure_layout(
     request: LayoutRequest, comm: Communicator, tell: Callable[[str], None] = lambda line: None
 ) -> list[LayoutTable]:
-    """Train with every strategy asked for, and return the figures on rank 0, nothing elsewhere.
+    """Train with every requested strategy, and return the tables on rank 0, an empty list on other ranks.
 
     Collective over ``comm``. ``tell`` gets a line before each run, on rank 0.
     """
@@ -171,7 +172,7 @@ def measure_layout(
 
 @dataclass(frozen=True)
 class _Run:
-    """Measure one layout with one strategy and one kind of memory."""
+    """Measure one layout with one strategy and with shared or private memory."""
 
     request: LayoutRequest
     layout: ParallelSection
@@ -186,13 +187,13 @@ class _Run:
         return self.layout.describe(self.comm.size)
 
     def config(self, comm: Communicator | str) -> ShardingConfig:
-        """Return settings for one grain a replica, in micro-batches of one sample. Not collective."""
+        """Return settings with which a replica computes one grain, in micro-batches of one sample. Not collective."""
         count = self.request.micro_batches
         share = self.layout.share_node_memory
         return ShardingConfig(comm=comm, micro_batch=1, accumulate=count, share_node_memory=share)
 
     def measure(self, model: nn.GPT, steps: int) -> dict[str, Any]:
-        """Train, and return what this rank held and sent. Collective."""
+        """Train ``steps`` steps, and return the memory and messages of this rank. Collective."""
         with self.comm.split_node(None, name="bench") as host:
             node = host.broadcast_object(self.comm.rank, tag="bench")
         before = idle_size(self.comm)
@@ -219,7 +220,7 @@ class _Run:
             }
 
     def table(self, model: nn.GPT, figures: Sequence[dict[str, Any]]) -> LayoutTable:
-        """Put the plan beside what was counted. Not collective."""
+        """Plan the same training, and return measured and planned figures side by side. Not collective."""
         nodes = [figure["node"] for figure in figures]
         alike = {nodes.count(node) for node in nodes}
         x, y = _samples(model, 1, 0)
@@ -263,12 +264,12 @@ def _shown(held: dict[str, int]) -> dict[str, int]:
 
 
 def at_rest(held: dict[str, int]) -> int:
-    """Return what stays between steps: all but the activations. Not collective."""
+    """Return the bytes that are held between steps: everything but the activations. Not collective."""
     return sum(held.values()) - held["activations"]
 
 
 def _samples(model: nn.GPT, count: int, replica: int) -> tuple[Array, Array]:
-    """Return random ids and targets of a replica, the same for all its ranks."""
+    """Return random token ids and targets of a replica; all its ranks get the same."""
     ids = np.random.default_rng(replica).integers(0, model.vocabulary, (count, model.sequence + 1))
     return ids[:, :-1].copy(), ids[:, 1:].copy()
 
@@ -279,14 +280,14 @@ def _sent(grid: ProcessGrid) -> tuple[int, int]:
 
 
 def _group_buffers(grid: ProcessGrid) -> dict[str, int]:
-    """Return what the tensor or context group keeps: its messages, and this rank's equal part of its window."""
+    """Return the bytes of the tensor or context group's message buffers, and of this rank's part of its window."""
     split = [name for name in ("tensor", "context") if getattr(grid, name).size > 1]
     groups = [getattr(grid, f"{name}_group") for name in split]
     return {"group buffers": sum(group.private_bytes + group.shared_bytes // group.size for group in groups)}
 
 
 def report(tables: Sequence[LayoutTable]) -> str:
-    """Return the figures for people, in MB (10^6 bytes).
+    """Return the figures as tables for people, in MB (10^6 bytes).
 
     Not collective.
     """
@@ -310,7 +311,7 @@ def _lines(table: LayoutTable) -> Iterator[str]:
 
 
 def _figures(held: dict[str, int], pss: tuple[int | None, int], sent: int, messages: int) -> str:
-    """Return the columns of a line."""
+    """Format the columns of one line of the table."""
     rest = at_rest(held)
     parts = (*(held[part] for part in PARTS[:3]), held["buffers"], rest, pss[0])
     moving = (held["activations"], rest + held["activations"], pss[1], sent)
@@ -323,7 +324,7 @@ def _deviation(rows: Sequence[RankRow], part: str) -> float:
 
 
 def as_json(tables: Sequence[LayoutTable]) -> str:
-    """Return the figures for programs.
+    """Return the figures as JSON, for programs.
 
     Not collective.
     """

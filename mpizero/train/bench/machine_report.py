@@ -13,7 +13,7 @@ from mpizero.train.number_format import amount, columns
 
 
 def report(machine: Machine) -> str:
-    """Return the tables. Not collective."""
+    """Return all measurements of a machine as tables, for people."""
     parts = [_head(machine), _streams(machine), _products(machine)]
     if machine.messages:
         parts.append(_messages(machine))
@@ -23,7 +23,7 @@ def report(machine: Machine) -> str:
 
 
 def as_json(machine: Machine) -> str:
-    """Return all of it on one line. Not collective."""
+    """Return all measurements of a machine as one line of JSON."""
     return json.dumps({"benchmark": "machine", **asdict(machine)}, allow_nan=False)
 
 
@@ -40,7 +40,7 @@ def _range(measured: Measurement, scale: float) -> str:
 
 
 def _rates(work: float, measured: Measurement, unit: float) -> list[str]:
-    """Return the rate of the median, and the range of rates."""
+    """Return the rate by the median of the seconds, and the range of rates; ``work`` is done in that time."""
     return [
         f"{work / measured.median / unit:.1f}",
         f"{work / measured.most / unit:.1f}-{work / measured.least / unit:.1f}",

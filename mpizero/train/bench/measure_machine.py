@@ -1,4 +1,4 @@
-"""Measure how fast a machine computes, moves memory, sends messages and writes files: ``mpizero bench machine``."""
+"""Measure how fast a machine multiplies, moves memory, sends messages and writes files: ``mpizero bench machine``."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class MachineRequest:
     Attributes
     ----------
     shapes : ProductShapes
-        Of the products.
+        Shapes of the matrix products.
     elements : int
-        Of each array of the passes over memory; together they should be larger than all caches.
+        Elements of each array of the passes over memory; together the arrays should be larger than all caches.
     largest : int
         Bytes of the largest message.
     file_bytes : int
-        Of the file, all ranks together; 0 leaves files out.
+        Bytes of the file that all ranks write together; 0 measures no file.
     folder, output : str
-        Where the file is written; where the machine file goes.
+        The folder in which a file is timed; the path of the machine file, which gets the results.
     repeat : int
-        Repetitions.
+        Repetitions of every measurement.
     threads : int
-        Of a rank.
+        BLAS threads of each rank.
     """
 
     shapes: ProductShapes = field(default_factory=ProductShapes)
@@ -60,7 +60,7 @@ class MachineRequest:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        """Reject what cannot be measured."""
+        """Reject sizes and folders that cannot be measured."""
         least = {"elements": 2, "largest": 8, "file_bytes": 0, "repeat": 1}
         for name, bound in least.items():
             check_option(f"--{name.replace('_', '-')}", getattr(self, name), whole(bound))
@@ -80,7 +80,7 @@ def measure_machine(
     """
     with all_ranks(comm):
         require_room(request.elements, 4 * ARRAYS * request.elements * comm.size, comm.size, "--elements")
-        library()  # its threads are limited too once it is there
+        library()  # load it now: the limit of threads below reaches loaded libraries only
     keep_freed_memory()
     files = FileBenchmark(comm, request.file_bytes, request.folder) if request.file_bytes else None
     try:

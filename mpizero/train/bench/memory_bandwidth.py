@@ -1,4 +1,4 @@
-"""Measure memory bandwidth for training's mixes of reads and writes, by plain loops and by the library's kernels."""
+"""Measure memory bandwidth for the reads and writes of a training step, with plain loops and the library's kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpizero.types import Array
 
 #: Arrays that the passes need at once.
 ARRAYS = 7
-#: Sums of rows in the order of the tree: row 0, plus row 1, and so on.
+#: Tree programs that add two and four rows; a row is one array of gradients.
 _TWO, _FOUR = (0, -3), (0, -3, 2, -5, -1)
 
 Work = Callable[[], object]
@@ -26,9 +26,9 @@ Work = Callable[[], object]
 
 @dataclass
 class _Pass:
-    """Time one mix of reads and writes: by a plain loop and by the library's kernel, on one rank and on all.
+    """Time one pass over memory: by a plain loop and by the library's kernel, on one rank alone and on all at once.
 
-    ``values`` have a list for each of (plain, one), (plain, all), (own, one), (own, all).
+    ``values`` has four lists of seconds: plain loop on one rank, plain loop on all, kernel on one rank, kernel on all.
     """
 
     name: str
@@ -39,7 +39,7 @@ class _Pass:
     values: tuple[list[float], ...] = field(default_factory=lambda: ([], [], [], []))
 
     def measure(self, comm: Communicator, turn: int, *, keep: bool) -> None:
-        """Do all four once, in turn the other way round. Collective."""
+        """Time all four cases once; ``turn`` is 1 for this order, -1 for the reverse. Collective."""
         works = ((self.plain, alone), (self.plain, together), (self.own, alone), (self.own, together))
         for place in (0, 2, 1, 3)[::turn]:
             work, how = works[place]
@@ -47,7 +47,7 @@ class _Pass:
             self.values[place].extend([took] * keep)
 
     def figure(self, elements: int, itemsize: int) -> MemoryPass:
-        """Return what was measured. Not collective."""
+        """Return the seconds of all four cases and their ratios. Not collective."""
         one, every, own_one, own_every = (Measurement.of(values) for values in self.values)
         return MemoryPass(
             name=self.name,
@@ -65,9 +65,9 @@ class _Pass:
 
 
 class PassBenchmark:
-    """Time passes over arrays of ``elements`` float32 of this rank.
+    """Time all passes over memory, on arrays of ``elements`` float32 of this rank.
 
-    Not collective; :meth:`measure` is.
+    Construction is not collective; :meth:`measure` is.
     """
 
     def __init__(self, comm: Communicator, elements: int) -> None:
@@ -114,14 +114,14 @@ class PassBenchmark:
         )
 
     def measure(self, turn: int, *, keep: bool) -> None:
-        """Make every pass once, alone and together; ``turn`` is 1 or -1, the order.
+        """Time every pass once, in this order (``turn`` 1) or in reverse (-1), and keep the seconds if ``keep``.
 
-        Collective. What warms up is not kept.
+        Collective. The first call warms up and is not kept.
         """
         for entry in self.passes[::turn]:
             self.arrays[:] = 1  # sums of sums would grow, and averages shrink to where processors are slow
             entry.measure(self.comm, turn, keep=keep)
 
     def figures(self) -> tuple[MemoryPass, ...]:
-        """Return what was measured. Not collective."""
+        """Return the figures of all passes. Not collective."""
         return tuple(entry.figure(self.elements, self.arrays.itemsize) for entry in self.passes)

@@ -1,4 +1,4 @@
-"""Measure latency and bandwidth of the collectives that the library uses, by size."""
+"""Time the collectives that the library uses, for messages of several sizes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mpizero.layout import Partition
 from mpizero.measurement import Measurement
 from mpizero.planning.machine_file import MessageSpeed
 
-#: The smallest message, and the factor from one size to the next.
+#: Bytes of the smallest message, and the factor from one size to the next.
 _SMALLEST, _FACTOR = 8, 16
-#: A collective is repeated so often that about so many bytes move, at most :data:`_MOST` times: a short one alone could
+#: A collective is repeated until about ``_BYTES`` bytes have moved, at most ``_MOST`` times: a single short one could
 #: not be timed.
 _BYTES, _MOST = 1 << 21, 50
 
 
 def sizes(largest: int) -> tuple[int, ...]:
-    """Return the sizes that are measured, in bytes. Not collective."""
+    """Return the sizes of the messages that are timed, in bytes, up to ``largest``. Not collective."""
     found = [_SMALLEST]
     while found[-1] * _FACTOR < largest:
         found.append(found[-1] * _FACTOR)
@@ -30,7 +30,7 @@ def sizes(largest: int) -> tuple[int, ...]:
 
 @dataclass
 class _Timed:
-    """Time one operation of one size on this rank."""
+    """Time one collective with one size of message."""
 
     operation: str
     where: str
@@ -40,7 +40,7 @@ class _Timed:
     values: list[float] = field(default_factory=list)
 
     def measure(self, comm: Communicator, *, keep: bool) -> None:
-        """Repeat it, and note the slowest rank's seconds for one. Collective."""
+        """Repeat the call, and keep the slowest rank's mean seconds per call. Collective."""
         times = max(1, min(_MOST, _BYTES // max(1, self.nbytes)))
         self.call()
         comm.barrier("bench")
@@ -53,7 +53,7 @@ class _Timed:
 
 
 class MessageBenchmark:
-    """Time the collectives of ``comm``; nothing on one rank.
+    """Time the collectives of ``comm``; on a single rank there is nothing to time.
 
     Construction and :meth:`measure` are collective over ``comm``.
     """
@@ -80,7 +80,7 @@ class MessageBenchmark:
                     yield _Timed("one to one", where, nbytes, nbytes, self._ping(pair, whole, other))
 
     def _exchange(self, send: np.ndarray, recv: np.ndarray) -> _Timed:
-        """Send each rank its slice of a vector, as partial sums of gradients are exchanged."""
+        """Return the timing of an exchange: each rank gets its slice of a vector, as with sharded gradients."""
         comm, counts = self.comm, Partition(send.size, self.comm.size).sizes()
         own = counts[comm.rank]
         arrived = np.empty(own * comm.size, np.uint8) if own * comm.size > recv.size else recv[: own * comm.size]
@@ -93,7 +93,7 @@ class MessageBenchmark:
         )
 
     def _gather(self, whole: np.ndarray) -> _Timed:
-        """Put a vector together from the slices of all ranks, as updated parameters are."""
+        """Return the timing of a gather: each rank gets the slices of all ranks, as with updated parameters."""
         comm, counts = self.comm, Partition(whole.size, self.comm.size).sizes()
         own, recv = np.ones(counts[comm.rank], np.uint8), np.empty_like(whole)
         sent = own.size * (comm.size - 1)
@@ -104,13 +104,13 @@ class MessageBenchmark:
         return 2 * vector.nbytes * (comm.size - 1) // comm.size, lambda: comm.allreduce(vector, "max", "bench")
 
     def _pair(self, *, same: bool) -> tuple[int, int] | None:
-        """Return two ranks of one node, or of two; None where there are none."""
+        """Return two ranks of the same node, or of two nodes if not ``same``; None where there are none."""
         ranks = range(self.comm.size)
         found = ((a, b) for a in ranks for b in ranks[a + 1 :] if (self.leaders[a] == self.leaders[b]) is same)
         return next(found, None)
 
     def _ping(self, pair: tuple[int, int], send: np.ndarray, recv: np.ndarray) -> Callable[[], object]:
-        """Return what sends a vector to the second rank of a pair; every second call sends it back."""
+        """Return a function that sends a vector to the second rank of a pair, and back in every other call."""
         comm, (first, second) = self.comm, pair
         turns = {"next": 0}
 
@@ -125,10 +125,10 @@ class MessageBenchmark:
         return send_once
 
     def measure(self, turn: int, *, keep: bool) -> None:
-        """Measure everything once; ``turn`` is 1 or -1, the order. Collective. What warms up is not kept."""
+        """Time every collective once, in order (``turn`` 1) or in reverse (-1); keep times if ``keep``. Collective."""
         for timed in self.timed[::turn]:
             timed.measure(self.comm, keep=keep)
 
     def figures(self) -> tuple[MessageSpeed, ...]:
-        """Return what was measured, with the bytes that rank 0 sends. Not collective."""
+        """Return the times of each collective and size, with the bytes that this rank sends. Not collective."""
         return tuple(MessageSpeed(t.operation, t.where, t.nbytes, t.sent, Measurement.of(t.values)) for t in self.timed)

@@ -1,9 +1,10 @@
-"""Turn the traced spans of all ranks into seconds by phase, waiting for other ranks among them.
+"""Turn the traced spans of all ranks into seconds of each phase; waiting for other ranks is a phase of its own.
 
-[Note: waiting] A rank waits in a collective until the last rank has entered it; what is left of the call is the
-collective itself and belongs to the phase around it. One that does not block is entered where it begins: of the time
-that it is in flight, only what a rank stands still for is in its steps. A receive from one rank is all waiting: its
-message was posted ahead. Windows have barriers of a communicator in them, so waiting in those is seen as well.
+[Note: waiting] A rank in a collective waits until the last rank has entered it. The rest of the call is the collective
+itself, and counts for the phase that made the call. A non-blocking collective is entered when it is started; of the
+time that it is in flight, only the time that a rank blocks in it counts. A receive from one rank counts as waiting
+altogether, because it was posted ahead. Shared windows synchronize by barriers of a communicator, so waiting for them
+is seen too.
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ from mpizero.comm import Communicator
 from mpizero.comm.recording.timeline import MESSAGE, CommunicatorCall, TimeSpan
 from mpizero.planning.time_floors import PHASES
 
-#: What is in no phase: Python between them, checks of memory, schedules.
+#: Time in no traced phase: Python between phases, checks of memory, schedules.
 OTHER = "other"
 ALL_PHASES = (*PHASES, OTHER)
 _LAYERS, _WAITING = "layers' messages", "waiting"
-#: Turns of a message between two hosts; the shortest tells the difference of their clocks best.
+#: Round trips of a message between two hosts; the shortest tells the difference of their clocks best.
 _TURNS = 20
 
-#: A collective as all its ranks know it: name and first world rank of the communicator, and number of the call.
+#: What identifies a collective on all its ranks: name and first world rank of the communicator, number of the call.
 Call = tuple[str, int, int]
 
 
 class PhaseSpan(NamedTuple):
-    """Hold a traced span in the form in which ranks exchange it.
+    """Hold one traced span of time, in the form in which ranks exchange it.
 
     Attributes
     ----------
     phase, name : str
-        The phase, and of what.
+        The phase, and what it worked on: blocks, or a call of a communicator.
     start, stop : float
-        By the clock of rank 0.
+        When the span began and ended, in seconds of rank 0's clock.
     call : tuple or None
-        The collective, of a call of a communicator.
+        The collective that was called; None for other spans.
     waits : bool
-        Whether it is a call that waits for one other rank.
+        Whether the span is a receive, which waits for one other rank.
     """
 
     phase: str
@@ -54,7 +55,7 @@ class PhaseSpan(NamedTuple):
 
 
 class StepSpans(NamedTuple):
-    """Hold one step of one rank: its start and end, and the spans inside, outer ones first."""
+    """Hold one step of one rank: its start and end, and the spans in it, an outer span before those inside it."""
 
     start: float
     stop: float
@@ -62,7 +63,7 @@ class StepSpans(NamedTuple):
 
 
 def clock_offset(comm: Communicator) -> float:
-    """Return what this rank's clock lacks to that of rank 0; exactly 0 on the same host. Collective over ``comm``."""
+    """Return the seconds to add to this rank's clock to get rank 0's; 0 on the same host. Collective over ``comm``."""
     hosts = comm.allgather_object(_host(), "clocks")
     offset = 0.0
     for rank in range(1, comm.size):
@@ -72,7 +73,7 @@ def clock_offset(comm: Communicator) -> float:
 
 
 def _host() -> str:
-    """Return what ranks with the same clock have in common: one start of one kernel."""
+    """Return an id of the running system kernel, which ranks with the same clock have in common."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     except OSError:
@@ -80,7 +81,7 @@ def _host() -> str:
 
 
 def _compared(comm: Communicator, rank: int) -> float:
-    """Ask rank 0 for its time, several times, and keep the fastest reply; rank 0 replies."""
+    """Return the clock offset of ``rank`` to rank 0, by the fastest of several requests for rank 0's time."""
     box, found = np.zeros(1), []
     for _ in range(_TURNS):
         if comm.rank == 0:
@@ -102,9 +103,9 @@ def leaders(communicators: Iterable[Communicator], world: Communicator) -> dict[
 
 
 def spans_of(spans: Sequence[TimeSpan], offset: float, first: Mapping[str, int]) -> tuple[PhaseSpan, ...]:
-    """Return spans as they travel, outer ones first; calls inside of calls are left out. Not collective."""
+    """Turn traced spans into :class:`PhaseSpan`, outer ones first, without calls made inside calls. Not collective."""
     found: list[PhaseSpan] = []
-    inside = float("-inf")  # when the call ends that spans are looked at after
+    inside = float("-inf")  # when the last communicator call that is kept ends
     for phase, detail, start, stop in sorted(spans, key=lambda span: (span.start, -span.stop)):
         times = (start + offset, stop + offset)
         if not isinstance(detail, CommunicatorCall):
@@ -122,20 +123,20 @@ def _name(detail: Any) -> str:
 
 
 def waits(ranks: Sequence[Sequence[StepSpans]]) -> dict[Call, float]:
-    """Return when the last rank has entered each collective, or begun it. Not collective."""
+    """Return the time at which the last rank entered each collective. Not collective."""
     latest: dict[Call, float] = {}
     for steps in ranks:
         entered: dict[Call, float] = {}
         for mark in (mark for step in steps for mark in step.spans):
             if mark.call is not None:
-                entered.setdefault(mark.call, mark.start)  # later ones are waits for the same
+                entered.setdefault(mark.call, mark.start)  # later spans are waits for the same collective
         for call, start in entered.items():
             latest[call] = max(start, latest.get(call, start))
     return latest
 
 
 def waited(mark: PhaseSpan, latest: Mapping[Call, float]) -> float:
-    """Return the part of a call that its rank has waited for others. Not collective."""
+    """Return the seconds of a call in which its rank waited for other ranks. Not collective."""
     if mark.waits:
         return mark.stop - mark.start
     if mark.call is None:
@@ -144,7 +145,7 @@ def waited(mark: PhaseSpan, latest: Mapping[Call, float]) -> float:
 
 
 def phases_of(step: StepSpans, latest: Mapping[Call, float]) -> dict[str, float]:
-    """Return the seconds of every phase of one step; they add up to the step. Not collective."""
+    """Return the seconds of every phase of one step; together they are the step's seconds. Not collective."""
     found = dict.fromkeys(ALL_PHASES, 0.0)
     for mark, around, own in _own_times(step):
         if mark.phase == MESSAGE:
@@ -158,7 +159,7 @@ def phases_of(step: StepSpans, latest: Mapping[Call, float]) -> dict[str, float]
 
 
 def _own_times(step: StepSpans) -> Iterator[tuple[PhaseSpan, str, float]]:
-    """Give each mark, and the step itself, with the phase around it and its time without the marks inside."""
+    """Yield the step and each span in it, with the phase of the span around it and its seconds without inner spans."""
     root = PhaseSpan(OTHER, "step", step.start, step.stop)
     marks = (root, *step.spans)
     own, parents, stack = [mark.stop - mark.start for mark in marks], [0] * len(marks), [0]

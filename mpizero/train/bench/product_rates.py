@@ -1,4 +1,4 @@
-"""Measure the rate of matrix products at the shapes of a model's layers."""
+"""Measure the rate of matrix products with the shapes that a transformer's layers have."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from mpizero.train.config.setting_checks import check_option
 from mpizero.types import Array
 from mpizero.validation import whole
 
-#: Queries of one product of attention, as :mod:`mpizero.nn.layers.attention` cuts them.
+#: Queries in one product of attention; :mod:`mpizero.nn.layers.attention` cuts them into blocks of this size.
 _QUERIES = 64
 _VOCABULARY = 256
-#: A product is made so often that it takes about this many operations, at most :data:`_MOST` times: a single small one
-#: is too short to time.
+#: A product is repeated until about ``_OPERATIONS`` operations are done, at most ``_MOST`` times: a single small one is
+#: too short to time.
 _OPERATIONS, _MOST = 2e8, 100
 FORMS = ("forward", "input", "weights")
 
 
 @dataclass(frozen=True)
 class ProductShapes:
-    """Hold the sizes of a transformer's products.
+    """Hold the sizes of a transformer that determine the shapes of its matrix products.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class ProductShapes:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        """Reject sizes that mean nothing."""
+        """Reject sizes below 1, and a number of heads that does not divide the features."""
         for name in ("dim", "heads", "sequence", "batch"):
             check_option(f"--{name}", getattr(self, name), whole(1))
         if self.dim % self.heads:
@@ -61,7 +61,7 @@ class ProductShapes:
         Raises
         ------
         ConfigError
-            If its model is no transformer.
+            If the configuration's model is not a transformer.
         """
         section, train = config.model, config.train
         if not isinstance(section, GptSection):
@@ -70,7 +70,7 @@ class ProductShapes:
         return cls(section.dim, section.heads, section.sequence, batch, section.dtype)
 
     def linear(self) -> Iterator[tuple[str, int, int]]:
-        """Give the name, inputs and outputs of a block's linear maps. Not collective."""
+        """Yield the name, number of inputs and number of outputs of a block's linear maps. Not collective."""
         yield "qkv", self.dim, 3 * self.dim
         yield "projection", self.dim, self.dim
         yield "expand", self.dim, 4 * self.dim
@@ -79,7 +79,7 @@ class ProductShapes:
 
 @dataclass
 class _Timed:
-    """Time one product: its description, the call that makes it once, and the seconds so far."""
+    """Time one matrix product: hold its description, the call that computes it, and the seconds measured so far."""
 
     facts: dict[str, Any]
     operations: int
@@ -89,24 +89,24 @@ class _Timed:
 
     @property
     def times(self) -> int:
-        """Return how often it is made for one measurement."""
+        """Return how often the product is computed in one measurement."""
         return max(1, min(_MOST, round(_OPERATIONS / self.operations)))
 
     def work(self) -> None:
-        """Make it so often. Not collective."""
+        """Compute the product :attr:`times` times. Not collective."""
         for _ in range(self.times):
             self.call()
 
     def figure(self) -> MatrixProduct:
-        """Return seconds of one product. Not collective."""
+        """Return the seconds of computing the product once. Not collective."""
         one, every = (Measurement.of([s / self.times for s in values]) for values in (self.one, self.every))
         return MatrixProduct(**self.facts, one=one, every=every)
 
 
 class ProductBenchmark:
-    """Time the products of one block and of the head, with their gradients, as the layers make them.
+    """Time the matrix products of one block and of the head, forward and backward, as the layers compute them.
 
-    Not collective; :meth:`measure` is.
+    Construction is not collective; :meth:`measure` is.
     """
 
     def __init__(self, comm: Communicator, shapes: ProductShapes) -> None:
@@ -132,7 +132,7 @@ class ProductBenchmark:
                 yield self._one({**facts, "form": form}, *forms[form])
 
     def _attention(self) -> Iterator[_Timed]:
-        """Give the batched products of one block of queries with all keys, and of its probabilities with the values."""
+        """Yield attention's two batched products, for one block of queries: with the keys, and with the values."""
         batch, width = self.shapes.batch * self.shapes.heads, self.shapes.dim // self.shapes.heads
         queries, length = min(_QUERIES, self.shapes.sequence), self.shapes.sequence
         q, k = self._array(batch, queries, width), self._array(batch, length, width)
@@ -148,9 +148,9 @@ class ProductBenchmark:
         return _Timed(facts | sizes, 2 * facts["batch"] * rows * inner * columns, lambda: matmul(a, b, out))
 
     def measure(self, turn: int, *, keep: bool) -> None:
-        """Make every product, alone and together; ``turn`` is 1 or -1, the order.
+        """Time every product on one rank and on all, in this order (``turn`` 1) or in reverse (-1).
 
-        Collective. What warms up is not kept.
+        Collective. The seconds are kept only with ``keep``; the first call warms up.
         """
         for timed in self.timed[::turn]:
             for how, values in ((alone, timed.one), (together, timed.every))[::turn]:
@@ -158,5 +158,5 @@ class ProductBenchmark:
                 values.extend([took] * keep)
 
     def figures(self) -> tuple[MatrixProduct, ...]:
-        """Return what was measured. Not collective."""
+        """Return the seconds of every product. Not collective."""
         return tuple(timed.figure() for timed in self.timed)

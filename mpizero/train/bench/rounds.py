@@ -9,12 +9,12 @@ import numpy as np
 
 from mpizero.comm import Communicator
 
-#: Seconds between two looks of a rank that waits while another is measured: waiting must not take its core.
+#: Seconds that a waiting rank sleeps between two tests: it must not keep a core busy while another rank is measured.
 _NAP = 2e-4
 
 
 def alone(comm: Communicator, work: Callable[[], object]) -> float:
-    """Return the seconds that ``work`` takes on rank 0 while the others sleep, on every rank.
+    """Time ``work`` on rank 0 while the other ranks sleep, and return the seconds on every rank.
 
     Collective over ``comm``; ``work`` is called on rank 0 only.
     """
@@ -32,7 +32,7 @@ def alone(comm: Communicator, work: Callable[[], object]) -> float:
 
 
 def together(comm: Communicator, work: Callable[[], object]) -> float:
-    """Return the seconds that ``work`` takes on the slowest rank when all begin at once, on every rank.
+    """Time ``work`` on all ranks at once, and return the slowest rank's seconds on every rank.
 
     Collective over ``comm``.
     """

@@ -1,4 +1,4 @@
-"""Time real training steps phase by phase, beside what they should take: ``mpizero bench step``."""
+"""Time real training steps phase by phase, beside the least time that each should take: ``mpizero bench step``."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class StepRequest:
     Attributes
     ----------
     steps : int
-        Watched steps; between them lie as many that nobody watches.
+        Traced steps; as many steps without tracing alternate with them.
     warm_up : int
-        Steps before them.
+        Steps before the measured ones.
     machine : Machine or None
-        What the machine can do, for floors.
+        The measured speed of the machine, from which the least time of each phase is computed; None for none.
     trace : str or None
-        The file that gets a picture of the watched steps.
+        The file to write a trace of the traced steps to; None for none.
     """
 
     steps: int = 10
@@ -60,7 +60,7 @@ class StepRequest:
     trace: str | None = None
 
     def __post_init__(self) -> None:
-        """Reject numbers that mean nothing."""
+        """Reject numbers out of range, and a trace in a folder that does not exist."""
         check_option("--steps", self.steps, whole(1))
         check_option("--warm-up", self.warm_up, whole())
         if self.trace is not None and not Path(self.trace).parent.is_dir():
@@ -69,14 +69,14 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """Hold the seconds of a phase in a step, over steps, and what it should take at least (0: no floor)."""
+    """Hold the seconds of one phase of a step, and ``floor``, the least that it should take (0 if unknown)."""
 
     seconds: Measurement | None
     floor: float
 
     @property
     def median(self) -> float:
-        """The median, 0 where it never happened."""
+        """Return the median of the seconds; 0 for a phase that never happened."""
         return 0.0 if self.seconds is None else self.seconds.median
 
 
@@ -87,17 +87,17 @@ class StepFigures:
     Attributes
     ----------
     described : str
-        The training.
+        The training, in words.
     steps : int
-        Watched ones.
+        Number of traced steps.
     plain, watched : Measurement
-        Seconds of the slowest rank's steps, without and with somebody who watches, in turn.
+        Seconds of a step on its slowest rank, without and with tracing; the two kinds of steps alternate.
     ranks : tuple of dict of str to PhaseTime
-        The phases of every rank; those of a watched step add up to its time.
+        The seconds of each phase, for every rank; in one traced step they add up to the step's seconds.
     places : tuple of dict
-        The place of every rank on the axes.
+        The coordinates of every rank on the axes of the process grid.
     slowest : int
-        The rank that waits least.
+        The rank that waits least, for which the others wait.
     """
 
     described: str
@@ -112,10 +112,10 @@ class StepFigures:
 def measure_step(
     request: StepRequest, config: Config, comm: Communicator, tell: Callable[[str], None] = lambda line: None
 ) -> StepFigures:
-    """Train some steps, every other one watched, and return the figures on every rank.
+    """Train some steps, every other one with tracing, and return the figures on every rank.
 
-    Collective over ``comm``. ``tell`` gets a line when all is built and warm, on rank 0. Nothing is saved but
-    the trace.
+    Collective over ``comm``. On rank 0, ``tell`` gets a line when the model is built and warmed up. Nothing is saved
+    but the trace.
     """
     config.parallel.check_ranks(comm.size)
     floors = _floors(request, config, comm)
@@ -143,7 +143,7 @@ def measure_step(
 
 
 def _floors(request: StepRequest, config: Config, comm: Communicator) -> Sequence[dict[str, float]] | None:
-    """Plan the training on rank 0, and return the floors of every rank; None without a machine. Collective."""
+    """Plan the training on rank 0, and return each rank's floors by phase; None without a machine. Collective."""
     if request.machine is None:
         return None
     with comm.split_node(name="bench") as node:
@@ -161,7 +161,7 @@ def _floors(request: StepRequest, config: Config, comm: Communicator) -> Sequenc
 def _train(
     request: StepRequest, job: TrainingJob, tell: Callable[[str], None]
 ) -> tuple[list[float], list[float], list[tuple[float, float, list[TimeSpan]]]]:
-    """Return the seconds of plain and of watched steps, and start, end and spans of the latter. Collective."""
+    """Train; return the seconds of plain steps, of traced steps, and the traced steps' spans. Collective."""
     train, model = job.config.train, job.model
     total = request.warm_up + 2 * request.steps
     stream = batches(
@@ -244,7 +244,7 @@ def _cells(phase: PhaseTime, *, floors: bool) -> list[str]:
 
 
 def as_json(figures: StepFigures) -> str:
-    """Return all but the spans on one line. Not collective."""
+    """Return all figures but the spans as one line of JSON. Not collective."""
     document: dict[str, Any] = {
         "benchmark": "step",
         "training": figures.described,

@@ -1,4 +1,4 @@
-"""Measure what every strategy holds and sends in real training steps: ``mpizero bench memory``."""
+"""Measure the memory and messages of every strategy in real training steps: ``mpizero bench memory``."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from mpizero.train.run.process_memory import proportional, release_free_memory
 from mpizero.validation import whole
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-#: Equal layers of the model: the two largest units of ZeRO-3 are then an eighth of it.
+#: Number of equal layers of the model, so that the two units that ZeRO-3 gathers at a time are an eighth of it.
 LAYERS = 16
 _CLASSES = 8
-#: Bytes a parameter in the worst case, one rank alone: values, gradient, two moments, and a row of sums.
+#: Most bytes per parameter, on one rank alone: value, gradient, two moments, and one partial sum of gradients.
 _WORST_BYTES = 20
 
 
@@ -37,11 +37,11 @@ class MemoryRequest:
     Attributes
     ----------
     parameters : int
-        The model has at least so many.
+        Least number of parameters of the model.
     strategies : tuple of str
-        In this order.
+        The strategies to measure, in this order.
     shared : tuple of bool
-        Whether the ranks of a node share memory, in this order.
+        Whether the ranks of a node share memory: each value is measured, in this order.
     steps : int
         Training steps of each run.
     """
@@ -53,7 +53,7 @@ class MemoryRequest:
 
     @classmethod
     def parse(cls, parameters: float, strategies: str, memory: str, steps: int) -> Self:
-        """Check what the command line gave.
+        """Check the options of the command line.
 
         Not collective.
         """
@@ -73,28 +73,28 @@ class MemoryRequest:
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Hold the figures of one strategy: bytes, the largest over the ranks unless it says otherwise.
+    """Hold the figures of one strategy; bytes are the largest over the ranks, unless stated otherwise.
 
     Attributes
     ----------
     memory : str
         "shared" or "private".
     strategy : str
-        As in the configuration.
+        The strategy's name, as in the configuration.
     ranks, nodes, parameters : int
-        Ranks, groups of them that share memory, parameters of the model.
+        Number of ranks, of groups of ranks that share memory, and of parameters.
     formula : int
-        What the placement needs on a rank, one grain a rank, without the buffers of ZeRO-3's two units in flight.
+        Bytes that the strategy needs on a rank with one grain, without ZeRO-3's buffers of the two gathered units.
     counted : int
-        What the library's own allocator has given a rank, its equal part of shared windows included.
+        Bytes that the library counted at allocation on a rank, with an equal part of shared windows.
     counted_peak : int
-        The most of it at any moment.
+        The largest number of counted bytes at any moment.
     pss : int
         Growth of the proportional set size of a rank.
     pss_total : int
-        The same, summed over all ranks.
+        The growth of the proportional set size, summed over all ranks.
     sent_formula, sent : int
-        Bytes a rank sends to others in a step, by the formula and counted.
+        Bytes that a rank sends to other ranks in a step, by the formula and counted.
     """
 
     memory: str
@@ -112,7 +112,7 @@ class MemoryRow:
 
 
 def wide_mlp(parameters: int) -> nn.MLP:
-    """Return a network of :data:`LAYERS` equal layers with at least ``parameters`` parameters.
+    """Return a network with :data:`LAYERS` equal layers and at least ``parameters`` parameters.
 
     Not collective. A sample costs two operations a parameter, so a step of one sample a rank is little more than
     touching the memory once.
@@ -124,7 +124,7 @@ def wide_mlp(parameters: int) -> nn.MLP:
 def measure_memory(
     request: MemoryRequest, comm: Communicator, tell: Callable[[str], None] = lambda line: None
 ) -> list[MemoryRow]:
-    """Train with every strategy asked for, and return the figures.
+    """Train with every requested strategy, and return one row of figures for each.
 
     Collective over ``comm``. ``tell`` gets a line before each run, on rank 0.
     """
@@ -219,7 +219,7 @@ def require_room(size: int, needed: int, ranks: int, option: str = "--parameters
 
 
 def table(rows: Sequence[MemoryRow]) -> str:
-    """Return the figures for people, in MB (10^6 bytes).
+    """Return the figures as a table for people, in MB (10^6 bytes).
 
     Not collective.
     """
@@ -236,7 +236,7 @@ def table(rows: Sequence[MemoryRow]) -> str:
 
 
 def as_json(rows: Sequence[MemoryRow]) -> str:
-    """Return the figures for programs.
+    """Return the figures as JSON, for programs.
 
     Not collective.
     """

@@ -14,16 +14,16 @@ _MICROSECONDS = 1e6
 
 
 def write_trace(path: str, ranks: Sequence[Sequence[StepSpans]], places: Sequence[Mapping[str, int]]) -> None:
-    """Store a trace of all steps and ranks. Not collective.
+    """Write a trace of all traced steps of all ranks to a file.
 
     Parameters
     ----------
     path : str
-        The file; one of this name is replaced.
+        The file to write; an existing file is replaced.
     ranks : sequence over ranks of sequences of StepSpans
-        What was noted, by one clock.
+        The traced steps of every rank, all in seconds of rank 0's clock.
     places : sequence over ranks of mappings
-        The place of every rank on the axes.
+        The coordinates of every rank on the axes of the process grid.
     """
     events = [*_rows(places), *_events(ranks)]
     document = {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -31,7 +31,7 @@ def write_trace(path: str, ranks: Sequence[Sequence[StepSpans]], places: Sequenc
 
 
 def _rows(places: Sequence[Mapping[str, int]]) -> Iterator[dict[str, Any]]:
-    """Name the rows, in the order of the ranks."""
+    """Yield the events that name the trace's rows, one row a rank, in the order of the ranks."""
     yield {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "mpizero"}}
     sizes = {axis: max(place[axis] for place in places) for axis in places[0]}
     for rank, place in enumerate(places):

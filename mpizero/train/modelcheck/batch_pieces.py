@@ -12,7 +12,7 @@ from mpizero.types import Array
 
 
 def sample_count(x: Any, y: Any) -> int | None:
-    """Return how many samples a batch has; None where it cannot be cut. Not collective."""
+    """Return how many samples a batch has; None where it cannot be cut."""
     try:
         tree = SampleTree.of(x=x, y=y)
         return None if tree.uncut else tree.count()
@@ -21,12 +21,12 @@ def sample_count(x: Any, y: Any) -> int | None:
 
 
 def cut(tree: Any, start: int, stop: int) -> Any:
-    """Return samples ``start:stop`` as contiguous arrays, as training gives them. Not collective."""
+    """Return samples ``start:stop`` as contiguous arrays, as training gives them."""
     return map_arrays(lambda array: np.ascontiguousarray(array[start:stop]), tree)
 
 
 def read_only(tree: Any) -> Any:
-    """Return the same with read-only views in the place of arrays. Not collective."""
+    """Return the same with read-only views in the place of arrays."""
 
     def view(leaf: Any) -> Any:
         if not isinstance(leaf, np.ndarray):
@@ -39,5 +39,5 @@ def read_only(tree: Any) -> Any:
 
 
 def content(tree: Any) -> tuple[bytes, ...]:
-    """Return the bytes of all arrays. Not collective."""
+    """Return the bytes of all arrays."""
     return tuple(leaf.tobytes() for leaf in leaves_of(tree) if isinstance(leaf, np.ndarray))

@@ -54,7 +54,7 @@ class CheckedModel(Protocol):
 
 
 def checked_model(model: Any) -> CheckedModel:
-    """Return a model's face; TypeError if it is none. Not collective."""
+    """Return a model's face; TypeError if it is none."""
     blocks_of(model)
     return CheckedBlocks(model) if isinstance(model, BlockModel) else CheckedFunction(model)
 
@@ -244,12 +244,12 @@ def _count(x: Any, y: Any) -> int:
 
 
 def place_of(error: BaseException) -> str:
-    """Return the user's own line that raised. Not collective."""
+    """Return the user's own line that raised."""
     return str(users_line(error.__traceback__) or "a line that is not known")
 
 
 def origin_of(model: Any, member: str) -> str:
-    """Return where a model's own code stands: a member of a black box, the class of others. Not collective."""
+    """Return where a model's own code stands: a member of a black box, the class of others."""
     function = getattr(model, member, None) if isinstance(model, BlackBoxModel) else None
     return type(model).__name__ if function is None else named(function, member)
 

@@ -37,7 +37,7 @@ def check_gradient(
 ) -> tuple[list[ModelFinding], str, list[str]]:
     """Compare the gradient with differences of the loss at up to three points.
 
-    Not collective. Returns findings, the line of what was measured, and notes.
+    Returns findings, the line of what was measured, and notes.
     """
     point = points(0)
     names = [name for name in point.checked.names if point.at[name].size]

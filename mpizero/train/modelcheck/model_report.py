@@ -64,7 +64,7 @@ class ModelReport:
         return not self.findings
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values. Not collective."""
+        """Return plain values."""
         return {
             "right": self.right,
             "findings": [vars(finding) for finding in self.findings],

@@ -17,7 +17,7 @@ from mpizero.train.rounding import Rounding
 def check_prediction(checked: CheckedModel, batch: CheckBatch, here: Named) -> tuple[list[ModelFinding], str]:
     """Compare the prediction for a batch with itself and with that for its pieces.
 
-    Not collective. The second result is the line of what was measured, empty if the model predicts nothing.
+    The second result is the line of what was measured, empty if the model predicts nothing.
     """
     try:
         whole = checked.predict(here, batch.x)

@@ -24,7 +24,7 @@ class CheckBatch(NamedTuple):
 
 
 def unlike(found: LossAndGradients, expected: LossAndGradients) -> Iterator[tuple[str, str]]:
-    """Yield what differs in a bit, and how. Not collective."""
+    """Yield what differs in a bit, and how."""
     for what in ("loss", "weight"):
         a, b = getattr(found, what), getattr(expected, what)
         if np.float64(a).tobytes() != np.float64(b).tobytes():
@@ -38,7 +38,7 @@ def unlike(found: LossAndGradients, expected: LossAndGradients) -> Iterator[tupl
 
 
 def random_states() -> dict[str, Any]:
-    """Return the state of every global generator that this process has. Not collective."""
+    """Return the state of every global generator that this process has."""
     states: dict[str, Any] = {"numpy.random": str(np.random.get_state()), "random": random.getstate()}  # noqa: NPY002
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "random"):
@@ -47,7 +47,7 @@ def random_states() -> dict[str, Any]:
 
 
 def check_again(checked: CheckedModel, batch: CheckBatch, start: Named, begun: LossAndGradients) -> list[ModelFinding]:
-    """Evaluate once more what was evaluated first. Not collective."""
+    """Evaluate once more what was evaluated first."""
     drawn = random_states()
     again = checked.evaluate(start, *batch[:2])
     used = [name for name, value in random_states().items() if value != drawn[name]]
@@ -60,7 +60,7 @@ def check_repeats(
 ) -> tuple[LossAndGradients, list[ModelFinding]]:
     """Evaluate at several points in turn, in the same memory and in new memory; all evaluated at a point must be one.
 
-    Not collective. Returns the evaluation at ``here``.
+    Returns the evaluation at ``here``.
     """
     x, y, _ = batch
     before = content((x, y))
@@ -96,10 +96,7 @@ def _differ(found: LossAndGradients, expected: LossAndGradients, when: str, why:
 
 
 def check_layers(checked: CheckedBlocks, batch: CheckBatch, here: Named) -> list[ModelFinding]:
-    """Check what layers promise: they overwrite gradients, their halves are the whole, the loss takes its scale.
-
-    Not collective.
-    """
+    """Check what layers promise: they overwrite gradients, their halves are the whole, the loss takes its scale."""
     one = checked.passed(here, batch[:2])[2]
     two = checked.passed(here, batch[:2], fill=1.0)[2]
     findings = []

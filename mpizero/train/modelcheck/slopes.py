@@ -151,12 +151,12 @@ class ParameterPoint:
 def dense(
     point: ParameterPoint, rng: np.random.Generator, names: Sequence[str] | Mapping[str, float]
 ) -> dict[str, Array]:
-    """Return a direction in which every element takes part. Not collective."""
+    """Return a direction in which every element takes part."""
     return {n: rng.standard_normal(point.at[n].shape) * point.scales[n] for n in names}
 
 
 def steep(point: ParameterPoint, rng: np.random.Generator, names: Sequence[str]) -> dict[str, Array]:
-    """Return a direction along the gradient itself, each parameter with a sign of its own. Not collective."""
+    """Return a direction along the gradient itself, each parameter with a sign of its own."""
     moves = {}
     for name in names:
         g = point.evaluation.gradients[name].astype(np.float64)
@@ -169,7 +169,7 @@ def steep(point: ParameterPoint, rng: np.random.Generator, names: Sequence[str])
 def scales_of(checked: CheckedModel, at: Named, evaluation: LossAndGradients) -> dict[str, float]:
     """Return for every trainable parameter how far its elements are moved: their own size, if they have one.
 
-    Parameters that are zeros are moved so far that the loss changes by a tenth. Not collective.
+    Parameters that are zeros are moved so far that the loss changes by a tenth.
     """
     own = {name: math.sqrt(float(np.mean(np.square(at[name], dtype=np.float64)))) for name in checked.names}
     largest = max([size for size in own.values() if size > 0], default=0.1)
@@ -182,14 +182,14 @@ def scales_of(checked: CheckedModel, at: Named, evaluation: LossAndGradients) ->
 
 
 def shaken(at: Named, rng: np.random.Generator) -> dict[str, Array]:
-    """Return parameters that differ in their last bits. Not collective."""
+    """Return parameters that differ in their last bits."""
     return {n: (v * (1 + np.finfo(v.dtype).eps * rng.integers(-1, 2, v.shape))).astype(v.dtype) for n, v in at.items()}
 
 
 def generic(
     checked: CheckedModel, at: Named, scales: Mapping[str, float], rng: np.random.Generator
 ) -> dict[str, Array]:
-    """Return a point near by at which nothing is zero or equal by accident. Not collective."""
+    """Return a point near by at which nothing is zero or equal by accident."""
     there = {name: np.array(value) for name, value in at.items()}
     for name, scale in scales.items():
         there[name] = (at[name] + 0.05 * scale * rng.standard_normal(at[name].shape)).astype(checked.dtype)

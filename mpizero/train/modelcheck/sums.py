@@ -25,12 +25,12 @@ class BatchSums:
         self.pieces = [_flat(piece) for piece in pieces]
 
     def total(self, what: str, count: int | None = None) -> Array:
-        """Return the sum of the first pieces. Not collective."""
+        """Return the sum of the first pieces."""
         total: Array = np.sum([piece[what] for piece in self.pieces[:count]], axis=0)
         return total
 
     def size(self, what: str) -> float:
-        """Return the largest magnitude that the terms have. Not collective."""
+        """Return the largest magnitude that the terms have."""
         return max(float(np.max(np.abs(v[what]), initial=0.0)) for v in (self.whole, *self.pieces))
 
 
