@@ -45,8 +45,8 @@ class Engine(PlacedModel):
 
     def train(self, x: Any, y: Any) -> StepReport:
         """Forward, backward, exact reduction, update."""
-        sent = self.grid.bytes_sent
         self._bound()
+        sent = self.grid.bytes_sent
         self.tuner.begin()
         batch, totals = self._compute(x, y, self.reducer, summed=True)
         report = self._finish(totals, sent, lambda: self._update(totals))

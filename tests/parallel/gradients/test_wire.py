@@ -57,6 +57,17 @@ def test_inside_one_shared_node_nothing_is_sent_but_scalars() -> None:
             assert found == scalars(4)
 
 
+def test_the_first_step_without_an_optimizer_does_not_count_that_ranks_agree_on_plain_sgd() -> None:
+    def first(comm: Any, optimizer: Any) -> int:
+        config = mz.ShardingConfig(comm=comm, micro_batch=1)
+        with config, mz.DDPModel(gpt(), config, optimizer=optimizer) as model:
+            model.train(*part(comm, *tokens(2)))
+            return model.last_step.bytes_sent
+
+    plain, given = (run_in_threads(2, lambda comm, o=o: first(comm, o)) for o in (None, mz.SGD(lr=0.01)))
+    assert plain == given
+
+
 def test_between_nodes_the_bytes_fall_by_the_ranks_of_a_node() -> None:
     flat = sum(found for found, _ in run_in_threads(4, lambda comm: sent(comm, "zero1", **PRIVATE)))
     nodes = sum(found for found, _ in run_in_threads(4, lambda comm: sent(comm, "zero1", ranks_per_node=2)))
