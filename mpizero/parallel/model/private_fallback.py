@@ -49,6 +49,7 @@ def in_private_memory(engine: Engine, parallel_layout: ParallelLayout | None, er
     made.step_number = engine.step_number
     if updater is not None:
         made.bind(updater.optimizer)
+        made.exchange.compress(engine.exchange.compression)
         assert made.updater is not None
         made.updater.watch = updater.watch
     made.scalars.watch, made.loss_scale = engine.scalars.watch, engine.loss_scale

@@ -77,6 +77,19 @@ def test_rows_that_the_first_step_has_no_room_for_make_all_ranks_keep_their_own_
     assert capsys.readouterr().err.count("every rank keeps its own copy") == 1
 
 
+def test_private_copies_keep_the_compression_of_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(comm: Any) -> str | None:
+        with mz.ShardingConfig(comm=comm, micro_batch=1) as config:
+            optimizer = mz.GradientCompressionOptimizer(mz.SGD(lr=1e-2), compression="int8")
+            with mz.DDPModel(gpt(), config, optimizer=optimizer) as model:
+                model.train(*part(comm, *tokens(24)))
+                assert model.metadata().ranks_per_node == 1
+                return model.engine.exchange.compression
+
+    limit_windows(monkeypatch, 3 * ROW)
+    assert run_in_threads(4, train) == ["int8"] * 4
+
+
 def test_a_larger_batch_without_room_is_an_error_that_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = tokens(16)
 
