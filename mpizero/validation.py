@@ -1,4 +1,4 @@
-"""Check numbers, flags and pairs that users give: every error names the argument, its value and what is expected.
+"""Check numbers and flags that users give: every error names the argument, its value and what is expected.
 
 A check is a function that returns the value to use, or raises :class:`Unexpected`, whose text says what is expected.
 :func:`require` makes an error of it; settings of a file and command line options have their own forms.
@@ -7,7 +7,7 @@ A check is a function that returns the value to use, or raises :class:`Unexpecte
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any, TypeGuard, TypeVar
 
@@ -95,10 +95,3 @@ def flag(value: Any) -> bool:
     if not isinstance(value, bool | np.bool):
         raise Unexpected("True or False")
     return bool(value)
-
-
-def pair(value: Any) -> tuple[Any, Any]:
-    """Take a sequence of two values."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
-        raise Unexpected("two numbers")
-    return value[0], value[1]

@@ -14,13 +14,14 @@ from mpizero.errors import ArgumentError, ConfigError
 from mpizero.names import explains
 from mpizero.optim.flat_optimizer import FlatOptimizer, RowSum
 from mpizero.types import Array, LearningRate
-from mpizero.validation import flag, fraction, pair, positive, require
+from mpizero.validation import flag, fraction, positive, require
 
 
 def _decay_rates(owner: str, betas: Any) -> tuple[float, float]:
     """Return two decay rates, each in [0, 1)."""
-    first, second = require(f"{owner}: betas", betas, pair)
-    return require(f"{owner}: betas[0]", first, fraction), require(f"{owner}: betas[1]", second, fraction)
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
+        raise ConfigError(f"{owner}: betas={betas!r}: expected two numbers >= 0 and < 1")
+    return require(f"{owner}: betas[0]", betas[0], fraction), require(f"{owner}: betas[1]", betas[1], fraction)
 
 
 @explains

@@ -191,7 +191,7 @@ def test_a_schedule_sets_the_rate_of_every_step():
         (lambda: optim.SGD(lr=True), "SGD: lr=True"),
         (lambda: optim.Adam(betas=(0.9, 1.0)), r"Adam: betas\[1\]=1.0: .* >= 0 and < 1"),
         (lambda: optim.Adam(betas=(-0.1, 0.9)), r"betas\[0\]=-0.1"),
-        (lambda: optim.Lion(betas=0.9), "Lion: betas=0.9: .* two numbers"),
+        (lambda: optim.Lion(betas=0.9), "Lion: betas=0.9: expected two numbers >= 0 and < 1"),
         (lambda: optim.LAMB(betas=(0.9,)), "two numbers"),
         (lambda: optim.Adam(eps=0.0), "Adam: eps=0.0: .* > 0"),
         (lambda: optim.RMSprop(alpha=1.0), "RMSprop: alpha=1.0"),
