@@ -1,7 +1,7 @@
 """Provide helpers for tests of code that uses mpizero: check models, compare layouts, run ranks as threads.
 
-``pytest_plugins = ["mpizero.testing.plugin"]`` in a top-level ``conftest.py`` brings the fixtures; run the tests with
-``mpiexec -n 4 python -m mpi4py -m pytest --with-mpi``.
+The line ``pytest_plugins = ["mpizero.testing.plugin"]`` in a top-level ``conftest.py`` adds the fixtures ``world`` and
+``rng``. Run the tests with ``mpiexec -n 4 python -m mpi4py -m pytest --with-mpi``.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load what needs the whole library when it is used: pytest imports this package at its start."""
+    """Load names that need the whole library on first use, because pytest imports this package when it starts."""
     if name in ("ModelFinding", "ModelReport", "check_model"):
         from mpizero.train import modelcheck
 

@@ -1,4 +1,4 @@
-"""Prove gradients and movements of data by identities."""
+"""Prove gradients by their Taylor remainder, and communication by its adjoint."""
 
 from __future__ import annotations
 
@@ -38,23 +38,24 @@ def taylor_test(
 ) -> float:
     """Prove that ``gradient`` is the gradient of ``f`` at ``x``: the Taylor remainder falls with slope 2.
 
-    Collective if ``f`` is: every rank uses the same direction. The remainder ``|f(x + h p) - f(x) - h <g, p>|`` is
-    taken at eight halvings of ``h``; a wrong gradient, be it by a factor 1/n, gives slope 1.
+    Collective if ``f`` is collective; every rank uses the same direction. The remainder
+    ``|f(x + h p) - f(x) - h <g, p>|`` is computed for nine values of ``h``, each half the one before. A wrong gradient,
+    be it only by a factor 1/n, gives slope 1.
 
     Parameters
     ----------
     f : callable
-        Maps an array, or a mapping of arrays, like ``x`` to a number; smooth near ``x``.
+        Maps a value like ``x`` to a number; must be smooth near ``x``.
     gradient : array, mapping or callable
         Gradient at ``x``, or a function that returns it.
     x : array or mapping of arrays
-        float64.
+        The point at which the gradient is tested, in float64.
     step : float
         First ``h``, along a random direction of unit length times the length of ``x`` (at least 1).
     seed : int
         Seed of the direction.
     tolerance : float
-        Largest distance of the slope from 2.
+        Largest allowed distance of the slope from 2.
 
     Returns
     -------
@@ -64,7 +65,7 @@ def taylor_test(
     Raises
     ------
     AssertionError
-        With all slopes, when the slope is not 2.
+        If the slope is not 2; the message has all slopes.
     TypeError
         If ``x`` is not float64: rounding would hide the slope.
     """
@@ -89,7 +90,7 @@ def taylor_test(
 def _remainders(
     f: Callable[[Any], float], gradient: Array, x: Point, step: float, seed: int
 ) -> tuple[list[float], list[float] | None]:
-    """Return the remainders for all steps, and the slopes between those above rounding (None if there are none)."""
+    """Return the remainders for all steps, and the slopes between those above rounding (None if all are below it)."""
     start = _flat(x)
     direction = np.random.default_rng(seed).standard_normal(start.size)
     direction *= max(1.0, float(np.linalg.norm(start))) / max(float(np.linalg.norm(direction)), 1e-300)
@@ -111,11 +112,11 @@ def adjoint_test(
     *,
     rtol: float = 1e-12,
 ) -> float:
-    """Prove that ``adjoint`` is the adjoint of the linear ``forward``: <F x, y> = <x, F* y>, summed over the ranks.
+    """Prove that ``adjoint`` is the adjoint of a linear ``forward``: <F x, y> = <x, F* y>, summed over the ranks.
 
-    Collective over ``comm``, as :class:`~mpizero.ShardingConfig` takes it. ``x`` and ``y`` are the parts of this rank,
-    ``y`` shaped like ``forward(x)``; parts may be empty. Every movement of data has an adjoint: a gather that of a
-    scatter, a broadcast that of a sum.
+    Collective over ``comm``, which is given as to :class:`~mpizero.ShardingConfig`. ``x`` and ``y`` are this rank's
+    parts, ``y`` shaped like ``forward(x)``; parts may be empty. Every linear communication has an adjoint: scatter is
+    the adjoint of gather, and a sum is the adjoint of a broadcast.
 
     Returns
     -------
@@ -125,7 +126,7 @@ def adjoint_test(
     Raises
     ------
     AssertionError
-        On every rank, with both products.
+        On every rank, if the products differ; the message has both.
     """
     fx, fy = np.asarray(forward(x)), np.asarray(adjoint(y))
     if fx.shape != np.shape(y) or fy.shape != np.shape(x):

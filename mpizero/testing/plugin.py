@@ -1,7 +1,8 @@
-"""Give every test a fresh communicator, and end all ranks when one fails: a pytest plugin.
+"""Give every test a new communicator, and end all ranks when one fails: a pytest plugin.
 
-Works with pytest-mpi (the marker ``mpi`` and the option ``--with-mpi``). As an entry point of pytest it must bear its
-module's name, so that ``pytest_plugins`` in a conftest finds it registered.
+It works with pytest-mpi (the marker ``mpi`` and the option ``--with-mpi``). If it is registered as an entry point of
+pytest, the entry point must have the module's name, so that ``pytest_plugins`` in a conftest does not register it
+twice.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _new_world(name: str) -> Communicator:
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Iterator[Communicator]:
-    """Give a communicator of all ranks that no other test has used. Collective over all ranks."""
+    """Provide a communicator of all ranks that no other test has used. Collective over all ranks."""
     communicator = _new_world(request.node.name)
     yield communicator
     communicator.close()
@@ -42,32 +43,32 @@ def world(request: pytest.FixtureRequest) -> Iterator[Communicator]:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """Give random numbers that repeat from run to run and differ between ranks. Not collective."""
+    """Provide a random number generator, the same from run to run, another on every rank. Not collective."""
     control = request.config.stash.get(_CONTROL, None)
     return np.random.default_rng([len(request.node.name), 0 if control is None else control.rank])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the setting ``mpi_patience``. Not collective."""
+    """Add the setting ``mpi_patience``, the seconds that a failed rank waits for the others. Not collective."""
     text = "seconds that a rank whose test failed waits for the others, who may be blocked in that test for ever"
     parser.addini("mpi_patience", text, default="10")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the communicator on which the ranks agree on outcomes. Collective over all ranks under --with-mpi."""
+    """Make the communicator over which ranks compare outcomes of tests. Collective over all ranks under --with-mpi."""
     if _uses_mpi(config):
         config.stash[_CONTROL] = _new_world("test outcomes")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Free what pytest_configure made. Collective over all ranks under --with-mpi."""
+    """Free the communicator that pytest_configure made. Collective over all ranks under --with-mpi."""
     if _CONTROL in config.stash:
         config.stash[_CONTROL].close()
         del config.stash[_CONTROL]
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Tell which MPI runs, and on how many ranks. Not collective."""
+    """Return a header line with the MPI library, this rank and the number of ranks. Not collective."""
     control = config.stash.get(_CONTROL, None)
     if control is None:
         return None
@@ -78,7 +79,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On several ranks, keep the tests marked ``mpi``: the others would run once for each rank. Not collective."""
+    """Deselect tests without the marker ``mpi`` on several ranks: each rank would repeat them. Not collective."""
     control = config.stash.get(_CONTROL, None)
     if control is None or control.size == 1:
         return
@@ -89,7 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """End the job where the ranks have found different tests. Collective over all ranks under --with-mpi."""
+    """End the job if the ranks have collected different tests. Collective over all ranks under --with-mpi."""
     control = session.config.stash.get(_CONTROL, None)
     if control is None:
         return
@@ -104,9 +105,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Agree on the outcome of a test marked ``mpi`` before its fixtures are torn down; end the job on disagreement.
+    """Compare the outcome of a test marked ``mpi`` on all ranks before its teardown; end the job if it differs.
 
-    Collective over all ranks under --with-mpi: once per test, at its call or at a set-up that did not pass.
+    Collective over all ranks under --with-mpi: once per test, after its call or after a set-up that did not pass.
     """
     report = yield
     control = item.config.stash.get(_CONTROL, None)
@@ -135,7 +136,7 @@ def _agree(item: pytest.Item, report: pytest.TestReport, control: Communicator) 
 
 
 def _end(config: pytest.Config, control: Communicator, text: str, speaks: bool) -> None:
-    """End the job after the ranks that have something to say have said it. Does not return under MPI."""
+    """End the job; ranks with ``speaks`` print ``text`` first, and the others give them time. Never returns in MPI."""
     if speaks:
         capture: Any = config.pluginmanager.getplugin("capturemanager")
         if capture is not None:

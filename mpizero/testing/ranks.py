@@ -1,4 +1,4 @@
-"""Assert on all ranks together, so that none is left waiting."""
+"""Assert on all ranks together, so that no rank is left waiting for one that failed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpizero.comm.startup.launch import one_process
 
 
 def parallel_assert(comm: Communicator, condition: object, message: str = "") -> None:
-    """Assert on all ranks what holds on each.
+    """Assert that ``condition`` is true on every rank; otherwise raise on all ranks.
 
     Collective over ``comm``.
 
@@ -27,15 +27,15 @@ def parallel_assert(comm: Communicator, condition: object, message: str = "") ->
 
 
 def assert_same_as_serial(function: Callable[[Any], Any], comm: Communicator) -> None:
-    """Assert that ``function(comm)`` has on every rank the bits that it has on a communicator of one process.
+    """Assert that ``function(comm)`` returns on every rank the same bits as on a communicator of one process.
 
-    Collective over ``comm``. The results are numbers, strings, arrays, or nested mappings and sequences of them; all of
-    it is compared, arrays by dtype, shape and bytes, so that NaN equals itself and 0.0 differs from -0.0.
+    Collective over ``comm``. The function returns numbers, strings, arrays, or nested mappings and sequences of them.
+    Arrays are compared by dtype, shape and bytes, so that NaN equals itself and 0.0 differs from -0.0.
 
     Raises
     ------
     AssertionError
-        On every rank, naming the ranks that differ and where.
+        On every rank, if a rank differs; the message names these ranks and the first difference.
     """
     try:
         difference = first_difference(function(comm), function(one_process()))

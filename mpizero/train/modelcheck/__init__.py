@@ -1,4 +1,4 @@
-"""Check that a user's model gives sums over samples, a right gradient, and the same values every time."""
+"""Check that a user's model returns sums over samples, a right gradient, and the same values every time."""
 
 from mpizero.train.modelcheck.check import check_model
 from mpizero.train.modelcheck.model_report import ModelFinding, ModelReport

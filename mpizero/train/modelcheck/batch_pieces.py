@@ -1,4 +1,4 @@
-"""Cut batches as training does, and protect them from being written."""
+"""Cut batches into pieces as training does, and make them read-only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cut(tree: Any, start: int, stop: int) -> Any:
 
 
 def read_only(tree: Any) -> Any:
-    """Return the same with read-only views in the place of arrays."""
+    """Return the same nested containers, with a read-only view in the place of every array."""
 
     def view(leaf: Any) -> Any:
         if not isinstance(leaf, np.ndarray):
@@ -39,5 +39,5 @@ def read_only(tree: Any) -> Any:
 
 
 def content(tree: Any) -> tuple[bytes, ...]:
-    """Return the bytes of all arrays."""
+    """Return the bytes of all arrays in nested containers, so that changes of them can be found."""
     return tuple(leaf.tobytes() for leaf in leaves_of(tree) if isinstance(leaf, np.ndarray))

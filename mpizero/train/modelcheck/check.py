@@ -1,4 +1,4 @@
-"""Run all checks of one model, on one rank, or on all ranks of a communicator and compare them."""
+"""Run all checks of one model, on one rank, or on all ranks of a communicator, and compare the ranks."""
 
 from __future__ import annotations
 
@@ -42,37 +42,45 @@ def check_model(
     parameters: Mapping[str, Array] | None = None,
     seed: int = 0,
 ) -> ModelReport:
-    """Check that a model is what training takes it for, and name everything that is wrong.
+    """Check that a model fulfils what training relies on, and name everything that is wrong.
 
-    Collective over ``comm``. Looked at are: types, shapes and names of what it returns; that it gives the same bits
-    every time, whatever was evaluated before and wherever its arrays lie, and leaves its arguments alone; that loss,
-    gradients and weight of a batch are the sums of those of its pieces; that the gradient is that of the loss, for each
-    parameter, by differences along directions; what layers promise; that predictions are made sample by sample; and
-    that all ranks compute the same bits. A handful of samples is enough, and takes a second or less for small models:
-    the model is evaluated some hundred times.
+    Collective over ``comm``. The checks are, in this order:
+
+    - values: the model returns what it must, with the right types, shapes and names;
+    - repeats: it returns the same bits every time, whatever was evaluated before and wherever its arrays lie in memory,
+      and does not change its arguments;
+    - layers: blocks overwrite their gradients, and the two halves of a backward pass do what the whole one does;
+    - sums: loss, gradients and weight of a batch are the sums of those of its pieces;
+    - gradient: the gradient of each parameter agrees with differences of the loss;
+    - prediction: each sample's prediction does not depend on the other samples;
+    - ranks: all ranks compute the same bits.
+
+    A handful of samples is enough. The model is evaluated about a hundred times; for small models that takes a second
+    or less.
 
     Parameters
     ----------
     model : BlockModel or BlackBoxModel
-        What is given to the sharded models: layers in blocks, a :class:`~mpizero.FunctionModel`.
+        The model as the sharded models take it: one of blocks of layers, or a :class:`~mpizero.FunctionModel`.
     x, y : arrays, or nested tuples and mappings of them
         Some samples, at least two and different from each other; the same on all ranks.
     comm : mpi4py communicator, Communicator or None
         The ranks that are compared, as in :class:`~mpizero.ShardingConfig`.
     parameters : mapping of str to array, or None
-        Values around which to look, in place of the start values; the model is evaluated close to them, too.
+        Values to use in place of the model's start values; the model is evaluated at them and close to them.
     seed : int
-        Of the directions.
+        Seed of the random directions along which parameters are changed.
 
     Returns
     -------
     ModelReport
-        What was looked at, if nothing is wrong; ``print`` shows it.
+        What was checked, if nothing is wrong; ``print`` shows it.
 
     Raises
     ------
     ModelCheckError
-        On all ranks, naming all that is wrong: what, which parameter, numbers, the probable cause and the way out.
+        Raised on all ranks if something is wrong. It names everything that is wrong: which value, of which parameter,
+        with numbers, the probable cause and a remedy.
     TypeError
         If ``model`` is not a model.
     """
@@ -86,7 +94,7 @@ def check_model(
 
 
 def examine(model: Any, x: Any, y: Any, *, comm: Any = None) -> ModelReport:
-    """Return the report of :func:`check_model`, whatever it says. Collective over ``comm``."""
+    """Run :func:`check_model`'s checks, and return the report even if the model is wrong. Collective over ``comm``."""
     with ShardingConfig(comm=comm) as config:
         return _looked_at(model, CheckBatch(x, y, sample_count(x, y)), config.communicator, None, 0)
 
@@ -106,7 +114,7 @@ def _looked_at(
 
 
 class _Check:
-    """Run one rank's checks and collect what they find."""
+    """Run the checks of one model on one rank, and collect findings, passed checks and notes."""
 
     def __init__(self, checked: CheckedModel, batch: CheckBatch, seed: int) -> None:
         self.checked, self.batch = checked, batch
@@ -118,7 +126,7 @@ class _Check:
         self.evaluated: list[LossAndGradients] = []
 
     def run(self, parameters: Mapping[str, Array] | None) -> None:
-        """Look at everything; stop where what follows would mean nothing."""
+        """Run all checks; stop at an evaluation that cannot be used, because later checks would mean nothing."""
         try:
             self._run(parameters)
         except UnusableEvaluation as error:
@@ -166,7 +174,7 @@ class _Check:
         return {name: np.array(parameters[name], value.dtype).reshape(value.shape) for name, value in start.items()}
 
     def _near(self, start: Named, scales: Mapping[str, float]) -> Named:
-        """Return a point near the start, or the start itself where the model can be evaluated only there."""
+        """Return random parameters near the start, or the start itself if the model cannot be evaluated near it."""
         there = generic(self.checked, start, scales, self.rng)
         try:
             self.checked.evaluate(there, self.batch.x, self.batch.y)
@@ -209,7 +217,7 @@ class _Check:
             self.passed.append(line)
 
     def _wide(self, here: Named) -> CheckedBlocks | None:
-        """Return a float32 model of blocks in float64; None where it is none, or its layers do not follow."""
+        """Return a float32 model of blocks in float64; None for other models, or if its layers stay in float32."""
         if not isinstance(self.checked, CheckedBlocks) or self.checked.dtype == np.float64:
             return None
         wide = self.checked.wide()
@@ -220,7 +228,7 @@ class _Check:
         return None if float(np.float32(evaluation.loss)) == evaluation.loss else wide
 
     def digests(self) -> dict[tuple[int, str], str]:
-        """Return a hash of each thing that all ranks must compute alike, in the order of computing. Not collective."""
+        """Return a hash of every value that must be equal on all ranks, in the order of computing. Not collective."""
         found = {}
         for number, evaluation in enumerate(self.evaluated):
             values = {"loss": np.array(evaluation.loss), "weight": np.array(evaluation.weight)}
@@ -230,7 +238,7 @@ class _Check:
 
 
 def _beside_others(check: _Check, comm: Communicator) -> tuple[ModelFinding, ...]:
-    """Return what all ranks have found, and where they differ. Collective over ``comm``."""
+    """Return the findings of all ranks, with one more where ranks computed other bits. Collective over ``comm``."""
     if comm.size == 1:
         check.notes.append("ranks: one only; under mpiexec -n 2 two are compared")
         return tuple(check.findings)

@@ -1,4 +1,4 @@
-"""Wrap both kinds of models in one interface: named parameters and a batch in; loss, gradients and weight out."""
+"""Wrap both kinds of models in one interface, which evaluates a batch and returns loss, gradients and weight."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Named = Mapping[str, Array]
 
 
 class LossAndGradients(NamedTuple):
-    """Hold the loss, gradients and weight of a batch; gradients are copies, of trainable parameters only."""
+    """Hold the loss, gradients and weight of a batch; the gradients are copies, and only of trainable parameters."""
 
     loss: float
     gradients: dict[str, Array]
@@ -32,35 +32,35 @@ class LossAndGradients(NamedTuple):
 
 
 class CheckedModel(Protocol):
-    """Define what a checked model offers. No method is collective."""
+    """Define the interface through which models are checked. No method is collective."""
 
-    #: Trainable parameters.
+    #: Names of the trainable parameters.
     names: tuple[str, ...]
     dtype: np.dtype[Any]
-    #: How often it was evaluated.
+    #: How often the model was evaluated.
     evaluations: int
 
     def start(self) -> dict[str, Array]:
         """Return the start values of all parameters, frozen ones too."""
 
     def evaluate(self, parameters: Named, x: Any, y: Any, first: int = 0, *, fresh: bool = False) -> LossAndGradients:
-        """Evaluate a batch whose first sample has number ``first``; ``fresh`` is in memory never used before."""
+        """Evaluate a batch whose first sample has number ``first``; with ``fresh``, parameters are in new arrays."""
 
     def loss(self, parameters: Named, x: Any, y: Any) -> float:
-        """Return the loss alone."""
+        """Return only the loss of a batch."""
 
     def predict(self, parameters: Named, x: Any) -> Any:
-        """Return the prediction; NotImplementedError where there is none."""
+        """Return the prediction for ``x``; raise NotImplementedError if the model has none."""
 
 
 def checked_model(model: Any) -> CheckedModel:
-    """Return a model's face; TypeError if it is none."""
+    """Wrap a model in the interface that fits it; raise TypeError if it is no model."""
     blocks_of(model)
     return CheckedBlocks(model) if isinstance(model, BlockModel) else CheckedFunction(model)
 
 
 class CheckedFunction:
-    """Call a function of named arrays as training does: always in the same memory, which it may not write."""
+    """Evaluate a function model as training does: its parameters lie always in the same, read-only memory."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.evaluations = model, 0
@@ -83,7 +83,7 @@ class CheckedFunction:
         return self._memory
 
     def evaluate(self, parameters: Named, x: Any, y: Any, first: int = 0, *, fresh: bool = False) -> LossAndGradients:
-        """Call ``loss_and_grad``, and refuse what training could not use."""
+        """Call ``loss_and_grad``, and raise UnusableEvaluation if training could not use what it returns."""
         self.evaluations += 1
         provided = self._provided(parameters, fresh)
         with np.errstate(all="ignore"):
@@ -105,11 +105,11 @@ class CheckedFunction:
             raise
 
     def loss(self, parameters: Named, x: Any, y: Any) -> float:
-        """Return the loss alone, for which the function computes all."""
+        """Return only the loss; the function computes the gradients too."""
         return self.evaluate(parameters, x, y).loss
 
     def predict(self, parameters: Named, x: Any) -> Any:
-        """Call ``predict``."""
+        """Return what the model's ``predict`` returns; raise NotImplementedError if it has none."""
         function = getattr(self.model, "predict", None)
         if function is None:
             raise NotImplementedError
@@ -164,7 +164,7 @@ class CheckedFunction:
 
 
 class CheckedBlocks:
-    """Run a sequence of blocks as training does; each pass writes its gradients into memory with other values."""
+    """Evaluate a model of blocks as training does; blocks write their gradients into given memory."""
 
     def __init__(self, model: Any, dtype: Any = None) -> None:
         self.model, self.evaluations = model, 0
@@ -179,11 +179,11 @@ class CheckedBlocks:
         return initial_parameters(self.model)
 
     def wide(self) -> CheckedBlocks:
-        """Return the same blocks in float64, where differences of the loss show more."""
+        """Return the same blocks in float64, where differences of the loss are more accurate."""
         return CheckedBlocks(self.model, np.float64)
 
     def evaluate(self, parameters: Named, x: Any, y: Any, first: int = 0, *, fresh: bool = False) -> LossAndGradients:
-        """Run forward and backward."""
+        """Run forward and backward, and add the gradients of all uses of tied parameters."""
         loss, weight, uses = self.passed(parameters, (x, y), first)
         gradients = {name: uses[name] for name in self.names}
         for spec in self.specs:
@@ -194,9 +194,10 @@ class CheckedBlocks:
     def passed(
         self, parameters: Named, batch: tuple[Any, Any], first: int = 0, *, fill: float = 0.0, halves: bool = False
     ) -> tuple[float, float, dict[str, Array]]:
-        """Return loss, weight and the gradient of every use of a parameter, written over ``fill``.
+        """Run forward and backward, and return loss, weight and the gradient of every use of a parameter.
 
-        ``halves`` runs the two halves of each backward pass, and twice the loss.
+        The memory for gradients is filled with ``fill`` before. With ``halves``, ``backward_input`` and
+        ``backward_weights`` run in place of ``backward``, with a loss scale of 2, which is divided out again.
         """
         self.evaluations += 1
         params, run, scale = bind(self.model, read_only(dict(parameters))), self._run(batch[0], first), 1.0 + halves
@@ -227,14 +228,14 @@ class CheckedBlocks:
         return run_on(self.model, x, run)
 
     def loss(self, parameters: Named, x: Any, y: Any) -> float:
-        """Run forward only."""
+        """Return only the loss of a batch, by a forward pass."""
         self.evaluations += 1
         with np.errstate(all="ignore"):
             prediction = evaluate(self.model, bind(self.model, parameters), x, self._run(x, 0))
             return float(self.model.loss.forward(prediction, y)[0])
 
     def predict(self, parameters: Named, x: Any) -> Any:
-        """Run forward without dropout."""
+        """Return the prediction for ``x``, by a forward pass without dropout."""
         self.evaluations += 1
         return evaluate(self.model, bind(self.model, parameters), read_only(x))
 
@@ -244,12 +245,12 @@ def _count(x: Any, y: Any) -> int:
 
 
 def place_of(error: BaseException) -> str:
-    """Return the user's own line that raised."""
+    """Return the line of the user's own code that raised ``error``."""
     return str(users_line(error.__traceback__) or "a line that is not known")
 
 
 def origin_of(model: Any, member: str) -> str:
-    """Return where a model's own code stands: a member of a black box, the class of others."""
+    """Return where a model's own code stands: a method with its place for a function model, else the class's name."""
     function = getattr(model, member, None) if isinstance(model, BlackBoxModel) else None
     return type(model).__name__ if function is None else named(function, member)
 

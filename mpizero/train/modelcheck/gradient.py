@@ -1,4 +1,4 @@
-"""Find the parameters whose gradient is wrong, and in which way it is wrong."""
+"""Find the parameters whose gradient is wrong, and the probable cause."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpizero.types import Array
 
 
 class WrongGradient(NamedTuple):
-    """Hold a parameter whose gradient is wrong, and the slopes along directions of this parameter alone."""
+    """Hold a parameter whose gradient is wrong, with the directions ``moves`` of it and the slopes along them."""
 
     name: str
     slopes: list[Slope]
@@ -22,7 +22,7 @@ class WrongGradient(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """Return what the gradient must be multiplied by, if it is one number."""
+        """Return the one factor by which the gradient is wrong everywhere: right / given; None if there is none."""
         ratios = [s.seen / s.said for s in self.slopes if s.said]
         if len(ratios) < len(self.slopes):
             return None
@@ -37,7 +37,7 @@ def check_gradient(
 ) -> tuple[list[ModelFinding], str, list[str]]:
     """Compare the gradient with differences of the loss at up to three points.
 
-    Returns findings, the line of what was measured, and notes.
+    Returns the findings, a line that says how many parameters agree, and notes.
     """
     point = points(0)
     names = [name for name in point.checked.names if point.at[name].size]
@@ -73,7 +73,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _not_shown_right(point: ParameterPoint, names: Sequence[str], rng: np.random.Generator) -> list[str]:
-    """Move all parameters together, and return those whose gradient is not shown right by it."""
+    """Change all parameters together, and return the parameters whose gradient that does not prove right."""
     slopes = [point.slope(direction(point, rng, names), rng, enough=1e-5) for direction in (steep, dense, dense)]
     if any(slope is None or point.verdict(slope) is False for slope in slopes):
         return list(names)
@@ -87,7 +87,7 @@ def _not_shown_right(point: ParameterPoint, names: Sequence[str], rng: np.random
 
 
 def _alone(point: ParameterPoint, name: str, rng: np.random.Generator) -> bool | None:
-    """Move one parameter: False if its gradient is wrong along a direction, None if it cannot be told."""
+    """Change one parameter alone, and tell whether its gradient is right; None if rounding hides that."""
     verdicts = [point.verdict(point.slope(d(point, rng, [name]), rng, enough=1e-6)) for d in (dense, steep)]
     return False if False in verdicts else None if None in verdicts else True
 
@@ -95,7 +95,7 @@ def _alone(point: ParameterPoint, name: str, rng: np.random.Generator) -> bool |
 def _explained(
     point: ParameterPoint, wrong: Sequence[WrongGradient], count: int, rng: np.random.Generator
 ) -> list[ModelFinding]:
-    """Say of each wrong gradient in which way it is wrong; once, if all are in one way."""
+    """Return one finding for each wrong gradient, or a single one if all are wrong by the same factor."""
     ratios = [w.ratio for w in wrong]
     if len(wrong) == count > 1 and None not in ratios:
         values = [ratio for ratio in ratios if ratio is not None]
@@ -141,13 +141,13 @@ def _of_factor(point: ParameterPoint, ratio: float) -> tuple[str, str]:
 
 
 def _fits(wrong: WrongGradient, value: Array) -> bool:
-    """Tell whether another gradient explains all slopes."""
+    """Tell whether all measured slopes agree with ``value`` as the gradient."""
     said = [float(np.sum(value * move)) for move in wrong.moves]
     return all(abs(s.seen - v) <= SURE * s.bound + 0.01 * abs(s.seen) for s, v in zip(wrong.slopes, said, strict=True))
 
 
 def _worst(point: ParameterPoint, wrong: WrongGradient, rng: np.random.Generator) -> list[int]:
-    """Return the index of an element in whose neighbourhood the gradient is most wrong, by halving."""
+    """Search by halving for the element around which the gradient is most wrong, and return its index."""
     shape = point.at[wrong.name].shape
     flat = rng.choice([-1.0, 1.0], math.prod(shape)) * point.scales[wrong.name]
     low, high = 0, flat.size

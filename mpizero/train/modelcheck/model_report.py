@@ -1,4 +1,4 @@
-"""Hold what a check of a model has found, for people and for programs."""
+"""Hold the result of checking a model, for people and for programs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class ModelFinding:
     Attributes
     ----------
     check : str
-        "values", "repeats", "sum", "gradient", "prediction", "layers" or "ranks".
+        The check that found it: "values", "repeats", "sum", "gradient", "prediction", "layers" or "ranks".
     what : str
-        "loss", "weight", "prediction", "gradient of 'w'", "block 'hidden.0'", ...
+        The wrong value: "loss", "weight", "prediction", "gradient of 'w'", ...
     seen : str
-        What was seen, with numbers.
+        What is wrong with it, with numbers.
     cause : str
-        What it probably comes from.
+        The probable cause.
     remedy : str
-        The way out.
+        How to repair it.
     """
 
     check: str
@@ -36,20 +36,20 @@ class ModelFinding:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """Hold what :func:`~mpizero.testing.check_model` checked and found.
+    """Hold the result of :func:`~mpizero.testing.check_model`.
 
     Attributes
     ----------
     findings : tuple of ModelFinding
         What is wrong; empty if nothing is.
     passed : tuple of str
-        A line for each check that found nothing, with what it measured.
+        One line for each check that passed, with what it measured.
     notes : tuple of str
-        What could not be looked at, or is worth knowing.
+        What could not be checked, or is worth knowing.
     evaluations : int
         How often the model was evaluated.
     seconds : float
-        How long it took.
+        Duration of all checks.
     """
 
     findings: tuple[ModelFinding, ...]
@@ -64,7 +64,7 @@ class ModelReport:
         return not self.findings
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the report as plain values, for JSON."""
         return {
             "right": self.right,
             "findings": [vars(finding) for finding in self.findings],
@@ -76,7 +76,7 @@ class ModelReport:
 
     @property
     def told(self) -> tuple[str, ...]:
-        """A line for each reason, which names all that it is the reason of."""
+        """Return one line for each check and cause, which names all values that are wrong for that cause."""
         groups: dict[tuple[str, str], list[ModelFinding]] = {}
         for finding in self.findings:
             groups.setdefault((finding.check, finding.cause), []).append(finding)
@@ -96,7 +96,7 @@ def _of_group(group: list[ModelFinding]) -> str:
 
 
 class UnusableEvaluation(Exception):  # noqa: N818 - never leaves the package
-    """Raised when what the model returns cannot be used at all; ends the check with these findings."""
+    """Raised when what the model returns cannot be used at all; the check ends with these findings."""
 
     def __init__(self, *findings: ModelFinding) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Check that predictions are made sample by sample and are the same every time."""
+"""Check that a prediction is the same every time, and that each sample's does not depend on the other samples."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mpizero.train.rounding import Rounding
 
 
 def check_prediction(checked: CheckedModel, batch: CheckBatch, here: Named) -> tuple[list[ModelFinding], str]:
-    """Compare the prediction for a batch with itself and with that for its pieces.
+    """Predict a batch twice, and in pieces, and compare the predictions.
 
-    The second result is the line of what was measured, empty if the model predicts nothing.
+    Returns findings, and a line that says what was measured: "" after a finding, or if the model predicts nothing.
     """
     try:
         whole = checked.predict(here, batch.x)

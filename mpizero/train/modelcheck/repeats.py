@@ -1,4 +1,4 @@
-"""Check that the model is a function: the same values every time, wherever its parameters lie in memory."""
+"""Check that the model returns the same values every time, wherever its parameters lie in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpizero.types import Array
 
 
 class CheckBatch(NamedTuple):
-    """Hold the batch to check with; ``samples`` is None where it cannot be cut."""
+    """Hold the batch to check with; ``samples`` is their number, None where the batch cannot be cut."""
 
     x: Any
     y: Any
@@ -24,7 +24,7 @@ class CheckBatch(NamedTuple):
 
 
 def unlike(found: LossAndGradients, expected: LossAndGradients) -> Iterator[tuple[str, str]]:
-    """Yield what differs in a bit, and how."""
+    """Yield the name of each value that differs in a bit between two evaluations, with both numbers."""
     for what in ("loss", "weight"):
         a, b = getattr(found, what), getattr(expected, what)
         if np.float64(a).tobytes() != np.float64(b).tobytes():
@@ -38,7 +38,7 @@ def unlike(found: LossAndGradients, expected: LossAndGradients) -> Iterator[tupl
 
 
 def random_states() -> dict[str, Any]:
-    """Return the state of every global generator that this process has."""
+    """Return the state of every global random number generator of this process."""
     states: dict[str, Any] = {"numpy.random": str(np.random.get_state()), "random": random.getstate()}  # noqa: NPY002
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "random"):
@@ -47,7 +47,7 @@ def random_states() -> dict[str, Any]:
 
 
 def check_again(checked: CheckedModel, batch: CheckBatch, start: Named, begun: LossAndGradients) -> list[ModelFinding]:
-    """Evaluate once more what was evaluated first."""
+    """Evaluate the start values once more, and compare with the first evaluation of them."""
     drawn = random_states()
     again = checked.evaluate(start, *batch[:2])
     used = [name for name, value in random_states().items() if value != drawn[name]]
@@ -58,9 +58,9 @@ def check_again(checked: CheckedModel, batch: CheckBatch, start: Named, begun: L
 def check_repeats(
     checked: CheckedModel, batch: CheckBatch, here: Named, elsewhere: tuple[Named, Named]
 ) -> tuple[LossAndGradients, list[ModelFinding]]:
-    """Evaluate at several points in turn, in the same memory and in new memory; all evaluated at a point must be one.
+    """Evaluate at several points in turn, in the same and in new memory; values at the same point must be equal.
 
-    Returns the evaluation at ``here``.
+    Returns the evaluation at ``here``, and the findings.
     """
     x, y, _ = batch
     before = content((x, y))
@@ -96,7 +96,10 @@ def _differ(found: LossAndGradients, expected: LossAndGradients, when: str, why:
 
 
 def check_layers(checked: CheckedBlocks, batch: CheckBatch, here: Named) -> list[ModelFinding]:
-    """Check what layers promise: they overwrite gradients, their halves are the whole, the loss takes its scale."""
+    """Check that layers overwrite gradients, that both halves of a backward pass do the same as the whole one.
+
+    The halves run with a loss scale of 2, so a loss that ignores its scale is found too.
+    """
     one = checked.passed(here, batch[:2])[2]
     two = checked.passed(here, batch[:2], fill=1.0)[2]
     findings = []
@@ -126,6 +129,6 @@ def check_layers(checked: CheckedBlocks, batch: CheckBatch, here: Named) -> list
 
 
 def _equal(found: Array, expected: Array) -> bool:
-    """Tell whether arrays are equal but for what twice the scale spares from underflow."""
+    """Tell whether arrays are equal, except for tiny values that underflow without the doubled loss scale."""
     tiny = 4 * np.finfo(expected.dtype).smallest_normal
     return bool((np.abs(found - expected) <= np.where(np.abs(expected) < tiny, tiny, 0)).all())

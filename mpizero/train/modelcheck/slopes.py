@@ -1,15 +1,15 @@
 """Compare the gradient with differences of the loss along directions.
 
-[Note: slopes] A difference (f(p + h d) - f(p - h d)) / 2h is apart from the derivative by truncation, which falls with
-h, and by rounding, which grows as h falls. Neither is known beforehand, so both are measured: truncation by what the
-last change of h has changed, rounding by second differences of the loss over steps so small that nothing else is left
-in them. The h where both together are least decides, unless a smaller one, at which rounding hides no such difference,
-says otherwise: a loss that is steep in a place and flat around it. The gradient is called wrong only where the
-difference exceeds them several times, at three points: a kink (of ReLU, of a maximum) lies within reach of one of
-them at most.
+[Note: slopes] The difference (f(p + h d) - f(p - h d)) / 2h differs from the derivative by truncation, which falls with
+h, and by rounding, which grows as h falls. Neither is known beforehand, so both are measured. Truncation is taken from
+the change of the difference at the last change of h. Rounding is taken from second differences of the loss over steps
+so small that they contain nothing else. The h with the smallest sum of both errors decides. One exception: a loss may
+be steep in one place and flat around it; so a smaller h counts if the gradient agrees there, and rounding is small
+enough to show a disagreement. The gradient is called wrong only if it is off by several times the error, at three
+points: a kink (of ReLU, of a maximum) is near one of them at most.
 
-All parameters are moved together first. What that shows is right for every parameter whose own part in the slope is
-well above its uncertainty; the others are moved alone.
+All parameters are first changed together. That proves the gradient of every parameter whose own part of the slope is
+well above the uncertainty. The other parameters are then changed one by one.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from mpizero.train.modelcheck.checked_model import CheckedModel, LossAndGradient
 from mpizero.train.modelcheck.repeats import CheckBatch
 from mpizero.types import Array
 
-#: A gradient that is off by less is not called wrong; in float32 by less than the second.
+#: Relative errors below which a gradient is not called wrong: in float64, and in float32.
 PRECISION = (1e-4, 2e-3)
-#: Uncertainty, relative to the slope, at which a parameter counts as measured.
+#: Largest uncertainty, relative to the slope, at which a slope counts as measured.
 MEASURED = 0.05
-#: How many times the uncertainty a difference must be, to be one.
+#: A difference counts only if it is this many times the uncertainty.
 SURE = 4.0
 
 Direction = Mapping[str, Array]
 
 
 class Slope(NamedTuple):
-    """Hold the derivative along a direction.
+    """Hold the derivative of the loss along one direction, measured and by the gradient.
 
     Attributes
     ----------
     seen, said : float
-        As the loss changes, and as the gradient has it.
+        The derivative as measured by differences of the loss, and as the gradient gives it.
     parts : dict of str to float
-        What each parameter adds to ``said``.
+        The part of each parameter in ``said``.
     bound : float
-        How far the two may be apart by truncation and rounding.
+        How much ``seen`` and ``said`` may differ by truncation and rounding.
     rounding : float
-        By rounding alone.
+        How much they may differ by rounding alone.
     """
 
     seen: float
@@ -57,12 +57,12 @@ class Slope(NamedTuple):
 
     @property
     def off(self) -> float:
-        """The distance of the two."""
+        """Return the distance between ``seen`` and ``said``."""
         return abs(self.seen - self.said)
 
 
 class ParameterPoint:
-    """Evaluate loss and gradient at one choice of the parameters, and differences around it."""
+    """Evaluate loss and gradient at one set of parameters, and differences of the loss around it."""
 
     def __init__(self, checked: CheckedModel, batch: CheckBatch, at: Named, scales: Mapping[str, float]) -> None:
         self.checked, self.batch, self.at, self.scales = checked, batch, at, scales
@@ -77,17 +77,17 @@ class ParameterPoint:
         self._shaken: dict[str, Array] | None = None
 
     def loss(self, move: Direction, h: float) -> tuple[float, dict[str, Array]]:
-        """Return the loss where ``move`` times ``h`` leads, and the parameters there; NaN where it has none."""
+        """Return the loss at the parameters plus ``h`` times ``move``, NaN if that fails, and those parameters."""
         there = dict(self.at)
         for name, direction in move.items():
             there[name] = (self.at[name] + h * direction).astype(self.checked.dtype)
         try:
             return self.checked.loss(there, self.batch.x, self.batch.y), there
-        except Exception:  # noqa: BLE001 - where the model is defined at its start, not here, NaN says so
+        except Exception:  # noqa: BLE001 - the model may be defined at its start values, but not here
             return math.nan, there
 
     def noise(self, rng: np.random.Generator) -> float:
-        """Return how far rounding moves the loss."""
+        """Return by how much rounding changes the loss, measured once."""
         if self._noise is None:
             h = 64 * float(np.finfo(self.checked.dtype).eps) if self.checked.dtype == np.float32 else 1e-7
             found = [float(np.finfo(np.float32 if self._coarse else np.float64).eps) * abs(self.evaluation.loss)]
@@ -99,7 +99,7 @@ class ParameterPoint:
         return self._noise
 
     def shaken(self, rng: np.random.Generator) -> dict[str, Array]:
-        """Return how far rounding moves the gradient: by what the last bits of the parameters change."""
+        """Return by how much the gradient changes when the last bits of the parameters change, measured once."""
         if self._shaken is None:
             moved = shaken(self.at, rng)
             gradients = self.checked.evaluate(moved, self.batch.x, self.batch.y).gradients
@@ -108,9 +108,9 @@ class ParameterPoint:
         return self._shaken
 
     def slope(self, move: Direction, rng: np.random.Generator, enough: float = 0.0) -> Slope | None:
-        """Measure the derivative along a direction; None where the loss cannot be evaluated around here.
+        """Measure the derivative along a direction; return None if the loss cannot be evaluated around this point.
 
-        ``enough`` is the relative uncertainty at which to stop.
+        ``enough`` is the relative uncertainty at which the search for the best step stops.
         """
         noise, h, tried = self.noise(rng), 1.0, list[Slope]()
         for _ in range(15):
@@ -134,12 +134,12 @@ class ParameterPoint:
         return best._replace(bound=max(best.bound, best.off / SURE)) if nearer else best
 
     def shows_right(self, rng: np.random.Generator) -> bool:
-        """Tell whether nothing speaks against the gradient along its own direction."""
+        """Tell whether the gradient is not found wrong along its own direction."""
         names = [name for name in self.checked.names if self.at[name].size]
         return self.verdict(self.slope(steep(self, rng, names), rng)) is not False
 
     def verdict(self, slope: Slope | None) -> bool | None:
-        """Tell whether the gradient is right along a direction; None where it cannot be told."""
+        """Tell whether the gradient is right along a direction; None if the slope is too uncertain to tell."""
         if slope is None:
             return None
         size = max(abs(slope.seen), abs(slope.said))
@@ -151,12 +151,12 @@ class ParameterPoint:
 def dense(
     point: ParameterPoint, rng: np.random.Generator, names: Sequence[str] | Mapping[str, float]
 ) -> dict[str, Array]:
-    """Return a direction in which every element takes part."""
+    """Return a random direction in which every element of the named parameters changes."""
     return {n: rng.standard_normal(point.at[n].shape) * point.scales[n] for n in names}
 
 
 def steep(point: ParameterPoint, rng: np.random.Generator, names: Sequence[str]) -> dict[str, Array]:
-    """Return a direction along the gradient itself, each parameter with a sign of its own."""
+    """Return the direction of the gradient of the named parameters, with a random sign for each parameter."""
     moves = {}
     for name in names:
         g = point.evaluation.gradients[name].astype(np.float64)
@@ -167,9 +167,9 @@ def steep(point: ParameterPoint, rng: np.random.Generator, names: Sequence[str])
 
 
 def scales_of(checked: CheckedModel, at: Named, evaluation: LossAndGradients) -> dict[str, float]:
-    """Return for every trainable parameter how far its elements are moved: their own size, if they have one.
+    """Return by how much the elements of every trainable parameter are changed: by their own mean size.
 
-    Parameters that are zeros are moved so far that the loss changes by a tenth.
+    A parameter of zeros is changed by as much as changes the loss by about a tenth, within limits.
     """
     own = {name: math.sqrt(float(np.mean(np.square(at[name], dtype=np.float64)))) for name in checked.names}
     largest = max([size for size in own.values() if size > 0], default=0.1)
@@ -182,14 +182,14 @@ def scales_of(checked: CheckedModel, at: Named, evaluation: LossAndGradients) ->
 
 
 def shaken(at: Named, rng: np.random.Generator) -> dict[str, Array]:
-    """Return parameters that differ in their last bits."""
+    """Return parameters that differ from the given ones at random in their last bits."""
     return {n: (v * (1 + np.finfo(v.dtype).eps * rng.integers(-1, 2, v.shape))).astype(v.dtype) for n, v in at.items()}
 
 
 def generic(
     checked: CheckedModel, at: Named, scales: Mapping[str, float], rng: np.random.Generator
 ) -> dict[str, Array]:
-    """Return a point near by at which nothing is zero or equal by accident."""
+    """Return random parameters near the given ones, at which no elements are zero or equal by accident."""
     there = {name: np.array(value) for name, value in at.items()}
     for name, scale in scales.items():
         there[name] = (at[name] + 0.05 * scale * rng.standard_normal(at[name].shape)).astype(checked.dtype)

@@ -1,4 +1,4 @@
-"""Check that loss, gradients and weight are sums over samples: a batch's equal those of its pieces together."""
+"""Check that loss, gradients and weight are sums over samples: a batch has the sums of its pieces."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from mpizero.train.modelcheck.repeats import CheckBatch
 from mpizero.train.rounding import Rounding
 from mpizero.types import Array
 
-#: How far sums may be apart, in units of what rounding of the parameters' last bits changes.
+#: How much sums may differ, as a multiple of what changing the last bits of the parameters changes.
 OF_NOISE = 64.0
 
 
 class BatchSums:
-    """Hold the values of a batch and of its pieces, as float64 arrays by quantity."""
+    """Hold loss, weight and gradients of a batch and of its pieces, as float64 arrays by name."""
 
     def __init__(self, whole: LossAndGradients, pieces: list[LossAndGradients], counts: list[int]) -> None:
         self.whole, self.counts = _flat(whole), counts
         self.pieces = [_flat(piece) for piece in pieces]
 
     def total(self, what: str, count: int | None = None) -> Array:
-        """Return the sum of the first pieces."""
+        """Return the sum of one quantity over the first ``count`` pieces, or over all."""
         total: Array = np.sum([piece[what] for piece in self.pieces[:count]], axis=0)
         return total
 
     def size(self, what: str) -> float:
-        """Return the largest magnitude that the terms have."""
+        """Return the largest magnitude of one quantity in the batch and in its pieces."""
         return max(float(np.max(np.abs(v[what]), initial=0.0)) for v in (self.whole, *self.pieces))
 
 
@@ -46,9 +46,10 @@ def check_sums(
     whole: LossAndGradients,
     noise: Callable[[], list[LossAndGradients]],
 ) -> tuple[list[ModelFinding], str]:
-    """Compare a batch with its pieces: a single sample, a few, the rest.
+    """Compare a batch with the sum of its pieces: a single sample, about a third, the rest.
 
-    Not collective. ``noise`` gives evaluated at parameters that differ in their last bits.
+    ``noise`` returns evaluations of the batch at parameters that differ in their last bits. The result is the findings,
+    and a line that says how well the sums agree.
     """
     count = batch.samples or 0
     marks = sorted({0, 1, 1 + (count - 1) // 3 or 1, count})

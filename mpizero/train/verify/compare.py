@@ -1,4 +1,4 @@
-"""Run the layouts, in threads of this process or on ranks of a communicator, and collect the verdicts."""
+"""Run a training on several layouts, as threads or on the ranks of a communicator, and compare it with one process."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from mpizero.train.verify.pair import UNREPEATED, TrainingPair
 from mpizero.train.verify.training import Feed, Key, ObservedTraining, TrainingTask, placed
 from mpizero.train.verify.verdicts import Finding, Report, Verdict
 
-#: ``progress(layout, step)`` is told after every step, on rank 0.
+#: A function ``progress(layout, step)`` that is called on rank 0 after every step.
 Progress = Callable[[str, int], None]
 
 
 class ReferenceTrace(NamedTuple):
-    """Hold what one process computed: each step's loss, gradient norm and hashes, and the hash of the last parameters.
+    """Hold the training of one process: loss, gradient norm and hashes of each step, hash of the last parameters.
 
-    ``rounding`` is that of its type and sums.
+    ``rounding`` says how much rounding may change, for the training's dtype and length of sums.
     """
 
     rounding: Rounding
@@ -54,47 +54,48 @@ def compare_layouts(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Report:
-    """Train the same on several layouts, and name the first number in which one differs from one process.
+    """Run the same training on several layouts, and name the first number of each that differs from one process.
 
-    Collective over ``comm``. The loss, the norm and a hash of every tensor (parameters as each rank sees them,
-    optimizer arrays) are compared after every step. Where they differ, the training is run once more up to that step,
-    and what the step computes is compared in its order: loss, gradient, norm, clipped gradient, optimizer arrays,
-    parameters. A layout with tensor or context groups is looked at like that in every step, within a tolerance.
+    Collective over ``comm``. The loss, the gradient norm and a hash of every tensor are compared after every step; the
+    tensors are the parameters, as each rank sees them, and the optimizer's arrays. Where something differs, the
+    training is run once more up to that step. Then everything that the step computes is compared, in this order: loss,
+    gradient, norm, clipped gradient, optimizer arrays, parameters. A layout with tensor or context groups agrees only
+    within a tolerance; for it all of this is compared in every step.
 
     Parameters
     ----------
     make_model : callable
-        ``make_model(comm)`` returns a new model; ``comm`` has the rank and size that a model which talks to other
-        ranks itself must know, most ignore it.
+        ``make_model(comm)`` returns a new model. Only a model that communicates itself needs ``comm``, the layout's
+        ranks.
     batches : sequence of (x, y), or callable
-        Global batches, the same on every rank; or ``batches(config, group)``, which yields the parts of this rank of
-        ``group``.
+        Global batches, the same on every rank; or a function ``batches(config, group)`` that yields this rank's part of
+        each global batch, for its rank in ``group``.
     layouts : sequence of str
-        For example "2", "zero3*4", "pipeline=2, data=2", "tensor=2"; docs/verify.md has all of it.
+        Names such as "2", "zero3*4", "pipeline=2, data=2", "tensor=2"; docs/verify.md explains them.
     make_optimizer : callable
         Returns a new optimizer; the default is plain SGD.
     comm : mpi4py communicator, Communicator, "self" or None
-        Each layout takes its first ranks. "self", and None where no launcher has started several ranks, runs the ranks
-        as threads of this process, without MPI.
+        Each layout runs on its first ranks. With "self" the ranks of a layout are threads of this process, without MPI;
+        so they are with None where no launcher has started several ranks.
     steps : int or None
-        How many to compare; None is all of a sequence.
+        Number of steps to compare; None for all of a sequence of batches.
     tolerance : float or None
-        Relative, for layouts that round; None follows from the type and the
-        length of sums: 16 epsilon for every doubling of it.
+        Relative difference allowed for layouts with tensor or context groups. None computes it from the dtype and the
+        length of sums: 16 epsilon for every doubling of the length.
     progress : callable or None
         ``progress(layout, step)`` is called on rank 0 after every step.
     **settings
-        Of :class:`~mpizero.ShardingConfig`: ``micro_batch``, ``clip``, ...
+        Settings of :class:`~mpizero.ShardingConfig`: ``micro_batch``, ``clip``, ...
 
     Returns
     -------
     Report
-        The same on every rank.
+        The verdicts on all layouts, the same on every rank.
 
     Raises
     ------
     ConfigError
-        A layout that does not exist, or needs more ranks than ``comm`` has.
+        If a layout's name is not understood, or the layout needs more ranks than ``comm`` has.
     """
     task = _task(make_model, batches, make_optimizer, steps, settings)
     chosen = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
@@ -115,7 +116,7 @@ def _task(
 
 
 def _samples_of_rank(batches: Sequence[tuple[Any, Any]]) -> Feed:
-    """Return what gives each rank its samples of global batches."""
+    """Return a feed that gives each rank its samples of each global batch."""
 
     def feed(config: ShardingConfig, group: Communicator) -> Iterator[tuple[Any, Any]]:
         for x, y in batches:
@@ -149,7 +150,7 @@ def _compare(
 
 
 def _silent(layout: str, step: int) -> None:
-    """Tell nobody."""
+    """Ignore a step: the progress function of ranks that report none."""
 
 
 def _on_first(world: Communicator | None, function: Callable[[], Any]) -> Any:
@@ -163,7 +164,7 @@ def _on_first(world: Communicator | None, function: Callable[[], Any]) -> Any:
 
 
 def _run(comparison: LayoutComparison, world: Communicator | None) -> Verdict:
-    """Compare one layout on its ranks; every rank gets the verdict."""
+    """Compare one layout on its ranks, and return the verdict on every rank of ``world``."""
     ranks = comparison.layout.ranks
     if world is None:
         return run_in_threads(ranks, comparison.run)[0]
@@ -176,7 +177,7 @@ def _run(comparison: LayoutComparison, world: Communicator | None) -> Verdict:
 
 
 def record(task: TrainingTask, tell: Progress = _silent) -> ReferenceTrace:
-    """Train in one process, and keep what all layouts are compared with.
+    """Train in one process, and return the figures and hashes that all layouts are compared with.
 
     Not collective.
     """
@@ -199,7 +200,7 @@ def _seen(training: ObservedTraining) -> tuple[float | None, float | None, dict[
 
 
 class LayoutComparison(NamedTuple):
-    """Compare one layout with one process; a ``rounding`` without tolerance compares bits."""
+    """Compare one layout with one process: in bits if ``rounding`` has no tolerance, else within it."""
 
     task: TrainingTask
     layout: Layout
@@ -208,7 +209,7 @@ class LayoutComparison(NamedTuple):
     tell: Progress
 
     def run(self, comm: Communicator) -> Verdict:
-        """Run it. Collective over ``comm``, which has as many ranks as the layout."""
+        """Train on the layout and return the verdict. Collective over ``comm``, which has the layout's ranks."""
         started = time.monotonic()
         how = self._exact if self.rounding.tolerance is None else self._rounded
         steps, sha256, largest, finding = how(comm)
@@ -221,7 +222,7 @@ class LayoutComparison(NamedTuple):
             self.tell(str(self.layout), step)
 
     def _exact(self, comm: Communicator) -> tuple[int, str, float, Finding | None]:
-        """Train as users do, and compare hashes; where they differ, run up to there again and look."""
+        """Train as users do and compare hashes; after a difference, run again up to that step and search it."""
         wrong = None
         with placed(self.task, comm, self.layout) as training:
             for number in range(self.task.steps + 1):
@@ -236,7 +237,7 @@ class LayoutComparison(NamedTuple):
         return max(0, wrong.step - 1), sha256, 0.0, self._look(comm, wrong.step) or wrong
 
     def _unlike(self, training: ObservedTraining, number: int) -> Finding | None:
-        """Return what differs after a step, if anything does on any rank. Collective."""
+        """Return the first difference after a step, found on any rank; None if there is none. Collective."""
         loss, norm, digests = self.trace.steps[number]
         seen = _seen(training)
         mine: Finding | None = None
@@ -253,7 +254,7 @@ class LayoutComparison(NamedTuple):
         return replace(everyone[different[0]], ranks=tuple(different)) if different else None
 
     def _look(self, comm: Communicator, step: int) -> Finding | None:
-        """Run again up to a step, and compare everything in it. Collective."""
+        """Train anew up to a step, and compare everything that the step computes. Collective."""
         with self._pair(comm) as pair:
             if not step:
                 return pair.start()
@@ -261,7 +262,7 @@ class LayoutComparison(NamedTuple):
             return pair.step(step)
 
     def _rounded(self, comm: Communicator) -> tuple[int, str, float, Finding | None]:
-        """Look at every step, beside one process that follows."""
+        """Compare all that every step computes with one process, which takes the layout's state before each step."""
         finding, done = None, 0
         with self._pair(comm) as pair:
             for number in range(self.task.steps + 1):

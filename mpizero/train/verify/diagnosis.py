@@ -1,7 +1,7 @@
-"""Conclude from the pattern of a difference on its cause; arrays and numbers only, no ranks run here.
+"""Find the probable cause of a difference from its pattern; computes on arrays and numbers only, without ranks.
 
-[Note: cause and pattern] A cause is named only where no other one known here would leave the same numbers. What can be
-seen in the numbers is told in any case.
+[Note: cause and pattern] A cause is named only where no other cause known here would leave the same numbers. The
+pattern that is seen in the numbers is told in any case.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DEPENDS = "something depends on the rank: random numbers keyed by it, data of i
 
 
 class Diagnosis(NamedTuple):
-    """Hold the cause, where the numbers show one, and what can be seen in them."""
+    """Hold the cause of a difference, where the numbers show one, and the pattern that is seen in them."""
 
     cause: str | None = None
     seen: str | None = None
@@ -29,24 +29,24 @@ class Diagnosis(NamedTuple):
 
 @dataclass(frozen=True)
 class LossEvidence:
-    """Hold mean losses of one batch with the same parameters.
+    """Hold the mean losses of one batch that the layout and one process computed from equal parameters.
 
     Attributes
     ----------
     first, again : float
-        In the layout, evaluated twice for training.
+        Loss in the layout, of two evaluations in training mode.
     expected : float
-        In one process.
+        Loss in one process.
     quiet, quiet_expected : float
-        Without training, so without dropout, in the layout and in one process.
+        Loss without dropout, not in training mode, in the layout and in one process.
     weight, weight_expected : float
-        What the sums of losses were divided by.
+        What the sum of losses was divided by, in the layout and in one process.
     grains : mapping of int to (float, int)
         Loss sum of each grain in the layout, and the rank that computed it.
     grains_expected : mapping of int to float
-        In one process.
+        Loss sum of each grain in one process.
     rounding : Rounding
-        Of this training.
+        How much rounding may change in this training.
     """
 
     first: float
@@ -62,34 +62,34 @@ class LossEvidence:
 
     @property
     def wrong_grains(self) -> list[int]:
-        """The grains with another loss, in order. Not collective."""
+        """Return the numbers of the grains whose loss differs from one process, in order."""
         pairs = ((g, loss, self.grains_expected.get(g)) for g, (loss, _) in sorted(self.grains.items()))
         return [g for g, loss, wanted in pairs if wanted is not None and not self.rounding.same(loss, wanted)]
 
     @property
     def wrong_ranks(self) -> set[int]:
-        """The ranks that computed them. Not collective."""
+        """Return the ranks that computed a grain whose loss differs."""
         return {self.grains[grain][1] for grain in self.wrong_grains}
 
     @property
     def right_ranks(self) -> set[int]:
-        """The ranks that computed only grains with the right loss. Not collective."""
+        """Return the ranks that computed only grains whose loss is right."""
         return {rank for _, rank in self.grains.values()} - self.wrong_ranks
 
 
 class RankGradients(NamedTuple):
-    """Hold how one rank's gradients of a tensor, by micro-batch, compare with those of one process.
+    """Compare the gradients of one tensor that one rank computed, by micro-batch, with those of one process.
 
     Attributes
     ----------
     rank : int
-        Of the layout.
+        The rank's number in the layout.
     grains : tuple of int
-        Those of its grains with other gradients.
+        The grains of this rank whose gradients differ.
     factor : float or None
-        What all of these are multiplied by, if it is one number.
+        The one factor by which all these gradients differ; None if there is no such factor.
     largest : float
-        How far they are apart, relative to the largest element.
+        The largest difference, relative to the largest element.
     """
 
     rank: int
@@ -100,24 +100,26 @@ class RankGradients(NamedTuple):
 
 @dataclass(frozen=True)
 class GradientEvidence:
-    """Hold averaged gradients of the tensors that differ, by name, with the same parameters.
+    """Hold the gradients of the parameters whose gradients differ, computed from equal parameters.
+
+    Each mapping goes from a parameter's name to values of its gradient.
 
     Attributes
     ----------
     found, again : mapping of str to array
-        In the layout, evaluated twice.
+        Averaged gradient in the layout, of two evaluations.
     expected : mapping of str to array
-        In one process.
+        Averaged gradient in one process.
     own : mapping of str to array
-        The sums over the samples of each element's owner alone.
+        Gradient sum over the samples of one rank only: for each element, of the rank that updates it.
     uses : mapping of str to mapping of str to array
-        Of tied parameters: the part of each use, by its name.
+        For tied parameters the part of each use in the gradient, by the name of the use.
     computed : sequence of RankGradients
-        What each rank computed, before anything was added; empty where that cannot be compared.
+        The comparison of each rank's gradients before they are added up; empty where they cannot be compared.
     tensors : int
-        How many trainable tensors the model has.
+        Number of trainable tensors of the model.
     rounding : Rounding
-        Of this training.
+        How much rounding may change in this training.
     """
 
     found: Mapping[str, Array]
@@ -131,21 +133,21 @@ class GradientEvidence:
 
     @property
     def wrong_ranks(self) -> list[int]:
-        """The ranks that computed other gradients. Not collective."""
+        """Return the ranks that computed gradients other than those of one process."""
         return [one.rank for one in self.computed if one.grains]
 
     @property
     def right_again(self) -> bool:
-        """Tell whether the second evaluation gave what one process has. Not collective."""
+        """Tell whether the second evaluation gave the gradients of one process."""
         if self.rounding.tolerance is None:
             return _same_bits(self.again, self.expected)
         return all(self.rounding.close(self.again[name], self.expected[name]) for name in self.expected)
 
 
 def of_loss(seen: LossEvidence, counts: Mapping[str, int]) -> Diagnosis:
-    """Return what is to be said of another loss. Not collective.
+    """Find the probable cause of a loss that differs.
 
-    ``counts`` are the numbers that a sum may be divided by, by what they count.
+    ``counts`` are the numbers by which a sum may have been divided: from the name of what is counted to its number.
     """
     rounding, wrong, right = seen.rounding, seen.wrong_ranks, seen.right_ranks
     if repeated := _repeated(rounding.same(seen.again, seen.expected), seen.again == seen.first):
@@ -173,7 +175,7 @@ def of_loss(seen: LossEvidence, counts: Mapping[str, int]) -> Diagnosis:
 
 
 def of_gradient(seen: GradientEvidence, counts: Mapping[str, int]) -> Diagnosis:
-    """Return what is to be said of another gradient where the loss is the same. Not collective."""
+    """Find the probable cause of a gradient that differs although the loss is the same."""
     found, expected, rounding = seen.found, seen.expected, seen.rounding
     if repeated := _repeated(seen.right_again, _same_bits(seen.again, found)):
         return Diagnosis(repeated, _computed(seen))
@@ -200,7 +202,7 @@ def of_gradient(seen: GradientEvidence, counts: Mapping[str, int]) -> Diagnosis:
 
 
 def of_norm(found: float | None, expected: float | None, rounding: Rounding, counts: Mapping[str, int]) -> Diagnosis:
-    """Return what is to be said of another norm of an equal gradient. Not collective."""
+    """Find the probable cause of a gradient norm that differs although the gradient is the same."""
     if found is None or not expected:
         return Diagnosis("a missed clip: this layout never asked for the norm" if expected else None)
     if rounding.near(found, expected):
@@ -215,7 +217,7 @@ def of_norm(found: float | None, expected: float | None, rounding: Rounding, cou
 
 
 def of_clipped(found: Array, before: Array, expected: Array, rounding: Rounding) -> Diagnosis:
-    """Return what is to be said of another gradient after clipping. Not collective."""
+    """Find the probable cause of a clipped gradient that differs although gradient and norm are the same."""
     if np.array_equal(found, before):
         return Diagnosis("a missed clip: these elements are as they were before clipping")
     factor = rounding.factor([found], [expected])
@@ -223,7 +225,7 @@ def of_clipped(found: Array, before: Array, expected: Array, rounding: Rounding)
 
 
 def of_update(found: Array, before: Array, quantity: str) -> str | None:
-    """Return the probable cause of other values after an update with an equal gradient. Not collective."""
+    """Find the probable cause of values that differ after an update with the same gradient; None if unknown."""
     if np.array_equal(found, before):
         if quantity == "parameter":
             return "stale parameters: these elements have the values of the step before, the new ones never came"
@@ -246,7 +248,7 @@ def _repeated(right_again: bool, same_again: bool) -> str | None:
 
 
 def _computed(seen: GradientEvidence) -> str | None:
-    """Tell whose gradients differ before anything is added."""
+    """Describe which ranks' gradients differ before they are added up."""
     rounding, wrong = seen.rounding, [one for one in seen.computed if one.grains]
     if not seen.computed:
         return "gradients of single ranks cannot be compared here: the owner of the elements is named"
@@ -270,7 +272,7 @@ def _computed(seen: GradientEvidence) -> str | None:
 
 
 def _tied(seen: GradientEvidence) -> str | None:
-    """Tell which use of tied parameters was added too often or not at all."""
+    """Describe which use of a tied parameter was added twice or left out; None if that explains nothing."""
     if not set(seen.found) <= set(seen.uses):
         return None
     told: set[str] = set()
@@ -288,14 +290,14 @@ def _tied(seen: GradientEvidence) -> str | None:
 
 
 def _is_part(extra: Array, part: Array, whole: Array, rounding: Rounding) -> bool:
-    """Tell whether what is too much is one part, which itself is far more than rounding."""
+    """Tell whether the difference ``extra`` equals ``part``, which must itself be far more than rounding."""
     size = largest(part)
     bound = max(rounding.of_sums, rounding.tolerance or 0.0) * max(size, largest(whole))
     return size > 8 * bound and largest(extra - part) <= bound
 
 
 def _skipped(seen: GradientEvidence) -> bool:
-    """Tell whether every tensor that differs is what its owners had alone."""
+    """Tell whether every gradient that differs is the sum over its owner's samples only, not over all ranks."""
 
     def multiple(values: Mapping[str, Array], name: str) -> float | None:
         return seen.rounding.factor([values[name]], [seen.own[name]], keep_one=True, summed=True)
@@ -304,7 +306,7 @@ def _skipped(seen: GradientEvidence) -> bool:
 
 
 def _wrong_count(what: str, factor: float, counts: Mapping[str, int], rounding: Rounding) -> Diagnosis:
-    """Name what a sum was divided by, if the factor is a ratio of counts; else tell the factor."""
+    """Name the wrong count by which a sum was divided, if ``factor`` is a ratio of counts; else tell the factor."""
     shown = f"{what} is {_times(factor)} what it must be"
     for size in sorted(set(counts.values()) - {1}):
         for times in (float(size), 1 / size):
@@ -323,12 +325,12 @@ def _wrong_count(what: str, factor: float, counts: Mapping[str, int], rounding: 
 
 
 def _with(told: Diagnosis, seen: str | None) -> Diagnosis:
-    """Say ``seen`` before what is told already."""
+    """Return a diagnosis with ``seen`` appended to the pattern that it has."""
     return told._replace(seen="; ".join(filter(None, (told.seen, seen))) or None)
 
 
 def _times(factor: float) -> str:
-    """Write a factor so that its distance from 1 can be read."""
+    """Format a factor so that a small distance from 1 can be read."""
     apart = factor - 1
     return f"1 {'+' if apart > 0 else '-'} {abs(apart):.3g} times" if 0 < abs(apart) < 1e-3 else f"{factor:.6g} times"
 

@@ -1,4 +1,4 @@
-"""Read layouts from short names: ``4``, ``zero3*4``, ``pipeline=2, data=2``."""
+"""Read layouts from their names, such as ``4``, ``zero3*4`` or ``pipeline=2, data=2``."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _ALLOWED = (
 
 @dataclass(frozen=True)
 class Layout:
-    """Describe how one of the compared trainings is laid out over ranks.
+    """Describe how a training is split over ranks: strategy, sizes of groups, schedule, kind of memory.
 
     Attributes
     ----------
     parallel : ParallelSection
-        Its ``data`` is a number of replicas.
+        The layout as a section of the configuration; its ``data`` is the number of replicas, never -1.
     """
 
     parallel: ParallelSection
 
     @classmethod
     def parse(cls, text: str, strategy: str = "zero2") -> Layout:
-        """Read one layout; ``strategy`` is that of a text which names none.
+        """Read one layout from its name; ``strategy`` is used if the name has no strategy.
 
         Not collective.
 
         Raises
         ------
         ConfigError
-            Naming the layout, the word and what is allowed.
+            If a word is not understood; the message names the layout, the word and what is allowed.
         """
         given: dict[str, Any] = {}
         ranks = None
@@ -67,12 +67,12 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Return how many ranks it takes."""
+        """Return the number of ranks of the layout."""
         return self.parallel.pipeline * self.parallel.tensor * self.parallel.context * self.parallel.data
 
     @property
     def rounds(self) -> bool:
-        """Tell whether it adds in another order than one process, and so agrees within rounding only."""
+        """Tell whether the layout splits sums inside products, so that it agrees with one process within rounding."""
         return self.parallel.tensor * self.parallel.context > 1
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class Layout:
         return ", ".join([head, *words])
 
     def group_sizes(self) -> dict[str, int]:
-        """Return the sizes of groups with more than one rank, with what each is the number of. Not collective."""
+        """Return the sizes above 1, by what they count: ranks, replicas, ranks of a tensor or context group, stages."""
         parallel = self.parallel
         sizes = {
             "ranks": self.ranks,
@@ -106,7 +106,7 @@ class Layout:
         return {name: size for name, size in sizes.items() if size > 1}
 
 
-#: One process, which all layouts are compared with.
+#: The layout of one process, with which all layouts are compared.
 ONE_PROCESS = Layout(ParallelSection(strategy="ddp", data=1))
 
 
@@ -117,28 +117,25 @@ def _named(word: str) -> dict[str, Any] | None:
 
 
 def parse_layouts(text: str, strategy: str) -> list[Layout]:
-    """Read layouts separated by semicolons.
-
-    Not collective.
-    """
+    """Read layouts separated by semicolons."""
     return [Layout.parse(part, strategy) for part in text.split(";") if part.strip()]
 
 
 def default_layouts(ranks: int, *, blocks: int, heads: int = 1, sequence: int = 0) -> list[Layout]:
-    """Return every strategy on all ranks, and every way to cut the model that they allow.
+    """Return the layouts that are compared by default: all strategies, pipelines, a tensor and a context group.
 
     Not collective.
 
     Parameters
     ----------
     ranks : int
-        How many there are.
+        Number of ranks.
     blocks : int
-        Of the model: the most stages of a pipeline.
+        Blocks of the model, the most stages of a pipeline.
     heads : int
-        That a tensor group must divide; 1 leaves tensor groups out.
+        Attention heads, which the size of a tensor group must divide; 1 leaves tensor groups out.
     sequence : int
-        Length that a context group cuts; 0 leaves context groups out.
+        Length of a sequence, which a context group cuts; 0 leaves context groups out.
     """
     layouts = [ParallelSection(strategy=strategy, data=ranks) for strategy in STRATEGIES]
     layouts += [
@@ -157,7 +154,7 @@ def default_layouts(ranks: int, *, blocks: int, heads: int = 1, sequence: int = 
 
 
 def _pipelines(ranks: int, blocks: int) -> Iterator[ParallelSection]:
-    """Yield a pipeline for every divisor of the ranks, with schedules and strategies in turn."""
+    """Yield a pipeline for every divisor of the ranks, each with the next schedule and strategy."""
     place = 0
     for stages in (n for n in range(2, ranks + 1) if ranks % n == 0):
         for schedule in _turned(("1f1b", *(name for name in SCHEDULES if name != "1f1b")), place):

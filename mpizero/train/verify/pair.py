@@ -1,8 +1,8 @@
 """Compare one layout with one process step by step, and explain the first difference.
 
-[Note: following] Layouts that split products or sequences round other sums than one process does, and an optimizer such
-as Adam makes much of a little noise. There the process takes the layout's parameters and optimizer arrays before every
-step, and makes its update from the layout's gradient: what is compared differs by the rounding of one pass only.
+[Note: following] Layouts with tensor or context groups add in another order than one process, and an optimizer such as
+Adam amplifies such rounding from step to step. For these layouts the one process takes the layout's parameters and
+optimizer arrays before every step, and updates them with the layout's gradient. So rounding does not pile up.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ UNREPEATED = (
 
 @dataclass(frozen=True)
 class _Vectors:
-    """Hold one quantity of all tensors in the layout and in one process; ``bound`` is the difference allowed."""
+    """Hold one quantity of all tensors, in the layout and in one process; ``bound`` is the allowed difference."""
 
     quantity: str
     found: Array
@@ -52,7 +52,7 @@ class _Vectors:
     bound: float | None
 
     def mask(self, entry: ParameterUse) -> Array:
-        """Return which elements of a tensor differ: in a bit, or by more than the bound."""
+        """Return a mask of the elements of a tensor that differ: by more than the bound, or in a bit without bound."""
         a, b = (values[entry.span.start : entry.span.stop] for values in (self.found, self.expected))
         bits = f"u{a.dtype.itemsize}"
         different: Array = a.view(bits) != b.view(bits)
@@ -63,18 +63,18 @@ class _Vectors:
 
 
 class LocatedDifference(NamedTuple):
-    """Hold a finding and where, in the order of the whole model, the elements differ."""
+    """Hold a finding, and the indices of the elements that differ in the flat vector of the whole model."""
 
     finding: Finding
     places: Array = np.empty(0, np.int64)
 
     def told(self, **changes: Any) -> LocatedDifference:
-        """Return it with more said of the finding. Not collective."""
+        """Return a copy with some attributes of the finding changed. Not collective."""
         return self._replace(finding=replace(self.finding, **changes))
 
 
 class TrainingPair:
-    """Compare a layout's training with the same in one process, which runs on its rank 0.
+    """Compare a training on a layout with the same training in one process, which runs on the layout's rank 0.
 
     Methods are collective over ``comm``.
 
@@ -83,13 +83,13 @@ class TrainingPair:
     comm : Communicator
         The layout's ranks.
     layout : Layout
-        Its sizes.
+        The layout that is compared.
     training : ObservedTraining
-        On the layout.
+        The training on the layout.
     reference : ObservedTraining or None
-        In one process; None on all ranks but the first.
+        The training in one process; None on all ranks but the first.
     rounding : Rounding
-        What may differ, and by how much.
+        How much rounding may change.
     """
 
     def __init__(
@@ -106,24 +106,24 @@ class TrainingPair:
         self.entries = training.layout.parameters
         self.clips = training.model.config.clip is not None
         self.before = "gradient before clipping" if self.clips else "gradient"
-        #: One process's side of the step that is looked at; on rank 0 alone.
+        #: Batch, gradient and update of one process in the step that is compared; only on rank 0.
         self._batch: tuple[Any, Any] = (None, None)
         self._gradient: BatchGradient | None = None
         self._update: StepUpdate | None = None
 
     def replay(self, steps: int) -> None:
-        """Make some steps on both sides without looking."""
+        """Train some steps on the layout and in one process, without comparing them."""
         self.training.train(steps)
         with all_ranks(self.comm, "one process"):
             if self.reference is not None:
                 self.reference.train(steps)
 
     def start(self) -> Finding | None:
-        """Compare the start values."""
+        """Compare the start values, and return the first difference."""
         return self._compare_states(self.training.state(), 0)
 
     def step(self, number: int) -> Finding | None:
-        """Make one step on both sides, and compare all that it computes; return the first difference."""
+        """Train one step on both sides, compare all that it computes, and return the first difference."""
         state = self.training.state()
         if self.tolerance is None and (unlike := self._compare_states(state, number - 1)):
             return unlike
@@ -152,7 +152,7 @@ class TrainingPair:
         return result
 
     def _compare_states(self, mine: TrainingState, number: int) -> Finding | None:
-        """Compare parameters and optimizer arrays, before any step or where they were equal in an earlier run."""
+        """Compare parameters and optimizer arrays before a step; the first run found them equal, if it came so far."""
         quantity = PARAMETER if number else "start value"
         reason = UNREPEATED if number else "start values that depend on the rank: key them by seed, name and element"
         theirs = self._on_first(lambda one: one.state())
@@ -213,7 +213,7 @@ class TrainingPair:
         return self.rounding.same(found, expected)
 
     def _first(self, pairs: Sequence[_Vectors], *, backward: bool = False) -> LocatedDifference | None:
-        """Return the first tensor that differs; of gradients the first that the backward pass computes."""
+        """Return the first tensor that differs; ``backward`` takes the last one, whose gradient is computed first."""
         for vectors in pairs:
             masks = [(entry, mask) for entry in self.entries if (mask := vectors.mask(entry)).any()]
             if masks:
@@ -224,7 +224,7 @@ class TrainingPair:
         return None if self.tolerance is None else self.tolerance * size
 
     def _bound_of_change(self, after: Array, before: Array) -> float | None:
-        """Return what values may differ by: a part of their change, and the rounding of storing them."""
+        """Return by how much updated values may differ: the tolerance of their change, and the rounding of storing."""
         if self.tolerance is None:
             return None
         change = largest(after - before)
@@ -232,7 +232,7 @@ class TrainingPair:
         return self.tolerance * change + rounding
 
     def _views(self, number: int, vectors: _Vectors, before: Array | None) -> Finding | None:
-        """Compare the parameters that each rank sees, and the copies that it holds, with those of one process."""
+        """Compare the parameters that each rank sees, and the rank's own copies, with those of one process."""
         mine = self._first([vectors])
         if mine is not None and before is not None:
             reason = diagnosis.of_update(vectors.found[mine.places], before[mine.places], PARAMETER)
@@ -252,13 +252,13 @@ class TrainingPair:
     # ------------------------------------------------------------------ explaining
 
     def _owned(self, found: LocatedDifference) -> Finding:
-        """Name the ranks that own the elements that differ."""
+        """Return the finding with the ranks that own the differing elements, if it names no ranks yet."""
         owners = self.training.owners()
         ranks = sorted({int(owner) for owner in owners[found.places]} - {-1})
         return found.finding if found.finding.ranks else replace(found.finding, ranks=tuple(ranks))
 
     def _explain_gradient(self, found: LocatedDifference, mine: BatchGradient, batch: Any) -> Finding:
-        """Evaluate the batch in other ways, and tell what the pattern means."""
+        """Evaluate the batch once more, part by part, and return the finding with ranks and probable cause."""
         training, finding = self.training, found.finding
         looked = training.look(batch, finding.tensor)
         if finding.quantity == "loss":
@@ -298,12 +298,12 @@ class TrainingPair:
         return _explained(LocatedDifference(finding), diagnosis.of_loss(found, self._counts())).finding
 
     def _compare_parts(self, looked: TensorParts, theirs: TensorParts) -> RankGradients | None:
-        """Compare what this rank computed of a tensor, before it was added to anything, with one process."""
+        """Compare this rank's gradients of a tensor, before they are added up, with those of one process."""
         parts = looked.parts if self.layout.parallel.context == 1 else {}
         shared = sorted(parts.keys() & theirs.parts.keys())
         if not shared:
             return None
-        # Parts that are all within this add up to a sum within the tolerance.
+        # If all parts are within this bound, their sum is within the tolerance.
         weight = theirs.gradient.totals.weight
         bound = self._bound(largest(theirs.gradient.values) * weight / len(theirs.parts))
         wrong: dict[PartKey, tuple[Array, Array]] = {}
@@ -345,7 +345,7 @@ class TrainingPair:
         return diagnosis.of_gradient(seen, self._counts())
 
     def _counts(self) -> dict[str, int]:
-        """Return the numbers that a sum may be divided by, by what they count. Not collective."""
+        """Return the numbers by which a sum may have been divided, by the name of what they count. Not collective."""
         scalars, accumulate = self.training.engine.scalars, self.training.model.config.accumulate
         counts = {"grains": scalars.count, "samples": scalars.samples, "micro-batches of a grain": accumulate}
         return self.layout.group_sizes() | {name: count for name, count in counts.items() if count > 1}
@@ -363,7 +363,7 @@ def _explain_clip(
     factors = [rounding.factor([values], [before], keep_one=True) for values in (clipped, expected)]
     if None in factors:
         return _explained(found, told)
-    # One factor for all elements, and it is another.
+    # All elements were clipped by one factor, but not by the factor of one process.
     return _explained(LocatedDifference(Finding(0, "clip factor", found=factors[0], expected=factors[1])), told)
 
 

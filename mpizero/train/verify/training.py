@@ -1,4 +1,4 @@
-"""Run one of the compared trainings, and return what it computes on the way."""
+"""Run one of the compared trainings, and return what its steps compute."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from mpizero.train.config.builder import lay_out
 from mpizero.train.verify.layouts import Layout
 from mpizero.types import Array
 
-#: ``feed(config, group)`` yields this rank's part of one global batch after the other.
+#: A function ``feed(config, group)`` that yields this rank's part of one global batch after the other.
 Feed = Callable[[ShardingConfig, Communicator], Iterator[tuple[Any, Any]]]
-#: What a digest is of: "optimizer slot 'exp_avg'", "parameter", and the name of the tensor.
+#: What was hashed: a quantity ("parameter", "optimizer slot 'exp_avg'"), and the name of the parameter.
 Key = tuple[str, str]
 PARAMETER = "parameter"
 
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """Describe a training that every layout must repeat.
+    """Describe the training that every layout runs.
 
     Attributes
     ----------
     make_model : callable
         ``make_model(comm)`` returns the model, the same on every rank of ``comm``.
     make_optimizer : callable
-        Returns the optimizer.
+        Returns a new optimizer.
     feed : callable
-        The batches.
+        Yields the batches, see :data:`Feed`.
     steps : int
-        How many are compared.
+        Number of steps to compare.
     settings : mapping
         Further settings of :class:`~mpizero.ShardingConfig`, such as ``micro_batch`` and ``clip``.
     """
@@ -62,7 +62,7 @@ class TrainingTask:
 
 
 class TrainingState(NamedTuple):
-    """Hold parameters as this rank sees them and the optimizer's arrays, in the declared order of the whole model."""
+    """Hold the parameters, as this rank sees them, and the optimizer's arrays, as flat vectors of the whole model."""
 
     parameters: Array
     slots: dict[str, Array]
@@ -70,9 +70,10 @@ class TrainingState(NamedTuple):
 
 
 class BatchGradient(NamedTuple):
-    """Hold the loss and averaged gradient of one batch, before anything is updated.
+    """Hold the loss and the averaged gradient of one batch, before the update.
 
-    ``grains`` are the losses of this rank's own grains; ``reduced`` is the gradient as ``Engine.step`` takes it.
+    ``values`` is the gradient of the whole model; ``reduced`` is the form in which ``Engine.step`` takes it. ``grains``
+    has the losses of this rank's grains.
     """
 
     totals: Totals
@@ -82,27 +83,27 @@ class BatchGradient(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Mean loss over the global batch."""
+        """Return the mean loss over the global batch."""
         return self.totals.loss / self.totals.weight
 
 
-#: A grain, one of its micro-batches, and the name of a use of a parameter.
+#: Number of a grain, number of a micro-batch in it, and the name of one use of a parameter.
 PartKey = tuple[int, int, str]
 
 
 class TensorParts(NamedTuple):
-    """Hold an evaluation, and the parts that this rank alone computed in it.
+    """Hold the gradient of a batch, and the parts of it that single ranks computed.
 
     Attributes
     ----------
     gradient : BatchGradient
-        Of the global batch.
+        The gradient of the global batch.
     own : Array
-        For every element the gradient sum over the samples of its owner alone, in the order of the whole model.
+        Flat vector of the whole model: for every element, the gradient sum over its owner's samples only.
     uses : dict of str to Array
-        The gradient sum of every use of a parameter over this rank's samples, as this rank holds it.
+        For every use of a parameter, its gradient sum over this rank's samples; in a tensor group, of this rank's part.
     parts : dict of PartKey to Array
-        Of one tensor, the gradient sum of every micro-batch of this rank.
+        For one tensor, the gradient sum of every micro-batch of this rank.
     """
 
     gradient: BatchGradient
@@ -112,7 +113,7 @@ class TensorParts(NamedTuple):
 
 
 class StepUpdate(NamedTuple):
-    """Hold what one training step did; ``clipped`` is the gradient that the optimizer got, if it was seen."""
+    """Hold the result of one training step; ``clipped`` is the gradient given to the optimizer, None if not seen."""
 
     report: StepReport
     clipped: Array | None
@@ -120,19 +121,19 @@ class StepUpdate(NamedTuple):
 
 
 class ObservedTraining:
-    """Train a sharded model on its batches; made by :func:`placed`. Methods are collective over the layout's ranks."""
+    """Train a model on one layout, step by step; made by :func:`placed`. Methods are collective over the layout."""
 
     def __init__(self, model: ShardedModelBase, batches: Iterator[tuple[Any, Any]]) -> None:
         self.model, self._batches = model, batches
 
     @property
     def engine(self) -> Engine:
-        """The model's engine. Not collective."""
+        """Return the model's engine. Not collective."""
         return self.model.engine
 
     @property
     def updater(self) -> Updater:
-        """The bound optimizer's. Not collective."""
+        """Return the updater of the model's optimizer. Not collective."""
         updater = self.engine.updater
         assert updater is not None
         return updater
@@ -147,12 +148,12 @@ class ObservedTraining:
         return next(self._batches)
 
     def train(self, steps: int) -> None:
-        """Make some steps, the way a user makes them."""
+        """Train some steps as a user does."""
         for _ in range(steps):
             self.model.train(*self.batch())
 
     def state(self) -> TrainingState:
-        """Return parameters and optimizer arrays."""
+        """Gather the parameters and the optimizer's arrays of the whole model."""
         updater = self.updater
         slots = {
             slot: gather_pieces(self.engine, self.engine.dtype, partial(updater.state_of, slot))
@@ -161,21 +162,21 @@ class ObservedTraining:
         return TrainingState(self.engine.whole.vector(), slots, updater.step_count)
 
     def gradient(self, batch: tuple[Any, Any]) -> BatchGradient:
-        """Return loss and averaged gradient of a batch without changing anything."""
+        """Compute loss and averaged gradient of a batch, without an update."""
         self._make_room(batch)
         totals, reduced = self.engine.gradients(*batch)
         values = gather_pieces(self.engine, self.engine.dtype, partial(_of, reduced))
         return BatchGradient(totals, values, self.engine.scalars.losses(), reduced)
 
     def _make_room(self, batch: tuple[Any, Any]) -> None:
-        """Take the memory that a step on these samples needs, as a training does before its first step."""
+        """Allocate the memory that a step on these samples needs, as a training does before its first step."""
         tree = SampleTree.of(**dict(zip("xy", batch, strict=True)))
         counts = self.model.batch_group.allgather_object(None if tree.uncut else tree.count(), "samples")
         if None not in counts and sum(counts):
             self.model.reserve(sum(counts))
 
     def update(self, batch: tuple[Any, Any]) -> StepUpdate:
-        """Make one training step and watch it."""
+        """Train one step, and record the gradient that the optimizer gets."""
         updater, seen = self.updater, list[Array]()
         updater.watch = lambda reduced: seen.extend(_of(reduced, piece).copy() for piece in self.engine.pieces())
         try:
@@ -190,17 +191,17 @@ class ObservedTraining:
         return StepUpdate(report, clipped, self.state())
 
     def _watched(self, here: bool) -> bool:
-        """Tell whether all ranks saw the gradient that they used."""
+        """Tell whether ``here`` is true on all ranks: whether each recorded the gradient that its optimizer got."""
         answers = np.array([here], np.int8)
         self.engine.grid.world.allreduce(answers, "min", "watched")
         return bool(answers[0])
 
     def owners(self) -> Array:
-        """Return the rank that updates each element; -1 for frozen ones."""
+        """Return for each element of the whole model the rank that updates it; -1 for frozen elements."""
         return gather_pieces(self.engine, np.int32, lambda piece: self.model.rank + 1) - 1
 
     def look(self, batch: tuple[Any, Any], tensor: str | None) -> TensorParts:
-        """Evaluate a batch as :meth:`gradient` does, and keep what this rank computes; ``tensor`` in parts."""
+        """Compute a batch's gradient and keep this rank's parts of it; for ``tensor``, those of each micro-batch."""
         engine = self.engine
         homes = {entry.spec.name: entry.spec.tied or entry.spec.name for entry in self.layout.entries}
         entries = {entry.spec.name: entry for entry in engine.layout.entries if entry.gradient >= 0}
@@ -228,18 +229,18 @@ class ObservedTraining:
         return TensorParts(gradient, own, sums, parts)
 
     def part_of(self, use: str, whole: Array) -> Array:
-        """Return what this rank holds of all values of a parameter. Not collective."""
+        """Return this rank's part of ``whole``, the values of a parameter of the whole model. Not collective."""
         spec = next(entry.spec for entry in self.engine.layout.entries if entry.spec.name == use)
         held = np.empty(spec.size, whole.dtype)
         take(spec, whole, 0, held)
         return held
 
     def replica_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that compute the samples of a replica together with ``rank``. Not collective."""
+        """Return all ranks of the replica to which ``rank`` belongs. Not collective."""
         return self.engine.grid.axes.group(rank, ("pipeline", "tensor", "context"))
 
     def unlike_copy(self, parameters: Array) -> str | None:
-        """Return the first parameter of which this rank holds other values than the whole model has. Not collective."""
+        """Return the first parameter whose values on this rank are not those in ``parameters``. Not collective."""
         store, whole = self.engine.store, self.engine.whole
         for entry in store.layout.parameters if not store.sharded else ():
             home = whole.home(entry.spec)
@@ -250,7 +251,7 @@ class ObservedTraining:
         return None
 
     def digests(self) -> dict[Key, bytes]:
-        """Return a hash of every tensor as this rank sees it: of the optimizer first, then parameters."""
+        """Return a hash of every tensor, as this rank sees it: the optimizer's arrays first, then the parameters."""
         state = self.state()
         vectors = {slot_name(slot): values for slot, values in sorted(state.slots.items())}
         return {
@@ -262,7 +263,7 @@ class ObservedTraining:
     # ------------------------------------------------------------------ in one process (not collective)
 
     def take_state(self, state: TrainingState) -> None:
-        """Go on from another layout's parameters and optimizer arrays."""
+        """Set the parameters and the optimizer's arrays to those of another layout."""
         self.model.set_parameters(state.parameters)
         held = self.updater.host_state()
         for slot, values in state.slots.items():
@@ -272,7 +273,7 @@ class ObservedTraining:
         self.updater.step_count = state.step_count
 
     def update_from(self, gradient: BatchGradient, values: Array) -> StepUpdate:
-        """Make one step with another layout's averaged gradient in place of the own one."""
+        """Train one step with ``values``, the averaged gradient of another layout, in place of the own gradient."""
         seen = list[Array]()
         for piece in self.engine.pieces():
             _of(gradient.reduced, piece)[:] = values[piece.span.start : piece.span.stop]
@@ -287,7 +288,7 @@ class ObservedTraining:
 
 
 def slot_name(slot: str) -> str:
-    """Return what an optimizer array is called in findings. Not collective."""
+    """Return the name of an optimizer's array in findings. Not collective."""
     return f"optimizer slot {slot!r}"
 
 
@@ -304,7 +305,7 @@ def _in_order(reduced: Array, pieces: tuple[UpdatePiece, ...], like: Array) -> A
 
 @contextmanager
 def placed(task: TrainingTask, comm: Communicator | str, layout: Layout) -> Iterator[ObservedTraining]:
-    """Lay a training out over the ranks of ``comm``, and free it at the end.
+    """Build a training on a layout over the ranks of ``comm``, and free it at the end of the block.
 
     Collective over ``comm``.
     """

@@ -14,30 +14,30 @@ class Finding:
     Attributes
     ----------
     step : int
-        From 1; 0 is before the first step.
+        The step, counted from 1; 0 for the start values, before the first step.
     quantity : str
-        "start value", "loss", "gradient before clipping", "gradient norm", "clip factor", "gradient after clipping",
-        "optimizer slot 'exp_avg'", "parameter", "copy of a parameter".
+        What differs: "start value", "loss", "gradient", "gradient before clipping", "gradient norm", "clip factor",
+        "gradient after clipping", "optimizer slot 'exp_avg'", "parameter", "copy of a parameter".
     tensor : str or None
-        The parameter; None where the quantity belongs to no tensor.
+        Name of the parameter; None where the quantity belongs to no parameter.
     ranks : tuple of int
-        Of the layout; empty where no rank can be told.
+        The layout's ranks that are concerned, see ``role``; empty where no rank can be named.
     role : str
-        What these ranks are: "computed by" is the rank at fault, "computed by one of" has it among the ranks that share
-        a replica. "owned by" are those that add up and update the elements, not always those at fault. "on" are those
-        that hold or see other values.
+        What ``ranks`` are. "computed by": the ranks that computed a wrong value. "computed by one of": the ranks of a
+        replica, one of which did. "owned by": the ranks that add up and update the elements, which need not be at
+        fault. "on": the ranks that hold or see other values.
     index : tuple of int or None
-        The first element that differs, in the whole tensor.
+        Index of the first element that differs, in the whole tensor.
     found, expected : float or None
-        Its value in this layout and in one process.
+        The value in this layout and in one process.
     differing, size : int
         How many of the tensor's elements differ, and how many it has.
     tensors : int
         How many tensors differ.
     seen : str or None
-        The pattern of the differences.
+        The pattern that the differences show.
     diagnosis : str or None
-        The probable cause, where the numbers bear one.
+        The probable cause, where the numbers show one.
     """
 
     step: int
@@ -76,22 +76,22 @@ def _number(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Hold how one layout compares with one process.
+    """Hold the result of comparing one layout with one process.
 
     Attributes
     ----------
     layout : str
-        Its name.
+        Name of the layout.
     ranks, steps : int
-        How many it has, and how many steps agreed.
+        Number of its ranks, and of the steps that agreed.
     sha256 : str
-        Hash of its last parameters.
+        Hash of the parameters after the last step.
     seconds : float
-        That it took.
+        Seconds that the comparison took.
     tolerance : float or None
-        The relative difference allowed; None is none at all.
+        The relative difference allowed; None if the bits must be equal.
     largest : float
-        The largest relative difference that was allowed and seen.
+        The largest relative difference that was seen and allowed.
     finding : Finding or None
         The first difference; None if there is none.
     """
@@ -107,7 +107,7 @@ class Verdict:
 
     @property
     def verdict(self) -> str:
-        """The verdict in words. Not collective."""
+        """Return the verdict in words."""
         if self.finding is not None:
             return f"differs at step {self.finding.step}"
         return "same bits" if self.tolerance is None else f"within {self.largest:.0e}"
@@ -115,22 +115,22 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Report:
-    """Hold the verdicts on all layouts, the first that of one process."""
+    """Hold the verdicts on all layouts; the first verdict is that of one process."""
 
     verdicts: tuple[Verdict, ...]
 
     @property
     def agrees(self) -> bool:
-        """Tell whether no layout differs. Not collective."""
+        """Tell whether no layout differs."""
         return not self.findings
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The first difference of each layout that has one. Not collective."""
+        """Return the first difference of each layout that differs."""
         return tuple(v.finding for v in self.verdicts if v.finding is not None)
 
     def check(self) -> None:
-        """Raise AssertionError, with what was found, if a layout differs. Not collective."""
+        """Raise AssertionError, with all findings, if a layout differs."""
         if not self.agrees:
             raise AssertionError(f"layouts differ from one process\n{self}")
 
@@ -138,12 +138,12 @@ class Report:
         return "\n".join([table(self.verdicts), *(f"{v.layout}: {v.finding}" for v in self.verdicts if v.finding)])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain JSON values. Not collective."""
+        """Return the report as plain values, for JSON."""
         return {"agrees": self.agrees, "layouts": [asdict(v) | {"verdict": v.verdict} for v in self.verdicts]}
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """Return one line a layout. Not collective."""
+    """Return a table of the verdicts with one line a layout."""
     width = max(len("layout"), *(len(v.layout) for v in verdicts))
     lines = [f"{'layout':{width}s}  {'ranks':>5s}  {'steps':>5s}  {'sha256':16s}  {'seconds':>7s}  verdict"]
     for v in verdicts:

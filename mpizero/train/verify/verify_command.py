@@ -1,4 +1,4 @@
-"""Run the training of a configuration on several layouts and compare them: ``mpizero verify``."""
+"""Run the training of a configuration on several layouts and compare it with one process: ``mpizero verify``."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from mpizero.train.verify.layouts import Layout, default_layouts, parse_layouts
 from mpizero.train.verify.verdicts import Report
 from mpizero.validation import whole
 
-#: Exit status when a layout differs, or the model itself is wrong.
+#: Exit status if a layout differs from one process, or the model itself is wrong.
 DIFFERS = 1
-#: Samples on which the model itself is checked.
+#: Most samples on which the model itself is checked.
 SAMPLES = 2
 
 
@@ -51,7 +51,7 @@ def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> i
     def feed(sharding: ShardingConfig, group: Communicator) -> Iterator[Any]:
         return batches(source, sharding, config.train.global_batch, seed=config.train.seed, group=group)
 
-    # What follows compares layouts with one process: it says nothing of a model that is wrong on one, too.
+    # The comparison of layouts would not find a model that is wrong in one process, too: check the model first.
     model = examine(
         build_model(config, source, validation), *source.samples(np.arange(_few(config, source))), comm=comm
     )
@@ -82,14 +82,14 @@ def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> i
 
 
 def choose(config: Config, comm: Communicator, named: str | None, ranks: int | None) -> list[Layout]:
-    """Return the layouts that were named, or those that there are for a number of ranks, checked against the model.
+    """Return the layouts named on the command line, or the default ones for the ranks; check that the model fits them.
 
     Not collective.
 
     Raises
     ------
     ConfigError
-        Naming the layout that does not fit, and why.
+        If a layout does not fit; the message names it and the reason.
     """
     model, launched = config.model, comm.size
     if ranks is not None and launched > 1 and ranks > launched:
@@ -116,7 +116,7 @@ def choose(config: Config, comm: Communicator, named: str | None, ranks: int | N
 
 
 def _own(config: Config, ranks: int) -> Layout | None:
-    """Return the configuration's own layout on so many ranks, if it fits them."""
+    """Return the configuration's own layout on ``ranks`` ranks; None if it does not fit them."""
     try:
         return Layout(replace(config.parallel, data=config.parallel.axes(ranks).data))
     except ConfigError:
@@ -136,7 +136,7 @@ def _shown(progress: Progress) -> Callable[[str, int], None]:
 
 
 def _few(config: Config, source: Source) -> int:
-    """Return how many samples show what a model does."""
+    """Return the number of samples on which the model itself is checked."""
     return min(SAMPLES, config.train.global_batch, len(source))
 
 
