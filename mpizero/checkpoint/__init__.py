@@ -1,4 +1,4 @@
-"""Save and load named arrays, whole in one HDF5 file beside a manifest, on any number of ranks."""
+"""Save and load named arrays on any number of ranks: one HDF5 file of whole arrays, and a manifest beside it."""
 
 from typing import TYPE_CHECKING
 

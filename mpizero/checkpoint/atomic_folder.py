@@ -1,4 +1,4 @@
-"""Replace a folder atomically: work under a temporary name, make it durable, rename."""
+"""Write a folder atomically: fill it under a temporary name, make it durable, rename it."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from mpizero.checkpoint.format.skeleton import Skeleton
 from mpizero.errors import CheckpointError, CheckpointIOError
 from mpizero.faults import inject
 
-#: A save in progress, or what a killed one left: ``.tmp-<name>.<host>.<pid>``.
+#: Prefix of the folder of a save in progress, or of a killed save: ``.tmp-<name>.<host>.<pid>``.
 TEMPORARY = ".tmp-"
-#: A step folder that is being removed.
+#: Prefix of a step folder that is being removed.
 DELETED = ".tmp-del-"
-#: A replaced checkpoint, for the moment between two renames where the file system cannot exchange folders.
+#: Prefix of a replaced checkpoint between two renames, on file systems that cannot exchange two folders in one step.
 REPLACED = ".old-"
 
-#: Seconds for which a temporary folder of another host is left alone: its lock may not be seen here.
+#: Seconds for which a temporary folder of another host is not removed: its lock may be invisible on this host.
 SPARED = 24 * 3600.0
 
 #: Names of step folders: the number has as many digits as fit 64 bits.
 STEP_NAME = r"step_[0-9]{8,18}"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-#: Bytes that are written out at once, and the flags of Linux for it: wait before, write, wait after.
+#: Bytes of one ``sync_file_range`` call, and its flags: wait for earlier writes, write, wait for these writes.
 _SYNCED, _SYNC_AND_WAIT = 32 * 1024 * 1024, 1 | 2 | 4
 
 
 @dataclass(frozen=True)
 class LockedFolder:
-    """Describe a temporary folder that will become ``target``; its lock tells other runs that it is in use."""
+    """Describe a locked temporary folder that a commit will rename to ``target``; the lock keeps other runs away."""
 
     target: str
     path: str
@@ -83,7 +83,10 @@ def _here() -> str:
 
 
 def _make_temporary(path: str) -> str:
-    """Make an empty folder of this name, or of the next one where a container had the same host and process."""
+    """Make an empty folder at ``path``, or at ``path-2``, ``path-3``, ... where it exists; return its path.
+
+    Two containers can have the same host name and process number, so the first path may be taken.
+    """
     number = 1
     while True:
         name = path if number == 1 else f"{path}-{number}"
@@ -109,10 +112,10 @@ def _check_target(target: str, replace: bool) -> None:
 
 
 def fill_file(path: str, skeleton: Skeleton) -> None:
-    """Make a file of the final size with HDF5's structure in it; a full disk shows before the work.
+    """Make the state file at its final size, with HDF5's structure in it and no values yet.
 
-    Not collective: rank 0 only. Room is not reserved: that would hold up all ranks on file systems in memory, and a
-    disk that fills up meanwhile shows in the writes.
+    Raises ``OSError`` at once if the disk has too little free space. The space is not reserved: on file systems in
+    memory that would hold up all ranks. A disk that fills up later makes the writes fail. Not collective: rank 0 only.
     """
     space = os.statvfs(os.path.dirname(path))
     if space.f_bavail * space.f_frsize < skeleton.nbytes:
@@ -131,9 +134,10 @@ def fill_file(path: str, skeleton: Skeleton) -> None:
 
 
 def commit(folder: LockedFolder, manifest: bytes, state: int) -> None:
-    """Write the manifest, make everything durable, and give the folder its name.
+    """Write the manifest into the temporary folder, make everything durable, and rename the folder to its target.
 
-    Not collective: rank 0 only. ``state`` is the state file, open. Where this raises, what was at the target is there.
+    ``state`` is the descriptor of the open state file. If this raises, the target is as it was before. Not collective:
+    rank 0 only.
     """
     inject("save.manifest")
     path = os.path.join(folder.path, MANIFEST_NAME)
@@ -142,7 +146,7 @@ def commit(folder: LockedFolder, manifest: bytes, state: int) -> None:
         write_at(file, memoryview(manifest), 0, path)
         os.fsync(file)
         os.fsync(folder.lock)
-        # Both stay open meanwhile: so a number stands for one file on any file system.
+        # Both files stay open: so no file system can give their inode numbers to other files before they are compared.
         written = {STATE_NAME: os.fstat(state), MANIFEST_NAME: os.fstat(file)}
         inject("save.commit")
         _give_name(folder, written)
@@ -153,7 +157,10 @@ def commit(folder: LockedFolder, manifest: bytes, state: int) -> None:
 
 
 def _give_name(folder: LockedFolder, written: Mapping[str, os.stat_result]) -> None:
-    """Put the folder in the target's place durably, with these files in it, or leave all as it was."""
+    """Rename the temporary folder to its target durably, and check its files; on an error undo the renames.
+
+    ``written`` holds the stat of each file that was written, by name.
+    """
     target, old_path = folder.target, _path_of_replaced(folder.target)
     with ExitStack() as undo:
         if not (folder.replace and os.path.lexists(target)):
@@ -173,7 +180,10 @@ def _give_name(folder: LockedFolder, written: Mapping[str, os.stat_result]) -> N
 
 
 def _check_in_place(path: str, written: os.stat_result) -> None:
-    """Raise unless the file that was written is there: another host may have taken the save for a leftover."""
+    """Raise unless the file at ``path`` is the one that was written.
+
+    Another host may have removed it, because it took the temporary folder for that of a killed save.
+    """
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
@@ -192,9 +202,9 @@ def _path_of_replaced(target: str) -> str:
 
 
 def standing(target: str) -> str:
-    """Return the path of the checkpoint of ``target``: the hidden one, if a save was killed between two renames.
+    """Return where the checkpoint ``target`` really is: its hidden path, if a save was killed between two renames.
 
-    Not collective. A link there is refused: no save has made it.
+    Raises :class:`CheckpointError` if the hidden path is a link, because no save makes links.
     """
     old_path = _path_of_replaced(target)
     if os.path.lexists(target) or not os.path.isdir(old_path):
@@ -205,20 +215,20 @@ def standing(target: str) -> str:
 
 
 def discard(folder: LockedFolder) -> None:
-    """Remove the temporary folder, if it is still there, and its lock. Not collective: rank 0 only."""
+    """Remove the temporary folder, if it still exists, and release its lock. Not collective: rank 0 only."""
     with suppress(OSError):
-        # What stands there may be the checkpoint that this one should have replaced.
+        # After an exchange of names, this path may hold the checkpoint that was to be replaced.
         if os.path.samestat(os.lstat(folder.path), os.fstat(folder.lock)):
             shutil.rmtree(folder.path, ignore_errors=True)
     os.close(folder.lock)
 
 
 def remove_leftovers(parent: str | os.PathLike[str], name: str = "") -> None:
-    """Remove what killed saves and removals left in the folder ``parent``: of ``name``, and of any step.
+    """Remove the hidden folders that killed saves and removals left in ``parent``: those of ``name`` and of all steps.
 
-    Not collective: rank 0 only. No checkpoint is touched; where there is no folder, nothing is done. A save in progress
-    is locked; but locks are not seen by other hosts on every file system, so that another host's folder is spared for
-    :data:`SPARED` after the last change in it.
+    No checkpoint is touched. If ``parent`` does not exist, nothing is done. A save in progress holds a lock, and its
+    folder stays. On some file systems other hosts do not see locks: therefore the folder of another host stays for
+    :data:`SPARED` seconds after the last change in it. Not collective: rank 0 only.
 
     Raises
     ------
@@ -244,7 +254,10 @@ def remove_leftovers(parent: str | os.PathLike[str], name: str = "") -> None:
 
 
 def _remove_if_unused(path: str, ours: bool) -> bool:
-    """Remove a leftover unless it may be in use; false if it certainly is."""
+    """Remove the hidden folder ``path`` unless another run may be using it; return False if it is locked.
+
+    ``ours`` says that its lock would be visible here, so that an unlocked folder is unused.
+    """
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -261,7 +274,7 @@ def _remove_if_unused(path: str, ours: bool) -> bool:
 
 
 def _is_recent(path: str) -> bool:
-    """Tell whether something in a folder has changed lately; true also where that cannot be told."""
+    """Tell whether something in a folder changed in the last :data:`SPARED` seconds; True also on a system error."""
     try:
         with os.scandir(path) as entries:
             dates = [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
@@ -271,7 +284,7 @@ def _is_recent(path: str) -> bool:
 
 
 def _time_in(parent: str) -> float:
-    """Return the time by which the files of a folder are dated: a file server's clock need not be this host's."""
+    """Return the present time by the clock that dates the files in ``parent``: a file server has a clock of its own."""
     probe = os.path.join(parent, f"{DELETED}step_00000000.{_here()}")
     os.mkdir(probe)
     try:
@@ -281,7 +294,7 @@ def _time_in(parent: str) -> float:
 
 
 def try_lock(folder: int) -> bool | None:
-    """Lock an open folder until it is closed; false if another process holds it, None where locks do not exist."""
+    """Lock an open folder until it is closed; return False if it is locked already, None if locks do not work here."""
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -292,20 +305,18 @@ def try_lock(folder: int) -> bool | None:
 
 
 def remove_folder(path: str) -> bool:
-    """Take a step folder out of sight in one rename, then remove it; false if it was gone.
-
-    Not collective.
+    """Remove a step folder: hide it by one rename, then delete it; return False if it did not exist.
 
     Raises
     ------
     OSError
-        It could not be removed; or not all of it, which the next :func:`remove_leftovers` tries again.
+        If the folder, or a part of it, could not be removed. The next :func:`remove_leftovers` tries the part again.
     """
     inject("save.prune")
     parent, name = os.path.split(path)
     hidden = os.path.join(parent, f"{DELETED}{name}.{_here()}")
     try:
-        # What could only be half removed is not hidden: no other run shall find it incomplete.
+        # A folder whose files cannot be removed is not renamed either: it stays a whole checkpoint.
         if not os.access(path, os.W_OK | os.X_OK) and os.path.lexists(path):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         os.rename(path, hidden)
@@ -316,12 +327,12 @@ def remove_folder(path: str) -> bool:
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
         with suppress(FileNotFoundError):
-            shutil.rmtree(hidden)  # says why there is something left
+            shutil.rmtree(hidden)  # a second try raises the reason, if something is left
     return True
 
 
 def make_folders(path: str) -> None:
-    """Make a folder and those above it, each durably. Not collective."""
+    """Make a folder and its missing parent folders, and sync each to disk."""
     if os.path.isdir(path):
         return
     parent = os.path.dirname(path)
@@ -335,7 +346,7 @@ def make_folders(path: str) -> None:
 
 
 def sync_folder(path: str) -> None:
-    """Make the names in a folder durable. Not collective."""
+    """Sync a folder to disk, so that the names of its files survive a power failure."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)
@@ -344,7 +355,7 @@ def sync_folder(path: str) -> None:
 
 
 def write_at(file: int, data: memoryview, offset: int, path: str) -> None:
-    """Write all of ``data`` (bytes) at ``offset``; errors name ``path``. Not collective."""
+    """Write all of ``data`` (bytes) at ``offset`` of an open file; errors name ``path``."""
     done = 0
     while done < len(data):
         try:
@@ -354,10 +365,10 @@ def write_at(file: int, data: memoryview, offset: int, path: str) -> None:
 
 
 def sync_range(file: int, offset: int, nbytes: int, advance: Callable[[int], object]) -> None:
-    """Write a range out piece by piece, where the system can (Linux); ``advance`` is told the bytes of each.
+    """Make the system write a range of a file from its cache to disk, piece by piece (Linux; nothing on others).
 
-    Not collective. ``fsync`` must follow: this makes no file durable, but on a slow disk that is one call for all that
-    memory held back, in which nobody could tell slow from stuck.
+    ``advance`` is called with the bytes of each piece. ``fsync`` must follow: only that makes the file durable. This
+    function is for showing progress: on a slow disk one ``fsync`` of a large file looks like a hanging call.
     """
     function = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if function is None:
@@ -370,7 +381,7 @@ def sync_range(file: int, offset: int, nbytes: int, advance: Callable[[int], obj
 
 
 def _exchange(first: str, second: str) -> bool:
-    """Exchange two names in one step (Linux); false where kernel or file system cannot."""
+    """Exchange two paths in one step (Linux); return False where the kernel or file system cannot."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False

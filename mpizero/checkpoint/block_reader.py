@@ -1,4 +1,7 @@
-"""Read pieces of arrays, and verify them by the checksums of the blocks that they lie in."""
+"""Read pieces of stored arrays, and verify them by the checksums of the blocks in which they lie.
+
+Arrays are checksummed in blocks of a fixed size (``format/checksum.py``).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from mpizero.faults import inject
 
 
 class BlockPart(NamedTuple):
-    """Hold what a rank read of one block: bytes ``start:stop`` of the array, with their CRC32."""
+    """Describe the part of one block that a rank has read: bytes ``start:stop`` of the array, and their CRC32."""
 
     path: str
     start: int
@@ -25,18 +28,19 @@ class BlockPart(NamedTuple):
 
 
 class BlockReader:
-    """Read pieces of stored arrays, and verify every block, also one that several ranks read in parts.
+    """Read pieces of stored arrays, and verify every block, also a block of which several ranks read a part each.
 
-    Not collective: what the ranks tell each other is sent by :class:`~mpizero.checkpoint.reader.Reader`.
+    No method communicates: :class:`~mpizero.checkpoint.reader.Reader` gathers the :class:`BlockPart` of all ranks.
     """
 
     def __init__(self, source: ByteSource, arrays: Mapping[str, StoredArray]) -> None:
         self._source, self._arrays = source, arrays
 
     def fill(self, request: LocalArray, advance: Callable[[int], object]) -> list[BlockPart]:
-        """Fill the pieces of one array; verify whole blocks at once, return the parts of others.
+        """Read the pieces of one array into the request; verify whole blocks, and return the parts of other blocks.
 
-        Not collective. ``advance`` is called with the bytes of each piece.
+        The returned parts are verified later, together with the parts of other ranks. ``advance`` is called with the
+        number of bytes after each read.
         """
         stored, parts = self._arrays[request.path], []
         for first, values in request.pieces:
@@ -52,7 +56,7 @@ class BlockReader:
         return parts
 
     def _read_block(self, offset: int, block: memoryview, advance: Callable[[int], object]) -> int:
-        """Fill ``block`` from ``offset`` on, and return its checksum, taken while it is in the cache."""
+        """Read the file from ``offset`` on into ``block``; return the CRC32, computed while the bytes are in cache."""
         crc = 0
         for place, piece in in_cache(block):
             self._source.read_into(offset + place, piece)
@@ -61,9 +65,10 @@ class BlockReader:
         return crc
 
     def unproven(self, gathered: Sequence[Sequence[BlockPart]], own_rank: int) -> list[BlockPart]:
-        """Join the parts of all ranks; return this rank's that no tiling of their block can prove.
+        """Verify blocks by the parts of all ranks; return this rank's parts that cannot be verified in this way.
 
-        Not collective: ``gathered`` holds the parts of all ranks. Each rank looks at the blocks of which it has a part.
+        A block is verified where parts of it follow each other without a gap from its start to its end. ``gathered``
+        holds the parts by rank. Each rank looks only at blocks of which it has a part.
         """
         own = {(part.path, part.start // BLOCK) for part in gathered[own_rank]}
         blocks: dict[tuple[str, int], list[tuple[int, BlockPart]]] = {key: [] for key in own}
@@ -84,7 +89,7 @@ class BlockReader:
         return alone
 
     def prove_alone(self, part: BlockPart) -> None:
-        """Read the rest of the block of ``part`` and compare the block's checksum. Not collective."""
+        """Read the rest of the block that ``part`` lies in, and compare the checksum of the whole block."""
         stored = self._arrays[part.path]
         origin = part.start // BLOCK * BLOCK
         end = origin + _block_length(stored, origin)
@@ -106,6 +111,6 @@ class BlockReader:
 
 
 def _block_length(stored: StoredArray, start: int) -> int:
-    """Return the bytes of the block that byte ``start`` of an array lies in."""
+    """Return the length in bytes of the block that contains byte ``start`` of an array."""
     origin = start // BLOCK * BLOCK
     return min(origin + BLOCK, stored.nbytes) - origin

@@ -1,4 +1,4 @@
-"""Read bytes of a checkpoint's state, from its file or from memory."""
+"""Read bytes of ``state.h5``, from the file or from a copy in memory."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from mpizero.errors import CheckpointDamagedError, CheckpointError
 
 
 class ByteSource(ABC):
-    """Give a reader the bytes of ``state.h5``."""
+    """Define how readers get the bytes of ``state.h5``."""
 
     @abstractmethod
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from ``offset`` on. Not collective."""
+        """Fill ``view`` with the bytes that begin at ``offset``."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release the bytes; a second call does nothing. Not collective."""
+        """Close the file or release the memory; a second call does nothing."""
 
 
 class FileByteSource(ByteSource):
-    """Read a regular file of known size."""
+    """Read ``state.h5`` from a regular file, after checking its size."""
 
     def __init__(self, path: str, nbytes: int) -> None:
         self.path = path
@@ -35,7 +35,7 @@ class FileByteSource(ByteSource):
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from ``offset`` on. Not collective."""
+        """Fill ``view`` with the bytes that begin at ``offset``."""
         done = 0
         while done < len(view):
             try:
@@ -47,22 +47,22 @@ class FileByteSource(ByteSource):
             done += count
 
     def close(self) -> None:
-        """Close the file; a second call does nothing. Not collective."""
+        """Close the file; a second call does nothing."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
 
 
 class MemoryByteSource(ByteSource):
-    """Read bytes in memory."""
+    """Read ``state.h5`` from its bytes in memory."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from ``offset`` on. Not collective."""
+        """Fill ``view`` with the bytes that begin at ``offset``."""
         view[:] = self._data[offset : offset + len(view)]
 
     def close(self) -> None:
-        """Release the memory. Not collective."""
+        """Release the memory."""
         self._data = memoryview(b"")

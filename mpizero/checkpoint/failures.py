@@ -26,7 +26,7 @@ from mpizero.errors import (
 T = TypeVar("T")
 
 
-#: Short names of errors about checkpoints in messages between ranks; any other one is "checkpoint".
+#: Names that stand for error classes in messages between ranks; other subclasses of CheckpointError are "checkpoint".
 _KINDS: dict[str, type[MpizeroError]] = {
     "missing": CheckpointMissingError,
     "io": CheckpointIOError,
@@ -39,7 +39,7 @@ _KINDS: dict[str, type[MpizeroError]] = {
 
 
 class PortableError(NamedTuple):
-    """Hold an exception in a form that can be sent to other ranks."""
+    """Describe an exception so that it can be sent to other ranks: key of :data:`_KINDS`, errno and message."""
 
     kind: str
     code: int
@@ -47,7 +47,7 @@ class PortableError(NamedTuple):
 
 
 def portable_error(error: Exception) -> PortableError:
-    """Return an exception in a form that can be sent to other ranks. Not collective."""
+    """Convert an exception to a form that can be sent to other ranks. Not collective."""
     if isinstance(error, CheckpointError):
         kind = next((kind for kind, known in _KINDS.items() if type(error) is known), "checkpoint")
         return PortableError(kind, getattr(error, "errno", 0) or 0, str(error))
@@ -68,9 +68,9 @@ def _raise(portable: PortableError, text: str) -> NoReturn:
 
 
 class CapturedError:
-    """Keep the exception that a block raises, until :func:`raise_first` raises it on every rank.
+    """Catch the exception that a ``with`` block raises, so that :func:`raise_first` can raise it on every rank.
 
-    Errors of a broken communicator are let through: no other rank would receive a message.
+    Errors of a broken communicator are not caught: other ranks could not be told about them.
     """
 
     def __init__(self) -> None:
@@ -89,14 +89,15 @@ class CapturedError:
 
     @property
     def portable(self) -> PortableError | None:
-        """The error in a form that can be sent to other ranks; None if there is none."""
+        """The caught exception in a form that can be sent to other ranks; None if there is none."""
         return None if self.error is None else portable_error(self.error)
 
 
 def raise_first(errors: Sequence[PortableError | None], prefix: str, own: Exception | None = None) -> None:
-    """Raise the error of the lowest rank that has one; ``own`` is this rank's.
+    """Raise the error of the lowest rank that has one; do nothing if no rank has one.
 
-    Not collective: every rank has the ``errors`` of all.
+    ``errors`` holds the gathered errors of all ranks, ``own`` the exception of this rank. If ``own`` is of a foreign
+    type (a bug), this rank raises it itself, with its traceback. Not collective.
     """
     for rank, error in enumerate(errors):
         if error is None:
@@ -111,9 +112,10 @@ def raise_first(errors: Sequence[PortableError | None], prefix: str, own: Except
 def agreed(comm: Communicator, prefix: str) -> Iterator[None]:
     """Run a block on every rank; if it fails on one, raise the lowest failing rank's error on every rank.
 
-    Collective over ``comm``. The message is ``prefix``, the rank, and the reason. Unlike ``comm.agreement.all_ranks``
-    the other ranks do not raise ``RemoteError``: a program that loads a missing file catches ``FileNotFoundError`` on
-    every rank alike. Any other error (a bug) keeps its traceback on its own rank.
+    Collective over ``comm``. The message consists of ``prefix``, the failing rank and the reason. The other ranks raise
+    the same class of error, not ``RemoteError`` as with ``comm.agreement.all_ranks``: so a program that loads a missing
+    file can catch ``FileNotFoundError`` on every rank. An error that is neither about files, checkpoints nor
+    configuration (a bug) keeps its traceback on the rank that raised it.
     """
     with CapturedError() as own:
         yield
@@ -125,8 +127,8 @@ def on_root(
 ) -> T:
     """Call ``function`` on rank 0 and return its result on every rank, or raise the same error on every rank.
 
-    Collective over ``comm``: one exchange. The result is pickled. Every rank calls ``before`` first; its failures
-    count too.
+    Collective over ``comm``: one all-gather of pickled objects. Every rank calls ``before`` first, and an error that it
+    raises on any rank is raised on every rank, too.
     """
     result: T | None = None
     with CapturedError() as own:

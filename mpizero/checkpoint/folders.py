@@ -18,20 +18,20 @@ _NAME = re.compile(STEP_NAME)
 
 
 def step_folder(folder: str | os.PathLike[str], step: int) -> str:
-    """Return where the checkpoint of ``step`` lies in the checkpoint folder. Not collective."""
+    """Return the path of the checkpoint of ``step`` in a folder of checkpoints. Not collective."""
     if step < 0:
         raise ConfigError(f"a step is >= 0, got {step}")
     return os.path.join(os.fspath(folder), f"step_{step:08d}")
 
 
 def step_of(path: str | os.PathLike[str]) -> int | None:
-    """Return the step of a step folder's path, None if it has another name. Not collective."""
+    """Return the step number in the name of a step folder; None if ``path`` is not named like one. Not collective."""
     name = os.path.basename(os.fspath(path))
     return int(name.removeprefix("step_")) if _NAME.fullmatch(name) else None
 
 
 def step_folders(folder: str) -> list[str]:
-    """Return the step folders, newest (by number, never by date) first. Not collective."""
+    """Return the paths of all step folders, the highest step number first. Not collective."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -42,7 +42,7 @@ def step_folders(folder: str) -> list[str]:
 
 @dataclass(frozen=True)
 class StepFolder:
-    """Describe a step folder, and what is wrong with its manifest, sizes or HDF5 structure, without reading arrays.
+    """Describe a step folder, and what is wrong with its manifest, file sizes or HDF5 structure; no array is read.
 
     Attributes
     ----------
@@ -53,8 +53,9 @@ class StepFolder:
     problem : str
         What is wrong, "" if nothing is.
     damaged : bool
-        Whether a checksum or a size has shown that it is of no use. One with another problem (no permission, a failing
-        disk, a missing file, a newer version of the format) may be whole, and is never treated as missing.
+        Whether a wrong checksum or size proves that the checkpoint is damaged. A checkpoint with another problem (no
+        permission, a failing disk, a missing file, a newer version of the format) may be whole. Such a checkpoint is
+        never treated as missing.
     """
 
     path: str
@@ -64,12 +65,12 @@ class StepFolder:
 
     @property
     def sound(self) -> bool:
-        """True if it can be opened."""
+        """True if the checkpoint can be opened."""
         return not self.problem
 
     @property
     def unreadable(self) -> bool:
-        """True if it could not be opened, for another reason than damage."""
+        """True if the checkpoint could not be opened, for a reason other than damage."""
         return bool(self.problem) and not self.damaged
 
 
@@ -108,9 +109,9 @@ def _look_at(path: str) -> StepFolder:
 
 
 def survey(folder: str | os.PathLike[str], comm: object = None) -> list[StepFolder]:
-    """Return every step folder, newest first, with what is wrong with it.
+    """Return a description of every step folder, newest first, with its problem if it has one.
 
-    Collective over ``comm``; rank 0 looks.
+    Collective over ``comm``; only rank 0 reads the folders.
     """
     where = os.path.abspath(os.fspath(folder))
     with communicator_of(comm) as world:
@@ -124,15 +125,15 @@ def _cannot_look(where: str) -> str:
 def newest(
     folder: str | os.PathLike[str], comm: object = None, report: Callable[[str], object] = warnings.warn
 ) -> str | None:
-    """Return the newest step folder whose manifest, sizes and HDF5 structure are sound; None if there is none.
+    """Return the newest step folder whose manifest, file sizes and HDF5 structure are sound; None if there is none.
 
-    Collective over ``comm``; rank 0 looks, and calls ``report`` with a line for each damaged one that it passes over.
-    The arrays themselves are verified when they are read.
+    Collective over ``comm``; only rank 0 reads the folders. It calls ``report`` with one line of text for each damaged
+    checkpoint that is newer. Arrays are verified later, when they are read.
 
     Raises
     ------
     CheckpointError
-        A newer one exists and could not be opened, though nothing says that it is damaged; see :func:`survey`.
+        If a newer checkpoint could not be opened, and nothing proves that it is damaged; see :func:`survey`.
     """
     where = os.path.abspath(os.fspath(folder))
 
@@ -165,10 +166,10 @@ def _passed_over(found: StepFolder) -> str:
 def sound(
     folder: str | os.PathLike[str], comm: object = None, report: Callable[[str], object] = warnings.warn
 ) -> list[str]:
-    """Return every sound step folder, newest first: to be tried one after the other where the newest fails to load.
+    """Return every sound step folder, newest first: if the newest fails to load, the caller tries the next one.
 
-    Collective over ``comm``; rank 0 calls ``report`` with a line for each other one. Where none is sound,
-    :func:`survey` tells whether there are any.
+    Collective over ``comm``; rank 0 calls ``report`` with one line of text for each step folder that is not sound. If
+    the list is empty, :func:`survey` tells whether there are step folders at all.
     """
     paths = []
     with communicator_of(comm) as world:
@@ -188,18 +189,18 @@ def prune(
     keep_every: int = 0,
     report: Callable[[RemovalFailure], object] = _warn,
 ) -> list[str]:
-    """Remove the step folders older than the newest ``keep`` sound ones, and leftovers; return what was removed.
+    """Remove the step folders older than the newest ``keep`` sound ones, and leftovers; return the removed paths.
 
-    Steps that are multiples of ``keep_every``, unless that is 0, are kept for ever.
+    Steps that are multiples of ``keep_every``, unless that is 0, are kept for ever. Damaged checkpoints are removed,
+    but do not count among the ``keep``. A checkpoint that cannot be opened and may be whole stays, and so does a link.
 
-    Collective over ``comm``; rank 0 removes, each folder hidden by one rename first. Only sound and damaged ones
-    count and are removed: damaged ones never push out a sound one, and one that cannot be opened stays, as does a link
-    to a checkpoint in another place. Rank 0 calls ``report`` with what it cannot remove, and goes on.
+    Collective over ``comm``; rank 0 removes. It hides each folder by one rename before deleting it. It calls ``report``
+    with each folder that it cannot remove, and goes on.
 
     Raises
     ------
     ConfigError
-        If ``keep < 1``: the last good checkpoint is never removed; or ``keep_every < 0``.
+        If ``keep < 1``, because the last good checkpoint is never removed, or if ``keep_every < 0``.
     """
     if keep < 1:
         raise ConfigError(f"keep must be >= 1, got {keep}")
@@ -241,7 +242,7 @@ def _beyond(where: str, keep: int) -> list[str]:
 
 
 def _remove(path: str, removed: list[str]) -> Iterator[RemovalFailure]:
-    """Remove a step folder if it may go, and note it; yield why it stays, or what stays of it."""
+    """Remove a step folder, and append its path to ``removed``; yield the reason if it, or a part of it, stays."""
     if os.path.islink(path):
         yield RemovalFailure(path, "it is a link; remove it by hand")
         return

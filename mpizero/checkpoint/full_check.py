@@ -1,4 +1,4 @@
-"""Check all of a stored checkpoint, in one process."""
+"""Verify a whole stored checkpoint in one process: all checksums, and what HDF5 finds in the file."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 
 def verify(folder: str | os.PathLike[str], report: Callable[[int], object] | None = None) -> int:
-    """Read all of a checkpoint and compare every checksum, then what HDF5 says with the manifest; return its bytes.
+    """Verify every checksum of a checkpoint, then that HDF5 finds its arrays; return the size of its state file.
 
-    Not collective. ``report`` is told the bytes of every block that has been compared.
+    ``report`` is called with the number of bytes of each block that has been verified.
 
     Raises
     ------
     CheckpointError
-        Naming file, array and reason; ``CheckpointMissingError`` where there is none.
+        If something is wrong; the message names file, array and reason. ``CheckpointMissingError`` if the checkpoint
+        does not exist.
     """
     where = os.path.abspath(os.fspath(folder))
     manifest = verify_checksums(where, report)
@@ -35,7 +36,7 @@ def verify(folder: str | os.PathLike[str], report: Callable[[int], object] | Non
 
 
 def verify_checksums(where: str, report: Callable[[int], object] | None = None) -> Manifest:
-    """Read all of a checkpoint and compare every checksum; return its manifest. Not collective."""
+    """Read a whole checkpoint and compare every checksum; return its manifest."""
     _, manifest = read_manifest(where)
     state = os.path.join(where, STATE_NAME)
     source = FileByteSource(state, manifest.state_bytes)
@@ -56,7 +57,7 @@ def verify_checksums(where: str, report: Callable[[int], object] | None = None) 
 
 
 class _View(SeekableFile):
-    """Show libhdf5 the state file through our open file alone, so that a name in it opens no other file."""
+    """Pass the bytes of the open state file to libhdf5, so that HDF5 cannot open other files that it names."""
 
     def __init__(self, source: FileByteSource, nbytes: int) -> None:
         super().__init__(nbytes)
@@ -71,7 +72,7 @@ class _View(SeekableFile):
 
 
 def _compare_with_hdf5(state: str, manifest: Manifest) -> None:
-    """Check that any HDF5 tool finds the arrays that the manifest describes; only after the structure's checksum."""
+    """Check that HDF5 finds the arrays that the manifest describes; called after the checksums were verified."""
     import h5py
 
     source = FileByteSource(state, manifest.state_bytes)
@@ -88,7 +89,10 @@ def _compare_with_hdf5(state: str, manifest: Manifest) -> None:
 
 
 def _compare_group(group: Any, prefix: str, arrays: Mapping[str, StoredArray], state: str) -> None:
-    """Compare the members of a group with the arrays below it, by names that are expected: so every walk ends."""
+    """Compare the members of an HDF5 group with the arrays that the manifest has in this group.
+
+    Only expected names are followed, so the recursion ends even in a crafted file.
+    """
     import h5py
 
     inner: dict[str, dict[str, StoredArray]] = {}

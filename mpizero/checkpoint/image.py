@@ -1,4 +1,4 @@
-"""Convert a checkpoint to one byte string and back: the HDF5 file, then its manifest."""
+"""Convert a checkpoint to one byte string, its *image*, and back: the HDF5 file, followed by its manifest."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from mpizero.comm.startup.convert import communicator_of
 from mpizero.crc import crc32
 from mpizero.errors import CheckpointError
 
-#: Last bytes of an image, after eight bytes with the manifest's length (little-endian).
+#: Last bytes of an image. The eight bytes before them are the manifest's length (little-endian).
 MAGIC = b"mpizero1"
 
 
 def to_bytes(arrays: Sequence[LocalArray], attributes: Mapping[str, Any], comm: object = None) -> bytes:
-    """Return a checkpoint as bytes, the same on every rank; the same values always give the same bytes.
+    """Return a checkpoint as bytes on every rank; equal values always give equal bytes.
 
-    Collective over ``comm``; arguments as in :func:`~mpizero.checkpoint.writer.write`. The result starts with the HDF5
-    file, so h5py reads ``io.BytesIO`` of it. Every rank holds the whole: meant for small models.
+    Collective over ``comm``; the arguments are those of :func:`~mpizero.checkpoint.writer.write`. The result starts
+    with the HDF5 file, so h5py can read ``io.BytesIO`` of it. Every rank holds all bytes: meant for small models.
     """
     with communicator_of(comm) as world:
         return _to_bytes(world, arrays, attributes)
@@ -63,14 +63,14 @@ def _to_bytes(world: Communicator, arrays: Sequence[LocalArray], attributes: Map
 
 
 def from_bytes(data: bytes | bytearray | memoryview) -> Reader:
-    """Open what :func:`to_bytes` returned; each rank reads by itself.
+    """Open the bytes that :func:`to_bytes` returned as a checkpoint; each rank reads by itself.
 
     Not collective.
 
     Raises
     ------
     CheckpointError
-        Damaged, foreign or hostile bytes.
+        If the bytes are damaged, crafted, or something else than a checkpoint.
     """
     name = "of serialized bytes"
     view = memoryview(data).cast("B")

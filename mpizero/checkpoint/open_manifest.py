@@ -1,4 +1,4 @@
-"""Find the files of a checkpoint, and check its manifest and everything in its state outside the arrays."""
+"""Find the two files of a checkpoint; check its manifest, and the bytes of ``state.h5`` that lie outside the arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpizero.errors import CheckpointDamagedError, CheckpointError, CheckpointMi
 
 
 def read_manifest(folder: str) -> tuple[bytes, Manifest]:
-    """Read and check a checkpoint's manifest, and the size and structure of its state file. Not collective.
+    """Read and check a checkpoint's manifest and the size and structure of its state file; return bytes and manifest.
 
     libhdf5 never parses the file: the manifest says where the arrays lie, so crafted HDF5 structures (links to other
     files, external storage, virtual datasets, huge shapes) have no effect.
@@ -24,15 +24,15 @@ def read_manifest(folder: str) -> tuple[bytes, Manifest]:
     Raises
     ------
     CheckpointMissingError
-        No such folder, or one of its files is missing.
+        If the folder or one of its files does not exist.
     CheckpointDamagedError
-        Its bytes are not those that were written.
+        If a checksum or a size shows that bytes have changed since they were written.
     CheckpointVersionError
-        It is of another version of the format.
+        If it is of another version of the format.
     CheckpointError
-        Anything else that is wrong with it, naming the file.
+        If anything else is wrong with it; the message names the file.
     OSError
-        The system refuses to tell.
+        If the system does not allow to look, or fails to read.
     """
     path = os.path.join(folder, MANIFEST_NAME)
     _check_folder(folder)
@@ -52,7 +52,7 @@ def read_manifest(folder: str) -> tuple[bytes, Manifest]:
 
 
 def _check_folder(folder: str) -> None:
-    """Look for the files of a checkpoint; what the system refuses to tell is no proof that nothing is there."""
+    """Raise unless ``folder`` contains the files of a checkpoint; ``OSError`` where the system does not tell."""
     try:
         is_folder = stat.S_ISDIR(os.stat(folder).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -74,7 +74,7 @@ def _check_folder(folder: str) -> None:
 
 
 def _within(folder: str) -> str:
-    """Say that checkpoints lie deeper, where a run's folder or its folder of checkpoints was given."""
+    """Return a hint for the error message if ``folder`` is a run's folder or contains checkpoints; else ""."""
     for deeper in (folder, os.path.join(folder, "checkpoints")):
         if found := glob(os.path.join(escape(deeper), "step_*", MANIFEST_NAME)):
             return f"; {len(found)} checkpoint(s) lie in {deeper}: mpizero.checkpoint.newest(folder) gives the newest"
@@ -82,7 +82,7 @@ def _within(folder: str) -> str:
 
 
 def check_structure(source: ByteSource, manifest: Manifest, where: str) -> None:
-    """Compare the checksum of everything outside the arrays. Not collective."""
+    """Verify the checksum of all bytes of ``state.h5`` outside the arrays; raise if they are damaged."""
     crc = 0
     for start, length in manifest.structure_ranges:
         for begin, end in cut(0, length):

@@ -1,8 +1,8 @@
-"""Save while training goes on: copy the values, let a thread write the copy, and agree on it later.
+"""Save while training goes on: copy the values, let a thread write the copy, and commit the checkpoint later.
 
-[Note: no MPI in the thread] The thread that writes computes checksums, writes and makes durable; it never calls MPI.
-What all ranks must agree on is agreed by the calling threads: before, where it is to be written, and afterwards, in
-:meth:`PendingSave.commit`, that all have succeeded.
+[Note: no MPI in the thread] The writing thread computes checksums, writes them and the values, and syncs the file. It
+never calls MPI. The calling threads communicate: :func:`begin` agrees on the target before writing, and
+:meth:`PendingSave.commit` agrees afterwards that all ranks have succeeded.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from mpizero.comm.communicator import CallTrace, Communicator
 from mpizero.comm.startup.convert import communicator_of
 from mpizero.errors import StateError
 
-#: ``nice`` of the writing thread: training and other ranks get the core first.
+#: ``nice`` value of the writing thread, so that training and other ranks are preferred on its core.
 _NICE = 10
 
 
 def _lower_priority() -> None:
-    """Lower the priority of this thread, where each has its own: Linux."""
+    """Lower the priority of this thread; only on Linux, where each thread has a priority of its own."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class WriterThread:
-    """Write pieces of arrays into a file in a thread, and make them durable.
+    """Run a thread that writes pieces of arrays into a file and makes them durable.
 
-    The thread is a daemon: a process that ends does not wait for it. The file is opened before the thread starts, so
-    another file, that comes to the same path after this save was discarded, is never written to. ``trace`` tells the
-    other ranks that bytes are written.
+    The thread is a daemon: a process that ends does not wait for it. The constructor opens the file before the thread
+    starts: so the thread never writes into a later file of the same path, made after this save was discarded. The
+    thread reports its progress to ``trace``, where other ranks can see it.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class WriterThread:
 
     @property
     def finished(self) -> bool:
-        """True once the thread has ended, well or not."""
+        """True once the thread has ended, whether it has succeeded or failed."""
         return not self._thread.is_alive()
 
     def stop(self) -> None:
@@ -84,12 +84,12 @@ class WriterThread:
         self._stop.set()
 
     def join(self) -> None:
-        """Wait for the end of the thread. Not collective."""
+        """Wait until the thread has ended. Not collective."""
         if self._thread.ident is not None:
             self._thread.join()
 
     def result(self) -> list[PieceSums]:
-        """Wait for the end, and return the checksums or raise what the thread has raised. Not collective."""
+        """Wait until the thread has ended; return its checksums, or raise its exception. Not collective."""
         self.join()
         if self._failure is not None:
             raise self._failure
@@ -99,10 +99,10 @@ class WriterThread:
 
 
 class PendingSave:
-    """Represent a save whose values are copied and whose checkpoint does not exist yet; made by :func:`begin`.
+    """Represent a save that a thread is writing and whose checkpoint does not exist yet; made by :func:`begin`.
 
-    Only :meth:`commit` makes the checkpoint. A pending save that is dropped, or left when the process ends, leaves
-    nothing.
+    Only :meth:`commit` makes the checkpoint. If the object is deleted without it, or the interpreter exits, everything
+    written is removed.
     """
 
     def __init__(
@@ -115,18 +115,18 @@ class PendingSave:
     ) -> None:
         self._comm, self._plan, self._temporary, self._writing = comm, plan, temporary, writing
         local, self._comm_stack = undo
-        # Also called when this object is dropped, and when the interpreter exits.
+        # Also called when this object is garbage-collected, and when the interpreter exits.
         self._clear = weakref.finalize(self, local.close)
         self._committed = False
 
     @property
     def target(self) -> str:
-        """The checkpoint's folder."""
+        """Path of the folder that the checkpoint will have."""
         return self._plan.target
 
     @property
     def finished(self) -> bool:
-        """True once this rank has written its part, or failed to: :meth:`commit` then waits for the others only."""
+        """True once this rank has written its part or has failed; :meth:`commit` then waits only for other ranks."""
         return self._writing.finished
 
     @property
@@ -135,14 +135,14 @@ class PendingSave:
         return not self._clear.alive
 
     def commit(self) -> None:
-        """Wait until all ranks have written, and make the checkpoint appear; a second call does nothing.
+        """Wait until all ranks have written, and publish the checkpoint; a second call does nothing.
 
         Collective over the communicator of :func:`begin`.
 
         Raises
         ------
         CheckpointError
-            On every rank alike, if writing failed on one of them; nothing stays of the save.
+            On every rank, if writing failed on one of them; everything written is removed.
         RuntimeError
             If the save was discarded, or has failed before.
         """
@@ -178,23 +178,23 @@ def begin(
     replace: bool = False,
     alignment: int = ALIGNMENT,
 ) -> PendingSave:
-    """Start to save arrays and attributes: on return their values are copied, and may change.
+    """Copy the values of arrays and attributes, and start a thread that saves the copy.
 
-    Collective over ``comm``. A thread writes the copy by the direct back end, without MPI; :meth:`PendingSave.commit`
-    makes the checkpoint. The files are the same as those of :func:`~mpizero.checkpoint.writer.write`.
+    Collective over ``comm``. After the return, the caller may change the arrays. The thread writes by the direct back
+    end, without MPI; :meth:`PendingSave.commit` makes the checkpoint. The files are the same as those of
+    :func:`~mpizero.checkpoint.writer.write`.
 
     Parameters
     ----------
     folder, arrays, attributes, comm, replace, alignment
         As for :func:`~mpizero.checkpoint.writer.write`.
     buffer : SnapshotBuffer, optional
-        Where the copy is made, to be used again by the next save: that one waits until this one is written.
+        Memory for the copy. When the next save uses the same buffer, it first waits until this save is written.
 
     Raises
     ------
     CheckpointError, ConfigError
-        On every rank, as for :func:`~mpizero.checkpoint.writer.write`; what goes wrong in the thread is raised by
-        ``commit``.
+        On every rank, as for :func:`~mpizero.checkpoint.writer.write`. Errors in the thread are raised by ``commit``.
     """
     with ExitStack() as comm_stack, ExitStack() as local:
         world = comm_stack.enter_context(communicator_of(comm))
@@ -202,7 +202,7 @@ def begin(
         temporary, copied = local.enter_context(TemporaryFolder(world, replace)), list[LocalArray]()
 
         def copy(wanted: Sequence[LocalArray]) -> None:
-            if not copied:  # perhaps ahead of an agreement that other ranks have saved other arrays
+            if not copied:  # copied already if start() was called, even where another rank then had other arrays
                 copied.extend(buffer.copy(wanted))
 
         def start(target: str, wanted: list[LocalArray]) -> str:
@@ -210,7 +210,7 @@ def begin(
             return temporary.open(target, buffer.layout.skeleton) if world.rank == 0 else ""
 
         plan = make_plan(world, folder, arrays, attributes, alignment, RepeatedSave(buffer.layout, start))
-        # No rank writes before all have copied: it would take the memory and the cores of those that still do.
+        # No rank writes before all have copied: writing would slow down the ranks that are still copying.
         temporary.agree(plan, lambda: copy(plan.local))
         writing = WriterThread(
             temporary.state, copied, plan.offsets, f"rank {world.rank} writes {plan.target}", world.trace

@@ -1,4 +1,4 @@
-"""Turn a temporary folder into a checkpoint: write the manifest of what all ranks wrote, and commit it on rank 0."""
+"""Turn a temporary folder into a checkpoint: rank 0 writes the manifest and renames the folder."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from mpizero.errors import CheckpointDamagedError, CheckpointError
 
 
 class TemporaryFolder:
-    """Hold the temporary folder of one save, which rank 0 opens, and remove it unless it was committed.
+    """Hold the temporary folder of one save, made by rank 0, and remove it on exit unless it was committed.
 
-    A context manager: leaving it is not collective.
+    This is a context manager. Leaving it is not collective.
 
     Parameters
     ----------
     comm : Communicator
         The ranks that save.
     replace : bool
-        Whether a good checkpoint may be replaced.
+        Whether the save may replace an undamaged checkpoint.
 
     Attributes
     ----------
     state : str
-        Path of the state file, once it is known to this rank.
+        Path of the state file; "" until :meth:`agree` has told it to this rank.
     folder : LockedFolder or None
-        The open folder, on rank 0.
+        The temporary folder, on rank 0 while it is open; None on other ranks.
     """
 
     def __init__(self, comm: Communicator, replace: bool) -> None:
@@ -53,7 +53,7 @@ class TemporaryFolder:
         self.close()
 
     def open(self, target: str, skeleton: Skeleton | None) -> str:
-        """Make the folder and the file without its values; return the file's path. Not collective: rank 0 only."""
+        """Make the folder and, in it, the state file without values; return its path. Not collective: rank 0 only."""
         self.close()
         if skeleton is None:
             raise CheckpointError("rank 0 has no layout")
@@ -62,12 +62,14 @@ class TemporaryFolder:
         return self.folder.state
 
     def may_replace(self, target: str) -> bool:
-        """Tell whether what stands at ``target`` may be replaced: if ``replace`` says so, or if it is damaged.
+        """Tell whether the save may replace the checkpoint at ``target``: with ``replace``, or if it is damaged.
+
+        Not collective.
 
         Raises
         ------
         CheckpointError
-            It cannot be opened, and nothing says that it is damaged.
+            If the checkpoint cannot be opened, and nothing proves that it is damaged.
         """
         if not os.path.isdir(target) or not (names := set(os.listdir(target))) or names - {MANIFEST_NAME, STATE_NAME}:
             return self._replace  # nothing is there, or what is never replaced
@@ -87,10 +89,9 @@ class TemporaryFolder:
         return self._replace
 
     def agree(self, plan: SavePlan, before: Callable[[], object] | None = None) -> None:
-        """Open the folder, unless that was done ahead, and tell all ranks where the state file is.
+        """Make the folder on rank 0, unless the plan says that it exists, and tell all ranks the state file's path.
 
-        Collective over the ranks that save. Each calls ``before`` before it learns of the file; if the folder was made
-        ahead, it is not called.
+        Collective over the ranks that save. Each rank calls ``before`` first, unless the folder exists already.
         """
         if plan.opened is None:
             self.state = on_root(self._comm, plan.prefix, lambda: self.open(plan.target, plan.skeleton), before)
@@ -98,16 +99,16 @@ class TemporaryFolder:
             self.state = plan.opened
 
     def close(self) -> None:
-        """Remove the folder, unless it was given its name; a second call does nothing. Not collective."""
+        """Remove the folder, unless it was committed; a second call does nothing. Not collective."""
         folder, self.folder = self.folder, None
         if folder is not None and os.getpid() == self._process:  # a forked child leaves it alone
             discard(folder)
 
 
 def publish(comm: Communicator, plan: SavePlan, temporary: TemporaryFolder, sums: Sequence[PieceSums]) -> None:
-    """Write the manifest over what all ranks have written durably, and give the folder its name.
+    """Write the manifest after all ranks have written their values, and rename the temporary folder to its target.
 
-    Collective over ``comm``; all ranks raise the same error or none.
+    Collective over ``comm``; all ranks raise the same error or none. ``sums`` has the checksums of this rank's pieces.
     """
     gathered = comm.allgather_object(sums, tag="checkpoint checksums")
 
@@ -128,7 +129,7 @@ def publish(comm: Communicator, plan: SavePlan, temporary: TemporaryFolder, sums
 
 
 def _structure(handle: int, state: str, skeleton: Skeleton) -> int:
-    """Return the CRC32 of the file's structure, after checking that the back end left it as it was laid out."""
+    """Return the CRC32 of the HDF5 structure in the state file; raise if the back end has changed the structure."""
     crc = 0
     if (found := os.fstat(handle).st_size) != skeleton.nbytes:
         raise CheckpointError(f"{state}: has {found} bytes instead of {skeleton.nbytes}")
@@ -146,7 +147,7 @@ def describe(
     gathered: Sequence[Sequence[PieceSums]],
     attributes: Mapping[str, Any],
 ) -> Manifest:
-    """Put together the manifest from what all ranks wrote. Not collective."""
+    """Build the manifest from the table of arrays and the gathered checksums of all ranks. Not collective."""
     checksums = direct.join(table, gathered)
     stored = {
         path: StoredArray(shape, dtype, skeleton.offsets[path], checksums[path])

@@ -1,4 +1,4 @@
-"""Load a checkpoint: every rank reads the ranges it needs and no others, and returns only what was verified."""
+"""Load a checkpoint: every rank reads only the ranges that it needs, and all values are verified by checksums."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from mpizero.types import Array
 
 
 class Reader:
-    """Read an open checkpoint; made by :func:`open_checkpoint` or :func:`~mpizero.checkpoint.image.from_bytes`.
+    """Read arrays of an open checkpoint; made by :func:`open_checkpoint` or :func:`mpizero.checkpoint.from_bytes`.
 
     Attributes
     ----------
     attributes : dict
-        What was given to :func:`~mpizero.checkpoint.writer.write`.
+        The attributes that were given to :func:`~mpizero.checkpoint.writer.write`.
     arrays : dict
         Shape and element type of every array, by path.
     """
@@ -58,7 +58,8 @@ class Reader:
     def close(self) -> None:
         """Close the file; a second call does nothing.
 
-        Not collective, except for a checkpoint opened with an mpi4py communicator: collective over that one.
+        Not collective. Exception: if the checkpoint was opened with something else than an mpizero communicator
+        (mpi4py, "self" or None), closing is collective over it.
         """
         self._source.close()
         if self._owns_comm:
@@ -66,13 +67,14 @@ class Reader:
             self._comm.close()
 
     def checksums(self) -> dict[str, tuple[int, ...]]:
-        """Return the CRC32s of the blocks of every array, by path, as the manifest has them. Not collective."""
+        """Return the CRC32s of the blocks of every array, by path, from the manifest. Not collective."""
         return {path: stored.checksums for path, stored in self._manifest.arrays.items()}
 
     def check(self, expected: Mapping[str, tuple[tuple[int, ...], Any]], complete: bool = True) -> None:
-        """Raise :class:`CheckpointError` listing arrays that are missing, different or (if ``complete``) too many.
+        """Compare the arrays of the checkpoint with expected shapes and element types by path.
 
-        Not collective: the same on every rank that expects the same.
+        Raises :class:`CheckpointError` that lists missing and different arrays and, if ``complete``, unexpected ones.
+        Not collective: ranks that expect the same arrays raise the same error.
         """
         wanted = {path: (tuple(shape), np.dtype(dtype)) for path, (shape, dtype) in expected.items()}
         missing = [path for path in wanted if path not in self.arrays]
@@ -91,16 +93,16 @@ class Reader:
             raise CheckpointError(f"{self.name} belongs to another model: {'; '.join(problems)}")
 
     def read(self, requests: Sequence[LocalArray]) -> None:
-        """Fill the pieces of ``requests`` with the values of the checkpoint, verified.
+        """Fill the pieces of ``requests`` with values of the checkpoint, and verify them.
 
-        Collective over the communicator the checkpoint was opened with; each rank requests any pieces, or
-        none. A rank reads its own ranges only: blocks that ranks read in parts are verified by joining the parts'
-        checksums, and what no rank read of such a block is read for the verification.
+        Collective over the communicator the checkpoint was opened with; each rank requests any pieces, or none. A rank
+        reads only its own ranges. Where several ranks read parts of one checksummed block, the block's checksum is
+        computed from those of the parts. If parts of the block are missing then, the rest is read for the verification.
 
         Raises
         ------
         CheckpointError
-            On every rank alike, naming file, array and reason; the pieces' contents are undefined then.
+            On every rank, with file, array and reason. The contents of the pieces are then undefined.
         """
         prefix = f"checkpoint {self.name} cannot be loaded"
         with agreed(self._comm, prefix):
@@ -131,14 +133,15 @@ class Reader:
 
 
 def open_checkpoint(folder: str | os.PathLike[str], comm: object = None) -> Reader:
-    """Open a checkpoint, written on any number of ranks.
+    """Open a checkpoint for reading; it may have been written on any number of ranks.
 
-    Collective over ``comm``: rank 0 reads and checks the manifest, size and structure; all ranks raise the same error.
+    Collective over ``comm``: rank 0 reads and checks the manifest, and the size and HDF5 structure of the state file.
+    All ranks raise the same error.
 
     Parameters
     ----------
     folder : path
-        The checkpoint; rank 0's path counts.
+        The checkpoint's folder; the path of rank 0 is used.
     comm : communicator, "self" or None
         mpi4py communicator, :class:`~mpizero.comm.communicator.Communicator`, "self" for this process alone, or None
         for all ranks that a launcher has started.
@@ -146,9 +149,9 @@ def open_checkpoint(folder: str | os.PathLike[str], comm: object = None) -> Read
     Raises
     ------
     CheckpointMissingError
-        Also a ``FileNotFoundError``: there is no such checkpoint.
+        If there is no such checkpoint; also a ``FileNotFoundError``.
     CheckpointError
-        Damaged, foreign or hostile; names the file and what is wrong.
+        If it is damaged, crafted or not a checkpoint; the message names the file and what is wrong.
     """
     world = as_communicator(comm)
     try:

@@ -1,4 +1,8 @@
-"""Plan a save: agree on its names, shapes and ranges on all ranks, before a checkpoint is touched."""
+"""Plan a save: all ranks agree on the names, shapes and ranges of its arrays before anything is written.
+
+[Note: words] A *claim* lists the ranges of one array that one rank writes (``format/table.py``). The *table* holds
+shape and element type of every array.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,24 @@ from mpizero.errors import CheckpointError
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Describe one save: its target, this rank's pieces, the arrays of all ranks, and their first bytes in the file.
+    """Describe one save, after all ranks have agreed on it.
 
-    ``skeleton`` is the file without its values; rank 0 alone has it. ``opened`` is as in
-    :class:`Agreement`.
+    Attributes
+    ----------
+    target : str
+        Absolute path of the checkpoint.
+    local : list of LocalArray
+        The pieces that this rank writes.
+    table : Table
+        Shape and element type of the arrays of all ranks.
+    attributes : dict
+        JSON values for the manifest.
+    offsets : dict
+        First byte of each array in the state file.
+    skeleton : Skeleton or None
+        The state file without its values, on rank 0; None on other ranks.
+    opened : str or None
+        As in :class:`Agreement`.
     """
 
     target: str
@@ -36,16 +54,17 @@ class SavePlan:
 
     @property
     def prefix(self) -> str:
-        """The beginning of the message of a failed save."""
+        """The text with which error messages about this save begin."""
         return _prefix(self.target)
 
 
 @dataclass
 class KnownLayout:
-    """Keep what a save has agreed on, for the next save of the same arrays.
+    """Keep the layout of the last save, so that the next save of the same arrays needs fewer messages.
 
-    ``number`` is a checksum of the claims of all ranks in their order, and ``place`` is this rank's number and that of
-    all ranks. Where all places are as before, and all numbers the same, the claims of all ranks are the same, too.
+    ``claims`` are those of this rank, ``number`` is a checksum of the claims of all ranks, and ``place`` is (rank,
+    number of ranks). If every rank has its former place and claims, and all ranks have the same number, then the layout
+    of the last save is valid again.
     """
 
     claims: list[Claim] | None = None
@@ -58,15 +77,15 @@ class KnownLayout:
 
 
 class RepeatedSave(NamedTuple):
-    """Hold what a rank has saved last, and the function that starts a save of the same arrays.
+    """Hold the layout of a rank's last save, and a function that starts another save of the same arrays.
 
     Attributes
     ----------
     layout : KnownLayout
-        Filled by every save, for the next one.
+        Filled by every save, for the next save.
     start : function
-        Called ahead of the agreement, with the target, which rank 0 alone knows ("" on the others), and the rank's
-        arrays. Rank 0's opens the state file and returns its path.
+        Called before the ranks agree, with the target (rank 0; "" on other ranks) and the rank's arrays. On rank 0 it
+        opens the state file and returns its path.
     """
 
     layout: KnownLayout
@@ -85,12 +104,12 @@ def make_plan(
     alignment: int = ALIGNMENT,
     again: RepeatedSave | None = None,
 ) -> SavePlan:
-    """Agree on what is to be written, and lay out the file on rank 0.
+    """Agree with all ranks on the arrays to be written, lay out the file on rank 0, and return the plan.
 
-    Collective over ``comm``; all ranks raise the same error or none. Where the layout of ``again`` is of the same
-    arrays on every rank, the known layout is used, in one exchange; else it is filled.
+    Collective over ``comm``; all ranks raise the same error or none. If every rank saves the same arrays as in the
+    layout of ``again``, that layout is used, with one exchange of messages; else it is replaced by the new layout.
     """
-    path = path_of(folder)  # all ranks refuse what is none
+    path = path_of(folder)  # every rank raises if this is not a path
     where = os.path.realpath(path) if comm.rank == 0 else ""
     known = KnownLayout() if again is None else again.layout
     same = again if known.alignment == alignment else None
@@ -111,9 +130,10 @@ def make_plan(
 
 
 class _SaveRequest(NamedTuple):
-    """Describe what a rank wants to save.
+    """Describe what a rank wants to save, in the message that all ranks exchange.
 
-    Its claims, or None for those of the save that ``number`` stands for; and the CRC32 of the attributes.
+    ``claims`` is None if they are as in the last save, whose checksum is ``number``. ``attributes`` is the CRC32 of the
+    attributes.
     """
 
     claims: list[Claim] | None
@@ -127,17 +147,17 @@ class Agreement(NamedTuple):
     Attributes
     ----------
     where : str
-        Rank 0's.
+        The argument ``where`` of rank 0.
     local : list of LocalArray
         This rank's arrays, checked.
     table : Table
         The arrays of all ranks.
     attributes : dict
-        A copy of what was given.
+        A copy of the attributes that were given.
     number : int
         Checksum of the claims of all ranks, as in :class:`KnownLayout`.
     opened : str or None
-        Path of the state file that rank 0 opened ahead of the agreement; None where it is still to be opened.
+        Path of the state file, if rank 0 has opened it already before the agreement; else None.
     """
 
     where: str
@@ -149,7 +169,7 @@ class Agreement(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """Hold a rank's arrays, its claims, and the attributes as JSON."""
+    """Hold the checked arrays of a rank, its claims, and the attributes as JSON text."""
 
     local: list[LocalArray]
     claims: list[Claim]
@@ -171,12 +191,12 @@ def agree_on_arrays(
     where: str = "",
     again: RepeatedSave | None = None,
 ) -> Agreement:
-    """Check what every rank wants to save, and agree on it.
+    """Check the arrays that each rank wants to save, and agree with all ranks on one table of arrays.
 
-    Collective over ``comm``: one exchange, and another where some ranks save what they saved last and others do not.
-    All ranks raise the same error or none, which begins with ``prefix`` of rank 0's ``where``. The table is the known
-    one if every rank has the same arrays as then. Such a rank calls its ``again.start`` before the exchange; a failure
-    there counts too. Folders that rank 0 makes above a target then stay, even if the save fails.
+    Collective over ``comm``: one exchange, and a second one if only some of the ranks save the arrays of their last
+    save. A rank that saves the arrays of its last save calls ``again.start`` before the exchange. If all do, the result
+    has the table of the last save. All ranks raise the same error or none, including errors of ``again.start``; the
+    message begins with ``prefix(where)`` of rank 0. Parent folders that rank 0 has made stay, even if the save fails.
     """
     known = KnownLayout() if again is None else again.layout
     checked, request, opened = _Checked([], [], ""), None, None

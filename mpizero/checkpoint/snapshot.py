@@ -1,4 +1,4 @@
-"""Keep memory for a copy of what a rank saves, so that training may go on while the copy is written."""
+"""Copy the values that a rank saves, so that training can go on while a thread writes the copy."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from mpizero.types import Array
 
 
 class SnapshotBuffer:
-    """Hold the memory that asynchronous saves copy their values into, one after the other.
+    """Hold the memory into which asynchronous saves copy their values; it is reused from save to save.
+
+    No method is collective.
 
     Parameters
     ----------
     allocate : function, optional
-        Returns so many new bytes as an array of uint8; a caller that counts memory gives its own.
+        Function of a number of bytes that returns a new uint8 array of that size. A caller that accounts for memory
+        passes its own function.
     release : function, optional
-        Called with an array of ``allocate`` that is no longer used.
+        Called with an array from ``allocate`` when it is no longer used.
     """
 
     def __init__(
@@ -30,29 +33,26 @@ class SnapshotBuffer:
         self._allocate, self._release = allocate or _untouched, release or _forget
         self._memory: Array = np.empty(0, np.uint8)
         self._until_read: Callable[[], object] | None = None
-        #: What the last save through this buffer has agreed on.
+        #: Layout of the last save through this buffer.
         self.layout = KnownLayout()
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Number of bytes that the buffer holds."""
         return self._memory.size
 
     def reserve(self, arrays: Sequence[LocalArray]) -> None:
-        """Allocate memory for the pieces of ``arrays``, so that the first copy costs no more than the others.
-
-        Not collective.
-        """
+        """Allocate memory for the pieces of ``arrays`` in advance, so that the first save is as fast as later saves."""
         needed = sum(_padded(values.nbytes) for array in arrays for _, values in array.pieces)
         if needed and needed + LINE > self._memory.size:
-            self.close()  # given back before more is asked for
+            self.close()  # release the old memory before the new memory is allocated
             self._memory = self._allocate(needed + LINE)
             self._memory[::PAGE] = 0  # the system hands out pages when they are touched
 
     def copy(self, arrays: Sequence[LocalArray]) -> list[LocalArray]:
-        """Return ``arrays`` with pieces of the same values in this buffer; waits for the save that still uses it.
+        """Copy the values of ``arrays`` into this buffer; return arrays whose pieces lie there.
 
-        Not collective.
+        Waits first until the last save no longer uses the buffer.
         """
         self.wait()
         self.reserve(arrays)
@@ -68,18 +68,18 @@ class SnapshotBuffer:
         return copied
 
     def close(self) -> None:
-        """Give the memory back, once nobody reads it; the next copy takes new memory. Not collective."""
+        """Wait until the last save no longer uses the memory, and release it; the next copy allocates new memory."""
         self.wait()
         if self._memory.size:
             self._release(self._memory)
         self._memory = np.empty(0, np.uint8)
 
     def keep(self, until: Callable[[], object]) -> None:
-        """Keep the copy as it is until ``until()`` returns, which waits for its reader. Not collective."""
+        """Register a function ``until`` that waits until the copy has been written; :meth:`wait` calls it."""
         self._until_read = until
 
     def wait(self) -> None:
-        """Wait until nobody reads the copy. Not collective."""
+        """Wait until the copy of the last save has been written."""
         if self._until_read is not None:
             self._until_read()
             self._until_read = None

@@ -1,4 +1,4 @@
-"""Save a checkpoint: collective, checksummed from memory, and visible only when it is whole."""
+"""Save a checkpoint from all ranks: checksums are computed from memory, and the folder appears only when complete."""
 
 from __future__ import annotations
 
@@ -33,41 +33,41 @@ def write(
     *,
     alignment: int = ALIGNMENT,
 ) -> None:
-    """Save arrays and attributes in a folder that appears whole or not at all.
+    """Save arrays and attributes as a checkpoint folder that appears whole or not at all.
 
-    Collective over ``comm``. Works in a hidden folder beside ``folder``, makes every file durable, renames. A failure
-    on one rank (a full disk, an unwritable folder) raises the same error on every rank, removes what was written, and
-    leaves older checkpoints as they are. Leftovers of killed saves are removed.
+    Collective over ``comm``. The ranks write into a hidden folder beside ``folder`` and make every file durable; then
+    rank 0 renames the folder. A failure on one rank (a full disk, an unwritable folder) raises the same error on every
+    rank, removes what was written, and leaves older checkpoints as they are. Leftovers of killed saves are removed.
 
     Parameters
     ----------
     folder : path
-        The checkpoint; rank 0's path counts. Folders above it are made.
+        The checkpoint; the path of rank 0 is used. Missing parent folders are made.
     arrays : sequence of LocalArray
-        This rank's pieces. All ranks together must write every element exactly once; a rank need not list arrays
-        that it has no part of.
+        The pieces that this rank writes. All ranks together must write every element exactly once. A rank need not
+        list arrays of which it writes nothing.
     attributes : dict
         JSON values, the same on every rank.
     comm : communicator, "self" or None
         mpi4py communicator, :class:`~mpizero.comm.communicator.Communicator`, "self" for this process alone, or None
         for all ranks that a launcher has started.
     backend : {"direct", "mpio"}
-        Each rank writes its bytes by itself, or through parallel HDF5. The resulting files are the same.
+        "direct": each rank writes its bytes by system calls. "mpio": parallel HDF5. The resulting files are the same.
     replace : bool
-        Whether a checkpoint that stands at ``folder`` may be replaced (in one step, after the new one is complete).
-        Without it only a damaged one is, after its checksums have been tried. One that cannot be opened, and may be
-        whole, is never replaced.
+        Whether an existing checkpoint at ``folder`` may be replaced (in one step, after the new one is complete).
+        False: only a checkpoint whose checksums prove it damaged is replaced. A checkpoint that cannot be opened but
+        may be whole is never replaced.
     alignment : int
-        Arrays of at least so many bytes start at a multiple of it in the file, all others at a multiple of 64: a
-        power of two from 64 to 4096, the size of a page.
+        A power of two from 64 to 4096 (the size of a page). Arrays of at least ``alignment`` bytes start at a multiple
+        of it in the file, all others at a multiple of 64.
 
     Raises
     ------
     CheckpointError
-        On every rank: arrays that do not fit together, a folder that exists, another run writing it. System errors are
-        also ``OSError`` with ``errno``.
+        On every rank, if the arrays of the ranks do not fit together, the folder exists, or another run is writing it.
+        System errors are also ``OSError`` with ``errno``.
     ConfigError
-        Unknown back end, or one that this installation does not have; an alignment that is none.
+        If the back end is unknown or not installed, or the alignment is not allowed.
     """
     with communicator_of(comm) as world:
         plan = make_plan(world, folder, arrays, attributes, alignment)
@@ -80,7 +80,7 @@ def write(
 
 
 def check_backend(comm: Communicator, backend: str) -> None:
-    """Raise :class:`ConfigError` unless this installation can write by ``backend``. Not collective."""
+    """Raise :class:`ConfigError` unless this installation can write with ``backend``. Not collective."""
     if backend not in _BACKENDS:
         raise ConfigError(f"backend must be one of {sorted(_BACKENDS)}, got {backend!r}")
     if backend == "mpio":

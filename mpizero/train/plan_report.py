@@ -18,7 +18,7 @@ _COLUMNS = 150
 
 
 def report(plan: PlannedRun, *, with_timetable: bool = False) -> str:
-    """Return the plan for people. Not collective."""
+    """Return the plan for people."""
     parts = [_head(plan), _memory(plan), _messages(plan), _work(plan)]
     if plan.floors is not None:
         parts.append(_seconds(plan, plan.floors))
@@ -184,7 +184,7 @@ def _aligned(cells: Sequence[str], widths: Sequence[int], *, left: bool) -> list
 
 
 def as_json(plan: PlannedRun) -> str:
-    """Return the plan for programs: one line. Not collective."""
+    """Return the plan for programs: one line."""
     return json.dumps(dict(_figures(plan)), allow_nan=False)
 
 

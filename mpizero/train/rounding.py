@@ -42,25 +42,25 @@ class Rounding:
 
     @property
     def of_sums(self) -> float:
-        """Return the relative difference that sums in another order may have. Not collective."""
+        """Return the relative difference that sums in another order may have."""
         return _PER_DOUBLING * self.epsilon * math.log2(2.0 + self.terms)
 
     def near(self, found: float, expected: float) -> bool:
-        """Tell whether two numbers are apart by no more than sums in another order. Not collective."""
+        """Tell whether two numbers are apart by no more than sums in another order."""
         return found == expected or abs(found - expected) <= max(self.of_sums, self.tolerance or 0.0) * abs(expected)
 
     def ratio(self, factor: float, counts: float) -> bool:
-        """Tell whether a factor is a ratio of two counts. Not collective."""
+        """Tell whether a factor is a ratio of two counts."""
         return abs(factor - counts) <= max(self.of_sums, 8 * (self.tolerance or 0.0)) * counts
 
     def same(self, found: float, expected: float) -> bool:
-        """Tell whether two numbers are as equal as the layout must have them. Not collective."""
+        """Tell whether two numbers are as equal as the layout must have them."""
         if np.float64(found).tobytes() == np.float64(expected).tobytes():
             return True
         return self.tolerance is not None and abs(found - expected) <= self.tolerance * abs(expected)
 
     def close(self, found: Array, expected: Array) -> bool:
-        """Tell whether all elements are apart by no more than sums in another order. Not collective."""
+        """Tell whether all elements are apart by no more than sums in another order."""
         size = largest(expected)
         return size > 0 and largest(found - expected) <= max(self.of_sums, self.tolerance or 0.0) * size
 
@@ -70,7 +70,7 @@ class Rounding:
         """Return the one number that all elements of ``expected`` are multiplied by; None if there is none.
 
         Every element has to bear it within its own rounding, and at least two that are not zero; nothing below a few
-        epsilon counts as a factor, unless ``keep_one``. ``summed`` allows for sums in another order. Not collective.
+        epsilon counts as a factor, unless ``keep_one``. ``summed`` allows for sums in another order.
         """
         a, b = (np.concatenate([np.ravel(v) for v in arrays]).astype(np.float64) for arrays in (found, expected))
         scale = np.concatenate([np.full(v.size, largest(v)) for v in expected])  # sums of tied uses cancel
@@ -87,5 +87,5 @@ class Rounding:
 
 
 def largest(values: Array) -> float:
-    """Return the largest magnitude; 0 of nothing. Not collective."""
+    """Return the largest magnitude; 0 of nothing."""
     return float(np.max(np.abs(values), initial=0.0))

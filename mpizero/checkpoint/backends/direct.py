@@ -1,4 +1,4 @@
-"""Write every rank's ranges of the HDF5 file by system calls, without HDF5: the direct back end."""
+"""Implement the back end "direct": every rank writes its ranges of the HDF5 file by system calls, without HDF5."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpizero.types import Array
 
 
 class PieceSums(NamedTuple):
-    """Hold the CRC32s of a piece of an array, one for each part that ``format.checksum.cut`` gives."""
+    """Hold the CRC32s of bytes ``start:stop`` of an array, one for each part into which block borders cut them."""
 
     path: str
     start: int
@@ -28,7 +28,7 @@ class PieceSums(NamedTuple):
 
 
 class WritingStopped(Exception):  # noqa: N818 - a request, not a mistake
-    """Raised when writing was stopped between two blocks, as asked."""
+    """Signal that :func:`write_pieces` has stopped between two blocks because its caller asked for it."""
 
 
 def as_bytes(values: Array) -> memoryview:
@@ -62,16 +62,17 @@ def write_pieces(
 ) -> list[PieceSums]:
     """Write this rank's pieces into an open ``file`` and make them durable; return their checksums.
 
-    Not collective, no MPI. ``handle``, from :func:`open_state`, is closed. Each block's checksum is taken from memory
-    just before it is written: what is damaged later, reading finds. ``advance`` is told the bytes of each block when it
-    is written, and again when it is durable. Writing stops between two blocks where ``stopped()`` is true.
+    Not collective, no MPI. ``handle`` comes from :func:`open_state` and is closed. Each block's checksum is computed
+    from memory just before the block is written, so a reader finds any later damage. ``advance`` is called with the
+    number of bytes of each block when it is written, and of each range when it is on disk. ``stopped`` is asked before
+    each block; when it returns true, writing ends.
 
     Raises
     ------
     WritingStopped
-        ``stopped()`` was true.
+        If ``stopped()`` returned true.
     OSError
-        Naming the file and the array.
+        If writing fails; names the file and the array.
     """
     sums = []
     try:
@@ -99,7 +100,7 @@ def write_pieces(
 
 
 def checksums(arrays: Sequence[LocalArray]) -> list[PieceSums]:
-    """Return the checksums of pieces in memory. Not collective."""
+    """Compute the checksums of this rank's pieces from memory. Not collective."""
     sums = []
     for array in arrays:
         for first, values in array.pieces:
@@ -112,7 +113,7 @@ def checksums(arrays: Sequence[LocalArray]) -> list[PieceSums]:
 
 
 def join(table: Table, gathered: Sequence[Sequence[PieceSums]]) -> dict[str, tuple[int, ...]]:
-    """Join the checksums of all ranks' pieces to those of whole blocks. Not collective."""
+    """Combine the checksums of all ranks' pieces into the CRC32s of whole blocks, by array. Not collective."""
     pieces: dict[str, list[PieceSums]] = {path: [] for path in table}
     for listed in gathered:
         for piece in listed:

@@ -1,4 +1,4 @@
-"""Write every rank's ranges through one file opened by all, with parallel HDF5: the back end "mpio"."""
+"""Implement the back end "mpio": all ranks open the file together and write their ranges with parallel HDF5."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpizero.errors import CheckpointError, ConfigError
 from mpizero.faults import inject
 from mpizero.layout.hyperslab import hyperslabs
 
-#: Bytes of one HDF5 write at most: MPI-IO counts in 32 bits.
+#: The largest number of bytes in one HDF5 write: MPI-IO counts in 32 bits.
 WRITE_LIMIT = 256 * 1024 * 1024
 
 
@@ -38,9 +38,9 @@ def store(
     """Write every rank's pieces into ``file`` by independent HDF5 writes; return this rank's checksums.
 
     Collective over ``comm``: all ranks succeed, or all raise the same error, which begins with ``prefix``. The file is
-    opened on a communicator made by ``split`` and nothing is written collectively: collective writes on Cartesian
-    communicators lose data in Open MPI 4.1.4. What was written is read back and compared with the checksums from
-    memory, because an MPI library may report success for writes that it loses.
+    opened on a communicator made by ``split``, and no write is collective: collective writes on Cartesian
+    communicators lose data in Open MPI 4.1.4. All bytes are read back and compared with the checksums from memory,
+    because an MPI library may report success for writes that it loses.
     """
     import h5py
 

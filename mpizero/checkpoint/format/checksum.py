@@ -1,4 +1,4 @@
-"""Join the CRC32s of neighbouring pieces to the CRC32 of the whole, without reading the bytes again."""
+"""Compute the CRC32 of a block from the CRC32s of its pieces, without reading the bytes again."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from mpizero.crc import crc32_combine
 #: Bytes of one checksummed block of an array; a multiple of every element size.
 BLOCK = 4 * 1024 * 1024
 
-#: Bytes that a cache still holds when they are used again. Loads from memory take 5 to 12 % longer with pieces of
-#: 256 KiB, for the calls, and no less with larger ones.
+#: Bytes of a piece that stays in a core's cache from reading to checksumming. With pieces of 256 KiB loading takes 5 to
+#: 12 % longer, because of the number of calls; larger pieces are not faster.
 _CACHED = 1024 * 1024
 
 
 def crc32_shifted(crc: int, length: int) -> int:
-    """Return what a CRC32 becomes where ``length`` bytes follow.
+    """Return what a part with CRC32 ``crc`` contributes to the CRC32 of a whole in which ``length`` bytes follow it.
 
-    Not collective. The CRC32 of a whole is the XOR of those of its parts, each shifted to its place.
+    The CRC32 of the whole is the XOR of the contributions of its parts.
     """
     return crc32_combine(crc, 0, length)
 
 
 def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cut bytes ``start:stop`` of an array at its block borders, in order."""
+    """Cut bytes ``start:stop`` of an array at its block borders; yield the (start, stop) of each part in order."""
     while start < stop:
         end = min(stop, (start // BLOCK + 1) * BLOCK)
         yield start, end
@@ -31,7 +31,7 @@ def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def in_cache(part: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield the place and bytes of pieces of a block that stay in a core's cache between two uses, in order."""
+    """Cut a block into pieces that fit a core's cache; yield the offset and bytes of each piece in order."""
     for start in range(0, len(part), _CACHED):
         yield start, part[start : start + _CACHED]
 
@@ -42,11 +42,10 @@ def block_count(nbytes: int) -> int:
 
 
 def judge(length: int, stored: int, segments: Sequence[tuple[int, int, int]]) -> list[bool | None]:
-    """Tell for each segment of one block whether some tiling of the block by the segments proves it.
+    """Verify the segments that ranks have read of one block by the CRC32 of the block.
 
-    Not collective. Readers cut a block anywhere and may read the same bytes twice, so a segment is proven when a
-    chain of segments from the block's start, the segment itself and a chain to the block's end have together the
-    stored CRC.
+    Ranks may cut a block anywhere and may read the same bytes twice. A segment is proven correct if segments that
+    follow each other without a gap, this one among them, cover the block and together have the stored CRC32.
 
     Parameters
     ----------
@@ -55,12 +54,12 @@ def judge(length: int, stored: int, segments: Sequence[tuple[int, int, int]]) ->
     stored : int
         CRC32 of the block as written.
     segments : sequence of (start, stop, crc)
-        What was read, in bytes from the block's start.
+        The segments that were read, in bytes from the block's start, with their CRC32s.
 
     Returns
     -------
     list of bool or None
-        True: proven; False: the CRC differs; None: no tiling goes through this segment.
+        For each segment: True: proven correct; False: the CRC32 differs; None: no gapless cover contains this segment.
     """
     before = {0: 0}
     for start, stop, crc in sorted(segments):

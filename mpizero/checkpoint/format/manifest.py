@@ -1,4 +1,4 @@
-"""Encode and decode the manifest: two lines of JSON that say what a checkpoint holds, where, with which checksums."""
+"""Encode and decode the manifest: two lines of JSON with the arrays of a checkpoint, their places and checksums."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from mpizero.errors import CheckpointDamagedError, CheckpointError, CheckpointVe
 
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.h5"
-#: Bytes of a manifest at most; read before anything in it can be trusted.
+#: The largest size of a manifest in bytes; it is checked before the content, which cannot be trusted.
 MANIFEST_LIMIT = 32 * 1024 * 1024
-#: HDF5's own bytes: at most this much for the file and for each array.
+#: The largest number of bytes outside the arrays, HDF5's structure: for the file, plus for each array.
 STRUCTURE_LIMIT, STRUCTURE_PER_ARRAY = 1024 * 1024, 8192
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """Describe one array in ``state.h5``: its first byte, and the CRC32 of each block of :data:`BLOCK` bytes."""
+    """Describe one array in ``state.h5``: ``offset`` is its first byte; one CRC32 for each block of ``BLOCK`` bytes."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -36,13 +36,13 @@ class StoredArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole array."""
+        """Size of the whole array in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Hold all that a reader needs; ``structure`` is the CRC32 of the file's bytes outside its arrays, in order."""
+    """Hold the content of ``manifest.json``; ``structure`` is the CRC32 of the bytes of ``state.h5`` outside arrays."""
 
     attributes: dict[str, Any]
     arrays: dict[str, StoredArray]
@@ -51,28 +51,28 @@ class Manifest:
 
     @property
     def table(self) -> Table:
-        """Shape and element type by path."""
+        """Shape and element type of every array, by path."""
         return {path: (array.shape, array.dtype) for path, array in self.arrays.items()}
 
     @property
     def structure_ranges(self) -> list[tuple[int, int]]:
-        """(first byte, length) of what lies outside the arrays."""
+        """The (first byte, length) ranges of ``state.h5`` that lie outside the arrays."""
         return gaps(self.state_bytes, extents(self.arrays))
 
 
 def extents(arrays: Mapping[str, StoredArray]) -> Iterable[tuple[int, int]]:
-    """Yield (first byte, length) of the arrays that have elements."""
+    """Return the (first byte, length) ranges of the arrays that have elements."""
     return ((array.offset, array.nbytes) for array in arrays.values() if array.nbytes)
 
 
 def canonical_json(value: object, what: str) -> str:
-    """Return ``value`` as JSON, the same text for the same value.
+    """Return ``value`` as JSON text; equal values give equal texts. ``what`` names the value in errors.
 
     Raises
     ------
     CheckpointError
-        If it is not made of dictionaries with string keys, lists, strings, finite numbers within the range of float64,
-        booleans and None; or if it is what :func:`decode` would not read.
+        If it contains anything but dictionaries with string keys, lists, strings, finite numbers within the range of
+        float64, booleans and None, or if :func:`decode` would refuse to read it.
     """
     try:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
@@ -99,7 +99,7 @@ def _lists(value: object) -> object:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the bytes of ``manifest.json``: one line of JSON, and one with the SHA-256 of the first."""
+    """Return the bytes of ``manifest.json``: one line of JSON, and a second line with the SHA-256 of the first."""
     arrays = {
         path: {
             "dataset": path,
@@ -125,12 +125,12 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """Read a manifest, trusting nothing; the reverse of :func:`encode`.
+    """Parse and check the bytes of a manifest, which may be damaged or crafted; the reverse of :func:`encode`.
 
     Raises
     ------
     CheckpointError
-        With the first thing that is wrong; the caller adds the file's name.
+        If something is wrong; the message names the first problem, and the caller adds the file's name.
     """
     if len(data) > MANIFEST_LIMIT:
         raise CheckpointError(f"larger than {MANIFEST_LIMIT} bytes")
@@ -149,7 +149,7 @@ def decode(data: bytes) -> Manifest:
 
 
 def _manifest(body: dict[str, Any]) -> Manifest:
-    """Take a manifest of this version: with exactly its keys, since a new key needs a new version."""
+    """Convert the parsed JSON to a manifest; it must have exactly the keys of this format version."""
     _check_keys(body, {"format", "version", "attributes", "state", "block_bytes", "arrays"}, "the manifest")
     state, arrays, attributes = body["state"], body["arrays"], body["attributes"]
     if not (isinstance(state, dict) and isinstance(arrays, dict) and isinstance(attributes, dict)):
@@ -170,7 +170,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
 
 
 def _is(value: object, number: int) -> bool:
-    """Tell whether a value is this whole number: neither true nor 1.0."""
+    """Tell whether ``value`` is the int ``number``; False for True and 1.0, which Python counts as equal to 1."""
     return type(value) is int and value == number
 
 

@@ -1,4 +1,4 @@
-"""Open files that are not trusted: regular ones only, and of those that are read whole, small ones only."""
+"""Open files that are not trusted: only regular files, and with a limit on the size where a file is read whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpizero.errors import ArgumentError, CheckpointError
 
 
 def open_regular(path: str) -> int:
-    """Open a regular file for reading: no link is followed, no pipe waited for. Not collective."""
+    """Open a regular file for reading and return its descriptor; raise for links, pipes and other kinds of file."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -24,21 +24,21 @@ def open_regular(path: str) -> int:
 
 
 def path_of(folder: str | os.PathLike[str]) -> str:
-    """Return a path as a string; :class:`ArgumentError` if it is none. Not collective."""
+    """Return a path as a string; raise :class:`ArgumentError` if ``folder`` is not a path."""
     if not isinstance(folder, str | os.PathLike):
         raise ArgumentError(f"the folder of a checkpoint is a path, a string or pathlib.Path; got {folder!r:.80}")
     return os.fspath(folder)
 
 
 def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
-    """Return the bytes of a regular file, ``limit`` at most; no link is followed, no pipe waited for. Not collective.
+    """Return the bytes of a regular file that has at most ``limit`` bytes.
 
     Raises
     ------
     CheckpointError
-        Something else than a regular file, or a longer one.
+        If it is a link or not a regular file, or longer than ``limit``.
     OSError
-        It cannot be opened or read.
+        If it cannot be opened or read.
     """
     name = os.fspath(path)
     with os.fdopen(open_regular(name), "rb") as file:

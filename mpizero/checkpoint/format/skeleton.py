@@ -1,4 +1,4 @@
-"""Lay out the HDF5 file without its values in memory, so that libhdf5 never touches the disk."""
+"""Build the HDF5 file without its values in memory, so that libhdf5 never writes to a disk."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from mpizero.errors import ConfigError
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
-#: What the root of the HDF5 file says it is.
+#: Name and version of the format, which are attributes of the HDF5 file's root.
 FORMAT = "mpizero-checkpoint"
 VERSION = 1
 MARKS: Mapping[str, Any] = {"format": np.bytes_(FORMAT), "version": np.int64(VERSION)}
 #: Every object of the file starts at a multiple of this many bytes, so that arrays can be mapped into memory.
 ALIGNMENT = 64
-#: The widest alignment, a page: the holes between arrays are read and verified with HDF5's structure.
+#: The largest alignment that can be chosen: a page. The gaps that alignment leaves between arrays are checksummed too.
 ALIGNMENT_LIMIT = 4096
 
 
 @dataclass(frozen=True)
 class Skeleton:
-    """Describe the places of everything in a file of ``nbytes`` bytes.
+    """Describe an HDF5 file of ``nbytes`` bytes without the values of its arrays.
 
-    ``offsets`` gives the first byte of every array (0 for an array without elements), ``structure`` the bytes between
-    the arrays: all that HDF5 itself wrote, zeros where it wrote nothing.
+    ``offsets`` gives the first byte of every array (0 for an array without elements). ``structure`` gives the bytes
+    outside the arrays as (first byte, content): what HDF5 itself wrote, and zeros where it wrote nothing.
     """
 
     nbytes: int
@@ -40,18 +40,18 @@ class Skeleton:
 
 
 class SeekableFile(io.RawIOBase):
-    """Implement what h5py needs of a file of ``nbytes`` bytes: its position, and seeking."""
+    """Implement position and seeking of a file object of ``nbytes`` bytes, as h5py needs them."""
 
     def __init__(self, nbytes: int = 0) -> None:
         self.nbytes = nbytes
         self._position = 0
 
     def seekable(self) -> bool:
-        """Say yes."""
+        """Return True: h5py asks."""
         return True
 
     def readable(self) -> bool:
-        """Say yes."""
+        """Return True: h5py asks."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
@@ -65,7 +65,7 @@ class SeekableFile(io.RawIOBase):
 
 
 class _Recording(SeekableFile):
-    """Keep in memory only what was written to a file; bytes left out for arrays cost nothing."""
+    """Record the writes to a file in memory; bytes never written, those of the arrays, take no memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class _Recording(SeekableFile):
         return self.nbytes
 
     def regions(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the content of disjoint ascending (first byte, length) ranges, zeros where nothing was written."""
+        """Return the content of disjoint ascending (first byte, length) ranges; bytes never written are zeros."""
         starts = [start for start, _ in ranges]
         found = [bytearray(length) for _, length in ranges]
         for first, data in self.writes:
@@ -120,21 +120,20 @@ def gaps(nbytes: int, extents: Iterable[tuple[int, int]]) -> list[tuple[int, int
 
 
 def check_alignment(alignment: int) -> None:
-    """Raise :class:`ConfigError` unless arrays can start at multiples of ``alignment`` bytes. Not collective."""
+    """Raise :class:`ConfigError` unless arrays can start at multiples of ``alignment`` bytes."""
     if not ALIGNMENT <= alignment <= ALIGNMENT_LIMIT or alignment & (alignment - 1):
         raise ConfigError(f"alignment must be a power of two from {ALIGNMENT} to {ALIGNMENT_LIMIT}, got {alignment}")
 
 
 def build(table: Table, alignment: int = ALIGNMENT, marks: Mapping[str, Any] = MARKS) -> Skeleton:
-    """Lay out one contiguous dataset per array; the same table and alignment give the same bytes.
+    """Build the HDF5 file with one contiguous dataset per array; equal tables and alignments give equal bytes.
 
-    Not collective. ``marks`` are the attributes of the file's root. Datasets are allocated early and never filled, so
-    that only HDF5's own structure is written. The ``v110`` format checksums that structure and is read by every HDF5
-    from 1.10 on.
+    ``marks`` are the attributes of the file's root. Datasets are allocated early and never filled, so that only HDF5's
+    own structure is written. The ``v110`` format checksums that structure and is read by every HDF5 from 1.10 on.
 
-    [Note: two alignments] HDF5 aligns every object from some size on, its own small ones too, so one wide alignment
-    would leave a hole after each of them. Arrays that are wide themselves therefore come after all others, with the
-    file opened once more: no hole is larger than the array after it.
+    [Note: two alignments] HDF5 aligns all objects above one threshold, also its own small objects, so a wide alignment
+    would leave a gap after each of them. Therefore arrays of at least ``alignment`` bytes come last: the file is opened
+    a second time for them with that alignment. So no gap is larger than the array after it.
     """
     import h5py
 
@@ -165,7 +164,7 @@ def _opened(record: _Recording, mode: str, threshold: int, interval: int) -> Any
 
 
 def _add_datasets(file: Any, table: Table, paths: Iterable[str]) -> dict[str, int]:
-    """Create datasets in this order; return their first bytes."""
+    """Create datasets in the given order; return the first byte of each, by path."""
     import h5py
 
     create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -183,7 +182,7 @@ def _add_datasets(file: Any, table: Table, paths: Iterable[str]) -> dict[str, in
 
 
 def _link(path: str) -> Any:
-    """Return how the last part of a path is stored: as UTF-8 where it is not ASCII, which HDF5 takes it for."""
+    """Return the HDF5 link properties for a path: names that are not ASCII are marked as UTF-8."""
     import h5py
 
     link = h5py.h5p.create(h5py.h5p.LINK_CREATE)

@@ -1,4 +1,4 @@
-"""Parse JSON that is not trusted: strictly, and bounded before anything is made of it."""
+"""Parse JSON that is not trusted: strictly, and with limits on memory and nesting."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ import sys
 from math import isfinite
 from typing import Any, NoReturn
 
-#: Bytes of memory that parsing may take, and how deep dictionaries and lists may lie inside each other.
+#: The most memory in bytes that parsing may take, and the deepest nesting of dictionaries and lists.
 MEMORY_LIMIT, DEPTH_LIMIT = 96 * 1024 * 1024, 32
-#: Characters of an integer at most: those of the largest float64, with a sign.
+#: The most characters of an integer: those of the largest float64, with a sign.
 _INTEGER = 310
 
 
 def parse(data: bytes) -> Any:
-    """Return what ``data``, JSON in UTF-8, says. Not collective.
-
-    Numbers are finite and within the range of float64, keys occur once, and neither the nesting nor the memory that
-    parsing takes passes a fixed limit.
+    """Parse JSON in UTF-8 and return its value.
 
     Raises
     ------
     ValueError
-        With the reason; the caller names the file.
+        If it is not JSON, has a number beyond float64 or a key twice, is nested too deep, or would take too much
+        memory. The message has the reason; the caller adds the file's name.
     """
     if (memory := memory_of(data)) > MEMORY_LIMIT:
         raise ValueError(f"would take {memory} bytes of memory, at most {MEMORY_LIMIT} are allowed")
@@ -42,12 +40,12 @@ def parse(data: bytes) -> Any:
 
 
 def memory_of(data: bytes) -> int:
-    """Return the bytes that parsing takes at most: measured by container, value and character. Not collective."""
+    """Estimate from above how many bytes of memory parsing takes, from the numbers of containers, values and bytes."""
     return 190 * (data.count(b"{") + data.count(b"[")) + 72 * data.count(b",") + 3 * len(data)
 
 
 def depth_of(value: object) -> int:
-    """Return how deep ``value`` is nested, without a recursion that a file could exhaust. Not collective."""
+    """Return how deep ``value`` is nested; computed without recursion, which a crafted file could exhaust."""
     depth, level = 0, [value]
     while level := [item for item in level if isinstance(item, (dict, list, tuple))]:
         depth += 1
@@ -56,15 +54,12 @@ def depth_of(value: object) -> int:
 
 
 def is_count(value: object, least: int = 0) -> bool:
-    """Tell whether a value from a file is a whole number from ``least`` up to 2**63; true and 1.0 are none.
-
-    Not collective.
-    """
+    """Tell whether a value from a file is an int from ``least`` up to 2**63; False for True and 1.0."""
     return type(value) is int and least <= value < 2**63
 
 
 def is_number(value: object) -> bool:
-    """Tell whether a value from a file is a finite number > 0 within the range of float64. Not collective."""
+    """Tell whether a value from a file is a finite number > 0 within the range of float64."""
     return type(value) in (int, float) and 0 < value <= sys.float_info.max  # type: ignore[operator]
 
 

@@ -1,4 +1,4 @@
-"""Describe the arrays of a checkpoint, and which rank writes which part of them: integers and names, no files."""
+"""Describe the arrays of a checkpoint, and which rank writes which part of them; nothing here touches a file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mpizero.validation import is_whole
 
 #: Element types a checkpoint may hold, little-endian; bfloat16 is stored as its bits, in ``<u2``.
 DTYPES = ("<f2", "<f4", "<f8", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8")
-#: Arrays of one checkpoint at most.
+#: The most arrays that one checkpoint may have.
 ARRAY_LIMIT = 65_536
-#: Bytes that one array may have at most; keeps every sum of sizes far from 2**63.
+#: The most bytes that one array may have; so every sum of sizes stays far below 2**63.
 SIZE_LIMIT = 2**56
 
-#: Shape and element type by path.
+#: Type of a table: shape and element type of every array, by path.
 Table = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
@@ -38,8 +38,9 @@ class LocalArray:
     dtype : numpy.dtype
         Element type, one of :data:`DTYPES`.
     pieces : tuple of (int, numpy.ndarray)
-        Flat C-order ranges: first element and a one-dimensional contiguous array of values. When writing, the pieces
-        of all ranks are disjoint and make up the whole array; when reading, they are filled, and may be any ranges.
+        Ranges of the array flattened in C order: number of the first element, and a one-dimensional contiguous array of
+        values. For writing, the pieces of all ranks are disjoint and make up the whole array. For reading, they may be
+        any ranges, and are filled.
     """
 
     path: str
@@ -61,7 +62,7 @@ def check_path(path: object) -> str:
 
 
 def check_shape(path: str, shape: Sequence[object], dtype: str) -> tuple[int, ...]:
-    """Return ``shape`` as a tuple if a checkpoint can hold such an array of ``dtype``."""
+    """Return ``shape`` as a tuple; raise :class:`CheckpointError` if a checkpoint cannot hold such an array."""
     if dtype not in DTYPES:
         raise CheckpointError(f"array {path!r}: element type {dtype!r:.40} is not one of {', '.join(DTYPES)}")
     if len(shape) > 32:
@@ -75,13 +76,16 @@ def check_shape(path: str, shape: Sequence[object], dtype: str) -> tuple[int, ..
 
 
 def check_paths(paths: Iterable[str]) -> None:
-    """Reject a name that is also the folder of another one."""
+    """Raise :class:`CheckpointError` if one array's name is the HDF5 group of another: ``a`` and ``a/b``."""
     if found := nested_in(paths):
         raise CheckpointError(f"array {found[0]!r} cannot also be the group of array {found[1]!r}")
 
 
 def check_array(array: LocalArray, writable: bool = False) -> LocalArray:
-    """Return ``array`` in its canonical form, or raise :class:`CheckpointError` naming it and what is wrong."""
+    """Check ``array``, and return it with its shape as ints and its type as ``numpy.dtype``.
+
+    Raises :class:`CheckpointError` that names the array and what is wrong. ``writable`` requires values to be writable.
+    """
     path = check_path(array.path)
     dtype = np.dtype(array.dtype)
     shape = check_shape(path, array.shape, dtype.str)
@@ -101,7 +105,7 @@ def check_array(array: LocalArray, writable: bool = False) -> LocalArray:
 
 @dataclass(frozen=True)
 class Claim:
-    """Describe what one rank writes of one array: its shape, its type and the ranges."""
+    """Describe which (start, stop) element ranges one rank writes of one array, with the array's shape and type."""
 
     path: str
     shape: tuple[int, ...]
@@ -110,15 +114,16 @@ class Claim:
 
     @classmethod
     def of(cls, array: LocalArray) -> Claim:
-        """Describe ``array`` without its values."""
+        """Make the claim of the pieces of ``array``."""
         ranges = tuple((start, start + values.size) for start, values in array.pieces if values.size)
         return cls(array.path, array.shape, array.dtype.str, ranges)
 
 
 def merge(claims: Sequence[Sequence[Claim]]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-    """Join the claims of all ranks, sorted by name; each element must be written by exactly one rank.
+    """Build the table of all arrays, sorted by name, from the claims of all ranks.
 
-    Not collective: every rank calls it with the same gathered claims and gets the same table or the same error.
+    Raises :class:`CheckpointError` unless each element is written by exactly one rank. Every rank calls this function
+    with the same gathered claims, and gets the same table or the same error.
     """
     table: dict[str, tuple[tuple[int, ...], str, int]] = {}
     ranges: dict[str, list[tuple[int, int, int]]] = {}

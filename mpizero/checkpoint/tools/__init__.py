@@ -1,4 +1,4 @@
-"""List, compare, export and import stored checkpoints, in one process, a block of an array at a time."""
+"""List, compare, export and import stored checkpoints in one process; arrays are read block by block."""
 
 from mpizero.checkpoint.tools.difference import ArrayDifference, CheckpointDifference, compare
 from mpizero.checkpoint.tools.elements import element_types, matches

@@ -1,4 +1,4 @@
-"""Compare two checkpoints, read side by side, a block at a time."""
+"""Compare two checkpoints, block by block."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from mpizero.types import Array
 
 @dataclass(frozen=True)
 class ArrayDifference:
-    """Describe two arrays of one name, shape and type whose values differ.
+    """Describe how two arrays of the same name, shape and type differ in their values.
 
     Attributes
     ----------
     path : str
-        The array.
+        Path of the array.
     size, differing : int
-        Elements, and those that differ.
+        Number of elements, and of elements that differ.
     largest_absolute, largest_relative : float
-        Among differing elements that are finite in both; relative to the larger magnitude.
+        Largest differences among elements that are finite in both arrays; relative to the larger magnitude.
     not_finite : int
-        Differing elements that are NaN or infinite in one of them.
+        Number of differing elements that are NaN or infinite in one of the arrays or in both.
     first : tuple of int
         Index of the first element that differs.
     values : tuple of float
-        That element in both.
+        Values of that element in both arrays.
     """
 
     path: str
@@ -46,20 +46,20 @@ class ArrayDifference:
 
 @dataclass(frozen=True)
 class CheckpointDifference:
-    """Describe all that differs between two checkpoints.
+    """Describe all differences between two checkpoints.
 
     Attributes
     ----------
     missing, extra : tuple of str
-        Arrays that only the first, and only the second has.
+        Arrays that only the first checkpoint has, and arrays that only the second has.
     reshaped : dict
-        Arrays of another shape or element type: what each has, as text.
+        Arrays that differ in shape or element type, by path: both as text.
     arrays : tuple of ArrayDifference
-        Arrays of other values.
+        Arrays that differ in values only.
     attributes : dict
-        Dotted name and both values; None stands for a name that is not there.
+        Both values of each attribute that differs, by dotted name; None stands for an attribute that is missing.
     compared, nbytes : int
-        Arrays whose values were compared, and their bytes (of one side).
+        Number of arrays whose values were compared, and their bytes in one checkpoint.
     """
 
     missing: tuple[str, ...]
@@ -79,7 +79,7 @@ class CheckpointDifference:
 def compare(
     a: Reader, b: Reader, tolerance: float = 0.0, pattern: str | None = None, report: Report | None = None
 ) -> CheckpointDifference:
-    """Compare two open checkpoints; with tolerance 0 bit by bit.
+    """Compare two open checkpoints and return their differences; with tolerance 0 values are compared bit by bit.
 
     Collective over the communicators that they were opened with.
 
@@ -88,12 +88,12 @@ def compare(
     a, b : Reader
         The checkpoints.
     tolerance : float
-        Elements that differ by no more than this, absolutely or relative to the larger magnitude, count as equal; so
-        do NaN and NaN, whatever their bits.
+        Elements that differ by no more than this, absolutely or relative to the larger magnitude, count as equal. With
+        a tolerance > 0, any NaN equals any other.
     pattern : str, optional
-        Compare only the arrays whose names fit.
+        Compare only the arrays whose names match this shell pattern.
     report : callable, optional
-        Told the bytes of every block that has been compared.
+        Called with the number of bytes of every block that has been compared.
     """
     if not 0 <= tolerance < float("inf"):  # NaN fails both
         raise ConfigError(f"tolerance {tolerance}: must be a finite number >= 0")
@@ -129,7 +129,7 @@ def _attributes(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tuple[str, tup
 def _compare(
     a: Reader, b: Reader, array: tuple[str, str], tolerance: float, report: Report | None
 ) -> ArrayDifference | None:
-    """Compare an array, given by path and element type, which are the same in both."""
+    """Compare one array, given by path and element type, in both checkpoints; None if its values are equal."""
     path, element = array
     shape, dtype = a.arrays[path]
     bits = np.dtype(f"u{dtype.itemsize}")
@@ -160,7 +160,7 @@ def _compare(
 
 
 def _apart(u: Array, v: Array, tolerance: float) -> Array:
-    """Tell which values differ by more than the tolerance."""
+    """Return a mask of the values that differ by more than the tolerance."""
     with np.errstate(invalid="ignore", over="ignore"):
         scale = np.maximum(1.0, np.maximum(np.abs(u), np.abs(v)))
         near = np.isfinite(u) & np.isfinite(v) & (np.abs(u - v) <= tolerance * scale)

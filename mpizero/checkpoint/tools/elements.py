@@ -1,4 +1,4 @@
-"""Choose arrays by name, read them block by block, and convert their elements, bfloat16 among them."""
+"""Choose arrays by name, read them block by block, and convert their elements, also from and to bfloat16."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mpizero.checkpoint.format.table import DTYPES, LocalArray
 from mpizero.checkpoint.reader import Reader
 from mpizero.types import Array
 
-#: Arrays whose ``<u2`` are bfloat16 are listed in the attribute of this name.
+#: Name of the type, and of the checkpoint attribute that lists the bfloat16 arrays, which are stored as ``<u2``.
 BFLOAT16 = "bfloat16"
 FLOATING = (BFLOAT16, "float16", "float32", "float64")
 PARAMETERS, OPTIMIZER = "parameters/", "optimizer/"
 _EXPONENT_OF_BFLOAT16 = 0x7F80
 
-#: Told how many bytes more are done.
+#: Type of a function that reports progress: it is called with the number of bytes of each finished block.
 Report = Callable[[int], object]
 
 
@@ -36,7 +36,7 @@ def element_types(reader: Reader) -> dict[str, str]:
 
 
 def stored_type(element: str) -> np.dtype[Any]:
-    """Return the NumPy type that holds elements of a type: bfloat16 as bits. Not collective."""
+    """Return the NumPy type in which elements of a type are stored: uint16 for bfloat16. Not collective."""
     return np.dtype("<u2") if element == BFLOAT16 else np.dtype(element).newbyteorder("<")
 
 
@@ -46,28 +46,30 @@ def supported(element: str) -> bool:
 
 
 def nbytes_of(reader: Reader, path: str) -> int:
-    """Return the bytes of an array. Not collective."""
+    """Return the size of an array in bytes. Not collective."""
     shape, dtype = reader.arrays[path]
     return prod(shape) * dtype.itemsize
 
 
 def short_name(path: str) -> str:
-    """Return what other tools call an array: a parameter without its folder. Not collective."""
+    """Return the name of an array for other tools: the path without a leading ``parameters/``. Not collective."""
     return path.removeprefix(PARAMETERS)
 
 
 def matches(path: str, pattern: str | None) -> bool:
-    """Tell whether an array's name, with or without ``parameters/``, fits a pattern as a shell's. Not collective."""
+    """Tell whether an array's name, with or without ``parameters/``, matches a shell pattern. Not collective."""
     return pattern is None or fits(path, pattern) or fits(short_name(path), pattern)
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Tell whether a name fits a pattern as a shell's, or is the same text: ``w[0]`` is a name too. Not collective."""
+    """Tell whether a name matches a shell pattern or equals its text, because ``w[0]`` is a name. Not collective."""
     return name == pattern or fnmatchcase(name, pattern)
 
 
 def blocks(reader: Reader, path: str, report: Report | None = None) -> Iterator[tuple[int, Array]]:
-    """Yield an array as verified pieces: first element and values (1-D), which the next piece overwrites.
+    """Read an array block by block, verified; yield the number of the first element and the values (1-D) of each.
+
+    The memory of the values is overwritten by the next block.
 
     Collective over the communicator that the checkpoint was opened with.
     """
@@ -83,7 +85,7 @@ def blocks(reader: Reader, path: str, report: Report | None = None) -> Iterator[
 
 
 def convert(values: Array, source: str, target: str) -> Array:
-    """Return 1-D values as elements of another type, rounded to nearest even; large ones become infinite.
+    """Convert 1-D values to another type, rounding to nearest even; values that are too large become infinite.
 
     Not collective.
     """
@@ -107,7 +109,7 @@ def convert(values: Array, source: str, target: str) -> Array:
 
 
 def _rounded_to_odd(values: Array) -> Array:
-    """Return float64 as float32 such that rounding once more, to fewer bits, is as good as rounding once."""
+    """Convert float64 to float32, rounding to odd: rounding the result again, to bfloat16, then has no double error."""
     narrow = values.astype(np.float32)
     wide, bits, finite = narrow.astype(np.float64), narrow.view(np.uint32), np.isfinite(narrow)
     bits -= (finite & (np.abs(wide) > np.abs(values))).astype(np.uint32)
@@ -116,7 +118,7 @@ def _rounded_to_odd(values: Array) -> Array:
 
 
 def overflows(values: Array, source: str, converted: Array, target: str) -> int:
-    """Count the finite values that a conversion has made infinite. Not collective."""
+    """Return the number of finite values that a conversion has made infinite. Not collective."""
     if target not in FLOATING or source == target:
         return 0
     return int(np.count_nonzero(_infinite(converted, target) & ~_infinite(values, source)))
@@ -128,14 +130,14 @@ def _infinite(values: Array, element: str) -> Array:
 
 
 def widened(values: Array, element: str) -> Array:
-    """Return 1-D values as float64. Not collective."""
+    """Convert 1-D values to float64. Not collective."""
     return convert(values, element, "float64")
 
 
 def flat(attributes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested attributes by dotted name; lists are values. Not collective.
+    """Flatten nested attributes to one dictionary with dotted names; lists stay values. Not collective.
 
-    A key that has a dot of its own is quoted, so that no two attributes have one name.
+    A key that contains a dot is quoted, so that no two attributes get the same name.
     """
     found: dict[str, Any] = {}
     for key, value in attributes.items():

@@ -1,4 +1,4 @@
-"""Write arrays of a checkpoint into files of other formats, a block at a time."""
+"""Write arrays of a checkpoint into a file of another format, block by block."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class ExportedArray:
     Attributes
     ----------
     path, name : str
-        What the checkpoint and the new file call it.
+        Its names in the checkpoint and in the new file.
     shape : tuple of int
         Its shape.
     source, element : str
-        Element types in the checkpoint and in the new file.
+        Its element types in the checkpoint and in the new file.
     """
 
     path: str
@@ -60,24 +60,24 @@ class ExportedArray:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes in the new file."""
+        """Size of the array in the new file in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
-#: Yields the values of an item, converted, as 1-D pieces in order.
+#: Type of a function that yields the converted values of an array as 1-D pieces in order.
 Values = Callable[[ExportedArray], Iterator[Array]]
 
 
 class ExportWriter(Protocol):
-    """Write arrays into a new file at ``path``."""
+    """Define a function that writes arrays into a new file at ``path``."""
 
     def __call__(
         self, path: str, items: Sequence[ExportedArray], values: Values, attributes: Mapping[str, Any]
     ) -> None:
-        """Not collective."""
+        """Write ``items``, whose values ``values`` yields, and the checkpoint's attributes."""
 
 
-#: How each format is written, and whether it knows bfloat16.
+#: The function that writes each format, and whether the format has bfloat16.
 FORMATS: dict[str, tuple[ExportWriter, bool]] = {
     "safetensors": (tensorfile.write, True),
     "npz": (npz.write, False),
@@ -96,10 +96,11 @@ def export(
     replace: bool = False,
     report: Report | None = None,
 ) -> list[ExportedArray]:
-    """Write arrays of an open checkpoint into one new file; return what it holds.
+    """Write arrays of an open checkpoint into one new file; return their descriptions.
 
-    Not collective: the checkpoint is open on one process. Values are verified before they are written, and the memory
-    needed is a few blocks. ``parameters/<name>`` is called ``<name>`` in the file, optimizer arrays keep their names.
+    Not collective: one process opens the checkpoint and calls this. Values are verified before they are written. The
+    memory needed is a few blocks. ``parameters/<name>`` is called ``<name>`` in the file; optimizer arrays keep their
+    names.
 
     Parameters
     ----------
@@ -108,22 +109,23 @@ def export(
     out : path
         The new file, which appears whole or not at all.
     format : {"safetensors", "npz", "hdf5"}
-        bfloat16 becomes float32, which is exact, in the last two.
+        Format of the new file. In "npz" and "hdf5" files bfloat16 becomes float32, which is exact.
     state : bool
         Whether to export the optimizer's arrays too.
     dtype : str, optional
         Convert floating-point arrays to ``bfloat16``, ``float16``, ``float32`` or ``float64``.
     pattern : str, optional
-        Export only arrays whose names fit, as a shell's patterns do.
+        Export only arrays whose names match this shell pattern.
     replace : bool
         Whether a file that exists may be replaced.
     report : callable, optional
-        Told the bytes of every block that has been written, as they were in the checkpoint.
+        Called with the size, in the checkpoint, of every block that has been written.
 
     Raises
     ------
     ConfigError
-        Nothing to export, a type that the format does not know, values too large for it, or a file that exists.
+        If there is nothing to export, the format does not have the type, values are too large for it, or the file
+        exists.
     """
     if format not in FORMATS:
         raise ConfigError(f"format {format!r}: must be one of {', '.join(FORMATS)}")
@@ -149,7 +151,7 @@ def export(
 def chosen(
     reader: Reader, *, state: bool, dtype: str | None, pattern: str | None, knows_bfloat16: bool = True
 ) -> list[ExportedArray]:
-    """Return what an export would hold, in the order of names. Not collective."""
+    """Choose the arrays of an export by their names, and the type of each; return them by name."""
     if dtype is not None and dtype not in FLOATING:
         raise ConfigError(f"type {dtype!r}: must be one of {', '.join(FLOATING)}")
     if dtype == BFLOAT16 and not knows_bfloat16:
@@ -171,5 +173,5 @@ def chosen(
 
 
 def export_bytes(reader: Reader, *, state: bool = False, pattern: str | None = None) -> int:
-    """Return the bytes that an export reads. Not collective."""
+    """Return the number of bytes that an export reads from the checkpoint."""
     return sum(nbytes_of(reader, item.path) for item in chosen(reader, state=state, dtype=None, pattern=pattern))

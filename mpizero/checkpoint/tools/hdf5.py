@@ -1,6 +1,7 @@
 """Write arrays into one plain HDF5 file.
 
-As for checkpoints, libhdf5 lays the file out in memory and never touches the disk: where that is full, it crashes.
+As for checkpoints, libhdf5 builds the file's structure in memory and never writes to the disk: on a full disk it
+crashes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mpizero.types import Array
 def write(
     path: str, items: Sequence[Any], values: Callable[[Any], Iterator[Array]], attributes: Mapping[str, Any]
 ) -> None:
-    """Write items as contiguous datasets; the root has the attributes as JSON text. Not collective."""
+    """Write each array as a contiguous dataset, and the attributes as JSON text at the root."""
     marks = {"attributes": np.bytes_(canonical_json(dict(attributes), "attributes").encode())}
     skeleton = build({item.name: (item.shape, item.dtype) for item in items}, marks=marks)
     fill_file(path, skeleton)

@@ -31,24 +31,25 @@ from mpizero.checkpoint.writer import write
 from mpizero.errors import CheckpointError, ConfigError
 from mpizero.types import Array
 
-#: Shape and element type by path.
+#: Type of the expected arrays: shape and element type by path.
 Expected = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportRules:
-    """Describe how tensors become arrays.
+    """Describe how tensors of a file become arrays of a checkpoint.
 
     Attributes
     ----------
     names : sequence of (str, str)
-        Names in the file and in the checkpoint; one ``*`` in both stands for the same text. The first that fits counts.
+        Pairs of a name in the file and its name in the checkpoint. One ``*`` in both stands for the same text. The
+        first pair that matches is used.
     drop : sequence of str
-        Patterns of tensors that are left out.
+        Shell patterns of tensors that are left out.
     transpose : sequence of str
-        Patterns of arrays (by their new names) whose axes are reversed.
+        Shell patterns of arrays (by their new names) whose axes are reversed.
     dtype : str or None
-        Floating-point tensors are converted to this type.
+        Type to which floating-point tensors are converted.
     """
 
     names: Sequence[tuple[str, str]] = ()
@@ -57,7 +58,7 @@ class ImportRules:
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        """Reject rules that mean nothing."""
+        """Raise :class:`ConfigError` for an unknown type or a malformed pair of names."""
         if self.dtype is not None and self.dtype not in FLOATING:
             raise ConfigError(f"type {self.dtype!r}: must be one of {', '.join(FLOATING)}")
         for old, new in self.names:
@@ -65,7 +66,7 @@ class ImportRules:
                 raise ConfigError(f"map {old}={new}: must be OLD=NEW, with one * in both or none")
 
     def path(self, name: str) -> str:
-        """Return what the checkpoint calls a tensor. Not collective."""
+        """Return the path in the checkpoint of the tensor ``name``. Not collective."""
         for old, new in self.names:
             if found := _wanted(old, name):
                 name = new.replace("*", found[1]) if "*" in new else new
@@ -74,7 +75,7 @@ class ImportRules:
 
 
 def _wanted(old: str, name: str) -> re.Match[str] | None:
-    """Return how a name fits what a rule calls it, with the text that ``*`` stands for."""
+    """Match a tensor's name against the old name of a rule; group 1 is the text that ``*`` stands for."""
     return re.fullmatch(re.escape(old).replace(r"\*", "(.*)"), name)
 
 
@@ -89,29 +90,30 @@ def write_imported(
 ) -> list[str]:
     """Write the tensors of a file as a checkpoint; return the paths of its arrays.
 
-    Not collective: one process. Values that are neither converted nor transposed are not held in memory.
+    Not collective: one process calls this. Values that are neither converted nor transposed are not held in memory.
 
     Parameters
     ----------
     source : TensorFile
         The tensors.
     out : path
-        The checkpoint.
+        The checkpoint to write.
     attributes : dict
-        Its attributes; those that do not fit the arrays are adapted.
+        Its attributes; those that do not fit the arrays are adapted, see :func:`adapt_attributes`.
     rules : ImportRules
         Names and conversions.
     expected : mapping, optional
-        The arrays of the model: all its parameters must be there, and none else; optimizer arrays all or none.
+        The arrays of the model. The file must hold all its parameters and no others, and all of its optimizer arrays or
+        none.
     replace : bool
         Whether a checkpoint that exists may be replaced.
 
     Raises
     ------
     CheckpointError
-        The tensors do not fit.
+        If the tensors are not the arrays of the model, or cannot be stored in a checkpoint.
     ConfigError
-        ImportRules that no tensor follows, or something stands at ``out``.
+        If a rule matches no tensor, values are too large for a type, or ``out`` exists.
     """
     check_free(os.fspath(out), replace)
     found: dict[str, Tensor] = {}
@@ -137,9 +139,9 @@ def write_imported(
 def adapt_attributes(
     attributes: Mapping[str, Any], arrays: Mapping[str, tuple[tuple[int, ...], str]]
 ) -> dict[str, Any]:
-    """Return attributes that fit the arrays: no optimizer where its arrays are not there; which are bfloat16.
+    """Return a copy of the attributes that fits the arrays. Not collective.
 
-    Not collective.
+    Without optimizer arrays the optimizer is set to None. The list of bfloat16 arrays is made anew.
     """
     adapted = copy.deepcopy(dict(attributes))
     own = adapted.get("mpizero")
@@ -152,7 +154,7 @@ def adapt_attributes(
 
 
 def _check_rules(source: TensorFile, rules: ImportRules, found: Mapping[str, Tensor]) -> None:
-    """Reject rules that no tensor follows: usually a misspelt name."""
+    """Raise :class:`ConfigError` if a rule matches no tensor: usually a name is misspelt."""
     for old, _ in rules.names:
         if not any(_wanted(old, name) for name in source.tensors):
             raise ConfigError(f"map {old}: no tensor of {source.path} has such a name")
@@ -162,7 +164,7 @@ def _check_rules(source: TensorFile, rules: ImportRules, found: Mapping[str, Ten
 
 
 def _become(source: TensorFile, tensor: Tensor, path: str, rules: ImportRules) -> tuple[tuple[int, ...], str]:
-    """Return shape and element type of the array that a tensor becomes."""
+    """Return shape and element type that a tensor will have as an array of the checkpoint."""
     if tensor.element is None:
         raise CheckpointError(
             f"{source.path}: tensor {tensor.name!r} has elements of type {tensor.code}, which a checkpoint cannot "

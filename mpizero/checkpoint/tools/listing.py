@@ -27,11 +27,11 @@ class ListedCheckpoint:
     written : float or None
         When its manifest was written, in seconds since 1970; None without a manifest.
     problem : str or None
-        What is wrong with its manifest, sizes or HDF5 structure; the arrays are not read.
+        What is wrong with its manifest, file sizes or HDF5 structure; None if nothing is. The arrays are not read.
     attributes : dict
-        What was saved beside the arrays; empty where there is a problem.
+        Attributes that were saved beside the arrays; empty if there is a problem.
     damaged : bool
-        Whether the problem is damage, which a checksum or a size tells; with another one it may be whole.
+        Whether a wrong checksum or size proves damage. With another problem the checkpoint may be whole.
     """
 
     path: str
@@ -44,12 +44,12 @@ class ListedCheckpoint:
 
     @property
     def state(self) -> str:
-        """One word for it."""
+        """State in one word: "sound", "damaged" or "unreadable"."""
         return "sound" if self.problem is None else "damaged" if self.damaged else "unreadable"
 
 
 def listing(folder: str | os.PathLike[str]) -> list[ListedCheckpoint]:
-    """Return the checkpoints of a checkpoint folder, the oldest first. Not collective."""
+    """Return descriptions of the checkpoints in a folder of step folders, the oldest first. Not collective."""
     return [_listed(path) for path in reversed(step_folders(os.path.abspath(os.fspath(folder))))]
 
 

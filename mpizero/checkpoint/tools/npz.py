@@ -1,7 +1,7 @@
 """Write and read NumPy's ``.npz``: a zip archive with one ``.npy`` for each array.
 
 [Note: why not NumPy's own] ``numpy.savez`` takes names as keyword arguments, and has keywords of its own: an array
-called ``file`` cannot be written. ``numpy.load`` allocates what a header asks for before it looks at the data.
+called ``file`` cannot be written. ``numpy.load`` allocates the size that a header declares before it looks at the data.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _HEADERS: Mapping[tuple[int, int], Callable[[IO[bytes]], tuple[tuple[int, ...], 
 def write(
     path: str, items: Sequence[Any], values: Callable[[Any], Iterator[Array]], attributes: Mapping[str, Any]
 ) -> None:
-    """Write items; the format has no place for attributes. Not collective."""
+    """Write arrays into a new file; ``attributes`` are ignored, because the format has no place for them."""
     with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for item in items:
             _write_entry(archive, item.name, item.shape, item.dtype, values(item))
 
 
 def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> None:
-    """Write arrays by name into a file, in place of what was there. Not collective."""
+    """Write arrays by name into a file, and replace the file if it exists."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, array in arrays.items():
             _write_entry(archive, name, array.shape, array.dtype, [np.ascontiguousarray(array).reshape(-1)])
@@ -58,23 +58,24 @@ def _write_entry(
 
 
 def read_arrays(path: str | os.PathLike[str], limit: int | None = None) -> dict[str, Array]:
-    """Return the arrays of numbers in a regular file, by name, in native byte order. Not collective.
+    """Read all arrays of an ``.npz`` file of numbers; return them by name, in native byte order.
 
-    Nothing is unpickled, and no memory is taken before it is known that the file has the bytes for it.
+    Nothing is unpickled. Memory for an array is allocated only after checking that the file is large enough for it.
 
     Parameters
     ----------
     path : path
         The file; no link is followed.
     limit : int, optional
-        Bytes of all arrays at most (default: those of the file, which is enough for one that is not compressed).
+        The most bytes that all arrays may have together. The default is the size of the file, which suffices for a file
+        that is not compressed.
 
     Raises
     ------
     CheckpointError
-        Naming the file and what is wrong.
+        If the file is damaged, crafted or holds other things than numbers; the message says what is wrong.
     OSError
-        The file cannot be opened or read.
+        If the file cannot be opened or read.
     """
     name = os.fspath(path)
     with os.fdopen(open_regular(name), "rb") as file:

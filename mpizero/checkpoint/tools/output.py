@@ -13,14 +13,14 @@ from mpizero.errors import ConfigError, MpizeroError
 
 @contextmanager
 def new_file(path: str | os.PathLike[str], replace: bool) -> Iterator[str]:
-    """Give the name of a file beside ``path`` to write; in the end it is made durable and takes the name ``path``.
+    """Yield a temporary path beside ``path``; at the end make the file there durable and rename it to ``path``.
 
-    Not collective. Where the body raises, nothing stays.
+    If the body of the ``with`` statement raises, the temporary file is removed.
 
     Raises
     ------
     ConfigError
-        ``path`` exists and ``replace`` is false, or it is a folder.
+        If ``path`` exists and ``replace`` is false, or if it is a folder.
     """
     target = os.path.abspath(os.fspath(path))
     if os.path.isdir(target):
@@ -47,6 +47,6 @@ def new_file(path: str | os.PathLike[str], replace: bool) -> Iterator[str]:
 
 
 def check_free(target: str, replace: bool) -> None:
-    """Raise :class:`ConfigError` where something stands that may not be replaced. Not collective."""
+    """Raise :class:`ConfigError` if ``target`` exists and ``replace`` is false."""
     if os.path.lexists(target) and not replace:
         raise ConfigError(f"{target}: exists; choose another name, or --force to replace it")

@@ -14,14 +14,14 @@ from mpizero.types import Array
 
 @dataclass(frozen=True)
 class ArrayStatistics:
-    """Hold statistics of the finite values of an array, in float64; None where there are none.
+    """Hold statistics of the finite values of an array, computed in float64.
 
     Attributes
     ----------
     minimum, maximum, mean, norm : float or None
-        The norm is the root of the sum of squares.
+        None if no value is finite. The norm is the root of the sum of squares.
     not_finite : int
-        Values that are NaN or infinite, which the others leave out.
+        Number of values that are NaN or infinite; they are left out of the other statistics.
     """
 
     minimum: float | None
@@ -32,10 +32,11 @@ class ArrayStatistics:
 
 
 def statistics(reader: Reader, path: str, report: Report | None = None, element: str | None = None) -> ArrayStatistics:
-    """Read an array, verified, block by block, and return its figures.
+    """Read an array block by block, verified, and return its statistics.
 
-    Collective over the communicator that the checkpoint was opened with. A caller that reads many arrays gives the
-    ``element`` type of each, from :func:`element_types`, which otherwise looks at all arrays every time.
+    Collective over the communicator that the checkpoint was opened with. ``report`` is called with the number of bytes
+    of each block. A caller that reads many arrays passes the ``element`` type of each, from one call of
+    :func:`element_types`; without it, this function calls :func:`element_types` every time.
     """
     element = element or element_types(reader)[path]
     parts = [_figures(widened(values, element)) for _, values in blocks(reader, path, report)]
@@ -49,7 +50,7 @@ def statistics(reader: Reader, path: str, report: Report | None = None, element:
 
 
 def _figures(values: Array) -> tuple[int, int, float, float, float, float]:
-    """Return size, finite values, their extremes, sum and sum of squares."""
+    """Return the number of values and of finite values; of the finite ones minimum, maximum, sum, and sum of squares."""
     finite = values[np.isfinite(values)]
     if not finite.size:
         return values.size, 0, 0.0, 0.0, 0.0, 0.0

@@ -1,9 +1,9 @@
-"""Read and write safetensors files: a length, a header in JSON, the tensors one after the other.
+"""Read and write safetensors files: a length, a header in JSON, then the tensors one after the other.
 
-[Note: which part the library does] ``safetensors`` reads headers, and refuses those that are too large, name shapes
-that do not fit their bytes, overlap or leave gaps; nothing is allocated before. It offers no way to write without
-holding everything in memory, and none to read bfloat16 with NumPy; so values are streamed here, and what was written
-has to pass the library before it gets its name.
+[Note: which part the library does] The library ``safetensors`` reads and checks headers before anything is allocated.
+It refuses a header that is too large, and tensors that overlap, leave gaps or do not fit their bytes. It cannot write
+without holding everything in memory, and cannot read bfloat16 with NumPy. Therefore this module streams the values
+itself. The library must be able to read a new file before the file gets its name.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from mpizero.checkpoint.tools.elements import BFLOAT16, stored_type
 from mpizero.errors import CheckpointError, ConfigError
 from mpizero.types import Array
 
-#: Under this key a file's metadata has the attributes of the checkpoint that it was exported from.
+#: Key in a file's metadata whose value is the attributes of the exported checkpoint.
 METADATA = "mpizero"
-#: Bytes of a header at most that is read.
+#: The largest header, in bytes, that is read.
 HEADER_LIMIT = 16 * 1024 * 1024
 #: The format's names of element types, in the order in which the library writes them.
 _TYPES = {
@@ -50,14 +50,12 @@ _CODE = {element: code for code, element in _TYPES.items()}
 
 
 def library() -> Any:
-    """Return the library.
-
-    Not collective.
+    """Import and return the library ``safetensors``.
 
     Raises
     ------
     ConfigError
-        It is not installed.
+        If it is not installed.
     """
     try:
         import safetensors
@@ -71,7 +69,7 @@ def library() -> Any:
 def write(
     path: str, items: Sequence[Any], values: Callable[[Any], Iterator[Array]], attributes: Mapping[str, Any]
 ) -> None:
-    """Write items, and the attributes as metadata; the bytes are those that the library would write. Not collective."""
+    """Write arrays, and the attributes as metadata; the file has the bytes that the library would write."""
     entries: dict[str, Any] = {"__metadata__": {METADATA: canonical_json(dict(attributes), "attributes")}}
     if any(item.name in entries for item in items):
         raise ConfigError(
@@ -97,7 +95,7 @@ def write(
 
 @dataclass(frozen=True)
 class Tensor:
-    """Describe one tensor of a file; ``element`` is None for types that a checkpoint cannot hold."""
+    """Describe one tensor of a safetensors file: name, type code of the format, shape, first byte and size in bytes."""
 
     name: str
     code: str
@@ -107,14 +105,12 @@ class Tensor:
 
     @property
     def element(self) -> str | None:
-        """The element type."""
+        """Name of the element type; None if a checkpoint cannot hold it."""
         return _TYPES.get(self.code)
 
 
 class TensorFile:
-    """Read a safetensors file, mapped into memory; its header is checked before anything is allocated.
-
-    Not collective.
+    """Read a safetensors file that is mapped into memory; its header is checked before anything is allocated.
 
     Parameters
     ----------
@@ -126,14 +122,15 @@ class TensorFile:
     tensors : dict
         :class:`Tensor` by name.
     attributes : dict
-        What :func:`~mpizero.checkpoint.tools.export.export` took from the checkpoint; empty in files of others.
+        Attributes of the checkpoint from which :func:`~mpizero.checkpoint.tools.export.export` made the file; empty in
+        files of other programs.
 
     Raises
     ------
     CheckpointError
-        Not a safetensors file, or a damaged or hostile one.
+        If it is not a safetensors file, or a damaged or crafted one.
     ConfigError
-        The library is not installed.
+        If the library is not installed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -152,7 +149,7 @@ class TensorFile:
         self._bytes = None
 
     def values(self, name: str) -> Array:
-        """Return a tensor's values (1-D), bfloat16 as bits, without a copy: they are read where they are used."""
+        """Return a view of a tensor's values (1-D, bfloat16 as uint16); the file is read when they are used."""
         tensor = self.tensors[name]
         assert self._bytes is not None
         assert tensor.element is not None
@@ -185,7 +182,7 @@ def _read_header(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _header_bytes(path: str) -> tuple[bytes, int]:
-    """Return the header and the file's size."""
+    """Return the header's bytes, and the size of the file."""
     if not os.path.exists(path):
         raise CheckpointError(f"{path}: no such file")
     with os.fdopen(open_regular(os.path.realpath(path)), "rb") as file:

@@ -9,14 +9,14 @@ from mpizero.train.config.setting_checks import many, text
 
 
 def arrays(value: Any) -> Any:
-    """Return where arrays are, or "digits". Not collective."""
+    """Return where arrays are, or "digits"."""
     if value == "digits":
         return value
     return table("x", "y", hint=' or "digits" (scikit-learn\'s handwritten digits)')(value)
 
 
 def patterns(value: Any) -> tuple[str, ...]:
-    """Return file patterns, or "stdlib" alone. Not collective."""
+    """Return file patterns, or "stdlib" alone."""
     if value in ("digits", ["digits"]):
         raise ValueError('is for text; scikit-learn\'s digits are data.arrays = "digits"')
     result: tuple[str, ...] = many(text, least=1)([value] if isinstance(value, str) else value)
@@ -26,7 +26,7 @@ def patterns(value: Any) -> tuple[str, ...]:
 
 
 def table(*keys: str, hint: str = "") -> Any:
-    """Return a check for tables of exactly these keys, all texts. Not collective."""
+    """Return a check for tables of exactly these keys, all texts."""
     allowed = "must be a table {" + ", ".join(f'{key} = "..."' for key in keys) + "}" + hint
 
     def check(value: Any) -> dict[str, str]:

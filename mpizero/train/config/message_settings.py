@@ -10,10 +10,7 @@ from mpizero.parallel.config import check_bucket
 
 
 def compression(value: Any) -> str | None:
-    """Take the name of a gradient compression.
-
-    Not collective.
-    """
+    """Take the name of a gradient compression."""
     if value == "none":
         return None
     try:
@@ -27,10 +24,7 @@ def compression(value: Any) -> str | None:
 
 
 def bucket(value: Any) -> float | str:
-    """Take the size of a bucket.
-
-    Not collective.
-    """
+    """Take the size of a bucket."""
     try:
         check_bucket(value, None)
     except ConfigError:

@@ -76,8 +76,6 @@ class ParallelSection(ConfigSection):
     def axes(self, ranks: int) -> Axes:
         """Return the place of every rank.
 
-        Not collective.
-
         Raises
         ------
         SettingError
@@ -92,17 +90,11 @@ class ParallelSection(ConfigSection):
             raise self.reject(key, f"does not fit this job: {error}") from None
 
     def check_ranks(self, ranks: int) -> None:
-        """Reject sizes whose product is not the number of ranks of this job.
-
-        Not collective.
-        """
+        """Reject sizes whose product is not the number of ranks of this job."""
         self.axes(ranks)
 
     def check_blocks(self, blocks: int) -> None:
-        """Reject a pipeline with more parts than the model has blocks, or cuts that do not fit them.
-
-        Not collective.
-        """
+        """Reject a pipeline with more parts than the model has blocks, or cuts that do not fit them."""
         chunks = self.chunks
         if chunks > blocks:
             each = f" of {chunks // self.pipeline} parts each" if chunks > self.pipeline else ""
@@ -121,27 +113,18 @@ class ParallelSection(ConfigSection):
             raise self.reject("cuts", f"{wanted}: {chunks} parts of {blocks} blocks") from None
 
     def check_heads(self, heads: int) -> None:
-        """Reject a tensor group that cannot share the attention heads equally.
-
-        Not collective.
-        """
+        """Reject a tensor group that cannot share the attention heads equally."""
         if heads % self.tensor:
             fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise self.reject("tensor", f"must divide model.heads = {heads}; these do: {fit}")
 
     def check_sequence(self, model: str) -> None:
-        """Reject a context group for a model without sequences.
-
-        Not collective.
-        """
+        """Reject a context group for a model without sequences."""
         if self.context > 1:
             raise self.reject("context", f"must be 1: model.name = {shown(model)} has no sequence to cut")
 
     def parallel_layout(self) -> ParallelLayout:
-        """Return sizes, schedule and cuts as models take them; without a pipeline there is no schedule.
-
-        Not collective.
-        """
+        """Return sizes, schedule and cuts as models take them; without a pipeline there is no schedule."""
         sizes = {axis: getattr(self, axis) for axis in (*_SPLITTING, "data")}
         if self.pipeline == 1:
             return ParallelLayout(**sizes, order=self.order)
@@ -150,26 +133,20 @@ class ParallelSection(ConfigSection):
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments that :class:`mpizero.HybridShardedModel` takes for this layout.
-
-        Not collective.
-        """
+        """Return the keyword arguments that :class:`mpizero.HybridShardedModel` takes for this layout."""
         parallel_layout = self.parallel_layout()
         sizes = {f"{axis}_parallel_size": getattr(parallel_layout, axis) for axis in (*_SPLITTING, "data")}
         rest = {name: getattr(parallel_layout, name) for name in ("order", "schedule", "virtual_stages", "cuts")}
         return {**sizes, **rest, "zero_stage": self.zero_stage}
 
     def figures(self, ranks: int) -> dict[str, Any]:
-        """Return the sizes of the axes and the schedule (None without a pipeline), for the result line.
-
-        Not collective.
-        """
+        """Return the sizes of the axes and the schedule (None without a pipeline), for the result line."""
         return {**self.axes(ranks).sizes, "schedule": self.schedule if self.pipeline > 1 else None}
 
     def describe(self, ranks: int) -> str:
         """Return the layout in words, for example "pipeline 2 x tensor 1 x data 2, 1f1b, zero1".
 
-        Not collective.
+       
         """
         if not self.splits_model:
             return f"{self.strategy} on {ranks} rank{'s' if ranks > 1 else ''}"

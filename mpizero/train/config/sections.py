@@ -315,18 +315,12 @@ class Config:
         check_split(self.parallel, self.model)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Return every setting, defaults included, as plain JSON values.
-
-        Not collective.
-        """
+        """Return every setting, defaults included, as plain JSON values."""
         return {item.name: {k: _plain(v) for k, v in asdict(getattr(self, item.name)).items()} for item in fields(self)}
 
 
 def check_split(parallel: ParallelSection, model: ModelSection) -> None:
-    """Reject a layout by which the model cannot be split, whatever the number of ranks.
-
-    Not collective.
-    """
+    """Reject a layout by which the model cannot be split, whatever the number of ranks."""
     parallel.check_blocks(model.block_count)
     if isinstance(model, GptSection):
         parallel.check_heads(model.heads)
@@ -339,10 +333,7 @@ def _plain(value: Any) -> Any:
 
 
 def mathematics(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the settings that decide the result, by dotted name, from a :meth:`Config.to_dict`.
-
-    Not collective.
-    """
+    """Return the settings that decide the result, by dotted name, from a :meth:`Config.to_dict`."""
     flat = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
     flat.setdefault("train.accumulate", 1)  # runs saved before there was this setting
     if flat.get("optimizer.schedule") in ("linear", "cosine"):
@@ -357,10 +348,7 @@ def mathematics(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def difference(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]]) -> str | None:
-    """Return the first setting by which two configurations compute different things, with both values.
-
-    Not collective.
-    """
+    """Return the first setting by which two configurations compute different things, with both values."""
     before, now = mathematics(saved), mathematics(wanted)
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):

@@ -23,18 +23,12 @@ class SettingError(ConfigError):
 
 
 def rejected(key: str, value: object, allowed: str) -> SettingError:
-    """Return the error that names the key, what was given and what is allowed.
-
-    Not collective.
-    """
+    """Return the error that names the key, what was given and what is allowed."""
     return SettingError(key, f"{key} = {shown(value)}: {allowed}")
 
 
 def shown(value: object) -> str:
-    """Return a value as it would stand in a TOML file.
-
-    Not collective.
-    """
+    """Return a value as it would stand in a TOML file."""
     match value:
         case bool():
             return str(value).lower()
@@ -51,17 +45,12 @@ def shown(value: object) -> str:
 
 
 def allowed(error: ValueError) -> str:
-    """Return what the error of a check says is allowed, as a phrase.
-
-    Not collective.
-    """
+    """Return what the error of a check says is allowed, as a phrase."""
     return f"must be {error}" if isinstance(error, Unexpected) else str(error)
 
 
 def check_option(option: str, value: object, check: Check) -> None:
     """Check the value of a command line option.
-
-    Not collective.
 
     Raises
     ------
@@ -80,10 +69,7 @@ class ConfigSection:
 
     @classmethod
     def title(cls) -> str:
-        """Return the section's name in the file.
-
-        Not collective.
-        """
+        """Return the section's name in the file."""
         return cls.__name__.removesuffix("Section").lower()
 
     def __post_init__(self) -> None:
@@ -100,41 +86,27 @@ class ConfigSection:
         """Reject settings that are fine alone and not together."""
 
     def reject(self, key: str, allowed: str) -> SettingError:
-        """Return the error for one of this section's settings.
-
-        Not collective.
-        """
+        """Return the error for one of this section's settings."""
         return rejected(f"{self.title()}.{key}", getattr(self, key), allowed)
 
 
 def setting(default: Any, check: Check) -> Any:
-    """Declare a field of a section with its default and its check.
-
-    Not collective.
-    """
+    """Declare a field of a section with its default and its check."""
     return field(default=default, metadata={"check": check})
 
 
 def required(check: Check) -> Any:
-    """Declare a field without a default.
-
-    Not collective.
-    """
+    """Declare a field without a default."""
     return field(metadata={"check": check})
 
 
 def optional(check: Check) -> Check:
-    """Allow a setting to be absent.
-
-    Not collective.
-    """
+    """Allow a setting to be absent."""
     return lambda value: None if value is None else check(value)
 
 
 def clock_seconds(value: str) -> float:
     """Return the seconds of "MM:SS", "HH:MM:SS" or "D-HH:MM:SS", which is how batch systems tell time.
-
-    Not collective.
 
     Raises
     ------
@@ -151,7 +123,7 @@ def clock_seconds(value: str) -> float:
 def duration(value: Any) -> float:
     """Take seconds > 0, or a text as "HH:MM:SS"; TOML's own times of day are understood too.
 
-    Not collective.
+   
     """
     if isinstance(value, datetime.time):
         value = value.strftime("%H:%M:%S")
@@ -165,20 +137,14 @@ def duration(value: Any) -> float:
 
 
 def flag(value: Any) -> bool:
-    """Take true or false.
-
-    Not collective.
-    """
+    """Take true or false."""
     if not isinstance(value, bool):
         raise ValueError("must be true or false")
     return value
 
 
 def text(value: Any) -> str:
-    """Take a string that is not empty.
-
-    Not collective.
-    """
+    """Take a string that is not empty."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError("must be a string that is not empty")
     if "\0" in value:
@@ -187,10 +153,7 @@ def text(value: Any) -> str:
 
 
 def choice(*words: str) -> Check:
-    """Take one of some words.
-
-    Not collective.
-    """
+    """Take one of some words."""
 
     def check(value: Any) -> str:
         if not isinstance(value, str) or value not in words:
@@ -201,10 +164,7 @@ def choice(*words: str) -> Check:
 
 
 def many(check: Check, *, least: int = 0, count: int | None = None) -> Check:
-    """Take a list whose every item passes ``check``.
-
-    Not collective.
-    """
+    """Take a list whose every item passes ``check``."""
     size = f"a list of {count} values" if count is not None else f"a list of at least {least} values"
 
     def check_all(value: Any) -> tuple[Any, ...]:
