@@ -50,7 +50,7 @@ def statistics(reader: Reader, path: str, report: Report | None = None, element:
 
 
 def _figures(values: Array) -> tuple[int, int, float, float, float, float]:
-    """Return the number of values and of finite values; of the finite ones minimum, maximum, sum, and sum of squares."""
+    """Return the number of values and of finite values; of the finite ones minimum, maximum, sum, sum of squares."""
     finite = values[np.isfinite(values)]
     if not finite.size:
         return values.size, 0, 0.0, 0.0, 0.0, 0.0

@@ -144,10 +144,7 @@ class ParallelSection(ConfigSection):
         return {**self.axes(ranks).sizes, "schedule": self.schedule if self.pipeline > 1 else None}
 
     def describe(self, ranks: int) -> str:
-        """Return the layout in words, for example "pipeline 2 x tensor 1 x data 2, 1f1b, zero1".
-
-       
-        """
+        """Return the layout in words, for example "pipeline 2 x tensor 1 x data 2, 1f1b, zero1"."""
         if not self.splits_model:
             return f"{self.strategy} on {ranks} rank{'s' if ranks > 1 else ''}"
         sizes = self.axes(ranks).sizes

@@ -121,10 +121,7 @@ def clock_seconds(value: str) -> float:
 
 
 def duration(value: Any) -> float:
-    """Take seconds > 0, or a text as "HH:MM:SS"; TOML's own times of day are understood too.
-
-   
-    """
+    """Take seconds > 0, or a text as "HH:MM:SS"; TOML's own times of day are understood too."""
     if isinstance(value, datetime.time):
         value = value.strftime("%H:%M:%S")
     try:
