@@ -98,9 +98,8 @@ def export(
 ) -> list[ExportedArray]:
     """Write arrays of an open checkpoint into one new file; return their descriptions.
 
-    Not collective: one process opens the checkpoint and calls this. Values are verified before they are written. The
-    memory needed is a few blocks. ``parameters/<name>`` is called ``<name>`` in the file; optimizer arrays keep their
-    names.
+    Not collective: one process opens the checkpoint and calls this. Values are verified before they are written, with
+    memory for a few blocks. ``parameters/<name>`` is called ``<name>`` in the file; other arrays keep their names.
 
     Parameters
     ----------
@@ -124,8 +123,7 @@ def export(
     Raises
     ------
     ConfigError
-        If there is nothing to export, the format does not have the type, values are too large for it, or the file
-        exists.
+        If nothing is to be exported, the format lacks the type, values are too large for it, or the file exists.
     """
     if format not in FORMATS:
         raise ConfigError(f"format {format!r}: must be one of {', '.join(FORMATS)}")
