@@ -1,4 +1,4 @@
-"""Adapt models that are not made of the library's layers."""
+"""Adapt models that are not made of mpizero's layers."""
 
 from mpizero.adapters.function import FunctionModel
 

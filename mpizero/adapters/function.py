@@ -20,43 +20,45 @@ LossAndGrad = Callable[..., tuple[float, Mapping[str, Array], float]]
 
 @explains
 class FunctionModel:
-    """Wrap any code that computes a loss and its gradient, so that every strategy can train it.
+    """Wrap any code that computes a loss and its gradient, so that every strategy (DDP, ZeRO) can train it.
 
-    The function sees all parameters at once: ZeRO-3 gathers the whole model for each evaluation and frees it after, so
-    its peak memory is that of a full copy of parameters and gradients.
+    The function gets all parameters at once. ZeRO-3 therefore gathers the whole model for each call and frees it
+    afterwards, so its peak memory is that of a full copy of parameters and gradients.
 
     Parameters
     ----------
     parameters : mapping of str to array
-        Start values, all float32 or all float64. They are copied when the model is placed. Names are printable
-        strings of any language, such as ``"layers.0.weight"``, ``"['a'][0]"`` or ``"dense/kernel:0"``; the sharded
-        model refuses those that no checkpoint could hold.
+        Start values, all float32 or all float64. They are copied when a sharded model is made. Names are printable
+        strings of any language, such as ``"layers.0.weight"``, ``"['a'][0]"`` or ``"dense/kernel:0"``. The sharded
+        model raises an error for names that a checkpoint cannot hold.
     loss_and_grad : callable
         ``loss_and_grad(parameters, (x, y)) -> (loss_sum, gradients, weight)``: the sum of the losses over the batch's
-        samples, the gradient of that sum for every trainable parameter, and how much the batch weighs (for a plain
-        mean: the number of samples; 0 for samples that only pad). Loss and weight are one real number each, gradients
-        are float32 or float64 arrays. ``x`` and ``y`` are NumPy arrays of some consecutive samples of the global batch,
-        alone or in tuples, lists, dictionaries and dataclasses. A function with a parameter ``run`` is told by that
-        keyword which they are: ``run.samples`` (indices in the global batch), ``run.step``, ``run.epoch`` (what
-        ``train`` was told), ``run.seed``, and ``run.training``, False in ``evaluate``. Noise keyed by these is the same
-        on any ranks, for example ``numpy.random.default_rng((run.seed, run.step, run.first_sample))``. The function
-        must not change its arguments: the arrays it gets, parameters and samples, are read-only views, and code that
-        works in place gets NumPy's error for those. Let it copy what it changes (``x = x.copy()``), also before it
-        gives away a bare pointer (``x.ctypes.data``), which no flag protects.
+        samples, the gradient of that sum for every trainable parameter, and the weight of the batch (for a plain
+        mean: the number of samples, where samples that only pad count 0). Loss and weight are one real number each,
+        gradients are float32 or float64 arrays. ``x`` and ``y`` are NumPy arrays of some consecutive samples of the
+        global batch, alone or in tuples, lists, dictionaries and dataclasses. If the function has a parameter ``run``,
+        it is called with that keyword, which says what it computes: ``run.samples`` (indices in the global batch),
+        ``run.step``, ``run.epoch`` (the argument of ``train``), ``run.seed``, and ``run.training``, False in
+        ``evaluate``. Random numbers keyed by these are the same on any number of ranks, for example
+        ``numpy.random.default_rng((run.seed, run.step, run.first_sample))``. The function must not change its
+        arguments: parameters and samples are read-only views, and NumPy raises an error for code that writes to them.
+        Copy an array before changing it (``x = x.copy()``), and also before passing on its bare pointer
+        (``x.ctypes.data``), which no flag protects.
     loss : callable or None
-        ``loss(parameters, (x, y)) -> (loss_sum, weight)``, the same without a gradient: what ``evaluate`` calls, which
-        calls ``loss_and_grad`` where there is none. It may take ``run``, too.
+        ``loss(parameters, (x, y)) -> (loss_sum, weight)``, the same without a gradient. ``evaluate`` calls this
+        function, or ``loss_and_grad`` if it is None. It may take ``run``, too.
     predict : callable or None
-        ``predict(parameters, x)``, whose arguments are read-only, too.
+        ``predict(parameters, x)`` returns predictions. Its arguments are read-only, too.
     frozen : collection of str
         Names that are not trained.
     seed : int
-        What ``run.seed`` is.
+        The value of ``run.seed``.
 
     Raises
     ------
     ConfigError
-        If there is no parameter, types differ, ``frozen`` names something unknown, or a function takes other arguments.
+        If there is no parameter, dtypes differ, ``frozen`` names an unknown parameter, or a function takes other
+        arguments.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class FunctionModel:
             self.predict = predict
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy everything the model holds; a mapping proxy has no copy of its own."""
+        """Copy the model and everything it holds; needed because ``deepcopy`` cannot copy a ``MappingProxyType``."""
         twin = copy(self)
         vars(twin).update({name: deepcopy(v, memo) for name, v in vars(self).items() if name != "parameters"})
         twin.parameters = MappingProxyType(deepcopy(dict(self.parameters), memo))

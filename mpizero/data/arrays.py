@@ -17,7 +17,7 @@ from mpizero.names import explains
 from mpizero.sampletree import SampleTree, map_arrays
 from mpizero.types import Array
 
-#: Where scikit-learn keeps the digits in its package.
+#: Path of the file of digits inside the scikit-learn package.
 DIGITS = ("datasets", "data", "digits.csv.gz")
 
 
@@ -28,12 +28,13 @@ class ArraySource(Source):
     Parameters
     ----------
     x, y : array_like, or dictionary of such
-        Inputs and targets, samples on the first axis; of dictionaries, nested or not, samples are dictionaries too.
+        Inputs and targets, with samples on the first axis. If they are dictionaries of arrays (nested or not), samples
+        are dictionaries too.
 
     Raises
     ------
     DataError
-        No samples, different numbers of them, or elements that are not numbers.
+        There are no samples, the arrays have different numbers of samples, or elements are not numbers.
     """
 
     def __init__(self, x: ArrayLike | Mapping[Any, Any], y: ArrayLike | Mapping[Any, Any]) -> None:
@@ -46,11 +47,11 @@ class ArraySource(Source):
         return self._length
 
     def read(self, indices: Indices) -> tuple[Any, Any]:
-        """Return the samples of valid indices, in that order. Not collective."""
+        """Return the samples with these indices, in that order; the indices have been checked."""
         return map_arrays(lambda a: a[indices], self.x), map_arrays(lambda a: a[indices], self.y)
 
     def describe(self) -> dict[str, Any]:
-        """Return shapes, types and checksums. Not collective."""
+        """Return shapes, dtypes and checksums of the arrays."""
         found: dict[str, Any] = {"kind": "arrays"}
         for path, values in SampleTree.of(x=self.x, y=self.y).named:
             found[path] = (values.shape, values.dtype.str, crc32(values.data if values.size else b""))
@@ -59,17 +60,17 @@ class ArraySource(Source):
 
 @explains
 class NpySource(Source):
-    """Read samples from two ``.npy`` files, mapped into memory.
+    """Read samples from two ``.npy`` files, which are mapped into memory.
 
     Parameters
     ----------
     x_path, y_path : path
-        Inputs and targets, samples on the first axis.
+        Files of the inputs and of the targets, with samples on the first axis.
 
     Raises
     ------
     DataError
-        A file that is missing, damaged, empty, not made of numbers, or of another length than the other.
+        A file is missing, damaged, empty or not made of numbers, or the files have different numbers of samples.
     """
 
     def __init__(self, x_path: str | os.PathLike[str], y_path: str | os.PathLike[str]) -> None:
@@ -81,11 +82,11 @@ class NpySource(Source):
         return len(self.x)
 
     def read(self, indices: Indices) -> tuple[Array, Array]:
-        """Return the samples of valid indices, in that order. Not collective."""
+        """Return the samples with these indices, in that order; the indices have been checked."""
         return native(self.x[indices]), native(self.y[indices])
 
     def describe(self) -> dict[str, Any]:
-        """Return names without folders, shapes and types. Not collective."""
+        """Return the files' names without folders, and the shapes and dtypes of their arrays."""
         found: dict[str, Any] = {"kind": "npy"}
         for name, path, values in zip(("x", "y"), self.paths, (self.x, self.y), strict=True):
             found[name] = (os.path.basename(path), values.shape, values.dtype.str)
@@ -95,8 +96,8 @@ class NpySource(Source):
 def digits() -> ArraySource:
     """Return scikit-learn's 1797 images of digits: x (samples, 64) float32 in [0, 1], y int64 from 0 to 9.
 
-    Not collective. Importing scikit-learn takes longer than a second of every rank, so the file that it comes with is
-    read instead.
+    Importing scikit-learn takes more than a second on every rank, so this function reads the file of the package
+    instead.
 
     Raises
     ------
@@ -111,7 +112,7 @@ def digits() -> ArraySource:
 
 
 def _digits() -> tuple[Array, Array]:
-    """Read images and labels from scikit-learn's file; ask scikit-learn itself only where that is not found."""
+    """Read images and labels from scikit-learn's file; import scikit-learn only if the file is not found."""
     package = find_spec("sklearn")
     for folder in (package.submodule_search_locations if package is not None else None) or ():
         path = os.path.join(folder, *DIGITS)
@@ -125,7 +126,7 @@ def _digits() -> tuple[Array, Array]:
 
 
 def _taken(values: ArrayLike | Mapping[Any, Any], name: str) -> Any:
-    """Return samples, an array or dictionaries of arrays, ready to be given away."""
+    """Check samples, an array or dictionaries of arrays; return them contiguous and in this machine's byte order."""
     if not isinstance(values, Mapping):
         return native(check_samples(_as_array(values, name), name))
     if not values:
@@ -141,7 +142,7 @@ def _as_array(values: ArrayLike, name: str) -> Array:
 
 
 def _map(path: str) -> Array:
-    """Map a ``.npy`` file; pickled objects are refused."""
+    """Map a ``.npy`` file into memory; raise an error for pickled objects."""
     if not os.path.isfile(path):
         raise DataError(f"{path}: {'not a regular file' if os.path.lexists(path) else 'does not exist'}")
     try:

@@ -1,4 +1,4 @@
-"""Choose the samples of each global batch, and those of them that this rank gets."""
+"""Choose the samples of each global batch, and this rank's part of them."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from mpizero.validation import require, whole
 
 
 class BatchConfig(Protocol):
-    """Describe what batches need of a configuration; :class:`~mpizero.parallel.config.ShardingConfig` has it."""
+    """Define what :func:`batches` needs of its configuration; see :class:`~mpizero.parallel.config.ShardingConfig`."""
 
     @property
     def communicator(self) -> Communicator:
         """The ranks that share a global batch."""
 
     def grain_size(self, global_batch: int) -> int:
-        """Return the samples of one grain."""
+        """Return the number of samples of one grain."""
 
 
 def sample_order(start: int, stop: int, length: int, seed: int) -> Indices:
-    """Return the samples at places ``start:stop`` of the endless shuffled order of a source of ``length`` samples.
+    """Return the samples' indices at positions ``start:stop`` of the endless shuffled order of ``length`` samples.
 
-    Not collective. Epoch e is the keyed permutation (seed, e) of all samples, epoch after epoch: every sample occurs
-    exactly once in each, a function of seed and place alone. No array of the data's length is made.
+    The order is one epoch after the other. Epoch e is a permutation of all samples with the key (seed, e), so every
+    sample occurs exactly once in each epoch. The result depends on seed and position alone. No array of the data's
+    length is made. Not collective.
     """
     order = np.arange(start, stop, dtype=np.int64)
     done = 0
@@ -54,8 +55,8 @@ class Batches:
     Attributes
     ----------
     consumed : int
-        Samples of all global batches so far: the whole state. ``batches(..., consumed=this)`` on any number of ranks
-        goes on with the same global batches.
+        Number of samples of all global batches so far. It is the whole state of the iterator:
+        ``batches(..., consumed=this)`` on any number of ranks goes on with the same global batches.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Batches:
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0, of the first sample of the last global batch: for ``model.train(x, y, epoch=...)``."""
+        """The epoch (0 is the first) in which the last global batch began; for ``model.train(x, y, epoch=...)``."""
         return max(0, self.consumed - self._batch) // len(self._source)
 
     def __next__(self) -> tuple[Any, Any]:
@@ -96,7 +97,7 @@ class Batches:
         return samples
 
     def _samples_with_run(self, order: Indices, start: int) -> tuple[Any, Any]:
-        """Read samples for a source that takes ``run``, those of each epoch by themselves."""
+        """Read samples from a source that takes ``run``, with one call for each epoch that they belong to."""
         length, done, parts = len(self._source), 0, list[Any]()
         while done < order.size or not parts:
             first = self._own.start + done
@@ -122,35 +123,36 @@ def batches(
 ) -> Batches:
     """Return an iterator over this rank's samples ``(x, y)`` of successive global batches.
 
-    Collective over ``config.communicator`` (the iteration itself is not). A global batch is the next ``global_batch``
-    samples of :func:`sample_order`, also across the end of an epoch. It is cut into grains, which are assigned to
-    the ranks contiguously: rank r's samples follow rank r-1's, and a rank may get none.
+    A global batch is the next ``global_batch`` samples of :func:`sample_order`; it may reach over the end of an epoch.
+    It is cut into grains, which are assigned to the ranks contiguously: rank r's samples follow those of rank r-1. A
+    rank may get no samples. This call is collective over ``config.communicator``; the iteration is not.
 
     Parameters
     ----------
     source : Source
         The data, the same on every rank.
     config : ShardingConfig
-        Gives the ranks and the size of a grain.
+        Its communicator and grain size are used.
     global_batch : int
-        Samples of one step, over all ranks.
+        Number of samples of one step, over all ranks.
     seed : int
         Key of the sample order, 0 to 2**64 - 1.
     steps : int or None
-        Global batches to give, those before ``consumed`` not counted; None never ends.
+        Number of global batches to return; those before ``consumed`` are not counted. None never ends.
     consumed : int
-        Samples already used: the ``consumed`` of an earlier iterator.
+        Number of samples already used: the attribute ``consumed`` of an earlier iterator.
     group : Communicator or None
-        The ranks that share a global batch, a model's ``batch_group``; None is all of ``config.communicator``.
+        The ranks that a global batch is divided among, a model's ``batch_group``. None takes all ranks of
+        ``config.communicator``.
 
     Raises
     ------
     ConfigError
-        A number that makes no sense.
+        A number is not allowed.
     DataError
-        A source without samples.
+        The source has no samples.
     MpizeroError
-        Ranks that differ in data or arguments.
+        The ranks have different data or arguments.
     """
     if not hasattr(config, "communicator"):
         raise ArgumentError(f"batches: config is a ShardingConfig, got {config!r:.80}")

@@ -17,20 +17,21 @@ from mpizero.types import Array
 class Hdf5Source(Source):
     """Read samples from two datasets of an HDF5 file, when they are requested.
 
-    Contiguous datasets are mapped into memory, so that reading shuffled rows costs no HDF5 call. Of chunked ones every
-    chunk that holds a wanted row is read once a call, in file order.
+    Contiguous datasets are mapped into memory, so reading shuffled samples needs no HDF5 call. In chunked datasets,
+    each call of :meth:`read` reads every chunk that holds a requested sample once, in file order.
 
     Parameters
     ----------
     path : path
-        The file.
+        Path of the file.
     x, y : str
-        Names of the datasets of inputs and targets, samples on the first axis.
+        Names of the datasets of inputs and of targets, with samples on the first axis.
 
     Raises
     ------
     DataError
-        A file or dataset that is missing, damaged, empty, not made of numbers, or of another length than the other.
+        The file or a dataset is missing, damaged, empty or not made of numbers, or the datasets have different numbers
+        of samples.
     """
 
     def __init__(self, path: str | os.PathLike[str], x: str, y: str) -> None:
@@ -71,7 +72,7 @@ class Hdf5Source(Source):
         return len(self._x)
 
     def read(self, indices: Indices) -> tuple[Array, Array]:
-        """Return the samples of valid indices, in that order. Not collective."""
+        """Return the samples with these indices, in that order; the indices have been checked."""
         x, y = (
             native(mapped[indices]) if mapped is not None else _rows(dataset, indices, self.path)
             for mapped, dataset in ((self._mapped_x, self._x), (self._mapped_y, self._y))
@@ -79,19 +80,19 @@ class Hdf5Source(Source):
         return x, y
 
     def describe(self) -> dict[str, Any]:
-        """Return names without folders, shapes and types. Not collective."""
+        """Return the file's name without folders, and names, shapes and dtypes of the datasets."""
         found: dict[str, Any] = {"kind": "hdf5", "file": os.path.basename(self.path)}
         for role, name, dataset in zip(("x", "y"), self.names, (self._x, self._y), strict=True):
             found[role] = (name, dataset.shape, dataset.dtype.str)
         return found
 
     def close(self) -> None:
-        """Close the file; a second call does nothing. Not collective."""
+        """Close the file; a second call does nothing."""
         self._file.close()
 
 
 def _map(path: str, dataset: Any) -> Array | None:
-    """Map a dataset whose bytes lie in one piece inside the file; None for any other."""
+    """Map a dataset into memory if its bytes are contiguous in the file; return None for any other dataset."""
     if dataset.chunks is not None or dataset.is_virtual or dataset.external is not None or dataset.dtype.kind == "b":
         return None
     offset, size = dataset.id.get_offset(), os.path.getsize(path)
@@ -102,7 +103,7 @@ def _map(path: str, dataset: Any) -> Array | None:
 
 
 def _rows(dataset: Any, indices: Indices, path: str) -> Array:
-    """Read rows in any order through HDF5: sorted, chunk by chunk, from the first to the last wanted row of each."""
+    """Read samples in any order through HDF5: chunk by chunk, from the first to the last requested sample of each."""
     out = np.empty((indices.size, *dataset.shape[1:]), dataset.dtype.newbyteorder("="))
     order = np.argsort(indices, kind="stable")
     wanted = indices[order]

@@ -1,4 +1,4 @@
-"""Define the base class of sources of samples, and the split that keeps samples for validation."""
+"""Define the base class of data sources, and the split into training and validation samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpizero.signatures import takes_run
 from mpizero.types import EVALUATE, Array, Run
 from mpizero.validation import number, require
 
-#: Share of the samples that :meth:`Source.split` keeps back by default.
+#: Share of the samples that :meth:`Source.split` takes for validation by default.
 VALIDATION = 0.05
 #: Key of the permutation that chooses validation samples; part of the format of a run, never to be changed.
 SPLIT_SEED = 0x5EED
@@ -31,14 +31,14 @@ class Source(ABC):
     ``x`` and ``y`` are arrays with samples on the first axis, or trees of such arrays: tuples, lists, dictionaries and
     dataclasses, nested or not, of the same structure in every call.
 
-    A source whose :meth:`read` has a parameter ``run`` gets by that keyword what samples are read for, so that it may
-    change them at random, the same on any ranks: ``run.epoch``, ``run.step`` (the number of the global batch),
-    ``run.samples`` (their indices in the global batch), ``run.seed`` (that of the sample order), and ``run.training``.
-    Key random numbers by sample, for example by ``(run.seed, run.epoch, index)``, not by call: ranks read other parts.
-    Outside of :func:`~mpizero.data.batches`, ``run.training`` is False.
+    A source may change samples at random (augmentation). For that its :meth:`read` has a parameter ``run``, which says
+    what the samples are read for: ``run.epoch``, ``run.step`` (the number of the global batch), ``run.samples`` (the
+    samples' indices in the global batch), ``run.seed`` (the seed of the sample order), and ``run.training``. Key random
+    numbers by sample, for example by ``(run.seed, run.epoch, index)``, not by call, because which samples one call
+    reads depends on the number of ranks. Outside of :func:`~mpizero.data.batches`, ``run.training`` is False.
 
-    ``default_validation`` is the share that :meth:`split` keeps back without an argument. ``in_order`` says that
-    neighbouring samples belong together (text), so that a split takes the last samples and not a random choice.
+    ``default_validation`` is the share that :meth:`split` takes for validation without an argument. ``in_order`` says
+    that neighbouring samples belong together (text), so that a split takes the last samples and not a random choice.
     """
 
     default_validation: float = VALIDATION
@@ -50,14 +50,14 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, indices: Indices) -> tuple[Any, Any]:
-        """Return the samples of valid indices, in that order. Not collective."""
+        """Return the samples with these indices, in that order; the indices have been checked."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Return what distinguishes this data from other data (names, sizes, types), unread. Not collective."""
+        """Return what distinguishes this data from other data (names, sizes, dtypes), without reading all of it."""
 
     def origin(self, indices: Indices) -> Indices:
-        """Return the numbers that samples have in the data as they were given, before any split. Not collective."""
+        """Return the indices that samples have in the original data, before any split."""
         return indices
 
     @cached_property
@@ -68,12 +68,12 @@ class Source(ABC):
     def samples(self, indices: ArrayLike, *, run: Run | None = None) -> tuple[Any, Any]:
         """Return the samples of ``indices``, in that order: ``(x, y)``, every array with samples on its first axis.
 
-        Not collective. Indices may repeat; an empty list gives arrays with no samples.
+        Indices may repeat; an empty list gives arrays with no samples.
 
         Raises
         ------
         DataError
-            An index that is not in ``range(len(source))``, or :meth:`read` returns another number of samples.
+            An index is not in ``range(len(source))``, or :meth:`read` returned a wrong number of samples.
         """
         wanted = np.asarray(indices)
         if wanted.size == 0:
@@ -109,22 +109,22 @@ class Source(ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of :meth:`describe`: equal on all ranks, or they would train on different data."""
+        """SHA-256 of :meth:`describe`; it must be equal on all ranks, because all must train on the same data."""
         return hashlib.sha256(repr(sorted(self.describe().items())).encode()).hexdigest()
 
     def split(self, validation: float | None = None) -> tuple[Source, Source]:
-        """Return ``(train, valid)``: disjoint, together everything, and the same in every run on any ranks.
+        """Divide the samples into ``(train, valid)``, in the same way in every run and on any number of ranks.
 
-        Not collective. ``round(validation * len(source))`` samples are kept back, at least one: the last ones where
-        neighbours belong together (text), otherwise a choice that depends on the number of samples alone. A share of 0
-        keeps nothing back.
+        ``round(validation * len(source))`` samples, at least one, are taken for validation. Where neighbouring samples
+        belong together (text), these are the last ones; otherwise a choice that depends on the number of samples alone.
+        With a share of 0 no sample is taken.
 
         Raises
         ------
         ConfigError
-            A share outside [0, 1).
+            The share is outside [0, 1).
         DataError
-            Too few samples to leave one on both sides.
+            No sample is left for training.
         """
         share = self.default_validation if validation is None else validation
         require("validation", share, number(below=1.0, what="a share of the samples"))
@@ -138,14 +138,17 @@ class Source(ABC):
 
 
 class Subset(Source):
-    """Select the samples ``start:stop`` of a source, in its own order or in the order of the split's permutation.
+    """Provide the samples at positions ``start:stop`` of a source.
+
+    Positions are counted in the source's own order if ``in_order`` is true, otherwise in the order of a fixed random
+    permutation of all its samples.
 
     Parameters
     ----------
     source : Source
-        The source of the samples.
+        The source that holds the samples.
     start, stop : int
-        Range of places in that order.
+        Range of positions.
     """
 
     def __init__(self, source: Source, start: int, stop: int) -> None:
@@ -159,17 +162,17 @@ class Subset(Source):
         return self.stop - self.start
 
     def read(self, indices: Indices, *, run: Run = EVALUATE) -> tuple[Any, Any]:
-        """Return the samples of valid indices, in that order. Not collective."""
+        """Return the samples with these indices, in that order; the indices have been checked."""
         keywords: dict[str, Any] = {"run": run} if self.takes_run else {}
         return self.source.read(self._places(indices), **keywords)
 
     @cached_property
     def takes_run(self) -> bool:
-        """True if the source that this is a part of takes ``run``."""
+        """True if :meth:`read` of the source that holds the samples has a parameter ``run``."""
         return self.source.takes_run
 
     def origin(self, indices: Indices) -> Indices:
-        """Return the numbers that samples have in the data as they were given. Not collective."""
+        """Return the indices that samples have in the original data, before any split."""
         return self.source.origin(self._places(indices))
 
     def _places(self, indices: Indices) -> Indices:
@@ -179,12 +182,12 @@ class Subset(Source):
         return places
 
     def describe(self) -> dict[str, Any]:
-        """Return what distinguishes this data from other data. Not collective."""
+        """Return the range of positions and the fingerprint of the source that holds the samples."""
         return {"subset": (self.start, self.stop), "of": self.source.fingerprint}
 
 
 def check_samples(values: Array, name: str) -> Array:
-    """Return ``values`` if they can be samples: numbers, the first axis not empty; ``name`` goes into the error."""
+    """Return ``values`` if they can be samples: real numbers with a non-empty first axis; errors name ``name``."""
     if values.dtype.kind not in "fiub":
         raise DataError(f"{name}: elements of type {values.dtype}; needed are real numbers (float, integer or bool)")
     if values.ndim == 0:
@@ -195,7 +198,7 @@ def check_samples(values: Array, name: str) -> Array:
 
 
 def check_lengths(x: Array, x_name: str, y: Array, y_name: str) -> None:
-    """Reject inputs and targets of different number."""
+    """Raise an error if the numbers of inputs and targets differ."""
     if len(x) != len(y):
         raise DataError(f"{x_name} has {len(x)} samples and {y_name} has {len(y)}: needed is one target for each input")
 

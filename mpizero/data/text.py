@@ -1,4 +1,4 @@
-"""Read text as bytes: files, folders and globs, as one long string cut into sequences."""
+"""Read text from files, folders and globs as one long string of bytes, cut into sequences."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from mpizero.names import explains
 from mpizero.types import Array
 from mpizero.validation import require, whole
 
-#: Files that stay mapped into memory at a time; the rest are mapped again when needed.
+#: Largest number of files that stay mapped into memory at a time; the others are mapped again when needed.
 OPEN_FILES = 64
-#: Folders of the standard library that are left out: installed packages, and tests, which are full of odd bytes.
+#: Folders of the standard library that are left out: installed packages, and tests, which hold text in odd encodings.
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 Path = str | os.PathLike[str]
@@ -32,11 +32,12 @@ Path = str | os.PathLike[str]
 
 @explains
 class TextSource(Source):
-    """Provide next-byte prediction on text: sample i is bytes ``i * sequence`` to ``(i + 1) * sequence``, inclusive.
+    """Provide text for next-byte prediction: inputs are sequences of bytes, targets the same moved by one byte.
 
-    ``x`` are the first ``sequence`` of them and ``y`` the last: ``y`` is ``x`` moved by one byte. Both are int64 of
-    shape (samples, sequence), values below 256. The files are read as one string, in the order given; samples do not
-    overlap and may cross from one file to the next. Nothing is held in memory: files are mapped when they are read.
+    Sample i is bytes ``i * sequence`` to ``(i + 1) * sequence``, both included. ``x`` is its first ``sequence`` bytes
+    and ``y`` its last ``sequence`` bytes. Both are int64 of shape (samples, sequence), with values below 256. The files
+    are read as one string, in the order given. A sample may begin in one file and end in the next. The text is not held
+    in memory: files are mapped when they are read.
 
     Parameters
     ----------
@@ -45,14 +46,15 @@ class TextSource(Source):
         goes through folders). "stdlib" is this Python's own standard library: its ``.py`` files without tests, in the
         order of the SHA-256 of their names, so that the files at the end, which validation takes, are a random choice.
     sequence : int
-        Bytes of one sample.
+        Number of bytes of one sample.
     validation : float
-        Share that :meth:`split` keeps back without an argument: the last samples.
+        Share of the samples, the last ones, that :meth:`split` takes for validation without an argument.
 
     Raises
     ------
     DataError
-        A path that matches nothing or cannot be read, an empty file named as such, or less text than one sequence.
+        A path matches nothing or cannot be read, a file given by its own name is empty, or there is less text than one
+        sequence.
     """
 
     in_order = True
@@ -77,21 +79,21 @@ class TextSource(Source):
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files together."""
+        """Number of bytes of all files together."""
         return self._ends[-1]
 
     def __len__(self) -> int:
         return (self.bytes - 1) // self.sequence
 
     def read(self, indices: Indices) -> tuple[Array, Array]:
-        """Return the samples of valid indices, in that order. Not collective."""
+        """Return the samples with these indices, in that order; the indices have been checked."""
         text = np.empty((indices.size, self.sequence + 1), np.uint8)
         for row, index in zip(text, indices.tolist(), strict=True):
             self._fill(row, index * self.sequence)
         return text[:, :-1].astype(np.int64), text[:, 1:].astype(np.int64)
 
     def _fill(self, row: Array, start: int) -> None:
-        """Copy the bytes from ``start`` on into ``row``, across as many files as it takes."""
+        """Fill ``row`` with the bytes of the text from position ``start`` on, from as many files as needed."""
         done, file = 0, bisect_right(self._ends, start)
         while done < row.size:
             begin = self._ends[file - 1] if file else 0
@@ -101,7 +103,7 @@ class TextSource(Source):
             done, file = done + count, file + 1
 
     def describe(self) -> dict[str, Any]:
-        """Return names without folders, and sizes: the text may move. Not collective."""
+        """Return the files' names without folders (the files may be moved) and where each file ends in the text."""
         names = [os.path.basename(name) for name in self.files]
         return {"kind": "text", "sequence": self.sequence, "files": names, "ends": self._ends}
 
@@ -139,7 +141,7 @@ def _expand(path: str) -> list[tuple[str, int]]:
 
 
 def _size(path: str) -> int:
-    """Return the size of a regular file that can be read."""
+    """Return the size of a file; raise an error unless it is a regular file that can be read."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Describe in integers which rank owns what, and which stage computes what: no arrays, no MPI."""
+"""Compute which rank owns which elements, and which pipeline stage computes what: integers only, no MPI."""
 
 from mpizero.layout.axes import AXES, Axes, Coordinates
 from mpizero.layout.flat import FlatLayout, ParameterUse, Span, Unit

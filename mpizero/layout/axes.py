@@ -1,4 +1,4 @@
-"""Place every rank in the grid pipeline x tensor x data x context, in integers."""
+"""Compute the coordinates of every rank in the grid pipeline x tensor x data x context."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import NamedTuple
 from mpizero.errors import GridError
 from mpizero.validation import is_whole
 
-#: The axes in the contract's order, slowest first.
+#: The four axes, slowest first: the default order of ranks.
 AXES = ("pipeline", "tensor", "data", "context")
 
 
 class Coordinates(NamedTuple):
-    """Hold the place of one rank: its stage, its part of split layers, its replica, its part of the sequence."""
+    """Hold a rank's coordinates: its pipeline stage, part of split layers, data replica and part of sequences."""
 
     pipeline: int
     tensor: int
@@ -29,7 +29,8 @@ class Coordinates(NamedTuple):
 class Axes:
     """Hold the sizes of the four axes, and which of them varies fastest over the ranks.
 
-    In the contract's order ``rank = ((p * T + t) * D + d) * C + c``.
+    With the default order ``rank = ((p * T + t) * D + d) * C + c``, where p, t, d, c are the rank's coordinates and T,
+    D, C are the sizes of the axes tensor, data and context.
 
     Parameters
     ----------
@@ -56,7 +57,7 @@ class Axes:
     order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
-        """Reject sizes and orders that mean nothing."""
+        """Raise :class:`GridError` for sizes and orders that are not allowed."""
         sizes = {axis: getattr(self, axis) for axis in AXES}
         for axis, size in sizes.items():
             if not is_whole(size, 1):
@@ -76,7 +77,7 @@ class Axes:
         context: int = 1,
         order: str = "pipeline,tensor,data",
     ) -> Axes:
-        """Fit the axes to a number of ranks. Not collective; needs no MPI.
+        """Make the axes for a given number of ranks.
 
         Parameters
         ----------
@@ -124,7 +125,7 @@ class Axes:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """The distance of two ranks that differ by one in an axis, by axis."""
+        """For each axis, the difference between the numbers of two ranks whose coordinates differ by one there."""
         found, stride = {}, 1
         for axis in reversed(self.order):
             found[axis] = stride
@@ -132,7 +133,7 @@ class Axes:
         return found
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return the place of a rank.
+        """Return the coordinates of a rank.
 
         Raises
         ------
@@ -144,7 +145,7 @@ class Axes:
         return Coordinates(*(rank // self.strides[axis] % size for axis, size in self.sizes.items()))
 
     def rank_of(self, place: Coordinates) -> int:
-        """Return the rank at a place.
+        """Return the rank that has the given coordinates.
 
         Raises
         ------
@@ -159,8 +160,8 @@ class Axes:
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """Return the ranks that differ from ``rank`` in ``axes`` only, ``rank`` included.
 
-        They are ordered by those coordinates, pipeline first, then tensor, data and context, whatever ``order`` and
-        the order of ``axes`` are.
+        The ranks are sorted by their coordinates, first by pipeline, then tensor, data and context. This does not
+        depend on ``order`` or on the order of ``axes``.
 
         Raises
         ------
@@ -175,11 +176,11 @@ class Axes:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes by name, in the contract's order."""
+        """The sizes of the axes by name, in the order of :data:`AXES`."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     def describe(self, nodes: Sequence[int] | None = None) -> str:
-        """Return a table with one line a rank: its coordinates and, if given, its node.
+        """Return a text table with one line for each rank: its coordinates and, if given, its node.
 
         Parameters
         ----------
@@ -189,7 +190,7 @@ class Axes:
         Raises
         ------
         GridError
-            If ``nodes`` has not one number a rank.
+            If the length of ``nodes`` is not the number of ranks.
         """
         if nodes is not None and len(nodes) != self.size:
             raise GridError(f"nodes has {len(nodes)} numbers, but {_text(self.sizes)} has {self.size} ranks")
@@ -209,7 +210,7 @@ def _text(sizes: dict[str, int]) -> str:
 
 
 def _order(text: str) -> tuple[str, ...]:
-    """Read an order of axes; the context axis comes last where it is not named."""
+    """Turn the text of ``order`` into a tuple of axes; add the context axis at the end where it is not named."""
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in AXES]
     repeated = sorted({name for name in names if names.count(name) > 1})

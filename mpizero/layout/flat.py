@@ -1,8 +1,8 @@
-"""Lay out named parameters in one flat order, cut into units, with the space that their gradients take.
+"""Lay out named parameters in one flat array, cut the array into units, and lay out the gradients of each unit.
 
-[Note: gradient space] A unit's gradients stand in their own order: first its own trainable parameters (frozen ones take
-no space), then one slot for every *use* of a parameter of another place (tied weights). A range of the unit's
-parameters is therefore one contiguous range of its gradients.
+[Note: gradient space] The gradients of a unit have offsets of their own, the unit's gradient space. First come its own
+trainable parameters (frozen ones take no space), then one slot for every tied use of a parameter that belongs to
+another block or unit. A range of the unit's parameters is therefore one contiguous range of its gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpizero.types import Array, ParameterSpec
 
 
 class Span(NamedTuple):
-    """Represent a half-open range of a flat order."""
+    """Represent a half-open range of elements of a flat array."""
 
     start: int
     stop: int
@@ -45,15 +45,15 @@ class ParameterUse:
     Attributes
     ----------
     spec : ParameterSpec
-        With its global name.
+        The parameter, under its global name.
     block : str
         The block that uses it.
     unit : int
         The unit that this use belongs to.
     offset : int
-        First place of its values in the flat parameter order (for a tied use, that of its target).
+        Index of its first element in the flat array of parameters (for a tied use, the index of the shared parameter).
     gradient : int
-        First place of its gradient in the unit's gradient space; -1 when it has none.
+        Index of its gradient's first element in the unit's gradient space; -1 when it has no gradient.
     """
 
     spec: ParameterSpec
@@ -69,7 +69,7 @@ class ParameterUse:
 
     @property
     def span(self) -> Span:
-        """The flat parameter range."""
+        """The range of its elements in the flat array of parameters."""
         return Span(self.offset, self.offset + self.spec.size)
 
 
@@ -86,12 +86,12 @@ class Unit:
 
     @property
     def aliases(self) -> tuple[ParameterUse, ...]:
-        """The tied uses of earlier parameters."""
+        """The uses in this unit of earlier parameters (tied weights)."""
         return tuple(entry for entry in self.entries if entry.spec.tied is not None)
 
     @cached_property
     def gathered(self) -> int:
-        """Number of elements that a gather brings: the unit's own parameters and the tied ones it uses."""
+        """Number of elements that a gather of this unit returns: its own parameters and the tied ones it uses."""
         return self.span.size + sum(entry.spec.size for entry in self.aliases)
 
     @cached_property
@@ -108,7 +108,10 @@ class Unit:
         return {block: tuple(ranges) for block, ranges in found.items()}
 
     def gradient_of(self, offset: int) -> int:
-        """Map a flat parameter offset inside this unit to its gradient space, past frozen parameters."""
+        """Map an offset in the flat array of parameters to this unit's gradient space.
+
+        An offset inside a frozen parameter maps to the end of the gradients before it.
+        """
         position = 0
         for entry in self.entries:
             if entry.spec.tied is not None or not entry.spec.trainable:
@@ -123,9 +126,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Describe the flat order of all parameters and the units it is cut into.
+    """Describe the flat array of all parameters and the units that it is cut into.
 
-    Build it with :meth:`build`; every rank builds the same one.
+    Build a layout with :meth:`build`. Every rank builds the same one.
     """
 
     units: tuple[Unit, ...]
@@ -145,13 +148,15 @@ class FlatLayout:
         Parameters
         ----------
         blocks : mapping of str to sequence of ParameterSpec
-            In the order of use; spec names are relative to the block (a block named "" leaves them as they are).
+            The parameters of each block. Blocks come in the order of use. Names in the specs are relative to the block
+            (a block named "" leaves them as they are).
         one_unit : bool
             Put everything (every group) into a single unit.
         minimum_unit : int
             Units with fewer elements than this are joined with the next one.
         groups : sequence of sequences of str or None
-            Consecutive blocks that no unit reaches beyond (the chunks of a pipeline stage); None is one group.
+            Groups of consecutive blocks; no unit holds blocks of two groups. For example, the chunks of a pipeline
+            stage. None puts all blocks into one group.
 
         Raises
         ------
@@ -166,7 +171,7 @@ class FlatLayout:
 
     @cached_property
     def entries(self) -> tuple[ParameterUse, ...]:
-        """All uses in declared order."""
+        """All uses of parameters, tied ones included, in declared order."""
         return tuple(entry for unit in self.units for entry in unit.entries)
 
     @cached_property
@@ -190,7 +195,7 @@ class FlatLayout:
 
     @cached_property
     def gradient_bases(self) -> tuple[int, ...]:
-        """The first place of each unit's gradient space when all of them form one row."""
+        """The index of each unit's first gradient when the units' gradient spaces are put one after the other."""
         bases, total = [], 0
         for unit in self.units:
             bases.append(total)
@@ -204,12 +209,12 @@ class FlatLayout:
 
     @cached_property
     def largest_frozen(self) -> int:
-        """Number of elements of the largest use without a gradient."""
+        """Number of elements of the largest parameter that has no gradient."""
         return max((entry.spec.size for entry in self.entries if entry.gradient < 0), default=0)
 
     @cached_property
     def largest_gathered(self) -> int:
-        """Number of elements of the largest gathered unit."""
+        """Number of elements that a gather of the largest unit returns."""
         return max((unit.gathered for unit in self.units), default=0)
 
     def units_of(self, blocks: Iterable[str]) -> tuple[Unit, ...]:
@@ -219,11 +224,11 @@ class FlatLayout:
 
     @property
     def gradient_size(self) -> int:
-        """Elements of the gradient spaces of all units together."""
+        """Number of elements of the gradient spaces of all units together."""
         return sum(unit.gradients for unit in self.units)
 
     def shards(self, part: int, parts: int) -> tuple[Span, ...]:
-        """Return the flat ranges that one of ``parts`` owners owns: one a unit, by the shard rule."""
+        """Return the ranges of the flat array that owner ``part`` of ``parts`` owns: one range for each unit."""
         spans = []
         for unit in self.units:
             shard = Partition(unit.span.size, parts).shard(part)
@@ -231,9 +236,9 @@ class FlatLayout:
         return tuple(spans)
 
     def gradient_spans(self, unit: Unit, shards: Sequence[Span]) -> tuple[Span, ...]:
-        """Return the ranges of a unit's gradient space that belong to the owner of ``shards`` (one a unit).
+        """Return the ranges of a unit's gradient space that belong to the owner of ``shards`` (one range per unit).
 
-        First the range of the unit's own parameters, then one range for each tied use.
+        The first range is for the unit's own parameters; then follows one range for each tied use.
         """
         own = shards[unit.index]
         spans = [Span(unit.gradient_of(own.start), unit.gradient_of(own.stop))]
@@ -246,9 +251,9 @@ class FlatLayout:
         return tuple(spans)
 
     def regions(self, minimum: int) -> tuple[tuple[int, Span], ...]:
-        """Cut the flat order at ends of blocks into regions, each inside one unit: its index, and the range.
+        """Cut the flat array into regions that end where a block ends; return each region's unit and range.
 
-        A region has at least ``minimum`` elements, unless its unit ends before; the last one of a unit may have less.
+        A region lies inside one unit. It has at least ``minimum`` elements, except for the last one of a unit.
         """
         found: list[tuple[int, Span]] = []
         for unit in self.units:
@@ -263,7 +268,7 @@ class FlatLayout:
         return tuple(found)
 
     def pieces(self, span: Span) -> Iterator[tuple[ParameterUse, Span]]:
-        """Yield the stored parameters that a flat range meets, each with the flat range they share."""
+        """Yield the stored parameters that overlap a range of the flat array, each with the range of the overlap."""
         for entry in self.parameters:
             part = entry.span.intersect(span)
             if part.size:
@@ -288,7 +293,7 @@ def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def views(buffer: Array, placed: Sequence[tuple[str, int, tuple[int, ...]]]) -> dict[str, Any]:
-    """Return nested named views of a 1-D buffer from (name, start, shape) triples."""
+    """Return views of a 1-D buffer in nested dictionaries, one for each (name, start, shape) in ``placed``."""
     sizes = [ParameterSpec(name, shape).size for name, _, shape in placed]
     return nested({name: buffer[s : s + n].reshape(shape) for (name, s, shape), n in zip(placed, sizes, strict=True)})
 
@@ -296,7 +301,7 @@ def views(buffer: Array, placed: Sequence[tuple[str, int, tuple[int, ...]]]) -> 
 def _united(
     names: Sequence[str], blocks: Mapping[str, Sequence[ParameterSpec]], one_unit: bool, minimum_unit: int
 ) -> list[list[str]]:
-    """Cut a group of blocks into the names of units."""
+    """Join consecutive blocks of a group into units; return the names of each unit's blocks."""
     if one_unit:
         return [list(names)] if names else []
     units: list[list[str]] = []
@@ -314,7 +319,7 @@ def _united(
 
 
 class _Builder:
-    """Keep running offsets while units are laid out."""
+    """Lay out one unit after the other, keeping the next free offset and the parameters seen so far."""
 
     def __init__(self) -> None:
         self.offset = 0

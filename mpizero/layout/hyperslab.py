@@ -19,7 +19,7 @@ def hyperslabs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[sl
     Yields
     ------
     tuple of slice
-        One slice an axis.
+        The block: one slice for each axis.
     """
     if start >= stop:
         return

@@ -1,4 +1,4 @@
-"""Name the instructions of a pipeline stage."""
+"""Define the instructions that a pipeline stage executes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ BACKWARD_WEIGHTS = "backward_weights"
 
 
 class Instruction(NamedTuple):
-    """Describe one computation of one chunk on one micro-batch; its messages are implied.
+    """Describe one computation of one chunk on one micro-batch; its messages follow from it.
 
-    A forward needs the output of the chunk before and sends its own to the chunk after; a backward, or its input half,
-    needs its forward and the input gradient of the chunk after, and sends its own to the chunk before. A weight half
-    needs its input half and sends nothing.
+    A forward pass needs the output of the previous chunk, and sends its own output to the next chunk. A backward pass,
+    or its input half, needs the chunk's forward pass and the input gradient of the next chunk, and sends its own input
+    gradient to the previous chunk. A weight half needs its input half and sends nothing.
 
     Attributes
     ----------
     kind : str
         "forward", "backward" (both halves), "backward_input" or "backward_weights".
     chunk : int
-        Chunk of the model, counted from its input.
+        Number of the chunk, counted from the model's input.
     micro : int
-        Micro-batch.
+        Number of the micro-batch.
     """
 
     kind: str
@@ -32,11 +32,14 @@ class Instruction(NamedTuple):
     micro: int
 
     def __str__(self) -> str:
-        """Name it as messages do."""
+        """Return the instruction's name for error messages."""
         return f"{self.kind} of chunk {self.chunk}, micro-batch {self.micro}"
 
     def needs(self, chunks: int) -> tuple[Instruction, ...]:
-        """Return the instructions that must come before; a whole backward counts as both of its halves."""
+        """Return the instructions that must be complete before this one; ``chunks`` is the number of all chunks.
+
+        A whole backward completes its two halves, so only halves are named here (see :attr:`does`).
+        """
         kind, chunk, micro = self
         if kind == BACKWARD_WEIGHTS:
             return (Instruction(BACKWARD_INPUT, chunk, micro),)
@@ -47,7 +50,7 @@ class Instruction(NamedTuple):
 
     @property
     def does(self) -> tuple[Instruction, ...]:
-        """The instructions that it completes: a whole backward is both of its halves."""
+        """The instructions that this one completes: itself, or both halves of a whole backward."""
         if self.kind != BACKWARD:
             return (self,)
         _, chunk, micro = self

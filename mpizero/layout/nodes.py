@@ -1,4 +1,4 @@
-"""Find the ranks of each group, and those that share a node: for real and for planned jobs alike."""
+"""Compute the ranks of each process group, and which of them share a node, for running and for planned jobs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 from mpizero.layout.axes import Axes
 
-#: The groups of a rank and the axes in which their members differ, in the order in which they are made.
+#: The process groups of a rank, each with the axes in which its members differ, in the order in which they are made.
 GROUPS = {
     "tensor": ("tensor",),
     "context": ("context",),
@@ -17,16 +17,16 @@ GROUPS = {
     "pipeline": ("pipeline",),
     "model": ("pipeline", "tensor", "context"),
 }
-#: The groups that share a window where each of them lies inside one node.
+#: The groups that use a shared memory window, where each of these groups lies inside one node.
 SHARING = ("tensor", "context")
 
 
 class RankedGroup(Protocol):
-    """Give the place of this rank in a group, and the group's size."""
+    """Define what is needed of a group: this rank's number in it, and its size."""
 
     @property
     def rank(self) -> int:
-        """Place of this rank in the group."""
+        """Number of this rank in the group."""
 
     @property
     def size(self) -> int:
@@ -34,17 +34,24 @@ class RankedGroup(Protocol):
 
 
 class NodeOrder:
-    """Derive orders and groups from the nodes of a data group; a base of grids, which have these attributes.
+    """Compute the order of a data group's ranks and their peers from the nodes; a base class of process grids.
+
+    A *data rank* is a rank's number in the data group.
 
     Attributes
     ----------
-    data, batch, context, node : RankedGroup
-        The data group, those of its ranks that share samples and those that share sequences, and those that share
-        memory with this one.
+    data : RankedGroup
+        The data group: the ranks that hold the same parameters.
+    batch : RankedGroup
+        The ranks of the data group that a global batch is divided among.
+    context : RankedGroup
+        The ranks of the data group that hold parts of the same sequences.
+    node : RankedGroup
+        The ranks of the data group that are on this rank's node.
     nodes : tuple of tuple of int
         The data ranks of every node.
     position : tuple of int
-        TreeNode-major place of every data rank.
+        For every data rank, its position when the ranks are listed node after node.
     """
 
     data: RankedGroup
@@ -56,51 +63,48 @@ class NodeOrder:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The data ranks, node after node: the order in which grains are assigned."""
+        """The data ranks listed node after node: the order in which grains are assigned."""
         return tuple(rank for ranks in self.nodes for rank in ranks)
 
     @property
     def place(self) -> int:
-        """Place of this rank in :attr:`order`."""
+        """Position of this rank in :attr:`order`."""
         return self.position[self.data.rank]
 
     @property
     def node_ranks(self) -> tuple[int, ...]:
-        """The data ranks of this rank's node, by their rank in ``node``."""
+        """The data ranks on this rank's node, indexed by their rank in ``node``."""
         return next(ranks for ranks in self.nodes if self.data.rank in ranks)
 
     @property
     def peer_ranks(self) -> tuple[int, ...]:
-        """The data ranks of ``peers``, by their rank there."""
+        """The data ranks of the group ``peers`` (the same rank on every node), indexed by their rank in that group."""
         return tuple(ranks[self.node.rank] for ranks in self.nodes)
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
-        """Number of ranks of every node of the data group."""
+        """Number of the data group's ranks on every node."""
         return tuple(len(ranks) for ranks in self.nodes)
 
 
 @lru_cache(maxsize=64)
 def groups_of(axes: Axes, name: str) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of all groups of one name. Not collective."""
+    """Return the ranks of each group called ``name``, one of :data:`GROUPS`."""
     differing = GROUPS[name]
     places = enumerate(map(axes.coordinates, range(axes.size)))
     return tuple(axes.group(r, differing) for r, here in places if not any(getattr(here, a) for a in differing))
 
 
 def inside_nodes(axes: Axes, name: str, hosts: Sequence[int]) -> bool:
-    """Tell whether every group of one name lies on one node. Not collective.
+    """Tell whether every group called ``name`` lies on one node.
 
-    ``hosts`` names the node of every rank.
+    ``hosts`` holds the number of every rank's node.
     """
     return all(len({hosts[rank] for rank in members}) == 1 for members in groups_of(axes, name))
 
 
 def uneven_counts(axes: Axes, hosts: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks on each node of the first data group with unequal numbers; empty if there is none.
-
-    Not collective.
-    """
+    """Find the first data group with unequal numbers of ranks on its nodes; return these numbers, or () if none."""
     for members in groups_of(axes, "data"):
         counts = tuple(len(places) for places in by_node([hosts[rank] for rank in members]))
         if len(set(counts)) > 1:
@@ -109,7 +113,7 @@ def uneven_counts(axes: Axes, hosts: Sequence[int]) -> tuple[int, ...]:
 
 
 def by_node(hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Group places by node, in the order of their first place. Not collective."""
+    """Group the indices of ``hosts`` by node; nodes come in the order of their first index."""
     found: dict[int, list[int]] = {}
     for place, host in enumerate(hosts):
         found.setdefault(host, []).append(place)
@@ -117,6 +121,6 @@ def by_node(hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def node_major(nodes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the place of every rank when ranks stand node after node. Not collective."""
+    """Return the position of every rank when the ranks are listed node after node."""
     order = [rank for ranks in nodes for rank in ranks]
     return tuple(order.index(rank) for rank in range(len(order)))

@@ -1,4 +1,4 @@
-"""Cut elements into contiguous shards whose sizes differ by at most one: the shard rule."""
+"""Implement the shard rule: cut elements into contiguous shards whose sizes differ by at most one."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Partition:
     parts: int
 
     def __post_init__(self) -> None:
-        """Reject sizes that mean nothing."""
+        """Raise :class:`LayoutError` for sizes that are not allowed."""
         if self.length < 0 or self.parts < 1:
             raise LayoutError(f"a partition needs length >= 0 and parts >= 1, got {self.length=} and {self.parts=}")
 
     def shard(self, part: int) -> slice:
-        """Return the elements of shard ``part``."""
+        """Return the range of elements of shard ``part``."""
         if not 0 <= part < self.parts:
             raise LayoutError(f"shard {part} does not exist: there are {self.parts} shards")
         base, extra = divmod(self.length, self.parts)

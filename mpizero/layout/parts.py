@@ -1,7 +1,7 @@
-"""Map the part of a parameter that one tensor rank holds to places in the whole.
+"""Map the part of a parameter that one tensor rank holds to elements of the whole parameter.
 
-A part is cut along one axis, so both the whole and the part are *rows*: one for each index of the axes before it. The
-elements of a range of the axis are neighbours in a row, in the part as in the whole.
+A part is cut along one axis. Here a *row* is the elements with the same indices on the axes before that axis. The
+elements of a range of the axis are then contiguous in a row, in the part as in the whole.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mpizero.types import Array, Part
 
 
 class PartRun(NamedTuple):
-    """Describe ``size`` elements that are neighbours in the whole (from ``whole``) and in the part (from ``local``)."""
+    """Describe ``size`` elements, contiguous from index ``whole`` in the whole and from index ``local`` in the part."""
 
     whole: int
     local: int
@@ -24,16 +24,16 @@ class PartRun(NamedTuple):
 
 
 class PartRows(NamedTuple):
-    """Describe the whole and the part as rows.
+    """Describe how the rows of a part lie in the rows of the whole parameter.
 
     Attributes
     ----------
     number : int
         Number of rows.
     whole, local : int
-        Elements of a row of the whole, and of one of the part.
+        Number of elements of a row of the whole, and of a row of the part.
     runs : tuple of PartRun
-        The elements of a row of the part, in its order; neighbouring ranges are one run.
+        The contiguous runs that make up a row of the part, in order; adjacent ranges are one run.
     """
 
     number: int
@@ -65,7 +65,7 @@ def part_shape(part: Part) -> tuple[int, ...]:
 
 
 def part_rows(part: Part) -> PartRows:
-    """Return the whole parameter and the part that a rank holds as rows."""
+    """Return how the rows of the part that a rank holds lie in the rows of the whole parameter."""
     held = part_shape(part)[part.axis]
     inner = prod(part.shape[part.axis + 1 :])
     sizes = [stop - start for start, stop in part.ranges]
@@ -76,7 +76,7 @@ def part_rows(part: Part) -> PartRows:
 
 
 def _join(runs: list[PartRun], run: PartRun) -> None:
-    """Append a run, or lengthen the last one where the whole goes on without a gap."""
+    """Append a run, or lengthen the last run where the new one follows it in the whole without a gap."""
     if runs and runs[-1].whole + runs[-1].size == run.whole:
         runs[-1] = runs[-1]._replace(size=runs[-1].size + run.size)
     elif run.size:
@@ -84,12 +84,12 @@ def _join(runs: list[PartRun], run: PartRun) -> None:
 
 
 def part_runs(part: Part, shape_local: Sequence[int], start: int, stop: int) -> Iterator[PartRun]:
-    """Cover C-order elements ``start:stop`` of the part that a rank holds by maximal runs, in order.
+    """Cut C-order elements ``start:stop`` of the part that a rank holds into the longest contiguous runs, in order.
 
     Parameters
     ----------
     part : Part
-        The slice.
+        The part.
     shape_local : sequence of int
         Its shape, as the rank's parameter declares it.
     start, stop : int
@@ -103,7 +103,7 @@ def part_runs(part: Part, shape_local: Sequence[int], start: int, stop: int) -> 
     Raises
     ------
     LayoutError
-        If the part does not have this shape, or the shape no such elements.
+        If the part does not have this shape, or ``start:stop`` is not inside it.
     """
     shape = part_shape(part)
     if tuple(shape_local) != shape:
@@ -138,13 +138,13 @@ def take_rows(rows: PartRows, whole: Array, start: int, out: Array) -> None:
     Parameters
     ----------
     rows : PartRows
-        How the part stands in the whole.
+        How the part lies in the whole, from :func:`part_rows`.
     whole : 1-D array
-        All rows of the whole, or those from a certain one on: elements are counted from its first row.
+        All rows of the whole, or its rows from a certain row on. Elements are counted from the first row given.
     start : int
-        The first element of the part that is wanted.
+        The first element of the part to copy.
     out : 1-D array
-        Takes as many elements as it has; contiguous.
+        Receives ``out.size`` elements; contiguous.
     """
     for low, high in _whole_rows(rows.local, start, start + out.size):
         target = out[low - start : high - start]
@@ -160,7 +160,7 @@ def take_rows(rows: PartRows, whole: Array, start: int, out: Array) -> None:
 
 
 def put_rows(rows: PartRows, values: Array, whole: Array) -> None:
-    """Copy all elements of a part to their places in the values of the whole; both arrays are 1-D and contiguous."""
+    """Copy all elements of a part, ``values``, to their places in ``whole``; both arrays are 1-D and contiguous."""
     if not values.size:
         return
     source, target = values.reshape(rows.number, rows.local), whole.reshape(rows.number, rows.whole)
@@ -169,7 +169,7 @@ def put_rows(rows: PartRows, values: Array, whole: Array) -> None:
 
 
 def _whole_rows(row: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cut ``start:stop`` at the first and after the last whole row: three ranges, without empty ones."""
+    """Cut ``start:stop`` into incomplete first row, complete rows and incomplete last row; skip what is empty."""
     if start == stop:
         return
     first = min(stop, -(-start // row) * row)

@@ -1,7 +1,8 @@
 """Describe a pipeline schedule: which stage computes what, in which order.
 
-A model is cut into *chunks* (contiguous runs of its blocks), a batch into micro-batches. A schedule gives each chunk a
-stage and each stage a program. A stage runs its program in order; sends do not block, receives wait.
+A model is cut into *chunks* (contiguous runs of its blocks), a batch into micro-batches. A schedule assigns each chunk
+to a stage, and gives each stage a program, a sequence of instructions. A stage runs its program in order; sends do not
+block, receives wait.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ class Schedule:
     name : str
         One of :data:`~mpizero.layout.schedules.SCHEDULES`.
     stages, chunks : int
-        Number of stages, and of chunks on all of them.
+        Number of stages, and number of chunks on all stages together.
     micro_batches : int
-        Number of micro-batches, those included that pad it to a multiple which the schedule needs; the absent ones are
-        the last.
+        Number of micro-batches. Some schedules need a multiple of the number of stages; empty micro-batches at the end
+        pad to it and are counted.
     stage_of : tuple of int
         The stage of every chunk.
     programs : tuple of tuple of Instruction
-        What every stage does, in order.
+        The instructions of every stage, in order.
     """
 
     name: str
@@ -43,26 +44,27 @@ class Schedule:
         return tuple(chunk for chunk, owner in enumerate(self.stage_of) if owner == stage)
 
     def caches(self) -> tuple[int, ...]:
-        """Return the largest number of caches (of one chunk and one micro-batch) that every stage holds.
+        """Return, for every stage, the largest number of activation caches that it holds at once.
 
-        A cache lives from the start of its forward to the end of its backward or weight half.
+        A cache belongs to one chunk and one micro-batch. It lives from the start of its forward pass to the end of its
+        backward pass or weight half.
         """
         return tuple(round(peak) for peak in self.peaks([1.0] * self.chunks))
 
     def peaks(self, sizes: Sequence[float], deferred: Sequence[float] | None = None) -> tuple[float, ...]:
-        """Return the largest total weight of the caches of every stage.
+        """Return, for every stage, the largest total size of the activation caches that it holds at once.
 
         Parameters
         ----------
         sizes : sequence of float
-            Weight (for example bytes) of one cache of each chunk.
+            Size (for example in bytes) of one cache of each chunk.
         deferred : sequence of float, optional
-            Weight that is left between input half and weight half; ``sizes`` by default.
+            Size of what is left of a cache between input half and weight half; ``sizes`` by default.
 
         Returns
         -------
         tuple of float
-            One a stage.
+            One size for each stage.
         """
         left = sizes if deferred is None else deferred
         peaks = []

@@ -1,7 +1,7 @@
-"""Build pipeline schedules: a generator of one stage's instructions for each, and the table that names them.
+"""Build pipeline schedules: for each schedule a generator of one stage's instructions, and a table of all schedules.
 
-In all of them the backwards of a chunk, and its weight halves, come in ascending order of the micro-batches, because
-the streaming sum over grains (``layout/tree.py``) takes them in this order.
+In every schedule the backward passes of a chunk, and its weight halves, come in ascending order of the micro-batches,
+because the sum over grains (``layout/tree.py``) adds gradients in this order.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from mpizero.validation import is_whole
 
 
 def gpipe(stage: int, _stages: int, micro_batches: int, _virtual: int) -> Iterator[Instruction]:
-    """Do all forwards, then all backwards (Huang et al. 2019, GPipe, section 2.2)."""
+    """Yield all forward passes, then all backward passes (Huang et al. 2019, GPipe, section 2.2)."""
     for kind in (FORWARD, BACKWARD):
         for micro in range(micro_batches):
             yield Instruction(kind, stage, micro)
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int, _virtual: int) -> Iterator[Instruction]:
-    """Do forwards until the first gradient comes back, then one backward for each forward.
+    """Yield forward passes until the first gradient comes back, then one backward pass for each forward pass (1F1B).
 
     Narayanan et al. 2019, PipeDream, section 3.2, with a flush at the end of the batch (Narayanan et al. 2021,
     Efficient large-scale language model training, section 2.2.1). A stage holds at most ``stages - stage`` caches.
@@ -36,7 +36,7 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int, _virtu
 
 
 def interleaved(stage: int, stages: int, micro_batches: int, virtual: int) -> Iterator[Instruction]:
-    """Do 1F1B over several chunks a stage, ``stages`` micro-batches at a time.
+    """Yield 1F1B for several chunks on each stage, ``stages`` micro-batches at a time.
 
     Narayanan et al. 2021, section 2.2.2. ``micro_batches`` is a multiple of ``stages``. Chunk ``c`` is on stage
     ``c % stages``.
@@ -52,11 +52,11 @@ def interleaved(stage: int, stages: int, micro_batches: int, virtual: int) -> It
 
 
 def zero_bubble(stage: int, stages: int, micro_batches: int, _virtual: int) -> Iterator[Instruction]:
-    """Do 1F1B with the backward in halves, the weight halves ``stage`` micro-batches late.
+    """Yield 1F1B with the backward pass in halves, and each weight half ``stage`` micro-batches after its input half.
 
     Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.2 (ZB-H1). The later a stage is in the pipeline, the
-    fewer forwards it does ahead and the more weight halves it keeps for the end, where it would wait otherwise; so all
-    stages hold at most as many caches as the first stage of 1F1B: ``stages``.
+    fewer forward passes it does ahead, and the more weight halves it keeps for the end, where it would wait otherwise.
+    So every stage holds at most as many caches as the first stage of 1F1B: ``stages``.
     """
     ahead = min(micro_batches, stages - 1 - stage)
     for micro in range(ahead):
@@ -72,13 +72,15 @@ def zero_bubble(stage: int, stages: int, micro_batches: int, _virtual: int) -> I
 
 
 def zero_bubble_v(stage: int, stages: int, micro_batches: int, _virtual: int) -> Iterator[Instruction]:
-    """Run two chunks a stage in the shape of a V, the backward in halves: no stage waits once it has started.
+    """Yield the V-shaped zero-bubble schedule: two chunks on each stage, the backward pass in halves.
 
     Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 6 (ZB-V), in the order of PyTorch's
-    ``ScheduleZBVZeroBubble``; it does not wait where F = B = W and there are enough micro-batches. Chunk ``stage`` goes
-    down the V and chunk ``2 * stages - 1 - stage`` up again, so the loss is on stage 0 and the last stage passes its
-    output to itself. A stage holds at most ``2 * stages`` caches of chunks of half the size, the memory of 1F1B's first
-    stage. With fewer than ``2 * stages - 1`` micro-batches it is the same program without the missing ones.
+    ``ScheduleZBVZeroBubble``. Once started, no stage waits if forward pass, input half and weight half take the same
+    time and there are enough micro-batches. Micro-batches pass chunk ``stage`` of the stages 0, 1, ... (down the V) and
+    then chunk ``2 * stages - 1 - stage`` of the stages in reverse (up again). So the loss is on stage 0, and the last
+    stage passes its output to itself. A stage holds at most ``2 * stages`` caches, each of a chunk of half the size:
+    the memory of 1F1B's first stage. With fewer than ``2 * stages - 1`` micro-batches the program is the same without
+    the instructions of the missing ones.
     """
     down, up = _Chunk(stage), _Chunk(2 * stages - 1 - stage)
     enough = max(micro_batches, 2 * stages - 1)
@@ -87,7 +89,7 @@ def zero_bubble_v(stage: int, stages: int, micro_batches: int, _virtual: int) ->
 
 
 class _Chunk:
-    """Make the instructions of one chunk: each call gives the next micro-batch's."""
+    """Make the instructions of one chunk: each call of a method returns the instruction for the next micro-batch."""
 
     def __init__(self, chunk: int) -> None:
         self.chunk = chunk
@@ -136,7 +138,7 @@ def _v_program(stage: int, stages: int, micro_batches: int, down: _Chunk, up: _C
 
 
 def _alternate(ahead: int, forwards: list[Instruction], backwards: list[Instruction]) -> Iterator[Instruction]:
-    """Do ``ahead`` forwards, then a forward and a backward alternately, then the remaining backwards."""
+    """Yield ``ahead`` forward passes, then forward and backward passes in turn, then the remaining backward passes."""
     ahead = min(ahead, len(forwards))
     yield from forwards[:ahead]
     for position, backward in enumerate(backwards):
@@ -145,9 +147,9 @@ def _alternate(ahead: int, forwards: list[Instruction], backwards: list[Instruct
 
 
 def fuse(program: Iterable[Instruction], stage_of: tuple[int, ...]) -> Iterator[Instruction]:
-    """Turn an input half and its weight half into one backward where they follow each other and no stage waits between.
+    """Replace an input half and the weight half that follows it by one whole backward, where no stage has to wait.
 
-    No stage does where the gradient of the chunk's input is for no chunk or for a chunk of the same stage.
+    No other stage waits for the input half if the chunk is the first, or if the previous chunk is on the same stage.
     """
     held: Instruction | None = None
     for instruction in program:
@@ -167,7 +169,21 @@ def fuse(program: Iterable[Instruction], stage_of: tuple[int, ...]) -> Iterator[
 
 
 class _ScheduleRow(NamedTuple):
-    """Describe one schedule: its generator and what it accepts."""
+    """Describe one schedule: its generator and the numbers of chunks and micro-batches that it accepts.
+
+    Attributes
+    ----------
+    program : callable
+        The generator of one stage's instructions.
+    virtual : callable
+        Tells whether a number of chunks per stage is allowed.
+    wanted : str
+        The allowed numbers, for the error message.
+    shape : callable
+        Returns the stage of every chunk.
+    padded : bool
+        Whether the number of micro-batches is padded to a multiple of the number of stages.
+    """
 
     program: Callable[[int, int, int, int], Iterator[Instruction]]
     virtual: Callable[[int], bool] = lambda virtual: virtual == 1
@@ -198,7 +214,7 @@ SCHEDULES = tuple(_ROWS)
 
 
 def chunk_stages(name: str, stages: int, virtual: int = 1) -> tuple[int, ...]:
-    """Return the stage of every chunk. Not collective.
+    """Return the stage of every chunk.
 
     Parameters
     ----------
@@ -207,12 +223,12 @@ def chunk_stages(name: str, stages: int, virtual: int = 1) -> tuple[int, ...]:
     stages : int
         Number of stages.
     virtual : int
-        Chunks a stage; "interleaved" needs two or more, "zero_bubble_v" has two, the others one.
+        Number of chunks on each stage; "interleaved" needs two or more, "zero_bubble_v" has two, the others one.
 
     Raises
     ------
     ConfigError
-        On an unknown name or numbers that the schedule does not take.
+        If the name is unknown, or the schedule does not allow these numbers.
 
     Examples
     --------
@@ -231,21 +247,21 @@ def chunk_stages(name: str, stages: int, virtual: int = 1) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64, typed=True)
 def build_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1) -> Schedule:
-    """Build a schedule and prove that it can be run. Not collective; cached.
+    """Build a schedule and check by simulation that it can be run; results are cached.
 
     Parameters
     ----------
     name : str
         One of :data:`SCHEDULES`.
     stages, micro_batches : int
-        Number of stages and of micro-batches; "interleaved" pads the latter to a multiple of the former.
+        Number of stages and of micro-batches; "interleaved" pads the micro-batches to a multiple of the stages.
     virtual : int
-        Chunks a stage, as in :func:`chunk_stages`.
+        Number of chunks on each stage, as in :func:`chunk_stages`.
 
     Raises
     ------
     ConfigError
-        On an unknown name or numbers that the schedule does not take.
+        If the name is unknown, or the schedule does not allow these numbers.
     """
     stage_of = chunk_stages(name, stages, virtual)
     _require_whole(name, "micro-batches", micro_batches)

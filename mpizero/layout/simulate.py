@@ -1,7 +1,7 @@
-"""Run a pipeline schedule with given costs, without any rank: prove it, time it, and compare with the papers.
+"""Simulate a pipeline schedule in one process: check that it can be run, and compute its times from given costs.
 
-The simulated executor is the simple one: every stage runs its program in order, messages are sent without blocking as
-soon as their instruction ends, and an instruction waits for its messages.
+In the simulation every stage runs its program in order. A message is sent without blocking as soon as its instruction
+ends, and an instruction waits for the messages that it needs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from mpizero.layout.schedule import Schedule
 
 @dataclass(frozen=True)
 class Costs:
-    """Hold the seconds that the parts of a chunk's work on one micro-batch take.
+    """Hold the seconds that each chunk takes for one micro-batch: forward pass, input half, weight half.
 
     Attributes
     ----------
     forward, backward_input, backward_weights : tuple of float
-        Seconds by chunk; a whole backward takes the sum of its halves.
+        Seconds, one number for each chunk. A whole backward pass takes the sum of its halves.
     latency : float
         Seconds from the end of an instruction until its message is at another stage.
 
@@ -39,7 +39,7 @@ class Costs:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        """Reject times that mean nothing."""
+        """Raise :class:`ConfigError` for times that are not allowed."""
         rows = {name: getattr(self, name) for name in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS)}
         if len(set(map(len, rows.values()))) > 1:
             lengths = ", ".join(f"{len(row)} for {name}" for name, row in rows.items())
@@ -58,7 +58,7 @@ class Costs:
         backward_weights: float = 1.0,
         latency: float = 0.0,
     ) -> Costs:
-        """Return the same costs for all chunks. Not collective."""
+        """Make costs that are the same for all chunks."""
         return cls((forward,) * chunks, (backward_input,) * chunks, (backward_weights,) * chunks, latency)
 
     def seconds(self, instruction: Instruction) -> float:
@@ -83,12 +83,12 @@ class TimedInstruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """Hold the simulated run of a schedule; made by :func:`simulate`.
+    """Hold the times of a simulated run of a schedule; made by :func:`simulate`.
 
     Attributes
     ----------
     schedule : Schedule
-        The schedule.
+        The schedule that was simulated.
     events : tuple of tuple of TimedInstruction
         The instructions of every stage, in order.
     """
@@ -103,17 +103,17 @@ class Simulation:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Seconds that every stage computes."""
+        """Seconds for which every stage computes."""
         return tuple(sum(event.end - event.start for event in events) for events in self.events)
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Share of the makespan for which every stage waits, 0 to 1."""
+        """Share of the makespan for which every stage does not compute, 0 to 1."""
         return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """Seconds lost: the makespan less the work of the stage with the most work."""
+        """Seconds lost by waiting: the makespan minus the work of the stage with the most work."""
         return self.makespan - max(self.busy)
 
     @property
@@ -125,37 +125,38 @@ class Simulation:
     def gaps(self) -> tuple[float, ...]:
         """Seconds that every stage waits between the start of its first and the end of its last instruction.
 
-        The papers on zero-bubble schedules count these only: a stage that starts later may end later.
+        The papers on zero-bubble schedules count only this waiting time, because a stage that starts later may end
+        later.
         """
         spans = (events[-1].end - events[0].start for events in self.events)
         return tuple(span - busy for span, busy in zip(spans, self.busy, strict=True))
 
     @property
     def caches(self) -> tuple[int, ...]:
-        """The largest number of caches (of one chunk and one micro-batch) that every stage holds."""
+        """For every stage, the largest number of activation caches (one per chunk and micro-batch) held at once."""
         return self.schedule.caches()
 
 
 def simulate(schedule: Schedule, costs: Costs, present: int | None = None) -> Simulation:
-    """Run a schedule and prove on the way that it can be run. Not collective.
+    """Simulate a schedule and check that it can be run.
 
     Parameters
     ----------
     schedule : Schedule
-        The schedule.
+        The schedule to simulate.
     costs : Costs
-        Times by chunk.
+        Times of each chunk.
     present : int, optional
-        The micro-batches from this one on only pad the schedule: they send their messages and take no time. By default
-        all take their time.
+        Number of micro-batches that have samples. The others only pad the schedule: they send their messages and take
+        no time. By default all micro-batches have samples.
 
     Raises
     ------
     ConfigError
-        If there are not costs for every chunk.
+        If the number of costs is not the number of chunks.
     ScheduleError
-        If an instruction is missing, doubled, unknown or on the wrong stage, if backwards do not retire in ascending
-        micro-batch order, or if stages wait for each other for ever.
+        If an instruction is missing, repeated, unknown or on the wrong stage; if backward passes do not end in
+        ascending order of the micro-batches; or if stages wait for each other for ever.
     """
     if len(costs.forward) != schedule.chunks:
         raise ConfigError(f"costs of {len(costs.forward)} chunks were given, but the schedule has {schedule.chunks}")
@@ -165,7 +166,7 @@ def simulate(schedule: Schedule, costs: Costs, present: int | None = None) -> Si
 
 
 def _check_work(schedule: Schedule) -> None:
-    """Refuse a schedule in which not every part of the work is done exactly once, on its stage."""
+    """Raise an error unless every instruction is done exactly once, on the stage of its chunk."""
     work = (schedule.chunks, schedule.micro_batches)
     done: set[Instruction] = set()
     for stage, program in enumerate(schedule.programs):
@@ -187,7 +188,7 @@ def _check_work(schedule: Schedule) -> None:
 
 
 def _check_retirement(schedule: Schedule) -> None:
-    """Refuse a schedule that does not end the halves of a chunk's backwards in ascending micro-batch order."""
+    """Raise an error unless the backward passes of each chunk, and their halves, come in order of the micro-batches."""
     last: dict[tuple[str, int], int] = {}
     for stage, program in enumerate(schedule.programs):
         for instruction in program:
@@ -201,7 +202,7 @@ def _check_retirement(schedule: Schedule) -> None:
 
 
 def _run(schedule: Schedule, costs: Costs, present: int) -> tuple[tuple[TimedInstruction, ...], ...]:
-    """Let every stage run until it waits, over and over, until all have ended or none goes on."""
+    """Run every stage until it has to wait, again and again, until all stages have ended or none can go on."""
     ends: dict[Instruction, float] = {}
     events: list[list[TimedInstruction]] = [[] for _ in schedule.programs]
     going = True
@@ -228,7 +229,7 @@ def _run(schedule: Schedule, costs: Costs, present: int) -> tuple[tuple[TimedIns
 
 
 def _stuck(schedule: Schedule, events: list[list[TimedInstruction]], ends: dict[Instruction, float]) -> Iterator[str]:
-    """Say for which instruction every stage that has not ended waits for ever."""
+    """Yield a text for every stage that waits for ever, naming the instruction that it waits for."""
     for stage, program in enumerate(schedule.programs):
         if len(events[stage]) == len(program):
             continue
@@ -244,7 +245,7 @@ def _where(schedule: Schedule, stage: int) -> str:
 
 
 def bubble_formula(name: str, stages: int, micro_batches: int, virtual: int, costs: Costs) -> float:
-    """Return a schedule's bubble by the closed formula of its paper. Not collective.
+    """Compute a schedule's bubble (seconds lost by waiting) by the closed formula of its paper.
 
     With s stages, m micro-batches, v chunks a stage and, for one micro-batch on the whole stage, F seconds for the
     forward, B for the input half and W for the weight half of the backward:
@@ -256,9 +257,9 @@ def bubble_formula(name: str, stages: int, micro_batches: int, virtual: int, cos
     zero_bubble   (s-1)(F+B-W)                     Qi et al. 2023, section 2.3, for m >= s, W <= F and W <= B. Beyond:
                                                    (s-1)(F+B) - min(m-1, s-1) min(F, B, W), found with the simulator;
                                                    no schedule has less than (s-1)F, nor than (s-1)B with s caches
-    zero_bubble_v (s-1)F/2                         Qi et al. 2023, section 6, for m >= 2s-1 and F = B = W, where the
-                                                   paper has 0: it counts from a stage's own start, this from the
-                                                   first stage's; otherwise it is a lower bound
+    zero_bubble_v (s-1)F/2                         Qi et al. 2023, section 6, for m >= 2s-1 and F = B = W. The paper
+                                                   has 0, as it counts from each stage's own start; here the bubble
+                                                   counts from the first stage's. Otherwise a lower bound
     ============= ================================ ====================================================================
 
     Parameters
@@ -268,7 +269,7 @@ def bubble_formula(name: str, stages: int, micro_batches: int, virtual: int, cos
     stages, micro_batches, virtual : int
         s, m and v.
     costs : Costs
-        F, B and W are the means of the stages' sums; the formulas hold for equal stages and no latency.
+        F, B and W are computed as means over the stages. The formulas hold for equal stages and no latency.
 
     Returns
     -------

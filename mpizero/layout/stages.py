@@ -1,4 +1,4 @@
-"""Cut a row of blocks into contiguous stages: balanced by cost, or where the user says."""
+"""Cut a sequence of blocks into contiguous pipeline stages: balanced by cost, or where the user says."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from math import comb, isfinite
 from mpizero.errors import ConfigError
 from mpizero.validation import is_whole
 
-#: Ways to cut that :func:`balanced_chunks` compares one by one: some hundredths of a second.
+#: Up to this many ways to cut, :func:`balanced_chunks` compares all of them, which takes some hundredths of a second.
 EXHAUSTIVE = 10_000
 
 
 def balanced_cuts(costs: Sequence[float], parts: int) -> tuple[int, ...]:
     """Cut items into contiguous non-empty parts such that the most expensive part is as cheap as possible.
 
-    Exact: the costs are compared as the rational numbers that they are, so every process finds the same cuts. Among
-    the cuts with this maximum it takes those with the least sum of squares (the most even ones), and among those the
-    ones whose last parts start earliest. Not collective.
+    Costs are compared exactly, as rational numbers, so every process finds the same cuts. Several cuts may have the
+    same smallest maximum. Then the one with the least sum of squared costs (the most even one) is taken, and among
+    equals the one whose last parts start earliest.
 
     Parameters
     ----------
@@ -53,11 +53,12 @@ def balanced_cuts(costs: Sequence[float], parts: int) -> tuple[int, ...]:
 
 
 def balanced_chunks(costs: Sequence[float], stage_of: Sequence[int]) -> tuple[int, ...]:
-    """Cut items into contiguous non-empty chunks, several of which make up a stage, such that stages are balanced.
+    """Cut items into contiguous non-empty chunks, where a stage has several chunks, such that stages are balanced.
 
-    With one chunk a stage this is :func:`balanced_cuts`. Otherwise the most expensive stage counts first, then the most
-    expensive chunk: found exactly among up to ``EXHAUSTIVE`` ways to cut, else by moving the borders of
-    :func:`balanced_cuts`, one or two at a time, as long as that helps. Every process finds the same. Not collective.
+    With one chunk per stage this is :func:`balanced_cuts`. Otherwise it makes the most expensive stage as cheap as
+    possible, then the stages as even as possible, then the most expensive chunk as cheap as possible. With up to
+    ``EXHAUSTIVE`` ways to cut, the best one is found by trying all. With more, the borders of :func:`balanced_cuts`
+    are moved, one or two at a time, as long as that helps. Every process finds the same cuts.
 
     Parameters
     ----------
@@ -103,7 +104,7 @@ def balanced_chunks(costs: Sequence[float], stage_of: Sequence[int]) -> tuple[in
 
 
 def _moved(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the cuts of which one or two borders have moved by one item, and no chunk is empty."""
+    """Yield all cuts that differ from ``cuts`` in one or two borders, moved by one item, without empty chunks."""
     borders = range(1, len(cuts) - 1)
     moves = [((border, by),) for border in borders for by in (-1, 1)]
     pairs = [(*first, *second) for first, second in combinations(moves, 2) if first[0][0] != second[0][0]]
@@ -116,13 +117,13 @@ def _moved(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def explicit_cuts(cuts: Sequence[int], items: int, parts: int) -> tuple[int, ...]:
-    """Check cuts that a user gave. Not collective.
+    """Check the borders between stages that a user gave, and return them in full.
 
     Parameters
     ----------
     cuts : sequence of int
-        Index of the first item of every part but the first (``parts - 1`` numbers), or the same between 0 and
-        ``items`` (``parts + 1`` numbers, what :func:`balanced_cuts` returns).
+        Either ``parts - 1`` numbers, the index of the first item of every part but the first; or ``parts + 1`` numbers,
+        the same with 0 in front and ``items`` at the end, as :func:`balanced_cuts` returns them.
     items, parts : int
         Number of items and of parts.
 
@@ -158,7 +159,7 @@ def explicit_cuts(cuts: Sequence[int], items: int, parts: int) -> tuple[int, ...
 
 
 def check_parts(items: int, parts: int, what: str = "stages") -> None:
-    """Refuse more parts than items. Not collective.
+    """Raise an error if there are more parts than items.
 
     Parameters
     ----------
@@ -170,7 +171,7 @@ def check_parts(items: int, parts: int, what: str = "stages") -> None:
     Raises
     ------
     ConfigError
-        With both numbers and the way out.
+        If there are more parts than items, or no part; the message says what to change.
     """
     if parts < 1:
         raise ConfigError(f"cannot cut {items} layers into {parts} {what}; expected at least 1")
@@ -182,16 +183,16 @@ def check_parts(items: int, parts: int, what: str = "stages") -> None:
 
 
 def _integers(costs: Sequence[float]) -> list[int]:
-    """Scale the costs by one power of two (a float is a fraction over one) to integers."""
+    """Multiply all costs by the power of two that makes every one an integer (a float is a fraction over 2**n)."""
     ratios = [float(cost).as_integer_ratio() for cost in costs]
     common = max(denominator for _, denominator in ratios)
     return [numerator * (common // denominator) for numerator, denominator in ratios]
 
 
 def _smallest_maximum(sums: Sequence[int], parts: int) -> int:
-    """Bisect for the smallest bound that lets a greedy walk do with at most ``parts`` parts.
+    """Find by bisection the smallest bound under which filling parts greedily needs at most ``parts`` parts.
 
-    Fewer parts than asked for can always be cut further without a higher maximum, since no cost is negative.
+    If fewer parts are enough, they can be cut further without a higher maximum, because no cost is negative.
     """
     items = len(sums) - 1
     low = max(b - a for a, b in pairwise(sums))
@@ -207,7 +208,7 @@ def _smallest_maximum(sums: Sequence[int], parts: int) -> int:
 
 
 def _most_even(sums: Sequence[int], parts: int, bound: int) -> tuple[int, ...]:
-    """Return the cuts with the least sum of squares of which no part costs more than ``bound``."""
+    """Return the cuts with the least sum of squared costs, among those where no part costs more than ``bound``."""
     items = len(sums) - 1
     best = [0, *[-1] * items]  # least sum of squares of the first items, by how many they are; -1: there is no such cut
     origins = []

@@ -9,7 +9,7 @@ from mpizero.errors import ConfigError
 from mpizero.layout.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS, FORWARD, Instruction
 from mpizero.layout.simulate import Simulation
 
-#: The letter of each kind of instruction in timetables, as PyTorch's pipelining has them.
+#: The letter of each kind of instruction in timetables; PyTorch's pipelining uses the same letters.
 LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHTS: "W"}
 
 
@@ -28,14 +28,17 @@ def label(simulation: Simulation, instruction: Instruction) -> str:
 
 
 def timetable(simulation: Simulation, unit: float | None = None) -> str:
-    """Return a text with one row a stage and one column a unit of time; a column shows what runs in its middle.
+    """Return a text table with one row per stage and one column per unit of time.
+
+    A column shows the instruction that runs at the middle of its unit of time.
 
     Parameters
     ----------
     simulation : Simulation
-        The run to show.
+        The simulated run to show.
     unit : float, optional
-        Seconds a column; by default the longest that all instructions are multiples of, if there is one.
+        Seconds per column. By default the longest time of which the durations of all instructions are multiples; if
+        there is none, the shortest duration.
 
     Raises
     ------
@@ -67,7 +70,10 @@ def _row(simulation: Simulation, stage: int, step: float, columns: int) -> list[
 
 
 def _unit(simulation: Simulation) -> float:
-    """Return the longest time of which all durations are multiples, at least a quarter of the shortest of them."""
+    """Find the longest time of which all durations are multiples, at least a quarter of the shortest duration.
+
+    If there is none, return the shortest duration.
+    """
     durations = {end - start for events in simulation.events for _, start, end in events if end > start}
     shortest = min(durations, default=1.0)
     for parts in (1, 2, 3, 4):

@@ -1,11 +1,13 @@
-"""Plan sums in the order of the canonical binary tree: one order of additions for every number of ranks.
+"""Plan sums in the order of one fixed binary tree, so that every number of ranks adds in the same order.
 
-TreeNode ``(level, position)`` is the sum of its children ``(level-1, 2*position)`` and ``(level-1, 2*position+1)``; a
-missing right child passes the left one through. Leaves are grains (or elements of a tensor). All sums follow this
-tree, so the bits of the root depend on the leaves alone.
+The node ``(level, position)`` of the tree is the sum of its children ``(level-1, 2*position)`` and
+``(level-1, 2*position+1)``. Where the right child does not exist, the node equals its left child. The leaves are the
+gradients of the grains (or the elements of a tensor). All sums follow this tree, so the bits of the root depend on the
+leaves alone. A *row* is one copy of the gradient vector, held by one rank; a *worker* is a rank that computes grains.
 
 [Note: tree programs] A sum is passed to the kernels as a program for a stack machine over the rows of a matrix:
-``v >= 0`` pushes row v, ``-1`` pops the top and adds it to the one beneath, ``v <= -2`` adds row ``-2 - v`` to the top.
+``v >= 0`` pushes row v, ``-1`` pops the top of the stack and adds it to the entry below, and ``v <= -2`` adds row
+``-2 - v`` to the top.
 """
 
 from __future__ import annotations
@@ -18,18 +20,18 @@ Program = tuple[int, ...]
 
 
 class TreeNode(NamedTuple):
-    """Identify one node of the tree: the sum of leaves ``position << level`` to ``(position + 1) << level``."""
+    """Identify one node of the tree: the sum of ``1 << level`` leaves, from leaf ``position << level`` on."""
 
     level: int
     position: int
 
     def leaves(self, total: int) -> range:
-        """Return the leaves below this node in a tree of ``total`` leaves."""
+        """Return the range of the leaves below this node in a tree of ``total`` leaves."""
         return range(self.position << self.level, min((self.position + 1) << self.level, total))
 
 
 def cover(start: int, stop: int, total: int) -> tuple[TreeNode, ...]:
-    """Return the largest nodes, in order, that together are the leaves ``start:stop`` of ``total``."""
+    """Return the largest nodes, in order, that together cover the leaves ``start:stop`` of ``total`` leaves."""
     nodes: list[TreeNode] = []
     while start < stop:
         level = 0
@@ -41,7 +43,7 @@ def cover(start: int, stop: int, total: int) -> tuple[TreeNode, ...]:
 
 
 def _climb(node: TreeNode, total: int) -> TreeNode:
-    """Pass a node up through every parent whose right child is missing."""
+    """Replace a node by its parent as long as the parent has no right child, and so has the same value."""
     while (1 << node.level) < total and node.position % 2 == 0 and (node.position + 1) << node.level >= total:
         node = TreeNode(node.level + 1, node.position // 2)
     return node
@@ -52,19 +54,19 @@ def _joined(left: Program, right: Program) -> Program:
 
 
 def merge(held: Iterable[tuple[TreeNode, Program]], total: int) -> tuple[tuple[TreeNode, Program], ...]:
-    """Add held nodes as far as the tree allows.
+    """Plan the additions of the given nodes, as far as the tree allows: two children give their parent.
 
     Parameters
     ----------
     held : iterable of (TreeNode, program)
-        Disjoint nodes, each with the program that gives its value.
+        Nodes without common leaves, each with the program that computes its value.
     total : int
-        Leaves of the whole tree.
+        Number of leaves of the whole tree.
 
     Returns
     -------
     tuple of (TreeNode, program)
-        Disjoint maximal nodes in the order of their leaves.
+        The nodes that remain, in the order of their leaves, each with the program that computes its value.
     """
     stack: list[tuple[TreeNode, Program]] = []
     for node, program in sorted(held, key=lambda item: item[0].position << item[0].level):
@@ -77,7 +79,11 @@ def merge(held: Iterable[tuple[TreeNode, Program]], total: int) -> tuple[tuple[T
 
 
 class FoldStep(NamedTuple):
-    """Compute ``grain`` into ``row``; then, for each pair, add row ``source`` to row ``target``."""
+    """Describe one step of a :class:`FoldPlan`: a rank computes a grain, then adds rows.
+
+    The gradient of ``grain`` is written to row ``row``. Then, for each pair (target, source) of ``additions`` in order,
+    row ``source`` is added to row ``target``.
+    """
 
     grain: int
     row: int
@@ -86,7 +92,17 @@ class FoldStep(NamedTuple):
 
 @dataclass(frozen=True)
 class FoldPlan:
-    """Describe how one rank sums contiguous grains while it computes them, with few rows."""
+    """Describe how one rank sums contiguous grains while it computes them, in as few rows as possible.
+
+    Attributes
+    ----------
+    folds : tuple of FoldStep
+        The steps, one for each grain.
+    held : tuple of (TreeNode, int)
+        The partial sums at the end: the nodes of the tree, each with the row that holds it.
+    rows : int
+        Number of rows that are needed.
+    """
 
     folds: tuple[FoldStep, ...]
     held: tuple[tuple[TreeNode, int], ...]
@@ -94,7 +110,7 @@ class FoldPlan:
 
 
 def fold_plan(start: int, stop: int, total: int) -> FoldPlan:
-    """Plan the streaming sum of grains ``start:stop`` of ``total`` with a binary counter of rows."""
+    """Plan how one rank sums grains ``start:stop`` of ``total`` while it computes them, one after the other."""
     stack: list[tuple[TreeNode, int]] = []
     folds: list[FoldStep] = []
     used = 0
@@ -113,7 +129,7 @@ def fold_plan(start: int, stop: int, total: int) -> FoldPlan:
 
 
 class Merge(NamedTuple):
-    """Write the value of ``program`` into row ``row`` of the stack."""
+    """Describe one sum of an owner in a wave: the value of ``program`` is written to row ``row`` of its stack rows."""
 
     row: int
     program: Program
@@ -121,19 +137,22 @@ class Merge(NamedTuple):
 
 @dataclass(frozen=True)
 class Wave:
-    """Describe one wave: at most one grain a worker, then the sums that its arrival allows.
+    """Describe one wave: every worker computes at most one grain, then the owners add what they can.
+
+    An *owner* is a rank that owns a shard of the gradients; it keeps its partial sums of earlier waves in *stack rows*.
 
     Attributes
     ----------
     grains : tuple of int or None
-        The grain of each worker, ``None`` where it is absent.
+        The grain of each worker; None for a worker without a grain in this wave.
     group_programs : tuple of tuple of program
-        For each group, the programs (over its workers' rows) of the nodes it sends.
+        For each group, the programs, over the rows of its workers, that compute the nodes that the group sends.
     merges : tuple of Merge
-        The sums of an owner: rows below ``arrivals`` are arrived ones (groups in order, their nodes in order;
-        with a single group the workers' rows themselves), the others are rows of its stack.
+        The sums that every owner then computes. In their programs, rows below ``arrivals`` are those that have arrived
+        (the groups in order, and each group's nodes in order; with a single group the rows of its workers). Row
+        ``arrivals + r`` is stack row r.
     arrivals : int
-        Number of arriving rows.
+        Number of rows that arrive in this wave.
     """
 
     grains: tuple[int | None, ...]
@@ -144,7 +163,10 @@ class Wave:
 
 @dataclass(frozen=True)
 class WavePlan:
-    """Describe all waves of a global batch; the total stands in row ``root`` of ``rows`` stack rows at the end."""
+    """Describe all waves of a global batch.
+
+    An owner needs ``rows`` stack rows; at the end the sum of all grains is in stack row ``root``.
+    """
 
     waves: tuple[Wave, ...]
     rows: int
@@ -152,7 +174,7 @@ class WavePlan:
 
 
 def wave_plan(total: int, groups: Sequence[int]) -> WavePlan:
-    """Assign ``total`` grains in waves to groups of ``groups[i]`` workers and plan the owners' streaming sums."""
+    """Assign ``total`` grains to workers in waves and plan the sums of each wave; group i has ``groups[i]`` workers."""
     workers = sum(groups)
     stack: list[tuple[TreeNode, int]] = []
     waves: list[Wave] = []
@@ -171,7 +193,7 @@ def wave_plan(total: int, groups: Sequence[int]) -> WavePlan:
 def _arrivals(
     grains: Sequence[int | None], groups: Sequence[int], total: int
 ) -> tuple[tuple[tuple[Program, ...], ...], list[tuple[TreeNode, Program]], int]:
-    """Return the programs of each group, the arriving nodes, and the number of arriving rows."""
+    """Return the programs of each group in a wave, the nodes that arrive at an owner, and how many rows arrive."""
     programs: list[tuple[Program, ...]] = []
     arrived: list[tuple[TreeNode, Program]] = []
     first = 0
@@ -191,7 +213,7 @@ def _arrivals(
 def _place(
     merged: Sequence[tuple[TreeNode, Program]], arrivals: int, free: list[int]
 ) -> tuple[list[tuple[TreeNode, int]], tuple[Merge, ...]]:
-    """Give every merged node a stack row: one that its own sum reads, else a free one."""
+    """Choose a stack row for every merged node: a row that its own sum reads, otherwise a free row."""
     stack, merges = [], []
     for node, program in merged:
         own = [row - arrivals for row in _rows_read(program) if row >= arrivals]
@@ -208,20 +230,22 @@ def _rows_read(program: Program) -> list[int]:
 
 @dataclass(frozen=True)
 class RowsPlan:
-    """Describe the sum of contiguous grains: every worker sums its own, then all rows are summed once.
+    """Describe the sum of all grains where every worker first sums its own contiguous grains.
 
     Attributes
     ----------
     folds : tuple of FoldPlan
-        One per worker.
+        How each worker sums its own grains.
     rows : int
-        Rows that every worker needs (the most that any of them uses).
+        Number of rows that every worker allocates: the most that any worker uses.
     group_programs : tuple of tuple of program
-        For each group, the programs of the nodes it sends; row ``w * rows + r`` is row r of the group's worker w.
+        For each group, the programs that compute the nodes that it sends. In them row ``w * rows + r`` is row r of the
+        group's worker w. Empty with a single group.
     root : program
-        The total, over the arriving rows (with a single group: over the workers' rows).
+        The program that computes the sum of all grains from the rows that arrive (with a single group: from the rows of
+        its workers).
     arrivals : int
-        Number of arriving rows.
+        Number of rows that arrive.
     """
 
     folds: tuple[FoldPlan, ...]
@@ -232,7 +256,10 @@ class RowsPlan:
 
 
 def rows_plan(assigned: Sequence[range], groups: Sequence[int], total: int) -> RowsPlan:
-    """Plan the sum of ``total`` grains of which worker w holds the contiguous ``assigned[w]``."""
+    """Plan the sum of ``total`` grains where worker w computes the grains ``assigned[w]``.
+
+    The workers are divided into groups; group i has the next ``groups[i]`` workers.
+    """
     folds = tuple(fold_plan(grains.start, grains.stop, total) for grains in assigned)
     rows = max([1, *(plan.rows for plan in folds)])
     programs: list[tuple[Program, ...]] = []

@@ -1,4 +1,4 @@
-"""Call layers such that an error names its place in the model."""
+"""Add the name of the block or layer in which an error occurred to the error's message."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from mpizero.errors import CollectiveError, MpizeroError, PeerFailure
 
 
 def call_located(kind: str, name: str, method: Callable[..., Any], *args: Any) -> Any:
-    """Return ``method(*args)``; an error of a layer says in which "block" or "layer", the kind, of that name.
+    """Call ``method(*args)`` and add the block's or layer's name to any error that it raises.
 
-    Collective where the layer is.
+    ``kind`` is "block" or "layer", and ``name`` is its name in the model. Collective where the method is.
     """
     try:
         return method(*args)
@@ -21,10 +21,12 @@ def call_located(kind: str, name: str, method: Callable[..., Any], *args: Any) -
 
 
 def add_location(error: Exception, kind: str, name: str, method: Callable[..., Any]) -> None:
-    """Note the place of an error in it: one of this package begins with the place, any other gets a note.
+    """Add the name of the block or layer in which an error occurred to the error itself.
 
-    Not collective. Errors of the ranks, not of the model, stay as they are. Use it where :func:`call_located` would run
-    for every layer of every micro-batch: a ``try`` that meets no error costs nothing.
+    An error class of mpizero begins its message with the name; any other exception gets a note (``add_note``). Errors
+    of communication (:class:`CollectiveError`, :class:`PeerFailure`) stay as they are, because no layer caused them.
+    Not collective. Call this function in an ``except`` clause where a call of :func:`call_located` for every layer of
+    every micro-batch would cost too much: a ``try`` statement that meets no error costs nothing.
     """
     if isinstance(error, CollectiveError | PeerFailure):
         return

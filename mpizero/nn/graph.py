@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-#: Version of the description; raised when a reader of the old form would misread the new one.
+#: Version of the description. It is raised when a program written for the old version would misread the new one.
 FORMAT = "mpizero computation graph 1"
 
 
 class NodeOutput(NamedTuple):
-    """Name an output inside the graph: the node, and the shape of one sample."""
+    """Hold the name of a node of the graph and the shape of its output for one sample."""
 
     name: str
     shape: tuple[int, ...]

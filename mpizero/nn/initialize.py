@@ -11,12 +11,13 @@ from mpizero.layout.parts import part_rows, part_runs, take_rows
 from mpizero.nn.layer import namespace, vector
 from mpizero.types import Array, ParameterSpec, Part
 
-#: Random site of start values. The name is already in the key, so one site serves all parameters.
+#: Number that keys the random numbers of start values. The parameter's name is already in the key, so all parameters
+#: use the same number.
 _SITE = 0
-#: A run of a slice costs as much besides its values as this many random numbers: the call, and those that are thrown
-#: away at its ends. Where that is too much, whole rows are computed and the runs copied out of them.
+#: Fixed cost of filling one contiguous run of a tensor-parallel part, in random numbers: the call, and the numbers that
+#: are thrown away at its ends. Where many short runs cost too much, whole rows are computed and the runs copied out.
 _RUN_COST = 1500
-#: Elements of the whole rows computed at once.
+#: Largest number of elements of whole rows that are computed at once.
 _ROWS_AT_ONCE = 1 << 16
 
 #: ``fill(start, out)`` writes the values of a parameter from element ``start`` on.
@@ -26,17 +27,18 @@ _Fill = Callable[[int, Array], None]
 def initial_values(spec: ParameterSpec, seed: int, start: int, stop: int, out: Array) -> None:
     """Fill ``out`` with elements ``start:stop`` of a parameter's flat C-order start values.
 
-    Any cut of a parameter into ranges gives the values of the whole, and so do slices (``spec.part``).
+    The values do not depend on how a parameter is cut: ranges of elements and tensor-parallel parts (``spec.part``)
+    get the values that they have in the whole parameter.
 
     Parameters
     ----------
     spec : ParameterSpec
-        The parameter, under its global name; a tied use starts as the parameter it shares, so ask for that one. A copy
-        (``spec.guest``) starts as the parameter it names, whose ``init`` it has to declare.
+        The parameter, under its global name. For a tied use pass the spec of the parameter that it shares. A copy
+        (``spec.guest`` names its original) gets the original's values, and must declare the same ``init``.
     seed : int
         The model's seed.
     start, stop : int
-        Range of flat elements; of a slice, its own.
+        Range of flat elements, counted in the part if ``spec.part`` is given.
     out : Array
         Contiguous 1-D array of ``stop - start`` elements, float32 or float64.
     """
@@ -56,7 +58,7 @@ def initial_values(spec: ParameterSpec, seed: int, start: int, stop: int, out: A
 
 
 def _random(spec: ParameterSpec, seed: int, like: Array) -> _Fill:
-    """Return what fills arrays of the kind of ``like`` with a parameter's random start values."""
+    """Return a function that writes a parameter's random start values into arrays like ``like`` (library and dtype)."""
     key0, key1 = _key(seed, spec.guest or spec.name)
     random, scale = kernels.backend(like).random, spec.init.scale
     if spec.init.kind == "normal":
@@ -70,7 +72,7 @@ def _random(spec: ParameterSpec, seed: int, like: Array) -> _Fill:
 
 
 def _fill_part(spec: ParameterSpec, part: Part, fill: _Fill, start: int, out: Array) -> None:
-    """Fill ``out`` with elements ``start ...`` of a slice."""
+    """Fill ``out`` with the start values of a tensor-parallel part, from the part's element ``start`` on."""
     rows, stop = part_rows(part), start + out.size
     if rows.whole > _ROWS_AT_ONCE or rows.local + _RUN_COST * len(rows.runs) <= rows.whole:
         for run in part_runs(part, spec.shape, start, stop):
@@ -87,6 +89,6 @@ def _fill_part(spec: ParameterSpec, part: Part, fill: _Fill, start: int, out: Ar
 
 
 def _key(seed: int, name: str) -> tuple[int, int]:
-    """Return for each (seed, name) its own 64-bit Philox key, so that no two parameters share random numbers."""
+    """Return a 64-bit Philox key made from seed and name, so that no two parameters share random numbers."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

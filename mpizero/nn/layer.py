@@ -1,4 +1,4 @@
-"""Define the base class of all layers: frozen descriptions without parameters, caches and gradients."""
+"""Define the base class of all layers, which hold settings only: no parameters, caches or gradients."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, Run
 from mpizero.validation import fraction, require, whole
 
-#: Kinds of real numbers, and characters of the types that kernels take.
+#: ``dtype.kind`` of real numbers, and ``dtype.char`` of the types that kernels take.
 _REAL, _FLOATS = frozenset("biuf"), frozenset("fd")
 
 
 class Layer(ABC):
-    """Describe a differentiable function of parameters and input, which it does not hold.
+    """Describe a differentiable function of parameters and input; a layer object holds neither of them.
 
-    A subclass is a frozen dataclass. One with parameters of its own gives :meth:`own_specs`; one made of other
-    layers gives :meth:`children`, whose parameters are named by dotted path. The rules for every layer:
+    A subclass is a frozen dataclass. A layer with parameters of its own defines :meth:`own_specs`. A layer made of
+    other layers defines :meth:`children`; their parameters get dotted names. The rules for every layer:
 
     - the first axis of ``x`` counts samples, and every output keeps it;
-    - ``x``, ``dy`` and parameters are never written to; gradients are overwritten whole, ``grads[name][...] = value``,
-      never added to and never bound to another array: what ``grads`` names is used again and again;
-    - a returned array is the caller's to overwrite unless it is one of the arguments or part of the cache.
+    - ``x``, ``dy`` and parameters are never written to;
+    - gradients are overwritten whole, ``grads[name][...] = value``. They are never added to, and ``grads[name]`` is
+      never replaced by another array, because the arrays in ``grads`` are views of a buffer that every step uses again;
+    - the caller may overwrite a returned array, unless the array is one of the arguments or part of the cache.
     """
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
@@ -46,7 +47,7 @@ class Layer(ABC):
         return {}
 
     def specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe all parameters, the layer's own first, then each child's under ``child.``."""
+        """Describe all parameters: the layer's own first, then each child's, with the prefix ``<child>.``."""
         return self._specs
 
     @cached_property
@@ -78,8 +79,8 @@ class Layer(ABC):
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return one sample's output shape from one sample's input shape.
 
-        The default is the input's shape; of a layer made of children that does not count its products either, that of
-        what :meth:`forward` gives.
+        The default is the input's shape. For a layer made of children that defines no :meth:`operations`, the default
+        runs :meth:`forward` once on zeros and returns the shape of its output.
         """
         if type(self).operations is Layer.operations and self.children():
             with suppress(NotImplementedError):
@@ -87,7 +88,7 @@ class Layer(ABC):
         return shape
 
     def split(self, group: Group) -> Layer:
-        """Return a layer of the same function of which each rank of ``group`` holds and computes a part.
+        """Return the tensor-parallel form of this layer: each rank of ``group`` holds and computes a part of it.
 
         The split layer takes and returns whole activations, the same on every rank, and is collective over the group
         in its forward and backward pass. It names its parameters as this layer does and says which part of them it
@@ -98,7 +99,7 @@ class Layer(ABC):
         Raises
         ------
         ConfigError
-            The class derives from one of the table and may compute something else, without saying how that is split.
+            The class derives from a class of the table, may compute something else, and does not define ``split``.
         """
         kind = next((kind for kind in type(self).__mro__ if kind in SPLIT_FORMS), None)
         if group.size == 1 or kind is None:
@@ -111,10 +112,11 @@ class Layer(ABC):
         return SPLIT_FORMS[kind](self, group)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the operations of this rank's products for one sample, from the whole input's shape.
+        """Count the floating-point operations of this rank's matrix products for one sample of shape ``shape``.
 
-        The default is for layers without products of their own: those of the children that :meth:`forward` calls,
-        each as often as it is called. For that ``forward`` runs once on zeros, with children that compute nothing.
+        ``shape`` is the shape of the whole input, also where this rank computes a part of it. The default is for layers
+        without products of their own: it adds the operations of the children that :meth:`forward` calls, each as often
+        as it is called. To find these calls, ``forward`` runs once on zeros, with children that compute nothing.
 
         Raises
         ------
@@ -134,9 +136,9 @@ class Layer(ABC):
 
 
 def poll(params: Params) -> None:
-    """Let messages in flight move on, where ``params`` come with them: for layers made of others, between these.
+    """Let messages in flight make progress, if ``params`` has a method ``poll``; call it between child layers.
 
-    Not collective. MPI moves most messages only while a rank is inside one of its calls.
+    MPI moves most messages only while a rank is inside an MPI call. Not collective.
     """
     found = getattr(params, "poll", None)
     if found is not None:
@@ -148,7 +150,7 @@ SPLIT_FORMS: dict[type, Callable[[Any, Group], Layer]] = {}
 
 
 class _Counted:
-    """Count the products of a layer, without computing, while the layer around it is tried."""
+    """Stand for a child layer while its parent's forward runs on zeros: count products instead of computing them."""
 
     def __init__(self, layer: Layer, calls: list[tuple[Layer, Operations]]) -> None:
         self._layer, self._calls = layer, calls
@@ -157,7 +159,7 @@ class _Counted:
         return getattr(self._layer, name)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Count the products of a call, and return zeros for its output."""
+        """Count the matrix products of a call, and return zeros of the output's shape."""
         shape = tuple(x.shape[1:])
         self._calls.append((self._layer, self._layer.operations(shape)))
         dtype = x.dtype if x.dtype.kind == "f" else np.float32
@@ -165,7 +167,7 @@ class _Counted:
 
 
 def _tried(layer: Layer, shape: tuple[int, ...]) -> tuple[Operations, tuple[int, ...]]:
-    """Return the products of all layers that a layer's forward calls for one sample, and the shape it gives."""
+    """Run a layer's forward on zeros; return the operations of the layers that it calls, and its output's shape."""
     name, children = type(layer).__name__, list(layer.children().values())
     calls: list[tuple[Layer, Operations]] = []
 
@@ -207,9 +209,10 @@ def namespace(array: Any) -> Any:
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
-    """Compute the product of two matrices by the library that multiplies.
+    """Compute the product of two matrices.
 
-    See :mod:`mpizero.kernels.blas`, and :mod:`mpizero.kernels.device_products` for arrays of a GPU.
+    Arrays of the host are multiplied by :mod:`mpizero.kernels.blas`, arrays of a GPU by
+    :mod:`mpizero.kernels.device_products`.
     """
     if isinstance(a, np.ndarray):
         return blas.matmul(a, b, out)
@@ -217,15 +220,15 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
 
 
 def operand(x: Array) -> Any:
-    """Return what :func:`multiply` shall take for ``x``: on a GPU perhaps a copy in 16 bits, else ``x`` itself.
+    """Return ``x`` in the form that :func:`multiply` takes: on a GPU perhaps a copy in 16 bits, else ``x`` itself.
 
-    What is cut out of it, or has its last two axes swapped, is an operand too.
+    Slices of an operand, and an operand with its last two axes swapped, are operands too.
     """
     return x if isinstance(x, np.ndarray) else device_products.operand(x)
 
 
 def multiply(a: Any, b: Any, out: Array) -> None:
-    """Write the products of the matrices in the last two axes of two operands to ``out``."""
+    """Write ``a @ b`` to ``out``: one product for each pair of matrices in the last two axes of two operands."""
     if isinstance(out, np.ndarray):
         np.matmul(a, b, out=out)
     else:
@@ -233,10 +236,10 @@ def multiply(a: Any, b: Any, out: Array) -> None:
 
 
 def sum_rows(dy: Array, out: Array) -> None:
-    """Write the sum of a matrix's rows to ``out``: a bias's gradient.
+    """Write the sum of a matrix's rows to ``out``, for the gradient of a bias.
 
-    On the host they are added in ascending order. The same on a GPU, a thread a column, would leave most of it idle:
-    there CuPy adds, in an order of its own that is the same every time.
+    On the host the rows are added in ascending order. On a GPU that order would need one thread for each column and
+    leave most of the GPU idle. There CuPy adds the rows, in an order of its own that is the same every time.
     """
     xp = namespace(dy)
     if xp is np:
@@ -247,13 +250,13 @@ def sum_rows(dy: Array, out: Array) -> None:
 
 
 def vector(like: Array, value: float) -> Array:
-    """Return a 1-element array of ``like``'s dtype: how kernels take scalars without leaving float32."""
+    """Return a 1-element array of ``like``'s dtype; kernels take scalars like this, so that they stay in float32."""
     result: Array = namespace(like).full(1, value, like.dtype)
     return result
 
 
 def known(dx: Array | None) -> Array:
-    """Return an input gradient that the layer which computed it is known to have."""
+    """Assert that a layer returned an input gradient, and return that gradient (for type checkers)."""
     assert dx is not None
     return dx
 
@@ -313,7 +316,7 @@ def as_ids(x: Array, bound: int, where: str) -> Array:
 
 
 def require_layer(where: str, layer: Any) -> None:
-    """Raise :class:`ConfigError` unless ``layer`` is one, with the methods that every layer has."""
+    """Raise :class:`ConfigError` unless ``layer`` is a layer object: no class, and with a method ``specs``."""
     if isinstance(layer, type) or not callable(getattr(layer, "specs", None)):
         raise ConfigError(f"{where} takes a layer, got {layer!r:.80}")
 

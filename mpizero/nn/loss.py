@@ -1,4 +1,4 @@
-"""Compute losses: sums over a batch and their weight, so that any cut of the batch adds up."""
+"""Compute losses as a sum and a weight, so that the results of the parts of a batch can be added."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class CrossEntropy:
     """Compute softmax and the negative log-likelihood of integer targets; negative targets are ignored."""
 
     def forward(self, prediction: Array, target: Array) -> tuple[float, float, Any]:
-        """Sum the losses of all counted targets, in float64.
+        """Sum the losses of all targets that are not negative, in float64.
 
         Parameters
         ----------
         prediction : Array
             Logits, (..., classes).
         target : Array
-            Integers of shape (...): below ``classes``; negative ones count for nothing.
+            Class numbers, integers below ``classes``, of shape (...). A negative target is ignored.
 
         Returns
         -------
         loss_sum, weight : float
-            The sum and the number of counted targets.
+            The sum of the losses, and the number of targets that are not negative.
         cache : Any
-            For :meth:`backward`.
+            The intermediate results that :meth:`backward` needs.
         """
         require_floats(prediction, "CrossEntropy", "prediction")
         if prediction.ndim < 1:
@@ -82,14 +82,15 @@ class MeanSquaredError:
         prediction : Array
             (samples, ...).
         target : Array
-            Real numbers of the same shape; one of both may lack a last axis of size 1.
+            Real numbers of the same shape. Of prediction and target, one may have a last axis of size 1 that the other
+            lacks.
 
         Returns
         -------
         loss_sum, weight : float
             The sum and the number of samples.
         cache : Any
-            For :meth:`backward`.
+            The intermediate results that :meth:`backward` needs.
         """
         require_floats(prediction, "MeanSquaredError", "prediction")
         require_numbers(target, "MeanSquaredError", "target")

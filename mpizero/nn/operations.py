@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Operations:
-    """Hold the floating-point operations of the products of one sample: 2 m n k for (m, k) times (k, n).
+    """Hold the number of floating-point operations of a layer's matrix products for one sample.
+
+    A product of (m, k) by (k, n) counts 2 m n k operations.
 
     Elementwise work, norms and softmax are not counted: they are bound by memory, not by arithmetic.
     """
@@ -18,20 +20,20 @@ class Operations:
     backward_weights: int = 0
 
     def __add__(self, other: Operations) -> Operations:
-        """Add two layers' work."""
+        """Add the operations of two layers."""
         return Operations(*(a + b for a, b in zip(self, other, strict=True)))
 
     def __iter__(self) -> Iterator[int]:
-        """Return the three numbers in order."""
+        """Iterate over the three numbers: forward, backward_input, backward_weights."""
         return iter((self.forward, self.backward_input, self.backward_weights))
 
     @property
     def total(self) -> int:
-        """Forward and both halves of the backward pass."""
+        """Operations of the forward pass and both halves of the backward pass together."""
         return sum(self)
 
 
 def linear_operations(rows: int, inputs: int, outputs: int, input_gradient: bool = True) -> Operations:
-    """Count the three products of a linear map of ``rows`` rows."""
+    """Count the operations of a linear map on ``rows`` rows: its forward product and its two gradient products."""
     product = 2 * rows * inputs * outputs
     return Operations(product, product if input_gradient else 0, product)

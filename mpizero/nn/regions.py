@@ -1,10 +1,11 @@
-"""Send messages where a split layer begins or ends, and their adjoints in the backward pass.
+"""Send the messages at the start and end of a split layer, and the adjoint messages in the backward pass.
 
-A *whole* array has the same values on every rank; of a *part* each rank holds its own block along one axis, by the
-shard rule; of *terms* each rank holds one summand, as large as the sum. A gradient has the form of its array, except
-that the gradient of a whole array which every rank works with in its own way arrives as terms. So the adjoint of
-"leave alone" is "add up", and the other way round (Shoeybi et al., 2019, call this pair f and g); for parts of a
-sequence the pair is "gather" and "add up, keep the own block" (Korthikanti et al., 2022, section 4.2).
+An array takes one of three forms. A *whole* array has the same values on every rank. An array in *parts* is cut along
+one axis by the shard rule, and each rank holds one block. An array in *terms* is a sum of which each rank holds one
+summand, as large as the sum. A gradient has the form of its array, with one exception: where every rank uses a whole
+array in its own way, each rank computes one term of its gradient. So the adjoint of "do nothing" is "add up the terms",
+and the other way round (Shoeybi et al., 2019, call this pair f and g). For sequences in parts the pair is "gather the
+parts" and "add up the terms, keep the own block" (Korthikanti et al., 2022, section 4.2).
 
 ==================  =====================================  =========================================
 region              forward                                backward
@@ -33,22 +34,22 @@ from mpizero.types import Array, Group
 
 @dataclass(frozen=True)
 class Region(ABC):
-    """Move data over ``group``, and apply the adjoint of that."""
+    """Define a communication over ``group`` in the forward pass and its adjoint in the backward pass."""
 
     group: Group
 
     @abstractmethod
     def forward(self, x: Array) -> Array:
-        """Move ``x`` into the region. Collective over ``group`` where the table says a message."""
+        """Apply the communication to ``x``. Collective over ``group`` where the table above names a message."""
 
     @abstractmethod
     def backward(self, dy: Array) -> Array:
-        """Move a gradient back out of it. Collective over ``group`` where the table says a message."""
+        """Apply the adjoint to the gradient ``dy``. Collective over ``group`` where the table above names a message."""
 
 
 @dataclass(frozen=True)
 class Copy(Region):
-    """Let every rank use a whole array in its own way; its gradient is the sum of theirs."""
+    """Let every rank use a whole array in its own way; add up the ranks' gradients in the backward pass."""
 
     def forward(self, x: Array) -> Array:
         """Return ``x`` itself. Not collective."""
@@ -61,7 +62,7 @@ class Copy(Region):
 
 @dataclass(frozen=True)
 class Reduce(Region):
-    """Add up one term of each rank; all have the sum."""
+    """Add up the terms of all ranks, so that every rank has the whole sum."""
 
     def forward(self, x: Array) -> Array:
         """Add up the ranks' terms. Collective over ``group``."""
@@ -74,19 +75,19 @@ class Reduce(Region):
 
 @dataclass(frozen=True)
 class ShardedRegion(Region):
-    """Know the axis along which arrays are cut, and the whole length there."""
+    """Cut and join arrays along ``axis``, which has ``length`` elements in the whole array; a base of regions."""
 
     axis: int
     length: int
 
     @cached_property
     def shards(self) -> Partition:
-        """The blocks of all ranks."""
+        """The ranges of the axis that the ranks hold, by the shard rule."""
         return Partition(self.length, self.group.size)
 
     @property
     def own(self) -> slice:
-        """The block of this rank."""
+        """The range of the axis that this rank holds."""
         return self.shards.shard(self.group.rank)
 
     def take(self, x: Array) -> Array:
@@ -144,7 +145,7 @@ class Expand(ShardedRegion):
 
 @dataclass(frozen=True)
 class Scatter(ShardedRegion):
-    """Add up one term of each rank, each of which keeps its block of the sum."""
+    """Add up the terms of all ranks; each rank keeps its block of the sum."""
 
     def forward(self, x: Array) -> Array:
         """Add up the ranks' terms and keep the own block. Collective over ``group``."""
@@ -156,7 +157,9 @@ class Scatter(ShardedRegion):
 
 
 def complete(group: Group, arrays: Sequence[Array], tag: str) -> None:
-    """Replace arrays that hold one term of each rank by their sums, in one message; all ranks get the same bits.
+    """Replace arrays, of which each rank holds one term, by their sums, in one message.
+
+    All ranks get the same bits. ``tag`` names the message in errors and traces.
 
     Collective over ``group``.
     """

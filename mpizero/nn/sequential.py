@@ -55,7 +55,7 @@ class Sequential(Layer):
         return x, caches
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Go back through the layers; stops where a layer's input has no gradient."""
+        """Compute the input gradients from the last layer to the first; stop at a layer that returns no gradient."""
         gradient: Array | None = dy
         pendings = []
         for (name, layer), layer_cache in zip(reversed(self.layers), reversed(cache), strict=True):
@@ -84,25 +84,25 @@ class Sequential(Layer):
                 raise
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Follow the shape through all layers."""
+        """Return the shape of the last layer's output for one sample of ``shape``."""
         for _, layer in self.layers:
             shape = layer.output_shape(shape)
         return shape
 
     def split(self, group: Group) -> Layer:
-        """Split every layer that can be."""
+        """Return a Sequential of the split forms of the layers, or this one if no layer has a split form."""
         layers = {name: layer.split(group) for name, layer in self.layers}
         return self if all(layers[name] is layer for name, layer in self.layers) else Sequential(layers)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Add up all layers' products."""
+        """Add up the operations of all layers."""
         total = Operations()
         for _, layer in self.layers:
             total, shape = total + layer.operations(shape), layer.output_shape(shape)
         return total
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add the layers in a row."""
+        """Add the nodes of all layers to the graph, each with the output of the layer before it as its input."""
         for child, layer in self.layers:
             source = layer.trace(graph, f"{name}.{child}", source)
         return source

@@ -1,4 +1,4 @@
-"""Adapt a user's own optimizer to the interface of the library's."""
+"""Give a user's own optimizer the interface of mpizero's optimizers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ _STEP = "step"
 
 
 class AdaptedOptimizer:
-    """Run a class with ``update(params, grads, state)`` on the ranges that a rank owns.
+    """Run a user's optimizer, any object with ``update(params, grads, state)``, on the shards that a rank owns.
 
     ``update`` works in place on 1-D arrays and must be elementwise. ``state["step"]`` is the number of the step (1 is
-    the first). The other entries are its own arrays, as long as ``params``: those named in ``slots`` start at zero,
-    those of ``init_state(size, dtype) -> dict`` as returned; where there is neither, the first update makes them.
+    the first). The other entries of ``state`` are the optimizer's own arrays, as long as ``params``. If the optimizer
+    has an attribute ``slots``, the arrays named there start at zero. If it has a method
+    ``init_state(size, dtype) -> dict``, the arrays start as returned. With neither, the first update makes them.
 
     Parameters
     ----------
     optimizer : object
-        The user's.
+        The user's optimizer.
     """
 
     needs_tensor_norms = False
@@ -43,11 +44,11 @@ class AdaptedOptimizer:
         self._verify_elementwise()
 
     def group_of(self, spec: ParameterSpec) -> int:
-        """Return 0: all parameters are treated alike."""
+        """Return 0, because all parameters are in the same group."""
         return 0
 
     def hyper(self, step: int, group: int, dtype: Dtype, lr: float | None = None) -> Array:
-        """Return the number of the step (1 is the first); the rate is the optimizer's own."""
+        """Return an array with the number of the step (1 is the first); the learning rate is the user's own matter."""
         return np.array([step], np.int64)
 
     def apply(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
@@ -56,7 +57,7 @@ class AdaptedOptimizer:
         Raises
         ------
         TypeError
-            The optimizer keeps state that is no array as long as the parameters.
+            A value in the optimizer's state is not an array as long as the parameters.
         """
         step = int(hyper[0])
         given: dict[str, Any] = {_STEP: step}
@@ -71,7 +72,7 @@ class AdaptedOptimizer:
                 state[slot][:] = given[slot]
 
     def apply_tree(self, rows: RowSum, w: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
-        """Sum rows of gradients, divide, and update; two passes."""
+        """Sum rows of gradients in tree order, divide the sum, and update ``w`` with it, in two passes over memory."""
         g = np.empty_like(w)
         values, first, program, divisor = rows
         kernels.backend(w).fused.tree_sum(values, first, values, 0, program, divisor, g, 0, w.size)
@@ -97,7 +98,7 @@ class AdaptedOptimizer:
                 )
 
     def _discover(self) -> tuple[str, ...]:
-        """Run one update on small data with a copy, and see which entries it makes."""
+        """Find the names of the optimizer's state arrays by one update of a copy on small arrays."""
         if hasattr(self.optimizer, "init_state"):
             return tuple(self.optimizer.init_state(0, np.dtype(np.float64)))
         state: dict[str, Any] = {_STEP: 1}
@@ -115,10 +116,10 @@ class AdaptedOptimizer:
             ) from error
 
     def _verify_elementwise(self) -> None:
-        """Compare updates of the whole with updates of its parts, bit for bit, over three steps.
+        """Raise an error unless updating an array in parts gives the same bits as updating it whole, over three steps.
 
-        A shard is a part, and one rank may own several: an ``update`` that mixes elements, or counts its own calls,
-        gives other results there.
+        A rank updates its shards one by one. An ``update`` that mixes elements, or counts its own calls, would give
+        other results there.
         """
         rng = np.random.default_rng(0)
         whole, parts = AdaptedOptimizer.__new__(AdaptedOptimizer), AdaptedOptimizer.__new__(AdaptedOptimizer)
@@ -144,14 +145,14 @@ class AdaptedOptimizer:
 def adapt(optimizer: Any) -> Any:
     """Return an optimizer with the interface of :class:`mpizero.optim.FlatOptimizer`.
 
-    The library's own come back as they are; any other object needs ``update(params, grads, state)``.
+    mpizero's own optimizers are returned as they are. Any other object needs ``update(params, grads, state)``.
 
     Raises
     ------
     TypeError
-        It is no gradient-based optimizer, or not an elementwise one; the message names what is missing.
+        The object has no method ``update``, or its ``update`` is not elementwise; the message says which.
     ConfigError
-        Its state has a name that a checkpoint cannot hold.
+        One of its state arrays has a name that a checkpoint cannot hold.
     """
     adapted = _adapted(optimizer)
     check_slots(type(optimizer).__name__, adapted.slots)

@@ -1,4 +1,4 @@
-"""Define what the library's optimizers share: groups, scalars of a step, and kernels over flat arrays."""
+"""Define the base class of mpizero's optimizers: parameter groups, the scalars of a step, and the update kernels."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from mpizero.validation import number, require
 @explains
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Hold settings for the parameters whose dotted name matches a pattern; the first matching group counts.
+    """Hold settings for the parameters whose dotted name matches a pattern; the first group that matches is used.
 
     Attributes
     ----------
     pattern : str
-        Shell pattern, ``"blocks.*.norm.*"``, or a whole name.
+        Shell pattern, such as ``"blocks.*.norm.*"``, or a whole name.
     lr_scale : float
         Factor on the learning rate.
     weight_decay : float or None
-        Decay of all matching parameters, biases too. None: the optimizer's, where the parameter takes any.
+        Weight decay of all matching parameters, biases too. None takes the optimizer's, and only for parameters whose
+        spec takes decay.
     """
 
     pattern: str
@@ -46,23 +47,26 @@ class ParameterGroup:
             require(f"{owner}: weight_decay", self.weight_decay, number())
 
     def matches(self, name: str) -> bool:
-        """Tell whether the group is for the parameter of this name."""
+        """Tell whether the group's pattern matches a parameter's name."""
         return self.pattern == name or fnmatchcase(name, self.pattern)
 
 
 class RowSum(NamedTuple):
-    """Describe a sum of rows of gradients, divided; see :mod:`mpizero.kernels.cpu.fused`.
+    """Describe an averaged gradient that is not computed yet: a sum of rows in tree order, and its divisor.
+
+    A row is one copy of the gradient vector. The kernels of :mod:`mpizero.kernels.cpu.fused` sum, divide and update in
+    one pass.
 
     Attributes
     ----------
     rows : Array
         The rows, (number, columns).
     first : int
-        Column of the first element.
+        Column of the rows that belongs to the first element of the parameters.
     program : Array
-        Tree program of the sum, int32.
+        Tree program of the sum, int32 (:mod:`mpizero.layout.tree`).
     divisor : Array
-        What the sum is divided by, 1 element.
+        The number by which the sum is divided, an array of 1 element.
     """
 
     rows: Array
@@ -72,7 +76,7 @@ class RowSum(NamedTuple):
 
 
 def _require_schedule(owner: str, lr: Callable[..., Any]) -> None:
-    """Raise :class:`ConfigError` if a schedule cannot be called with the number of a step alone."""
+    """Raise :class:`ConfigError` if a learning-rate schedule cannot be called with one argument, the step's number."""
     try:
         inspect.signature(lr).bind(0)
     except TypeError as error:
@@ -87,7 +91,7 @@ def rate_at(owner: str, lr: LearningRate, step: int) -> float:
     Raises
     ------
     ConfigError
-        A schedule returned something that is no learning rate; names the step.
+        A schedule returned a value that is not a learning rate; the message names the step.
     """
     return require(f"{owner}: lr({step})", lr(step), number()) if callable(lr) else float(lr)
 
@@ -95,23 +99,25 @@ def rate_at(owner: str, lr: LearningRate, step: int) -> float:
 @explains
 @dataclass(frozen=True, kw_only=True)
 class FlatOptimizer:
-    """Update flat arrays elementwise; an optimizer never sees a model, a rank or a communicator.
+    """Update flat arrays element by element; the base class of mpizero's optimizers.
+
+    An optimizer knows no model, rank or communicator.
 
     Attributes
     ----------
     lr : float or callable
         Learning rate, or ``schedule(step) -> float`` with 0 for the first step.
     weight_decay : float
-        For parameters whose spec takes decay: not biases, norms and embeddings.
+        Weight decay of the parameters whose spec takes decay. Those of biases, norms and embeddings do not.
     groups : sequence of ParameterGroup
-        Exceptions, by name.
+        Other settings for parameters whose names match.
     """
 
     lr: LearningRate = field(default=1e-3, kw_only=False)
     weight_decay: float = 0.0
     groups: Sequence[ParameterGroup] = ()
 
-    #: Whether ``direction`` and ``apply_direction`` with per-tensor norms take the place of ``apply``.
+    #: True if the update needs the norm of each tensor: then ``direction`` and ``apply_direction`` replace ``apply``.
     needs_tensor_norms: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -130,16 +136,16 @@ class FlatOptimizer:
         self._check(owner)
 
     def _check(self, owner: str) -> None:
-        """Check the settings of the subclass."""
+        """Check the settings that a subclass adds."""
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the state arrays, each as long as the parameters, zero before the first step."""
+        """Names of the state arrays. Each is as long as the parameters, and zero before the first step."""
         return ()
 
     @property
     def elementwise_kernel(self) -> bool:
-        """True if ``apply_tree`` can sum gradients and update in one pass."""
+        """True if ``apply_tree`` can sum gradients and update the parameters in one pass over memory."""
         return not self.needs_tensor_norms
 
     @property
@@ -150,12 +156,12 @@ class FlatOptimizer:
         raise NotImplementedError(type(self).__name__)
 
     def group_of(self, spec: ParameterSpec) -> int:
-        """Return the number of the group of a parameter: parameters of equal number share a ``hyper``."""
+        """Return a parameter's group number; parameters with the same number use the same scalars (:meth:`hyper`)."""
         matches = (i for i, group in enumerate(self.groups) if group.matches(spec.name))
         return 2 * next(matches, len(self.groups)) + int(spec.decay)
 
     def check_groups(self, names: Sequence[str]) -> None:
-        """Check that every group is for some of a model's parameters.
+        """Check that the pattern of every group matches at least one parameter of a model.
 
         Raises
         ------
@@ -172,15 +178,15 @@ class FlatOptimizer:
                 )
 
     def hyper(self, step: int, group: int, dtype: Dtype, lr: float | None = None) -> Array:
-        """Return the kernel's scalars for ``step`` (1 is the first), formed in float64 and rounded to ``dtype`` once.
+        """Return the scalars that the update kernel takes in ``step`` (1 is the first) for one group of parameters.
 
-        ``lr`` is the learning rate of that step where it is known already; a schedule is asked for it
-        otherwise.
+        They are computed in float64 and rounded to ``dtype`` once. ``lr`` is the learning rate of the step if the
+        caller knows it; otherwise it comes from the schedule.
 
         Raises
         ------
         ConfigError
-            The schedule gives no usable learning rate.
+            The schedule returned a value that is not a learning rate.
         """
         place, decays = divmod(group, 2)
         lr = rate_at(type(self).__name__, self.lr, step - 1) if lr is None else lr
@@ -192,14 +198,17 @@ class FlatOptimizer:
         return np.array(self._scalars(step, lr, decay), dtype)
 
     def apply(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
-        """Update ``w`` and ``state`` in place; ``g`` is left as it is. All are contiguous, 1-D, of one dtype."""
+        """Update parameters ``w`` and their ``state`` in place with the gradient ``g``, which is not changed.
+
+        All arrays are contiguous, 1-D and of one dtype. ``hyper`` comes from :meth:`hyper`.
+        """
         kernel = getattr(kernels.backend(w).optimizer, self._kernel)
         pool.run(kernel, (w, g, *(state[slot] for slot in self.slots), hyper), 0, w.size, threads)
 
     def apply_tree(self, rows: RowSum, w: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
-        """Sum rows of gradients, divide, and update, in one pass over memory.
+        """Sum rows of gradients, divide the sum, and update ``w`` with it, in one pass over memory.
 
-        Has the bits of ``fused.tree_sum`` followed by :meth:`apply`.
+        The result has the same bits as ``fused.tree_sum`` followed by :meth:`apply`.
         """
         kernel = getattr(kernels.backend(w).fused, f"{self._kernel}_tree")
         pool.run(kernel, (*rows, w, *(state[slot] for slot in self.slots), hyper), 0, w.size, threads)

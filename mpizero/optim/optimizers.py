@@ -18,7 +18,7 @@ from mpizero.validation import flag, fraction, positive, require
 
 
 def _decay_rates(owner: str, betas: Any) -> tuple[float, float]:
-    """Return two decay rates, each in [0, 1)."""
+    """Check that ``betas`` is a pair of decay rates, each in [0, 1), and return it."""
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
         raise ConfigError(f"{owner}: betas={betas!r}: expected two numbers >= 0 and < 1")
     return require(f"{owner}: betas[0]", betas[0], fraction), require(f"{owner}: betas[1]", betas[1], fraction)
@@ -32,7 +32,7 @@ class SGD(FlatOptimizer):
     Attributes
     ----------
     momentum, dampening : float
-        ``m = momentum * m + (1 - dampening) * g``; the first step has ``m = g``. 0 momentum keeps no state.
+        ``m = momentum * m + (1 - dampening) * g``; in the first step ``m = g``. With momentum 0 there is no state.
     nesterov : bool
         Step along ``g + momentum * m``; needs momentum and no dampening.
     """
@@ -52,7 +52,7 @@ class SGD(FlatOptimizer):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The momentum, where there is any."""
+        """Name of the momentum array; no name where momentum is 0."""
         return ("momentum_buffer",) if self.momentum else ()
 
     @property
@@ -76,7 +76,7 @@ class Adam(FlatOptimizer):
     betas : pair of float
         Decay rates of the averages of gradient and squared gradient, in [0, 1).
     eps : float
-        Added to the root, > 0.
+        Number > 0 that is added to the square root in the denominator.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -88,11 +88,11 @@ class Adam(FlatOptimizer):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The averages of gradient and squared gradient."""
+        """Names of the arrays that hold the averages of the gradient and of the squared gradient."""
         return ("exp_avg", "exp_avg_sq")
 
     def _averages(self, step: int) -> tuple[tuple[float, ...], float, float]:
-        """Return rates of the averages, then the corrections for their start at zero (section 3 of the paper)."""
+        """Return the rates of both averages, then the factors that correct their start at zero (paper, section 3)."""
         beta1, beta2 = self.betas
         rates = (beta1, 1.0 - beta1, beta2, 1.0 - beta2)
         return rates, 1.0 / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step)
@@ -105,7 +105,7 @@ class Adam(FlatOptimizer):
 @explains
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Adam):
-    """Implement Adam with decoupled weight decay (Loshchilov & Hutter 2019); arguments as :class:`Adam`."""
+    """Implement Adam with decoupled weight decay (Loshchilov & Hutter 2019); it has the arguments of :class:`Adam`."""
 
     weight_decay: float = 0.01
 
@@ -117,14 +117,14 @@ class AdamW(Adam):
 @explains
 @dataclass(frozen=True, kw_only=True)
 class RMSprop(FlatOptimizer):
-    """Implement RMSprop (Tieleman & Hinton 2012), neither centred nor with momentum.
+    """Implement RMSprop (Tieleman & Hinton 2012), not centred and without momentum.
 
     Attributes
     ----------
     alpha : float
         Decay rate of the average of the squared gradient, in [0, 1).
     eps : float
-        Added to the root, > 0.
+        Number > 0 that is added to the square root in the denominator.
     """
 
     lr: LearningRate = field(default=1e-2, kw_only=False)
@@ -137,7 +137,7 @@ class RMSprop(FlatOptimizer):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The average of the squared gradient."""
+        """Name of the array that holds the average of the squared gradient."""
         return ("square_avg",)
 
     def _scalars(self, step: int, lr: float, decay: float) -> Sequence[float]:
@@ -152,7 +152,8 @@ class Lion(FlatOptimizer):
     Attributes
     ----------
     betas : pair of float
-        Weights of the average in the step and in its own update, in [0, 1).
+        Weights of the gradient's average, in [0, 1): the first in the direction of the step, the second in the update
+        of the average itself.
     """
 
     lr: LearningRate = field(default=1e-4, kw_only=False)
@@ -163,7 +164,7 @@ class Lion(FlatOptimizer):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The average of the gradient."""
+        """Name of the array that holds the average of the gradient."""
         return ("exp_avg",)
 
     def _scalars(self, step: int, lr: float, decay: float) -> Sequence[float]:
@@ -174,10 +175,10 @@ class Lion(FlatOptimizer):
 @explains
 @dataclass(frozen=True, kw_only=True)
 class LAMB(Adam):
-    """Implement LAMB (You et al. 2020): Adam's step, as long as a fraction ``lr`` of each tensor's own norm.
+    """Implement LAMB (You et al. 2020): Adam's direction, scaled so that the step of a tensor is ``lr`` times its norm.
 
-    Needs the norms of every tensor and of its step, so a step takes two passes: directions, then their lengths.
-    Arguments as :class:`Adam`.
+    LAMB needs the norm of every tensor and of its direction. So a step takes two passes over memory: the first computes
+    the directions, the second applies them. LAMB takes the arguments of :class:`Adam`.
     """
 
     eps: float = 1e-6
@@ -190,34 +191,34 @@ class LAMB(Adam):
         return decay, *rates, first, second, self.eps, lr
 
     def direction(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array) -> None:
-        """Write the step's direction over ``g`` and update the averages."""
+        """Update the averages, and overwrite ``g`` with the direction of the step."""
         slots = (state[slot] for slot in self.slots)
         kernels.backend(w).optimizer.lamb_direction(w, g, *slots, hyper, 0, w.size)
 
     def direction_tree(self, rows: RowSum, w: Array, u: Array, state: Mapping[str, Array], hyper: Array) -> None:
-        """Sum rows of gradients, divide, and write the step's direction to ``u``, in one pass.
+        """Sum rows of gradients, divide the sum, and write the direction of the step to ``u``, in one pass over memory.
 
-        ``u`` may be a part of one of the rows, at the same columns.
+        ``u`` may be a part of one of the rows, if it has the same columns.
         """
         slots = (state[slot] for slot in self.slots)
         kernels.backend(w).fused.lamb_direction_tree(*rows, w, u, *slots, hyper, 0, w.size)
 
     @staticmethod
     def trust_ratio(weight_norm: float, direction_norm: float) -> float:
-        """Return the factor on a tensor's learning rate from its own norm and its direction's; 1 where either is 0."""
+        """Compute the factor on a tensor's learning rate, its norm over its direction's norm; 1 where either is 0."""
         return weight_norm / direction_norm if weight_norm > 0.0 and direction_norm > 0.0 else 1.0
 
     def apply_direction(self, w: Array, u: Array, hyper: Array, ratio: float) -> None:
-        """Step along a direction: ``w -= lr * ratio * u``."""
+        """Update a tensor along its direction: ``w -= lr * ratio * u``."""
         rate = np.array([float(hyper[-1]) * ratio], hyper.dtype)
         kernels.backend(w).optimizer.lamb_apply(w, u, rate, 0, w.size)
 
     def apply(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
-        """Refuse: a part of the parameters has no tensor norms.
+        """Raise an error, because the norm of a tensor cannot be computed from a part of it.
 
         Raises
         ------
         TypeError
-            Always; ``direction`` and ``apply_direction`` do the work.
+            Always. Use ``direction`` and ``apply_direction``.
         """
         raise ArgumentError("LAMB needs per-tensor norms: use direction, trust_ratio and apply_direction")

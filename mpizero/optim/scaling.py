@@ -1,4 +1,4 @@
-"""Compute factors on gradients: clipping by the global norm, and the loss scale of 16-bit training."""
+"""Compute factors that gradients are multiplied by: for clipping by the global norm, and for loss scaling."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mpizero.validation import number, positive, require, whole
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """Return what gradients of this global norm are multiplied by: 1.0 up to ``limit``, ``limit / norm`` above.
+    """Compute the factor that clips gradients: 1.0 if ``norm`` is at most ``limit``, otherwise ``limit / norm``.
 
-    Not collective: give it the norm of the whole gradient. (PyTorch divides by ``norm + 1e-6``.)
+    ``norm`` is the norm of the whole gradient, over all ranks. (PyTorch divides by ``norm + 1e-6``.)
 
     Raises
     ------
@@ -31,16 +31,16 @@ def clip_factor(norm: float, limit: float) -> float:
 @explains
 @dataclass(frozen=True, kw_only=True)
 class DynamicLossScale:
-    """Change the loss scale after overflows (Micikevicius et al. 2018).
+    """Hold the rules by which the loss scale changes after overflows and good steps (Micikevicius et al. 2018).
 
     Attributes
     ----------
     initial, smallest, largest : float
-        First scale, and the range it stays in. Powers of two keep scaling exact.
+        The scale of the first step, and the range that the scale stays in. With powers of two scaling is exact.
     growth, backoff : float
-        Factors after ``interval`` good steps in a row, and after an overflow.
+        Factors on the scale: ``growth`` after ``interval`` good steps in a row, ``backoff`` after an overflow.
     interval : int
-        Good steps before the scale grows.
+        Number of good steps before the scale grows.
     """
 
     initial: float = 2.0**16
@@ -62,20 +62,20 @@ class DynamicLossScale:
         require(f"{owner}: interval", self.interval, whole(1))
 
     def start(self) -> LossScaleState:
-        """Return the state before the first step."""
+        """Make the state before the first step."""
         return LossScaleState(self, self.initial)
 
 
 @dataclass(frozen=True)
 class LossScaleState:
-    """Hold the current scale, and the number of good steps with it; all ranks hold equal values."""
+    """Hold the current loss scale and the number of good steps since it last changed; all ranks hold equal values."""
 
     policy: DynamicLossScale
     scale: float
     good_steps: int = 0
 
     def after(self, *, finite: bool) -> LossScaleState:
-        """Return the state after a step whose gradients were all finite, or were not."""
+        """Return the state after a step; ``finite`` tells whether all its gradients were finite."""
         policy = self.policy
         if not finite:
             return replace(self, scale=max(self.scale * policy.backoff, policy.smallest), good_steps=0)

@@ -1,4 +1,4 @@
-"""Define learning rates as frozen functions of the step: constant, linear, cosine, each with a linear warm-up."""
+"""Define learning-rate schedules: constant, linear and cosine, each with a linear warm-up."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from mpizero.validation import number, require, whole
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Return a learning rate for every step; ``schedule(0)`` is the first one.
+    """Compute the learning rate of every step; ``schedule(0)`` is the rate of the first step.
 
-    Step s of the warm-up has ``lr * (s + 1) / warmup``; after it the rate goes from ``lr`` at step ``warmup`` to
-    ``end`` at step ``steps``, and stays there.
+    Step s of the warm-up has the rate ``lr * (s + 1) / warmup``. After the warm-up the rate goes from ``lr`` at step
+    ``warmup`` to ``end`` at step ``steps``, and stays there.
 
     Attributes
     ----------
     shape : str
         "constant", "linear" or "cosine" (Loshchilov & Hutter 2017).
     lr, end : float
-        Rates after the warm-up and at the end.
+        Learning rates right after the warm-up and at the end.
     steps, warmup : int
-        Step where the end is reached (the constant shape has none: 0), and length of the warm-up.
+        The step at which ``end`` is reached (0 for the constant shape), and the number of steps of the warm-up.
     """
 
     shape: str
@@ -55,17 +55,17 @@ class Schedule:
 
 @explains
 def constant(lr: float, warmup: int = 0) -> Schedule:
-    """Return a schedule that stays at ``lr`` after the warm-up."""
+    """Make a schedule that stays at ``lr`` after the warm-up."""
     return Schedule(shape="constant", lr=lr, warmup=warmup)
 
 
 @explains
 def linear(lr: float, steps: int, warmup: int = 0, end: float = 0.0) -> Schedule:
-    """Return a schedule that falls to ``end`` in a straight line."""
+    """Make a schedule that goes from ``lr`` to ``end`` in a straight line."""
     return Schedule(shape="linear", lr=lr, steps=steps, warmup=warmup, end=end)
 
 
 @explains
 def cosine(lr: float, steps: int, warmup: int = 0, end: float = 0.0) -> Schedule:
-    """Return a schedule that falls to ``end`` along half a cosine."""
+    """Make a schedule that goes from ``lr`` to ``end`` along half a cosine."""
     return Schedule(shape="cosine", lr=lr, steps=steps, warmup=warmup, end=end)
