@@ -59,7 +59,7 @@ def own(temporary):
 
 
 def place(name="kernels-0"):
-    return cache._place(name)
+    return cache._choose_folder(name)
 
 
 @needs_root
@@ -196,7 +196,7 @@ def test_a_name_among_temporary_files_that_a_stranger_has_taken_is_not_used(temp
 
 def test_processes_that_look_at_the_same_time_take_the_same_folder(temporary, monkeypatch):
     monkeypatch.setenv("HOME", "nowhere")
-    code = "from mpizero.kernels import cache; print(cache._place('kernels-0').path)"
+    code = "from mpizero.kernels import cache; print(cache._choose_folder('kernels-0').path)"
     started = [
         subprocess.Popen(
             [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(temporary)}, stdout=subprocess.PIPE, text=True

@@ -176,7 +176,7 @@ def errors():
         caught = []
         with (
             mz.ShardingConfig(comm=comm, micro_batch=1, embedded=True) as config,
-            mz.DDPModel(network(), config) as model,
+            mz.DDPModel(network(), config, optimizer=mz.SGD(0.01)) as model,
         ):
             for x in (np.zeros((2, 3 - RANK)), np.zeros((2, 3))):
                 try:

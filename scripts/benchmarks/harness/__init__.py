@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 #: Seconds that a team has to start or to reply.
 PATIENCE = 900.0
 #: The root of this checkout.
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 T = TypeVar("T")
 K = TypeVar("K")
