@@ -1,9 +1,9 @@
 """ZeRO, tensor, pipeline and hybrid parallel training over MPI, with the same bits on any number of ranks.
 
-Names are loaded on first use, so that ``import mpizero`` starts in milliseconds, needs no MPI and changes nothing in
-the process, but for a rank of a launcher's job: there it begins to watch over the process (``install_in_job`` in
-``comm/supervision/guard.py``), with hooks which end all ranks when one fails, and where there are several with a thread
-that tells the others where this one stands. ``MPIZERO_EMBEDDED=1`` prevents it; docs/embedding.md has all of it.
+Names are loaded on first use, so ``import mpizero`` takes milliseconds and needs no MPI. It changes nothing in the
+process, unless a launcher such as mpiexec has started the process as a rank. In a rank it installs hooks that end all
+ranks when one fails and, where there are several ranks, a thread that tells the other ranks what this one is doing
+(``install_in_job`` in ``comm/supervision/guard.py``). ``MPIZERO_EMBEDDED=1`` prevents both; see docs/embedding.md.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def __dir__() -> list[str]:
 
 
 def _version() -> str:
-    """Return the version of the installed package; reading it takes longer than all the rest of the import."""
+    """Return the version of the installed package. Reading it is slow, so it is read on first use only."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -1,4 +1,4 @@
-"""Compute CRC32 with zlib's values, as fast as memory is read."""
+"""Compute CRC32 checksums, equal to those of zlib, about as fast as memory can be read."""
 
 from __future__ import annotations
 

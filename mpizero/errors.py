@@ -10,7 +10,7 @@ from mpizero.text import printable
 
 
 class ExitStatus(IntEnum):
-    """Name the exit statuses of the command line (as ``sysexits.h`` where it has a fitting name)."""
+    """Name the exit statuses of the command line. Values are those of ``sysexits.h`` where it has a fitting name."""
 
     OK = 0
     DATA = 65
@@ -24,22 +24,23 @@ class ExitStatus(IntEnum):
 class MpizeroError(Exception):
     """Base class of all deliberate errors; the command line prints them as one line, without a traceback.
 
-    Where one ends a job, the line names the user's own that led to it; ``MPIZERO_TRACEBACK=1`` shows the traceback.
-    Their text is fit for a terminal, whatever it quotes: names, keys and values from files of others stand in it
-    escaped (:func:`mpizero.text.printable`), and nobody who raises one has to think of it.
+    When such an error ends a job, the printed line also names the line of the user's code that led to it, and
+    ``MPIZERO_TRACEBACK=1`` prints the whole traceback. The message is safe to print on a terminal: control characters
+    in names, keys and values that it quotes are escaped (:func:`mpizero.text.printable`) by :meth:`__str__`, so the
+    code that raises an error need not do it.
     """
 
     status: ExitStatus = ExitStatus.RANK_FAILED
 
-    #: Where in a model it arose, if there: "block 'encoder.2'".
+    #: The place in the model where the error arose, such as "block 'encoder.2'"; "" if it did not arise in a model.
     place: str = ""
 
     def __str__(self) -> str:
-        """Return the message, without anything that a terminal would obey; it begins with the place in the model."""
+        """Return the message with control characters escaped; it begins with the place in the model, if any."""
         return printable(", ".join(filter(None, [self.place, super().__str__()])), keep="\n")
 
     def _render_traceback_(self) -> list[str]:
-        """Show the user's own line first: IPython and Jupyter ask for this."""
+        """Return the lines that IPython and Jupyter print for this error: the line of the user's code comes first."""
         return rendered(self)
 
 
@@ -50,17 +51,17 @@ class ConfigError(MpizeroError, ValueError):
 
 
 class ArgumentError(MpizeroError, TypeError):
-    """Raised for arguments that a class or function does not take: the message names those given and those taken."""
+    """Raised for arguments that a class or function does not take; names the wrong ones and those that it takes."""
 
     status = ExitStatus.CONFIG
 
 
 class StateError(MpizeroError, RuntimeError):
-    """Raised for a call that comes too early, too late or twice: on a closed model, or without a gradient yet."""
+    """Raised for a call that comes too early, too late or twice, such as a step before there is a gradient."""
 
 
 class UnsupportedError(MpizeroError, NotImplementedError):
-    """Raised for what a model, layer or function of this kind cannot do; names what can, or what to add."""
+    """Raised for an operation that this kind of model, layer or function does not support; says what to use or add."""
 
     status = ExitStatus.CONFIG
 
@@ -98,7 +99,7 @@ class CheckpointError(MpizeroError):
 class CheckpointDamagedError(CheckpointError):
     """Raised for a checkpoint whose checksums or sizes are not those that were written.
 
-    No other error about a checkpoint means that it is of no use: what cannot be opened now may be whole.
+    Only this error means that the checkpoint is useless. After any other error the files may still be intact.
     """
 
 
@@ -123,7 +124,7 @@ class CollectiveError(MpizeroError):
 
 
 class CollectiveMismatch(CollectiveError):  # noqa: N818 - says what is wrong
-    """Raised when ranks have called different collectives; names the first that differs, and the lines that call it.
+    """Raised when ranks have called different collectives; names the first that differs, and each rank's source line.
 
     Attributes
     ----------
@@ -137,11 +138,11 @@ class CollectiveMismatch(CollectiveError):  # noqa: N818 - says what is wrong
 
 
 class RemoteError(MpizeroError):
-    """Raised when another rank has failed inside an agreed section; its own traceback says why."""
+    """Raised on a rank because another has failed in a section that all must pass (``all_ranks``); names its error."""
 
 
 class PeerFailure(MpizeroError):
-    """Raised when another thread of an in-process communicator has failed, so that this one cannot go on."""
+    """Raised when another thread of an in-process communicator has failed or ended, so this one cannot continue."""
 
 
 class SharedMemoryError(MpizeroError):
@@ -151,7 +152,7 @@ class SharedMemoryError(MpizeroError):
 
 
 class OutOfMemoryError(MpizeroError, MemoryError):
-    """Raised when the system refuses memory that a rank needs; names its use, and what needs less."""
+    """Raised when the system refuses memory that a rank needs; says what the memory was for and how to need less."""
 
 
 class NonFiniteError(MpizeroError, ArithmeticError):
@@ -159,7 +160,7 @@ class NonFiniteError(MpizeroError, ArithmeticError):
 
 
 class IntegrityError(MpizeroError):
-    """Raised when state in memory has changed by itself; names tensor, elements and rank."""
+    """Raised when state in memory has changed though no code wrote it; names tensor, elements and rank."""
 
 
 class ModelCheckError(MpizeroError, AssertionError):
@@ -168,7 +169,7 @@ class ModelCheckError(MpizeroError, AssertionError):
     Attributes
     ----------
     report : ModelReport
-        What :func:`mpizero.testing.check_model` has looked at.
+        The result of :func:`mpizero.testing.check_model`.
     """
 
     def __init__(self, message: str, report: object = None) -> None:

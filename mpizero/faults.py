@@ -1,7 +1,8 @@
-"""Inject faults for tests: a rank is killed, stuck or wrong at a known place of a save or a step.
+"""Inject faults for tests: make a rank fail, hang or compute NaN at a chosen point of a save, a load or a step.
 
-``MPIZERO_FAULT=site:rank:k:action`` plants one. At the ``k``-th call (from 1; ``*`` for every call) of :func:`inject`
-with that site, on the rank that the launcher gave this number (``*`` for every rank), the process
+The environment variable ``MPIZERO_FAULT=site:rank:k:action`` chooses one fault. The library calls :func:`inject` at
+each site. At the ``k``-th call with that ``site`` (counted from 1; ``*`` for every call), on the rank with that number
+(``*`` for every rank), the process
 
 =================  =======================================================================
 ``raise``          raises :class:`InjectedError`
@@ -13,8 +14,7 @@ with that site, on the rank that the launcher gave this number (``*`` for every 
 ``truncate``       loses the second half of the file that the site passes
 =================  =======================================================================
 
-Nothing is planted by default, and :func:`inject` is then one comparison. The module keeps the fault of its process
-and the number of calls of its site.
+Without the variable :func:`inject` does nothing. The variable is read once, when this module is imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from typing import Any, NoReturn
 
 from mpizero.launched import launched_rank
 
-#: Where a fault may be planted, and what is about to happen there.
+#: Names of the places that call :func:`inject`, each with what is about to happen there and, in parentheses, the
+#: target that is passed.
 SITES: Mapping[str, str] = {
     "save.write": "a rank writes a block of an array into the state file (the file)",
     "save.sync": "a rank makes its part of the state file durable (the file)",
@@ -43,12 +44,12 @@ ACTIONS = ("raise", "kill", "stop", "sleep", "exit", "nan", "truncate")
 
 
 class InjectedError(RuntimeError):
-    """Raised by the action ``raise``: no error that the library expects."""
+    """Raised by the action ``raise``. It is not one of the library's own errors, so it acts like an unexpected bug."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Describe the fault of this process."""
+    """Hold the fault that ``MPIZERO_FAULT`` chose for this process, and count the calls of its site."""
 
     site: str
     occurrence: int  # 0 for every call
@@ -58,9 +59,7 @@ class Fault:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Fault | None:
-        """Return the fault that ``MPIZERO_FAULT`` plants on this rank, None if it plants none here.
-
-        Not collective.
+        """Parse ``MPIZERO_FAULT`` and return its fault, or None if it is not set or meant for another rank.
 
         Raises
         ------
@@ -82,7 +81,7 @@ class Fault:
         return cls(site, int(occurrence.replace("*", "0")), kind, value) if meant else None
 
     def inject(self, target: Any) -> None:
-        """Act, if this is the chosen call."""
+        """Count one call of the site, and perform the action if this call is the chosen one."""
         if next(self.calls) == self.occurrence or not self.occurrence:
             getattr(self, f"_{self.action}")(target)
 
@@ -116,16 +115,14 @@ _FAULT = Fault.from_environment(os.environ)
 
 
 def inject(site: str, target: Any = None) -> None:
-    """Trigger the planted fault if it is for this site, this rank and this call.
-
-    Not collective.
+    """Perform the fault of ``MPIZERO_FAULT`` if it is for this site, this rank and this call; else do nothing.
 
     Parameters
     ----------
     site : str
         One of :data:`SITES`.
     target : array, file descriptor or path, optional
-        Changed by ``nan`` and ``truncate``.
+        The array that ``nan`` changes, or the file that ``truncate`` shortens.
     """
     if _FAULT is not None and _FAULT.site == site:
         _FAULT.inject(target)

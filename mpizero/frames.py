@@ -1,4 +1,4 @@
-"""Find the lines of a stack that are the user's own, and show errors of this package by them."""
+"""Find the line of the user's own code in a traceback, so that error messages can name it."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-#: Set to anything but 0, errors that end a job, or are shown by Jupyter, keep their whole traceback.
+#: Environment variable; set to anything but 0, errors that end a job or are shown by Jupyter print all their frames.
 TRACEBACK = "MPIZERO_TRACEBACK"
 
-#: Of this package, as code objects have it: maybe by way of a link.
+#: Folder of this package, as it may stand in the file names of code objects: with symbolic links and resolved.
 _PACKAGE = tuple({f"{path}{os.sep}" for path in (Path(__file__).parent, Path(__file__).resolve().parent)})
-#: Of Python itself, and of the commands that packages bring.
+#: Folders of Python's standard library and of the commands that packages install.
 _PYTHON = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "scripts"))
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-#: The file of functions that were made of text: the ``__init__`` of a dataclass, but also a program of ``python -c``.
+#: File name of code compiled from a string: the ``__init__`` of a dataclass, but also a program given to ``python -c``.
 _GENERATED = "<string>"
 
 
 class Line(NamedTuple):
-    """Describe one line of a stack."""
+    """Describe one frame of a traceback: its file, line number and function."""
 
     file: str
     number: int
     function: str
 
     def __str__(self) -> str:
-        """Give "file:line in function"."""
+        """Return "file:line in function"."""
         return f"{Path(self.file).name}:{self.number} in {self.function}"
 
 
 def is_users(file: str) -> bool:
-    """Tell whether a file is neither of this package, nor of Python, nor of an installed package. Not collective."""
+    """Tell whether a file is the user's: not part of this package, of Python or of an installed package."""
     return not file.startswith((*_PACKAGE, *_PYTHON, "<frozen")) and not any(part in file for part in _INSTALLED)
 
 
 def users_line(trace: TracebackType | None) -> Line | None:
-    """Return the innermost line of a traceback that is the user's own. Not collective.
+    """Return the innermost line of a traceback that is in the user's own code, or None.
 
-    Where the user's program is an installed package, too, that is its line which calls this package. None where there
-    is none: under a command of this package.
+    If there is none because the user's program is itself an installed package, the line of it that calls this package
+    is returned. Under a command of this package, such as ``mpizero train``, there is no such line: None.
     """
     lines = list(_lines(trace))
     if own := [line for line in lines if is_users(line.file)]:
@@ -62,12 +62,12 @@ def _lines(trace: TracebackType | None) -> Iterator[Line]:
 
 
 def shows_all() -> bool:
-    """Tell whether :data:`TRACEBACK` asks for all frames. Not collective."""
+    """Tell whether the environment variable :data:`TRACEBACK` asks for whole tracebacks."""
     return os.environ.get(TRACEBACK, "0") not in ("", "0")
 
 
 def rendered(error: BaseException) -> list[str]:
-    """Return the lines by which IPython and Jupyter show an error: the user's own line first. Not collective."""
+    """Return the lines that IPython and Jupyter print for an error: the user's line, then the message."""
     line = users_line(error.__traceback__)
     if line is None or shows_all():
         return "".join(traceback.format_exception(error)).splitlines()

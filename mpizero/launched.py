@@ -1,4 +1,4 @@
-"""Read rank, number of ranks and kind of launcher from the environment of this process, without MPI."""
+"""Read rank, number of ranks and kind of launcher from the environment variables of this process, without MPI."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ import stat
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-#: Set by the launchers of MPICH and Open MPI, and by srun with PMI or PMIx, so that MPI can find the other ranks.
+#: Variables that hold the rank, set for MPI by the launchers of MPICH and Open MPI, and by srun with PMI or PMIx.
 BY_MPI = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
-#: Set by srun whatever it starts; what an mpiexec inside of a Slurm job says comes first.
+#: All variables that may hold the rank, most trusted first. srun sets SLURM_PROCID for any program, so an mpiexec
+#: inside a Slurm job overrides it.
 BY_ANY = (*BY_MPI, "SLURM_PROCID")
 
-#: Where they tell the number of a process among those of its node.
+#: Variables that hold the number of a process among those of its node.
 BY_NODE = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
-#: Where a rank that mpizero watches over tells the programs that it starts that they are none: see :func:`is_rank`.
+#: Variable that a supervised rank sets, so that programs which it starts know that they are not ranks: :func:`is_rank`.
 RANK_PROCESS = "MPIZERO_RANK_PROCESS"
 
 
 class Launch(NamedTuple):
-    """Hold what the environment of this process says of its launcher.
+    """Describe the launcher of this process, as the environment variables tell it.
 
     Attributes
     ----------
     name : str
         For example "srun --mpi=pmix"; "" without a launcher.
     size, rank : int or None
-        The number of processes it has started, and which of them this is.
+        The number of processes that the launcher has started, and the number of this process among them.
     remedy : str
-        What to do when MPI sees another number.
+        Advice for the error message when MPI finds another number of ranks.
     """
 
     name: str = ""
@@ -39,10 +40,10 @@ class Launch(NamedTuple):
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Launch:
-        """Read an environment.
+        """Find the launcher in environment variables.
 
-        Not collective. A launcher's own variables come before Slurm's, for mpiexec may have been started by Slurm; a
-        batch script's own process has no launcher.
+        The variables of mpiexec come before those of Slurm, because mpiexec may run inside a Slurm job. The process of
+        a batch script itself has no launcher.
         """
         kind = environment.get("SLURM_MPI_TYPE", "")
         srun = f"srun --mpi={kind}" if kind else "srun"
@@ -60,30 +61,33 @@ class Launch(NamedTuple):
 
 
 def launched_rank(environment: Mapping[str, str]) -> int:
-    """Return the rank that the launcher has given this process, 0 without a launcher. Not collective."""
+    """Return the rank that the launcher has given this process, 0 without a launcher."""
     return _first(environment, BY_ANY, 0)
 
 
 def launched_place(environment: Mapping[str, str]) -> int:
-    """Return the number of this process among those of its node, or its rank where no launcher says. Not collective."""
+    """Return the number of this process among those of its node, or its rank if the launcher does not tell it."""
     return _first(environment, BY_NODE, launched_rank(environment))
 
 
 def is_several(environment: Mapping[str, str]) -> bool:
-    """Tell whether a launcher has started this process as one of several, or does not say how many. Not collective."""
+    """Tell whether this process is one of several ranks; yes if MPI's launcher does not tell how many there are."""
     size = Launch.of(environment).size
     several = any(name in environment for name in BY_MPI) if size is None else size > 1
     return several and is_rank(environment)
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
-    """Tell whether the launcher's variables are meant for this process. Not collective.
+    """Tell whether this process is itself a rank, not a program that a rank has started.
 
-    [Note: programs of a rank] A program that a rank starts inherits them, and a fork of it MPI's own memory too, but
-    MPI ends a process that takes another one's place. MPICH's launcher keeps a socket open for each rank, which most
-    children do not inherit; a rank of mpizero's leaves its process number and what leads to its launcher in
-    :data:`RANK_PROCESS`; and one that is not watched over, or no more, has loaded mpi4py, and is above its programs.
-    An mpiexec that a rank starts leads elsewhere.
+    [Note: programs of a rank] A program that a rank starts inherits the launcher's variables. If it initialized MPI
+    with them, it would pretend to be that rank, and MPI would end it. Three signs show that a process is such a one:
+
+    - :data:`RANK_PROCESS`, set by a supervised rank, holds another process number and the same launcher;
+    - the socket that MPICH's launcher opened for the rank is not open here, since most children do not inherit it;
+    - a parent process under the same launcher has loaded mpi4py. This finds the programs of unsupervised ranks.
+
+    A program that a rank starts by an mpiexec of its own has another launcher, so it counts as a rank.
     """
     process, _, way = environment.get(RANK_PROCESS, "").partition(" ")
     own, _, here = mark(environment).partition(" ")
@@ -91,7 +95,7 @@ def is_rank(environment: Mapping[str, str]) -> bool:
 
 
 def mark(environment: Mapping[str, str]) -> str:
-    """Return the number of this process, and what leads it to its launcher. Not collective."""
+    """Return the value for :data:`RANK_PROCESS`: the number of this process and the identity of its launcher."""
     return f"{os.getpid()} {_way(environment)}"
 
 
@@ -105,7 +109,7 @@ def _has_socket(environment: Mapping[str, str]) -> bool:
 
 
 def _socket(environment: Mapping[str, str], process: int | None = None) -> int | None:
-    """Return the number by which the system knows the socket to MPICH's launcher; None if it is not open there."""
+    """Return the inode of a process's socket to MPICH's launcher (default: this process); None if it is not open."""
     text = environment.get("PMI_FD", "")
     if not text.isdecimal():
         return None
@@ -126,10 +130,10 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 
 
 def job_name(environment: Mapping[str, str]) -> str:
-    """Return what the ranks of this node and job, and no others, call their job; "" where nothing tells.
+    """Return a name that all ranks of this job on this node compute alike, and no other job; "" if there is none.
 
-    Not collective. PMIx names it. Otherwise it is the process that has started them: the nearest above this one that
-    is not of this rank, for there may be shells between them.
+    It is the namespace of PMIx where that is set. Otherwise it is made of the number and the start time of the launcher
+    process: the nearest parent process that does not belong to this rank (a rank may be started through shells).
     """
     if namespace := environment.get("PMIX_NAMESPACE"):
         return "".join(c if c.isalnum() else "-" for c in namespace)
@@ -142,7 +146,7 @@ def job_name(environment: Mapping[str, str]) -> str:
 
 
 def _above(environment: Mapping[str, str]) -> Iterator[int]:
-    """Return the processes of this rank above this one, the nearest first: shells, or the rank itself."""
+    """Yield the parent processes of the same rank, nearest first: shells, or the rank that started this program."""
     process, way = os.getpid(), _way(environment)
     try:
         while (process := int(_stat(process)[1])) > 1 and _leads(process, way):
@@ -152,7 +156,7 @@ def _above(environment: Mapping[str, str]) -> Iterator[int]:
 
 
 def _below_mpi(environment: Mapping[str, str]) -> bool:
-    """Tell whether a process of this rank above this one has loaded mpi4py."""
+    """Tell whether a parent process that belongs to the same rank has loaded mpi4py."""
     try:
         for process in _above(environment):
             with open(f"/proc/{process}/maps", "rb") as file:
@@ -169,7 +173,10 @@ def _stat(process: int) -> list[str]:
 
 
 def _leads(process: int, way: str) -> bool:
-    """Tell whether a process was started as a rank in this way; Slurm's own belong to root, and cannot be asked."""
+    """Tell whether a process has the launcher variables of a rank, and the same launcher ``way`` as this one.
+
+    False for a process of another user, whose environment cannot be read: Slurm's own processes belong to root.
+    """
     try:
         with open(f"/proc/{process}/environ", "rb") as file:
             entries = [os.fsdecode(entry).partition("=") for entry in file.read().split(b"\0")]

@@ -1,4 +1,4 @@
-"""Check names (a checkpoint must hold them, a terminal show them), and suggest the one that was meant."""
+"""Check names of parameters, which checkpoints must be able to store, and suggest known names for unknown ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mpizero.errors import ArgumentError, ConfigError, LayoutError, UnknownNameE
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-#: Characters of a parameter's name and of a slot's at most, so that ``optimizer/<slot>/<name>`` fits a path.
+#: Most characters of a parameter's name, of an optimizer slot's name, and of the path ``optimizer/<slot>/<name>``.
 NAME_LIMIT, SLOT_LIMIT, PATH_LIMIT = 440, 60, 512
-#: Parts of a name, and of a path, at most: each is a group of the HDF5 file, which takes room.
+#: Most parts, between slashes, of a name and of a path. Each part is a group of the HDF5 file, which takes space.
 NAME_PARTS, PATH_PARTS = 24, 32
-#: What other libraries call things, in lower case, and what that is here.
+#: Names that other libraries use, in lower case, and the names of the same things in this library.
 ELSEWHERE: Mapping[str, Sequence[str]] = {
     "learning_rate": ("lr",),
     "alpha": ("lr",),
@@ -118,7 +118,7 @@ RULE = (
 
 
 def fault_of(name: object, characters: int = NAME_LIMIT, parts: int = NAME_PARTS) -> str:
-    """Say what is wrong with a name; "" if nothing is. Not collective."""
+    """Return what is wrong with a name, for an error message; "" if nothing is wrong."""
     if not isinstance(name, str):
         return f"is of type {type(name).__name__}, not a string"
     if not name or len(name) > characters:
@@ -142,9 +142,9 @@ def fault_of(name: object, characters: int = NAME_LIMIT, parts: int = NAME_PARTS
 
 
 def nested_in(names: Iterable[str]) -> tuple[str, str] | None:
-    """Return two names of which no file can hold both: one is the folder of the other, as with ``a`` and ``a/b``.
+    """Return two names that one file cannot hold, such as ``a`` and ``a/b``: the first is also a folder. None if none.
 
-    Not collective. None where there are none.
+    In an HDF5 file ``a`` would have to be both an array and a group.
     """
     before = ""
     for name in sorted(name.replace("/", "\0") for name in names):  # what lies in a folder then follows its name
@@ -155,7 +155,7 @@ def nested_in(names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise :class:`ConfigError` if parameters of these names could not be saved. Not collective."""
+    """Raise :class:`ConfigError` if a checkpoint could not store parameters with these names."""
     listed = list(names)
     for name in listed:
         if fault := fault_of(name):
@@ -170,7 +170,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def check_slots(optimizer: str, slots: Iterable[str]) -> None:
-    """Raise :class:`ConfigError` if an optimizer's state of these names could not be saved. Not collective."""
+    """Raise :class:`ConfigError` if a checkpoint could not store optimizer state arrays with these names."""
     for slot in slots:
         if fault := fault_of(slot, SLOT_LIMIT, 1):
             raise ConfigError(
@@ -180,13 +180,13 @@ def check_slots(optimizer: str, slots: Iterable[str]) -> None:
 
 
 def shown(name: object) -> str:
-    """Return a name for messages: quoted, on one line, not too long. Not collective."""
+    """Return a name as messages show it: quoted, on one line, at most about 80 characters."""
     text = repr(name)  # which escapes what cannot be shown
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def real_array(values: Any, what: str) -> np.ndarray[Any, Any]:
-    """Return ``values`` as an array of real numbers; :class:`LayoutError` if ``what`` is none. Not collective."""
+    """Convert ``values`` to an array of real numbers, or raise :class:`LayoutError`, which calls them ``what``."""
     if isinstance(values, Mapping):
         inner = ", ".join(repr(str(key)) for key in list(values)[:3])
         raise LayoutError(
@@ -203,9 +203,9 @@ def real_array(values: Any, what: str) -> np.ndarray[Any, Any]:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Return ``" (did you mean 'weight'?)"`` with the known name most like ``name``, or "" without one.
+    """Return ``" (did you mean 'weight'?)"`` with the known name most similar to ``name``, or "" if none is similar.
 
-    Not collective. For the end of a message about a name that is unknown; upper and lower case count as alike.
+    The text is appended to a message about an unknown name. Upper and lower case count as equal.
     """
     import difflib  # wanted only when something is wrong already
 
@@ -219,10 +219,10 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 
 def explains(target: T) -> T:
-    """Decorate a public class or function: arguments that it does not take are an error that says what it takes.
+    """Decorate a public class or function so that wrong arguments raise an error that lists the right ones.
 
-    Python's own error would do without a suggestion, and not know that ``learning_rate`` is called ``lr`` here.
-    Signature and documentation stay as they are. Not collective.
+    Unlike Python's own TypeError, the :class:`ArgumentError` suggests a name: that ``learning_rate`` is called ``lr``
+    here, for example. Signature and docstring stay as they are.
     """
     if isinstance(target, type):
         init = target.__init__  # type: ignore[misc]
@@ -246,7 +246,10 @@ def _explained(function: Callable[..., Any], bound: int = 0) -> Callable[..., An
 
 
 def _fault_of_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], bound: int) -> str:
-    """Say why a function cannot be called like this; "" if it can. ``bound`` arguments are not the caller's."""
+    """Return why a function does not take these arguments; "" if it does.
+
+    The first ``bound`` arguments (``self``) are not given by the caller and are not counted in the message.
+    """
     given = signature(function)
     try:
         given.bind(*args, **kwargs)
@@ -265,10 +268,7 @@ def _fault_of_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
 
 
 def unknown_names(module: str, known: Sequence[str]) -> Callable[[str], Any]:
-    """Return a module's ``__getattr__``, for names that it does not have: an error with the nearest that it has.
-
-    Not collective.
-    """
+    """Return a function for a module's ``__getattr__`` that raises an error with the most similar known name."""
 
     def missing(name: str) -> Any:
         raise UnknownNameError(f"module {module!r} has no attribute {name!r}{nearest(name, known)}")

@@ -1,10 +1,11 @@
 """Cut and join samples of a batch: arrays with samples on the first axis, alone or nested in other objects.
 
-[Note: trees of arrays] A tuple (named or not), list, dictionary, dataclass or SimpleNamespace is a node, and so is
-None, which holds nothing; everything else is a leaf. A leaf is an array of samples if it is a NumPy array with at least
-one axis, or has ``__array__`` that gives one without leaving the host (tensors of PyTorch and JAX, datasets of h5py):
-functions and layers are given NumPy arrays in its place. Arrays of objects, numbers, strings and objects of other
-classes cannot be cut into samples, and neither can a tree that holds one.
+[Note: trees of arrays] ``x`` and ``y`` of a batch may be trees: arrays inside of tuples (named or not), lists,
+dictionaries, dataclasses and SimpleNamespaces. Those containers are nodes, and so is None, which holds nothing.
+Everything else is a leaf. A leaf is an array of samples if it is a NumPy array with at least one axis, or if its
+``__array__`` returns one (tensors of PyTorch and JAX on the host, datasets of h5py); functions and layers then receive
+the NumPy array instead. Any other leaf (an array of objects, a number, a string) cannot be cut into samples. A tree
+with such a leaf cannot be cut either.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ import numpy as np
 from mpizero.errors import DataError
 from mpizero.types import Array
 
-#: Puts a tree together from what comes in the place of its leaves.
+#: Function that builds a tree again, given an iterator over the values that take the places of its leaves.
 _Build = Callable[[Iterator[Any]], Any]
 
-#: Nodes inside of nodes, at most: one that holds itself has no end.
+#: Most levels of nodes inside of nodes. The limit stops the walk through a node that contains itself.
 _DEPTH = 64
 
 
 class _Uncut(Exception):
-    """Raised for a leaf that cannot be cut; names it."""
+    """Raised for a leaf that cannot be cut into samples; names the leaf."""
 
 
 class _Node(NamedTuple):
-    """Hold the children of a node, by the text that names them after its path, and a maker of nodes like it."""
+    """Hold a node's children, their labels (``[0]``, ``.weight``) and a function that makes a like node of others."""
 
     kind: str
     labels: list[str]
@@ -49,15 +50,16 @@ class SampleTree:
     Attributes
     ----------
     leaves : tuple of Array
-        In the order of the tree; empty where it cannot be cut.
+        The arrays, in the order of the tree; empty if the tree cannot be cut into samples.
     paths : tuple of str
-        Their names: ``x``, ``x['mask']``, ``y[0].weight``.
+        The names of the arrays: ``x``, ``x['mask']``, ``y[0].weight``.
     form : str
-        Structure, types and shapes of samples, for people; equal of trees that can be joined.
+        The structure, and the type and shape of one sample of each array, as text for messages. Trees with equal forms
+        can be joined.
     uncut : str
-        Why it cannot be cut into samples, naming the first such leaf and its type; empty where it can.
+        Why the tree cannot be cut into samples: names the first wrong leaf and its type. Empty if it can be cut.
     build : callable
-        Makes such a tree of other leaves, from an iterator over them.
+        Takes an iterator over other leaves, and returns a tree of the same structure with them.
     """
 
     leaves: tuple[Array, ...]
@@ -68,12 +70,12 @@ class SampleTree:
 
     @classmethod
     def of(cls, **values: Any) -> SampleTree:
-        """Look at the samples of each name; :attr:`build` returns a tuple of as many. Not collective.
+        """Take apart one tree for each keyword (``x``, ``y``); :attr:`build` returns a tuple of as many trees.
 
         Raises
         ------
         DataError
-            A leaf that is an array but cannot be taken as one, naming it and the way out.
+            If a leaf is an array that cannot be used (masked, not on the host); names it and says what to do.
         """
         walk = _Walk()
         try:
@@ -88,21 +90,21 @@ class SampleTree:
 
     @classmethod
     def nothing(cls) -> SampleTree:
-        """Return a tree without arrays. Not collective."""
+        """Return a tree without arrays."""
         return cls((), (), "", "", lambda leaves: ())
 
     @property
     def named(self) -> Iterator[tuple[str, Array]]:
-        """The arrays with their paths."""
+        """Pairs of a path and its array."""
         return zip(self.paths, self.leaves, strict=True)
 
     def count(self) -> int:
-        """Return the number of samples; 1 if there is nothing to count, or it cannot be cut. Not collective.
+        """Return the number of samples, the length of every array; 1 if the tree has no arrays or cannot be cut.
 
         Raises
         ------
         DataError
-            If the arrays differ in it: names them and their numbers.
+            If the arrays have different lengths; names them and their lengths.
         """
         found: dict[int, str] = {}
         for path, leaf in self.named:
@@ -114,19 +116,22 @@ class SampleTree:
         return next(iter(found), 1)
 
     def cut(self, part: slice) -> Any:
-        """Return the tree of some of its samples, as :attr:`build` does. Not collective."""
+        """Return the tree with only the samples of a slice, built by :attr:`build`."""
         return self.build(iter([leaf[part] for leaf in self.leaves]))
 
 
 class _Walk:
-    """Walk through a tree, leaf by leaf."""
+    """Walk through a tree and collect its arrays and their paths."""
 
     def __init__(self) -> None:
         self.leaves: list[Array] = []
         self.paths: list[str] = []
 
     def look(self, value: Any, path: str, depth: int) -> tuple[_Build, str]:
-        """Take the leaves below ``path``; return what builds such a tree, and its form."""
+        """Collect the leaves of ``value``; return the function that rebuilds it, and its form for messages.
+
+        ``path`` is the name of ``value``; the names of its leaves begin with it.
+        """
         if (node := None if type(value) is np.ndarray else _node(value)) is None:
             leaf = _samples(value, path)
             self.leaves.append(leaf)
@@ -143,7 +148,7 @@ class _Walk:
 
 
 def _node(value: Any) -> _Node | None:
-    """Return what a node holds; None for a leaf."""
+    """Return the description of a node, or None if ``value`` is a leaf."""
     kind = type(value).__name__
     if value is None:
         return _Node("None", [], [], lambda children: None)
@@ -182,7 +187,7 @@ def _record(like: Any, names: list[str], children: list[Any]) -> Any:
 
 
 def _samples(value: Any, path: str) -> Array:
-    """Return a leaf as an array with samples on its first axis."""
+    """Convert a leaf to a NumPy array with samples on its first axis, or raise."""
     if isinstance(value, np.ma.MaskedArray):
         raise DataError(
             f"{path} is a masked array, whose mask would be lost: give the values and the mask as two arrays, for "
@@ -213,7 +218,7 @@ def _class(value: Any) -> str:
 
 
 def _called(value: Any) -> str:
-    """Name a leaf that is no array, and the way out where it is known."""
+    """Describe a leaf that is not an array, for a message, with advice if it is a number."""
     if isinstance(value, bool | int | float | complex):
         return f"a number ({_class(value)}), not an array: numpy.asarray makes one of lists of numbers"
     return f"a {_class(value)}, not an array"
@@ -223,14 +228,14 @@ def _called(value: Any) -> str:
 
 
 def as_arrays(value: Any) -> Any:
-    """Return samples with NumPy arrays for leaves; what cannot be cut is returned itself. Not collective."""
+    """Return a tree of samples with its leaves converted to NumPy arrays; a tree that cannot be cut stays as it is."""
     return map_arrays(lambda array: array, value)
 
 
 def map_arrays(function: Callable[[Array], Any], value: Any) -> Any:
-    """Return a tree of what ``function`` gives for each array of samples; what cannot be cut is returned itself.
+    """Apply ``function`` to each array of a tree; return the tree of the results.
 
-    Not collective.
+    A tree that cannot be cut into samples is returned as it is.
     """
     if type(value) is np.ndarray and value.ndim and not value.dtype.hasobject:
         return function(value)
@@ -239,12 +244,12 @@ def map_arrays(function: Callable[[Array], Any], value: Any) -> Any:
 
 
 def join(trees: Sequence[Any]) -> Any:
-    """Return one tree of the samples of some of the same structure, in their order. Not collective.
+    """Concatenate the samples of several trees with the same structure, in order, into one tree.
 
     Raises
     ------
     DataError
-        Of more than one, if they cannot be joined.
+        If there are several trees and their structures, types or shapes differ, or one cannot be cut into samples.
     """
     if len(trees) == 1:
         return trees[0]
@@ -255,13 +260,13 @@ def join(trees: Sequence[Any]) -> Any:
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """Return all leaves of a tree as they are, arrays or not. Not collective."""
+    """Return all leaves of a tree, whether they are arrays or not, without conversion."""
     node = _node(value)
     return [value] if node is None else [leaf for child in node.children for leaf in leaves_of(child)]
 
 
 def paths_of(**values: Any) -> Iterator[tuple[str, Any]]:
-    """Yield all leaves of some trees as they are, with their paths. Not collective."""
+    """Yield the path and the value of every leaf of some trees, whether it is an array or not, without conversion."""
     for path, value in values.items():
         node = _node(value)
         if node is None:
@@ -271,13 +276,13 @@ def paths_of(**values: Any) -> Iterator[tuple[str, Any]]:
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a tree of what ``function`` gives for each leaf, array or not. Not collective."""
+    """Apply ``function`` to every leaf, whether it is an array or not; return the tree of the results."""
     node = _node(value)
     return function(value) if node is None else node.make([map_leaves(function, child) for child in node.children])
 
 
 def count_samples(*values: Any) -> int:
-    """Return how many samples trees have together, which must be equally many. Not collective."""
+    """Return the number of samples of one or two trees (``x``, ``y``), which must be the same in both."""
     return SampleTree.of(**dict(zip("xy", values, strict=False))).count()
 
 
@@ -285,9 +290,9 @@ def count_samples(*values: Any) -> int:
 
 
 def outline(value: Any, path: str = "x") -> Any:
-    """Return the structure of a tree in plain JSON: a leaf is ``"*"``, a node what it is and what it holds.
+    """Return the structure of a tree, without its arrays, as a value for JSON; :func:`of_outline` reads it.
 
-    Not collective.
+    A leaf becomes ``"*"``, None stays None, and another node becomes ``{kind: children}``.
 
     Raises
     ------
@@ -311,15 +316,15 @@ def outline(value: Any, path: str = "x") -> Any:
 
 
 def of_outline(told: Any, leaves: Iterator[Any], depth: int = 0) -> Any:
-    """Make a tree of a structure that :func:`outline` gave, and leaves. Not collective.
+    """Build a tree from a structure that :func:`outline` has returned, with the given leaves.
 
-    Dictionaries, lists and tuples are plain ones; a named tuple is one of the same fields, and a dataclass a
-    :class:`types.SimpleNamespace`: a file names no class.
+    Classes are not stored. So a dictionary, list or tuple becomes a plain one, a named tuple becomes a new named tuple
+    with the same fields, and a dataclass becomes a :class:`types.SimpleNamespace`.
 
     Raises
     ------
     ValueError
-        If it is no structure, or there are too few leaves.
+        If ``told`` is not such a structure, or there are too few leaves.
     """
     if told is None:
         return None

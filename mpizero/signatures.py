@@ -1,4 +1,4 @@
-"""Find the functions of a user that take the run, by the names of their parameters."""
+"""Find out whether a user's function takes the argument ``run`` (a :class:`mpizero.types.Run`)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def takes_run(function: Callable[..., Any], name: str, *given: str) -> bool:
-    """Tell whether a function takes ``run`` by keyword, after arguments of the names ``given``. Not collective.
+    """Tell whether a function that is called with the arguments ``given`` also takes the keyword ``run``.
 
-    Of a function that does not show its signature (compiled code) it is taken that it does not. What a decorator
-    returns is called as it takes arguments itself; it takes ``run`` if what it decorates does, too.
+    A function without a readable signature (compiled code) is assumed not to take it. A decorated function takes
+    ``run`` only if both the decorated function and the decorator's wrapper accept it.
 
     Raises
     ------
     ConfigError
-        If it cannot be called with these arguments.
+        If the function cannot be called with the arguments ``given``.
     """
     try:
         signature = inspect.signature(function)

@@ -1,4 +1,4 @@
-"""Make any text fit for a terminal, a log line and an error message."""
+"""Escape control characters, so that any text can be printed safely on a terminal or in a log."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import re
 import sys
 from unicodedata import category
 
-#: Controls (escape sequences begin with one), invisible marks (they turn the direction of writing, or hide in names),
-#: halves of surrogate pairs, separators of lines and paragraphs, and code points that are no characters.
+#: Unicode categories that are escaped: control characters (escape sequences begin with one), invisible formatting marks
+#: (which reverse the direction of writing, or hide in names), halves of surrogate pairs, line and paragraph separators,
+#: and code points that are private or not assigned.
 _ESCAPED = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 _UNUSUAL = re.compile(r"[^ -~]")
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Return ``text`` with everything escaped that a terminal would obey or not show.
+    r"""Return ``text`` with control characters and invisible characters escaped.
 
-    Not collective. Letters, marks, symbols and spaces of all scripts stay. The escapes are those of JSON and TOML
-    (``\n``, ``\u001b``, ``\U000e0001``), so that a JSON document means the same afterwards; what is escaped already
-    stays as it is.
+    Letters, marks, symbols and spaces of all scripts stay. The escapes are those of JSON and TOML (``\n``, ``\u001b``,
+    ``\U000e0001``), so a JSON document keeps its meaning. Backslashes are not escaped, so escapes in the text stay.
 
     Parameters
     ----------
     text : str
         Anything: names, keys, values, messages of other libraries.
     keep : str
-        Characters that stay all the same: ``"\n"`` for a report of several lines.
+        Characters that are not escaped: ``"\n"`` for a report of several lines.
     """
     return _UNUSUAL.sub(lambda found: found[0] if found[0] in keep else _escaped(found[0]), text)
 
@@ -38,5 +38,5 @@ def _escaped(character: str) -> str:
 
 
 def notice(text: str) -> None:
-    """Write a line that begins with the package's name to standard error, fit for a terminal."""
+    """Write one line to standard error: "mpizero: " and the text, with control characters escaped."""
     print(f"mpizero: {printable(text)}", file=sys.stderr, flush=True)

@@ -36,11 +36,11 @@ class Part:
     Attributes
     ----------
     shape : tuple of int
-        Of the whole parameter.
+        The shape of the whole parameter.
     axis : int
         The axis that is split.
     ranges : tuple of (int, int)
-        Ascending, disjoint half-open ranges of that axis; the local array holds them one behind the other.
+        Ascending, disjoint, half-open ranges of that axis. The local array is their concatenation.
     """
 
     shape: tuple[int, ...]
@@ -57,20 +57,20 @@ class ParameterSpec:
     name : str
         Dotted name; relative to the block in :meth:`Layer.specs`, global in a layout.
     shape : tuple of int
-        Zero-size shapes are legal.
+        May have zero elements.
     init : Init
-        Start values.
+        Initial values.
     decay : bool
         Whether weight decay applies (false for biases, norms and embeddings).
     trainable : bool
         A frozen parameter has no gradient and no optimizer state.
     tied : str or None
-        Global name of the earlier parameter whose storage this use shares; the use has its own gradient slot.
+        Global name of the earlier parameter whose storage this one shares. Each use has its own gradient.
     part : Part or None
-        The slice of the whole parameter that ``shape`` describes; None is all of it.
+        The slice of the whole parameter that ``shape`` describes; None if it is the whole.
     guest : str or None
-        Global name of the parameter of another pipeline stage of which this storage is a copy, since tied uses were
-        cut apart: it starts and changes as that one does, and is neither saved nor counted.
+        Set where a parameter is tied to one of another pipeline stage: the global name of that other parameter. This
+        storage is then a copy. It has the same values at every step, and is neither saved nor counted.
     """
 
     name: str
@@ -90,23 +90,24 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Run:
-    """Hold what a forward pass gets besides its input; all of it independent of ranks.
+    """Hold what a forward pass gets besides its input. Nothing in it depends on the number of ranks.
 
     Attributes
     ----------
     training : bool
-        Whether dropout masks.
+        Whether dropout is active.
     seed, step : int
-        What random numbers are keyed by, besides the place that they are for.
+        Keys of random numbers. Further keys are the place in the model and the sample.
     first_sample : int
         The index, within the global batch, of the first sample of ``x``.
     count : int
-        Samples of ``x``; 0 is unknown.
+        Number of samples of ``x``; 0 is unknown.
     epoch : int
-        What :meth:`train` was told.
+        The epoch that the caller passed to ``train``.
     length : int
-        Of the whole sequences; 0 is unknown. Where ranks hold parts of sequences, none can read it off its own, since
-        parts may differ by one place: layers that are not told ask the other ranks, with one small message each.
+        Length of the whole sequences; 0 is unknown. Where a context group splits sequences, a rank cannot compute it
+        from its own part, because parts may differ by one place. If it is 0, each layer that needs it asks the other
+        ranks with one small message.
     """
 
     training: bool = False
@@ -127,20 +128,20 @@ EVALUATE = Run()
 
 
 class ShiftRequest(Protocol):
-    """Represent arrays that are sent around a group."""
+    """Represent the messages of a :meth:`Group.shift` in flight."""
 
     def wait(self) -> tuple[Array, ...]:
-        """Return what has arrived. Not collective."""
+        """Wait for the arrays from the other rank and return them. Not collective."""
 
     def test(self) -> bool:
         """Make progress and tell whether :meth:`wait` would return at once. Not collective."""
 
 
 class Group(Protocol):
-    """Describe the group of ranks, tensor or context, that layers are split over, and its collectives.
+    """Describe the collectives of the group of ranks, tensor or context, that layers are split over.
 
-    Every method is collective over the group. Shards of an axis follow the shard rule, so ``sizes``, one for each
-    rank, may differ by one. Sums are added in the order of the ranks and have the same bits on all of them.
+    Every method is collective over the group. An axis is split by the shard rule: ``sizes`` has one length for each
+    rank, and they may differ by one. Sums are added in the order of the ranks, and all ranks get the same bits.
     """
 
     @property
@@ -156,21 +157,21 @@ class Group(Protocol):
         """Return the elementwise maximum over the ranks as a new array."""
 
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Return the ranks' arrays concatenated along ``axis``; rank r's has ``sizes[r]`` there."""
+        """Return the arrays of all ranks, concatenated along ``axis``; rank r's has length ``sizes[r]`` there."""
 
     def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
         """Return this rank's block of the sum: ``sizes[rank]`` along ``axis``."""
 
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> ShiftRequest:
-        """Start sending ``arrays`` to rank + ``by`` and receiving the like from rank - ``by``, around the ring."""
+        """Start to send ``arrays`` to rank + ``by`` and to receive such arrays from rank - ``by``, modulo the size."""
 
 
 @runtime_checkable
 class Layer(Protocol):
-    """Describe a differentiable function; parameters and caches are arguments and return values.
+    """Describe a layer: a differentiable function without state; it is given its parameters and returns its cache.
 
-    ``backward`` = ``backward_input`` followed by ``backward_weights``; zero-bubble pipelines call the halves.
-    Gradients are *overwritten* in ``grads`` (nested views like ``params``), never added to.
+    ``backward`` does ``backward_input`` and then ``backward_weights``; zero-bubble pipelines call the two separately.
+    ``grads`` holds views nested like ``params``. A backward pass *overwrites* them and never adds to them.
     """
 
     def specs(self) -> tuple[ParameterSpec, ...]: ...
@@ -186,7 +187,7 @@ class Layer(Protocol):
 
 @runtime_checkable
 class Loss(Protocol):
-    """Compute the sum of the losses over a batch, and the weight that it counts for."""
+    """Compute the sum of the losses over a batch, and its weight: the mean loss is the sum divided by the weight."""
 
     def forward(self, prediction: Array, target: Array) -> tuple[float, float, Any]: ...
 
@@ -195,7 +196,7 @@ class Loss(Protocol):
 
 @runtime_checkable
 class BlockModel(Protocol):
-    """Describe a model as a sequence of named blocks and a loss, as ZeRO-3, tensor and pipeline parallelism need it."""
+    """Describe a model as a sequence of named blocks and a loss; ZeRO-3, tensor and pipeline parallelism need this."""
 
     @property
     def blocks(self) -> Mapping[str, Layer]: ...
@@ -212,7 +213,7 @@ class BlockModel(Protocol):
 
 @runtime_checkable
 class BlackBoxModel(Protocol):
-    """Describe a model that is known only by a function of named arrays."""
+    """Describe a model as one function that computes loss and gradients from named arrays."""
 
     @property
     def parameters(self) -> Mapping[str, Array]: ...

@@ -16,21 +16,21 @@ import numpy as np
 from mpizero.errors import ConfigError, MpizeroError
 
 T = TypeVar("T")
-#: Return the value to use, or raise :class:`Unexpected`.
+#: Function that returns the value to use, or raises :class:`Unexpected`.
 Check = Callable[[Any], Any]
 
 
 class Unexpected(ValueError):  # noqa: N818 - becomes an error of the package
-    """Raised when a value is not what is expected; the text says what is, as "a whole number >= 1"."""
+    """Raised for a wrong value; its text says what is expected, such as "a whole number >= 1"."""
 
 
 def require(name: str, value: object, check: Callable[[Any], T], error: type[MpizeroError] = ConfigError) -> T:
-    """Return what ``check`` makes of the argument ``name``.
+    """Check the value of the argument ``name``; return the value to use, or raise ``error``.
 
     Raises
     ------
     error
-        With the argument, its value and what is expected.
+        If the check fails; names the argument, its value and what is expected.
     """
     try:
         return check(value)
@@ -39,12 +39,15 @@ def require(name: str, value: object, check: Callable[[Any], T], error: type[Mpi
 
 
 def is_whole(value: object, least: int = 0, most: int = 2**63 - 1) -> TypeGuard[int]:
-    """Tell whether a value is an integer in a closed range, Python's or NumPy's; True is none."""
+    """Tell whether a value is an integer (of Python or NumPy, not a bool) from ``least`` to ``most``."""
     return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
 
 def whole(least: int = 0, most: int | None = None, of: str = "") -> Callable[[Any], int]:
-    """Take an integer in a closed range, up to 2**63 - 1 without ``most``; ``of`` says of what, as " of samples"."""
+    """Make a check for integers from ``least`` to ``most`` (default 2**63 - 1).
+
+    ``of`` completes the message "a whole number of samples >= 1"; for this it is " of samples".
+    """
     expected = f"a whole number{of} " + (f">= {least}" if most is None else f"from {least} to {most}")
 
     def check(value: Any) -> int:
@@ -56,7 +59,7 @@ def whole(least: int = 0, most: int | None = None, of: str = "") -> Callable[[An
 
 
 def seed(value: Any) -> int:
-    """Take an integer of 64 bits without a sign."""
+    """Check for an unsigned integer of 64 bits."""
     if not is_whole(value, most=2**64 - 1):
         raise Unexpected("a whole number from 0 to 2**64 - 1")
     return int(value)
@@ -65,7 +68,10 @@ def seed(value: Any) -> int:
 def number(
     least: float = 0.0, below: float = math.inf, *, above: bool = False, what: str = "a finite number"
 ) -> Callable[[Any], float]:
-    """Take a finite number in [least, below); with ``above`` in (least, below). ``what`` says what it is."""
+    """Make a check for finite numbers in [least, below), or in (least, below) with ``above``.
+
+    ``what`` names the number in the message.
+    """
     bounds = ((least, ">" if above else ">="), (below, "<"))
     ranges = " and ".join(f"{sign} {bound:g}" for bound, sign in bounds if math.isfinite(bound))
     expected = f"{what} {ranges}".rstrip()
@@ -84,14 +90,14 @@ def number(
     return check
 
 
-#: Take a finite number above zero.
+#: Check for a finite number above zero.
 positive = number(above=True)
-#: Take a share: a finite number from zero up to, not including, one.
+#: Check for a number from zero up to, but not including, one.
 fraction = number(below=1.0)
 
 
 def flag(value: Any) -> bool:
-    """Take True or False."""
+    """Check for True or False."""
     if not isinstance(value, bool | np.bool):
         raise Unexpected("True or False")
     return bool(value)

@@ -1,4 +1,7 @@
-"""The only door to mpi4py: communicators, process grids, shared memory, exact sums, agreement, watchdog."""
+"""Wrap mpi4py: communicators, process grids, shared memory, exact sums, agreement on errors, watchdog.
+
+No other package of the library imports mpi4py, except the test kit.
+"""
 
 from mpizero.comm.communicator import CallTrace, Communicator, Counters, Request, SharedMemory
 from mpizero.comm.grid import ProcessGrid

@@ -16,19 +16,20 @@ from mpizero.errors import CollectiveError, PeerFailure, RemoteError
 
 @contextmanager
 def all_ranks(comm: Communicator, tag: str = "all_ranks", *, first: bool = False) -> Iterator[None]:
-    """Leave the block on every rank, or raise on every rank.
+    """Run a block on all ranks; if it raises on one rank, raise an error on every rank.
 
-    Collective over ``comm``: one small reduction; with ``first`` it is the first message of an operation, which also
-    compares the operations of all ranks. A block must not mix collectives of ``comm`` with operations that can fail on
-    one rank only: the others would wait in the collective. A failed collective is raised at once, without agreement,
-    since the ranks may not reach one any more.
+    Collective over ``comm``: one small reduction at the end of the block. With ``first`` that message is also the first
+    message of a public operation, which compares the operations that the ranks have called ([Note: calls]). A block
+    must not mix collectives of ``comm`` with statements that can fail on one rank only: the other ranks would wait in
+    the collective. If a collective fails in the block, its error is raised at once, without the reduction, because
+    other ranks may never reach it.
 
     Raises
     ------
     Exception
         The block's own error, on the ranks that raised it.
     RemoteError
-        On the others; names the ranks and the first one's error.
+        On the other ranks; names the ranks that failed and the error of the first of them.
 
     Examples
     --------
@@ -55,7 +56,7 @@ def all_ranks(comm: Communicator, tag: str = "all_ranks", *, first: bool = False
 def raise_on_all(comm: Communicator, error: Exception | None, tag: str) -> NoReturn:
     """Raise ``error`` on the ranks that have one, and RemoteError on the others.
 
-    Collective over ``comm``, once all know that a rank has one.
+    Collective over ``comm``: called when all ranks know that at least one of them has an error.
     """
     own = None if error is None else (isinstance(error, RemoteError), describe_error(error))
     reports = comm.allgather_object(own, tag)

@@ -1,11 +1,11 @@
-"""Compare the operations that all ranks have called before any of them begins.
+"""Check that all ranks have called the same public operation, before any of them executes it.
 
 [Note: calls] A public collective call (``train``, ``evaluate``, ``save_model``, ``close``) is an operation. Its name
 and the user's line are recorded in the trace of the communicator of all ranks, like a collective. The first message of
-every operation is the same under every strategy: the hash of all calls of this rank so far, with up to three numbers
-that the operation needs of all ranks. So ranks that call different operations exchange the same message, and raise an
-error with both names and both lines before shared memory is changed. A step sends its sample counts in this message,
-so it costs no message more.
+every operation has the same form: a hash of all calls that this rank has made so far, and up to three numbers that the
+operation needs from every rank. So even ranks that call different operations can exchange this message. They then raise
+an error with the names and source lines of the operations, before shared memory is changed. A training step sends its
+sample counts in this message, so the comparison adds no message to it.
 """
 
 from __future__ import annotations
@@ -28,30 +28,36 @@ R = TypeVar("R")
 
 
 class Collective(Protocol):
-    """Have collective methods, and know the ranks that call them."""
+    """Describe a class whose methods are decorated with :func:`collective` or :func:`recorded`."""
 
     def _callers(self) -> tuple[Communicator, str]:
-        """Return the ranks that make the calls, and a name that tells several objects apart; "" for the first."""
+        """Return the communicator of the calling ranks, and a label that tells this object from others of its class.
+
+        The label of the first object is "".
+        """
 
 
 C = TypeVar("C", bound=Collective)
 
 
 def record_call(comm: Communicator, operation: str, which: str = "") -> None:
-    """Record that the user has called an operation on this rank, and where. Not collective, but called on all ranks."""
+    """Record in the trace that the user has called an operation, and the source line of the call.
+
+    Sends nothing itself, but all ranks must call it: the records are compared in the next message.
+    """
     if comm.size > 1:
         comm.trace.begin_operation((operation, which))
 
 
 def agree_on_call(comm: Communicator, figures: Sequence[int] = ()) -> Array:
-    """Send the first message of an operation; return the figures of all ranks, one row for each.
+    """Send the first message of an operation, compare the operations, and return the figures, one row for each rank.
 
     Collective over ``comm``.
 
     Raises
     ------
     CollectiveMismatch
-        On every rank, if they have called different operations: names the operations, their ranks and lines.
+        On every rank, if the ranks have called different operations; names the operations, their ranks and lines.
     """
     mine = np.zeros(1 + FIGURES, np.int64)
     mine[1 : 1 + len(figures)] = figures
@@ -72,12 +78,12 @@ def agree_on_call(comm: Communicator, figures: Sequence[int] = ()) -> Array:
 
 
 def check_call(comm: Communicator, operation: str, which: str = "") -> None:
-    """Compare the operation that all ranks have called. Collective over ``comm``: one message of 32 bytes a rank.
+    """Check that all ranks have called the same operation. Collective over ``comm``: one message of 32 bytes a rank.
 
     Raises
     ------
     CollectiveMismatch
-        As :func:`agree_on_call`.
+        On every rank, if they have called different operations.
     """
     record_call(comm, operation, which)
     agree_on_call(comm)
@@ -86,7 +92,7 @@ def check_call(comm: Communicator, operation: str, which: str = "") -> None:
 def _compared(
     compare: Callable[[Communicator, str, str], None], method: Callable[Concatenate[C, P], R]
 ) -> Callable[Concatenate[C, P], R]:
-    """Return a method that compares its name, by ``compare``, before it does anything else."""
+    """Return a method that first calls ``compare(comm, name of the method, label of the object)``, then ``method``."""
 
     @wraps(method)
     def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -98,13 +104,13 @@ def _compared(
 
 
 def collective(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
-    """Compare calls of a method between ranks before it begins, see :func:`check_call`."""
+    """Decorate a collective method: a message before it runs checks that all ranks call it; see :func:`check_call`."""
     return _compared(check_call, method)
 
 
 def recorded(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
-    """Compare calls of a method between ranks in its own first message; see :func:`agree_on_call`.
+    """Decorate a collective method that calls :func:`agree_on_call` itself: only record the call, send no message.
 
-    One that sends none (a gradient of local steps) is compared in the first message of the next.
+    A method that sends no message (a gradient of local steps) is compared in the first message of the next operation.
     """
     return _compared(record_call, method)

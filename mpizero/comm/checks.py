@@ -1,4 +1,7 @@
-"""Check the arguments of communicator calls, on this rank alone; a check takes less than a microsecond."""
+"""Check the arguments of communicator calls on this rank; each function raises CollectiveError for a wrong one.
+
+A check takes less than a microsecond and sends nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,17 @@ from mpizero.comm.transport import Transport
 from mpizero.layout import Span
 from mpizero.types import Array
 
-#: Element types that travel; float16 travels as bits and is not reduced, bfloat16 is sent viewed as uint16.
+#: Characters of the NumPy dtypes that can be sent, and of those that can be reduced. float16 is sent as 16-bit integers
+#: and cannot be reduced. An array of bfloat16 must be viewed as uint16 to be sent.
 MOVABLE = frozenset("?bBhHiIlLqQefdFD")
 REDUCIBLE = frozenset("bBhHiIlLqQfd")
 REDUCTIONS = ("sum", "max", "min")
-#: Tags of ``send`` and ``recv`` are below this number (the smallest ``TAG_UB`` the standard allows is 32767).
+#: Upper limit of the tags of ``send`` and ``recv``, not included. MPI guarantees tags up to 32767.
 TAG_LIMIT = 32000
 
 
 def array(comm: Transport, operation: str, tag: object, value: Array, written: bool = False) -> None:
-    """Refuse what is not a C-contiguous array of a movable dtype: NumPy's, or a GPU's where they travel.
-
-    Not collective.
-    """
+    """Refuse anything but a C-contiguous array that can be sent: of NumPy, or of a GPU if MPI takes GPU memory."""
     flags = value.flags if isinstance(value, np.ndarray) else _flags_of_device_array(comm, operation, tag, value)
     if not flags.c_contiguous:
         raise comm.error(operation, tag, "the array is not C-contiguous; send a copy", value)
@@ -41,13 +42,13 @@ def _flags_of_device_array(comm: Transport, operation: str, tag: object, value: 
 
 
 def peer(comm: Transport, operation: str, tag: object, rank: int) -> None:
-    """Refuse a rank outside the communicator. Not collective."""
+    """Refuse a rank outside the communicator."""
     if not 0 <= rank < comm.size:
         raise comm.error(operation, tag, f"rank {rank} is not in 0..{comm.size - 1}")
 
 
 def pair(comm: Transport, operation: str, tag: str, send: Array, recv: Array) -> None:
-    """Refuse arrays of two dtypes, and each array that cannot travel. Not collective."""
+    """Refuse arrays of different dtypes, and arrays that cannot be sent or received into."""
     array(comm, operation, tag, send)
     array(comm, operation, tag, recv, written=True)
     if send.dtype != recv.dtype:
@@ -55,7 +56,7 @@ def pair(comm: Transport, operation: str, tag: str, send: Array, recv: Array) ->
 
 
 def blocks(comm: Transport, operation: str, tag: str, value: Array, counts: Sequence[int]) -> None:
-    """Refuse ``counts`` that are not one number a rank, or do not add up to the array. Not collective."""
+    """Refuse ``counts`` that are not one number for each rank, or do not add up to the size of the array."""
     if len(counts) != comm.size or min(counts) < 0 or sum(counts) != value.size:
         raise comm.error(
             operation, tag, f"counts {list(counts)} are not {comm.size} blocks of {value.size} elements", value
@@ -63,20 +64,20 @@ def blocks(comm: Transport, operation: str, tag: str, value: Array, counts: Sequ
 
 
 def places(comm: Transport, operation: str, tag: str, value: Array, spans: Sequence[Span]) -> None:
-    """Refuse ``spans`` that are not one a rank, or reach beyond the array. Not collective."""
+    """Refuse ``spans`` that are not one for each rank, or reach beyond the end of the array."""
     wrong = [tuple(span) for span in spans if span.size and not 0 <= span.start < span.stop <= value.size]
     if len(spans) != comm.size or wrong:
         raise comm.error(operation, tag, f"{len(spans)} places of {comm.size} ranks, outside of it: {wrong}", value)
 
 
 def own_block(comm: Transport, operation: str, tag: str, value: Array, counts: Sequence[int]) -> None:
-    """Refuse a block of another size than this rank's count. Not collective."""
+    """Refuse an array whose size is not this rank's entry in ``counts``."""
     if counts[comm.rank] != value.size:
         raise comm.error(operation, tag, f"counts[{comm.rank}] is {counts[comm.rank]}", value)
 
 
 def reduction(comm: Transport, operation: str, tag: str, value: Array, op: str) -> None:
-    """Refuse an unknown operation, and dtypes that have none. Not collective."""
+    """Refuse an unknown reduction, and an array whose dtype cannot be reduced."""
     if op not in REDUCTIONS:
         raise comm.error(operation, tag, f"op must be one of {REDUCTIONS}, got {op!r}", value)
     if value.dtype.char not in REDUCIBLE:

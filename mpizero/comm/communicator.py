@@ -1,4 +1,4 @@
-"""Define the methods of every communicator, over MPI or over threads; imports neither."""
+"""Define the interface of communicators; ``mpi.py`` implements it over MPI and ``inmemory.py`` over threads."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ __all__ = ["CallTrace", "Communicator", "Counters", "Request", "SharedMemory"]
 class Communicator(Transport):
     """Exchange C-contiguous NumPy arrays among a group of ranks.
 
-    The arrays of one call have the same dtype; every rank calls the collectives of a communicator in the same order
-    with fitting counts. Wrong arguments on this rank raise CollectiveError before anything is sent. A communicator is a
-    context manager: it is closed at the end of the block; if the block raises, it is aborted (threads) or left to the
-    guard (MPI).
+    The arrays of one call have the same dtype. All ranks call the collectives of a communicator in the same order and
+    with counts that fit together. Wrong arguments on this rank raise CollectiveError before anything is sent. A
+    communicator is a context manager and is closed at the end of the block. If the block raises, a communicator of
+    threads is aborted. One of MPI stays open, because closing is collective; the guard ends the job if nobody catches
+    the error.
 
     Attributes
     ----------
@@ -35,11 +36,11 @@ class Communicator(Transport):
     name : str
         Name of the group in errors and reports.
     shares_memory : bool
-        Whether :meth:`allocate_shared` works: made by :meth:`split_node` or split off such a group, or of size 1.
+        Whether :meth:`allocate_shared` works: for results of :meth:`split_node`, and for groups split off such a one.
     counters : Counters
         Bytes sent by this rank through this communicator.
     trace : CallTrace
-        The call this rank is in.
+        The collective that this rank is in, and the last ones before it.
     """
 
     def __enter__(self) -> Self:
@@ -62,15 +63,15 @@ class Communicator(Transport):
         self._call(("barrier", tag), self._barrier)
 
     def ibarrier(self, tag: str = "") -> Request:
-        """Start a barrier. Collective over the communicator."""
+        """Start a barrier; it has been passed when the request has ended. Collective over the communicator."""
         request: Request = self._call(("ibarrier", tag), self._ibarrier)
         return request
 
     def node_barrier(self, shared: SharedMemory, tag: str = "", *, counted: bool = False) -> None:
         """Make what every rank wrote to ``shared`` before the call visible to every rank after it.
 
-        Collective over the communicator that allocated ``shared``. With ``counted`` the call is only counted in the
-        record of calls: for callers that make many of them in a short time.
+        Collective over the communicator that allocated ``shared``. With ``counted`` the trace of calls only counts the
+        call and does not record it by itself. Callers that make many such calls in a short time use that.
         """
         if counted:
             self._count("node_barrier", tag, self._node_barrier, shared)
@@ -178,7 +179,7 @@ class Communicator(Transport):
         return request
 
     def allgather_object(self, value: Any, tag: str = "") -> list[Any]:
-        """List the picklable ``value`` of every rank. Collective over the communicator; control plane only."""
+        """Return the picklable, small ``value`` of every rank, as a list. Collective over the communicator."""
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         self.counters.add(len(payload) * (self.size - 1), tag)
         return [pickle.loads(p) for p in self._call(("allgather_object", tag), self._allgather_bytes, payload)]
@@ -192,9 +193,9 @@ class Communicator(Transport):
         return pickle.loads(self._call(("broadcast_object", tag, root), self._broadcast_bytes, payload, root))
 
     def run(self, operation: str, function: Callable[[], T], tag: str = "") -> T:
-        """Call a collective function of another library, such as parallel HDF5, under the watchdog.
+        """Call a collective function of another library, such as parallel HDF5, and watch it for hangs.
 
-        Collective over the communicator. ``operation`` is its name in reports.
+        Collective over the communicator. ``operation`` is the name of the function in the watchdog's reports.
         """
         result: T = self._call((operation, tag), function)
         return result
@@ -202,11 +203,11 @@ class Communicator(Transport):
     # ------------------------------------------------------------------ point to point
 
     def send(self, buffer: Array, peer: int, tag: int = 0) -> None:
-        """Send ``buffer`` to ``peer``; may wait for its receive. Not collective."""
+        """Send ``buffer`` to rank ``peer``; may wait until that rank receives. Not collective."""
         self.isend(buffer, peer, tag).wait()
 
     def recv(self, buffer: Array, peer: int, tag: int = 0) -> None:
-        """Receive exactly ``buffer.size`` elements from ``peer``. Not collective."""
+        """Receive exactly ``buffer.size`` elements from rank ``peer``. Not collective."""
         self.irecv(buffer, peer, tag).wait()
 
     def isend(self, buffer: Array, peer: int, tag: int = 0) -> Request:
@@ -226,7 +227,7 @@ class Communicator(Transport):
     # ------------------------------------------------------------------ groups
 
     def split(self, color: int, key: int | None = None, name: str = "") -> Communicator:
-        """Group the ranks of equal ``color`` (>= 0), ordered by ``key`` (default: rank), then rank.
+        """Return a communicator of the ranks with the same ``color`` (>= 0), ordered by ``key`` (default: rank).
 
         Collective over the communicator. The caller closes the result; MPI runs out at about 2000 open ones.
         """
@@ -237,7 +238,7 @@ class Communicator(Transport):
         return group
 
     def split_node(self, ranks_per_node: int | None = None, name: str = "") -> Communicator:
-        """Group the ranks that can share memory, in rank order.
+        """Return a communicator of the ranks that share memory with this one, in rank order.
 
         Collective over the communicator. ``ranks_per_node=k`` simulates smaller nodes: consecutive groups of ``k``
         ranks inside each real node. The caller closes the result.
@@ -256,7 +257,7 @@ class Communicator(Transport):
         Raises
         ------
         SharedMemoryError
-            On all ranks alike: not a node communicator, or too little room; nothing is allocated then.
+            On all ranks: if this is not a node communicator, or there is too little memory. Nothing is allocated then.
         """
         if not self.shares_memory:
             raise SharedMemoryError(
@@ -268,24 +269,25 @@ class Communicator(Transport):
         return shared
 
     def traces(self) -> list[CallTrace]:
-        """Return the traces of the ranks of the communicator that live in this process. Not collective."""
+        """Return the traces of those ranks of the communicator that run in this process. Not collective."""
         return [self.trace]
 
     def shared_space(self) -> int | None:
-        """Return the bytes that :meth:`allocate_shared` may still allocate here; None where no limit is known.
+        """Return how many bytes :meth:`allocate_shared` may still allocate on this node; None if no limit is known.
 
-        Not collective: ranks may see different figures.
+        Not collective: ranks may get different numbers.
         """
         return None
 
     def defer_close(self, close: Callable[[], None]) -> None:
-        """Store a function that closes what an error leaves open, for :meth:`run_deferred_closes`. Not collective.
+        """Store a collective function that frees resources; :meth:`run_deferred_closes` calls it. Not collective.
 
-        ``close`` is collective over the communicator. Threads do not store it: Python frees their memory.
+        Used after an error: other ranks may not have failed, so ``close``, which is collective over the communicator,
+        cannot be called at once. Communicators of threads do not store it, because Python frees their memory.
         """
 
     def run_deferred_closes(self) -> None:
-        """Close what errors have left open on all ranks. Collective over the communicator."""
+        """Call the functions that :meth:`defer_close` has stored on all ranks. Collective over the communicator."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Compare values that must be the same on all ranks, and name the first part in which they differ."""
+"""Check that values are the same on all ranks, and name the first part in which they differ."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mpizero.errors import ConfigError
 from mpizero.fingerprint import Fingerprint, Parts, shown, words
 from mpizero.text import notice
 
-#: Name of a value and the steps from it to a part of it.
+#: Name of a value, and the steps (``.field``, ``[0]``) that lead from it to a part of it.
 _Place = tuple[str, tuple[str, ...]]
 
-#: Sent by a rank whose ``make`` has failed; no digest is zero.
+#: Sent instead of a digest by a rank whose ``make`` has raised; no digest is all zeros.
 _FAILED = bytes(32)
 #: Stands for a part that a rank lacks; compared by identity.
 _ABSENT = str(bytearray(b"nothing"), "ascii")
@@ -31,18 +31,18 @@ _ALLOWED = "or, if it may differ, a name that begins with an underscore, which i
 
 
 def agree_equal(comm: Communicator, make: Callable[[], Mapping[str, Any]], tag: str) -> None:
-    """Raise on every rank unless what ``make`` returns is the same on all, or if it fails on one.
+    """Raise on every rank if ``make()`` returns different values on different ranks, or raises on one of them.
 
-    Collective over ``comm``: one message of 32 bytes a rank while they agree, whatever is compared. ``make`` returns
-    values by name, in the order in which they are compared; any object may be a value, see :mod:`mpizero.fingerprint`.
-    Rank 0 names once what cannot be compared.
+    Collective over ``comm``: one message of 32 bytes a rank while the values are equal, whatever their size. ``make``
+    returns values by name, in the order in which they are compared. Any object may be a value; see
+    :mod:`mpizero.fingerprint`. Rank 0 prints once which values cannot be compared.
 
     Raises
     ------
     ConfigError
-        Names the first part that differs, its values and their ranks.
+        If values differ; names the first part that differs, its values and their ranks.
     Exception
-        That of ``make``, on the ranks where it was raised; RemoteError on the others.
+        The error of ``make``, on the ranks where it was raised; RemoteError on the others.
     """
     error: Exception | None = None
     fingerprint, values, digest = Fingerprint(), dict[str, Any](), _FAILED
@@ -70,7 +70,7 @@ class _Search:
         self.above: list[Any] = []
 
     def among(self, values: Mapping[str, Any]) -> str | None:
-        """Describe what differs; None if it is nothing that can be compared."""
+        """Return a message about the first part that differs; None if no part that is compared differs."""
         return self._first(values, lambda name: (name, ()))
 
     def _first(self, items: Mapping[str, Any], place: Callable[[str], _Place]) -> str | None:
@@ -109,10 +109,10 @@ class _Search:
 
 
 def agree_arrays(comm: Communicator, what: str, give: Callable[[], Mapping[str, Any]], first: int = 0) -> None:
-    """Raise on every rank unless all pass the same arrays; this is the first message of an operation.
+    """Raise on every rank unless all ranks pass the same arrays; call it as the first message of an operation.
 
-    Collective over ``comm``: 32 bytes a rank while they agree. Arrays are compared by name, type, shape and bytes, by
-    their CRC32: NaN equals itself, 0.0 is not -0.0.
+    Collective over ``comm``: 32 bytes a rank while the arrays are equal. Name, type, shape and bytes of the arrays are
+    compared, by a CRC32 of all of them. NaN equals NaN, and 0.0 differs from -0.0.
 
     Parameters
     ----------
@@ -121,16 +121,17 @@ def agree_arrays(comm: Communicator, what: str, give: Callable[[], Mapping[str, 
     what : str
         Name of the operation, for the error.
     give : callable
-        Returns the arrays of this rank, or values that become arrays, by name. Its errors are raised on all ranks.
+        Returns the arrays of this rank by name, or values that can be converted to arrays. If it raises on one rank,
+        all ranks raise.
     first : int
         The rank with which this one is compared.
 
     Raises
     ------
     CollectiveMismatch
-        As :func:`mpizero.comm.calls.agree_on_call`.
+        If the ranks have called different operations.
     ConfigError
-        Names the first rank and the first array that differ, and their values.
+        If arrays differ; names the first rank and the first array that differ, and their values.
     """
     error: Exception | None = None
     arrays: dict[str, Any] = {}
@@ -176,5 +177,5 @@ def _describe_array(array: Any) -> str:
 
 @lru_cache(maxsize=64)
 def _notice_once(text: str) -> None:
-    """Write a line to standard error, unless the same was written before."""
+    """Write a line to standard error, unless this process has written the same line before."""
     notice(text)

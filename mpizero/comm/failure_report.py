@@ -1,4 +1,4 @@
-"""Describe errors, and write what a rank reports when it ends its job to standard error."""
+"""Format errors for messages, and write to standard error the report of a rank that ends its job."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _DELIVERY, _FORWARDING = 1.0, 0.1
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an error that the user can correct in one line, followed by its detail lines.
+    """Return one line with the class and text of an error, followed by its detail lines.
 
-    The line ends with the innermost line of the user's own code in the traceback, where there is one.
+    The first line ends with the innermost line of the user's own code in the traceback, if there is one.
     """
     first = f"{type(error).__name__}: {' '.join(str(error).split()) or 'no further description'}"
     line = users_line(error.__traceback__)
@@ -33,18 +33,18 @@ def describe_error(error: BaseException) -> str:
 
 
 def user_message(error: BaseException) -> str:
-    """Return the text to print of an error that the user can correct: one line, or the traceback if requested."""
+    """Return the text to print for an error of this package: one line, or the traceback if MPIZERO_TRACEBACK is set."""
     return format_error(error, error.__traceback__) if shows_all() else describe_error(error)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return "rank 3" or "ranks 0-2, 5"; ``ranks`` are in order."""
+    """Return "rank 3" or "ranks 0-2, 5"; ``ranks`` are in ascending order."""
     text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in rank_ranges(ranks))
     return f"rank{'s' if len(ranks) != 1 else ''} {text}"
 
 
 def rank_ranges(ranks: Iterable[int]) -> list[list[int]]:
-    """Return the first and the last rank of each range of consecutive ones; ``ranks`` are in order."""
+    """Return the ranges of consecutive ranks, each as its first and last rank; ``ranks`` are in ascending order."""
     found: list[list[int]] = []
     for rank in ranks:
         if found and rank == found[-1][1] + 1:
@@ -55,7 +55,7 @@ def rank_ranges(ranks: Iterable[int]) -> list[list[int]]:
 
 
 def ranks_by_text(texts: Iterable[tuple[int, str]]) -> dict[str, str]:
-    """Return "ranks 0-2" for each different text, given pairs of a rank and its text in the order of the ranks."""
+    """Map each different text to the ranks that have it, as "ranks 0-2"; ``texts`` are pairs in the order of ranks."""
     found: dict[str, list[int]] = {}
     for rank, text in texts:
         found.setdefault(text, []).append(rank)
@@ -63,19 +63,22 @@ def ranks_by_text(texts: Iterable[tuple[int, str]]) -> dict[str, str]:
 
 
 def by_ranks(texts: Sequence[str]) -> str:
-    """Return "0.1 on ranks 0-2, 0.2 on rank 3", given the text of each rank."""
+    """Return "0.1 on ranks 0-2, 0.2 on rank 3", given one text for each rank."""
     return ", ".join(f"{text} on {ranks}" for text, ranks in ranks_by_text(enumerate(texts)).items())
 
 
 def format_error(error: BaseException, trace: TracebackType | None) -> str:
-    """Format the traceback; in a chain only the first header says Traceback, so that a log has one per failure."""
+    """Return the formatted traceback of an error.
+
+    Of chained errors only the first header says "Traceback", so that a log contains the word once for each failure.
+    """
     text = "".join(traceback.format_exception(type(error), error, trace))
     head, first, rest = text.partition("Traceback (most recent call last)")
     return head + first + rest.replace("Traceback (most recent call last)", "Frames (most recent call last)")
 
 
 def write_stderr(text: str) -> None:
-    """Write printable text to standard error in one piece, so that lines of ranks do not mix."""
+    """Write a text to standard error, escaped for terminals, in one piece, so that lines of ranks do not mix."""
     data = memoryview(printable(text, keep="\n\t").encode())
     with contextlib.suppress(OSError):
         while data:

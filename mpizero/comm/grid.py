@@ -1,4 +1,4 @@
-"""Group the ranks of a job: by the axes of parallelism, by node, and by peers between nodes."""
+"""Make the communicators of a job: for each axis of parallelism, for the ranks of a node, and for peers."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from mpizero.text import notice
 
 @dataclass(frozen=True)
 class ProcessGrid(NodeOrder):
-    """Hold the groups that one rank belongs to.
+    """Hold the communicators of all groups that this rank belongs to.
 
-    Groups of the same ranks are one communicator, since MPICH runs out of them at about 2000. Groups of this rank alone
-    are one in-process communicator, which costs nothing.
+    Groups with the same ranks use one communicator, because MPICH has only about 2000. All groups that contain this
+    rank alone use one in-process communicator, which needs none of MPI.
 
     Attributes
     ----------
     world : Communicator
-        All ranks; belongs to the caller.
+        All ranks. The caller made it and closes it.
     axes : Axes
         The sizes and the order of the axes.
     here : Coordinates
-        The place of this rank.
+        The coordinates of this rank on the axes.
     data : Communicator
-        The ranks that hold the same parameters, over which gradients are summed and state is sharded: those that
-        differ in the data and context axes, data first.
+        The data group: the ranks that hold the same parameters. Gradients are summed and state is sharded over it. Its
+        ranks differ in the data and context axes only, and are ordered by data, then context.
     batch : Communicator
-        The ranks that redistribute samples: those that differ in the data axis. ``data`` itself without contexts.
+        The ranks that redistribute samples among themselves: those that differ in the data axis only. Without context
+        groups it is ``data`` itself.
     pipeline, tensor, context : Communicator
         The ranks that differ in this axis only.
     model : Communicator
-        The ranks of one replica, which must see the same batch: pipeline first, then tensor, then context.
+        The ranks of one replica, which are given the same samples; ordered by pipeline, then tensor, then context.
     node : Communicator
         The ranks of ``data`` that share memory with this one, in rank order.
     peers : Communicator
@@ -47,7 +48,7 @@ class ProcessGrid(NodeOrder):
     nodes : tuple of tuple of int
         The data ranks of every node of the data group; nodes are ordered by their first rank.
     position : tuple of int
-        Node-major place of every data rank: grains are assigned in this order.
+        For every data rank, its number when the ranks are counted node by node. Grains are assigned in this order.
     """
 
     world: Communicator
@@ -75,7 +76,7 @@ class ProcessGrid(NodeOrder):
         ranks_per_node: int | None = None,
         axes: Axes | None = None,
     ) -> ProcessGrid:
-        """Find the nodes and group the ranks.
+        """Find the nodes of the job, and make the communicators of all groups.
 
         Collective over ``world``. With ``share_node_memory=False``, or when the nodes of a data group have unequal
         numbers of ranks (rank 0 reports it), every rank is its own node and all ranks of a data group are peers.
@@ -85,7 +86,8 @@ class ProcessGrid(NodeOrder):
         Raises
         ------
         GridError
-            If ``ranks_per_node`` is not a positive integer, or ``axes`` are not for the size of ``world``.
+            If ``ranks_per_node`` is not a positive integer, or the product of the sizes of ``axes`` is not the size of
+            ``world``.
         """
         if ranks_per_node is not None and (not isinstance(ranks_per_node, int) or ranks_per_node < 1):
             raise GridError(f"ranks_per_node must be a positive integer or None, got {ranks_per_node!r}")
@@ -154,10 +156,10 @@ class ProcessGrid(NodeOrder):
         return sum(c.counters.bytes_sent for c in (self.world, *self.communicators))
 
     def describe(self) -> str:
-        """Return a table of every rank's coordinates and the node that it runs on.
+        """Return a table, as text, of every rank's coordinates and the node that it runs on.
 
-        Collective over ``world``. Nodes are numbered by their first rank, simulated ones too, whether memory is shared
-        or not.
+        Collective over ``world``. Nodes, also simulated ones, are numbered in the order of their first ranks, whether
+        memory is shared or not.
         """
         with self.world.split_node(self._ranks_per_node, name="describe") as host:
             hosts = _hosts(self.world, host)
@@ -165,7 +167,7 @@ class ProcessGrid(NodeOrder):
         return self.axes.describe([numbers[leader] for leader in hosts])
 
     def close(self) -> None:
-        """Free the groups, not ``world``. Collective over ``world``."""
+        """Close the communicators that the grid has made; ``world`` stays open. Collective over ``world``."""
         while self._made:
             self._made.popitem()[1].close()
         for communicator in reversed(self.communicators):
@@ -184,15 +186,15 @@ class ProcessGrid(NodeOrder):
 
 
 def _hosts(world: Communicator, host: Communicator) -> tuple[int, ...]:
-    """Return the first rank of the node of every rank. Collective over ``world``."""
+    """Return, for every rank of ``world``, the first rank of its node. Collective over ``world``."""
     return tuple(world.allgather_object(host.broadcast_object(world.rank), tag="nodes"))
 
 
 def _split(world: Communicator, host: Communicator | None, hosts: Sequence[int], axes: Axes) -> dict[str, Communicator]:
-    """Make the groups of this rank, one communicator for each set of ranks. Collective over ``world``.
+    """Make the communicators of the axes, by name; groups of the same ranks get the same one.
 
-    The axes and the nodes of all ranks decide which groups coincide, and which lie within nodes. So all ranks make the
-    same calls.
+    Collective over ``world``. ``axes`` and ``hosts`` alone decide which groups have the same ranks, and which lie within nodes. Both are the same
+    on all ranks, so all ranks split the same communicators.
     """
     made: dict[tuple[int, ...], Communicator] = {}
     groups: dict[str, Communicator] = {}

@@ -1,9 +1,9 @@
 """Implement the communicator over threads of one process, without MPI: for notebooks, debuggers and unit tests.
 
-[Note: threads] Every collective is one exchange: each rank posts a copy of its data under the next number and goes on;
-a rank that waits does so until all ranks have posted that number. Each also posts the hash of its calls, so different
-calls raise an error on every rank. A failure is stored once for the whole job (the group and all groups split off it)
-and wakes all waiting threads.
+[Note: threads] Every collective is one exchange with a number. Each rank posts a copy of its data and goes on; waiting
+means to wait until all ranks have posted theirs. Each rank also posts the hash of its calls, so different calls raise
+an error on every rank. A failure is stored once for the whole job (the first group and all groups split off it) and
+wakes all waiting threads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ADD: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum, "min": np.minimum
 
 
 class _Job:
-    """Hold what the threads of one job share: a lock, the first failure, waiting members and ended members."""
+    """Hold the state that all threads of a job share: a lock, the first failure, and who waits or has ended."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -39,7 +39,10 @@ class _Job:
         self.gone: set[int] = set()
 
     def sleep(self, member: int, ready: Callable[[], bool]) -> bool:
-        """Sleep until something changes; return False at once if then all threads would sleep. Needs the lock."""
+        """Sleep until the shared state changes; return False at once if all threads would then sleep for ever.
+
+        The caller holds the lock ``changed``. ``ready`` tells whether this thread could go on.
+        """
         self.sleeping[member] = ready
         alive = self.size - len(self.gone)
         if len(self.sleeping) == alive and not any(is_ready() for is_ready in self.sleeping.values()):
@@ -51,7 +54,7 @@ class _Job:
 
 
 class _Exchange:
-    """Hold one collective: for each rank the hash of its calls and the data that it sent."""
+    """Hold one collective in progress: for each rank the hash of its calls and the data that it posted."""
 
     def __init__(self, size: int) -> None:
         self.numbers: list[int | None] = [None] * size
@@ -61,7 +64,7 @@ class _Exchange:
 
 
 class _Mailbox:
-    """Hold the messages of one sender, receiver and tag; receives take them in the order of their start."""
+    """Hold the messages from one sender to one receiver with one tag; the k-th receive gets the k-th message."""
 
     def __init__(self) -> None:
         self.messages: dict[int, Array] = {}
@@ -70,7 +73,7 @@ class _Mailbox:
 
 
 class _Group:
-    """Hold the members of one communicator, as ranks of the job, and its messages."""
+    """Hold the state that the threads of one communicator share: its members, exchanges and messages."""
 
     def __init__(self, job: _Job, members: Sequence[int]) -> None:
         self.job = job
@@ -86,7 +89,7 @@ class _Group:
 
 
 class _ThreadRequest(Request):
-    """Wait until ``ready`` returns True, then run ``finish`` once."""
+    """Represent a non-blocking operation: it has ended when ``ready()`` is true, then ``finish`` is called once."""
 
     __slots__ = ("_communicator", "_finish", "_operation", "_ready", "_sequence", "_tag", "_waits_for")
 
@@ -146,12 +149,12 @@ class ThreadSharedMemory(SharedMemory):
         """Do nothing: the lock of the next barrier orders memory between threads. Not collective."""
 
     def close(self) -> None:
-        """Drop the array; ``buffer`` becomes empty. Collective over its communicator."""
+        """Release the memory; ``buffer`` becomes an empty array. Collective over its communicator."""
         self.buffer = np.empty(0, np.uint8)
 
 
 class InMemoryCommunicator(Communicator):
-    """Communicate between threads of this process; made by :meth:`group`, one for each thread.
+    """Communicate between threads of this process; :meth:`group` makes one communicator for each thread.
 
     Results have the same bits as over MPI, except sums, which are added in rank order. A thread that fails calls
     :meth:`abort` (``mpizero.testing.run_in_threads`` and the context manager do): every other thread of the group then
@@ -176,7 +179,7 @@ class InMemoryCommunicator(Communicator):
     # ------------------------------------------------------------------ failures
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Make every thread of the job raise PeerFailure, because of ``error``. Not collective; returns."""
+        """Make every thread of the job raise PeerFailure in its next call, because of ``error``. Not collective."""
         job = self._group.job
         with job.changed:
             if job.failure is None:
@@ -185,7 +188,7 @@ class InMemoryCommunicator(Communicator):
             job.changed.notify_all()
 
     def leave(self) -> None:
-        """Declare that this thread makes no more calls, so that threads that wait for it fail. Not collective."""
+        """Declare that this thread makes no more calls: threads that wait for it raise PeerFailure. Not collective."""
         job = self._group.job
         with job.changed:
             job.gone.add(self._member)
@@ -203,7 +206,7 @@ class InMemoryCommunicator(Communicator):
         self.abort(error)
 
     def _check_peers(self, waits_for: Sequence[int] = ()) -> None:
-        """Raise if the job has failed, or a rank that this one waits for has gone. The caller holds the lock."""
+        """Raise PeerFailure if the job has failed or a rank in ``waits_for`` has ended. The caller holds the lock."""
         job, members = self._group.job, self._group.members
         if job.failure is not None:
             rank, cause = job.failure
@@ -251,12 +254,12 @@ class InMemoryCommunicator(Communicator):
         )
 
     def mismatch(self) -> CollectiveError:
-        """Return the error of threads that have called different collectives. Not collective."""
+        """Return the error that names the first collective that the ranks have called differently. Not collective."""
         records = {member: trace.records() for member, trace in self._group.traces.items()}
         return mismatch(self.name, records) or super().mismatch()
 
     def _swap(self, payload: Any) -> list[Any]:
-        """Exchange references to ``payload``."""
+        """Return the payloads of all ranks by reference, without copies."""
         result: list[Any] = []
         request = self._post(payload, result.extend)
         assert isinstance(request, _ThreadRequest)
@@ -380,7 +383,7 @@ class InMemoryCommunicator(Communicator):
 
 
 def _fold(rows: Sequence[Array], out: Array, op: str) -> None:
-    """Combine ``rows`` in rank order into ``out``."""
+    """Combine the arrays of all ranks by ``op``, in rank order, into ``out``."""
     flat = out.reshape(-1)
     flat[:] = rows[0]
     for row in rows[1:]:

@@ -1,8 +1,8 @@
-"""Find files of shared memory that killed jobs have left, and prove that no process uses them.
+"""Find shared-memory files that killed jobs have left behind, and make sure that no process uses them.
 
-[Note: unused files] The kernel grants a write lease on a file only while no process has it open or mapped, in any
-container, stopped or not; and a process that opens it then waits until the lease is released. So a file that is removed
-under its lease was in use by no process. Where the kernel grants no leases, the file is kept.
+[Note: unused files] The kernel grants a write lease on a file only if no process has it open or mapped, in any
+container, running or stopped. A process that opens the file later has to wait until the lease is released. So a file
+can be removed safely while it is leased. If the kernel grants no leases, the file is kept.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from typing import NamedTuple
 
 #: Folder in which most MPI libraries keep windows and queues.
 SHARED_FOLDER = "/dev/shm"
-#: Names under which MPI libraries and mpizero keep shared memory.
+#: Names of the shared-memory files of MPI libraries and of mpizero.
 _NAMES = re.compile(r"(mpich_|MPI|vader_segment|sm_segment|osc_|psm2?_|ucx_shm|mpizero-).*")
 #: Seconds since its last change before a file counts as left behind.
 AGE = 300.0
 
 
 class Leftover(NamedTuple):
-    """Describe a file, or a folder of Open MPI, that no process uses.
+    """Describe a shared-memory file, or a session folder of Open MPI, that a killed job has left behind.
 
     Attributes
     ----------
     path : str
         Its path.
     nbytes : int
-        Memory or disk that it takes.
+        Bytes of memory or disk that it occupies.
     spared : str
-        Why it must not be removed; "" if it may be.
+        Why it must not be removed; "" if it may be removed.
     """
 
     path: str
@@ -49,10 +49,7 @@ class Leftover(NamedTuple):
 
 
 def leftovers(folder: str = SHARED_FOLDER, age: float = AGE) -> list[Leftover]:
-    """Return this user's files of shared memory that no process uses, or for which that is not known.
-
-    Not collective.
-    """
+    """Return this user's shared-memory files that are not in use, or of which that cannot be told."""
     found = []
     with contextlib.suppress(OSError):
         for path in sorted(Path(folder).iterdir()):
@@ -64,7 +61,7 @@ def leftovers(folder: str = SHARED_FOLDER, age: float = AGE) -> list[Leftover]:
 
 
 def session_folders(folder: str | None = None, age: float = AGE) -> list[Leftover]:
-    """Return the folders that Open MPI's killed launchers of this user have left on this host. Not collective."""
+    """Return the session folders that killed Open MPI launchers of this user have left on this host."""
     top = Path(folder or tempfile.gettempdir()) / f"ompi.{socket.gethostname()}.{os.getuid()}"
     found = []
     with contextlib.suppress(OSError):
@@ -81,7 +78,10 @@ def session_folders(folder: str | None = None, age: float = AGE) -> list[Leftove
 
 
 def remove(found: Sequence[Leftover]) -> tuple[list[Leftover], list[Leftover]]:
-    """Remove files that no process uses now; return those removed, and those kept with the reason. Not collective."""
+    """Remove the found files that are still unused; return two lists: the removed ones, and the kept ones with reasons.
+
+    Each file is checked again before it is removed.
+    """
     gone: list[Leftover] = []
     spared: list[Leftover] = []
     for leftover in found:
@@ -103,7 +103,7 @@ def remove(found: Sequence[Leftover]) -> tuple[list[Leftover], list[Leftover]]:
 
 
 def taken_by_leftovers() -> str:
-    """Describe the shared memory that killed jobs hold, for the end of a message; "" if none. Not collective."""
+    """Return the end of an error message that tells how much shared memory killed jobs still occupy; "" if none."""
     removable = [leftover for leftover in leftovers() if not leftover.spared]
     if not removable:
         return ""
@@ -113,7 +113,7 @@ def taken_by_leftovers() -> str:
 
 
 def _mine(path: Path) -> int | None:
-    """Return the bytes that a file of this user takes; None for a folder, or another user's file."""
+    """Return the bytes that a file of this user occupies; None for a folder or a file of another user."""
     try:
         status = path.lstat()
     except OSError:
@@ -141,7 +141,7 @@ def _state(path: Path) -> str | None:
 
 @contextlib.contextmanager
 def _unused(path: Path) -> Iterator[str | None]:
-    """Lease a file so that it cannot be opened; yield "" if it is unused, None if in use, or why that is unknown."""
+    """Lease a file during the block; yield "" if it is unused, None if it is in use or gone, or why that is unknown."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:

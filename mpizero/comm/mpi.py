@@ -25,18 +25,18 @@ from mpizero.errors import ArgumentError, CollectiveError, CollectiveMismatch, E
 from mpizero.layout import Span
 from mpizero.types import Array
 
-#: Most bytes of one message; longer ones are sent in pieces. Open MPI 4 counts what has arrived in 32
-#: bits, and so do the displacements of MPI before 4.
+#: Most bytes of one message; longer ones are sent in pieces. Open MPI 4 counts received bytes in 32 bits,
+#: and displacements of MPI before version 4 have 32 bits too.
 MESSAGE_LIMIT = 1 << 30
-#: The tag of pieces of blocks, above those of :data:`mpizero.comm.checks.TAG_LIMIT`.
+#: The tag of the pieces of long blocks; user tags are below :data:`mpizero.comm.checks.TAG_LIMIT`.
 _PIECES = TAG_LIMIT + 1
-#: Objects whose pickle is shorter than this are sent in one collective instead of two.
+#: Pickled objects of fewer bytes, header included, are sent in one collective; longer ones take two.
 OBJECT_SLOT = 512
-#: From so many bytes on, blocks of an allgather are sent directly. MPICH passes long ones from neighbour to neighbour
-#: in pieces of 32 KB: 4 ranks on 2 cores take 4 (two hosts) to 40 times (one host) as long.
+#: From so many bytes on, Alltoallw replaces Allgatherv, and sends blocks directly. MPICH's Allgatherv passes long blocks
+#: from neighbour to neighbour in pieces of 32 KB: 4 ranks on 2 cores take 4 (two hosts) to 40 times (one host) as long.
 GATHER_DIRECTLY = 1 << 18
-#: Whether a non-blocking Alltoallw and its wait take less time than a blocking one. Open MPI's: 16 MB between two
-#: hosts by TCP, 4 ranks on 2 cores, take 0.14 s instead of 0.21; small messages as long either way. The same on all
+#: True if Ialltoallw and Wait are faster than Alltoallw. With Open MPI they are: 16 MB between two hosts by TCP,
+#: 4 ranks on 2 cores, take 0.14 s instead of 0.21 s; small messages take equally long. The value is the same on all
 #: ranks.
 WAITS_FASTER = MPI.get_vendor()[0] == "Open MPI"
 _HEADER = 8
@@ -67,9 +67,9 @@ def _starts(counts: Sequence[int]) -> list[int]:
 class MpiCommunicator(Communicator):
     """Communicate by MPI, on a communicator that is split off the given one.
 
-    Collective over ``comm``, an mpi4py intracommunicator; its ranks have ``timeout`` seconds to call this, None is no
-    limit. Operations of more than ``limit`` bytes are cut into several messages. Unless the communicator is a
-    ``guest``, the guard supervises the process while it is open (:mod:`.guard`).
+    Collective over ``comm``, an mpi4py intracommunicator. All its ranks must call this within ``timeout`` seconds (None:
+    no limit). Operations of more than ``limit`` bytes are cut into several messages. While the communicator is open,
+    the guard supervises the process (:mod:`.guard`), unless it is a ``guest`` in another program's process.
     """
 
     _native_errors = (MPI.Exception, BufferError, OverflowError)
@@ -89,8 +89,8 @@ class MpiCommunicator(Communicator):
         holder = guard.current()
         guest = holder.is_guest(guest)
         with holder.register_new(self.trace, comm, timeout, guest=guest) as connect:
-            # [Note: split, never dup] A duplicate of a Cartesian communicator keeps what makes Open MPI 4.1.4 write
-            # wrong HDF5 data; a split does not, and no message of the user can meet one of ours.
+            # [Note: split, never dup] A duplicate of a Cartesian communicator keeps its topology, with which Open MPI
+            # 4.1.4 writes wrong HDF5 data; a split does not. User messages never mix with messages of a split.
             own = comm.Split(0, comm.Get_rank())
             own.Set_errhandler(MPI.ERRORS_RETURN)
             holder.verifies |= bool(own.allreduce(holder.verifies, MPI.MAX))  # on one rank is on all
@@ -113,20 +113,20 @@ class MpiCommunicator(Communicator):
 
     @property
     def mpi(self) -> MPI.Intracomm:
-        """The mpi4py communicator inside, for HDF5 and one-sided windows; not for messages of other code."""
+        """The wrapped mpi4py communicator, for HDF5 and one-sided windows; other code must not send messages on it."""
         return self._comm
 
     # ------------------------------------------------------------------ comparison of calls
 
     def mismatch_term(self) -> int:
-        """Return this rank's term of a sum that is 0 while all ranks have made the same calls.
+        """Return this rank's term for the check of calls: the terms of all ranks add up to 0 while calls are the same.
 
-        Not collective, but called by all ranks before the same collective.
+        Sends nothing, but all ranks must call it before the same collective. See [Note: one sum] in registry.py.
         """
         return guard.current().register.mismatch_term(self.trace)
 
     def mismatch(self) -> CollectiveError:
-        """Find the first call that differs, here or in a communicator of these ranks. Collective over them."""
+        """Return the error that names the first differing call, also of subgroups. Collective over the communicator."""
         holder = guard.current()
         if holder.mismatch_watch is not None:
             holder.mismatch_watch.ignore(self.trace)
@@ -146,7 +146,7 @@ class MpiCommunicator(Communicator):
         return super()._count(operation, tag, primitive, *arguments)
 
     def _verified(self, verifier: CallVerifier, primitive: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a collective after a comparison of the ranks' calls; a non-blocking one runs beside it."""
+        """Compare the ranks' calls, then run the collective; a non-blocking one starts before the comparison ends."""
         verification, operation = verifier.start(), self.trace.operation
         if operation.startswith("i"):
             return VerifiedRequest(self, verification, primitive(*arguments))
@@ -295,15 +295,15 @@ class MpiCommunicator(Communicator):
         return MpiSharedMemory(self._comm, nbytes, self.name)
 
     def shared_space(self) -> int | None:
-        """Return the free bytes of the folder that most MPI libraries keep windows in. Not collective."""
+        """Return the free bytes of /dev/shm, where most MPI libraries allocate windows, or None. Not collective."""
         return free_space()
 
     def defer_close(self, close: Callable[[], None]) -> None:
-        """Remember what an error leaves open, for :meth:`run_deferred_closes`. Not collective."""
+        """Store a function that frees what an error left open; :meth:`run_deferred_closes` calls it. Not collective."""
         guard.current().register.defer_close(self.trace, close)
 
     def run_deferred_closes(self) -> None:
-        """Close what errors have left open on all of these ranks. Collective over the communicator."""
+        """Call the functions that :meth:`defer_close` has stored on all ranks. Collective over the communicator."""
         guard.current().register.run_deferred_closes(self.trace, partial(self.allgather_object, tag="left behind"))
 
     def close(self) -> None:
@@ -317,7 +317,7 @@ class MpiCommunicator(Communicator):
         self._comm = cast("MPI.Intracomm", MPI.COMM_NULL)
 
     def abort(self, error: BaseException | None = None) -> None:
-        """End every rank of the job with the exit status of ``error``; a guest raises it here. Not collective."""
+        """End every rank of the job with the exit status of ``error``; a guest only raises it. Not collective."""
         if self._guest:
             raise error or PeerFailure(f"{self.name!r} was given up on rank {self.rank}")
         if error is not None:
@@ -327,24 +327,24 @@ class MpiCommunicator(Communicator):
         MPI.COMM_WORLD.Abort(int(error.status if isinstance(error, MpizeroError) else ExitStatus.RANK_FAILED))
 
     def _leave_failed(self, error: BaseException) -> None:
-        # Freeing is collective, and other ranks may not come: the guard ends the job if the error is not caught.
+        # Freeing is collective, and other ranks may not call it: the guard ends the job if the error is not caught.
         return None
 
     # ------------------------------------------------------------------ large buffers
 
     def _pieces(self, buffer: Array) -> Sequence[Array]:
-        """Cut ``buffer`` into flat pieces of at most ``limit`` bytes, at least one; the same on every rank."""
+        """Cut ``buffer`` into one or more flat pieces of at most ``limit`` bytes, in the same way on every rank."""
         if buffer.nbytes <= self._limit:
             return (buffer,)
         flat, length = buffer.reshape(-1), self._length(buffer)
         return [flat[i : i + length] for i in range(0, flat.size, length)]
 
     def _length(self, buffer: Array) -> int:
-        """Return the elements of one message."""
+        """Return the number of elements of ``buffer``'s type that fit in one message, at least 1."""
         return max(1, self._limit // buffer.itemsize)
 
     def _to_all(self, send: Array, recv: Array, counts: Sequence[int]) -> tuple[_Blocks, _Blocks]:
-        """Return the blocks of an exchange in which every rank gets the whole of ``send``."""
+        """Express an all-gather as an all-to-all: return the blocks by which every rank gets the whole of ``send``."""
         return (send, [send.size] * self.size, [0] * self.size), (recv, counts, _starts(counts))
 
     def _start(self, send: _Blocks, recv: _Blocks) -> Request:
@@ -357,12 +357,12 @@ class MpiCommunicator(Communicator):
     def _blocks(self, exchange: Callable[..., Any], send: _Blocks, recv: _Blocks) -> list[MPI.Request]:
         """Call ``exchange``, an Alltoallw or Ialltoallw, on blocks of any length at any distance; return its requests.
 
-        [Note: why Alltoallw] Displacements before MPI 4 have 32 bits, and a rank cannot see whether another's total
-        exceeds that. Alltoallw takes a type for each peer, so a rank can describe distant blocks by derived types
-        inside the same collective. For small buffers it is as fast as Alltoallv (measured, MPICH, 2-8 ranks).
+        [Note: why Alltoallw] Displacements before MPI 4 have 32 bits, and no rank can see whether another one exceeds
+        that. Alltoallw takes a datatype for each rank, so a rank can describe distant blocks by derived datatypes and
+        still use the same collective. For small buffers it is as fast as Alltoallv (measured, MPICH, 2-8 ranks).
 
-        [Note: long blocks] Only the two ranks of a block know its length. Of a block longer than one message, the first
-        piece is sent in the collective, the others by point-to-point messages.
+        [Note: long blocks] Only the sender and the receiver of a block know its length. If it is longer than one
+        message, its first piece is sent in the collective, and the rest by point-to-point messages.
         """
         derived: list[MPI.Datatype] = []
         rest = self._rest(self._comm.Irecv, recv) + self._rest(self._comm.Isend, send)
@@ -374,7 +374,7 @@ class MpiCommunicator(Communicator):
         return rest if begun is None else [*rest, begun]
 
     def _rest(self, start: Callable[..., MPI.Request], blocks: _Blocks) -> list[MPI.Request]:
-        """Start the messages of the further pieces of all long blocks."""
+        """Start the point-to-point messages (sends or receives) of long blocks: all pieces but the first."""
         array, counts, starts = blocks
         length = self._length(array)
         if max(counts) <= length:

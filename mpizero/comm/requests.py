@@ -29,7 +29,7 @@ class MpiRequest(Request):
             self._release()
 
     def test(self) -> bool:
-        """Make progress and tell whether the operation has ended; always true after MPI_Finalize. Not collective."""
+        """Make progress and tell whether the operation has ended; always true after MPI_Finalize."""
         if self._requests and (MPI.Is_finalized() or self._ended()):
             self._release()
         return not self._requests

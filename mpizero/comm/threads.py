@@ -15,7 +15,7 @@ T = TypeVar("T")
 def run_in_threads(size: int, function: Callable[[InMemoryCommunicator], T]) -> list[T]:
     """Call ``function(comm)`` on ``size`` threads, one for each rank, and list the results by rank.
 
-    Not collective. When a thread raises, all others raise PeerFailure in the call they are in, and the first error is
+    When a thread raises, all others raise PeerFailure in the call they are in, and the first error is
     raised here. A thread that ends while others wait for it, and threads that all wait, are errors too. So the call
     always returns, unless ``function`` itself loops forever.
     """

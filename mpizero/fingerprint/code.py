@@ -1,4 +1,4 @@
-"""Find the origin of code, the global variables that it reads, and the fields of its object that it changes."""
+"""Inspect code objects: whose they are, which global variables they read, and which fields they change."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ import types
 from pathlib import Path
 
 _OWN, _STANDARD = str(Path(__file__).parents[1]) + os.sep, str(Path(os.__file__).parent) + os.sep
-#: Methods that change what they are called on: a function keeps its own account in such a variable.
+#: Methods that change the object they are called on. A variable that a function changes in this way is its own memory
+#: (a counter, a cache) and is not compared between ranks.
 _CHANGES = (
     "add", "append", "appendleft", "clear", "extend", "insert", "pop", "popleft", "setdefault", "update", "write",
 )  # fmt: skip
 
-#: What the library calls of models, layers, losses, optimizers and schedules while it works.
+#: Methods of models, layers, losses, optimizers and schedules that the library calls during training.
 _CALLED = ("__call__", "backward", "forward", "loss", "loss_and_grad", "predict", "update")
 
 
 def is_standard(file: str) -> bool:
-    """Tell whether a file is of Python's own library. Not collective."""
+    """Tell whether a file belongs to Python's standard library."""
     return file.startswith(_STANDARD) and "-packages" + os.sep not in file
 
 
 def is_users(file: str | None, module: str) -> bool:
-    """Tell whether code is the user's own: of no installed library, or typed in. Not collective."""
+    """Tell whether code is the user's: not of an installed package, or typed into an interactive session."""
     if file is None or file.startswith("<"):
         return module == "__main__"
     return not (file.startswith((_OWN, _STANDARD)) or "-packages" + os.sep in file)
 
 
 def variables(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Return the global variables that some code and the functions within it read, and all that they change.
+    """Return two sets of names: global variables that a code object reads, and variables that it changes.
 
-    Not collective. What is changed by other means than those of :data:`_CHANGES` and assignments is not seen.
+    Functions defined inside of it are included. A change counts if it is an assignment or a call of a method in
+    :data:`_CHANGES`; other changes are not seen.
     """
     read, changed = set[str](), set[str]()
     for inner in code.co_consts:
@@ -53,9 +55,10 @@ def variables(code: types.CodeType) -> tuple[set[str], set[str]]:
 
 
 def kept_by(kind: type) -> set[str]:
-    """Return the fields that the methods of a class change when the library calls them, and those that they call.
+    """Return the fields that the methods of a class change when the library calls them.
 
-    Not collective. Of what is changed, as little is seen as by :func:`variables`.
+    The methods of :data:`_CALLED` are read, and the methods that these call in turn. Only the kinds of changes that
+    :func:`variables` sees are found, and assignments to attributes.
     """
     changed, left, seen = set[str](), list(_CALLED), set[str]()
     while left:
@@ -70,9 +73,10 @@ def kept_by(kind: type) -> set[str]:
 
 
 def _stored(code: types.CodeType) -> set[str]:
-    """Return the attributes of its first argument that a function assigns, by = or += and the like.
+    """Return the attributes of its first argument (``self``) that a function assigns, by = or += and the like.
 
-    Without those that it multiplies: a rate that falls is a setting, a count that grows is none.
+    Attributes that it multiplies or divides are left out: they are settings, such as a decaying learning rate, and must
+    be compared between ranks. Counters need not be.
     """
     steps = [(each.opname, each.argval, each.argrepr) for each in dis.get_instructions(code)]
     read, first = {name for operation, name, _ in steps if operation == "LOAD_ATTR"}, code.co_varnames[:1]

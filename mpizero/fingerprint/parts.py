@@ -1,21 +1,22 @@
-"""Digest an object and its parts, to bytes that are equal on every rank with an equal object.
+"""Compute a digest of any Python object, which is equal on all ranks that hold an equal object.
 
-[Note: what counts] An object is its class and its fields; a function is its name, its code, its defaults, and the
-variables that it takes from around it and does not change. Nothing of it depends on the process: no addresses, no
-hashes of strings, no lines or paths of source files, no order of sets and dictionaries, nothing that a
-``cached_property`` keeps, nor a user's object in a field that its methods change when the library calls them. Of
-classes and functions of installed packages the name stands for the code, of modules too.
-Three things are left out:
+[Note: what counts] The digest of an object covers its class and its fields. The digest of a function covers its name,
+its code, its defaults, and the global and enclosing variables that it reads and does not change. The digest does not
+depend on the process: addresses, string hashes, lines and paths of source files, and the order of sets and dictionaries
+do not count. Values stored by a ``cached_property`` do not count, nor do fields of a user's object that its methods
+change when the library calls them. For modules, and for classes and functions of installed packages, only the name
+counts.
+Three kinds of things are left out:
 
-- what may differ between ranks, by its name: fields and variables that begin with an underscore, are called ``rank``,
-  ``myrank`` or ``device``, or end in ``_rank`` or ``_device``, in small or capital letters. Keys of dictionaries are no
-  such names;
+- fields and variables whose name says that they may differ between ranks: names that begin with an underscore, are
+  ``rank``, ``myrank`` or ``device``, or end in ``_rank`` or ``_device``, in small or capital letters. This does not
+  apply to keys of dictionaries;
 - communicators, and the library's own sharded models;
-- what has no content that could be written down: open files, locks, random generators, progress bars, objects of
-  compiled code, and arrays of more than 64 MiB. These are noted in :attr:`Fingerprint.left_out`.
+- objects whose content cannot be read: open files, locks, random generators, progress bars, objects of compiled code,
+  and arrays of more than 64 MiB. These are listed in :attr:`Fingerprint.left_out`.
 
-An object that has a property ``fingerprint``, or a method without arguments, is what that gives, whatever its fields
-are.
+If a class has a property ``fingerprint``, or a method of that name without arguments, its objects are compared by the
+value which that returns, not by their fields.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ import numpy as np
 from mpizero.fingerprint.code import is_standard, is_users, kept_by, variables
 from mpizero.fingerprint.told import BY_REPR, PLAIN, all_plain, shown, words
 
-#: Bytes of an array, above which it is left out: whole data sets take seconds to read.
+#: Most bytes of an array that is compared: whole data sets would take seconds to read.
 LARGEST_ARRAY = 1 << 26
-#: Objects within one another, above which the innermost are left out.
+#: Most levels of objects inside of objects that are compared; deeper ones are left out.
 DEEPEST = 60
 
-#: Packages whose objects only tell people how far things are.
+#: Packages whose objects only report progress to people.
 _TELLERS = ("alive_progress", "progressbar", "rich", "tensorboardX", "tqdm", "wandb")
 _TENSORS = ("torch", "jax", "jaxlib")
 _BY_RANK = ("rank", "myrank", "device")
@@ -53,18 +54,18 @@ _COMMUNICATORS = ("mpi4py", "mpizero.comm", "mpizero.parallel")
 
 
 class Parts(NamedTuple):
-    """Hold the parts of a value.
+    """Hold a value taken apart by one level: its kind, and either its parts or its content as bytes.
 
     Attributes
     ----------
     kind : str
-        Its class, or what else must be equal before parts can be compared.
+        The class of the value, and whatever else must be equal before parts can be compared (a shape, a length).
     items : mapping of str to object
-        Parts by the step that leads to them, as a user writes it: ``.name``, ``[0]``, ``['key']``.
+        The parts, by the expression that leads to them: ``.name``, ``[0]``, ``['key']``.
     content : bytes
-        What has no parts.
+        The content of a value without parts.
     left_out : str or None
-        Why the value is not compared; empty where that goes without saying.
+        Why the value is not compared; None if it is compared, "" if nobody needs to be told.
     """
 
     kind: str
@@ -74,12 +75,12 @@ class Parts(NamedTuple):
 
 
 class Fingerprint:
-    """Compute digests of values, each object once; make a new one for each comparison, since objects change.
+    """Compute digests of values. Digests are cached by object, so use a new instance for each comparison.
 
     Attributes
     ----------
     left_out : dict of str to str
-        What was not compared: where it stands, and what it is.
+        The values that were not compared: where each is found (``sampler of model``), and what it is.
     """
 
     def __init__(self) -> None:
@@ -91,7 +92,7 @@ class Fingerprint:
         self._subject, self._steps = "", list[str]()
 
     def digest(self, value: Any) -> bytes:
-        """Return bytes that are equal for equal values, in any process. Not collective."""
+        """Return bytes that are equal for equal values, in every process."""
         value = _python(value)
         if type(value) in PLAIN:
             return _plain(value)
@@ -116,7 +117,7 @@ class Fingerprint:
         return self._known[key][1]
 
     def digest_named(self, values: Mapping[str, Any]) -> bytes:
-        """Return the digest of several values; what is left out is told by their names. Not collective."""
+        """Return one digest of several values; entries of :attr:`left_out` contain their names."""
         found = hashlib.sha256()
         for self._subject, value in values.items():
             found.update(_sized(self._subject.encode()))
@@ -124,7 +125,7 @@ class Fingerprint:
         return found.digest()
 
     def parts(self, value: Any) -> Parts:
-        """Take a value apart by one level. Not collective."""
+        """Take a value apart by one level, into its kind and its parts or content."""
         value = _python(value)
         if type(value) in PLAIN:
             return Parts(type(value).__name__, content=_plain(value))
@@ -137,7 +138,7 @@ class Fingerprint:
         return _object(self, value)
 
     def members(self, kind: type) -> dict[str, Any]:
-        """Return what the user's own classes among a class and its bases define. Not collective."""
+        """Return the members of a class that count: those defined by the user's classes among it and its bases."""
         if kind not in self._classes:
             found: dict[str, Any] = {}
             for base in reversed(kind.__mro__):
@@ -147,7 +148,7 @@ class Fingerprint:
         return self._classes[kind]
 
     def kept(self, kind: type) -> frozenset[str]:
-        """Return the fields that objects of a class have for later only: no part of what they are. Not collective."""
+        """Return the fields of a class that do not count: caches, and fields that its methods change in training."""
         if kind not in self._kept:
             cached = {name for base in kind.__mro__ for name, item in vars(base).items() if _is_cache(item)}
             users = is_users(getattr(sys.modules.get(kind.__module__), "__file__", None), kind.__module__)
@@ -155,7 +156,7 @@ class Fingerprint:
         return self._kept[kind]
 
 
-# ---------------------------------------------------------------------- rules, the first that fits counts
+# ---------------------------------------------------------------------- rules: the first one for the type is used
 
 
 def _plain(value: Any) -> bytes:
@@ -163,7 +164,7 @@ def _plain(value: Any) -> bytes:
 
 
 def _python(value: Any) -> Any:
-    """Take a scalar that Python has a type for as one of that: which of the two a rank has changes nothing."""
+    """Convert a NumPy scalar to the equivalent Python one, so that ``np.float64(1)`` and ``1.0`` count as equal."""
     kinds = np.bool | np.integer | np.float64 | np.complex128 | np.str_ | np.bytes_
     return value.item() if isinstance(value, np.generic) and isinstance(value, kinds) else value
 
@@ -234,7 +235,7 @@ def _function(_: Fingerprint, value: Any) -> Parts:
 
 
 def _object(fingerprint: Fingerprint, value: Any) -> Parts:
-    """Take an object apart by class and fields, if it has any that Python knows."""
+    """Take an object of any other class apart into its fields, or leave it out if Python cannot see its fields."""
     kind = type(value)
     name, package = _name(kind), kind.__module__.split(".")[0]
     if kind.__module__.startswith(_COMMUNICATORS) and not is_dataclass(value):
@@ -280,11 +281,11 @@ _RULES: tuple[tuple[Any, Callable[[Fingerprint, Any], Parts]], ...] = (
 )
 
 
-# ---------------------------------------------------------------------- what the rules ask
+# ---------------------------------------------------------------------- helpers of the rules
 
 
 def _bare(value: Any) -> bytes:
-    """Write down a value of a subclass of Python's own types, whatever its ``repr`` is."""
+    """Return the ``repr`` of a value by the built-in type it derives from, not by its subclass, as bytes."""
     for kind in (str, bytes, int, float, complex):
         if isinstance(value, kind):
             return kind.__repr__(value).encode(errors="backslashreplace")
@@ -309,12 +310,12 @@ def _named(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has(value: Any, name: str) -> bool:
-    """Tell whether an object has an attribute, without asking code of the user's that may answer anything."""
+    """Tell whether an object has an attribute, without running a user's ``__getattr__``."""
     return inspect.getattr_static(value, name, None) is not None
 
 
 def _offers(kind: type) -> bool:
-    """Tell whether objects of a class say themselves what they are made of."""
+    """Tell whether a class defines ``fingerprint``, as a property or as a method without arguments."""
     if not hasattr(kind, "fingerprint"):
         return False
     with contextlib.suppress(TypeError, ValueError):
@@ -326,14 +327,14 @@ def _offers(kind: type) -> bool:
 
 
 def _is_member(name: str, item: Any) -> bool:
-    """Tell whether a class's attribute counts: no slot, and no method that a decorator has written."""
+    """Tell whether an attribute of a class counts: not a slot, and not private by its name, except ``__call__``."""
     if isinstance(item, types.MemberDescriptorType | types.GetSetDescriptorType):
         return False
     return name == "__call__" or _is_compared(name)
 
 
 def _fields(value: Any, kept: Set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of an object that count, without what it has only kept for later."""
+    """Yield name and value of the fields of an object that count; those named in ``kept`` do not."""
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:

@@ -1,4 +1,4 @@
-"""Describe a value, and its place in another, in a message: as the user has written it."""
+"""Describe a value, and where it was found in another value, for error messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _SHOWN = 120
 
 
 def words(subject: str, steps: Iterable[str]) -> str:
-    """Say which part of a subject some steps lead to: "dropout of block 'encoder.2'". Not collective."""
+    """Return the name of a part for a message, such as "dropout of block 'encoder.2'".
+
+    ``subject`` is the name of the whole value ("block 'encoder.2'"); ``steps`` lead to the part (".dropout").
+    """
     first, *rest = [step for step in steps if step] or [""]
     if first.startswith("['"):
         first = first[2:-2]
@@ -36,7 +39,7 @@ def words(subject: str, steps: Iterable[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return how a message tells of a value, without an address. Not collective."""
+    """Return a short text of a value for a message; unlike ``repr`` it never contains an address."""
     if isinstance(value, np.ndarray):
         first = ", ".join(f"{v:.7g}" if isinstance(v, float) else str(v) for v in value.flat[:3].tolist())
         return f"{value.dtype} array of shape {value.shape} [{first}{', ...' if value.size > 3 else ''}]"
@@ -64,5 +67,5 @@ def shown(value: Any) -> str:
 
 
 def all_plain(value: Any) -> bool:
-    """Tell whether a sequence holds nothing but numbers, strings and the like. Not collective."""
+    """Tell whether a value is a list, tuple or deque of nothing but numbers, strings and other simple constants."""
     return isinstance(value, list | tuple | deque) and PLAIN.issuperset(map(type, value))

@@ -1,1 +1,1 @@
-"""Messages inside a model: sums, gathers and shifts of tensor and context groups, and between pipeline stages."""
+"""Send messages inside a model: sums, gathers and shifts in tensor and context groups, and between pipeline stages."""

@@ -1,4 +1,4 @@
-"""Send messages between layers on GPUs: directly where MPI can, else through the host's memory."""
+"""Send messages between layers on GPUs: directly if MPI takes GPU memory, else through the host's memory."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from mpizero.types import Array, Group, ShiftRequest
 
 
 class HostStagedP2P(PipelineP2P):
-    """Send between stages on GPUs through the host's memory."""
+    """Send between pipeline stages on GPUs through the host's memory."""
 
     def __init__(self, comm: Communicator, device: Device) -> None:
         super().__init__(comm)
         self.device = device
 
     def send(self, route: Route, micro: int, key: Any, peer: int, array: Array | None) -> None:
-        """Start to send an array of the GPU; None if there is none. Not collective."""
+        """Copy a GPU array to the host and start to send it; None tells the other stage that the chunk failed."""
         super().send(route, micro, key, peer, array if peer == self.comm.rank else to_host(array))
 
     def receive(self, route: Route, micro: int, key: Any, peer: int) -> Array | None:
-        """Return what the other end sent, on the GPU; None if it failed. Waits; not collective."""
+        """Wait for the array from the other stage and return it on the GPU; None if that stage's chunk failed."""
         array = super().receive(route, micro, key, peer)
         return None if array is None else self.device.put(array)
 
 
 class GpuAwareP2P(PipelineP2P):
-    """Send between stages from GPU to GPU, by an MPI that takes GPU memory."""
+    """Send between pipeline stages from GPU to GPU, by an MPI that takes GPU memory."""
 
     def __init__(self, comm: Communicator, device: Device) -> None:
         super().__init__(comm)
@@ -45,23 +45,23 @@ class GpuAwareP2P(PipelineP2P):
 
 
 class _DeviceShift:
-    """Wait for shifted arrays, and copy them to the GPU."""
+    """Wait for the arrays of a shift that went through the host, and copy them to the GPU."""
 
     def __init__(self, request: ShiftRequest, device: Device | None) -> None:
         self._request, self._device = request, device
 
     def wait(self) -> tuple[Array, ...]:
-        """Return what has arrived. Not collective."""
+        """Wait for the arrays and return them on the GPU, or on the host if host arrays were sent. Not collective."""
         arrays = self._request.wait()
         return arrays if self._device is None else tuple(map(self._device.put, arrays))
 
     def test(self) -> bool:
-        """Make progress and tell whether it has arrived. Not collective."""
+        """Make progress and tell whether :meth:`wait` would return at once. Not collective."""
         return self._request.test()
 
 
 class _LayerGroup:
-    """Hold the group and the GPU of layers; host arrays are accepted too, and give host arrays."""
+    """Hold the group and the GPU of layers. Host arrays are accepted too; their results are host arrays."""
 
     def __init__(self, group: Group, device: Device) -> None:
         self._group, self._device = group, device

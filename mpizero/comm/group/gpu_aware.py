@@ -1,9 +1,9 @@
-"""Find out whether MPI can send from and receive into the memory of GPUs: ask MPI, and test it.
+"""Find out whether MPI can send from and receive into GPU memory ("CUDA-aware"): ask MPI, then test it.
 
-[Note: direct messages] A library that knows nothing of GPUs takes a GPU's address for one of the host, and the
-process ends. So nothing is tried unless the library of every rank says that it knows them; what it says may still be
-wrong, or not true of the transport between two nodes. So patterns are then sent between GPUs, short and long, from
-rank to rank and by the collectives that layers use, and compared where they arrive.
+[Note: direct messages] An MPI library without GPU support takes a GPU's address for one of the host, and the process
+crashes. So nothing is tried unless the library of every rank claims the support. The claim may still be wrong, or
+may not hold for the network between two nodes. So test patterns, short and long, are then sent between GPUs, from rank
+to rank and by the collectives that layers use, and compared on arrival.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from mpizero.types import Array
 if TYPE_CHECKING:
     from mpizero.kernels.device import Device
 
-#: Bytes of the patterns: one that travels with its envelope, and one that a library sends in pieces of its own.
+#: Bytes of the patterns: one that MPI sends at once (eager), and one so long that it uses its protocol for large data.
 PATTERNS = (64, 1 << 22)
-#: Seconds after which a pattern is taken for lost.
+#: Seconds after which a pattern that has not arrived counts as lost.
 PATIENCE = 60.0
-#: The most that two equal neighbours of a pattern are apart: a prime, so that no piece looks like another.
+#: Length after which a pattern repeats: a prime, so that pieces of a message that are swapped are noticed.
 _PERIOD = 251
 _TAG = 31_500
-#: Sends a pattern of so many bytes, and says what is wrong with what arrives.
+#: Function that sends a pattern of so many bytes, and returns what is wrong with the received ones, or "".
 Send = Callable[[Communicator, "Device", int], str]
-#: Where Linux says what a process has loaded.
+#: File in which Linux lists the libraries that this process has loaded.
 _LOADED = "/proc/self/maps"
 
 
 def prove(comm: Communicator, open_device: Callable[[], Device]) -> str:
-    """Find out whether arrays of GPUs may be given to MPI; return why not, the same on every rank, or nothing.
+    """Test whether GPU arrays may be passed to MPI; return the reason why not, or "". All ranks return the same text.
 
-    Collective over ``comm``. ``open_device`` returns this rank's; it is called where MPI claims to know GPUs.
+    Collective over ``comm``. ``open_device`` returns this rank's GPU; it is called only if MPI claims GPU support.
 
     Raises
     ------
     ConfigError
-        If a pattern never arrives: what has begun cannot be taken back.
+        If a pattern never arrives: its message cannot be cancelled, so the job cannot go on.
     """
     reason = _agreed(comm, unclaimed(comm))
     if reason:
@@ -60,7 +60,7 @@ def prove(comm: Communicator, open_device: Callable[[], Device]) -> str:
 
 
 def unclaimed(comm: Communicator) -> str:
-    """Return why this MPI cannot take GPU memory, by what it says; empty if it claims that it can. Not collective."""
+    """Return why this MPI does not claim to take GPU memory; "" if it does claim it. Not collective."""
     if getattr(comm, "mpi", None) is None:  # its class is not imported here: that would start MPI, also for a plan
         return "these ranks are threads of one process"
     if comm.size == 1:
@@ -71,7 +71,7 @@ def unclaimed(comm: Communicator) -> str:
 
 
 def _claims() -> bool:
-    """Ask the library, by the function that MPICH, Open MPI and their kin have for it."""
+    """Ask the loaded MPI library by ``MPIX_Query_cuda_support``, which MPICH, Open MPI and their relatives have."""
     try:
         with open(_LOADED, encoding="utf-8") as maps:
             loaded = sorted({line.split()[-1] for line in maps if "/libmpi" in line})
@@ -88,7 +88,7 @@ def _claims() -> bool:
 
 
 def _agreed(comm: Communicator, reason: str) -> str:
-    """Return the first rank's reason that there is. Collective."""
+    """Return the reason of the lowest rank that has one, or "", on all ranks. Collective."""
     return next((given for given in comm.allgather_object(reason, "direct messages") if given), "")
 
 
@@ -102,7 +102,7 @@ def _tried(comm: Communicator, device: Device, send: Send) -> str:
 
 
 def _around(comm: Communicator, device: Device, size: int) -> str:
-    """Send a pattern to the next rank; say what is wrong with the one that arrives."""
+    """Send a pattern to the next rank; return what is wrong with the received one, or ""."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     arrived = device.put(np.zeros(size, np.uint8))
     requests = [comm.irecv(arrived, before, _TAG), comm.isend(device.put(_pattern(comm.rank, size)), after, _TAG)]
@@ -111,7 +111,7 @@ def _around(comm: Communicator, device: Device, size: int) -> str:
 
 
 def _among_all(comm: Communicator, device: Device, size: int) -> str:
-    """Send patterns by an exchange of blocks and by a gather; say what is wrong with what arrives."""
+    """Send patterns by an all-to-all and by an all-gather; return what is wrong with the received ones, or ""."""
     ranks, part = comm.size, max(1, size // comm.size)
     blocks, gathered = (device.put(np.zeros(ranks * part, np.uint8)) for _ in range(2))
     own = _pattern(comm.rank, part)

@@ -11,31 +11,35 @@ from mpizero.comm.communicator import Communicator
 from mpizero.layout import Partition
 from mpizero.types import Array
 
-#: Elements that are summed over all ranks before the next ones, so that the running sum stays in cache.
+#: Elements of a block in :func:`fold`: a block is summed over all ranks before the next one, so it stays in cache.
 FOLD_BLOCK = 1 << 15
 
 
 class GroupTransport(Protocol):
-    """Move the arrays of a group. Every transport adds in rank order, so the bits do not depend on the transport.
+    """Describe a way to sum and gather arrays of a group: by messages, or through shared memory.
 
-    Every method is collective over the group; arrays are C-contiguous, ``sizes`` has one length a rank.
+    Sums are always added in rank order, so their bits do not depend on the way. Every method is collective over the
+    group. Arrays are C-contiguous; ``sizes`` has one length for each rank.
     """
 
     def reduce(self, x: Array, operation: np.ufunc, tag: str) -> Array:
-        """Return x_0 o x_1 o ... over the ranks as a new array; ``x`` has one dimension and the same length on all."""
+        """Combine the arrays ``x`` of all ranks by ``operation``, element by element, in rank order, into a new array.
+
+        ``x`` has one dimension and the same length on all ranks.
+        """
 
     def scatter(self, x: Array, sizes: Sequence[int], tag: str) -> Array:
-        """Return this rank's block of the sum of arrays (outer, sum(sizes), inner) as a new array."""
+        """Sum arrays of shape (outer, sum(sizes), inner), and return this rank's block along axis 1 as a new array."""
 
     def gather(self, x: Array, sizes: Sequence[int], tag: str) -> Array:
-        """Return the blocks (outer, sizes[rank], inner) of all ranks joined along axis 1 as a new array."""
+        """Join the blocks of all ranks, of shape (outer, sizes[rank], inner), along axis 1 into a new array."""
 
     def close(self) -> None:
-        """Free what was allocated."""
+        """Free the buffers or the window."""
 
 
 def fold(operation: np.ufunc, terms: Sequence[Array] | Array, out: Array) -> None:
-    """Write ``terms[0] o terms[1] o ...``, evaluated from the left, to ``out``. Not collective.
+    """Combine arrays by ``operation``, from the first to the last, and write the result to ``out``. Not collective.
 
     All arrays have the same shape, of at least one dimension; there are at least two terms.
     """
@@ -52,16 +56,16 @@ def fold(operation: np.ufunc, terms: Sequence[Array] | Array, out: Array) -> Non
 
 
 class MessageGroup:
-    """Sum and gather by the collectives of a communicator of at least two ranks.
+    """Implement :class:`GroupTransport` by MPI messages, on a communicator of at least two ranks.
 
-    Buffers of messages are kept for the next call; what is returned is always new.
+    Message buffers are kept for the next call. Returned arrays are always new.
 
     Parameters
     ----------
     comm : Communicator
         The ranks.
     empty : callable
-        ``empty(shape, dtype)`` makes arrays where those of the calls are: on the host unless given.
+        ``empty(shape, dtype)`` allocates results and buffers. Pass one that allocates on the GPU for GPU arrays.
     """
 
     def __init__(self, comm: Communicator, empty: Callable[..., Array] = np.empty) -> None:
@@ -74,10 +78,10 @@ class MessageGroup:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def reduce(self, x: Array, operation: np.ufunc, tag: str) -> Array:
-        """Combine arrays elementwise: a reduce-scatter of equal parts, then a gather. Collective over the group.
+        """Combine arrays element by element: a reduce-scatter of equal parts, then a gather. Collective over the group.
 
-        Every rank sends ``x.nbytes * (size - 1) / size`` bytes twice, up to remainders. Two ranks send each other the
-        whole array at once, which is as much.
+        Every rank sends ``x.nbytes * (size - 1) / size`` bytes twice, up to remainders. Two ranks instead send each
+        other the whole array in one message, which is the same number of bytes.
         """
         size, rank = self.comm.size, self.comm.rank
         result = self._empty(x.shape, x.dtype)
@@ -95,7 +99,7 @@ class MessageGroup:
         return result
 
     def scatter(self, x: Array, sizes: Sequence[int], tag: str) -> Array:
-        """Sum and keep one block: every rank sends the others their blocks. Collective over the group."""
+        """Sum arrays and return this rank's block: each rank sends every other its block. Collective over the group."""
         size, rank = self.comm.size, self.comm.rank
         outer, _, inner = x.shape
         result = self._empty((outer, sizes[rank], inner), x.dtype)
@@ -110,7 +114,7 @@ class MessageGroup:
         return result
 
     def gather(self, x: Array, sizes: Sequence[int], tag: str) -> Array:
-        """Join the blocks of all ranks: every rank sends its own to all. Collective over the group."""
+        """Join the blocks of all ranks: each rank sends its block to all others. Collective over the group."""
         outer, _, inner = x.shape
         counts = [outer * n * inner for n in sizes]
         result = self._empty((outer, sum(sizes), inner), x.dtype)
@@ -124,12 +128,12 @@ class MessageGroup:
         return result
 
     def close(self) -> None:
-        """Drop the buffers. Not collective."""
+        """Free the message buffers. Not collective."""
         self._buffers.clear()
 
     @staticmethod
     def _blocks(packed: Array, whole: Array, sizes: Sequence[int]) -> list[tuple[Array, Array]]:
-        """Pair the blocks of ``whole`` along axis 1 with views of ``packed``, where they lie one after another."""
+        """Return pairs of views: rank i's place in ``packed``, and rank i's block of ``whole`` along axis 1."""
         outer, _, inner = whole.shape
         pairs, start = [], 0
         for size in sizes:
@@ -139,7 +143,7 @@ class MessageGroup:
         return pairs
 
     def _buffer(self, name: str, size: int, dtype: Any) -> Array:
-        """Return a buffer that the next call with the same name overwrites."""
+        """Return a message buffer of that size and dtype; calls with the same name return the same memory."""
         nbytes = size * np.dtype(dtype).itemsize
         buffer = self._buffers.get(name)
         if buffer is None or buffer.nbytes < nbytes:

@@ -26,7 +26,7 @@ SHIFT_TAG = 31_000
 
 
 class GroupShift:
-    """Wait for the arrays of a shift; a :class:`mpizero.types.ShiftRequest`."""
+    """Represent a shift in flight, as a :class:`mpizero.types.ShiftRequest`."""
 
     __slots__ = ("_received", "_requests")
 
@@ -35,7 +35,7 @@ class GroupShift:
         self._received = received
 
     def wait(self) -> tuple[Array, ...]:
-        """Return the received arrays when they have arrived and the sent arrays may be overwritten.
+        """Wait for the messages and return the received arrays; the sent arrays may be overwritten afterwards.
 
         Not collective; a second call returns the same arrays at once.
         """
@@ -52,24 +52,24 @@ class GroupShift:
 class CommunicatorGroup:
     """Sum, gather and shift arrays over the ranks of a communicator, as a :class:`mpizero.types.Group`.
 
-    Every method but :meth:`close` returns new arrays, C-contiguous, and takes arrays that all ranks give the same dtype
-    and fitting shapes; what is not C-contiguous is copied first. Sums are added in rank order, by one rank or alike by
-    all, so they have the same bits on every rank and in every run. A group of one rank returns copies.
+    All ranks pass arrays of the same dtype and of shapes that fit together. An array that is not C-contiguous is copied
+    first. Results are new, C-contiguous arrays. Sums are added in rank order, so they have the same bits on every rank
+    and in every run. In a group of one rank the results are copies.
 
     Parameters
     ----------
     comm : Communicator
-        The ranks; belongs to the caller.
+        The ranks. The caller closes it.
     node_comm : Communicator, optional
-        The same ranks as a group that shares memory (``comm`` itself if it does): sums and gathers then go through one
-        window, and only shifts are sent. Unused where it has fewer ranks than ``comm``.
+        A communicator of the same ranks that shares memory (``comm`` itself if it does). Sums and gathers then go
+        through one shared window, and only shifts send messages. It is ignored if it has fewer ranks than ``comm``.
 
     Attributes
     ----------
     comm : Communicator
-        Its counters tell the bytes that this rank has sent.
+        The ranks; its ``counters`` hold the bytes that this rank has sent.
     counts : Counter of str to int
-        Calls of each method that this rank has made.
+        Number of calls of each method on this rank.
     """
 
     def __init__(self, comm: Communicator, node_comm: Communicator | None = None) -> None:
@@ -82,7 +82,7 @@ class CommunicatorGroup:
         self._transport: GroupTransport = self._window or self._message_group
 
     def __repr__(self) -> str:
-        """Show the communicator. Not collective."""
+        """Return the class and the communicator as text. Not collective."""
         return f"{type(self).__name__}({self.comm!r})"
 
     @property
@@ -102,7 +102,7 @@ class CommunicatorGroup:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the window that the ranks of the group hold together."""
+        """Bytes of the shared window, counted once for the whole group."""
         return 0 if self._window is None else self._window.nbytes
 
     def all_reduce(self, x: Array, tag: str = "") -> Array:
@@ -113,16 +113,16 @@ class CommunicatorGroup:
         return self._reduce("all_reduce", x, np.add, tag)
 
     def all_max(self, x: Array, tag: str = "") -> Array:
-        """Return the elementwise maximum of the ranks' arrays; NaN wins. Collective over the group.
+        """Return the elementwise maximum of the ranks' arrays; NaN if any is NaN. Collective over the group.
 
         ``x`` is float32 or float64.
         """
         return self._reduce("all_max", x, np.maximum, tag)
 
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Return the ranks' arrays concatenated along ``axis``, where rank r's has ``sizes[r]`` elements.
+        """Return the arrays of all ranks, concatenated along ``axis``; rank r's has length ``sizes[r]`` there.
 
-        Collective over the group. Any dtype that travels.
+        Collective over the group. All dtypes of :data:`mpizero.comm.checks.MOVABLE` are accepted.
         """
         axis, sizes = self._along("all_gather", x, axis, sizes, tag)
         if x.shape[axis] != sizes[self.rank]:
@@ -153,9 +153,9 @@ class CommunicatorGroup:
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> GroupShift:
         """Start to send ``arrays`` to rank + ``by`` and to receive equal shapes from rank - ``by``, modulo the size.
 
-        Collective over the group: all ranks give the same shapes and the same ``by``. C-contiguous arrays are not
-        copied: they must not change before ``wait()`` has returned. Where ``by`` is a multiple of the size, nothing
-        moves and ``wait()`` returns ``arrays`` themselves.
+        Collective over the group: all ranks pass the same shapes and the same ``by``. C-contiguous arrays are not
+        copied, so they must not change before ``wait()`` has returned. If ``by`` is a multiple of the size, nothing is
+        sent and ``wait()`` returns ``arrays`` themselves.
         """
         for x in arrays:
             self._check("shift", x, tag)
@@ -169,7 +169,7 @@ class CommunicatorGroup:
         return GroupShift(requests, received)
 
     def close(self) -> None:
-        """Free what was allocated, not ``comm``; a second call does nothing. Collective over the group."""
+        """Free the window and the buffers, but not ``comm``; a second call does nothing. Collective over the group."""
         self._transport.close()
 
     # ------------------------------------------------------------------ checks
@@ -223,14 +223,14 @@ class CommunicatorGroup:
 
 
 class GpuAwareGroup(CommunicatorGroup):
-    """The ranks of a group whose arrays are those of GPUs, given to MPI as they are; see [Note: direct messages].
+    """Sum, gather and shift GPU arrays by passing them to MPI directly; see [Note: direct messages] in gpu_aware.py.
 
     Parameters
     ----------
     group : CommunicatorGroup
-        The ranks; its counts go on.
+        The ranks; calls are counted in its ``counts``.
     device : Device
-        This rank's.
+        The GPU of this rank.
     """
 
     _expected = "an array of a GPU"
@@ -249,7 +249,7 @@ class GpuAwareGroup(CommunicatorGroup):
 
 
 def contiguous(x: Array) -> Array:
-    """Return ``x``, or a copy, with its elements in C order, wherever it is. Not collective."""
+    """Return ``x`` if it is C-contiguous, else a C-contiguous copy, on the same device. Not collective."""
     found: Array = namespace(x).ascontiguousarray(x)
     return found
 
@@ -260,5 +260,5 @@ def _copy(x: Array) -> Array:
 
 
 def _cube(x: Array, axis: int) -> Array:
-    """View (or copy once) as (before the axis, along it, after it)."""
+    """Reshape to three axes: all axes before ``axis``, ``axis`` itself, all after it. Copies if not C-contiguous."""
     return contiguous(x).reshape(prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :]))

@@ -1,10 +1,10 @@
 """Send activations and their gradients between pipeline stages.
 
-[Note: shapes] A receive that is posted ahead must know how much will come. The shape of what a chunk sends depends on
-the shape and dtype of the micro-batch alone, so the first message for new ones is preceded by a header, and both ends
-remember it. Of micro-batches that are not arrays nothing is known: every message has a header. A chunk that failed
-before its shape was known says so in the header; later it sends zeros, whose results nobody uses: the step ends in an
-agreement that raises on every rank.
+[Note: shapes] A receive that is posted before its message must know the size. The shape of a chunk's output depends
+only on the shape and dtype of the micro-batch. So the first message for a new shape of micro-batch is preceded by a
+header with the output's shape, and both stages remember it. If micro-batches are not arrays, every message has one.
+If a chunk raises before its output shape is known, the header says so. If the shape is known, the stage sends zeros
+instead. Nobody uses results computed from them, because the step ends with an agreement that raises on every rank.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from mpizero.errors import LayoutError
 from mpizero.sampletree import leaves_of
 from mpizero.types import Array
 
-#: The most axes of what is sent.
+#: Most axes of an array that is sent.
 _AXES = 8
-#: Numbers in a header: whether anything follows, the dtype, the number of axes, and the axes.
+#: Length of a header: 1 if an array follows (else 0), the index of its dtype, the number of axes, and their lengths.
 _HEADER = 3 + _AXES
 _DTYPES = ("float32", "float64", "int64", "int32", "uint8", "bool", "float16")
 
 
 class Route(NamedTuple):
-    """Name one direction over one border between chunks: "forward" out of a chunk, or "backward" into it."""
+    """Name the border between two chunks, and a direction: "forward" for activations, "backward" for gradients."""
 
     kind: str
     border: int
 
     @property
     def tag(self) -> int:
-        """Tag of its messages; its headers have the next one."""
+        """MPI tag of the route's arrays; its headers have this tag + 1."""
         return 4 * self.border + (0 if self.kind == "forward" else 2)
 
 
@@ -46,7 +46,10 @@ class _Shape(NamedTuple):
 
 
 def key_of(x: Any) -> Any:
-    """Return what messages about a micro-batch ``x`` are known by: equal keys, equal messages. Not collective."""
+    """Return shape and dtype of a micro-batch ``x``; None if it is not made of arrays.
+
+    Micro-batches with equal keys have messages of equal shapes, see [Note: shapes].
+    """
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return x.shape, x.dtype.str
     leaves = leaves_of(x)
@@ -57,17 +60,17 @@ def key_of(x: Any) -> Any:
 class PipelineP2P:
     """Send and receive between the stages of one pipeline.
 
-    Messages of one route are sent and taken in the same order on both ends. Not thread-safe.
+    Both stages of a route send and receive its messages in the same order. Not thread-safe.
 
     Parameters
     ----------
     comm : Communicator
-        The stages, by number.
+        The stages of the pipeline: rank i is stage i.
 
     Attributes
     ----------
     messages : int
-        Sent so far, headers included.
+        Number of messages sent so far, headers included.
     waited : float
         Seconds spent so far in waiting for other stages.
     """
@@ -81,9 +84,9 @@ class PipelineP2P:
         self._kept: dict[tuple[Route, int], Array | None] = {}
 
     def send(self, route: Route, micro: int, key: Any, peer: int, array: Array | None) -> None:
-        """Start to send what a chunk computed for micro-batch ``micro``; None if it failed. Not collective.
+        """Start to send a chunk's output for micro-batch ``micro`` to stage ``peer``; ``array`` is None if it failed.
 
-        ``key`` is :func:`key_of` the micro-batch on both ends.
+        ``key`` is :func:`key_of` of the micro-batch, the same on both stages.
         """
         if peer == self.comm.rank:
             self._kept[route, micro] = array
@@ -102,12 +105,12 @@ class PipelineP2P:
             self._start(contiguous(array), peer, route.tag)
 
     def check(self, route: Route, key: Any, array: Array) -> None:
-        """Refuse what the other end cannot take. Not collective.
+        """Refuse an output that the other stage cannot receive.
 
         Raises
         ------
         LayoutError
-            If another shape was sent for an equal micro-batch before, or no message can hold the array.
+            If another shape was sent before for a micro-batch with the same key, or dtype or axes are not supported.
         """
         given = _Shape(array.shape, array.dtype.name)
         known = self._known.get((route, key), given)
@@ -124,13 +127,13 @@ class PipelineP2P:
             )
 
     def post(self, route: Route, micro: int, key: Any, peer: int) -> None:
-        """Start to receive ahead of need, where the shape is known. Not collective."""
+        """Start to receive the message for a micro-batch before it is needed, if its shape is already known."""
         known = self._known.get((route, key))
         if peer != self.comm.rank and known is not None:
             self._expect(route, micro, known, peer)
 
     def receive(self, route: Route, micro: int, key: Any, peer: int) -> Array | None:
-        """Return what the other end sent for micro-batch ``micro``; None if it failed. Waits; not collective."""
+        """Wait for the array that stage ``peer`` sends for micro-batch ``micro`` and return it; None if it failed."""
         if peer == self.comm.rank:
             return self._kept.pop((route, micro))
         started = time.perf_counter()
@@ -150,7 +153,7 @@ class PipelineP2P:
         return array
 
     def _announced(self, route: Route, peer: int) -> _Shape | None:
-        """Return what a header says will come; None if nothing will."""
+        """Receive a header and return the shape that it announces; None if the other stage failed."""
         header = np.empty(_HEADER, np.int64)
         self.comm.recv(header, peer, route.tag + 1)
         dims = tuple(int(n) for n in header[3 : 3 + int(header[2])])
@@ -162,7 +165,7 @@ class PipelineP2P:
             self._posted[route, micro] = (self.comm.irecv(array, peer, route.tag), array)
 
     def _empty(self, dims: tuple[int, ...], dtype: str) -> Array:
-        """Return an array for what will come."""
+        """Allocate an array to receive into."""
         return np.empty(dims, dtype)
 
     def _remember(self, route: Route, key: Any, shape: _Shape) -> None:
@@ -170,14 +173,14 @@ class PipelineP2P:
             self._known[route, key] = shape
 
     def progress(self) -> None:
-        """Let messages move on, and forget those that have arrived. Not collective."""
+        """Let MPI make progress on all messages, and release the buffers of messages that have been sent."""
         for request, _ in self._posted.values():
             request.test()
         while self._sending and self._sending[0][0].test():
             self._sending.popleft()
 
     def finish(self) -> None:
-        """Wait until everything sent has left. Not collective."""
+        """Wait until all sends have completed."""
         started = time.perf_counter()
         while self._sending:
             self._sending.popleft()[0].wait()

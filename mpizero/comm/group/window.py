@@ -1,12 +1,12 @@
-"""Sum and gather arrays of ranks that share memory through one window: written once, read in place, nothing is sent.
+"""Sum and gather arrays of ranks on one node through a shared window: each rank writes once, all read, nothing is sent.
 
-[Note: two halves] A call writes into one half of the window, waits at one barrier, and reads; the next call uses the
-other half. A rank that writes into a half again has passed the barrier of the call between. Every rank enters that
-barrier only after it has read, so no second barrier is needed.
+[Note: two halves] The window has two halves. A call writes into one half, waits at one barrier, and reads. The next
+call uses the other half. Before a rank writes into the first half again, it has passed the barrier of the call in
+between. Every rank enters that barrier only after it has finished reading, so no second barrier is needed.
 
-[Note: signatures] With its array a rank writes a number that identifies its call. All ranks compare these numbers
-after the barrier, so that different calls raise the same error on every rank. A window that is too small is replaced
-only after such a comparison, since that is collective.
+[Note: signatures] With its array each rank writes a number that identifies its call. All ranks compare these numbers
+after the barrier, so different calls raise the same error on every rank. A window that is too small is replaced only
+after such a comparison, because replacing it is collective.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from mpizero.types import Array
 LINE = 64
 #: Bytes of each half before an array needs more.
 FIRST_HALF = 1 << 16
-#: From so many ranks and bytes on every rank sums a part and all copy the sum, at the price of a second barrier;
-#: below, every rank sums everything for itself.
+#: With at least so many ranks and bytes, each rank sums one part and then copies the whole sum, which needs a second
+#: barrier. Below, every rank sums the whole array for itself.
 SHARED_SUM_RANKS, SHARED_SUM_BYTES = 4, 1 << 18
-#: Calls whose places in the window are cached.
+#: Number of different calls whose views of the window are cached.
 _REMEMBERED = 512
 
 
 class _Place(NamedTuple):
-    """Hold the views of one call in each half of the window, and the number that stands for the call."""
+    """Hold the views that one call uses in each half of the window, and the number that identifies the call."""
 
     signature: int
     halves: tuple[tuple[Array, ...], tuple[Array, ...]]
 
 
 class WindowGroup:
-    """A :class:`mpizero.comm.group.messages.GroupTransport` through memory that all ranks of the group share.
+    """Implement :class:`mpizero.comm.group.messages.GroupTransport` through memory that all ranks of the group share.
 
-    The window is allocated at the first call and grows to the largest call; where there is no room for it all ranks use
-    messages, and the first one reports it.
+    The window is allocated at the first call, and replaced by a larger one when a call needs it. If there is too little
+    shared memory, all ranks use messages instead, and rank 0 of the group prints a notice.
 
     Parameters
     ----------
     node : Communicator
-        The ranks of the group; ``shares_memory``.
+        The ranks of the group, with ``shares_memory``.
     messages : MessageGroup
-        The same ranks, maybe in another order, which is the order of all sums.
+        The same ranks. Their order here, which may be another, is the order of all sums.
     """
 
     def __init__(self, node: Communicator, messages: MessageGroup) -> None:
@@ -73,11 +73,11 @@ class WindowGroup:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the window, which the ranks of the group hold together."""
+        """Bytes of the shared window, counted once for the whole group."""
         return 0 if self._memory is None else self._memory.buffer.nbytes
 
     def reduce(self, x: Array, operation: np.ufunc, tag: str) -> Array:
-        """Combine arrays elementwise. Collective over the group."""
+        """Combine the arrays of all ranks element by element. Collective over the group."""
         shared_sum = self._size >= SHARED_SUM_RANKS and x.nbytes >= SHARED_SUM_BYTES
         call = (operation.__name__, x.dtype.char, x.size)
         rows = self._open(call, [x.shape] * (self._size + shared_sum), x.dtype, tag)
@@ -97,7 +97,7 @@ class WindowGroup:
         return result
 
     def scatter(self, x: Array, sizes: Sequence[int], tag: str) -> Array:
-        """Sum and keep one block; only the blocks of others are written. Collective over the group."""
+        """Sum arrays and return this rank's block; only blocks for others are written. Collective over the group."""
         call = ("reduce_scatter", x.dtype.char, x.shape, tuple(sizes))
         rows = self._open(call, [x.shape] * self._size, x.dtype, tag)
         if rows is None:
@@ -117,7 +117,7 @@ class WindowGroup:
         return result
 
     def gather(self, x: Array, sizes: Sequence[int], tag: str) -> Array:
-        """Join the blocks of all ranks: each writes its own to its place in the whole. Collective over the group."""
+        """Join the blocks of all ranks: each rank writes its block into the whole array. Collective over the group."""
         outer, _, inner = x.shape
         call = ("all_gather", x.dtype.char, outer, inner, tuple(sizes))
         arrays = self._open(call, [(outer, sum(sizes), inner)], x.dtype, tag)
@@ -129,7 +129,7 @@ class WindowGroup:
         return whole.copy()
 
     def close(self) -> None:
-        """Free the window and the buffers of messages. Collective over the group."""
+        """Free the window and the message buffers. Collective over the group."""
         self._drop()
         self._message_group.close()
 
@@ -138,7 +138,7 @@ class WindowGroup:
     def _open(
         self, call: tuple[object, ...], shapes: Sequence[tuple[int, ...]], dtype: Any, tag: str
     ) -> tuple[Array, ...] | None:
-        """Return arrays of these shapes in the present half, or None where shared memory has no room."""
+        """Return views with these shapes in the current half of the window, or None if shared memory has no room."""
         place = self._places.get(call)
         if place is None:
             if not self._has_room:
@@ -159,7 +159,7 @@ class WindowGroup:
         return place.halves[self._half]
 
     def _compare(self, call: tuple[object, ...], tag: str) -> None:
-        """Wait until every rank has written, compare the calls, and switch to the other half."""
+        """Wait at the barrier until every rank has written, compare their calls, and switch to the other half."""
         place = self._places.get(call)
         number = _signature(call) if place is None else place.signature
         numbers = self._signatures[self._half]
@@ -179,7 +179,7 @@ class WindowGroup:
         self._node.node_barrier(self._memory, tag)
 
     def _grow(self, call: tuple[object, ...], nbytes: int, tag: str) -> bool:
-        """Make each half at least ``nbytes`` long and tell whether there was room for it."""
+        """Allocate or replace the window so that each half has ``nbytes``; tell whether there was enough memory."""
         try:
             if self._memory is None:
                 self._allocate(FIRST_HALF)
@@ -212,5 +212,5 @@ class WindowGroup:
 
 
 def _signature(call: tuple[object, ...]) -> int:
-    """Return a number that is the same for the same call in every process."""
+    """Return a hash of a call that is the same in every process."""
     return int.from_bytes(blake2b(repr(call).encode(), digest_size=7).digest(), "little")

@@ -31,7 +31,7 @@ class CommunicatorCall(NamedTuple):
     sequence: int
 
     def __str__(self) -> str:
-        """Name it as the watchdog does. Not collective."""
+        """Name it as the watchdog does."""
         return f"{self.operation} {self.tag!r} on {self.communicator!r}"
 
 
@@ -60,27 +60,27 @@ class Timeline:
         self._spans: list[TimeSpan] = []
 
     def span(self, phase: str, detail: Any = "") -> AbstractContextManager[object]:
-        """Record the time of a block. Not collective."""
+        """Record the time of a block."""
         return _Open(self, phase, detail) if self.on else _NOTHING
 
     def begin(self) -> float:
-        """Return the time, for :meth:`end`, or 0 while nothing is recorded. Not collective.
+        """Return the time, for :meth:`end`, or 0 while nothing is recorded.
 
         For frequent operations: while off, the two cost a tenth of a microsecond, a third of :meth:`span`.
         """
         return monotonic() if self.on else 0.0
 
     def end(self, phase: str, detail: Any, begun: float) -> None:
-        """Record a span that began when :meth:`begin` was called. Not collective."""
+        """Record a span that began when :meth:`begin` was called."""
         if self.on:
             self.add(phase, detail, begun)
 
     def add(self, phase: str, detail: Any, start: float) -> None:
-        """Record a span that ends now. Not collective."""
+        """Record a span that ends now."""
         self._spans.append(TimeSpan(phase, detail, start, monotonic()))
 
     def take(self) -> list[TimeSpan]:
-        """Return the spans recorded since the last call. Not collective."""
+        """Return the spans recorded since the last call."""
         found, self._spans = self._spans, []
         return found
 

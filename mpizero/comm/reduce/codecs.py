@@ -45,11 +45,11 @@ class Codec(ABC):
 
     @abstractmethod
     def packed(self, count: int) -> int:
-        """Return the bytes of ``count`` values: a multiple of two, of four with feedback. Not collective."""
+        """Return the bytes of ``count`` values: a multiple of two, of four with feedback."""
 
     @abstractmethod
     def encode(self, values: Array, residual: Array, message: Array) -> None:
-        """Pack ``values + residual``; what is not packed becomes the residual. Not collective.
+        """Pack ``values + residual``; what is not packed becomes the residual.
 
         Parameters
         ----------
@@ -63,7 +63,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, message: Array, out: Array) -> None:
-        """Write what was packed into ``message``. Not collective."""
+        """Write what was packed into ``message``."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class TopK(Codec):
             )
 
     def kept(self, count: int) -> int:
-        """Return how many of ``count`` values travel. Not collective."""
+        """Return how many of ``count`` values travel."""
         return math.ceil(count * self.share)
 
     def packed(self, count: int) -> int:
@@ -173,7 +173,7 @@ def _number(text: str) -> float | None:
 
 
 def codec_of(name: str | None) -> Codec | None:
-    """Return what ``ShardingConfig.gradient_compression`` names. Not collective.
+    """Return what ``ShardingConfig.gradient_compression`` names.
 
     Raises
     ------

@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def program_array(program: Program) -> Array:
-    """Return a tree program as the kernels take it: a read-only int32 array. Not collective.
+    """Return a tree program as the kernels take it: a read-only int32 array.
 
     Raises
     ------
@@ -59,7 +59,7 @@ def program_array(program: Program) -> Array:
 def tree_sum(rows: Array, first: int, program: Array, divisor: Array, out: Array) -> None:
     """Write the tree sum of ``rows[:, first:first + out.size]``, divided by ``divisor``, to ``out``.
 
-    Not collective. ``rows`` is two-dimensional and C-contiguous; ``out`` may be one of its rows' slices.
+    ``rows`` is two-dimensional and C-contiguous; ``out`` may be one of its rows' slices.
     """
     if program.size:
         kernels.backend(out).fused.tree_sum(rows, first, rows[:0], 0, program, divisor, out, 0, out.size)
@@ -87,7 +87,7 @@ class Segment:
         self.one = np.ones(1, rows.dtype)
 
     def add(self, peer: int, number: int, out: Array) -> None:
-        """Write partial sum ``number`` over the parts of a peer's ranges to ``out``. Not collective."""
+        """Write partial sum ``number`` over the parts of a peer's ranges to ``out``."""
         place = 0
         for _, span in self.windows[peer]:
             tree_sum(self.rows, span.start, self.sums[number], self.one, out[place : place + span.size])
@@ -103,11 +103,11 @@ class Arriving:
         self._request, self._unpack, self._window = request, unpack, window
 
     def test(self) -> bool:
-        """Let messages move on and tell whether all have arrived and left. Not collective."""
+        """Let messages move on and tell whether all have arrived and left."""
         return self._request is None or self._request.test()
 
     def pieces(self) -> Iterator[Piece]:
-        """Wait for what arrives, and yield what this rank has to sum. Not collective."""
+        """Wait for what arrives, and yield what this rank has to sum."""
         if self._request is not None:
             self._request.wait()
         rows, column = self._unpack(), 0

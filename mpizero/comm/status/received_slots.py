@@ -38,7 +38,7 @@ _MARK = (int, int)
 
 
 def parse_slots(data: bytes, ranks: Collection[int], now: float) -> dict[int, Slot]:
-    """Decode slots and check them; times become those of this host, where it is ``now``. Not collective.
+    """Decode slots and check them; times become those of this host, where it is ``now``.
 
     Raises
     ------

@@ -19,7 +19,7 @@ def scratch_folders() -> Iterator[str]:
 def anonymous_file() -> Iterator[int]:
     """Open an empty file that is removed when it is closed.
 
-    Not collective. A Python that was built against a glibc before 2.27 has no ``os.memfd_create``.
+    A Python that was built against a glibc before 2.27 has no ``os.memfd_create``.
 
     Raises
     ------

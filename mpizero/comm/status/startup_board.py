@@ -62,7 +62,7 @@ class StartupBoard:
                 os.pwrite(self._file, _HEADER.pack(len(data)) + data, _SLOT * self._rank)
 
     def read(self) -> dict[int, Slot]:
-        """Return the last slot of every other rank that has written one. Not collective."""
+        """Return the last slot of every other rank that has written one."""
         found: dict[int, Slot] = {}
         with self._closing:
             length = os.fstat(self._file).st_size if self._file >= 0 else 0
@@ -72,7 +72,7 @@ class StartupBoard:
         return found
 
     def all_started(self) -> bool:
-        """Tell whether every rank of the job has written a slot, including ranks that have ended. Not collective."""
+        """Tell whether every rank of the job has written a slot, including ranks that have ended."""
         none = bytes(_HEADER.size)
         with self._closing:
             ranks = range(self._size if self._file >= 0 else 0)
@@ -91,7 +91,7 @@ class StartupBoard:
         return None
 
     def claim(self) -> bool:
-        """Return True on the first rank of the node that calls this: it reports for the node. Not collective."""
+        """Return True on the first rank of the node that calls this: it reports for the node."""
         with self._closing:
             if self._file < 0:
                 return True
@@ -108,7 +108,7 @@ class StartupBoard:
     def close(self, *, remove: bool = False) -> None:
         """Mark this rank as gone, and write no more; the last working rank removes the file, or any with ``remove``.
 
-        A second call does nothing. Not collective.
+        A second call does nothing.
         """
         with self._closing, contextlib.suppress(OSError):
             self._gone = True
@@ -125,7 +125,7 @@ class StartupBoard:
 
 
 def is_working(slot: Slot) -> bool:
-    """Tell whether the rank of ``slot``, on this node, is running and has not reached its end. Not collective."""
+    """Tell whether the rank of ``slot``, on this node, is running and has not reached its end."""
     return slot["state"] == "working" and Path(f"/proc/{slot['pid']}").exists()
 
 

@@ -36,7 +36,7 @@ class TcpQuery:
         return selectors.EVENT_WRITE if self._out else selectors.EVENT_READ
 
     def advance(self) -> None:
-        """Send and receive as much as possible without waiting. Not collective."""
+        """Send and receive as much as possible without waiting."""
         try:
             while True:
                 if self._out:
@@ -74,12 +74,12 @@ class TcpQueries:
         self._live: list[TcpQuery] = []
 
     def listen(self, server: socket.socket) -> None:
-        """Let :meth:`poll` return this socket when a client connects. Not collective."""
+        """Let :meth:`poll` return this socket when a client connects."""
         server.setblocking(False)
         self._selector.register(server, selectors.EVENT_READ)
 
     def start(self, connection: socket.socket, script: Script, seconds: float) -> TcpQuery:
-        """Begin a query that ends within ``seconds``. Not collective."""
+        """Begin a query that ends within ``seconds``."""
         query = TcpQuery(connection, script, seconds)
         if len(self._live) >= self._limit:
             self._end(self._live[0])
@@ -89,10 +89,7 @@ class TcpQueries:
         return query
 
     def poll(self, seconds: float | None) -> list[socket.socket]:
-        """Wait for events, ``seconds`` at most, and handle them; return the listening sockets with new connections.
-
-        Not collective.
-        """
+        """Wait for events, ``seconds`` at most, and handle them; return the listening sockets with new connections."""
         now = monotonic()
         limits = [query.deadline - now for query in self._live] + ([] if seconds is None else [seconds])
         servers = []

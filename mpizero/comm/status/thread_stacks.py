@@ -38,7 +38,7 @@ _LOOKING = threading.Lock()
 def current_frame(thread: int) -> FrameType | None:
     """Return the innermost frame of the thread with this ``threading.get_ident``, or None.
 
-    Not collective. See [Note: no collection]; its outer frames must not be read, see [Note: no frames].
+    See [Note: no collection]; its outer frames must not be read, see [Note: no frames].
     """
     with _LOOKING:
         enabled = gc.isenabled()
@@ -53,7 +53,7 @@ def current_frame(thread: int) -> FrameType | None:
 def all_stacks() -> dict[int, list[Line]]:
     """Return the stack of every thread, the innermost line first, by ``threading.get_ident``.
 
-    Not collective. At most 100 lines of at most 100 threads, the limits of ``faulthandler``; empty where no temporary
+    At most 100 lines of at most 100 threads, the limits of ``faulthandler``; empty where no temporary
     file can be made.
     """
     text = ""
@@ -71,7 +71,7 @@ def all_stacks() -> dict[int, list[Line]]:
 
 
 def innermost_line(frame: FrameType | None) -> list[Line]:
-    """Return the line of one frame, for where :func:`all_stacks` is empty. Not collective."""
+    """Return the line of one frame, for where :func:`all_stacks` is empty."""
     return [] if frame is None else [Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)]
 
 

@@ -32,7 +32,7 @@ class CExitHook:
             self._function()
 
     def close(self) -> None:
-        """Remove the handler; a second call does nothing. Not collective."""
+        """Remove the handler; a second call does nothing."""
         self._function = None
         remove, self._remove = self._remove, None
         if remove is not None:

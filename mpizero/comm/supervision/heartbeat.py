@@ -57,7 +57,7 @@ def library_call(frame: FrameType, world: Any) -> str:
 
 
 def calls_in_progress(register: CommunicatorRegistry, since: Callable[[float], float]) -> list[list[Any]]:
-    """Return the calls in progress: key, communicator, sequence, operation, tag, seconds. Not collective.
+    """Return the calls in progress: key, communicator, sequence, operation, tag, seconds.
 
     ``since`` returns the seconds since a moment.
     """
@@ -69,7 +69,7 @@ def calls_in_progress(register: CommunicatorRegistry, since: Callable[[float], f
 
 
 def transfers_in_progress(traces: Iterable[CallTrace], since: Callable[[float], float]) -> list[list[Any]]:
-    """Return the files that are being read or written: what, bytes so far, seconds since the last. Not collective."""
+    """Return the files that are being read or written: what, bytes so far, seconds since the last."""
     return [[t.what, t.bytes, since(t.moved)] for trace in traces for t in tuple(trace.transfers)]
 
 
@@ -101,7 +101,7 @@ class Heartbeat:
         self._writing = threading.RLock()
 
     def look(self, now: float) -> None:
-        """Write the present slot, then call the listeners with it. Not collective."""
+        """Write the present slot, then call the listeners with it."""
         slot = self.beat(now)
         for listener in tuple(self.listeners):
             listener(slot)
@@ -111,7 +111,7 @@ class Heartbeat:
         self._looked = float("-inf")
 
     def beat(self, now: float | None = None) -> Slot:
-        """Write the present slot. Not collective."""
+        """Write the present slot."""
         with self._writing:
             self.last_slot = slot = self.slot(monotonic() if now is None else now)
             self.peers.write(slot)

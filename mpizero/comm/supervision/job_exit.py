@@ -261,11 +261,11 @@ class JobExit:
         return self._ending_lock.locked()
 
     def is_registered(self, trace: CallTrace) -> bool:
-        """Tell whether ``trace`` belongs to an MPI communicator of this process. Not collective."""
+        """Tell whether ``trace`` belongs to an MPI communicator of this process."""
         return any(entry.trace is trace for entry in self.register.live)
 
     def end_job(self, text: str, status: int) -> None:
-        """End all ranks like :meth:`end`; returns only where MPI is gone already. Not collective."""
+        """End all ranks like :meth:`end`; returns only where MPI is gone already."""
         if (mpi := self._mpi()) is not None:
             self.end(mpi, text, status)
 

@@ -55,14 +55,14 @@ class LockTimer:
                 self._library = library
 
     def restart(self, seconds: float) -> None:
-        """Restart the timer. Not collective."""
+        """Restart the timer."""
         if self._library is not None:
             whole = int(seconds)
             times = _Times(0, 0, whole, max(1, int((seconds - whole) * 1e9)))
             self._library.timer_settime(self._timer, 0, ctypes.byref(times), None)
 
     def close(self) -> None:
-        """Delete the timer; a second call does nothing. Not collective."""
+        """Delete the timer; a second call does nothing."""
         library, self._library = self._library, None
         if library is not None:
             library.timer_delete(self._timer)

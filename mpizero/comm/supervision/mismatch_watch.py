@@ -40,7 +40,7 @@ class MismatchWatch:
         self._next = 0
 
     def look(self, slot: Slot) -> None:
-        """End the job if another rank has made different calls. Not collective."""
+        """End the job if another rank has made different calls."""
         waits = any(call[5] >= _PATIENCE for call in slot["calls"])
         if (key := self._differing(None if waits else _IN_TURN)) and (error := self._explain(key)):
             self._end(error)
@@ -48,7 +48,7 @@ class MismatchWatch:
     def explain(self, trace: CallTrace) -> CollectiveMismatch | None:
         """Return an error that says how the calls of a communicator differ; None if they do not, or it is not known.
 
-        Not collective. The caller raises the error: this rank does not end the job for it.
+        The caller raises the error: this rank does not end the job for it.
         """
         entry = next((entry for entry in self._register.live if entry.trace is trace), None)
         error = None if entry is None else self._explain(entry.key)
@@ -57,7 +57,7 @@ class MismatchWatch:
         return error
 
     def search(self, seconds: float) -> CollectiveMismatch | None:
-        """Search for a difference for some seconds, in which others may still write their calls. Not collective."""
+        """Search for a difference for some seconds, in which others may still write their calls."""
         self._heartbeat.beat()
         limit = time.monotonic() + seconds
         while not (key := self._differing(None)) and time.monotonic() < limit:
@@ -65,12 +65,12 @@ class MismatchWatch:
         return self._explain(key) if key else None
 
     def compare_at_exit(self) -> CollectiveMismatch | None:
-        """Compare all calls of the program with those of the other ranks, which end too. Not collective."""
+        """Compare all calls of the program with those of the other ranks, which end too."""
         key = self._differing(None)
         return self._explain(key) if key else None
 
     def ignore(self, trace: CallTrace) -> None:
-        """Ignore the communicators within that of ``trace``: their mismatch is being raised. Not collective."""
+        """Ignore the communicators within that of ``trace``: their mismatch is being raised."""
         self._reported.update(entry.key for entry in self._register.inside(trace))
 
     def _differing(self, limit: int | None) -> str:

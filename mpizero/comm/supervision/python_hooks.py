@@ -39,7 +39,7 @@ class HookListener(Protocol):
 class PythonHooks:
     """Replace the hooks of ``sys`` and ``threading`` for errors, and ``sys.exit``; register at ``atexit``.
 
-    In a fork of this process they only call the earlier functions. Not collective.
+    In a fork of this process they only call the earlier functions.
     """
 
     def __init__(self, listener: HookListener) -> None:

@@ -49,7 +49,7 @@ class Supervisor:
         return self._thread is not None and self._thread.is_alive()
 
     def add(self, listener: Callable[[float], None], tick: float = TICK) -> None:
-        """Call ``listener`` from now on, at least every ``tick`` seconds. Not collective."""
+        """Call ``listener`` from now on, at least every ``tick`` seconds."""
         with self._changing:
             self._listeners[listener] = tick
             if not self.is_running:
@@ -62,7 +62,7 @@ class Supervisor:
                     self.warn_once(error)
 
     def remove(self, listener: Callable[[float], None]) -> None:
-        """Call ``listener`` no more; a second call does nothing. Not collective."""
+        """Call ``listener`` no more; a second call does nothing."""
         with self._changing:
             self._listeners.pop(listener, None)
             thread, last = self._thread, not self._listeners
@@ -73,20 +73,17 @@ class Supervisor:
             thread.join(1.0)
 
     def stop(self) -> None:
-        """Remove all listeners. Not collective."""
+        """Remove all listeners."""
         for listener in tuple(self._listeners):
             self.remove(listener)
 
     def since(self, moment: float, now: float) -> float:
-        """Return the seconds from ``moment`` to ``now`` without those in which the process was stopped.
-
-        Not collective.
-        """
+        """Return the seconds from ``moment`` to ``now`` without those in which the process was stopped."""
         stopped = sum(min(seconds, end - moment) for end, seconds in tuple(self._stops) if end > moment)
         return max(0.0, now - moment - stopped)
 
     def warn_once(self, error: BaseException) -> None:
-        """Warn once that part of the supervision does not work here. Not collective."""
+        """Warn once that part of the supervision does not work here."""
         if not self._warned:
             self._warned = True
             write_stderr(f"mpizero: stuck or missing ranks may not be noticed here: {type(error).__name__}: {error}\n")

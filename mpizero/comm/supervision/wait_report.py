@@ -16,7 +16,7 @@ _MIN_SILENCE = 0.5
 
 
 def with_age(slots: Mapping[int, Slot]) -> dict[int, Slot]:
-    """Return slots with the seconds since each was written, as "age". Not collective."""
+    """Return slots with the seconds since each was written, as "age"."""
     now, wall = time.monotonic(), time.time()
     return {rank: s | {"age": wall - s["wall"] if "wall" in s else now - s["beat"]} for rank, s in slots.items()}
 
@@ -24,7 +24,7 @@ def with_age(slots: Mapping[int, Slot]) -> dict[int, Slot]:
 def describe_stuck_call(
     call: Sequence[Any], members: Sequence[int], slots: Mapping[int, Slot], timeout: float, tick: float
 ) -> list[str]:
-    """Describe a call that lasts too long: the missing ranks, then a line for every rank. Not collective.
+    """Describe a call that lasts too long: the missing ranks, then a line for every rank.
 
     Parameters
     ----------
@@ -73,12 +73,12 @@ def _describe_slot(slot: Slot, tick: float) -> str:
 
 
 def is_silent(slot: Slot, tick: float) -> bool:
-    """Tell whether the next heartbeat after ``slot`` is long overdue. Not collective."""
+    """Tell whether the next heartbeat after ``slot`` is long overdue."""
     return bool(slot["age"] > max(_SILENT_TICKS * tick, _MIN_SILENCE))
 
 
 def describe_call_entry(call: Sequence[Any]) -> str:
-    """Describe an entry of a slot's calls: key, communicator, sequence, operation, tag, seconds. Not collective."""
+    """Describe an entry of a slot's calls: key, communicator, sequence, operation, tag, seconds."""
     _, name, sequence, operation, tag, _ = call
     if operation == MAKING:
         return f"{operation} {name!r}"

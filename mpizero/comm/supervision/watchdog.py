@@ -96,7 +96,7 @@ class Watchdog:
         self.stop()
 
     def start(self) -> None:
-        """Start the watchdog. Not collective."""
+        """Start the watchdog."""
         self._shared = self._guard.is_registered(self._comm.trace)
         self._rank = self._guard.rank if self._shared else self._comm.rank
         if not self._shared:  # one rank, or ranks that are threads of this process
@@ -115,7 +115,7 @@ class Watchdog:
             self._timer.restart(self._timeout + self._grace)
 
     def stop(self) -> None:
-        """Stop the watchdog and remove its files; a second call does nothing. Not collective."""
+        """Stop the watchdog and remove its files; a second call does nothing."""
         if not self._running:
             return
         self._running = False
