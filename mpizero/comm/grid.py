@@ -193,8 +193,8 @@ def _hosts(world: Communicator, host: Communicator) -> tuple[int, ...]:
 def _split(world: Communicator, host: Communicator | None, hosts: Sequence[int], axes: Axes) -> dict[str, Communicator]:
     """Make the communicators of the axes, by name; groups of the same ranks get the same one.
 
-    Collective over ``world``. ``axes`` and ``hosts`` alone decide which groups have the same ranks, and which lie within nodes. Both are the same
-    on all ranks, so all ranks split the same communicators.
+    Collective over ``world``. ``axes`` and ``hosts`` alone decide which groups have the same ranks, and which lie
+    within nodes. Both are the same on all ranks, so all ranks split the same communicators.
     """
     made: dict[tuple[int, ...], Communicator] = {}
     groups: dict[str, Communicator] = {}
