@@ -1,7 +1,8 @@
-"""Check numbers and flags that users give: every error names the argument, its value and what is expected.
+"""Check numbers and flags that users pass: every error names the argument, its value and what is expected.
 
-A check is a function that returns the value to use, or raises :class:`Unexpected`, whose text says what is expected.
-:func:`require` makes an error of it; settings of a file and command line options have their own forms.
+A check is a function that returns the value to use, or raises :class:`Unexpected` with a text of what is expected.
+:func:`require` turns that into the error that users see. Configuration files and command line options use the same
+checks, with messages of their own.
 """
 
 from __future__ import annotations

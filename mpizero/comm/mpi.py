@@ -32,8 +32,8 @@ MESSAGE_LIMIT = 1 << 30
 _PIECES = TAG_LIMIT + 1
 #: Pickled objects of fewer bytes, header included, are sent in one collective; longer ones take two.
 OBJECT_SLOT = 512
-#: From so many bytes on, Alltoallw replaces Allgatherv, and sends blocks directly. MPICH's Allgatherv passes long blocks
-#: from neighbour to neighbour in pieces of 32 KB: 4 ranks on 2 cores take 4 (two hosts) to 40 times (one host) as long.
+#: From so many bytes on, Alltoallw replaces Allgatherv. It sends blocks directly; MPICH's Allgatherv passes them from
+#: neighbour to neighbour in pieces of 32 KB: 4 ranks on 2 cores take 4 (two hosts) to 40 times (one host) as long.
 GATHER_DIRECTLY = 1 << 18
 #: True if Ialltoallw and Wait are faster than Alltoallw. With Open MPI they are: 16 MB between two hosts by TCP,
 #: 4 ranks on 2 cores, take 0.14 s instead of 0.21 s; small messages take equally long. The value is the same on all
@@ -67,7 +67,7 @@ def _starts(counts: Sequence[int]) -> list[int]:
 class MpiCommunicator(Communicator):
     """Communicate by MPI, on a communicator that is split off the given one.
 
-    Collective over ``comm``, an mpi4py intracommunicator. All its ranks must call this within ``timeout`` seconds (None:
+    Collective over ``comm``, an mpi4py intracommunicator. All ranks must call this within ``timeout`` seconds (None:
     no limit). Operations of more than ``limit`` bytes are cut into several messages. While the communicator is open,
     the guard supervises the process (:mod:`.guard`), unless it is a ``guest`` in another program's process.
     """
