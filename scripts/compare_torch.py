@@ -1,4 +1,4 @@
-"""Train one GPT here and in PyTorch from the same weights, and compare the losses step by step.
+"""Train one GPT with mpizero and with PyTorch from the same weights, and compare the losses step by step.
 
     python scripts/compare_torch.py                  # 50 steps in float32 and in float64
     python scripts/compare_torch.py --time           # seconds of a step, interleaved, and their ratio
@@ -59,7 +59,7 @@ LEARNING_RATE, DECAY = 1e-3, 0.1
 
 
 class TorchBlock(nn.Module):
-    """Compute a pre-norm block under GPT-2's names."""
+    """Compute a pre-norm transformer block; its parameters have GPT-2's names."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class TorchBlock(nn.Module):
         self.mlp = nn.ModuleDict({"c_fc": nn.Linear(dim, 4 * dim), "c_proj": nn.Linear(4 * dim, dim)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attend, then feed forward."""
+        """Compute attention, then the feed-forward layers."""
         samples, length, dim = x.shape
         qkv = self.attn["c_attn"](self.ln_1(x)).view(samples, length, 3, self.heads, dim // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -80,7 +80,7 @@ class TorchBlock(nn.Module):
 
 
 class TorchGPT(nn.Module):
-    """Build the model of :class:`mpizero.nn.GPT` in PyTorch, under GPT-2's names."""
+    """Build the model of :class:`mpizero.nn.GPT` in PyTorch; its parameters have GPT-2's names."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
@@ -98,14 +98,14 @@ class TorchGPT(nn.Module):
         self.to(getattr(torch, str(model.dtype)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give the logits of ids."""
+        """Return the logits for token ids."""
         h = self.transformer["wte"](x) + self.transformer["wpe"].weight[: x.shape[1]]
         for block in self.transformer["h"]:
             h = block(h)
         return self.lm_head(self.transformer["ln_f"](h))
 
     def mean_loss(self, x: np.ndarray, y: np.ndarray) -> torch.Tensor:
-        """Give the mean cross-entropy; targets below 0 are ignored."""
+        """Return the mean cross-entropy; targets below 0 are ignored."""
         logits = self(torch.from_numpy(x))
         target = torch.from_numpy(y).flatten()
         return nn.functional.cross_entropy(logits.flatten(0, 1), target.clamp(min=-1), ignore_index=-1)
@@ -119,7 +119,7 @@ def torch_twin(model: GPT, named: dict[str, np.ndarray]) -> TorchGPT:
 
 
 def here(model: GPT, named: dict[str, np.ndarray]) -> Callable[[int, np.ndarray, np.ndarray], float]:
-    """Return a training step of this library on one process: loss, gradients, AdamW."""
+    """Return a training step of mpizero on one process: loss, gradients, AdamW."""
     optimizer = AdamW(lr=LEARNING_RATE, weight_decay=DECAY)
     specs = {spec.name: spec for spec in model_specs(model) if spec.tied is None}
     state = {name: {slot: np.zeros(spec.size, model.dtype) for slot in optimizer.slots} for name, spec in specs.items()}
@@ -178,7 +178,7 @@ def batches(text: np.ndarray, options: argparse.Namespace, seed: int = 0):  # no
 
 
 def pair(options: argparse.Namespace, dtype: str) -> tuple[Callable[..., float], Callable[..., float]]:
-    """Build both training steps from the same weights, by way of the weight mapping in both directions."""
+    """Build both training steps from the same weights, mapped to PyTorch's names and back."""
     model = GPT(options.dim, options.layers, options.heads, options.sequence, dtype=dtype, seed=1)
     named = initial_parameters(model)
     twin = torch_twin(model, named)
@@ -186,7 +186,7 @@ def pair(options: argparse.Namespace, dtype: str) -> tuple[Callable[..., float],
 
 
 def compare(options: argparse.Namespace, dtype: str) -> bool:
-    """Train both and print the largest relative difference of the losses."""
+    """Train with both libraries, and print the largest relative difference of the losses."""
     ours, theirs = pair(options, dtype)
     worst, losses = 0.0, (0.0, 0.0)
     for index, (x, y) in zip(range(options.steps), batches(library_text(), options), strict=False):
@@ -201,7 +201,7 @@ def compare(options: argparse.Namespace, dtype: str) -> bool:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Print the time of a float32 step of both, run in turn so that both see the same machine and C library."""
+    """Print the time of a float32 step of both libraries; their steps alternate in one process."""
     keep_freed_memory()
     steps = pair(options, "float32")
     source = batches(library_text(), options)
@@ -221,7 +221,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Compare or measure, as asked."""
+    """Compare losses, or with ``--time`` the time of a step."""
     options = arguments()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if options.time:

@@ -1,11 +1,12 @@
-"""Compile every CUDA kernel to machine code, without a GPU, and check what the assembler says of it.
+"""Compile every CUDA kernel to machine code, without a GPU, and check the assembler's report.
 
-    python scripts/cuda_kernels.py                   # all of them: a table, and status 1 where one is not as it should
-    python scripts/cuda_kernels.py --only loss.      # those whose name begins so
+    python scripts/cuda_kernels.py                   # all kernels: prints a table; exit status 1 if one is wrong
+    python scripts/cuda_kernels.py --only loss.      # only kernels whose name begins with "loss."
 
 Each kernel of mpizero/kernels/cuda is compiled by numba-cuda to PTX, in float32 and in float64, for every target, with
-the types of arguments that it is launched with; ptxas makes machine code of it. A kernel is wrong that does not
-compile, whose registers spill to memory, or whose float32 form has instructions on doubles that DOUBLES does not allow.
+the types of arguments with which it is launched. ptxas then makes machine code of the PTX. A kernel is wrong if it does
+not compile, if its registers spill to memory, or if its float32 form has instructions on doubles that DOUBLES does not
+allow.
 
 Needs ``pip install 'numba-cuda[cu13]' 'cuda-toolkit[nvcc]==13.*'``; exits with 69 where they are missing.
 """
@@ -36,14 +37,14 @@ UNAVAILABLE = 69
 
 
 class Allowed(NamedTuple):
-    """Hold how many instructions on doubles a float32 kernel may have, a little above what it has, and why."""
+    """Hold the most instructions on doubles that a float32 kernel may have, and the reason for them."""
 
     most: int
     reason: str
 
 
 _LOSS = Allowed(70, "a row's loss is a double: one logarithm, one difference and one store a row")
-#: The float32 kernels that may have instructions on doubles. An entry that a kernel does not need is an error, too.
+#: The float32 kernels that may have instructions on doubles. An entry that no kernel needs is an error, too.
 DOUBLES = {
     "loss.merged_cross_entropy": _LOSS,
     "loss.softmax_cross_entropy": _LOSS,
@@ -52,7 +53,7 @@ DOUBLES = {
     "reduction._sum_nodes": Allowed(30, "the same sums, a level higher"),
 }
 
-#: A PTX instruction: maybe behind a predicate, its word, its modifiers. Declarations begin with a dot.
+#: A PTX instruction: maybe a predicate, then its name, then its modifiers. Declarations begin with a dot.
 _INSTRUCTION = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z]\w*)((?:\.\w+(?:::\w+)?)*)\s", re.MULTILINE)
 _SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
@@ -60,7 +61,7 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 
 @dataclass(frozen=True)
 class Row:
-    """Hold the result of one kernel with one type on one target."""
+    """Hold the result of compiling one kernel with one dtype for one target."""
 
     kernel: str
     dtype: str
@@ -71,7 +72,7 @@ class Row:
     error: str = ""
 
     def complaint(self, allowed: dict[str, Allowed]) -> str:
-        """Say what is wrong, "" where nothing is."""
+        """Describe what is wrong with this result; "" if nothing is."""
         if self.error:
             return self.error
         if self.spill:
@@ -93,7 +94,7 @@ HEADER = f"{'kernel':42} {'type':4} {'target':6} {'registers':>9} {'spill':>6} {
 
 
 def declared() -> set[str]:
-    """List the kernels that the sources declare, by file and name."""
+    """Return the names of the kernels that the sources declare, as "file.kernel"."""
     return {
         f"{path.stem}.{node.name}"
         for path in FOLDER.glob("*.py")
@@ -104,7 +105,7 @@ def declared() -> set[str]:
 
 
 def kernels() -> dict[str, Any]:
-    """Import the kernels, by file and name; every one that is declared is among them."""
+    """Import all kernels, and return them by "file.kernel"; end the script if a declared kernel is not found."""
     from mpizero.kernels.cuda.launch import CudaKernel
 
     found = {}
@@ -119,16 +120,16 @@ def kernels() -> dict[str, Any]:
 
 
 def dtypes(kernel: Any) -> tuple[str, ...]:
-    """List the types of numbers that a kernel is compiled for; one without ``T`` counts as float32."""
+    """Return the dtypes for which a kernel is compiled; a kernel without the type variable ``T`` counts as float32."""
     return ("f4",) if kernel.signature.template is None else ("f4", "f8")
 
 
 def ptx(kernel: Any, dtype: str, target: tuple[int, int]) -> str:
-    """Compile a kernel to PTX, with the arguments that a launch has."""
+    """Compile a kernel to PTX for the argument types of its launch."""
     from numba import cuda, types
     from numba.cuda import dispatcher
 
-    # For helpers, which serve all targets, numba asks the GPU for its kind: the only thing a GPU is needed for.
+    # Numba asks the GPU for its compute capability when it compiles helper functions: answer in its place.
     dispatcher.get_current_device = lambda: argparse.Namespace(compute_capability=TARGETS[0])
     signature = types.void(*kernel.argument_types(dtype))
     code, _ = cuda.compile(kernel.dispatcher().py_func, signature, device=False, abi="numba", cc=target)
@@ -136,7 +137,7 @@ def ptx(kernel: Any, dtype: str, target: tuple[int, int]) -> str:
 
 
 def assembled(code: str, target: tuple[int, int]) -> str:
-    """Return what ptxas says while it makes machine code; raise RuntimeError with it where it fails."""
+    """Assemble PTX to machine code, and return ptxas's report; raise RuntimeError with the report if it fails."""
     from cuda.pathfinder import find_nvidia_binary_utility
 
     with tempfile.NamedTemporaryFile("w", suffix=".ptx", encoding="utf-8") as file:
@@ -150,7 +151,7 @@ def assembled(code: str, target: tuple[int, int]) -> str:
 
 
 def resources(said: str) -> tuple[int, int]:
-    """Read registers and spilled bytes, the most of a file's functions, from what ptxas says."""
+    """Return the largest numbers of registers and of spilled bytes in a report of ptxas."""
     spills, registers = _SPILL.findall(said), _REGISTERS.findall(said)
     if not spills or not registers:
         raise RuntimeError(f"ptxas said nothing about registers: {said.strip()}")
@@ -158,12 +159,12 @@ def resources(said: str) -> tuple[int, int]:
 
 
 def instructions_on_doubles(code: str) -> Counter[str]:
-    """Count the PTX instructions that read or write doubles, by their first word."""
+    """Count the PTX instructions that read or write doubles, by the instruction's name."""
     return Counter(word for word, modifiers in _INSTRUCTION.findall(code) if ".f64" in modifiers)
 
 
 def examine(name: str, kernel: Any) -> list[Row]:
-    """Compile one kernel with every type for every target."""
+    """Compile one kernel with every dtype for every target, and return the results."""
     rows = []
     for dtype in dtypes(kernel):
         for target in TARGETS:
@@ -173,26 +174,26 @@ def examine(name: str, kernel: Any) -> list[Row]:
                 registers, spill = resources(assembled(code, target))
                 doubles = tuple(sorted(instructions_on_doubles(code).items()))
                 rows.append(replace(row, registers=registers, spill=spill, doubles=doubles))
-            except Exception as error:  # whatever the compilers raise is this kernel's result, and the others go on
+            except Exception as error:  # an error of the compilers is this kernel's result
                 rows.append(replace(row, error=f"{type(error).__name__}: {error}"))
     return rows
 
 
 def examine_file(names: list[str]) -> list[Row]:
-    """Compile kernels of one file one after the other: they share helpers, which are compiled once a process."""
+    """Compile the kernels of one file in one process, so that the helpers that they share are compiled once."""
     found = kernels()
     return [row for name in names for row in examine(name, found[name])]
 
 
 def complaints(rows: list[Row], allowed: dict[str, Allowed]) -> list[str]:
-    """Say what is wrong with each row, and which entries of ``allowed`` no kernel needs."""
+    """Describe what is wrong with each result, and which entries of ``allowed`` no kernel needs."""
     wrong = [f"{row.kernel} {row.dtype} {row.target}: {said}" for row in rows if (said := row.complaint(allowed))]
     needed = {row.kernel for row in rows if row.dtype == "f4" and row.doubles}
     return wrong + [f"DOUBLES has an entry for {name}, which needs none" for name in sorted(allowed.keys() - needed)]
 
 
 def main() -> int:
-    """Compile, print the table and what is wrong."""
+    """Compile all chosen kernels, and print the table and what is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="NAME", default="", help="kernels whose name begins so, as loss.softmax")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: the processors)")

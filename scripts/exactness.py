@@ -7,8 +7,9 @@ Trains small GPTs on every combination of
 * node-shared windows, private memory, and simulated nodes of two ranks,
 
 in several cases: clipping, dropout, tied embeddings, LAMB, numbers of grains that the ranks do not divide. All runs of
-a case must end with the same sha256 over all parameters. Each number of ranks is one launch; the rest happens inside.
-With ``--in-turn`` every case meets every strategy with one kind of memory, another one on the next number of ranks.
+a case must end with the same sha256 over all parameters. Each number of ranks is one launch, which runs all its
+trainings one after the other. With ``--in-turn`` each case runs each strategy with only one kind of memory, and with
+another kind on the next number of ranks.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Case:
         )
 
     def update(self) -> Any:
-        """Return the optimizer."""
+        """Return the optimizer of this case."""
         return {"adamw": mz.AdamW(lr=3e-3), "lamb": mz.LAMB(lr=1e-2), "sgd": mz.SGD(lr=0.1, momentum=0.9)}[
             self.optimizer
         ]
@@ -90,7 +91,7 @@ CASES = (
 
 
 def train(case: Case, comm: Any, strategy: str, memory: str, steps: int) -> str:
-    """Train one case in one way.
+    """Train one case with one strategy and one kind of memory, and return the hash of the parameters.
 
     Collective over ``comm``.
 
@@ -108,7 +109,7 @@ def train(case: Case, comm: Any, strategy: str, memory: str, steps: int) -> str:
 
 
 def ways(size: int, in_turn: bool) -> Iterator[tuple[Case, str, str]]:
-    """Yield what so many ranks train: case, strategy and kind of memory."""
+    """Yield the case, strategy and kind of memory of each training on ``size`` ranks."""
     for number, (case, strategy) in enumerate(itertools.product(CASES, STRATEGIES)):
         for turn, memory in enumerate(MEMORIES):
             if not in_turn or (number + size) % len(MEMORIES) == turn:
@@ -116,7 +117,7 @@ def ways(size: int, in_turn: bool) -> Iterator[tuple[Case, str, str]]:
 
 
 def everything(comm: Any, args: argparse.Namespace, where: str) -> list[dict[str, str]]:
-    """Train all cases in all ways, or in some of them; one row each."""
+    """Run all trainings of this number of ranks, and return one row for each, with its hash."""
     return [
         {"case": case.name, "where": where, "strategy": strategy, "memory": memory}
         | {"sha256": train(case, comm, strategy, memory, args.steps)}
@@ -124,12 +125,12 @@ def everything(comm: Any, args: argparse.Namespace, where: str) -> list[dict[str
     ]
 
 
-#: Trains everything on the ranks of a communicator that is called so.
+#: A function of communicator, options and a text that says where it runs: it runs all trainings and returns rows.
 Everything = Callable[[Any, argparse.Namespace, str], list[dict[str, Any]]]
 
 
 def worker(args: argparse.Namespace, everything: Everything) -> None:
-    """Be one rank of a launch; rank 0 writes the rows."""
+    """Run as one rank of a launch; rank 0 writes the rows to a file."""
     from mpi4py import MPI
 
     vendor = MPI.get_vendor()[0]
@@ -139,7 +140,7 @@ def worker(args: argparse.Namespace, everything: Everything) -> None:
 
 
 def launch(mpiexec: str, python: str, ranks: int, args: argparse.Namespace, script: str, *more: str) -> list[Any]:
-    """Start one job of ``script`` and return the rows that its rank 0 writes."""
+    """Start one MPI job of ``script``, and return the rows that its rank 0 writes."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     if os.geteuid() == 0:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -157,16 +158,16 @@ def launch(mpiexec: str, python: str, ranks: int, args: argparse.Namespace, scri
 
 
 def in_threads(ranks: int, args: argparse.Namespace, everything: Everything) -> list[dict[str, Any]]:
-    """Train everything on threads of this process; no MPI is started."""
+    """Run all trainings on ranks that are threads of this process, without MPI."""
     from mpizero.testing import run_in_threads
 
-    with contextlib.redirect_stderr(io.StringIO()):  # "nodes have 2, 1 ranks", once for each of them
+    with contextlib.redirect_stderr(io.StringIO()):  # drops the warnings "nodes have 2, 1 ranks"
         results = run_in_threads(ranks, lambda comm: everything(comm, args, f"{ranks} threads"))
     return list(results[0])
 
 
 def report(rows: list[dict[str, str]]) -> bool:
-    """Print one line a case and every run that differs; return whether all agree."""
+    """Print one line for each case and each run that differs; return whether all hashes of each case agree."""
     print(f"\n{'case':24s} {'runs':>5s}  sha256 of the parameters")
     equal = True
     for case in CASES:
@@ -182,7 +183,7 @@ def report(rows: list[dict[str, str]]) -> bool:
 
 
 def arguments(description: str, ranks: str, threads: str) -> argparse.ArgumentParser:
-    """Return what this script and its siblings understand."""
+    """Return the parser of the options that this script and exactness_hybrid.py share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--ranks", default=ranks, help="numbers of ranks under mpiexec (default: %(default)s)")
@@ -202,7 +203,7 @@ def arguments(description: str, ranks: str, threads: str) -> argparse.ArgumentPa
 def runs(
     args: argparse.Namespace, everything: Everything, script: str, *more: str
 ) -> Iterator[tuple[list[dict[str, Any]], float]]:
-    """Yield the rows and seconds of every job that was asked for: under mpiexec with ``more`` options, or threads."""
+    """Run every requested job, under mpiexec with ``more`` options or as threads, and yield its rows and seconds."""
     jobs = [(args.mpiexec, args.python, int(n)) for n in args.ranks.split(",") if n]
     if args.second_mpiexec:
         python = args.second_python or sys.executable
@@ -215,7 +216,7 @@ def runs(
 
 
 def main() -> None:
-    """Launch everything and compare."""
+    """Launch all jobs, and compare the hashes."""
     parser = arguments(__doc__, "1,2,3,4,8", "1,3,4")
     parser.add_argument("--in-turn", action="store_true", help="one kind of memory for each case and strategy, in turn")
     args = parser.parse_args()

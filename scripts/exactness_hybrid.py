@@ -1,16 +1,16 @@
-"""Show that stages, schedules and replicas do not change one bit of the result, and what splitting products changes.
+"""Show that stages, schedules and replicas change no bit, and by how much tensor and context groups change losses.
 
 Trains a GPT of 16 blocks and an MLP of 16 blocks
 
-* on every factorization pipeline x data of 2, 4, 6 and 8 ranks, with every schedule and every ZeRO stage, node-shared
-  and private memory and simulated nodes in turn: all runs of a case must end with the sha256 of one process. The
-  numbers of micro-batches are not multiples of the stages;
-* with split layers or split sequences (tensor and context parallelism) beside stages and replicas, twice each: every
-  loss must be that of one process within 1e-5 (float32) or 1e-12 (float64), and the second run must repeat the bits of
-  the first.
+* on every factorization pipeline x data of 2, 4, 6 and 8 ranks, with every schedule and every ZeRO stage; shared
+  memory, private memory and simulated nodes alternate from run to run. All runs of a case must end with the sha256 of
+  one process. The numbers of micro-batches are not multiples of the stages;
+* with tensor or context groups beside stages and replicas, twice each. Every loss must be that of one process within
+  1e-5 (float32) or 1e-12 (float64), and the second run must repeat the bits of the first.
 
-Each number of ranks is one launch; the rest happens inside. With ``--quick`` every factorization has every schedule
-still, each with one ZeRO stage and one case, in turn; with ``--in-turn`` all ZeRO stages, each with one case.
+Each number of ranks is one launch, which runs all its trainings one after the other. With ``--quick`` every
+factorization runs every schedule with only one ZeRO stage and one case, which change from run to run. With
+``--in-turn`` it runs every schedule with all ZeRO stages, each with only one case.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import mpizero as mz
 from mpizero.layout import SCHEDULES, chunk_stages
 
 VIRTUAL = {name: 2 if name == "interleaved" else 1 for name in SCHEDULES}
-#: The largest relative difference of a loss.
+#: The largest relative difference of a loss that is allowed, by dtype.
 BOUNDS = {"float32": 1e-5, "float64": 1e-12}
 BLOCKS = 16
 Row = dict[str, Any]
@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """Describe one training; ``batch`` samples in grains of ``grain``."""
+    """Describe one training: a global batch of ``batch`` samples, in grains of ``grain`` samples."""
 
     name: str
     batch: int
@@ -57,7 +57,7 @@ class Case:
         )
 
     def update(self) -> Any:
-        """Return the optimizer."""
+        """Return the optimizer of this case."""
         return {"adamw": mz.AdamW(lr=1e-3), "lamb": mz.LAMB(lr=3e-3), "sgd": mz.SGD(lr=0.02, momentum=0.9)}[
             self.optimizer
         ]
@@ -90,7 +90,7 @@ ROUNDED = (
 
 @dataclass(frozen=True)
 class Way:
-    """Describe how a training is laid out; all remaining ranks are replicas."""
+    """Describe how a training is split over ranks; all remaining ranks are replicas."""
 
     pipeline: int = 1
     tensor: int = 1
@@ -106,7 +106,7 @@ class Way:
 
 
 def exact_ways(size: int, quick: bool, in_turn: bool) -> Iterator[tuple[Case, Way]]:
-    """Yield all pairs of case and way for ``size`` ranks."""
+    """Yield the trainings on ``size`` ranks that must have the bits of one process: pipeline x data."""
     number = pair = 0
     for stages in (s for s in range(2, size + 1) if size % s == 0):
         for schedule in SCHEDULES:
@@ -124,7 +124,7 @@ def exact_ways(size: int, quick: bool, in_turn: bool) -> Iterator[tuple[Case, Wa
 
 
 def rounded_ways(size: int, quick: bool) -> Iterator[tuple[Case, Way]]:
-    """Yield pairs of case and way with split products for ``size`` ranks."""
+    """Yield the trainings on ``size`` ranks that agree within rounding: those with tensor or context groups."""
     shapes = [
         (stages, tensor, context)
         for stages in (1, 2, 4)
@@ -143,7 +143,7 @@ def rounded_ways(size: int, quick: bool) -> Iterator[tuple[Case, Way]]:
 
 
 def train(case: Case, comm: Any, way: Way, steps: int) -> tuple[str, list[float]]:
-    """Train one case in one way.
+    """Train one case on one layout, and return the hash of the parameters and all losses.
 
     Collective over ``comm``.
 
@@ -173,7 +173,7 @@ def train(case: Case, comm: Any, way: Way, steps: int) -> tuple[str, list[float]
 
 
 def everything(comm: Any, args: argparse.Namespace, where: str) -> list[Row]:
-    """Train all cases in all ways for this number of ranks, those that round twice; one row each."""
+    """Run all trainings of this number of ranks, those that round twice, and return one row for each."""
     exact = [(case, way, 1) for case, way in exact_ways(comm.size, args.quick, args.in_turn)]
     rounded = [(case, way, 2) for case, way in rounded_ways(comm.size, args.quick)]
     rows = []
@@ -185,7 +185,7 @@ def everything(comm: Any, args: argparse.Namespace, where: str) -> list[Row]:
 
 
 def alone(cases: Sequence[Case], steps: int) -> dict[str, Row]:
-    """Train all cases in one process, by plain data parallelism."""
+    """Train all cases in one process, and return hash and losses by case."""
     found = {}
     for case in cases:
         with mz.ShardingConfig(comm="self", micro_batch=case.grain, clip=case.clip) as config:
@@ -197,13 +197,13 @@ def alone(cases: Sequence[Case], steps: int) -> dict[str, Row]:
 
 
 def differs(row: Row, expected: dict[str, Row]) -> bool:
-    """Tell whether a training has other bits than one process: of its parameters, or of a loss."""
+    """Tell whether the parameters or a loss of a training have other bits than in one process."""
     wanted = expected[row["case"]]
     return (row["sha256"], row["losses"]) != (wanted["sha256"], wanted["losses"])
 
 
 def announce(rows: Sequence[Row], expected: dict[str, Row], seconds: float) -> None:
-    """Print what is known after one launch; the tables come at the end."""
+    """Print one line about a launch that has ended; the tables follow at the end."""
     exact = [row for row in rows if not row["rounds"]]
     equal = sum(not differs(row, expected) for row in exact)
     repeated = sum(row["repeats"] for row in rows if row["rounds"])
@@ -215,7 +215,7 @@ def announce(rows: Sequence[Row], expected: dict[str, Row], seconds: float) -> N
 
 
 def report_exact(rows: Sequence[Row], expected: dict[str, Row]) -> bool:
-    """Print one line a case and every run that differs from one process; return whether none does."""
+    """Print one line for each case and each run that differs from one process; return whether none differs."""
     print(f"\n{'pipeline x data':32s} {'runs':>5s} {'equal':>5s}  sha256 of one process")
     equal = True
     for case in EXACT:
@@ -248,7 +248,7 @@ def report_rounded(rows: Sequence[Row], expected: dict[str, Row]) -> bool:
 
 
 def main() -> None:
-    """Launch everything and compare."""
+    """Launch all jobs, and compare their results with one process."""
     parser = arguments(__doc__, "2,4,6,8", "")
     parser.add_argument("--quick", action="store_true", help="a tenth of the runs")
     parser.add_argument("--in-turn", action="store_true", help="every schedule and ZeRO stage with one case, in turn")

@@ -1,9 +1,9 @@
-"""Let one rank of a job fail in many ways, under one or more MPIs, and print what became of the job.
+"""Let one rank of a job fail in many ways, under one or more MPI libraries, and print how each job ended.
 
     python scripts/failure_table.py [--ranks 2 4 8] [--faults raise kill ...] [--launcher "mpiexec python" ...]
 
-A line for each case: seconds from the fault until every rank was gone, exit status, tracebacks, and what was said.
-Launchers are those of MPIZERO_MPIEXEC, or the one beside this Python.
+It prints a line for each case: seconds from the fault until every rank had ended, exit status, verdict and message.
+The launchers are those in the variable MPIZERO_MPIEXEC, or the mpiexec beside this Python.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ sys.path.insert(0, str(ROOT))
 from tests.faults.jobs import SOON, Ended, launchers, run_job  # noqa: E402
 
 TESTS = ROOT / "tests" / "faults"
-#: What a victim does: program.py's faults, in the order of the report.
+#: Faults of the rank that fails, as tests/faults/program.py names them, in the order of the report.
 FAILURES = ("raise", "segfault", "kill", "exit_0", "interrupt")
-#: What the last rank calls: contract_program.py's kinds.
+#: Wrong collectives that the last rank calls, as contract_program.py names them.
 ORDERS = ("order", "order_at_the_end", "order_of_a_set", "engine")
-#: What MPICH ends the process for: the launcher may tell the status of another rank, which it has killed.
+#: Mistakes for which MPICH itself ends a rank; the launcher may return the status of another rank that it killed.
 REFUSED = ("count", "dtype")
 MISMATCHES = (*ORDERS, "operation", "extra", "missing", *REFUSED)
 
 
 def run(launcher: tuple[str, str], fault: str, ranks: int, debug: bool) -> Ended:
-    """Start one job and wait for its end."""
+    """Start one job, and wait for its end."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         program = TESTS / ("program.py" if fault in FAILURES else "programs/contract_program.py")
@@ -42,7 +42,7 @@ def run(launcher: tuple[str, str], fault: str, ranks: int, debug: bool) -> Ended
 
 
 def verdict(ended: Ended, fault: str) -> str:
-    """Say whether the job ended as it must."""
+    """Return "ok" if the job ended as it must, else what is wrong."""
     expected = 1 if fault == "raise" else None
     tracebacks = ended.err.count("Traceback (most recent call last)")
     wrong = [
@@ -57,7 +57,7 @@ def verdict(ended: Ended, fault: str) -> str:
 
 
 def named(ended: Ended) -> bool:
-    """Tell whether a mismatch was reported with lines of both sides."""
+    """Tell whether a mismatch was reported with the source lines of both sides."""
     return ended.err.count("contract_program.py:") >= 2
 
 

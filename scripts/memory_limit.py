@@ -1,14 +1,14 @@
-"""Train a model that does not fit one process: one rank under a memory limit, and several, each under the same.
+"""Train a model that does not fit into one process with limited memory, but into several with the same limit each.
 
     python scripts/memory_limit.py [--layers 40] [--ranks 4] [--limit-mb 300] [--launcher "MPIEXEC PYTHON"]
 
-Three trainings of one model, all with FSDPModel (ZeRO-3) on private memory: one process without a limit, one process
-under it, and --ranks processes that each have the same limit. It is on what a process may allocate for itself beyond
-what it had before the model was made (RLIMIT_DATA: heap and private mappings), and the kernel refuses what goes beyond.
-What must be seen: the one process under the limit ends with an error that says so, the ranks train, and their losses
-and parameters have the bits of the process without a limit. The exit status is 0 if that is so, and 1 if not.
+Three trainings of one model run, all with FSDPModel (ZeRO-3) on private memory: one process without a limit, one
+process with the limit, and --ranks processes with the same limit each. The limit is on the memory that a process
+allocates beyond what it had before the model was made (RLIMIT_DATA: heap and private mappings); the kernel refuses
+more. Expected is that the one process with the limit ends with an error that says so, that the ranks train, and that
+their losses and parameters have the bits of the process without a limit. The exit status is then 0, otherwise 1.
 
-Launchers are those of MPIZERO_MPIEXEC, or the one beside this Python.
+The launcher is the first in the variable MPIZERO_MPIEXEC, or the mpiexec beside this Python.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def parse() -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace, width: int, layers: int, steps: int) -> dict[str, Any]:
-    """Train on all ranks; return losses, hash, parameters, and what each rank has used of memory."""
+    """Train on all ranks, and return losses, hash, number of parameters, and the memory that each rank used."""
     import numpy as np
     from mpi4py import MPI
 
@@ -70,12 +70,12 @@ def train(options: argparse.Namespace, width: int, layers: int, steps: int) -> d
 
 
 def worker(options: argparse.Namespace) -> None:
-    """Be one rank of one training."""
+    """Run as one rank of one training."""
     from mpi4py import MPI
 
     from mpizero.train.run.process_memory import allocated
 
-    train(options, 8, 1, 1)  # loads libraries and kernels
+    train(options, 8, 1, 1)  # loads libraries and kernels before the limit is set
     if options.worker == "limited":
         resource.setrlimit(resource.RLIMIT_DATA, (allocated() + int(options.limit_mb * MB),) * 2)
     found = train(options, options.width, options.layers, options.steps)
@@ -87,7 +87,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 class Ended(NamedTuple):
-    """Hold how a training ended: exit status, figures if it ended well, standard error."""
+    """Hold the end of a training: its exit status, its figures (None if it failed), its standard error."""
 
     status: int
     found: dict[str, Any] | None
@@ -95,7 +95,7 @@ class Ended(NamedTuple):
 
 
 def run(launcher: tuple[str, str], options: argparse.Namespace, kind: str, ranks: int) -> Ended:
-    """Start one training and wait for its end."""
+    """Start one training, and wait for its end."""
     from tests.faults.jobs import run_job
 
     command = [Path(__file__).resolve(), "--worker", kind]
@@ -109,7 +109,7 @@ def run(launcher: tuple[str, str], options: argparse.Namespace, kind: str, ranks
 
 
 def told(name: str, ended: Ended) -> str:
-    """Return the line of a training."""
+    """Return the line of the table for one training."""
     if ended.found is None:
         return f"{name:22s}  {'ended with status ' + str(ended.status):>46s}"
     ranks = ended.found["ranks"]
@@ -118,7 +118,7 @@ def told(name: str, ended: Ended) -> str:
 
 
 def main() -> int:
-    """Run the trainings, print what became of them, and return the exit status."""
+    """Run the three trainings, print their results, and return the exit status."""
     options = parse()
     if options.worker:
         worker(options)

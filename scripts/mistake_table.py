@@ -1,10 +1,11 @@
-"""Make typical mistakes, one job each, and print what the user sees: the message, the seconds, the exit status.
+"""Run one job for each of many typical mistakes, and print what its user sees: message, seconds, exit status.
 
     python scripts/mistake_table.py [--ranks 1 2 4] [--only batches ...] [--launcher "mpiexec python" ...] [--page]
 
-The mistakes are the functions of scripts/mistakes/*.py. A job that hangs, ends with another status than declared, or
-does not say what is declared counts as failed, and the table's status is then 1. ``--page`` writes the table into
-docs/failures.md. Launchers are those of MPIZERO_MPIEXEC, or the one beside this Python.
+The mistakes are the functions in scripts/mistakes/*.py, which declare the expected exit status and message. A job has
+failed if it hangs, ends with another status, or does not print the message; the exit status of this script is then 1.
+``--page`` writes the table into docs/failures.md. The launchers are those in the variable MPIZERO_MPIEXEC, or the
+mpiexec beside this Python.
 """
 
 from __future__ import annotations
@@ -49,19 +50,19 @@ class Row:
 
     @property
     def figures(self) -> str:
-        """Seconds and status, or that it hung."""
+        """Return the seconds and the exit status of the job as text; "hang" if it did not end."""
         return "hang" if self.ended is None else f"{self.ended.seconds:.1f} s, {self.ended.status}"
 
 
 def topics(only: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each file of mistakes with what it declares."""
+    """Yield the name of each file of mistakes, with its mistakes by name."""
     for path in sorted(MISTAKES.glob("*.py")):
         if path.stem not in ("case", "__init__") and (not only or path.stem in only):
             yield path.stem, mistakes_of(importlib.import_module(path.stem))
 
 
 def run(launcher: tuple[str, str], topic: str, name: str, ranks: int, expected: Mistake) -> Ended | None:
-    """Start one job and wait for its end; None if it hangs."""
+    """Run one job to its end; return None if it hangs."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         command, environment = [MISTAKES / f"{topic}.py", name], dict(expected.environment)
         try:
@@ -71,7 +72,7 @@ def run(launcher: tuple[str, str], topic: str, name: str, ranks: int, expected: 
 
 
 def verdict(ended: Ended | None, topic: str, expected: Mistake) -> str:
-    """Say whether the job ended as declared."""
+    """Return "ok" if the job ended as declared, "hang", or what is wrong."""
     if ended is None:
         return "hang"
     said = " ".join((ended.out + ended.err).split())
@@ -85,7 +86,7 @@ def verdict(ended: Ended | None, topic: str, expected: Mistake) -> str:
 
 
 def message(ended: Ended | None, expected: Mistake) -> str:
-    """Return the line that the user reads: the first with the first declared piece, without the rank's prefix."""
+    """Return the first line of output that has the first declared piece of text, without the rank's prefix."""
     if ended is None:
         return ""
     lines = (ended.err + "\n" + ended.out).splitlines()
@@ -94,7 +95,7 @@ def message(ended: Ended | None, expected: Mistake) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Return the rows in Markdown, mistakes that were run on several numbers of ranks in one line."""
+    """Return the rows as a Markdown table; a mistake on several numbers of ranks is one line."""
     lines = ["| what was done | what is said | ranks: seconds, status |", "|---|---|---|"]
     together: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
@@ -107,7 +108,7 @@ def table(rows: list[Row]) -> str:
 
 
 def write_page(text: str) -> None:
-    """Put the table between its marks in docs/failures.md."""
+    """Write the table between its marks in docs/failures.md."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
 

@@ -23,7 +23,7 @@ def read(run: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Write one picture."""
+    """Draw the losses of all given runs into one picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or metrics files")
     parser.add_argument("--output", type=Path, default=Path("loss.png"))

@@ -15,7 +15,7 @@ COLOURS = {"forward": "C0", "backward": "C2", "backward_input": "C9", "backward_
 
 
 def draw(simulation: Simulation, output: Path) -> None:
-    """Write one picture: a row a stage, a box an instruction, later chunks of a stage hatched."""
+    """Write one picture: one line per stage, one box per instruction, later chunks of a stage hatched."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -58,7 +58,7 @@ def draw(simulation: Simulation, output: Path) -> None:
 
 
 def seconds(text: str) -> tuple[float, float, float]:
-    """Read the costs of forward, input half and weight half."""
+    """Parse the seconds of a chunk's forward pass, and of the input and weight half of its backward pass."""
     try:
         forward, inputs, weights = map(float, text.split(","))
     except ValueError:
@@ -70,7 +70,7 @@ def seconds(text: str) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    """Print the timetable; with ``--output`` write the picture too."""
+    """Print the timetable; with ``--output`` also write the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("schedule", choices=SCHEDULES)
     parser.add_argument("--stages", type=int, default=4)

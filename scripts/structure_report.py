@@ -1,10 +1,10 @@
-"""Print how a checkout of the package is built: lines, modules, levels of imports, cycles, modules that a step calls.
+"""Print figures of a checkout's structure: lines, modules, levels of imports, cycles, modules that a step calls.
 
     python scripts/structure_report.py [FOLDER] [--json]
 
-FOLDER is a checkout of any age (default: this one). A room of ``mpizero.parallel`` is one of its sub-packages, or a
-module that stands in no sub-package. Levels are the length of the longest chain of imports, in which a cycle counts
-with all its members; arrows are the imports.
+FOLDER is a checkout of any age (default: this one). In the figures, a room of ``mpizero.parallel`` is one of its
+sub-packages, or a module outside of them. Levels are the length of the longest chain of imports; a cycle counts with
+all its members. Arrows are the imports between rooms.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PARALLEL, ENGINE = "mpizero.parallel", "mpizero.parallel.engine"
 
 Graph = dict[str, set[str]]
 
-#: Prints the files whose functions are called during one ZeRO-2 step of two ranks, after three others.
+#: A program that prints the files whose functions one ZeRO-2 step of two ranks calls, after three other steps.
 STEP = """
 import sys
 import numpy as np
@@ -48,7 +48,7 @@ print(*sorted(set.union(*run_in_threads(2, work))), sep="\\n")
 
 
 class Sources:
-    """Read the modules of a checkout and their imports, without importing any."""
+    """Parse the modules of a checkout and their imports, without importing them."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.paths = root, {}
@@ -58,7 +58,7 @@ class Sources:
         self.trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in self.paths.items()}
 
     def imports(self, *, typing: bool = False) -> Graph:
-        """Return the modules of the package that each of them imports; with ``typing`` also those for types only."""
+        """Return for each module the modules of the package that it imports; ``typing`` adds those for types only."""
         graph = {name: {found for found in self._imported(name, typing) if found in self.paths} for name in self.paths}
         return {name: found - {name} for name, found in graph.items()}
 
@@ -87,19 +87,19 @@ class Sources:
         return sorted(name for name, count in names.items() if count > 1)
 
     def folders(self) -> Counter[str]:
-        """Return the number of modules of each folder, its ``__init__`` not counted."""
+        """Return the number of modules in each folder, without ``__init__``."""
         paths = [path.relative_to(self.root) for path in self.paths.values() if path.name != "__init__.py"]
         return Counter(path.parent.as_posix() for path in paths)
 
 
 def below(graph: Graph, package: str) -> Graph:
-    """Return the part of a graph inside a package; what its ``__init__`` gathers does not count."""
+    """Return the part of an import graph inside a package, without the package's ``__init__``."""
     kept = {name for name in graph if name.startswith(package + ".")}
     return {name: graph[name] & kept for name in kept}
 
 
 def merged(graph: Graph, depth: int) -> Graph:
-    """Return the graph of the first ``depth`` parts of the names."""
+    """Return the graph of packages: modules are merged if the first ``depth`` parts of their names are equal."""
     rooms: Graph = defaultdict(set)
     for name, targets in graph.items():
         room = ".".join(name.split(".")[:depth])
@@ -108,7 +108,7 @@ def merged(graph: Graph, depth: int) -> Graph:
 
 
 def components(graph: Graph) -> list[list[str]]:
-    """Return the strongly connected components, those that are imported before those that import them (Tarjan)."""
+    """Return the strongly connected components by Tarjan's algorithm; imported components come first."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -143,22 +143,22 @@ def levels(graph: Graph) -> int:
 
 
 def arrows(graph: Graph) -> int:
-    """Return the number of imports."""
+    """Return the number of imports in a graph."""
     return sum(map(len, graph.values()))
 
 
 def cycles(graph: Graph) -> list[str]:
-    """Return the components of more than one member, each as one line."""
+    """Return the cycles: the components with more than one member, each as a line of names."""
     return [" ".join(members) for members in components(graph) if len(members) > 1]
 
 
 def lines(folder: Path) -> int:
-    """Return the lines of all Python files below a folder."""
+    """Return the number of lines of all Python files below a folder."""
     return sum(len(path.read_bytes().splitlines()) for path in folder.rglob("*.py"))
 
 
 def step_modules(root: Path) -> list[str]:
-    """Return the modules whose functions one ZeRO-2 step calls, run in a process of its own."""
+    """Run one ZeRO-2 step in a new process, and return the modules whose functions it calls."""
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
         [sys.executable, "-c", STEP], cwd=root, env=environment, capture_output=True, text=True, check=False

@@ -1,12 +1,14 @@
-"""Torture saves: kill, refuse, truncate, flip, fill the disk; count what becomes of it, and print a table.
+"""Disturb saves of checkpoints in every way (kills, failing disks, damaged files), and print a table of the results.
 
-Ranks are killed at every system call by which a save changes files, and at random moments; the disk is full, read-only
-or gone; bytes of the files are flipped, cut off or made up. After each case the newest committed checkpoint must load,
-bit for bit what was saved, no older than the last one acknowledged; no process and no file may be left behind; and
-training must go on to the result of an uninterrupted run. The exit status is 1 if one case is bad.
+Ranks are killed at every system call by which a save changes files, and at random moments. The disk is full, read-only
+or removed. Bytes of the files are flipped, cut off or made up. After each case the newest committed checkpoint must
+load with the bits that were saved, and it must not be older than the last save that returned. No process and no
+temporary file may be left. Training must go on to the result of an uninterrupted run. The exit status is 1 if a case
+fails.
 
-Parts: syscalls (by strace, left out where there is none), kills, damage, disk (some of it needs root and Linux's mount
-namespaces). Each saves directly, in the background of training, and, with a second MPI that has parallel HDF5, by mpio.
+The parts are syscalls (needs strace, else it is left out), kills, damage and disk (some cases need root and Linux's
+mount namespaces). Each saves by the back end ``direct``, in the background of training, and, if a second MPI with
+parallel HDF5 is given, by the back end ``mpio``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # fewer system calls that have nothing to do with saves
+os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # avoids system calls that do not belong to saves
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from torturing import damage, disk, syscalls, training
@@ -30,7 +32,7 @@ PARTS = ("syscalls", "kills", "damage", "disk")
 
 
 def arguments() -> argparse.Namespace:
-    """Return what was asked for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="a sample of each part, in about a minute")
     parser.add_argument("--only", action="append", choices=PARTS, help="this part; may be repeated")
@@ -56,7 +58,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run what was asked for."""
+    """Run the requested parts, and print the table."""
     options = arguments()
     mpis = {"first": Mpi("first", options.mpiexec, options.python)}
     if options.second_mpiexec:
@@ -73,7 +75,7 @@ def main() -> None:
 
 
 def run_parts(torture: Torture, parts: Sequence[str]) -> None:
-    """Run some parts, after a training that all but one compare with."""
+    """Run some parts; all but syscalls compare with an undisturbed training, which runs first."""
     if "syscalls" in parts:
         at_system_calls(torture)
     if set(parts) - {"syscalls"}:
@@ -88,12 +90,12 @@ def run_parts(torture: Torture, parts: Sequence[str]) -> None:
 
 
 def ways(torture: Torture) -> list[str]:
-    """Return how checkpoints can be saved here."""
+    """Return the ways to save checkpoints that work here: direct, background, mpio."""
     return ["direct", "background", *(["mpio"] if "second" in torture.mpis else [])]
 
 
 def at_system_calls(torture: Torture) -> None:
-    """Kill, refuse and delay at exact system calls, and look at their order."""
+    """Kill ranks, refuse calls and delay calls at exact system calls, and check the order of the calls."""
     if reason := syscalls.have_strace():
         torture.table.leave_out("faults at system calls", reason)
         return
@@ -108,7 +110,7 @@ def at_system_calls(torture: Torture) -> None:
 
 
 def at_random_moments(torture: Torture, reference: training.Reference) -> None:
-    """Kill at random moments."""
+    """Kill ranks of trainings at random moments, the same number for each way to save."""
     hows, left = ways(torture), torture.options.kills
     for number, how in enumerate(hows):
         share = left // (len(hows) - number)
@@ -118,7 +120,7 @@ def at_random_moments(torture: Torture, reference: training.Reference) -> None:
 
 
 def on_disk(torture: Torture, reference: training.Reference) -> None:
-    """Damage files on disk."""
+    """Damage checkpoints on disk, make up manifests, and resume from damaged checkpoints."""
     note("damaged and made-up files")
     damage.damage_files(torture, reference, torture.options.flips, torture.options.cuts)
     damage.fuzz_manifests(torture, reference, torture.options.mutations)
@@ -126,7 +128,7 @@ def on_disk(torture: Torture, reference: training.Reference) -> None:
 
 
 def on_bad_disks(torture: Torture, reference: training.Reference) -> None:
-    """Let the disk fail."""
+    """Save to disks that are full, read-only or removed, and from two jobs at once."""
     short = torture.options.short
     for how in ways(torture)[: 1 if short else None]:
         note(f"bad disks, {how}")

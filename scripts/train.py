@@ -13,7 +13,7 @@ import mpizero as mz
 
 
 def main() -> None:
-    """Train, report, save."""
+    """Train, print losses and the hash of the parameters, and save the model if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--text", nargs="+", default="stdlib", help="text files, or the Python standard library")
     parser.add_argument("--steps", type=int, default=50)

@@ -1,1 +1,1 @@
-"""Damage saves and check what is left: the parts of ``scripts/torture.py``."""
+"""Disturb saves of checkpoints, and check the files that are left: the parts of ``scripts/torture.py``."""

@@ -1,4 +1,4 @@
-"""Prepare the folder of a case, and judge what is left after it."""
+"""Prepare the folder of a case, and check the checkpoints that are left after it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAVER = str(Path(saver.__file__))
 
 @dataclass
 class Torture:
-    """Hold the options, the folder and the results so far."""
+    """Hold the options of a run of scripts/torture.py, its temporary folder, and the results so far."""
 
     options: argparse.Namespace
     folder: Path
@@ -35,17 +35,17 @@ class Torture:
 
     @property
     def random(self) -> random.Random:
-        """Return a source of randomness that depends on the seed and on the number of rows begun."""
+        """Return a random number generator, keyed by the seed and the number of rows of the table."""
         return random.Random(f"{self.options.seed} {len(self.table.rows)}")
 
     @property
     def limit(self) -> float:
-        """Seconds that one launch may take."""
+        """Return the most seconds that one launch may take."""
         return float(self.options.limit)
 
     @contextmanager
     def case(self) -> Iterator[Path]:
-        """Give a case an empty folder, and remove it; with ``--keep`` it stays."""
+        """Provide an empty folder for a case, and remove it at the end of the block, unless ``--keep`` is given."""
         self.made += 1
         folder = self.folder / f"case-{self.made:05d}"
         folder.mkdir(parents=True)
@@ -56,12 +56,12 @@ class Torture:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def mpi_of(self, how: str) -> Mpi:
-        """Return the MPI that saves in a given way: parallel HDF5 comes with the second one."""
+        """Return the MPI for a way to save: the second MPI, which has parallel HDF5, for "mpio", else the first."""
         return self.mpis["second" if how == "mpio" else "first"]
 
 
 def prepare(folder: Path, steps: int = 1) -> Path:
-    """Make a checkpoint folder in which the program has saved so many steps; return it."""
+    """Make a checkpoint folder with checkpoints of ``steps`` steps, as saver.py writes them, and return its path."""
     run = folder / "run"
     run.mkdir()
     for step in range(1, steps + 1):
@@ -70,19 +70,19 @@ def prepare(folder: Path, steps: int = 1) -> Path:
 
 
 def acknowledged(run: Path) -> int:
-    """Return the last step whose save has returned."""
+    """Return the last step whose save has returned; 0 if none has."""
     with contextlib.suppress(FileNotFoundError, IndexError, ValueError):
         return int((run.parent / "acknowledged").read_text().splitlines()[-1])
     return 0
 
 
 def hidden(run: Path) -> list[str]:
-    """Return what a user should never see for long."""
+    """Return the hidden names in a checkpoint folder: temporary files of saves, which must not stay."""
     return sorted(name for name in os.listdir(run) if name.startswith("."))
 
 
 def problem_of_folder(run: Path, at_least: int) -> str:
-    """Say what is wrong with the newest checkpoint of a folder, "" if it is whole and no older than ``at_least``."""
+    """Describe what is wrong with a folder's newest checkpoint; "" if it is whole and of step ``at_least`` or later."""
     passed: list[str] = []
     try:
         newest = checkpoint.newest(run, report=passed.append)
@@ -101,7 +101,7 @@ def problem_of_folder(run: Path, at_least: int) -> str:
 
 
 def problem_of_next_save(run: Path) -> str:
-    """Save once more, and say what has stayed that should not have."""
+    """Save and prune once more, and describe files that are left but should not be; "" if there are none."""
     try:
         newest = checkpoint.newest(run)
         step = (checkpoint.step_of(newest) or 0 if newest else 0) + 1
@@ -115,7 +115,7 @@ def problem_of_next_save(run: Path) -> str:
 
 
 def problem_of_ending(ended: Ended, *, expected: bool = True) -> str:
-    """Say what is wrong with the end of a job that should have failed; with ``expected`` false, that should not."""
+    """Describe what is wrong with the end of a job, which should have failed if ``expected``; "" if nothing is."""
     if ended.late:
         return f"still running after {ended.seconds:.0f} s"
     if ended.strays:
@@ -124,10 +124,10 @@ def problem_of_ending(ended: Ended, *, expected: bool = True) -> str:
 
 
 def quiet() -> contextlib.redirect_stderr[io.StringIO]:
-    """Keep what libraries print out of the table."""
+    """Return a context that drops the standard error of libraries."""
     return contextlib.redirect_stderr(io.StringIO())
 
 
 def note(text: str) -> None:
-    """Tell what happens next."""
+    """Print what is done next."""
     print(text, flush=True, file=sys.stdout)

@@ -1,4 +1,4 @@
-"""Damage files on disk: flip bytes, truncate, put zeros in place of the end, make manifests up."""
+"""Damage files of checkpoints: flip bytes, truncate, write zeros in place of the end, change manifests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILES = ("state.h5", "manifest.json")
 
 
 def damage_files(torture: Torture, reference: Reference, flips: int, cuts: int) -> None:
-    """F05, F06: every flipped byte, truncation and tail of zeros is reported with its file and array."""
+    """Check that each flipped byte, truncation and tail of zeros is reported with its file and array."""
     good = Path(checkpoint.step_folder(reference.checkpoints, STEPS))
     for title, count, change in (
         ("one byte flipped anywhere", flips, _flip),
@@ -36,7 +36,7 @@ def damage_files(torture: Torture, reference: Reference, flips: int, cuts: int) 
 
 
 def in_child(work: Callable[[], Iterator[tuple[str, str, str]]]) -> Iterator[tuple[str, str, str]]:
-    """Yield what ``work`` yields in a forked process, and a problem if that dies."""
+    """Run ``work`` in a forked process and yield what it yields; yield a problem if the process dies."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -85,7 +85,7 @@ def _judge(
         places[name] = range(entry["offset"], entry["offset"] + size)
     sizes = [(good / name).stat().st_size for name in FILES]
     for number in range(count):
-        # One in four in the small manifest, the others as the bytes fall.
+        # One case in four damages the small manifest, the others a file chosen by size.
         name = FILES[1] if number % 4 == 0 else draw.choices(FILES, sizes)[0]
         whole = (good / name).read_bytes()
         data = bytearray(whole)
@@ -98,7 +98,7 @@ def _judge(
 
 
 def checkpoint_bytes(entry: dict[str, Any]) -> int:
-    """Return the bytes of an array of a manifest."""
+    """Return the number of bytes of an array, by its entry in the manifest."""
     size = int(entry["dtype"][2:])
     for extent in entry["shape"]:
         size *= extent
@@ -106,7 +106,7 @@ def checkpoint_bytes(entry: dict[str, Any]) -> int:
 
 
 def _told(target: Path, expected: list[str], harmless: bool) -> tuple[str, str]:
-    """Load and verify a damaged checkpoint; return a problem, or where the damage was reported to be."""
+    """Load and verify a damaged checkpoint, and return a problem, or "" and where the damage was reported."""
     told = ""
     for what, read in (("load", _load), ("verify", checkpoint.verify)):
         try:
@@ -130,7 +130,7 @@ def _load(folder: Path) -> None:
 
 
 def resume_past_damage(torture: Torture, reference: Reference, count: int) -> None:
-    """Resume a run whose newest checkpoint is damaged: it says so, goes on from the one before, and ends the same."""
+    """Check that a run with a damaged newest checkpoint says so, resumes from the one before, and ends the same."""
     row, draw = torture.table.row("resumed past a damaged newest checkpoint"), torture.random
     for number in range(count):
         with torture.case() as folder:
@@ -151,7 +151,7 @@ def resume_past_damage(torture: Torture, reference: Reference, count: int) -> No
 
 
 def fuzz_manifests(torture: Torture, reference: Reference, count: int) -> None:
-    """F23: manifests changed at random under a matching checksum load, or raise the one error that they should."""
+    """Check that randomly changed manifests with a matching checksum load, or raise CheckpointError."""
     row, draw = torture.table.row("manifests changed at random under a good seal"), torture.random
     good = Path(checkpoint.step_folder(reference.checkpoints, STEPS))
     with torture.case() as folder:
@@ -159,7 +159,7 @@ def fuzz_manifests(torture: Torture, reference: Reference, count: int) -> None:
             row.add(problem, outcome, case)
 
 
-#: What takes the place of values.
+#: Values that are put in place of a manifest's values.
 JUNK = (None, True, -1, 0, 1, 2**31, 2**53, 2**62, 2**64, 10**40, 0.5, -0.0, 1e308, "", "x", "../../x", "/etc/passwd")
 MORE_JUNK = ("\x00", "\ud800", "é" * 300, [], {}, [[]], [1] * 40, {"a": {"b": [1, {}]}}, "<f8", "|O", "00000000")
 

@@ -1,4 +1,4 @@
-"""Save to disks that are full, read-only or gone, and from two jobs in one folder."""
+"""Save to disks that are full, read-only or removed, and from two jobs into one folder."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torturing.jobs import Ended, Job, run
 from torturing.outcomes import Row
 from torturing.training import SETTINGS, Reference, after_step, newest_seen
 
-#: How often a disk is asked to become read-only.
+#: How often making a disk read-only is tried.
 _TRIES = 2000
 
 
 def have_namespaces() -> str:
-    """Return why no disk can be made here, "" if one can."""
+    """Return the reason why no file system can be mounted here; "" if it can."""
     if os.geteuid() or shutil.which("unshare") is None:
         return "needs root and unshare"
     works = subprocess.run(
@@ -32,7 +32,7 @@ def have_namespaces() -> str:
 
 
 def _judge(row: Row, reference: Reference, ended: Ended, checkpoints: Path, text: Sequence[str], at_least: int) -> None:
-    """Count a training that should have failed: one clear error, the last good checkpoint, no litter."""
+    """Add a training that should have failed to the table; it needs one clear error, a good checkpoint, no litter."""
     problem = problem_of_ending(ended)
     if not problem and (not any(part in ended.err for part in text) or "Traceback" in ended.err):
         problem = f"not a clear error: {ended.err[-600:]}"
@@ -44,7 +44,7 @@ def _judge(row: Row, reference: Reference, ended: Ended, checkpoints: Path, text
 
 
 def full_disks(torture: Torture, reference: Reference, how: str, count: int) -> None:
-    """F03: a file system with room for less than the checkpoints that are kept."""
+    """Train on a file system that is too small for the checkpoints that are kept."""
     row = torture.table.row(f"a full disk, {how}")
     one = sum(file.stat().st_size for file in Path(checkpoint.step_folder(reference.checkpoints, 1)).iterdir())
     for number in range(count):
@@ -61,7 +61,7 @@ def full_disks(torture: Torture, reference: Reference, how: str, count: int) -> 
 
 
 def small_files(torture: Torture, reference: Reference, how: str) -> None:
-    """F03 without root: from some step on the files of one rank, or of all, may not grow beyond a limit."""
+    """Train with files that may not grow beyond a limit from some step on, on one rank or on all; needs no root."""
     row = torture.table.row(f"files that may not grow, {how}")
     size = Path(checkpoint.step_folder(reference.checkpoints, 1), "state.h5").stat().st_size // 2
     for victim in (None, *range(torture.options.ranks)):
@@ -79,7 +79,7 @@ def small_files(torture: Torture, reference: Reference, how: str) -> None:
 
 
 def read_only(torture: Torture, reference: Reference, how: str) -> None:
-    """Make the folder read-only in mid-run: by its file system, by its attributes."""
+    """Make the checkpoint folder read-only during a run: by its file system, or by its attributes."""
     row = torture.table.row(f"a folder that becomes read-only, {how}")
     ranks = torture.options.ranks
     with torture.case() as folder:
@@ -103,7 +103,7 @@ def read_only(torture: Torture, reference: Reference, how: str) -> None:
             torture.limit,
             after_step(checkpoints, 3, remount),
         )
-        # What is half written when the disk turns read-only cannot be removed: the next save does it.
+        # Files half written when the disk becomes read-only cannot be removed; the next save removes them.
         _sweep(checkpoints)
         _judge(row, reference, ended, checkpoints, ["Read-only file system"], 3)
     with torture.case() as folder:
@@ -126,14 +126,14 @@ def read_only(torture: Torture, reference: Reference, how: str) -> None:
 
 
 def _sweep(checkpoints: Path) -> None:
-    """Remove what a save could not remove because nothing could be changed any more, as the next save does."""
+    """Remove the temporary files of saves on a read-only disk, as the next save would."""
     for name in hidden(checkpoints):
         if name.startswith(".tmp-"):
             shutil.rmtree(checkpoints / name)
 
 
 def deleted(torture: Torture, reference: Reference, how: str) -> None:
-    """Remove a folder in mid-run: the checkpoints, or all of the run."""
+    """Remove a folder during a run: the checkpoints, or the whole run."""
     row = torture.table.row(f"a folder that is deleted, {how}")
     for name in ("checkpoints", ""):
         with torture.case() as folder:
@@ -149,7 +149,7 @@ def deleted(torture: Torture, reference: Reference, how: str) -> None:
 
 
 def two_jobs(torture: Torture, reference: Reference) -> None:
-    """F09: two jobs in one folder: one is turned away, or the two take turns; what is there is whole."""
+    """Check that of two jobs in one folder one is refused, or both save in turn, and that all checkpoints are whole."""
     row = torture.table.row("two jobs in one folder")
     command = torture.mpis["first"].command(torture.options.ranks, [SAVER, "FOLDER", "12", "direct", "2", "0.02"])
     with torture.case() as folder:

@@ -1,4 +1,4 @@
-"""Run jobs under mpiexec that meet a fault: each with a hard limit, and no process left behind."""
+"""Run MPI jobs that meet a fault, each with a time limit, and kill all processes that they leave."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from pathlib import Path
 
 from tests.faults.jobs import ENVIRONMENT, alive
 
-#: Every process of a job has it in its environment, with a value of the job's own.
+#: Environment variable of all processes of a job, with a value that belongs to this job only.
 MARK = "MPIZERO_TORTURE"
 RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
-#: Seconds that the processes of a job have to end after its launcher.
+#: Seconds within which the processes of a job must end after its launcher.
 LAST = 15.0
 
 
 @dataclass(frozen=True)
 class Mpi:
-    """Hold a launcher and the interpreter that goes with it."""
+    """Hold the launcher of an MPI, and the Python interpreter for it."""
 
     name: str
     mpiexec: str
     python: str
 
     def command(self, ranks: int, program: Sequence[str], victim: int = -1, wrapper: str = "") -> list[str]:
-        """Return the launch of ``ranks`` ranks; that of ``victim`` goes through ``wrapper``, a line of bash.
+        """Return the command that launches ``ranks`` ranks; ``victim`` is started by ``wrapper``, a line of bash.
 
-        In ``wrapper``, ``"$@"`` is the program and ``$$`` the number that its process will have.
+        In ``wrapper``, ``"$@"`` is the program, and ``$$`` is the process number that it will have.
         """
         plain = [self.python, *program]
         if victim < 0:
@@ -50,7 +50,7 @@ class Mpi:
 
 @dataclass
 class Ended:
-    """Hold how a job ended."""
+    """Hold the end of a job: status, output, seconds, processes left, and whether it exceeded its limit."""
 
     status: int
     out: str
@@ -61,13 +61,13 @@ class Ended:
 
 
 class Job:
-    """Find and kill the ranks of a running launch by the mark in their environment."""
+    """Find and kill the processes of a running job by the mark in their environment."""
 
     def __init__(self, process: subprocess.Popen[bytes], mark: str) -> None:
         self.process, self._mark = process, f"{MARK}={mark}".encode()
 
     def processes(self) -> dict[int, int]:
-        """Return rank by process number (-1 for launchers and tracers) of what lives of the job."""
+        """Return the rank of each living process of the job, by process number; -1 for launchers and tracers."""
         found = {}
         for entry in os.scandir("/proc"):
             if not entry.name.isdecimal():
@@ -80,7 +80,7 @@ class Job:
         return found
 
     def kill(self, whom: str) -> None:
-        """Kill by SIGKILL: ``launcher``, ``all`` ranks, or one ``rank N``."""
+        """Kill processes by SIGKILL: ``whom`` is "launcher", "all" (all ranks) or "rank N"."""
         if whom == "launcher":
             self.process.send_signal(signal.SIGKILL)
             return
@@ -101,9 +101,9 @@ def run(
     meanwhile: Callable[[Job], bool] = lambda job: True,
     variables: dict[str, str] | None = None,
 ) -> Ended:
-    """Run a launch to its end, at most ``limit`` seconds; ``meanwhile`` is called until it returns true.
+    """Run a job to its end, at most ``limit`` seconds; ``meanwhile`` is called again and again until it returns true.
 
-    Whatever of it lives on is counted and killed.
+    Processes that live on afterwards are counted and killed.
     """
     mark = uuid.uuid4().hex
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Count the outcomes of all cases; one bad one makes the whole fail."""
+"""Count the outcomes of all cases in a table; one bad case makes the whole fail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Row:
-    """Hold one line of the table: a kind of case, how many there were, what became of them."""
+    """Hold one line of the table: a kind of case, with the outcomes and problems of its cases."""
 
     title: str
     good: Counter[str] = field(default_factory=Counter)
@@ -21,11 +21,11 @@ class Row:
 
     @property
     def cases(self) -> int:
-        """Return how many cases there were."""
+        """Return the number of cases so far."""
         return sum(self.good.values()) + len(self.bad)
 
     def add(self, problem: str, outcome: str, case: str) -> None:
-        """Count a case: a problem, or none and what was seen."""
+        """Count a case with its outcome, or with its problem unless that is ""."""
         self.seconds = time.monotonic() - self.started
         if problem:
             self.bad.append(f"{case}: {problem}")
@@ -36,7 +36,7 @@ class Row:
             print(f"\r  {self.title}: {self.cases}, {len(self.bad)} bad\033[K", end="", file=sys.stderr, flush=True)
 
     def line(self) -> str:
-        """Return the line."""
+        """Format this line of the table."""
         if self.left_out:
             return f"{self.title:58s}     -     -         left out: {self.left_out}"
         seen = ", ".join(f"{count} {outcome}" for outcome, count in self.good.most_common())
@@ -50,16 +50,16 @@ class Table:
         self.rows: list[Row] = []
 
     def row(self, title: str) -> Row:
-        """Begin a row."""
+        """Add a new row to the table and return it."""
         self.rows.append(Row(title))
         return self.rows[-1]
 
     def leave_out(self, title: str, reason: str) -> None:
-        """Note that cases were left out, and why."""
+        """Add a row that says that cases were left out, and why."""
         self.rows.append(Row(title, left_out=reason))
 
     def show(self) -> bool:
-        """Print the table; whether nothing was bad."""
+        """Print the table; return whether there were cases and none was bad."""
         print(f"\n{'what was done to saves':58s} cases   bad            outcomes")
         for row in self.rows:
             print(row.line())

@@ -1,7 +1,7 @@
 """Run one rank of a job that does nothing but save: ``saver.py FOLDER STEPS HOW KEEP [PAUSE]``, under mpiexec.
 
-It goes on behind the newest checkpoint of ``FOLDER``. ``HOW`` is ``direct``, ``mpio`` or ``background``. Each committed
-step is acknowledged by a line in ``FOLDER/../acknowledged``, after the save has returned.
+It goes on with the step after the newest checkpoint of ``FOLDER``. ``HOW`` is ``direct``, ``mpio`` or ``background``.
+After each save has returned, a line with its step is added to ``FOLDER/../acknowledged``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mpizero.checkpoint.save_plan import RepeatedSave, make_plan
 from mpizero.comm import as_communicator
 from mpizero.comm.supervision.watchdog import Watchdog
 
-#: Looked at when a save begins and ends, so that a log of system calls shows which belong to it.
+#: Paths that are accessed when a save begins and ends, so that a log of system calls shows the calls of each save.
 MARKS = ("/mpizero-torture-begin", "/mpizero-torture-end")
-#: Seconds that one call may last.
+#: Seconds after which the watchdog ends a rank that hangs in one call.
 STUCK = 20.0
 SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
     "parameters/blocks.0.weight": ((301, 67), "<f4"),
@@ -36,7 +36,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
 
 
 def values_of(step: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the whole arrays of a step."""
+    """Return the whole arrays that are saved at a step."""
     found = {}
     for number, (path, (shape, dtype)) in enumerate(SHAPES.items()):
         flat = (np.arange(int(np.prod(shape))) * (number + 2) + step * 1000003) % 8191
@@ -45,7 +45,7 @@ def values_of(step: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def pieces(step: int, rank: int, size: int) -> list[LocalArray]:
-    """Return what a rank has of a step: two ranges of every array, of which some are empty."""
+    """Return a rank's parts of the arrays of a step: two ranges of every array, some of them empty."""
     listed = []
     for number, (path, whole) in enumerate(values_of(step).items()):
         flat = whole.reshape(-1)
@@ -57,7 +57,7 @@ def pieces(step: int, rank: int, size: int) -> list[LocalArray]:
 
 
 def problem_of(path: str) -> str:
-    """Say what is wrong with a checkpoint of this program, "" if nothing is."""
+    """Describe what is wrong with a checkpoint of this program; "" if nothing is."""
     with checkpoint.open_checkpoint(path) as reader:
         step = reader.attributes["step"]
         if step != checkpoint.step_of(path):
@@ -72,14 +72,14 @@ def problem_of(path: str) -> str:
 
 
 def buffer_of_a_saver(comm: Any, folder: Path) -> SnapshotBuffer:
-    """Return a buffer that knows these arrays, as after the first save of a training: the next one begins ahead."""
+    """Return a buffer that knows these arrays as after a first save, so that the next save can begin early."""
     buffer = SnapshotBuffer()
     make_plan(comm, folder, pieces(0, comm.rank, comm.size), {}, again=RepeatedSave(buffer.layout, lambda *_: ""))
     return buffer
 
 
 def save(comm: Any, folder: Path, step: int, how: str, buffer: SnapshotBuffer) -> None:
-    """Save a step; beside training the values change as soon as they were taken."""
+    """Save a step; with "background" the values are changed as soon as the save has taken its copy."""
     target, arrays = checkpoint.step_folder(folder, step), pieces(step, comm.rank, comm.size)
     if how != "background":
         checkpoint.write(target, arrays, {"step": step}, comm, backend=how)
@@ -94,7 +94,7 @@ def save(comm: Any, folder: Path, step: int, how: str, buffer: SnapshotBuffer) -
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Be one rank."""
+    """Run as one rank: save step after step."""
     from mpi4py import MPI
 
     from mpizero.comm.supervision import guard
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str]) -> None:
     newest = checkpoint.newest(folder, comm)
     first = 1 if newest is None else (checkpoint.step_of(newest) or 0) + 1
     comm.Barrier()
-    # As in training: ranks that wait inside of HDF5 for one whose last write was refused are ended.
+    # As in training, the watchdog ends ranks that wait inside HDF5 for a rank whose last write was refused.
     with as_communicator(comm) as world, Watchdog(world, STUCK):
         buffer = buffer_of_a_saver(world, folder)
         for step in range(first, first + steps):

@@ -1,4 +1,4 @@
-"""Kill, refuse and delay saves at exact system calls, by strace, and check the calls' order."""
+"""Kill ranks, refuse calls and delay calls at exact system calls of saves, by strace, and check the calls' order."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from torturing.jobs import Ended, run
 from torturing.outcomes import Row
 from torturing.saver import MARKS
 
-#: System calls that change files.
+#: The system calls that change files.
 WRITES = (
     "write,writev,pwrite64,pwritev,pwritev2,fallocate,ftruncate,fsync,fdatasync,sync_file_range,rename,renameat,renameat2,"
     "mkdir,mkdirat,unlink,unlinkat,rmdir,link,linkat,symlink,symlinkat"
 )
 _LINE = re.compile(r"(?P<thread>\d+) +(?P<time>[\d.]+) (?P<name>\w+)\((?P<rest>.*)")
 _PATH = re.compile(r'<(/[^>]*)>|"(/[^"]*)"')
-#: What a system call that cannot do its work says.
+#: The error with which each system call is refused.
 ERRORS = {
     "pwrite64": "ENOSPC",
     "write": "ENOSPC",
@@ -48,7 +48,7 @@ ERRORS = {
 
 @dataclass(frozen=True)
 class Call:
-    """Describe one system call of a save, as a log shows it: ``number`` counts those of this name in its thread."""
+    """Describe one system call of a save in strace's log; ``number`` counts the calls of this name in its thread."""
 
     thread: int
     main: bool
@@ -57,8 +57,8 @@ class Call:
     number: int
     path: str
     window: int
-    first: bool  # no other thread has made so many calls of this name before
-    among: int  # number among those of its thread on the same path
+    first: bool  # whether no other thread made as many calls of this name before
+    among: int  # its number among the calls of its name and thread on the same path
 
 
 def traced(log: Path, more: str = "") -> str:
@@ -67,7 +67,7 @@ def traced(log: Path, more: str = "") -> str:
 
 
 def read_log(log: Path, run_folder: Path) -> list[Call]:
-    """Return the calls on files in ``run_folder``, in order; their ``window`` is the number of the save, 0 outside."""
+    """Return the calls on files in ``run_folder``, in order; ``window`` is the number of a call's save, 0 for none."""
     calls: list[Call] = []
     counts: Counter[tuple[int, str]] = Counter()
     most: Counter[str] = Counter()
@@ -101,12 +101,12 @@ def read_log(log: Path, run_folder: Path) -> list[Call]:
 
 
 def saving(folder: Path, how: str, steps: int = 1, keep: int = 1) -> list[str]:
-    """Return the program that saves."""
+    """Return the command line of saver.py, without the interpreter."""
     return [SAVER, str(folder), str(steps), how, str(keep)]
 
 
 def points_of(torture: Torture, how: str, victim: int) -> tuple[list[Call], str]:
-    """Return the system calls of one rank in a save and the removal of the one before, and what went wrong."""
+    """Return one rank's system calls in a save and in removing the checkpoint before; and a problem, or ""."""
     ranks = torture.options.ranks
     with torture.case() as folder:
         log = folder / "log"
@@ -114,18 +114,19 @@ def points_of(torture: Torture, how: str, victim: int) -> tuple[list[Call], str]
         ended = run(command, folder, torture.limit)
         if ended.status:
             return [], f"a save that nothing happens to fails: {ended.err[-500:]}"
-        # Folders of other cases have other names: keep what follows.
+        # Folders of other cases have other names: keep the path inside the folder.
         prefix = len(str(folder))
         calls = [call for call in read_log(log, folder / "run") if call.window == 1]
         return [Call(**{**vars(call), "path": call.path[prefix:]}) for call in calls], ""
 
 
 def wrapper_for(call: Call, victim: int, folder: Path, effect: str) -> str:
-    """Return a line of bash that lets ``effect`` happen to exactly this call of a rank's process; "" if it cannot.
+    """Return a line of bash with which ``effect`` happens to exactly this call of a rank; "" if that is impossible.
 
-    Calls on the path alone are counted where it is known: it holds rank 0's process number, which only rank 0 knows
-    beforehand. An MPI library that starts changes files too, and not always as many times on the same rank. Else
-    strace counts the thread's calls of this name, where no other thread makes as many before.
+    For calls of rank 0's main thread, strace counts only calls on the same path. The path contains rank 0's process
+    number, which other ranks do not know beforehand. Counting by path is exact although the start of an MPI library
+    changes files too, not always equally often. For other calls strace counts each thread's calls of this name; that is
+    possible only if no other thread makes as many of them before.
     """
     inject = f"-e inject={call.name}:{effect}:when="
     if call.main and victim == 0:
@@ -135,13 +136,13 @@ def wrapper_for(call: Call, victim: int, folder: Path, effect: str) -> str:
 
 
 def planted_for(call: Call, calls: Sequence[Call], victim: int) -> str:
-    """Return the fault that kills the same rank before the same write of its writing thread."""
+    """Return the value of MPIZERO_FAULT that kills the same rank before the same write."""
     before = [c for c in calls if c.thread == call.thread and c.name == call.name]
     return f"save.write:{victim}:{before.index(call) + 1}:kill"
 
 
 def kill_everywhere(torture: Torture, how: str, sample: int) -> None:
-    """F01: one rank killed at every system call by which a save changes files; ``sample`` points, 0 is all."""
+    """Kill one rank at each system call by which a save changes files, or at ``sample`` of them (0: all)."""
     row = torture.table.row(f"killed at every system call, {how}")
     for victim in (0, torture.options.ranks - 1):
         calls, problem = points_of(torture, how, victim)
@@ -170,7 +171,7 @@ def _kill_at(torture: Torture, row: Row, how: str, victim: int, call: Call, call
 
 
 def refuse_everywhere(torture: Torture, how: str, sample: int) -> None:
-    """F03, F04: every system call of a save refused once, as by a full or broken disk."""
+    """Refuse each system call of a save once, as a full or broken disk does, or ``sample`` of them (0: all)."""
     row = torture.table.row(f"refused by the disk at every system call, {how}")
     for victim in (0, torture.options.ranks - 1):
         calls, problem = points_of(torture, how, victim)
@@ -200,15 +201,16 @@ def _refuse_at(torture: Torture, row: Row, how: str, victim: int, call: Call) ->
 
 
 def stuck_in_hdf5(ended: Ended) -> bool:
-    """Tell whether the watchdog has ended ranks that parallel HDF5 kept, after its own last write was refused."""
+    """Tell whether the watchdog ended ranks that hung in parallel HDF5, after a refused write."""
     return "stuck: hdf5 close" in ended.err and "state.h5" in ended.err
 
 
 def problem_of_refusal(ended: Ended, run_folder: Path, error: str) -> str:
-    """Say what is wrong after a save that the system refused: one error, nothing left, the last good one whole.
+    """Describe what is wrong after a save in which the system refused a call; "" if nothing is.
 
-    Where the new checkpoint is written and only an old one cannot be removed, the job tells so and goes on. What ranks
-    leave that the watchdog has ended, the next save removes.
+    There must be one clear error, no temporary file, and a whole last checkpoint. If the new checkpoint is written and
+    only an old one cannot be removed, the job says so and goes on. Ranks that the watchdog ended may leave temporary
+    files, which the next save removes.
     """
     text = {"ENOSPC": "No space left on device", "EIO": "Input/output error"}[error]
     kept = "old checkpoint not removed" in ended.err and acknowledged(run_folder) > 1
@@ -223,7 +225,7 @@ def problem_of_refusal(ended: Ended, run_folder: Path, error: str) -> str:
 
 
 def check_order(torture: Torture, how: str) -> None:
-    """F07: what is written is durable before it is named: write, fsync of the file, of its folder, rename, fsync."""
+    """Check the order of a save's calls: write, fsync of the files and their folder, rename, fsync of the parent."""
     row = torture.table.row(f"written, made durable, then renamed: {how}")
     ranks = torture.options.ranks
     with torture.case() as folder:
@@ -241,7 +243,7 @@ def check_order(torture: Torture, how: str) -> None:
 
 
 def _disorder(calls: Sequence[Call], run_folder: Path) -> str:
-    """Say which of the calls of one save came too late."""
+    """Describe which calls of one save came too late; "" if none did."""
     rename = next((c for c in calls if c.name.startswith("rename") and ".tmp-step" in c.path), None)
     if rename is None:
         return "no rename was seen"
@@ -263,7 +265,7 @@ def _disorder(calls: Sequence[Call], run_folder: Path) -> str:
 
 
 def slow_rank(torture: Torture, how: str) -> None:
-    """F14: a rank whose disk is slow is waited for."""
+    """Check that a save waits for a rank whose disk is slow."""
     row = torture.table.row(f"a slow disk on one rank: {how}")
     for victim in (0, torture.options.ranks - 1):
         with torture.case() as folder:
@@ -278,7 +280,7 @@ def slow_rank(torture: Torture, how: str) -> None:
 
 
 def have_strace() -> str:
-    """Return why system calls cannot be touched here, "" if they can."""
+    """Return the reason why strace cannot be used here; "" if it can."""
     if shutil.which("strace") is None:
         return "needs strace"
     ended = run(["strace", "-D", "-qq", "-o", "/dev/null", "true"], Path("/tmp/mpizero-strace"), 10)

@@ -1,4 +1,4 @@
-"""Kill training runs at random moments and resume them, until they end as an uninterrupted one does."""
+"""Kill trainings at random moments and resume them, until they end like an uninterrupted training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpizero.errors import CheckpointError
 from torturing.cases import Torture, hidden, problem_of_ending
 from torturing.jobs import Ended, Job, run
 
-#: Steps of a run, each with a checkpoint; kills of one run before it may end.
+#: Steps of a run, each with a checkpoint; most kills of one run before it is left to end.
 STEPS, KILLS = 45, 10
 SETTINGS = {
     "direct": [],
@@ -53,7 +53,7 @@ keep = 2
 
 
 class Reference:
-    """Hold an uninterrupted run: its result, and what the checkpoint of each step holds."""
+    """Hold an uninterrupted run: its result, and a hash of the checkpoint of each step."""
 
     def __init__(self, torture: Torture) -> None:
         self.home = torture.folder / "reference"
@@ -74,12 +74,12 @@ class Reference:
         self.hashes = {checkpoint.step_of(path): contents(path) for path in self.checkpoints.iterdir()}
 
     def program(self, checkpoints: Path, settings: Sequence[str] = ()) -> list[str]:
-        """Return a training program in a folder."""
+        """Return the command line, without the interpreter, of a training that saves to ``checkpoints`` and resumes."""
         given = [f"checkpoint.folder={checkpoints}", *settings]
         return ["-m", "mpizero", "train", str(self.config), *(word for s in given for word in ("--set", s)), "--resume"]
 
     def problem_of(self, checkpoints: Path, at_least: int) -> str:
-        """Say what is wrong with the newest checkpoint of a run that does the same, "" if nothing is."""
+        """Describe what is wrong with the newest checkpoint of a run of the same training; "" if nothing is."""
         passed: list[str] = []
         try:
             newest = checkpoint.newest(checkpoints, report=passed.append)
@@ -97,7 +97,7 @@ class Reference:
 
 
 def contents(path: str | os.PathLike[str]) -> str:
-    """Return a hash over all arrays of a checkpoint and its step."""
+    """Return a hash over the step and all arrays of a checkpoint."""
     with checkpoint.open_checkpoint(path) as reader:
         found = hashlib.sha256(str(reader.attributes["training"]["step"]).encode())
         for name in sorted(reader.arrays):
@@ -106,7 +106,7 @@ def contents(path: str | os.PathLike[str]) -> str:
 
 
 def result_of(ended: Ended) -> str:
-    """Return the hash that a training prints in the end, "" if it prints none."""
+    """Return the hash of the parameters that a training prints at its end; "" if it prints none."""
     try:
         return str(json.loads(ended.out.splitlines()[-1])["parameters_sha256"])
     except (IndexError, ValueError, KeyError):
@@ -114,7 +114,7 @@ def result_of(ended: Ended) -> str:
 
 
 def newest_seen(checkpoints: Path) -> int:
-    """Return the highest step that has a folder."""
+    """Return the highest step that has a checkpoint folder; 0 if there is none."""
     try:
         return max((checkpoint.step_of(name) or 0 for name in os.listdir(checkpoints)), default=0)
     except FileNotFoundError:
@@ -122,9 +122,9 @@ def newest_seen(checkpoints: Path) -> int:
 
 
 def kill_at_random(torture: Torture, reference: Reference, how: str, count: int) -> None:
-    """F02: kill one rank, all ranks or the launcher at random moments, go on with ``--resume``, and be killed again.
+    """Kill one rank, all ranks or the launcher at random moments, resume the run, and kill it again.
 
-    Every tenth time a run is left to come to its end, which must be that of the uninterrupted one.
+    After at most ten kills a run is left to end; its result must be that of the uninterrupted run.
     """
     killed = torture.table.row(f"killed at a random moment of training, {how}")
     ends = torture.table.row(f"runs that went on to their end, {how}")
@@ -144,7 +144,7 @@ def kill_at_random(torture: Torture, reference: Reference, how: str, count: int)
                 )
                 ended = run(command, folder / "job", torture.limit, plan)
                 if not ended.status and (not plan.struck or plan.seen == STEPS):
-                    break  # ranks may outlive their launcher for long enough to come to the end, and all may be there
+                    break  # ranks may outlive their launcher, and even reach the end
                 problem = (
                     problem_of_ending(ended) if plan.struck else f"not reached step {plan.step}: {ended.err[-300:]}"
                 )
@@ -167,7 +167,7 @@ def _problem_of_end(ended: Ended, reference: Reference, checkpoints: Path) -> st
 
 
 class _Kill:
-    """Kill a job some time after it has reached a step; to be called often."""
+    """Kill a job some time after it has saved a step; must be called again and again."""
 
     def __init__(self, checkpoints: Path, step: int, delay: float, victim: str) -> None:
         self.victim, self.struck, self.seen = victim, False, 0
@@ -176,7 +176,7 @@ class _Kill:
         self._start = newest_seen(checkpoints)
 
     def __call__(self, job: Job) -> bool:
-        """Look, and kill if it is time; whether it was done."""
+        """Kill the job if it is time; return whether it was killed."""
         now, newest = time.monotonic(), newest_seen(self._checkpoints)
         if not self._moment and newest >= self.step and newest > self._start:
             self._moment = now + self._delay
@@ -189,7 +189,7 @@ class _Kill:
 
 
 def after_step(checkpoints: Path, step: int, action: Callable[[Job], Any]) -> Callable[[Job], bool]:
-    """Return what does ``action`` once a step is saved."""
+    """Return a function for :func:`run` that calls ``action`` once the step is saved."""
 
     def look(job: Job) -> bool:
         if newest_seen(checkpoints) < step:
