@@ -149,6 +149,20 @@ def test_ranks_with_other_data_or_arguments_are_told_so(numbers, ranks):
         run_in_threads(3, check)
 
 
+def test_a_source_that_cannot_describe_itself_on_one_rank_is_an_error_of_all(ranks):
+    class Gone(data.ArraySource):
+        def describe(self):
+            raise OSError("gone")
+
+    def run(comm):
+        x, y = np.zeros((8, 2)), np.zeros(8)
+        source = Gone(x, y) if comm.rank == 1 else data.ArraySource(x, y)
+        with pytest.raises(OSError if comm.rank == 1 else RemoteError, match="gone"):
+            data.batches(source, ranks(comm), global_batch=4, seed=0)
+
+    run_in_threads(2, run)
+
+
 @pytest.mark.mpi
 def test_global_batches_on_real_ranks_are_those_of_one_process(world, numbers, ranks):
     source = numbers(101)
