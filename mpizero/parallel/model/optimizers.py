@@ -94,15 +94,14 @@ class ShardedOptimizer:
         # Under no name of a class: which one differs is told in words next.
         check_call(comm, "set_model")
         agree_equal(comm, lambda: self._plans(model), "bind an optimizer")
-        self._config = model.config
         self._bind(model)
         self._model = model
-        self._config.unbound.discard(self)
+        model.config.unbound.discard(self)
         model._take_optimizer(self)
 
     def _bind(self, model: ShardedModelBase) -> None:
         """Give the model's engine this optimizer. Collective."""
-        model.engine.bind(self.wrapped_optimizer, self.loss_scale)
+        model.engine.bind(self.wrapped_optimizer, model.config.loss_scale(self._loss_scale))
 
     def _plans(self, model: ShardedModelBase) -> dict[str, Any]:
         """Return what must be the same on all ranks when they bind, by name. Not collective."""

@@ -165,6 +165,17 @@ def test_a_sharded_optimizer_without_a_configuration_takes_that_of_its_model(wor
             assert len(set(vectors)) == 1
 
 
+def test_a_sharded_optimizer_without_a_configuration_may_go_to_a_model_of_another_one() -> None:
+    optimizer = mz.ZeRO2Optimizer(mz.AdamW(lr=1e-2))
+    found = []
+    for _ in range(2):
+        with config_of(None) as config, mz.ZeRO2Model(mlp(), config) as model:
+            optimizer.set_model(model)
+            found.append(trained(model))
+            assert optimizer.config is config
+    assert found[0] == found[1]
+
+
 def test_options_of_another_kind_are_refused() -> None:
     model = mz.ZeRO2Model(mlp(), config_of(None), optimizer=mz.SGD(lr=0.1))
     with model, pytest.raises(ArgumentError, match="ZeRO2Optimizer: options are OptimizationOptions, got 3"):
