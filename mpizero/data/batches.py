@@ -167,11 +167,12 @@ def batches(
             require("steps", steps, whole(0))
         if not len(source):
             raise DataError("the source has no samples to train on")
-
-    def arguments() -> dict[str, Any]:
-        described = {"class": type(source).__name__, "samples": len(source), **source.describe()}
-        settings = {"global_batch": global_batch, "seed": seed, "steps": steps, "consumed": consumed}
-        return {"the arguments of batches": {"source": described, **settings}}
-
-    agree_equal(comm, arguments, "agree batches")
+    settings = {"global_batch": global_batch, "seed": seed, "steps": steps, "consumed": consumed}
+    agree_equal(comm, lambda: _arguments(source, settings), "agree batches")
     return Batches(source, config, global_batch, seed, steps, consumed, group=comm if group is None else group)
+
+
+def _arguments(source: Source, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return what must be the same on all ranks."""
+    described = {"class": type(source).__name__, "samples": len(source), **source.describe()}
+    return {"the arguments of batches": {"source": described, **settings}}
