@@ -1,1 +1,1 @@
-"""Train by one configuration file: runs that are checkpointed and can be resumed."""
+"""Implement the command line: train from a configuration file with checkpoints and resuming, plan, bench, doctor."""

@@ -27,7 +27,7 @@ from mpizero.train.run.resume import SavedRun
 from mpizero.types import Array
 from mpizero.validation import number, whole
 
-#: What a model sees before the first byte when there is no prompt: a new line.
+#: The prompt that is used when none is given: a new line.
 START = b"\n"
 
 
@@ -40,9 +40,9 @@ class Sampling:
     temperature : float
         Divides the logits; 0 always takes the likeliest byte.
     top_k : int
-        Choose among the likeliest ``top_k`` only; 0 is all.
+        Choose only among the ``top_k`` likeliest bytes; 0: among all.
     seed : int
-        The same seed gives the same text.
+        Seed of the random choices; the same seed gives the same text.
     """
 
     temperature: float = 0.8
@@ -50,16 +50,13 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Reject values that mean nothing."""
+        """Raise :class:`~mpizero.errors.ConfigError` for values out of range."""
         check_option("--temperature", self.temperature, number())
         check_option("--top-k", self.top_k, whole())
         check_option("--seed", self.seed, whole())
 
     def choose(self, logits: Array, random: np.random.Generator) -> int:
-        """Return one index of ``logits`` (1-D).
-
-        Not collective.
-        """
+        """Choose the next byte by its ``logits`` (1-D) and return its index. Not collective."""
         if self.temperature == 0:
             return int(np.argmax(logits))
         scaled = logits.astype(np.float64) / self.temperature
@@ -72,30 +69,30 @@ class Sampling:
 
 
 class LanguageModel(Protocol):
-    """Describe a model that text is generated with."""
+    """Define what :func:`generate` needs of a language model."""
 
     @property
     def sequence(self) -> int:
-        """The most ids that count."""
+        """Length of the longest context that the model takes."""
 
     def logits(self, context: Array) -> Array:
-        """Return the logits of what follows ``context`` (1-D ids), at most ``sequence`` of which count."""
+        """Return the logits of the byte after ``context`` (1-D ids); only the last ``sequence`` ids are used."""
 
 
 @dataclass(frozen=True)
 class LocalLanguageModel:
-    """Hold a GPT and its parameters, in one process."""
+    """Evaluate a GPT whose parameters are all in this process."""
 
     model: nn.GPT
     parameters: dict[str, Any]
 
     @property
     def sequence(self) -> int:
-        """The most ids that count."""
+        """Length of the longest context that the model takes."""
         return self.model.sequence
 
     def logits(self, context: Array) -> Array:
-        """Return the logits of what follows ``context`` (1-D ids). Not collective."""
+        """Return the logits of the byte after ``context`` (1-D ids). Not collective."""
         window = context[-self.sequence :]
         result: Array = nn.evaluate(self.model, self.parameters, window[np.newaxis])[0, -1]
         return result
@@ -103,30 +100,30 @@ class LocalLanguageModel:
 
 @dataclass(frozen=True)
 class ShardedLanguageModel:
-    """Hold a GPT whose parameters are split over ranks; all of them use the same context."""
+    """Evaluate a GPT whose parameters are split over ranks; all ranks must pass the same context."""
 
     model: HybridShardedModel
 
     @property
     def sequence(self) -> int:
-        """The most ids that count."""
+        """Length of the longest context that the model takes."""
         length: int = self.model.wrapped_model.sequence
         return length
 
     def logits(self, context: Array) -> Array:
-        """Return the logits of what follows ``context`` (1-D ids). Collective over the model's ranks."""
+        """Return the logits of the byte after ``context`` (1-D ids). Collective over the model's ranks."""
         window = context[-self.sequence :]
         result: Array = self.model.predict(window[np.newaxis])[0, -1]
         return result
 
 
 class FirstRankWriter:
-    """Let rank 0 choose and write bytes, and all ranks stop where it cannot write.
+    """Write generated text on rank 0 and send its chosen bytes to all ranks; all ranks stop if it cannot write.
 
     Parameters
     ----------
     comm : Communicator
-        The ranks.
+        The ranks that generate.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -134,16 +131,16 @@ class FirstRankWriter:
         self.failure: OSError | None = None
 
     def agree(self, index: int) -> int:
-        """Return rank 0's index; -1 once it cannot write. Collective over the ranks."""
+        """Return the ``index`` of rank 0 on all ranks; -1 once rank 0 cannot write. Collective over the ranks."""
         told = np.array([-1 if self.failure is not None else index], np.int64)
         self.comm.broadcast(told, 0, "generate")
         return int(told[0])
 
     def say(self, text: str, end: str = "") -> None:
-        """Write on rank 0. Not collective.
+        """Write a text to standard output on rank 0; do nothing on other ranks. Not collective.
 
-        A terminal gets what it would obey escaped: a model may have learnt, or been made, to write such things. A file
-        or a pipe gets exactly what the model writes.
+        On a terminal, control sequences are escaped, because a model may have learnt to write them. A file or a pipe
+        gets exactly the text of the model.
         """
         if self.comm.rank or self.failure is not None:
             return
@@ -156,10 +153,10 @@ class FirstRankWriter:
 def generate(
     model: LanguageModel, prompt: bytes, length: int, sampling: Sampling, agree: Callable[[int], int] = int
 ) -> Iterator[bytes]:
-    """Yield ``length`` bytes, one by one.
+    """Generate ``length`` bytes after the prompt, and yield them one by one.
 
-    Collective if the model or ``agree`` is; ``agree`` makes of the byte chosen here the one that is taken, negative to
-    end.
+    ``agree`` is called with each byte that this rank has chosen, and returns the byte that all ranks use; a negative
+    number ends the text. Collective if the model or ``agree`` is.
     """
     random = np.random.Generator(np.random.Philox(sampling.seed))
     text = np.frombuffer(prompt or START, np.uint8).astype(np.int64)
@@ -186,7 +183,7 @@ def write(model: LanguageModel, prompt: bytes, length: int, sampling: Sampling, 
 
 
 def characters(stream: Iterator[bytes]) -> Iterator[str]:
-    """Turn bytes into characters as soon as they are whole; what is not UTF-8 becomes a replacement mark.
+    """Decode UTF-8 bytes to characters, and yield each as soon as it is complete; invalid bytes become U+FFFD.
 
     Not collective.
     """
@@ -204,14 +201,15 @@ def open_language_model(
 ) -> Iterator[LanguageModel]:
     """Load the model of a run's folder, of its checkpoint folder (the newest good one), or of one checkpoint.
 
-    Collective over ``comm``. One rank loads it whole; several lay it out as ``layout`` says, whatever layout wrote it.
+    Collective over ``comm``. A single rank loads the whole model. Several ranks split it by ``layout``, which need not
+    be the layout that wrote the checkpoint.
 
     Raises
     ------
     CheckpointError
-        Nothing there, damaged, or not a language model's.
+        If there is no checkpoint, it is damaged, or its model is not a language model.
     SettingError
-        The layout does not fit the ranks or the model.
+        If the layout does not fit the ranks or the model.
     """
     layout.check_ranks(comm.size)
     with all_ranks(comm):

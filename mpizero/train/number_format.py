@@ -1,4 +1,4 @@
-"""Format numbers for people."""
+"""Format numbers, ages and tables for people."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ _AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def amount(value: float) -> str:
-    """Return a number in four digits, with the prefix of its unit, which may follow at once."""
+    """Format a number with four digits and a prefix such as "k" or "M", for example "1.5 G"; a unit can be appended."""
     scale, prefix = next(((s, p) for s, p in PREFIXES if value >= s), PREFIXES[-1])
     return f"{value / scale:.4g} {prefix}"
 
 
 def age(seconds: float) -> str:
-    """Return how long ago something was, in the largest unit of which there are two."""
+    """Format an age, for example "3 h ago", in the largest unit of which it has at least two."""
     scale, unit = next(((s, u) for s, u in _AGES if seconds >= 2 * s), _AGES[-1])
     return f"{max(0, seconds) / scale:.0f} {unit} ago"
 
 
 def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Return rows of cells as aligned lines; columns stand on the right, except those in ``left``."""
+    """Format rows of cells as a table; columns are right-aligned, except those whose numbers are in ``left``."""
     return joined(aligned(rows, left))
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Return the lines of :func:`columns`."""
+    """Format rows of cells as the lines of a table; as :func:`columns`, without joining the lines."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -41,5 +41,5 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[s
 
 
 def joined(lines: Iterable[str]) -> str:
-    """Return lines as the text of a report, in which every line is one line, whatever it quotes."""
+    """Join lines to the text of a report; control characters and line breaks inside a line are escaped."""
     return "\n".join(map(printable, lines))

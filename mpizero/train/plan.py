@@ -1,4 +1,4 @@
-"""Plan a training on a number of ranks without starting any: ``mpizero plan``."""
+"""Implement ``mpizero plan``: predict memory, messages and time of a training without starting its ranks."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from mpizero.validation import positive, whole
 if TYPE_CHECKING:
     from mpizero.comm import Communicator
 
-#: What a number of bytes may end with.
+#: Prefixes of units that a number of bytes may have.
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-#: A stage with so many times the mean work of all stages is worth a warning.
+#: A stage with more than this many times the mean work of all stages gets a warning.
 _UNEVEN_WORK = 1.25
-#: Floating-point operations a second of a rank, where nobody says better.
+#: Floating-point operations per second of a rank, if neither ``--gflops`` nor ``--machine`` is given.
 DEFAULT_RATE = 5e10
 
 
 def parse_bytes(text: str) -> int:
-    """Return a number of bytes from "64e9", "64G", "64 GB" or "60GiB".
+    """Parse a number of bytes such as "64e9", "64G", "64 GB" or "60GiB".
 
     Not collective.
 
     Raises
     ------
     ConfigError
-        If it is none.
+        If the text is not a number of bytes.
     """
     match = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([kMGT]?i?)B?\s*", text)
     try:
@@ -53,20 +53,20 @@ def parse_bytes(text: str) -> int:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Hold the arguments of the command line.
+    """Hold the arguments of ``mpizero plan``.
 
     Attributes
     ----------
     ranks : int
-        How many there would be.
+        Number of ranks that the training would have.
     ranks_per_node : int or None
-        Ranks of a node; None puts all on one.
+        Ranks on each node; None puts all on one node.
     memory_per_node : int or None
-        Bytes that a node has.
+        Memory of a node in bytes.
     rate : float
-        Floating-point operations a second of one rank; that of the machine where there is one.
+        Floating-point operations per second of one rank; ignored if there is a ``machine``, which has its own.
     machine : Machine or None
-        What was measured of a machine: seconds are expected on it.
+        Measured speeds of a machine, by which the plan predicts seconds.
     """
 
     ranks: int
@@ -77,31 +77,31 @@ class PlanRequest:
 
     @property
     def together(self) -> int:
-        """Ranks of a node."""
+        """Number of ranks on a node."""
         return min(self.ranks_per_node or self.ranks, self.ranks)
 
     def __post_init__(self) -> None:
-        """Reject numbers that mean nothing."""
+        """Raise :class:`ConfigError` for numbers out of range."""
         check_option("--ranks", self.ranks, whole(1))
         check_option("--ranks-per-node", self.ranks_per_node, optional(whole(1)))
         check_option("--gflops", self.rate / 1e9, positive)
 
     def message(self, nbytes: int) -> float:
-        """Return the seconds that a message between stages takes; 0 without a machine. Not collective."""
+        """Return the seconds that a message of ``nbytes`` between two stages takes; 0 without a machine."""
         if self.machine is None:
             return 0.0
         return self.machine.seconds("one to one", nbytes, self.machine.longest_way(self.ranks, self.together))
 
 
 def plan(config: Config, request: PlanRequest) -> PlannedRun:
-    """Plan the training that a configuration describes. Not collective: no rank is needed.
+    """Plan the training that a configuration describes, in this process alone.
 
-    Data are opened only where the model takes its width from them.
+    The data are opened only if the model takes its width from them.
 
     Raises
     ------
     ConfigError, DataError
-        As the training itself would.
+        For the errors in configuration or data that the training itself would raise.
     """
     config.parallel.check_ranks(request.ranks)
     model, x, y = _model_and_sample(config)
@@ -144,11 +144,11 @@ class PlannedRun:
     Attributes
     ----------
     config : Config
-        What would be trained.
+        Configuration of the planned training.
     request : PlanRequest
-        On what.
+        Ranks and machine.
     training : TrainingPlan
-        The figures.
+        Memory, messages and work of every rank.
     """
 
     config: Config
@@ -157,31 +157,31 @@ class PlannedRun:
 
     @cached_property
     def parameter_count(self) -> int:
-        """Parameters of the whole model."""
+        """Number of parameters of the whole model; tied parameters count once."""
         blocks = self.training.model.blocks.values()
         return sum(spec.size for block in blocks for spec in block.specs() if spec.tied is None)
 
     @property
     def simulation(self) -> Simulation | None:
-        """The pipeline; None without one."""
+        """Simulated timetable of the pipeline; None without a pipeline."""
         return self.training.simulation
 
     @cached_property
     def floors(self) -> TimeFloors | None:
-        """The expected seconds of every rank; None without a machine, and where layers do not count their work."""
+        """The predicted seconds of every rank; None without a machine, or if a layer does not count its operations."""
         machine = self.request.machine
         counted = all(rank.operations is not None for rank in self.training.by_rank)
         return None if machine is None or not counted else TimeFloors(self.training, machine, self.request.together)
 
     @cached_property
     def missing(self) -> int:
-        """Bytes that the fullest node lacks; 0 where everything fits or no limit is known."""
+        """Bytes by which the fullest node exceeds ``memory_per_node``; 0 if everything fits or no limit is given."""
         limit = self.request.memory_per_node
         return 0 if limit is None else max(0, max(self.training.node_bytes.values()) - limit)
 
     @property
     def refusal(self) -> str:
-        """Why the training does not fit, and what would help."""
+        """Error message that says why the training does not fit, and which settings would help."""
         nodes = self.training.node_bytes
         node = max(nodes, key=lambda n: nodes[n])
         return (
@@ -191,7 +191,7 @@ class PlannedRun:
 
     @property
     def _help(self) -> str:
-        """Return what would take less memory."""
+        """Name the settings by which the training would take less memory."""
         ways = []
         fullest = max(self.training.by_rank, key=lambda plan: plan.bytes)
         part = max(fullest.memory, key=lambda name: fullest.memory[name].mine)
@@ -284,7 +284,7 @@ class PlannedRun:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Return ascending numbers as text, runs of them joined."""
+    """Format ascending numbers as text with runs joined, for example "0, 2 to 5"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:

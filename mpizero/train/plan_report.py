@@ -13,12 +13,12 @@ from mpizero.train.doctor.check_result import counted
 from mpizero.train.number_format import PREFIXES, amount, columns
 from mpizero.train.plan import PlannedRun
 
-#: Columns of a printed timetable, at most.
+#: The most columns that a printed timetable has.
 _COLUMNS = 150
 
 
 def report(plan: PlannedRun, *, with_timetable: bool = False) -> str:
-    """Return the plan for people."""
+    """Format the plan as text for people, with the pipeline's timetable if asked for."""
     parts = [_head(plan), _memory(plan), _messages(plan), _work(plan)]
     if plan.floors is not None:
         parts.append(_seconds(plan, plan.floors))
@@ -30,7 +30,7 @@ def report(plan: PlannedRun, *, with_timetable: bool = False) -> str:
 
 
 def _short(plan: PlannedRun) -> bool:
-    """Tell whether a timetable with a column for the shortest instruction fits a line."""
+    """Tell whether the timetable fits a line if the shortest instruction is one column wide."""
     simulation = plan.simulation
     assert simulation is not None
     shortest = min(end - start for events in simulation.events for _, start, end in events if end > start)
@@ -51,7 +51,7 @@ def _head(plan: PlannedRun) -> str:
 
 
 class _Row(NamedTuple):
-    """Hold the rank of a stage and tensor part, or of several alike ones, with the most of something."""
+    """Hold one line of a table: the largest rank of a stage and of one or several equal parts, with its figures."""
 
     stage: int
     parts: tuple[int, int]
@@ -60,7 +60,10 @@ class _Row(NamedTuple):
 
 
 def _rows(plan: PlannedRun, figures: Callable[[RankPlan], Mapping[str, int]]) -> list[_Row]:
-    """Find the rank with the largest sum of ``figures`` for each stage and part; neighbours alike are one row."""
+    """Find, for each stage and part, the rank with the largest sum of ``figures``.
+
+    Neighbouring parts of a stage with equal figures become one line of the table.
+    """
     found: dict[tuple[int, int], RankPlan] = {}
     for rank in plan.training.by_rank:
         kind = rank.here.pipeline, rank.here.tensor + rank.here.context  # one of both is always 0
@@ -141,7 +144,7 @@ def _operations(plan: PlannedRun) -> str:
 
 
 def _seconds(plan: PlannedRun, floors: TimeFloors) -> str:
-    """Return the expected time of a step and its parts."""
+    """Format the predicted time of a step, and of its phases on the slowest rank."""
     machine, rank = floors.machine, floors.slowest
     parts = floors.by_rank[rank]
     whole = sum(parts.values())
@@ -161,7 +164,7 @@ def _table(
     columns: Sequence[str],
     last: Callable[[RankPlan], tuple[str, str]] | None = None,
 ) -> str:
-    """Lay out bytes by column, in the unit that suits the largest; ``last`` gives a column more."""
+    """Format a table of bytes, in the unit that suits the largest; ``last`` gives title and cell of a last column."""
     present = [column for column in columns if any(column in row.figures for row in rows)]
     largest = max(sum(row.figures.values()) for row in rows)
     scale, prefix = next(((s, p) for s, p in PREFIXES if largest >= 10 * s), PREFIXES[-1])
@@ -184,7 +187,7 @@ def _aligned(cells: Sequence[str], widths: Sequence[int], *, left: bool) -> list
 
 
 def as_json(plan: PlannedRun) -> str:
-    """Return the plan for programs: one line."""
+    """Format the plan as one line of JSON for programs."""
     return json.dumps(dict(_figures(plan)), allow_nan=False)
 
 

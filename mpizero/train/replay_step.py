@@ -1,4 +1,7 @@
-"""Evaluate the samples of a bad step again, in one process, with parameters of a checkpoint: ``mpizero replay``."""
+"""Implement ``mpizero replay``: evaluate the samples of a bad step again, in one process, with saved parameters.
+
+A bad step is one that training skipped because a gradient was not finite; its samples were kept in a folder.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,11 @@ class ReplayedStep:
     Attributes
     ----------
     step : BadStep
-        What was replayed.
+        The bad step that was replayed.
     parameters : str
-        Where the parameters come from, for people.
+        Origin of the parameters, as text for people.
     replays : list of Replay
-        One for each micro-batch.
+        Result of each micro-batch that was kept.
     """
 
     step: BadStep
@@ -47,17 +50,18 @@ class ReplayedStep:
 
 
 def replay(path: str, chosen: str | None, tell: Callable[[str], object]) -> ReplayedStep:
-    """Replay the bad step in the folder ``path``.
+    """Replay the bad step in the folder ``path``. Not collective.
 
-    Not collective. The parameters are those of the checkpoint ``chosen``, else of the newest sound one of the run from
-    before the step, else the start values.
+    The parameters come from the checkpoint ``chosen``; without it, from the newest sound checkpoint of the run that is
+    older than the step; without such a checkpoint, they are the initial values. ``tell`` is called with a line of text
+    for each checkpoint that is not sound.
 
     Raises
     ------
     DataError
-        No bad step of `mpizero train`, or a damaged one.
+        If the folder is not a bad step of `mpizero train`, or is damaged.
     CheckpointError
-        The checkpoint that was asked for cannot be read, or is of another model.
+        If the checkpoint cannot be read, or is of another model.
     """
     step = read_bad_step(path)
     config = _config_of(step, path)
@@ -86,7 +90,7 @@ def _config_of(step: BadStep, path: str) -> Config:
 
 
 def _model_of(step: BadStep, config: Config, path: str) -> Any:
-    """Return the model of a bad step; it holds no arrays yet. What no model of ours can be or take is refused."""
+    """Build the model of a bad step, without arrays; raise :class:`DataError` if it or its samples are impossible."""
     widths, section = step.about.get("widths"), config.model
     if widths is not None and not (isinstance(widths, list) and all(is_count(width, 1) for width in widths)):
         raise DataError(f"{path}: about.widths is {widths!r:.80}: expected two whole numbers > 0")
@@ -111,7 +115,7 @@ def _model_of(step: BadStep, config: Config, path: str) -> Any:
 
 
 def _newest_before(path: Path, step: int, tell: Callable[[str], object]) -> str | None:
-    """Return the newest sound checkpoint of the run, of a step before ``step``."""
+    """Return the run's newest sound checkpoint of a step before ``step``; None if there is none."""
     root = path.absolute().parent.parent
     for folder in (root / "checkpoints", root):
         for found in checkpoint.sound(folder, report=tell):
@@ -122,7 +126,7 @@ def _newest_before(path: Path, step: int, tell: Callable[[str], object]) -> str 
 
 
 def report(found: ReplayedStep) -> str:
-    """Return what was found for people. Not collective."""
+    """Format the result of a replay as text for people. Not collective."""
     step = found.step
     lines = [f"step {step.step}, skipped in training; parameters here: {found.parameters}"]
     lines += [f"in training: {told['message']}, samples {told['start']} to {told['stop'] - 1}" for told in step.found]
@@ -152,7 +156,7 @@ def _row(figures: ReplayedArray) -> str:
 
 
 def as_json(found: ReplayedStep) -> str:
-    """Return what was found on one line for programs. Not collective."""
+    """Format the result of a replay as one line of JSON for programs. Not collective."""
     return json.dumps(
         {
             "step": found.step.step,

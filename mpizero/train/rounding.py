@@ -1,4 +1,4 @@
-"""Bound the difference of numbers that differ by rounding alone, for the type and the length of sums."""
+"""Bound by how much rounding alone can make two numbers differ, from their type and the lengths of the sums."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ import numpy as np
 
 from mpizero.types import Array
 
-#: Rounding of a sum in another order, in units of the type's epsilon, for every doubling of its length. BLAS and trees
-#: add in blocks, whose error grows with the logarithm; a small GPT stays below a tenth of this.
+#: Relative change of a sum by another order of its terms, in units of the type's epsilon, for every doubling of its
+#: length. BLAS and trees add in blocks, so the error grows with the logarithm of the length. Differences measured with
+#: a small GPT stay below a tenth of this.
 _PER_DOUBLING = 16.0
-#: Rounding of a few products and divisions of one element.
+#: Relative rounding error of a few products and divisions of one element, in units of epsilon.
 _OF_ELEMENT = 2.0
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """Bound what rounding may change in the numbers of one training.
+    """Compare numbers of two trainings, allowing for rounding.
 
     Attributes
     ----------
     dtype : str
-        Of parameters and gradients.
+        Type of parameters and gradients.
     terms : float
-        Terms of the longest sums.
+        Number of terms of the longest sums.
     tolerance : float or None
-        What the layout may differ by, relative to the largest element of what is compared; None compares bits.
+        Difference that the layout may cause, relative to the largest element of the compared arrays. None: the layout
+        must not change a bit.
     """
 
     dtype: str
@@ -37,40 +39,41 @@ class Rounding:
 
     @property
     def epsilon(self) -> float:
-        """Distance of 1 to the next number of the type."""
+        """Distance from 1 to the next larger number of the type."""
         return float(np.finfo(self.dtype).eps)
 
     @property
     def of_sums(self) -> float:
-        """Return the relative difference that sums in another order may have."""
+        """Largest relative difference between sums of the same terms in another order."""
         return _PER_DOUBLING * self.epsilon * math.log2(2.0 + self.terms)
 
     def near(self, found: float, expected: float) -> bool:
-        """Tell whether two numbers are apart by no more than sums in another order."""
+        """Tell whether two numbers differ by no more than a sum in another order does."""
         return found == expected or abs(found - expected) <= max(self.of_sums, self.tolerance or 0.0) * abs(expected)
 
     def ratio(self, factor: float, counts: float) -> bool:
-        """Tell whether a factor is a ratio of two counts."""
+        """Tell whether ``factor`` equals ``counts``, a ratio of two counts, within rounding."""
         return abs(factor - counts) <= max(self.of_sums, 8 * (self.tolerance or 0.0)) * counts
 
     def same(self, found: float, expected: float) -> bool:
-        """Tell whether two numbers are as equal as the layout must have them."""
+        """Tell whether two numbers are as equal as the layout requires: in all bits, or within the tolerance."""
         if np.float64(found).tobytes() == np.float64(expected).tobytes():
             return True
         return self.tolerance is not None and abs(found - expected) <= self.tolerance * abs(expected)
 
     def close(self, found: Array, expected: Array) -> bool:
-        """Tell whether all elements are apart by no more than sums in another order."""
+        """Tell whether all elements of two arrays differ by no more than sums in another order do."""
         size = largest(expected)
         return size > 0 and largest(found - expected) <= max(self.of_sums, self.tolerance or 0.0) * size
 
     def factor(
         self, found: Sequence[Array], expected: Sequence[Array], *, keep_one: bool = False, summed: bool = False
     ) -> float | None:
-        """Return the one number that all elements of ``expected`` are multiplied by; None if there is none.
+        """Return the factor f with ``found = f * expected`` for all elements; None if there is no such factor.
 
-        Every element has to bear it within its own rounding, and at least two that are not zero; nothing below a few
-        epsilon counts as a factor, unless ``keep_one``. ``summed`` allows for sums in another order.
+        The equation must hold for every element within its rounding, and ``expected`` must have at least two elements
+        other than zero. A factor within a few epsilon of 1 counts as none, unless ``keep_one``. ``summed`` allows also
+        for sums in another order.
         """
         a, b = (np.concatenate([np.ravel(v) for v in arrays]).astype(np.float64) for arrays in (found, expected))
         scale = np.concatenate([np.full(v.size, largest(v)) for v in expected])  # sums of tied uses cancel
@@ -87,5 +90,5 @@ class Rounding:
 
 
 def largest(values: Array) -> float:
-    """Return the largest magnitude; 0 of nothing."""
+    """Return the largest magnitude of the elements; 0 for an empty array."""
     return float(np.max(np.abs(values), initial=0.0))

@@ -36,7 +36,7 @@ class CheckpointTemplate:
 
 
 def like(path: str) -> CheckpointTemplate:
-    """Return what makes a checkpoint like another. Not collective."""
+    """Return what makes a checkpoint like another."""
     with checkpoint.open_checkpoint(find_checkpoint(Path(path)), "self") as reader:
         elements = element_types(reader)
         return CheckpointTemplate(

@@ -13,8 +13,6 @@ from mpizero.text import notice
 def is_checkpoint(path: Path) -> bool:
     """Tell whether a path means one checkpoint, and not a folder of them.
 
-    Not collective.
-
     Raises
     ------
     CheckpointError
@@ -47,10 +45,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def find_folder(path: Path) -> Path:
-    """Return the folder with the checkpoints of a run, good or damaged.
-
-    Not collective.
-    """
+    """Return the folder with the checkpoints of a run, good or damaged."""
     folder = next((home for home in (path / "checkpoints", path) if step_folders(str(home))), None)
     if folder is None:
         raise _none(path)

@@ -26,7 +26,7 @@ _SHOWN = 20
 
 
 def describe(reader: checkpoint.Reader, options: argparse.Namespace) -> dict[str, Any]:
-    """Return what a checkpoint holds; reads arrays for statistics only. Not collective."""
+    """Return what a checkpoint holds; reads arrays for statistics only."""
     sizes = {path: prod(shape) * dtype.itemsize for path, (shape, dtype) in reader.arrays.items()}
     manifest, state = (os.stat(os.path.join(reader.name, name)) for name in ("manifest.json", "state.h5"))
     found: dict[str, Any] = {
@@ -49,7 +49,7 @@ def describe(reader: checkpoint.Reader, options: argparse.Namespace) -> dict[str
 
 
 def summary(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is known of a checkpoint without its arrays; None for what was not saved. Not collective."""
+    """Return what is known of a checkpoint without its arrays; None for what was not saved."""
     training, own = _object(attributes.get("training")), _object(attributes.get("mpizero"))
     configuration = _object(training.get("config"))
     return {
@@ -86,7 +86,7 @@ def _table(reader: checkpoint.Reader, paths: Sequence[str], with_statistics: boo
 
 
 def as_json(found: Any) -> str:
-    """Return figures for programs: one line of printable ASCII; what is not finite is null. Not collective."""
+    """Return figures for programs: one line of printable ASCII; what is not finite is null."""
     return printable(json.dumps(_finite(found), allow_nan=False))
 
 
@@ -102,7 +102,7 @@ def _finite(value: Any) -> Any:
 
 
 def description(found: Mapping[str, Any]) -> str:
-    """Return what :func:`describe` found, for people. Not collective."""
+    """Return what :func:`describe` found, for people."""
     known = [("written", f"{_date(found['written'])}, {age(time.time() - found['written'])}")]
     known += [(name, str(found[name])) for name in ("step", "loss", "samples", "seed") if found[name] is not None]
     known += [(name, _words(found[name])) for name in ("optimizer", "layout", "versions") if found[name]]
@@ -155,7 +155,7 @@ def _date(seconds: float) -> str:
 
 
 def listing_json(found: Sequence[ListedCheckpoint]) -> str:
-    """Return the checkpoints of a run for programs. Not collective."""
+    """Return the checkpoints of a run for programs."""
     now = time.time()
     listed = [
         {
@@ -174,7 +174,7 @@ def listing_json(found: Sequence[ListedCheckpoint]) -> str:
 
 
 def listing_text(found: Sequence[ListedCheckpoint]) -> str:
-    """Return the checkpoints of a run for people. Not collective."""
+    """Return the checkpoints of a run for people."""
     rows = [["step", "loss", "size", "age", "", "checkpoint"]]
     for one in found:
         loss = summary(one.attributes)["loss"]
@@ -188,12 +188,12 @@ def listing_text(found: Sequence[ListedCheckpoint]) -> str:
 
 
 def difference_json(names: Sequence[str], found: CheckpointDifference) -> str:
-    """Return what differs for programs. Not collective."""
+    """Return what differs for programs."""
     return as_json({"a": names[0], "b": names[1], "equal": found.equal, **asdict(found)})
 
 
 def difference_text(names: Sequence[str], found: CheckpointDifference) -> str:
-    """Return what differs for people. Not collective."""
+    """Return what differs for people."""
     lines = [*_named("only in A", found.missing), *_named("only in B", found.extra)]
     lines += [f"{path}: {a} in A, {b} in B" for path, (a, b) in found.reshaped.items()]
     for one in found.arrays:

@@ -18,10 +18,7 @@ _SIZES = {
 
 
 def add_layout_options(parser: argparse.ArgumentParser, *, schedule: bool = False) -> None:
-    """Add ``--pipeline``, ``--tensor``, ``--context``, ``--data``, and those of a pipeline's schedule if wanted.
-
-    Not collective.
-    """
+    """Add ``--pipeline``, ``--tensor``, ``--context``, ``--data``, and those of a pipeline's schedule if wanted."""
     group = parser.add_argument_group("layout over the ranks of mpiexec")
     for name, meaning in _SIZES.items():
         group.add_argument(f"--{name}", metavar="N", type=int, default=1, help=f"{meaning} (default: 1)")
@@ -44,10 +41,7 @@ def add_layout_options(parser: argparse.ArgumentParser, *, schedule: bool = Fals
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Add ``--set``, for commands that read a configuration file.
-
-    Not collective.
-    """
+    """Add ``--set``, for commands that read a configuration file."""
     parser.add_argument(
         "--set",
         metavar="SECTION.KEY=VALUE",
@@ -61,8 +55,6 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 def whole_number(text: str) -> int:
     """Return the number >= 0 that an option gives.
 
-    Not collective.
-
     Raises
     ------
     argparse.ArgumentTypeError
@@ -75,8 +67,6 @@ def whole_number(text: str) -> int:
 
 def layout_of(options: argparse.Namespace, **settings: Any) -> Any:
     """Return the :class:`~mpizero.train.config.parallel_section.ParallelSection` that the options describe.
-
-    Not collective.
 
     Raises
     ------
@@ -93,10 +83,7 @@ def layout_of(options: argparse.Namespace, **settings: Any) -> Any:
 
 @contextmanager
 def named_as_options() -> Iterator[None]:
-    """Turn ``parallel.tensor = 3`` in an error about a setting into ``--tensor 3``.
-
-    Not collective.
-    """
+    """Turn ``parallel.tensor = 3`` in an error about a setting into ``--tensor 3``."""
     from mpizero.train.config.setting_checks import SettingError
 
     try:

@@ -21,7 +21,7 @@ from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.sections import Config, DataSection, GptSection, MlpSection, OptimizerSection
 from mpizero.train.config.setting_checks import rejected
 
-#: Samples hashed to tell one set of training data from another.
+#: Number of samples in the hash by which a resumed run recognizes its training data.
 FINGERPRINT_SAMPLES = 64
 
 
@@ -32,21 +32,21 @@ class TrainingJob:
     Attributes
     ----------
     config : Config
-        What it was built from.
+        The configuration of the run.
     comm : Communicator
         The ranks that train.
     source, validation : Source
-        Training samples, and those held back.
+        The samples for training, and those held back for validation.
     sharding : ShardingConfig
-        Sizes of the axes, schedule and cuts.
+        How the ranks compute, communicate and share memory.
     model, optimizer : ShardedModelBase, its optimizer
-        Ready to train.
+        The sharded model and its optimizer, ready to train.
     task : str
         "language", "classification" or "regression".
     units_per_sample : int
         Tokens of a sample for a language model, else 1.
     fingerprint : str
-        Hash of the training data, so that a resumed run is known to see the same.
+        Hash of the training data, by which a resumed run checks that it has the same data.
     """
 
     config: Config
@@ -81,7 +81,7 @@ class TrainingJob:
 
 @contextmanager
 def build(config: Config, comm: Communicator) -> Iterator[TrainingJob]:
-    """Make everything a run needs, and free it at the end.
+    """Build data, model, optimizer and sharding of a run, and free them at the end of the ``with`` block.
 
     Collective over ``comm``.
     """
@@ -114,9 +114,9 @@ def build(config: Config, comm: Communicator) -> Iterator[TrainingJob]:
 
 
 def lay_out(model: Any, optimizer: Any, parallel: ParallelSection, sharding: ShardingConfig) -> ShardedModelBase:
-    """Place a model and its optimizer over the ranks of ``sharding``.
+    """Make the sharded model: divide a model and its optimizer over the ranks of ``sharding``.
 
-    Collective over its ranks.
+    Collective over these ranks.
     """
     if not parallel.splits_model:
         return distribute(model, optimizer, strategy=parallel.strategy, config=sharding)
@@ -124,14 +124,14 @@ def lay_out(model: Any, optimizer: Any, parallel: ParallelSection, sharding: Sha
 
 
 def build_source(config: Config) -> tuple[Any, Any]:
-    """Open the data, and hold back the share for validation.
+    """Open the data; return the samples for training and those held back for validation.
 
     Not collective.
 
     Raises
     ------
     DataError
-        Missing, empty, or too short; the message names the file.
+        If data are missing, empty, or too short; the message names the file.
     """
     section = config.data
     parts: tuple[Any, Any] = _open(section, config).split(section.validation)
@@ -164,7 +164,7 @@ def _open(section: DataSection, config: Config) -> Any:
 
 
 def build_model(config: Config, *sources: Any) -> Any:
-    """Return the model, as wide as the data of all ``sources``.
+    """Build the model; an MLP takes its numbers of features and outputs from the data of all ``sources``.
 
     Not collective.
     """
@@ -173,14 +173,14 @@ def build_model(config: Config, *sources: Any) -> Any:
 
 
 def make_model(config: Config, widths: Sequence[int] | None) -> Any:
-    """Return the model; ``widths`` are the features and outputs of one that takes them from its data.
+    """Build the model; ``widths`` are the numbers of features and outputs of an MLP, None for a GPT.
 
     Not collective.
 
     Raises
     ------
     DataError
-        If it needs widths, and gets none that can be used.
+        If the model is an MLP and ``widths`` are not two numbers.
     """
     section, seed = config.model, config.train.seed
     if isinstance(section, GptSection):
@@ -210,7 +210,7 @@ def make_model(config: Config, widths: Sequence[int] | None) -> Any:
 
 
 def widths_of(model: Any) -> tuple[int, int] | None:
-    """Return the ``widths`` that :func:`make_model` needs to make the like of a model.
+    """Return the ``widths`` with which :func:`make_model` makes an equal model; None for a GPT.
 
     Not collective.
     """
@@ -218,7 +218,7 @@ def widths_of(model: Any) -> tuple[int, int] | None:
 
 
 def _widths(section: MlpSection, sources: Sequence[Any]) -> tuple[int, int]:
-    """Return the features of a sample, and the classes or numbers to predict."""
+    """Return the number of features of a sample, and the number of classes or of values to predict."""
     x, y = sources[0].samples(np.arange(1))
     if x.ndim != 2:
         raise DataError(f"an mlp takes samples of one axis (samples, features), the data have shape {x.shape[1:]} each")
@@ -235,7 +235,7 @@ def _widths(section: MlpSection, sources: Sequence[Any]) -> tuple[int, int]:
 
 
 def classes(source: Any) -> int:
-    """Return one more than the largest target of a source.
+    """Return the number of classes of a source: one more than its largest target.
 
     Not collective.
     """
@@ -249,7 +249,7 @@ def classes(source: Any) -> int:
 
 
 def build_optimizer(config: Config) -> Any:
-    """Return the optimizer with its schedule.
+    """Build the optimizer with its learning rate schedule.
 
     Not collective.
     """
@@ -271,7 +271,7 @@ def build_optimizer(config: Config) -> Any:
 
 
 def learning_rate(section: OptimizerSection, steps: int) -> Any:
-    """Return a schedule over ``steps`` steps, or as many as the section says.
+    """Build the learning rate schedule: over ``schedule_steps`` steps if the section has them, else over ``steps``.
 
     Not collective.
     """
@@ -282,7 +282,7 @@ def learning_rate(section: OptimizerSection, steps: int) -> Any:
 
 
 def computing_settings(config: Config) -> dict[str, Any]:
-    """Return the settings of :class:`ShardingConfig` by which ranks compute and are watched, whatever the layout.
+    """Return the arguments of :class:`ShardingConfig` that do not depend on the layout: how a rank computes.
 
     Not collective.
     """
@@ -292,7 +292,7 @@ def computing_settings(config: Config) -> dict[str, Any]:
 
 
 def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
-    """Return the configuration of a training's model.
+    """Build the :class:`ShardingConfig` of a training.
 
     Not collective.
     """
@@ -310,7 +310,7 @@ def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
 
 
 def data_fingerprint(source: Any) -> str:
-    """Return a hash of a source's length and of some of its samples, evenly chosen.
+    """Return a hash of a source's length and of :data:`FINGERPRINT_SAMPLES` evenly chosen samples.
 
     Not collective.
     """

@@ -39,11 +39,12 @@ class ConfigDocument:
     Attributes
     ----------
     name : str
-        What error messages call it: the file's path.
+        Path of the file, for error messages.
     text : str
-        TOML.
+        The file's text, TOML.
     overrides : sequence of str
-        ``section.key=value``, each replacing or adding one setting; values are TOML, a bare word is a string.
+        Texts ``section.key=value``, each of which replaces or adds one setting. Values are TOML; a bare word is a
+        string.
     """
 
     name: str
@@ -52,7 +53,7 @@ class ConfigDocument:
 
     @contextmanager
     def located(self) -> Iterator[None]:
-        """Add its place to an error about a setting.
+        """Add file and line of a setting to a :class:`SettingError` that the ``with`` block raises.
 
         Not collective.
         """
@@ -62,7 +63,7 @@ class ConfigDocument:
             raise ConfigError(f"{self.place(error.key)}: {error.message}") from None
 
     def place(self, key: str) -> str:
-        """Return where a dotted key was set: ``--set``, or the file with the line when it can be found.
+        """Return where a dotted key was set: "--set", or the file's name, with the line if it is found.
 
         Not collective.
         """
@@ -89,7 +90,7 @@ def read_config(name: str) -> str:
     Raises
     ------
     ConfigError
-        Naming the file and the reason.
+        If the file cannot be read; names the file and the reason.
     """
     try:
         with Path(name).open("rb") as file:  # bounded while it is read: what is no regular file has no size
@@ -107,14 +108,14 @@ def read_config(name: str) -> str:
 def read_together(
     comm: Communicator, name: str, overrides: Sequence[str], preset: Mapping[str, str]
 ) -> tuple[ConfigDocument, Config]:
-    """Read a configuration file once for all ranks; ``preset`` are defaults by dotted key.
+    """Read a configuration file on rank 0 and parse it on all ranks; ``preset`` holds defaults by dotted key.
 
     Collective over ``comm``.
 
     Raises
     ------
     ConfigError
-        The file cannot be read, or a setting cannot be used; names the key, its place and what is allowed.
+        If the file cannot be read, or a setting is wrong; names the key, its place and what is allowed.
     """
     with all_ranks(comm):
         text = read_config(name) if comm.rank == 0 else ""
@@ -123,7 +124,7 @@ def read_together(
 
 
 def parse_config(document: ConfigDocument, defaults: Mapping[str, str] | None = None) -> Config:
-    """Return the configuration that a document describes.
+    """Parse and check a configuration document.
 
     Not collective.
 
@@ -137,7 +138,7 @@ def parse_config(document: ConfigDocument, defaults: Mapping[str, str] | None = 
     Raises
     ------
     ConfigError
-        With the key, its value, its place and what is allowed.
+        If a setting is wrong; names the key, its value, its place and what is allowed.
     """
     try:
         tables = tomllib.loads(document.text)
@@ -179,14 +180,14 @@ def _value(override: str, raw: str) -> Any:
 
 
 def config_of(tables: Tables) -> Config:
-    """Check the tables of a configuration, such as :meth:`Config.to_dict` gives.
+    """Build a checked configuration from the tables of a TOML file, or from those of :meth:`Config.to_dict`.
 
     Not collective.
 
     Raises
     ------
     ConfigError
-        Naming the key, its value and what is allowed.
+        If a setting is wrong; names the key, its value and what is allowed.
     """
     for section, content in tables.items():
         if section not in SECTIONS:

@@ -1,4 +1,4 @@
-"""Check the origin of data: each function returns the value, or raises ValueError saying what is allowed."""
+"""Check the settings of ``[data]``: each function returns the value, or raises ValueError with what is allowed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from mpizero.train.config.setting_checks import many, text
 
 
 def arrays(value: Any) -> Any:
-    """Return where arrays are, or "digits"."""
+    """Check ``data.arrays``: a table of the paths ``x`` and ``y``, or "digits"."""
     if value == "digits":
         return value
     return table("x", "y", hint=' or "digits" (scikit-learn\'s handwritten digits)')(value)
 
 
 def patterns(value: Any) -> tuple[str, ...]:
-    """Return file patterns, or "stdlib" alone."""
+    """Check ``data.text``: one or several file patterns, or "stdlib" alone."""
     if value in ("digits", ["digits"]):
         raise ValueError('is for text; scikit-learn\'s digits are data.arrays = "digits"')
     result: tuple[str, ...] = many(text, least=1)([value] if isinstance(value, str) else value)
@@ -26,7 +26,7 @@ def patterns(value: Any) -> tuple[str, ...]:
 
 
 def table(*keys: str, hint: str = "") -> Any:
-    """Return a check for tables of exactly these keys, all texts."""
+    """Return a function that checks a table: it must have exactly these keys, with non-empty strings as values."""
     allowed = "must be a table {" + ", ".join(f'{key} = "..."' for key in keys) + "}" + hint
 
     def check(value: Any) -> dict[str, str]:

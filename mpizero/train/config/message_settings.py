@@ -10,7 +10,7 @@ from mpizero.parallel.config import check_bucket
 
 
 def compression(value: Any) -> str | None:
-    """Take the name of a gradient compression."""
+    """Check ``train.gradient_compression``; return None for "none"."""
     if value == "none":
         return None
     try:
@@ -24,7 +24,7 @@ def compression(value: Any) -> str | None:
 
 
 def bucket(value: Any) -> float | str:
-    """Take the size of a bucket."""
+    """Check ``parallel.bucket_mb``: "auto", or MiB."""
     try:
         check_bucket(value, None)
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Check the section ``[parallel]``: the layout of a run over ranks, for its model and the number of ranks."""
+"""Define the section ``[parallel]``, the layout of a run over ranks; check it against model and number of ranks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from mpizero.train.config.message_settings import bucket
 from mpizero.train.config.setting_checks import ConfigSection, choice, flag, many, optional, setting, shown, text
 from mpizero.validation import whole
 
-#: The rows of the placement table by ZeRO stage.
+#: Names of the strategies, by ZeRO stage.
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-#: The axes that split a model; ``data`` replicates it.
+#: The axes that split a model; the axis ``data`` replicates it.
 _SPLITTING = ("pipeline", "tensor", "context")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSection(ConfigSection):
-    """Hold the layout of a run over ranks; without ``tensor`` and ``context`` it changes no bit of the result."""
+    """Hold the layout of a run over ranks; layouts without ``tensor`` and ``context`` give the same bits."""
 
     strategy: str = setting("zero2", choice(*STRATEGIES))
     pipeline: int = setting(1, whole(1))
@@ -36,7 +36,7 @@ class ParallelSection(ConfigSection):
     bucket_mb: float | str | None = setting(None, optional(bucket))
 
     def check_combination(self) -> None:
-        """Reject sizes, orders and schedules that fit no job and no model."""
+        """Raise an error for sizes, orders and schedules that are wrong for every job and model."""
         if self.data == 0:
             raise self.reject("data", "must be -1 (all remaining ranks) or a whole number >= 1")
         if self.tensor > 1 and self.context > 1:
@@ -60,7 +60,7 @@ class ParallelSection(ConfigSection):
 
     @property
     def splits_model(self) -> bool:
-        """True if a rank holds a part of the model only, or of a sequence."""
+        """True if a rank holds only a part of the model or of each sequence."""
         return any(getattr(self, axis) > 1 for axis in _SPLITTING)
 
     @property
@@ -70,16 +70,16 @@ class ParallelSection(ConfigSection):
 
     @property
     def chunks(self) -> int:
-        """Number of parts that the blocks are cut into: 1 without a pipeline."""
+        """Number of chunks into which the model's blocks are cut; 1 without a pipeline."""
         return 1 if self.pipeline == 1 else len(chunk_stages(self.schedule, self.pipeline, self.virtual_stages))
 
     def axes(self, ranks: int) -> Axes:
-        """Return the place of every rank.
+        """Return the sizes and order of the axes for a job of ``ranks`` ranks.
 
         Raises
         ------
         SettingError
-            If the sizes do not fit ``ranks``, with all the numbers.
+            If the product of the sizes is not ``ranks``.
         """
         sizes = {axis: getattr(self, axis) for axis in (*_SPLITTING, "data")}
         try:
@@ -90,11 +90,11 @@ class ParallelSection(ConfigSection):
             raise self.reject(key, f"does not fit this job: {error}") from None
 
     def check_ranks(self, ranks: int) -> None:
-        """Reject sizes whose product is not the number of ranks of this job."""
+        """Raise an error if the product of the sizes is not the number of ranks of the job."""
         self.axes(ranks)
 
     def check_blocks(self, blocks: int) -> None:
-        """Reject a pipeline with more parts than the model has blocks, or cuts that do not fit them."""
+        """Raise an error if the pipeline has more chunks than the model has blocks, or the cuts do not fit them."""
         chunks = self.chunks
         if chunks > blocks:
             each = f" of {chunks // self.pipeline} parts each" if chunks > self.pipeline else ""
@@ -113,18 +113,18 @@ class ParallelSection(ConfigSection):
             raise self.reject("cuts", f"{wanted}: {chunks} parts of {blocks} blocks") from None
 
     def check_heads(self, heads: int) -> None:
-        """Reject a tensor group that cannot share the attention heads equally."""
+        """Raise an error if the tensor ranks cannot share the attention heads equally."""
         if heads % self.tensor:
             fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise self.reject("tensor", f"must divide model.heads = {heads}; these do: {fit}")
 
     def check_sequence(self, model: str) -> None:
-        """Reject a context group for a model without sequences."""
+        """Raise an error for a context group: called for models without sequences."""
         if self.context > 1:
             raise self.reject("context", f"must be 1: model.name = {shown(model)} has no sequence to cut")
 
     def parallel_layout(self) -> ParallelLayout:
-        """Return sizes, schedule and cuts as models take them; without a pipeline there is no schedule."""
+        """Return the layout as a :class:`ParallelLayout`; schedule and cuts are left out without a pipeline."""
         sizes = {axis: getattr(self, axis) for axis in (*_SPLITTING, "data")}
         if self.pipeline == 1:
             return ParallelLayout(**sizes, order=self.order)
@@ -140,7 +140,7 @@ class ParallelSection(ConfigSection):
         return {**sizes, **rest, "zero_stage": self.zero_stage}
 
     def figures(self, ranks: int) -> dict[str, Any]:
-        """Return the sizes of the axes and the schedule (None without a pipeline), for the result line."""
+        """Return sizes of the axes and schedule (None without a pipeline), for the result of ``mpizero train``."""
         return {**self.axes(ranks).sizes, "schedule": self.schedule if self.pipeline > 1 else None}
 
     def describe(self, ranks: int) -> str:

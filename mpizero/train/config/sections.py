@@ -1,4 +1,4 @@
-"""Define the configuration of a run: one frozen section per table of the TOML file, valid once it exists."""
+"""Define the configuration of a run: one frozen dataclass per table of the TOML file, checked when it is made."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from mpizero.train.config.setting_checks import (
 )
 from mpizero.validation import fraction, number, positive, whole
 
-#: Settings that may differ between a saved run and the one that resumes it: none changes the mathematics (tensor and
-#: context groups, and GPUs, round sums differently). Training data are compared by content, wherever they lie.
+#: Settings that may differ between a saved run and the run that resumes it: none changes the mathematics (tensor and
+#: context groups, and GPUs, round sums differently). Training data are compared by content, not by path.
 FREE_SECTIONS = ("parallel", "checkpoint")
 FREE_KEYS = (
     "train.steps",
@@ -44,13 +44,13 @@ FREE_KEYS = (
     "data.arrays",
     "data.hdf5",
 )
-#: The step at which the learning rate has come to its end.
+#: The setting with the step at which the learning rate schedule ends.
 _LENGTH = "optimizer.schedule_steps"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection(ConfigSection):
-    """Hold the settings of every model; :class:`GptSection` and :class:`MlpSection` have the others."""
+    """Hold the settings that all models have; :class:`GptSection` and :class:`MlpSection` add their own."""
 
     name: str = required(choice("gpt", "mlp"))
     dtype: str = setting("float32", choice("float32", "float64"))
@@ -62,7 +62,7 @@ class ModelSection(ConfigSection):
 
     @property
     def block_count(self) -> int:
-        """Number of blocks that a pipeline can cut it into."""
+        """Number of blocks of the model, between which a pipeline can cut it."""
         raise NotImplementedError
 
 
@@ -80,11 +80,11 @@ class GptSection(ModelSection):
 
     @property
     def block_count(self) -> int:
-        """Embedding, transformer blocks, head."""
+        """Number of blocks: embedding, transformer blocks, head."""
         return self.layers + 2
 
     def check_combination(self) -> None:
-        """Reject heads that cannot share the width equally."""
+        """Raise an error if the number of heads does not divide the width."""
         if self.dim % self.heads:
             fit = ", ".join(str(n) for n in range(1, min(self.dim, 64) + 1) if self.dim % n == 0)
             raise self.reject("heads", f"must divide model.dim = {self.dim}; these do: {fit}")
@@ -100,7 +100,7 @@ class MlpSection(ModelSection):
 
     @property
     def block_count(self) -> int:
-        """Hidden layers and output."""
+        """Number of blocks: hidden layers and output layer."""
         return len(self.hidden) + 1
 
 
@@ -115,11 +115,11 @@ class DataSection(ConfigSection):
 
     @property
     def kind(self) -> str:
-        """The key that is given."""
+        """The setting that is given: "text", "arrays" or "hdf5"."""
         return next(key for key in ("text", "arrays", "hdf5") if getattr(self, key) is not None)
 
     def check_combination(self) -> None:
-        """Require one source, no more and no less."""
+        """Raise an error unless exactly one origin is given."""
         given = [key for key in ("text", "arrays", "hdf5") if getattr(self, key) is not None]
         if len(given) != 1:
             what = " and ".join(f"data.{key}" for key in given) if given else "none"
@@ -129,7 +129,7 @@ class DataSection(ConfigSection):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSection(ConfigSection):
-    """Hold the settings of the batches and of the loop over them."""
+    """Hold the settings of batches, computing and the training loop."""
 
     steps: int = setting(200, whole(1))
     global_batch: int = setting(64, whole(1))
@@ -151,7 +151,7 @@ class TrainSection(ConfigSection):
     timeout: float = setting(600.0, duration)
 
     def check_combination(self) -> None:
-        """Reject a grain larger than the global batch, and a job that would have no time but for saving."""
+        """Raise an error for grains larger than the global batch, GPU settings on CPUs, or too long a reserve."""
         if self.micro_batch is not None and self.micro_batch > self.global_batch:
             raise self.reject(
                 "micro_batch", f"must be at most train.global_batch = {self.global_batch}, of which it is a part"
@@ -169,7 +169,7 @@ class TrainSection(ConfigSection):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSection(ConfigSection):
-    """Hold the settings of every optimizer; the classes below add each one's own."""
+    """Hold the settings that all optimizers have; the classes below add their own."""
 
     name: str = setting("adamw", choice("sgd", "adam", "adamw", "rmsprop", "lion", "lamb"))
     lr: float = setting(3e-4, positive)
@@ -185,7 +185,7 @@ class OptimizerSection(ConfigSection):
         return "optimizer"
 
     def check_combination(self) -> None:
-        """Reject a last learning rate that no schedule reaches."""
+        """Raise an error for schedule settings with a constant rate, and for a last rate above the first."""
         for name in ("end", "schedule_steps"):
             if getattr(self, name) and self.schedule == "constant":
                 raise self.reject(name, 'belongs to the schedules "linear" and "cosine"; a constant rate has no end')
@@ -203,7 +203,7 @@ class SgdSection(OptimizerSection):
     nesterov: bool = setting(False, flag)
 
     def check_combination(self) -> None:
-        """Reject kinds of momentum where there is none."""
+        """Raise an error for Nesterov or dampening without the momentum that they need."""
         super().check_combination()
         if self.nesterov and (not self.momentum or self.dampening):
             raise self.reject("nesterov", "needs optimizer.momentum > 0 and optimizer.dampening = 0")
@@ -266,7 +266,7 @@ class CheckpointSection(ConfigSection):
     alignment: int = setting(ALIGNMENT, whole(ALIGNMENT, ALIGNMENT_LIMIT))
 
     def check_combination(self) -> None:
-        """Reject what the file cannot be aligned to, and MPI in a thread beside training."""
+        """Raise an error for an alignment that is no power of two, and for asynchronous saves with parallel HDF5."""
         if self.alignment & (self.alignment - 1):
             raise self.reject("alignment", f"must be a power of two from {ALIGNMENT} to {ALIGNMENT_LIMIT}")
         if self.asynchronous and self.backend != "direct":
@@ -289,7 +289,7 @@ OPTIMIZERS: dict[str, type[OptimizerSection]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Hold a whole configuration, with every combination checked."""
+    """Hold a whole configuration; making one checks that its sections fit together."""
 
     model: ModelSection
     data: DataSection
@@ -299,7 +299,7 @@ class Config:
     checkpoint: CheckpointSection = CheckpointSection()
 
     def __post_init__(self) -> None:
-        """Reject sections that are fine alone and not together."""
+        """Raise an error for sections that do not fit together."""
         length, given = self.optimizer.schedule_steps or self.train.steps, self.optimizer.schedule_steps is not None
         if self.optimizer.warmup > length:
             whose = "optimizer.schedule_steps" if given else "train.steps"
@@ -315,12 +315,12 @@ class Config:
         check_split(self.parallel, self.model)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Return every setting, defaults included, as plain JSON values."""
+        """Return every setting, defaults included, as JSON values by section and key."""
         return {item.name: {k: _plain(v) for k, v in asdict(getattr(self, item.name)).items()} for item in fields(self)}
 
 
 def check_split(parallel: ParallelSection, model: ModelSection) -> None:
-    """Reject a layout by which the model cannot be split, whatever the number of ranks."""
+    """Raise an error if the layout cannot split the model on any number of ranks."""
     parallel.check_blocks(model.block_count)
     if isinstance(model, GptSection):
         parallel.check_heads(model.heads)
@@ -333,7 +333,7 @@ def _plain(value: Any) -> Any:
 
 
 def mathematics(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the settings that decide the result, by dotted name, from a :meth:`Config.to_dict`."""
+    """Return the settings that determine the result of training, by dotted name, from :meth:`Config.to_dict`."""
     flat = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
     flat.setdefault("train.accumulate", 1)  # runs saved before there was this setting
     if flat.get("optimizer.schedule") in ("linear", "cosine"):
@@ -348,7 +348,7 @@ def mathematics(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def difference(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]]) -> str | None:
-    """Return the first setting by which two configurations compute different things, with both values."""
+    """Describe the first setting by which two configurations compute different results; None if there is none."""
     before, now = mathematics(saved), mathematics(wanted)
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):

@@ -1,4 +1,4 @@
-"""Check settings: turn a TOML value into the value used, or say what is allowed."""
+"""Check settings: a check is a function that returns the value to use, or raises ValueError with what is allowed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpizero.validation import Check, Unexpected, positive
 
 
 class SettingError(ConfigError):
-    """Raised for a setting that cannot be used; ``key`` is its dotted name, so that the file's line can be found."""
+    """Report a wrong setting; ``key`` is its dotted name, by which the line in the file is found."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
@@ -23,12 +23,12 @@ class SettingError(ConfigError):
 
 
 def rejected(key: str, value: object, allowed: str) -> SettingError:
-    """Return the error that names the key, what was given and what is allowed."""
+    """Make the error about a wrong setting, with its key, its value and what is allowed."""
     return SettingError(key, f"{key} = {shown(value)}: {allowed}")
 
 
 def shown(value: object) -> str:
-    """Return a value as it would stand in a TOML file."""
+    """Format a value as in a TOML file."""
     match value:
         case bool():
             return str(value).lower()
@@ -45,7 +45,7 @@ def shown(value: object) -> str:
 
 
 def allowed(error: ValueError) -> str:
-    """Return what the error of a check says is allowed, as a phrase."""
+    """Return the phrase about what is allowed, from the error that a check raised."""
     return f"must be {error}" if isinstance(error, Unexpected) else str(error)
 
 
@@ -55,7 +55,7 @@ def check_option(option: str, value: object, check: Check) -> None:
     Raises
     ------
     ConfigError
-        With the option, its value and what is allowed.
+        If the check fails; names the option, its value and what is allowed.
     """
     try:
         check(value)
@@ -65,7 +65,7 @@ def check_option(option: str, value: object, check: Check) -> None:
 
 @dataclass(frozen=True)
 class ConfigSection:
-    """Base of the configuration's sections: every field carries its check."""
+    """Check the settings of a section when it is made; base of all sections, whose fields carry their checks."""
 
     @classmethod
     def title(cls) -> str:
@@ -73,7 +73,7 @@ class ConfigSection:
         return cls.__name__.removesuffix("Section").lower()
 
     def __post_init__(self) -> None:
-        """Check and normalize every field, then the combinations."""
+        """Check every field and store the value that the check returns; then check combinations of fields."""
         for item in fields(self):
             value = getattr(self, item.name)
             try:
@@ -83,10 +83,10 @@ class ConfigSection:
         self.check_combination()
 
     def check_combination(self) -> None:
-        """Reject settings that are fine alone and not together."""
+        """Raise an error for settings that do not fit together; subclasses override this."""
 
     def reject(self, key: str, allowed: str) -> SettingError:
-        """Return the error for one of this section's settings."""
+        """Make the error about a wrong setting of this section."""
         return rejected(f"{self.title()}.{key}", getattr(self, key), allowed)
 
 
@@ -101,17 +101,17 @@ def required(check: Check) -> Any:
 
 
 def optional(check: Check) -> Check:
-    """Allow a setting to be absent."""
+    """Return a check that allows None, and uses ``check`` for other values."""
     return lambda value: None if value is None else check(value)
 
 
 def clock_seconds(value: str) -> float:
-    """Return the seconds of "MM:SS", "HH:MM:SS" or "D-HH:MM:SS", which is how batch systems tell time.
+    """Convert a batch system's duration "MM:SS", "HH:MM:SS" or "D-HH:MM:SS" to seconds.
 
     Raises
     ------
     ValueError
-        It is something else.
+        If the text has another form.
     """
     found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", value)
     if found is None:
@@ -121,7 +121,7 @@ def clock_seconds(value: str) -> float:
 
 
 def duration(value: Any) -> float:
-    """Take seconds > 0, or a text as "HH:MM:SS"; TOML's own times of day are understood too."""
+    """Check a duration and return it in seconds: a number > 0, a text such as "HH:MM:SS", or a TOML time."""
     if isinstance(value, datetime.time):
         value = value.strftime("%H:%M:%S")
     try:
@@ -134,14 +134,14 @@ def duration(value: Any) -> float:
 
 
 def flag(value: Any) -> bool:
-    """Take true or false."""
+    """Check that a value is true or false."""
     if not isinstance(value, bool):
         raise ValueError("must be true or false")
     return value
 
 
 def text(value: Any) -> str:
-    """Take a string that is not empty."""
+    """Check that a value is a string that is not empty."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError("must be a string that is not empty")
     if "\0" in value:
@@ -150,7 +150,7 @@ def text(value: Any) -> str:
 
 
 def choice(*words: str) -> Check:
-    """Take one of some words."""
+    """Return a check that allows only the given words."""
 
     def check(value: Any) -> str:
         if not isinstance(value, str) or value not in words:
@@ -161,7 +161,7 @@ def choice(*words: str) -> Check:
 
 
 def many(check: Check, *, least: int = 0, count: int | None = None) -> Check:
-    """Take a list whose every item passes ``check``."""
+    """Return a check for lists of ``count`` or at least ``least`` items, each of which must pass ``check``."""
     size = f"a list of {count} values" if count is not None else f"a list of at least {least} values"
 
     def check_all(value: Any) -> tuple[Any, ...]:

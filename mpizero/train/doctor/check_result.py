@@ -36,8 +36,5 @@ class CheckResult:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return "1 rank", "3 ranks".
-
-    Not collective.
-    """
+    """Return "1 rank", "3 ranks"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

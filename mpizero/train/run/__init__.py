@@ -1,1 +1,1 @@
-"""Train by a configuration file: the trainer, its folder, and what stops and continues a run."""
+"""Train by a configuration file: the training loop, its folder, early stops and resuming."""

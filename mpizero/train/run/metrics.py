@@ -8,29 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Steps at the start that do not count for the speed: compilation, first touches, cold caches.
+#: Number of first steps that are left out of the median speed: they compile kernels and touch memory first.
 WARM_UP_STEPS = 3
 
 
 def finite(value: float | None) -> float | None:
-    """Return ``value``, or None where JSON has no word for it (NaN, infinities).
-
-    Not collective.
-    """
+    """Return ``value``, or None for NaN and infinities, which JSON cannot hold."""
     return value if value is None or math.isfinite(value) else None
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), infinite where it does not fit a float.
-
-    Not collective.
-    """
+    """Return exp(loss); infinity if it is too large for a float."""
     return math.exp(loss) if loss < 709 else math.inf
 
 
 @dataclass
 class Speed:
-    """Measure units (tokens or samples) a second: of every step, and the median over the undisturbed steps.
+    """Measure the speed of every step in tokens or samples per second, and the median over undisturbed steps.
 
     Attributes
     ----------
@@ -44,10 +38,7 @@ class Speed:
     _disturbed: bool = False
 
     def step(self, units: float, seconds: float) -> float:
-        """Record a step and return its rate.
-
-        Not collective.
-        """
+        """Record a step and return its rate."""
         rate = units / seconds if seconds > 0 else 0.0
         self._all.append(rate)
         if len(self._all) > WARM_UP_STEPS and not self._disturbed:
@@ -56,17 +47,11 @@ class Speed:
         return rate
 
     def disturb(self) -> None:
-        """Leave the next step out of the median: a checkpoint or a validation came before it.
-
-        Not collective.
-        """
+        """Leave the next step out of the median, because a checkpoint or a validation came before it."""
         self._disturbed = True
 
     def median(self) -> float | None:
-        """Return the median rate of the undisturbed steps; of all, where a short run has none; None without steps.
-
-        Not collective.
-        """
+        """Return the median rate of the undisturbed steps, or of all steps if there are none; None without steps."""
         rates = self._rates or self._all
         return statistics.median(rates) if rates else None
 
@@ -78,9 +63,9 @@ class Validation:
     Attributes
     ----------
     loss_sum, weight : float
-        Over all samples of all ranks.
+        Sums over all validation samples of all ranks.
     correct : float or None
-        How many predictions were right.
+        Number of right predictions.
     task : str
         "language", "classification" or "regression".
     """
@@ -96,10 +81,7 @@ class Validation:
         return self.loss_sum / self.weight if self.weight else math.nan
 
     def figures(self) -> dict[str, Any]:
-        """Return the keys for the step's JSON line.
-
-        Not collective.
-        """
+        """Return loss, perplexity and accuracy, as the task has them, for the step's JSON line."""
         found: dict[str, Any] = {"validation_loss": finite(self.loss)}
         if self.task == "language":
             found["perplexity"] = finite(perplexity(self.loss)) if math.isfinite(self.loss) else None
@@ -109,16 +91,10 @@ class Validation:
 
 
 def short(value: float | None, digits: int = 4) -> str:
-    """Return a number for people: four significant digits, "-" for none.
-
-    Not collective.
-    """
+    """Format a number with four significant digits; "-" for None."""
     return "-" if value is None else f"{value:.{digits}g}"
 
 
 def shortened(figures: Sequence[tuple[str, float | None]]) -> dict[str, str]:
-    """Return named figures for the progress line.
-
-    Not collective.
-    """
+    """Format named numbers for the progress line."""
     return {name: short(value) for name, value in figures}

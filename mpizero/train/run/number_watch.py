@@ -1,4 +1,7 @@
-"""Watch the numbers of a run: keep skipped steps for a replay, report leaps of the loss and damaged memory."""
+"""Check the numbers of every step: keep samples of skipped steps for a replay, report jumps of the loss.
+
+Before each save it also checks parameters for damaged memory.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,20 @@ from mpizero.train.config.builder import TrainingJob, widths_of
 from mpizero.train.run.progress import Progress
 from mpizero.train.run.run_folder import RunFolder
 
-#: Bad steps of a run whose samples are kept.
+#: The most bad steps of a run whose samples are kept.
 MAX_DUMPS = 5
-#: A loss so many times as large as the largest of so many steps before is told of, once there are enough of them.
+#: A loss is reported if it is SPIKE_FACTOR times the largest of the last SPIKE_STEPS steps, after SPIKE_LEAST steps.
 SPIKE_FACTOR, SPIKE_STEPS, SPIKE_LEAST = 10.0, 100, 10
 
 
 class LossSpikes:
-    """Notice a loss far above those of the last steps."""
+    """Detect a loss that is far above those of the last steps."""
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=SPIKE_STEPS)
 
     def see(self, loss: float) -> str | None:
-        """Take the loss of a step; return what there is to say of it. Not collective."""
+        """Add the loss of a step; return a message if it is far above the last ones, else None. Not collective."""
         if not math.isfinite(loss):
             return None
         largest = max(self._last) if len(self._last) >= SPIKE_LEAST else math.inf
@@ -40,16 +43,16 @@ class LossSpikes:
 
 
 class NumberWatch:
-    """Look at the numbers of every step of a run.
+    """Check loss and gradients of every step of a run.
 
     Parameters
     ----------
     job : TrainingJob
-        What is trained.
+        The training.
     folder : RunFolder
-        Where the samples of bad steps are kept.
+        Folder of the run, in which the samples of bad steps are kept.
     progress : Progress
-        Where there is something to say.
+        Where messages are written.
     """
 
     def __init__(self, job: TrainingJob, folder: RunFolder, progress: Progress) -> None:
@@ -58,9 +61,10 @@ class NumberWatch:
         self._skipped = SkippedSteps(BadSteps())
 
     def see(self, step: int, report: StepReport, batch: tuple[Any, Any]) -> dict[str, Any]:
-        """Look at a step, and return what its line of metrics says more.
+        """Check a step; return entries for its line of metrics, empty if nothing is unusual.
 
-        Collective over the job's ranks where the step was skipped. ``batch`` is what this rank trained on.
+        ``batch`` holds the samples of this rank. If the step was skipped, they are kept, and the call is collective
+        over the job's ranks.
 
         Raises
         ------
@@ -83,20 +87,22 @@ class NumberWatch:
         return {"loss_spike": told}
 
     def before_save(self) -> None:
-        """Make sure that damaged memory is not saved, unless checks are off. Collective over the job's ranks.
+        """Check parameters for damaged memory before a save, unless ``train.check_every`` is 0.
+
+        Collective over the job's ranks.
 
         Raises
         ------
         IntegrityError
-            Naming tensor and rank.
+            If values are damaged; names tensor and rank.
         """
         if self.job.config.train.check_every:
             self.job.model.check_integrity()
 
     def _keep(self, step: int, batch: tuple[Any, Any]) -> str:
-        """Keep the samples of a skipped step; return what to say of it. Collective over the job's ranks.
+        """Write the samples of a skipped step into the run's folder; return a message about it.
 
-        A run does not end because they cannot be kept.
+        Collective over the job's ranks. A failure to write is only a message: the run goes on.
         """
         job, home = self.job, self.folder.bad_steps
         full = len(list(home.glob("step_*"))) >= MAX_DUMPS if job.comm.rank == 0 else False
@@ -114,7 +120,7 @@ class NumberWatch:
         return f"see: mpizero replay {path}"
 
     def _indices(self, step: int) -> Any:
-        """Return where in the data this rank's samples of a step are."""
+        """Return the positions in the data of this rank's samples of a step."""
         job, train = self.job, self.job.config.train
         group = job.model.batch_group
         own = Grains(train.global_batch, job.sharding.grain_size(train.global_batch)).samples_of(group.rank, group.size)

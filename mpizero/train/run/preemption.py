@@ -1,4 +1,4 @@
-"""Agree on requests to stop early, from any source, over all ranks once a step."""
+"""Let all ranks agree once a step whether to stop early, when any rank has a request to stop."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 from mpizero.comm import Communicator
 from mpizero.comm.transport import Request
 
-#: What may ask for a stop: returns the reason, "" while there is none. Called once a step, so it must be quick.
+#: Type of a function that may request a stop: it returns the reason, or "". It is called once a step.
 StopSource = Callable[[], str]
 
 
 class StopDecision(IntEnum):
-    """Name what all ranks do after a step; of several requests the largest wins."""
+    """List what all ranks can do after a step; if ranks have different requests, the largest value is done."""
 
     GO_ON = 0
     STOP = 1
@@ -23,18 +23,18 @@ class StopDecision(IntEnum):
 
 
 class StopRequests:
-    """Let all ranks of ``comm`` agree on what the stop requests of some of them mean.
+    """Let all ranks of ``comm`` decide together whether to stop, from the requests of single ranks.
 
-    The answer of one small reduction, started before a step and read after it, is the same on every rank, so all save
-    the same step. A request that comes during a step counts after the next one. Background work rides along: whether
-    any rank is still busy with it.
+    :meth:`ask` starts one small reduction before a step, and :meth:`answer` reads its result after the step. The result
+    is the same on every rank, so all ranks save the same step. A request that comes during a step takes effect after
+    the next step. The same reduction tells whether any rank is still busy with background work.
 
     Parameters
     ----------
     comm : Communicator
-        Used for nothing else while a question is open.
+        Must not be used for anything else between :meth:`ask` and :meth:`answer`.
     *sources : callable
-        What may ask this rank to stop; other ranks may have others, or none.
+        Functions that may request a stop on this rank; other ranks may have others, or none.
     """
 
     def __init__(self, comm: Communicator, *sources: StopSource) -> None:
@@ -46,37 +46,37 @@ class StopRequests:
 
     @property
     def reason(self) -> str:
-        """Return why all stop, as the lowest rank that was asked says; "" before the decision."""
+        """Reason of the stop, from the lowest rank that requested it; "" before the decision."""
         return self._reason
 
     @property
     def all_finished(self) -> bool:
-        """Tell whether no rank was busy at the time of the last answered :meth:`ask`; the same on every rank."""
+        """True if no rank had background work at the last answered :meth:`ask`; the same on every rank."""
         return self._finished
 
     def listen(self, *sources: StopSource) -> None:
-        """Take more sources of requests to this rank.
+        """Add functions that may request a stop on this rank.
 
         Not collective.
         """
         self._sources += sources
 
     def fail(self) -> None:
-        """Ask every rank to stop with an error after the next agreed step.
+        """Request that every rank stops with an error; takes effect with the next :meth:`ask`.
 
         Not collective.
         """
         self._request = StopDecision.FAIL
 
     def ask(self, busy: bool = False) -> None:
-        """Start asking every rank for its request.
+        """Start the reduction over the requests of all ranks.
 
         Collective over the communicator.
 
         Parameters
         ----------
         busy : bool
-            This rank has background work that must end before :attr:`all_finished` can be true.
+            Whether this rank has background work that has not ended.
         """
         self._own = self._own or next(filter(None, (source() for source in self._sources)), "")
         request = max(self._request, StopDecision.STOP if self._own else StopDecision.GO_ON)
@@ -85,7 +85,7 @@ class StopRequests:
         self._question = self.comm.iallreduce(self._buffer, op="max", tag="stop requests")
 
     def answer(self) -> StopDecision:
-        """Return the largest request of all ranks at the time of :meth:`ask`.
+        """Wait for the reduction that :meth:`ask` started; return the largest request of all ranks.
 
         Collective over the communicator.
         """

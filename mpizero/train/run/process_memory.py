@@ -11,26 +11,17 @@ from pathlib import Path
 
 
 def allocated() -> int:
-    """Return the bytes of heap and private mappings of this process: what RLIMIT_DATA counts.
-
-    Not collective.
-    """
+    """Return the bytes of heap and private mappings of this process: what RLIMIT_DATA counts."""
     return _kilobytes(Path("/proc/self/status"), "VmData")
 
 
 def peak_resident() -> int:
-    """Return the largest resident size that this process has had, in bytes (shared pages counted in full).
-
-    Not collective.
-    """
+    """Return the largest resident size that this process has had, in bytes (shared pages counted in full)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def resident() -> int:
-    """Return the resident size of this process now, in bytes (shared pages counted in full).
-
-    Not collective.
-    """
+    """Return the resident size of this process now, in bytes (shared pages counted in full)."""
     return _kilobytes(Path("/proc/self/status"), "VmRSS") or peak_resident()
 
 
@@ -84,10 +75,7 @@ def proportional_growth(every: float = 0.002) -> Iterator[list[int]]:
 
 
 def release_free_memory() -> None:
-    """Give freed memory back to the system, so that a measurement sees what is really held.
-
-    Not collective.
-    """
+    """Give freed memory back to the system, so that a measurement sees what is really held."""
     import ctypes
 
     gc.collect()

@@ -32,20 +32,14 @@ class Progress:
         self._bar: Any = None
 
     def begin(self, done: int = 0) -> None:
-        """Start the bar where an earlier run has left off.
-
-        Not collective.
-        """
+        """Start the bar where an earlier run has left off."""
         if self._active and self._stream.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(total=self._steps, initial=done, file=self._stream, unit="step", dynamic_ncols=True)
 
     def step(self, step: int, figures: dict[str, str]) -> None:
-        """Show that a step is done.
-
-        Not collective.
-        """
+        """Show that a step is done."""
         if not self._active:
             return
         if self._bar is not None:
@@ -58,18 +52,12 @@ class Progress:
             self._write(f"step {step}/{self._steps}  " + "  ".join(f"{k} {v}" for k, v in figures.items()))
 
     def say(self, message: str) -> None:
-        """Write one line beside the bar, whatever the message quotes.
-
-        Not collective.
-        """
+        """Write one line beside the bar, whatever the message quotes."""
         if self._active:
             self._write(f"mpizero: {printable(message)}")
 
     def close(self) -> None:
-        """Leave the bar as it is and end its line.
-
-        Not collective.
-        """
+        """Leave the bar as it is and end its line."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -88,8 +76,6 @@ class Progress:
 
 class ByteProgress:
     """Show a bar over bytes on a terminal, nothing otherwise. Calling it tells that so many more are done.
-
-    Not collective.
 
     Parameters
     ----------
@@ -121,6 +107,6 @@ class ByteProgress:
             self._bar.close()
 
     def __call__(self, count: int) -> None:
-        """Tell that ``count`` more bytes are done. Not collective."""
+        """Tell that ``count`` more bytes are done."""
         if self._bar is not None:
             self._bar.update(count)

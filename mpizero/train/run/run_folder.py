@@ -63,10 +63,7 @@ class RunFolder:
         return self.root / "STOPPED"
 
     def obey_stop(self) -> None:
-        """Note that the run has stopped as :attr:`stop_file` asked, so that the next resume goes on.
-
-        Not collective.
-        """
+        """Note that the run has stopped as :attr:`stop_file` asked, so that the next resume goes on."""
         try:
             with contextlib.suppress(FileNotFoundError):
                 self.stop_file.rename(self.stopped)
@@ -75,8 +72,6 @@ class RunFolder:
 
     def open(self) -> None:
         """Create the folders, prove that they can be written, and keep other jobs out.
-
-        Not collective.
 
         Raises
         ------
@@ -171,10 +166,7 @@ class RunFolder:
         return self.root / "metrics.superseded.jsonl"
 
     def continue_metrics(self, step: int) -> None:
-        """Keep the metrics up to ``step`` in place; later lines, which will be written again, move to another file.
-
-        Not collective.
-        """
+        """Keep the metrics up to ``step`` in place; later lines, which will be written again, move to another file."""
         try:
             lines = self._metrics_lines()
             kept = [line for line in lines if _step_of(line) <= step]
@@ -197,10 +189,7 @@ class RunFolder:
             return [line.removesuffix(b"\n") for line in file]
 
     def write_metrics(self, line: Mapping[str, Any]) -> None:
-        """Append one line to the metrics.
-
-        Not collective.
-        """
+        """Append one line to the metrics."""
         try:
             if self._metrics is None:
                 self._metrics = self.metrics.open("a", encoding="utf-8")
@@ -210,10 +199,7 @@ class RunFolder:
             raise self._failed("metrics cannot be written", error) from None
 
     def complete(self, result: Mapping[str, Any]) -> None:
-        """Leave the marker that tells success.
-
-        Not collective.
-        """
+        """Leave the marker that tells success."""
         try:
             self._replace(self.marker, [json.dumps(result, allow_nan=False).encode()])
         except OSError as error:
@@ -221,10 +207,7 @@ class RunFolder:
         self.obey_stop()
 
     def close(self) -> None:
-        """Close the files and let other jobs in.
-
-        Not collective.
-        """
+        """Close the files and let other jobs in."""
         for file in (self._metrics, self._lock):
             if file is not None:
                 file.close()

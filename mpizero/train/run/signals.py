@@ -47,10 +47,7 @@ class StopSignals(AbstractContextManager["StopSignals"]):
         return self._name
 
     def reason(self, rank: int) -> str:
-        """Return why ``rank``, which this is, was asked to stop, "" while it was not.
-
-        Not collective.
-        """
+        """Return why ``rank``, which this is, was asked to stop, "" while it was not."""
         return f"{self._name} on rank {rank}" if self._name else ""
 
     def ignore(self) -> None:

@@ -34,10 +34,7 @@ class StopFile:
         self._next, self._warned = float("-inf"), False
 
     def reason(self) -> str:
-        """Return why the run was asked to stop, "" while it was not.
-
-        Not collective.
-        """
+        """Return why the run was asked to stop, "" while it was not."""
         now = self._clock()
         if now < self._next:
             return ""
