@@ -11,7 +11,7 @@ from mpizero.types import Array
 
 
 class MpiRequest(Request):
-    """Wait for the MPI requests of one operation (several when its buffer was cut), and keep its buffers."""
+    """Wait for the MPI requests of one operation (several if its buffer was cut), and keep its buffers alive."""
 
     __slots__ = ("_buffers", "_communicator", "_operation", "_requests", "_sequence", "_tag")
 
@@ -23,13 +23,13 @@ class MpiRequest(Request):
         self._operation, self._tag, self._sequence = trace.operation, trace.tag, trace.sequence
 
     def wait(self) -> None:
-        """Return when the operation has ended on this rank. Not collective; a second call returns at once."""
+        """Wait until the operation has ended on this rank; a second call returns at once."""
         if self._requests:
             self._communicator._run(self._operation, self._tag, self._sequence, self._wait_all)
             self._release()
 
     def test(self) -> bool:
-        """Make progress and tell whether the operation has ended; always true after MPI_Finalize."""
+        """Let MPI make progress, and tell whether the operation has ended; always true after MPI_Finalize."""
         if self._requests and (MPI.Is_finalized() or self._ended()):
             self._release()
         return not self._requests
@@ -50,12 +50,12 @@ class MpiRequest(Request):
 
 
 class MpiReceive(MpiRequest):
-    """Wait for a receive that must fill its buffer: MPI itself accepts shorter messages silently."""
+    """Wait for a receive, and raise if the message is shorter than the buffer; MPI itself would accept that."""
 
     __slots__ = ()
 
     def wait(self) -> None:
-        """Return when the whole buffer has arrived. Not collective; a second call returns at once."""
+        """Wait until the whole buffer has been received; a second call returns at once."""
         if self._requests:
             self._communicator._run(self._operation, self._tag, self._sequence, self._wait_full, self._buffers)
             self._release()

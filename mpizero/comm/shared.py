@@ -20,17 +20,17 @@ from mpizero.types import Array
 
 #: Windows start on a cache line.
 ALIGNMENT = 64
-#: Bytes that must stay free in the folder of windows, for what MPI adds to each.
+#: Bytes of the folder of windows that are kept free, for data that MPI adds to each window.
 RESERVE = 1 << 20
 _ZEROS = "/dev/zero"
-#: Seconds to wait for a group that allocates memory.
+#: Most seconds to wait while another group of the node allocates memory.
 _LOCK_WAIT = 30.0
 
 
 def free_space(folder: str = SHARED_FOLDER) -> int | None:
-    """Return the bytes that windows may still take, or None where the system does not tell. Not collective.
+    """Return how many bytes windows may still occupy; None if the system does not tell. Not collective.
 
-    Unused parts of sparse files do not count as free: Open MPI's queues are sparse at first.
+    Parts of sparse files that are not written yet do not count as free: Open MPI's queues are sparse at first.
     """
     promised = RESERVE
     try:
@@ -47,13 +47,15 @@ def free_space(folder: str = SHARED_FOLDER) -> int | None:
 
 @contextlib.contextmanager
 def _one_at_a_time(first: bool) -> Iterator[None]:
-    """Let one group of the node allocate at a time. Not collective; ``first`` is the rank that locks for its group.
+    """Lock the folder of windows during the block, so that groups of a node allocate one after the other.
 
-    [Note: one at a time] Memory that one group has found free must not be taken by another group before the first has
-    allocated it: Open MPI checks again, on one rank, and if that rank finds too little the others wait for ever. All
-    ranks of the group are in here already, so the group that holds the lock finishes. The folder itself is locked, so
-    that no lock file remains. A group that cannot lock it, or waits for too long, goes on: each page is written before
-    it is used.
+    Not collective: the rank with ``first`` holds the lock for its group.
+
+    [Note: one at a time] When a group has found enough free memory, no other group may take it before the first has
+    allocated it. Otherwise Open MPI, which checks again on one rank, fails there while the other ranks wait for ever.
+    All ranks of the group are already in this block, so the group that holds the lock finishes. The folder itself is
+    locked, so no lock file can remain. A group that cannot lock it, or waits for too long, allocates without the lock;
+    :func:`_take` then still finds missing memory.
     """
     file = -1
     if first:
@@ -76,9 +78,9 @@ def _one_at_a_time(first: bool) -> Iterator[None]:
 def _take(memory: Array) -> OSError | None:
     """Zero ``memory``, so that all of its pages are allocated; return the error if that fails. Not collective.
 
-    [Note: pages] A store to a page for which there is no room ends the process with SIGBUS. Where the kernel itself
-    writes there, for a read from /dev/zero, the call fails instead: with EFAULT. The error is returned and not
-    raised, since the other ranks wait for the result.
+    [Note: pages] If memory is short, a process that stores to a new page of a window is killed by SIGBUS. If the kernel
+    writes to the page, during a read from /dev/zero, the read fails with EFAULT instead. So the pages are zeroed by
+    such reads. The error is returned and not raised, because the other ranks wait for the result.
     """
     done = 0
     try:
@@ -96,11 +98,11 @@ def _take(memory: Array) -> OSError | None:
 
 
 class MpiSharedMemory(SharedMemory):
-    """Share a window of ``nbytes`` that the first rank of ``comm`` allocates and all of them map.
+    """Allocate a window of ``nbytes`` on the first rank of ``comm``, and map it on all its ranks.
 
-    Collective over ``comm``, whose ranks share memory. The window lies in a passive epoch for its whole life, as
-    ``Win.Sync`` demands. Each rank zeroes one part, so that pages are spread over the memory of the ranks' sockets, and
-    are all allocated when the constructor returns.
+    Collective over ``comm``, whose ranks share memory. The window is in a passive-target epoch (``Lock_all``) for its
+    whole life, as ``Win.Sync`` requires. Each rank zeroes one part. So the pages are spread over the memory of the
+    ranks' sockets, and all of them are allocated when the constructor returns.
 
     Raises
     ------
@@ -139,7 +141,7 @@ class MpiSharedMemory(SharedMemory):
 
     @staticmethod
     def _check(comm: MPI.Intracomm, room: int | None, nbytes: int, name: str) -> None:
-        """Raise on all ranks if the first one finds too little room."""
+        """Raise on all ranks if the free bytes ``room`` that the first rank passes are fewer than ``nbytes``."""
         reason = None
         if room is not None and room < nbytes:
             reason = (
@@ -165,11 +167,11 @@ class MpiSharedMemory(SharedMemory):
         return window
 
     def synchronize(self) -> None:
-        """Order this rank's loads and stores to the window. Not collective; ranks are ordered by a barrier."""
+        """Order this rank's loads and stores by ``Win.Sync``; ranks also need a barrier. Not collective."""
         self._window.Sync()
 
     def close(self) -> None:
-        """Free the window, ``buffer`` becomes empty; a second call does nothing. Collective over its communicator."""
+        """Free the window; ``buffer`` becomes empty. A second call does nothing. Collective over its communicator."""
         self.buffer = np.empty(0, np.uint8)
         if self._window != MPI.WIN_NULL and not MPI.Is_finalized():
             self._window.Unlock_all()

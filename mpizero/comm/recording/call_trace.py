@@ -1,15 +1,15 @@
-"""Record what a rank calls through one communicator: the present call, and its last collectives.
+"""Record the collectives that a rank calls through one communicator: the current one and the last 64.
 
 [Note: matching calls] All ranks of a communicator must call the same collectives in the same order with the same
-element type, count, operation and tag. MPI reports some mismatches, hangs on others, and silently gives wrong numbers
-for equal counts in another order. So each rank hashes its calls into one number for each communicator: ranks that have
-made the same calls have the same number. Counts that may differ by rank (an alltoallv's) are not in it; neither are
-the calling lines, which are kept for the report only. Recording costs one to two microseconds: the line is kept as a
-code object with the offset of an instruction, and becomes text only for a report.
+element type, count, operation and tag. MPI reports some mismatches, hangs on others, and silently returns wrong numbers
+if equal counts are in another order. So each rank keeps one hash of all its calls for each communicator. Ranks that
+have made the same calls have the same hash. Counts that may differ between ranks (those of an alltoallv) are not
+hashed, and neither are source lines, which are kept for the report only. Recording takes one to two microseconds: a
+line is stored as a code object with the offset of an instruction, and becomes text only for a report.
 
-[Note: counted calls] The barriers by which an engine orders its windows are half of the calls of a short step. They are
-only counted: ranks with another number of them between two recorded calls differ, but their reasons are not compared.
-Under MPIZERO_DEBUG=collectives they are recorded like all others.
+[Note: counted calls] Half of the calls of a short step are barriers of shared windows. These are only counted: if the
+number of barriers between two recorded calls differs between ranks, the hashes differ, but the tags of the barriers are
+not compared. With MPIZERO_DEBUG=collectives they are recorded like all other calls.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-#: Collectives of a communicator that are remembered.
+#: Number of the last collectives of a communicator that are kept.
 REMEMBERED = 64
 #: Sums of numbers are taken modulo this prime, so that those of 65,536 ranks add up in 64 bits.
 MODULUS = 2**47 - 115
 _SHOWN = 160
-#: Stands for the line of a counted call.
+#: Shown in reports instead of the source line of a call that was only counted.
 _COUNTED = "a place that is not recorded"
-#: The operation of a communicator that is being made, before its first collective.
+#: Name, in reports, of the operation in which ranks make a communicator.
 MAKING = "making the communicator"
 #: Calls whose hashes are cached.
 _LEARNT = 4096
-#: Names of the last part of these calls.
+#: Text before the last entry of the signatures of these operations, in reports.
 _MEANING = {"broadcast": "root ", "ibroadcast": "root ", "broadcast_object": "root "}
 
-#: A collective as all ranks must call it: operation, tag, then dtype character, count or counts, and further arguments.
+#: What must be equal on all ranks that call a collective: operation, tag, dtype character, counts, further arguments.
 Signature = tuple[Any, ...]
-#: Sequence number of the collective, hash of all calls up to it, the call, and its line as code object and instruction.
+#: Sequence number of a collective, hash of all calls up to it, the call, and its line as code object and instruction.
 _Entry = tuple[int, int, Signature, CodeType | None, int]
 
 #: Files of this package, as its code objects name them.
 _OWN_FILES = frozenset(map(str, Path(__file__).parents[1].rglob("*.py")))
-#: Folder of the package, and of its command line, which counts as a user of it.
+#: Folder of the package, and the folder of its command line, whose lines count as the user's.
 _LIBRARY = f"{Path(__file__).parents[2]}{sep}"
 _PROGRAMS = f"{_LIBRARY}train{sep}"
 
 
 class CallRecord(NamedTuple):
-    """Describe a collective of one rank for a report.
+    """Describe one collective that a rank has called, for a report.
 
     Attributes
     ----------
@@ -73,7 +73,7 @@ class CallRecord(NamedTuple):
 
 
 class FileTransfer:
-    """Count the bytes that a rank reads or writes, and note when the last were moved."""
+    """Count the bytes that a rank has read or written of one file, and store the time of the last ones."""
 
     __slots__ = ("bytes", "moved", "what")
 
@@ -81,34 +81,34 @@ class FileTransfer:
         self.what, self.bytes, self.moved = what, 0, monotonic()
 
     def advance(self, nbytes: int) -> None:
-        """Count bytes that have been read, written or made durable. Not collective."""
+        """Add bytes that have just been read, written or made durable. Not collective."""
         self.bytes += nbytes
         self.moved = monotonic()
 
 
 class CallTrace:
-    """Record the present or last call of a rank through one communicator, and the calls before it.
+    """Record the current call of a rank through one communicator, and the calls before it.
 
-    Written by the communicator; read by the watchdog and the comparison of calls. See [Note: matching calls].
+    The communicator writes it; the watchdog and the comparison of calls read it. See [Note: matching calls].
 
     Attributes
     ----------
     name : str
         Name of the communicator.
     sequence : int
-        Number of the collective, the same on all ranks of the communicator; point-to-point calls do not count.
+        Number of the current or last collective, the same on all ranks; point-to-point calls have no number.
     operation, tag : str
-        For example ``"allgatherv"`` and ``"blocks.3"``.
+        The current or last call, for example ``"allgatherv"`` and ``"blocks.3"``.
     entered : float
-        ``time.monotonic()`` at entry; 0.0 while the rank is not inside a call.
+        ``time.monotonic()`` when the rank entered the call; 0.0 while it is not inside a call.
     started : int
-        Collectives begun so far; above ``sequence`` while an older non-blocking one is waited for.
+        Number of collectives begun so far. It is above ``sequence`` while the rank waits for an older non-blocking one.
     present_task : tuple of str and float
-        A task that all ranks must finish together, and its start; ("", 0.0) if there is none.
+        Name and start time of a task that all ranks must finish together, such as a training step; ("", 0.0) if none.
     joint_tasks : int
         Number of such tasks that the rank has finished.
     transfers : tuple of FileTransfer
-        Files that it is reading or writing now, while others may wait for it.
+        Files that the rank is reading or writing now. Other ranks may be waiting for it.
     """
 
     __slots__ = (
@@ -133,7 +133,10 @@ class CallTrace:
         self._entries: list[_Entry] = [self._last] * REMEMBERED
 
     def begin(self, call: Signature) -> int:
-        """Record a collective, called three frames up or further out; return its sequence number. Not collective."""
+        """Record a collective that begins; return its sequence number. Not collective.
+
+        The recorded source line is the first one outside this package's communicators, three frames up or further out.
+        """
         sequence = self.started + 1
         own = self._numbers.get(call)
         if own is None:
@@ -148,10 +151,11 @@ class CallTrace:
         return sequence
 
     def begin_operation(self, operation: Signature) -> None:
-        """Record an operation that the user has called; it takes a sequence number like a collective. Not collective.
+        """Record a public operation that the user has called; it gets a sequence number like a collective.
 
-        Its line is the first one outside of this package, or in its command line. An error that is being handled is
-        recorded with it: the call in a ``finally`` is not the cause.
+        Not collective. The recorded source line is the first one outside this package, or in its command line. If an
+        exception is being handled, it is recorded too: a report then shows that the call (``close()`` in a ``finally``,
+        say) is only a consequence.
         """
         frame = sys._getframe(1)
         while _is_library(frame.f_code.co_filename) and frame.f_back is not None:
@@ -166,7 +170,7 @@ class CallTrace:
             self._errors.pop(sequence - REMEMBERED, None)
 
     def count(self) -> int:
-        """Count a collective and return its number, without a record; see [Note: counted calls]. Not collective."""
+        """Count a collective without recording it, and return its number; see [Note: counted calls]. Not collective."""
         sequence = self.started = self.started + 1
         return sequence
 
@@ -176,16 +180,17 @@ class CallTrace:
         return self.last()[1]
 
     def _learn(self, call: Signature) -> int:
-        """Cache the hash of a call; the cache is emptied when it is full."""
+        """Compute and cache the hash of a call; a full cache is emptied first."""
         if len(self._numbers) >= _LEARNT:
             self._numbers.clear()
         return self._numbers.setdefault(call, number_of(call))
 
     @contextmanager
     def joint_task(self, what: str) -> Iterator[None]:
-        """Mark a block that all ranks must finish together, though they may communicate late in it. Not collective.
+        """Mark a block, such as a training step, that all ranks must finish together. Not collective.
 
-        A rank that ends its program before or within it is then missed soon. Must not be nested.
+        If a rank ends its program before or inside the block, the others notice at once, even before they communicate
+        with it. Blocks must not be nested.
         """
         self.present_task = (what, monotonic())
         try:
@@ -210,17 +215,17 @@ class CallTrace:
                 self.transfers = tuple(other for other in self.transfers if other is not transfer)
 
     def last(self) -> tuple[int, int]:
-        """Return the number of collectives begun and their hash, both of one moment. Not collective."""
+        """Return the number of collectives begun so far, and their hash at that number. Not collective."""
         started, last = self.started, self._last
         return max(started, last[0]), _after(last, started)
 
     def number_at(self, sequence: int) -> int | None:
-        """Return the hash after collective ``sequence``; None if it is not remembered. Not collective."""
+        """Return the hash after collective ``sequence``; None if it is too old or in the future. Not collective."""
         entry = self._before(sequence)
         return None if entry is None or sequence > self.started else _after(entry, sequence)
 
     def records(self) -> list[CallRecord]:
-        """Return the last collectives, the oldest first. Not collective."""
+        """Return the kept records of the last collectives, the oldest first. Not collective."""
         started, found = self.started, []
         for sequence in range(max(1, started + 1 - REMEMBERED), started + 1):
             entry = self._before(sequence)
@@ -233,7 +238,7 @@ class CallTrace:
         return found
 
     def _before(self, sequence: int) -> _Entry | None:
-        """Return the last record up to a collective; None if one was overwritten, or none is remembered."""
+        """Return the last record at or before collective ``sequence``; None if it has been overwritten."""
         for place in range(sequence, max(-1, sequence - REMEMBERED), -1):
             entry = self._entries[place % REMEMBERED]
             if entry[0] == place:
@@ -244,7 +249,7 @@ class CallTrace:
 
 
 def _described(error: BaseException) -> str:
-    """Describe the error that is being handled, with the user's line that it comes from."""
+    """Describe an exception that was being handled, with the innermost line of user code in its traceback."""
     trace, line = error.__traceback__, ""
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -260,15 +265,15 @@ def _is_library(file: str) -> bool:
 
 
 def _after(entry: _Entry, sequence: int) -> int:
-    """Return the hash after collective ``sequence``, if all calls after the record were only counted."""
+    """Return the hash after collective ``sequence``, when all calls since the record ``entry`` were only counted."""
     counted = sequence - entry[0]
     return entry[1] if counted <= 0 else hash((entry[1], counted))
 
 
 def weighted_sum(terms: Sequence[tuple[int, CallTrace]]) -> int:
-    """Return the sum of the traces' hashes, each times its weight. Not collective.
+    """Return the sum of the current hashes of traces, each multiplied by its weight. Not collective.
 
-    Called once a step; a function call for each trace would miss the caches.
+    Called once a step. It repeats the code of :meth:`CallTrace.last` because calling it for each trace is slower.
     """
     total = 0
     for weight, trace in terms:
@@ -279,12 +284,12 @@ def weighted_sum(terms: Sequence[tuple[int, CallTrace]]) -> int:
 
 
 def number_of(call: Signature) -> int:
-    """Return the hash of a call, below the modulus and the same in every process. Not collective."""
+    """Return the hash of one call, below :data:`MODULUS` and the same in every process. Not collective."""
     return int.from_bytes(blake2b(describe_call(call, shown=None).encode(), digest_size=8).digest(), "little") % MODULUS
 
 
 def describe_call(call: Signature, shown: int | None = _SHOWN) -> str:
-    """Describe a call in at most ``shown`` characters: operation, tag, type and count, the rest. Not collective."""
+    """Return a call as text, cut after ``shown`` characters: operation, tag, dtype, counts, rest. Not collective."""
     operation, tag, *rest = call
     parts = [operation, repr(tag)] if tag else [operation]
     if rest and isinstance(rest[0], str) and len(rest) > 1:

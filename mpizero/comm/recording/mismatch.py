@@ -1,10 +1,11 @@
-"""Describe the first collective that ranks have called differently, with the line of each rank.
+"""Describe the first collective that ranks have called differently, with the source line of each rank.
 
-[Note: three comparisons] Calls are compared as [Note: matching calls] in call_trace.py says, in three places. Once a
-step the engine adds up the ranks' mismatch terms in a message that it sends anyway, before it changes a parameter.
-Between steps, the heartbeat threads of a node compare the hashes on the status board (mismatch_watch.py): this finds
-ranks that wait for one another in different calls, and programs without an engine. With MPIZERO_DEBUG=collectives every
-collective is compared before it starts (verification.py). All three raise the same error.
+[Note: three comparisons] Hashes of calls ([Note: matching calls] in call_trace.py) are compared in three places. Once a
+step, before it changes a parameter, the engine adds up a term of every rank in a message that it sends anyway; the sum
+is 0 if all calls match ([Note: one sum] in registry.py). All the time, the heartbeat threads of a node compare the
+hashes on the status board (mismatch_watch.py). This finds ranks that wait for one another in different calls, and works
+without an engine. With MPIZERO_DEBUG=collectives every collective is compared before it starts (verification.py). All
+three raise the same error.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from mpizero.comm.failure_report import ranks_by_text
 from mpizero.comm.recording.call_trace import REMEMBERED, CallRecord
 from mpizero.errors import CollectiveMismatch
 
-#: Calls that are shown before and after the first difference.
+#: Number of calls that a report shows before and after the first difference.
 _BEFORE, _AFTER = 2, 3
 
 
 def mismatch(name: str, records: Mapping[int, Sequence[CallRecord]]) -> CollectiveMismatch | None:
-    """Describe the first collective that ranks have called differently; None if there is none. Not collective.
+    """Return the error for the first collective that ranks have called differently; None if none. Not collective.
 
     Parameters
     ----------
@@ -48,9 +49,10 @@ def mismatch(name: str, records: Mapping[int, Sequence[CallRecord]]) -> Collecti
 def first_mismatch(
     calls_by_rank: Sequence[tuple[int, Mapping[str, tuple[str, list[CallRecord]]]]],
 ) -> CollectiveMismatch | None:
-    """Return the mismatch of the first communicator that has one. Not collective.
+    """Return the error for the first communicator whose ranks have called different collectives, or None.
 
-    ``calls_by_rank`` has each rank's number and, by key, the name and the records of its communicators.
+    Not collective. ``calls_by_rank`` holds a pair for each rank: its number, and a mapping from the keys of its
+    communicators to their names and records.
     """
     for key in dict.fromkeys(key for _, calls in calls_by_rank for key in calls):
         those = {rank: calls[key] for rank, calls in calls_by_rank if key in calls}
@@ -71,6 +73,6 @@ def _around(rows: Mapping[int, Mapping[int, CallRecord]], sequence: int) -> list
 
 
 def _groups(records: Mapping[int, CallRecord]) -> str:
-    """Describe a collective; ranks with the same call at the same line are listed together."""
+    """Return text that tells what each rank called; ranks with the same call at the same line are listed together."""
     texts = ((rank, f"{record.what} at {record.where}") for rank, record in records.items())
     return "; ".join(f"{ranks}: {call}" for call, ranks in ranks_by_text(texts).items())

@@ -1,4 +1,4 @@
-"""Keep the communicators of a process under keys that are the same on all of their ranks."""
+"""List the communicators of a process, under keys that are the same on all ranks of a communicator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from mpizero.comm.recording.call_trace import MODULUS, CallTrace, weighted_sum
 from mpizero.errors import StateError
 
-#: Closed communicators that are remembered.
+#: Number of closed communicators whose traces are kept.
 _CLOSED = 32
 #: Communicators that may be open at once. MPICH has 2,048 numbers for communicators and windows, and crashes when they
 #: are used up: seen at 1,300 communicators with their models' windows.
@@ -19,10 +19,11 @@ MOST_LIVE = 1200
 
 @dataclass(eq=False)
 class CommunicatorEntry:
-    """Describe a communicator of this process: its trace, its world ranks, and a key that is the same on all of them.
+    """Describe a communicator of this process: its trace, its world ranks, its key and its weight.
 
-    Communicators of the same ranks are made in the same order on each of them, so (members, ordinal) names one.
-    ``weight`` is this rank's: the weights of all members add up to 0, see :meth:`CommunicatorRegistry.mismatch_term`.
+    The key is the same on all its ranks. It is made of the world ranks and of an ordinal, since ranks make their common
+    communicators in the same order. ``weight`` belongs to this rank: the weights of all ranks of a communicator add up
+    to 0, see [Note: one sum].
     """
 
     trace: CallTrace
@@ -33,24 +34,24 @@ class CommunicatorEntry:
 
 @dataclass
 class CommunicatorRegistry:
-    """Keep all communicators of this process, and what errors have left open in them."""
+    """List all communicators of this process, and the resources of them that an error has left open."""
 
     live: list[CommunicatorEntry] = field(default_factory=list)
-    #: The last closed communicators: other ranks may still wait in them.
+    #: The last closed communicators by key; other ranks may still wait in calls of them.
     closed: dict[str, CommunicatorEntry] = field(default_factory=dict)
-    #: What errors have left open, with the communicator that it belongs to; see :meth:`run_deferred_closes`.
+    #: Functions that free what an error has left open, each with its communicator; see :meth:`run_deferred_closes`.
     left: list[tuple[CommunicatorEntry, Callable[[], None]]] = field(default_factory=list)
     _ordinals: dict[tuple[int, ...], int] = field(default_factory=dict)
     _inside: dict[CallTrace, list[CommunicatorEntry]] = field(default_factory=dict)
     _terms: dict[CallTrace, list[tuple[int, CallTrace]]] = field(default_factory=dict)
 
     def add(self, trace: CallTrace, members: Sequence[int], place: int = 0) -> CommunicatorEntry:
-        """Add the communicator of ``trace``, in which this rank has number ``place``. Not collective.
+        """Add the communicator with this trace, in which this rank has number ``place``. Not collective.
 
         Raises
         ------
         StateError
-            If MPI may have no room for another communicator.
+            If so many communicators are open that MPI may not be able to make another one.
         """
         if (live := len(self.live)) >= MOST_LIVE:
             raise StateError(
@@ -68,7 +69,7 @@ class CommunicatorRegistry:
         return entry
 
     def remove(self, trace: CallTrace) -> None:
-        """Move the communicator of ``trace`` to the closed ones. Not collective."""
+        """Move the communicator with this trace to the closed ones. Not collective."""
         for entry in [entry for entry in self.live if entry.trace is trace]:
             self.live.remove(entry)
             self.closed[entry.key] = entry
@@ -78,15 +79,16 @@ class CommunicatorRegistry:
         self._terms.clear()
 
     def defer_close(self, trace: CallTrace, close: Callable[[], None]) -> None:
-        """Remember what an error leaves open; ``close`` is collective over the ranks of ``trace``. Not collective."""
+        """Store ``close``, which frees what an error left open, collectively over ``trace``'s ranks. Not collective."""
         self.left += [(entry, close) for entry in self.live if entry.trace is trace]
 
     def run_deferred_closes(self, trace: CallTrace, allgather: Callable[[Any], list[Any]]) -> None:
-        """Close what errors have left open on all ranks of ``trace``, over which it and ``allgather`` are collective.
+        """Call the stored functions that all ranks of ``trace`` have stored. Collective over them, as ``allgather`` is.
 
-        [Note: deferred closes] Where a rank leaves a model by an error, it does not know whether the others do too, and
-        closing is collective. When the same ranks next make something together, they compare what each has left open.
-        What all of them have left open after the same calls is closed. The rest stays open: its ranks are not in step.
+        [Note: deferred closes] When a rank leaves a model because of an error, it does not know whether the other ranks
+        fail too. Closing the model is collective, so it is deferred. When the same ranks next make something together,
+        they compare what each has left open. What all of them have left open, after the same calls, is closed. The rest
+        stays open, because its ranks have made different calls.
         """
         members = next((entry.members for entry in self.live if entry.trace is trace), None)
         mine = [left for left in self.left if left[0].members == members]
@@ -98,20 +100,20 @@ class CommunicatorRegistry:
                 left[1]()
 
     def counts(self) -> dict[str, int]:
-        """Return the number of collectives begun by key; open communicators first, the newest first."""
+        """Return, by key, the number of collectives begun: newest open communicators first, closed ones last."""
         return {entry.key: entry.trace.started for entry in (*reversed(self.live), *self.closed.values())}
 
     def marks(self) -> dict[str, tuple[int, int]]:
-        """Return the number of collectives begun and their hash by key, in the order of :meth:`counts`."""
+        """Return, by key, the number of collectives begun and their hash, in the order of :meth:`counts`."""
         entries = (*reversed(tuple(self.live)), *tuple(self.closed.values()))
         return {entry.key: entry.trace.last() for entry in entries}
 
     def find(self, key: str) -> CommunicatorEntry | None:
-        """Return the communicator, open or closed, with this key."""
+        """Return the open or closed communicator with this key, or None."""
         return next((entry for entry in (*self.live, *self.closed.values()) if entry.key == key), None)
 
     def inside(self, trace: CallTrace) -> list[CommunicatorEntry]:
-        """Return the open communicators of several ranks, all of which belong to the communicator of ``trace``."""
+        """Return the open communicators of two or more ranks that are all members of the communicator of ``trace``."""
         if trace not in self._inside:
             whole = next((set(entry.members) for entry in self.live if entry.trace is trace), set[int]())
             entries = [e for e in self.live if len(e.members) > 1 and whole.issuperset(e.members)]
@@ -119,11 +121,14 @@ class CommunicatorRegistry:
         return self._inside[trace]
 
     def mismatch_term(self, trace: CallTrace) -> int:
-        """Return this rank's term of a sum that is 0 while all ranks of ``trace`` have called alike. Not collective.
+        """Return this rank's number for the check of calls: over all ranks they add up to 0 if calls match.
 
-        [Note: one sum] Ranks belong to different communicators, yet one number a rank is enough to compare them all:
-        each communicator's hash is multiplied by its member's weight, and the weights add up to 0. So equal hashes
-        cancel in the sum over the ranks, and different ones do not (except by a chance of one in the modulus).
+        Not collective.
+
+        [Note: one sum] One number from each rank is enough to compare the calls of all communicators among the ranks of
+        ``trace``. A rank multiplies the hash of each of its communicators by its weight there, and adds the products.
+        The weights of all ranks of a communicator add up to 0. So equal hashes cancel in the sum over the ranks, modulo
+        :data:`MODULUS`; different ones do not, except by a chance of one in the modulus.
         """
         terms = self._terms.get(trace)
         if terms is None:

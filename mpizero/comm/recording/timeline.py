@@ -1,4 +1,4 @@
-"""Record the spans of time of one rank by phase, while tracing is on; free of cost while it is off."""
+"""Record when the phases of a rank's work begin and end, while tracing is on."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, NamedTuple
 
-#: The phase of the calls of communicators; their detail is a :class:`CommunicatorCall`.
+#: Name of the phase of communicator calls; the detail of such a span is a :class:`CommunicatorCall`.
 MESSAGE = "message"
 _NOTHING = nullcontext()
 
 
 class CommunicatorCall(NamedTuple):
-    """Describe a call of a communicator.
+    """Describe a call of a communicator, as the detail of a time span.
 
     Attributes
     ----------
     communicator : str
-        Its name.
+        Name of the communicator.
     operation, tag : str
         For example "allgatherv" and "gather".
     sequence : int
@@ -31,12 +31,12 @@ class CommunicatorCall(NamedTuple):
     sequence: int
 
     def __str__(self) -> str:
-        """Name it as the watchdog does."""
+        """Return operation, tag and communicator as text."""
         return f"{self.operation} {self.tag!r} on {self.communicator!r}"
 
 
 class TimeSpan(NamedTuple):
-    """Hold the start and end of a phase in seconds of ``time.monotonic()``, and a detail."""
+    """Hold the name of a phase, a detail, and start and end in seconds of ``time.monotonic()``."""
 
     phase: str
     detail: Any
@@ -45,7 +45,7 @@ class TimeSpan(NamedTuple):
 
 
 class Timeline:
-    """Collect the spans of one rank in the order in which they end; those of one thread are nested or disjoint.
+    """Collect the time spans of one rank, in the order in which they end. Spans of one thread are nested or disjoint.
 
     Attributes
     ----------
@@ -60,33 +60,34 @@ class Timeline:
         self._spans: list[TimeSpan] = []
 
     def span(self, phase: str, detail: Any = "") -> AbstractContextManager[object]:
-        """Record the time of a block."""
+        """Return a context manager that records the time of its block; it does nothing while tracing is off."""
         return _Open(self, phase, detail) if self.on else _NOTHING
 
     def begin(self) -> float:
-        """Return the time, for :meth:`end`, or 0 while nothing is recorded.
+        """Return the current time, to be passed to :meth:`end`; 0 while tracing is off.
 
-        For frequent operations: while off, the two cost a tenth of a microsecond, a third of :meth:`span`.
+        For frequent operations: while tracing is off, the two calls take a tenth of a microsecond, a third of
+        :meth:`span`.
         """
         return monotonic() if self.on else 0.0
 
     def end(self, phase: str, detail: Any, begun: float) -> None:
-        """Record a span that began when :meth:`begin` was called."""
+        """Record a span from ``begun``, the result of :meth:`begin`, until now; do nothing while tracing is off."""
         if self.on:
             self.add(phase, detail, begun)
 
     def add(self, phase: str, detail: Any, start: float) -> None:
-        """Record a span that ends now."""
+        """Record a span from ``start`` until now, whether tracing is on or not."""
         self._spans.append(TimeSpan(phase, detail, start, monotonic()))
 
     def take(self) -> list[TimeSpan]:
-        """Return the spans recorded since the last call."""
+        """Return the spans recorded since the last call of this method."""
         found, self._spans = self._spans, []
         return found
 
 
 class _Open:
-    """Record a span as a context manager."""
+    """Record the time of a block as a span."""
 
     __slots__ = ("_detail", "_phase", "_start", "_timeline")
 

@@ -1,10 +1,10 @@
-"""Send float32 values in fewer bytes: 16 bits, 8 bits with a scale a block, or the largest of them alone.
+"""Compress float32 values for messages: to 16 bits, to 8 bits with one scale for each block, or by top-k.
 
-[Note: error feedback] Eight bits and top-k leave much of a gradient unsent. What a message has left out stays with the
-sender and is added to its next message, so that everything is sent in the end (Seide et al. 2014, *1-bit stochastic
-gradient descent*; Karimireddy et al. 2019, *Error feedback fixes SignSGD*; for the largest values Stich et al. 2018,
-*Sparsified SGD with memory*, Alistarh et al. 2018, *The convergence of sparsified gradient methods*). To rounding, the
-sum of all that was sent and of what is kept is the sum of all that was to be sent.
+[Note: error feedback] With eight bits or top-k a message leaves out much of a gradient. The sender keeps the difference
+(the residual) and adds it to its next message, so that everything is sent in the end (Seide et al. 2014, *1-bit
+stochastic gradient descent*; Karimireddy et al. 2019, *Error feedback fixes SignSGD*; for top-k Stich et al. 2018,
+*Sparsified SGD with memory*, Alistarh et al. 2018, *The convergence of sparsified gradient methods*). Up to rounding,
+the sum of all messages plus the residual equals the sum of all gradients.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from mpizero.errors import ConfigError
 from mpizero.kernels.formulas.compression import BLOCK
 from mpizero.types import Array
 
-#: Bytes of a value and its index among the largest, and the most of them that are still fewer than all values' bytes.
+#: Bytes of one value of a top-k message with its index, and the share of values from which on top-k saves no bytes.
 _PICKED, _MOST = 8, 0.5
-#: Counters of the kernel that finds the largest values.
+#: Number of counters that the kernel needs to find the largest values.
 _COUNTERS = 2048
 
 
 class Codec(ABC):
-    """Pack float32 values; the packed bytes of ``count`` values depend on ``count`` alone.
+    """Pack float32 values into fewer bytes; the number of bytes depends only on the number of values.
 
     Attributes
     ----------
@@ -40,40 +40,40 @@ class Codec(ABC):
 
     @property
     def overflows(self) -> bool:
-        """True if finite values may become infinite in a message."""
+        """True if packing can turn large finite values into infinities."""
         return False
 
     @abstractmethod
     def packed(self, count: int) -> int:
-        """Return the bytes of ``count`` values: a multiple of two, of four with feedback."""
+        """Return the number of bytes of ``count`` packed values: a multiple of two, with feedback of four."""
 
     @abstractmethod
     def encode(self, values: Array, residual: Array, message: Array) -> None:
-        """Pack ``values + residual``; what is not packed becomes the residual.
+        """Pack ``values + residual`` into ``message``, and store the part that is left out in ``residual``.
 
         Parameters
         ----------
         values : 1-D float32 array
-            What is to be sent.
+            The values to send.
         residual : 1-D float32 array
-            What earlier messages have left out; as long as ``values``, or empty without feedback.
+            The part that earlier messages have left out; as long as ``values``, or empty without feedback. Overwritten.
         message : 1-D uint8 array
             Receives ``packed(values.size)`` bytes.
         """
 
     @abstractmethod
     def decode(self, message: Array, out: Array) -> None:
-        """Write what was packed into ``message``."""
+        """Unpack ``message`` into ``out``, a float32 array."""
 
 
 @dataclass(frozen=True)
 class HalfPrecision(Codec):
-    """Values rounded to 16 bits, without feedback.
+    """Round values to 16 bits, without feedback.
 
     Attributes
     ----------
     name : {"bfloat16", "float16"}
-        The format.
+        The 16-bit format.
     """
 
     name: str
@@ -81,38 +81,38 @@ class HalfPrecision(Codec):
 
     @property
     def overflows(self) -> bool:
-        """True if the largest values become infinite."""
+        """True for float16, in which values above 65,504 become infinite."""
         return self.name == "float16"
 
     def packed(self, count: int) -> int:
-        """Two bytes a value."""
+        """Return the number of bytes of ``count`` packed values: two for each."""
         return 2 * count
 
     def encode(self, values: Array, residual: Array, message: Array) -> None:
-        """Round to nearest even."""
+        """Round each value to the nearest 16-bit number, ties to even."""
         getattr(kernels.backend(values).copy, f"to_{self.name}")(values, message.view(np.uint16))
 
     def decode(self, message: Array, out: Array) -> None:
-        """Widen, which is exact."""
+        """Convert the 16-bit numbers to float32, which is exact."""
         getattr(kernels.backend(out).copy, f"from_{self.name}")(message.view(np.uint16), out)
 
 
 @dataclass(frozen=True)
 class EightBits(Codec):
-    """Eight bits a value, with a float32 scale for each block of 256 values."""
+    """Round values to 8-bit integers, with one float32 scale for each block of 256 values."""
 
     def packed(self, count: int) -> int:
-        """Four bytes a block, one a value, and up to three that fill the last four."""
+        """Return the number of bytes: four for each block, one for each value, rounded up to a multiple of four."""
         return 4 * (-(-count // BLOCK) + -(-count // 4))
 
     def encode(self, values: Array, residual: Array, message: Array) -> None:
-        """Scale by the largest magnitude of each block and round to nearest even."""
+        """Divide each block by a scale from its largest magnitude, and round to the nearest integer, ties to even."""
         scales, codes = self._parts(message, values.size)
-        message[scales.nbytes + codes.size :] = 0  # nothing travels that was never written
+        message[scales.nbytes + codes.size :] = 0  # never send uninitialized bytes
         kernels.backend(values).compression.int8_encode(values, residual, scales, codes)
 
     def decode(self, message: Array, out: Array) -> None:
-        """Multiply codes by scales."""
+        """Multiply the integers by the scales of their blocks."""
         kernels.backend(out).compression.int8_decode(*self._parts(message, out.size), out)
 
     @staticmethod
@@ -123,18 +123,19 @@ class EightBits(Codec):
 
 @dataclass(frozen=True)
 class TopK(Codec):
-    """The values of largest magnitude, exactly, with their indices; nothing of the others.
+    """Send only the values of largest magnitude, exactly, with their indices.
 
     Attributes
     ----------
     share : float
-        How many of a message's values travel, rounded up; less than 1/2, from where on all of them would be shorter.
+        The share of values that is sent, rounded up to a whole number of values. It must be less than 1/2: from there
+        on the indices take more bytes than are saved.
     """
 
     share: float
 
     def __post_init__(self) -> None:
-        """Refuse a share that is none."""
+        """Refuse a share that is not above 0 and below 1/2."""
         if not 0 < self.share < _MOST:
             raise ConfigError(
                 f"gradient_compression='topk:{self.share:g}': expected a share above 0 and below {_MOST:g} of "
@@ -142,21 +143,21 @@ class TopK(Codec):
             )
 
     def kept(self, count: int) -> int:
-        """Return how many of ``count`` values travel."""
+        """Return how many of ``count`` values are sent."""
         return math.ceil(count * self.share)
 
     def packed(self, count: int) -> int:
-        """Eight bytes for each of them."""
+        """Return the number of bytes: eight for each value that is sent."""
         return _PICKED * self.kept(count)
 
     def encode(self, values: Array, residual: Array, message: Array) -> None:
-        """Move the largest values out of the sum."""
+        """Write the largest values of ``values + residual`` to the message, and leave the others in ``residual``."""
         indices, largest = self._parts(message)
         counters = np.empty(_COUNTERS, np.int64)
         kernels.backend(values).compression.top_encode(values, residual, counters, indices, largest)
 
     def decode(self, message: Array, out: Array) -> None:
-        """Put them at their places among zeros."""
+        """Write the sent values at their indices, and zeros elsewhere."""
         kernels.backend(out).compression.top_decode(*self._parts(message), out)
 
     @staticmethod
@@ -173,12 +174,12 @@ def _number(text: str) -> float | None:
 
 
 def codec_of(name: str | None) -> Codec | None:
-    """Return what ``ShardingConfig.gradient_compression`` names.
+    """Return the codec for a value of ``ShardingConfig.gradient_compression``; None for None.
 
     Raises
     ------
     ConfigError
-        If there is no such compression.
+        If ``name`` is not a known compression.
     """
     if name is None:
         return None

@@ -1,9 +1,12 @@
-"""Sum and gather between groups of ranks that share memory, in the order of the canonical tree.
+"""Sum gradients and gather parameters over the data ranks, in the order of the canonical tree.
 
-A *group* is the ranks of one node that share a window, or one rank alone with private memory; *peers* are the ranks
-with the same place in their groups. With one group nothing travels: owners read the rows of all ranks in place. With
-several, each rank folds its group's rows over its peers' ranges, the peers exchange these partial sums (the bytes of a
-reduce-scatter), and each owner receives rows that it sums by a program of its own.
+A *row* is one copy of the whole gradient vector: the gradient of one or several grains. A *group* is the ranks of one
+node, which share a window with the rows of all of them, or a single rank with private memory. *Peers* are the ranks
+with the same number in their groups. Each element of the sum has one *owner*, the rank that needs it.
+
+With one group nothing is sent: each owner reads the rows of all ranks in the window. With several groups, each rank
+first adds rows of its own group, over the ranges that its peers own. The peers then exchange these partial sums, which
+takes the bytes of a reduce-scatter. Finally each owner adds the partial sums that it has received.
 """
 
 from __future__ import annotations
@@ -19,27 +22,28 @@ from mpizero.comm.reduce.segments import Arriving, Piece, Segment, program_array
 from mpizero.layout import Program, Span
 from mpizero.types import Array
 
-#: Elements in flight per exchange step; bounds the buffers that an exchange needs.
+#: Default for the number of elements that one segment of an exchange moves; it bounds the size of the buffers.
 EXCHANGE_ELEMENTS = 1 << 19
 
-#: ``scratch(name, size, dtype)`` returns room for a message until the next call with the same name.
+#: ``scratch(name, size, dtype)`` returns a message buffer, which is valid until the next call with the same name.
 Scratch = Callable[[str, int, Any], Array]
 
 
 def in_flight(elements: int | None) -> int:
-    """Return the elements in flight at once: those that are given, or :data:`EXCHANGE_ELEMENTS`. Not collective."""
+    """Return the number of elements in flight at once: ``elements``, or the default for None. Not collective."""
     return elements or EXCHANGE_ELEMENTS
 
 
 def exchange_step(counts: Sequence[int], elements: int | None = None) -> int:
-    """Return how many elements of every peer's ranges move in one segment of an exchange. Not collective.
+    """Return how many elements of every peer's ranges are exchanged in one segment. Not collective.
 
-    The same on every rank, although ranks send different numbers of partial sums: all make equally many segments.
+    The result is the same on every rank, although ranks send different numbers of partial sums. So all ranks make the
+    same number of segments.
 
     Parameters
     ----------
     counts : sequence of int
-        Partial sums of each group.
+        Number of partial sums that each group sends.
     elements : int or None
         Elements in flight at once; None is :data:`EXCHANGE_ELEMENTS`.
     """
@@ -47,25 +51,26 @@ def exchange_step(counts: Sequence[int], elements: int | None = None) -> int:
 
 
 def gather_step(peers: int, elements: int | None = None) -> int:
-    """Return how many elements of every peer move in one segment of a gather. Not collective."""
+    """Return how many elements of every peer are sent in one segment of a gather. Not collective."""
     return max(1, in_flight(elements) // peers)
 
 
 class RowsToSum(NamedTuple):
-    """Describe rows of several groups that are to be summed.
+    """Describe the rows of all groups that are to be summed, and who owns which elements of the sum.
 
     Attributes
     ----------
     values : array, shape (rows of the group, stride)
-        All rows of this rank's group.
+        The rows of this rank's group; each is one copy of the whole gradient vector.
     ranges : sequence over peers of sequences of Span
-        The ranges of the row space that each peer owns.
+        The ranges of elements that each peer owns.
     programs : sequence over groups of sequences of program
-        The partial sums that each group sends, over its own rows.
+        For each group, the tree programs of the partial sums that it sends; they refer to the group's own rows.
     tag : str
-        What the messages are for.
+        Name of the messages in counters and reports.
     residuals : sequence over peers of 1-D float32 arrays
-        What earlier messages to each peer have left out, as long as its ranges; for a codec with feedback.
+        For a codec with feedback: for each peer, the part that earlier messages to it have left out, with one value for
+        each element of its ranges.
     """
 
     values: Array
@@ -76,22 +81,22 @@ class RowsToSum(NamedTuple):
 
 
 def fresh(name: str, size: int, dtype: Any) -> Array:
-    """Return a new array for every message. Not collective."""
+    """Return a new array for every message: the default for :data:`Scratch`. Not collective."""
     return np.empty(size, dtype)
 
 
 class ExactExchange:
-    """Deliver to every rank the rows it needs to sum its own ranges.
+    """Exchange partial sums between peers, so that every rank can sum the elements that it owns.
 
     Parameters
     ----------
     peers : Communicator
-        The ranks with this rank's place in their groups, in the order of their groups.
+        The ranks with this rank's number in their groups, in the order of their groups.
     codec : Codec or None
-        How float32 partial sums are packed for other ranks; what arrives is still added in float32, together with this
-        rank's own sums as they are. Gives up the equality of bits between layouts.
+        Packs float32 partial sums for other ranks. Received ones are unpacked and added in float32; this rank's own
+        partial sums are not packed. With a codec the bits of the result depend on the ranks.
     scratch : Scratch
-        Where the buffers come from: at most ``2 * elements`` elements and, with a codec, as many packed ones.
+        Provides the buffers: at most ``2 * elements`` elements and, with a codec, as many packed ones.
     elements : int or None
         Elements in flight at once, the same on every rank; None is :data:`EXCHANGE_ELEMENTS`.
     """
@@ -107,11 +112,11 @@ class ExactExchange:
 
     @property
     def elements(self) -> int | None:
-        """Elements in flight at once, as given or resized; None is :data:`EXCHANGE_ELEMENTS`."""
+        """Number of elements in flight at once; None is :data:`EXCHANGE_ELEMENTS`."""
         return self._elements
 
     def resize(self, elements: int | None) -> None:
-        """Change the elements in flight from the next exchange on, the same way on every rank. Not collective."""
+        """Change the number of elements in flight for the next exchanges. Not collective, but called on all ranks."""
         self._elements = elements
 
     @property
@@ -120,9 +125,10 @@ class ExactExchange:
         return self.peers.rank
 
     def pieces(self, rows: RowsToSum) -> Iterator[Piece]:
-        """Yield what this rank has to sum.
+        """Exchange partial sums, and yield pieces: rows over some of the elements that this rank owns and has to sum.
 
-        Collective over the peers; every rank consumes the whole iterator. The rows of a piece are valid until the next.
+        Collective over the peers: every rank must consume the whole iterator. The rows of a piece are valid until the
+        next piece.
         """
         if self.peers.size == 1:
             yield from _in_place(rows.values, rows.ranges[0])
@@ -131,7 +137,7 @@ class ExactExchange:
             yield from self.begin_segment(segment, wait=True).pieces()
 
     def segments(self, rows: RowsToSum) -> Iterator[Segment]:
-        """Cut what :meth:`pieces` delivers, of several groups, into segments that fit the buffers. Not collective."""
+        """Cut the exchange between several groups into segments that fit the buffers. Not collective."""
         counts = [len(programs) for programs in rows.programs]
         step = exchange_step(counts, self.elements)
         totals = [sum(span.size for span in spans) for spans in rows.ranges]
@@ -142,24 +148,24 @@ class ExactExchange:
             yield Segment(rows.values, windows, counts, sums, rows.tag, left)
 
     def begin_segment(self, segment: Segment, *, wait: bool = False) -> Arriving:
-        """Start to exchange a segment's partial sums.
+        """Compute this rank's partial sums of a segment and start to exchange them.
 
-        Collective over the peers. The rows of the segment have been read when this returns. There are buffers for one
-        segment: its pieces must be used before the next begins.
+        Collective over the peers. When this returns, the segment's rows have been read and may be overwritten. There
+        are buffers for one segment only, so its pieces must be used before the next segment begins.
 
         Parameters
         ----------
         segment : Segment
-            What moves; one of :meth:`segments`.
+            The segment, one of those from :meth:`segments`.
         wait : bool
-            Return when all has arrived.
+            Return only when all messages have arrived.
         """
         if self.codec is not None and segment.rows.dtype == np.float32:
             return self._packed(segment, wait)
         return self._plain(segment, wait)
 
     def _plain(self, segment: Segment, wait: bool) -> Arriving:
-        """Start to exchange a segment's partial sums as they are. Collective over the peers."""
+        """Start to exchange a segment's partial sums without compression. Collective over the peers."""
         widths, counts, me = segment.widths, segment.counts, self.peers.rank
         send = self.scratch("send", counts[me] * sum(widths), segment.rows.dtype)
         position = 0
@@ -173,7 +179,10 @@ class ExactExchange:
         return Arriving(request, lambda: recv.reshape(sum(counts), widths[me]), segment.windows[me])
 
     def _packed(self, segment: Segment, wait: bool) -> Arriving:
-        """As :meth:`_plain`, by the codec; a rank's own sums go straight to their rows. Collective over the peers."""
+        """Start to exchange a segment's partial sums, packed by the codec; a rank's own ones are not packed.
+
+        Collective over the peers.
+        """
         codec, widths, counts, me = self.codec, segment.widths, segment.counts, self.peers.rank
         assert codec is not None
         sizes = [0 if peer == me else codec.packed(width) for peer, width in enumerate(widths)]
@@ -209,7 +218,7 @@ class ExactExchange:
     def _exchange(
         self, send: Array, send_counts: list[int], recv: Array, recv_counts: list[int], tag: str, wait: bool
     ) -> Request | None:
-        """Start an all-to-all, or do it: MPI's blocking form is the faster one. Collective over the peers."""
+        """Start an all-to-all, or with ``wait`` do it by MPI's faster blocking form. Collective over the peers."""
         if wait:
             self.peers.alltoallv(send, send_counts, recv, recv_counts, tag)
             return None
@@ -217,7 +226,7 @@ class ExactExchange:
 
 
 def _in_place(rows: Array, spans: Sequence[Span]) -> Iterator[Piece]:
-    """Yield the pieces of a rank that finds all rows in its own group."""
+    """Yield the pieces of a rank when there is one group only: all rows are in its window."""
     position = 0
     for span in spans:
         if span.size:
@@ -226,7 +235,7 @@ def _in_place(rows: Array, spans: Sequence[Span]) -> Iterator[Piece]:
 
 
 def _window(spans: Sequence[Span], low: int, high: int) -> list[tuple[int, Span]]:
-    """Return the parts of ``spans`` whose concatenated positions lie in ``low:high``, with those positions."""
+    """Return the parts of ``spans`` that lie in ``low:high`` of their concatenation, each with its position there."""
     parts, position = [], 0
     for span in spans:
         start, stop = max(low, position), min(high, position + span.size)
@@ -237,19 +246,19 @@ def _window(spans: Sequence[Span], low: int, high: int) -> list[tuple[int, Span]
 
 
 class Gathering:
-    """Hold gathers in flight; see :func:`begin_gather`."""
+    """Represent the gathers that :func:`begin_gather` has started."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._requests = list(requests)
 
     def test(self) -> bool:
-        """Let messages move on and tell whether all have arrived. Not collective."""
+        """Let MPI make progress, and tell whether all messages have arrived. Not collective."""
         while self._requests and self._requests[0].test():
             self._requests.pop(0)
         return not self._requests
 
     def wait(self) -> None:
-        """Return when all have arrived and this rank's own have left. Not collective; a second call does nothing."""
+        """Wait until all messages have arrived and this rank's own are sent. Not collective; can be called twice."""
         while self._requests:
             self._requests.pop(0).wait()
 
@@ -257,16 +266,17 @@ class Gathering:
 def begin_gather(
     peers: Communicator, send: Sequence[Array], target: Array, spans: Sequence[Sequence[Span]], tag: str = "gather"
 ) -> Gathering:
-    """Start to fill ``target`` over the spans of all peers with what each of them holds; takes no other memory.
+    """Start an all-gather: each peer sends the values of its spans, and all receive them in ``target``.
 
-    Collective over ``peers``. Until it has ended nothing may write to what is sent, nor use those spans of ``target``.
+    Collective over ``peers``. It needs no buffers. Until it has ended, the sent arrays must not be written, and the
+    spans in ``target`` must not be used.
 
     Parameters
     ----------
     peers, send, target, spans
-        As for :func:`gather_spans`; every peer has as many spans, of which some may be empty.
+        As for :func:`gather_spans`. Every peer has the same number of spans; some may be empty.
     tag : str
-        What the messages are called.
+        Name of the messages in counters and reports.
     """
     columns = [(values, [group[place] for group in spans]) for place, values in enumerate(send)]
     return Gathering(
@@ -286,9 +296,9 @@ def gather_spans(
     scratch: Scratch = fresh,
     elements: int | None = None,
 ) -> None:
-    """Fill ``target`` over the spans of all peers with what each of them holds.
+    """Do an all-gather: each peer sends the values of its spans, and all receive them in ``target``.
 
-    Collective over ``peers``. Moves bounded pieces, so that it needs little memory besides ``target``.
+    Collective over ``peers``. The values are sent in segments of bounded size, so it needs small buffers only.
 
     Parameters
     ----------
@@ -299,9 +309,9 @@ def gather_spans(
     target : 1-D array
         Receives the values of every peer.
     spans : sequence over peers of sequences of Span
-        Where in ``target`` each peer's values belong; the same on every rank.
+        The ranges of ``target`` that each peer's values fill; the same on every rank.
     scratch : Scratch
-        Where the buffers come from: at most ``2 * elements`` elements.
+        Provides the buffers: at most ``2 * elements`` elements.
     elements : int or None
         Elements in flight at once, the same on every rank; None is :data:`EXCHANGE_ELEMENTS`.
     """
@@ -337,9 +347,10 @@ def gather_packed(
     residual: Array,
     scratch: Scratch = fresh,
 ) -> None:
-    """As :func:`gather_spans` of views of ``target``, by a codec: the owner takes what arrives at its peers, too.
+    """Do an all-gather like :func:`gather_spans`, with compressed messages, of values that are in ``target``.
 
-    Collective over ``peers``; all of them end with the same bits.
+    Collective over ``peers``. The sender replaces its own values by the unpacked ones, so all ranks end with the same
+    bits.
 
     Parameters
     ----------
@@ -348,13 +359,13 @@ def gather_packed(
     codec : Codec
         Packs the values.
     target : 1-D float32 array
-        Has this rank's values at its own spans; receives those of all peers.
+        Holds this rank's values in its own spans; receives those of all peers.
     spans : sequence over peers of sequences of Span
-        Where in ``target`` each peer's values belong; the same on every rank.
+        The ranges of ``target`` that each peer's values fill; the same on every rank.
     residual : 1-D float32 array
-        What earlier messages have left out of this rank's values; empty for a codec without feedback.
+        The part of this rank's values that earlier messages have left out; empty for a codec without feedback.
     scratch : Scratch
-        Where the buffers come from.
+        Provides the buffers.
     """
     step = gather_step(peers.size)
     longest = max(sum(span.size for span in group) for group in spans)

@@ -1,4 +1,7 @@
-"""Add rows in the order of a tree, and exchange the partial sums segment by segment."""
+"""Add rows in the order of the canonical tree, and describe the segments in which partial sums are exchanged.
+
+A row is one copy of the whole gradient vector; see exact.py.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,15 @@ from mpizero.layout import Program, Span
 from mpizero.types import Array
 
 _NO_RESIDUAL = np.empty(0, np.float32)
-#: Rows that the kernels' stack machine holds at once (``kernels.cpu.fused.DEPTH``).
+#: Depth of the stack of the kernels that execute tree programs (``kernels.cpu.fused.DEPTH``).
 MAX_DEPTH = 16
 
 
 class Piece(NamedTuple):
-    """Describe rows to be summed: ``size`` elements from column ``first`` of ``rows``.
+    """Describe a sum that an owner has to compute: over ``size`` elements of ``rows``, from column ``first`` on.
 
-    ``target`` is where they start in the row space of the gradient, ``position`` in the concatenation of the owner's
-    ranges.
+    ``target`` is the index of the first element in the gradient vector. ``position`` is its index in the concatenation
+    of the ranges that the owner owns.
     """
 
     rows: Array
@@ -35,12 +38,12 @@ class Piece(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def program_array(program: Program) -> Array:
-    """Return a tree program as the kernels take it: a read-only int32 array.
+    """Convert a tree program to the array that the kernels take: int32, read-only.
 
     Raises
     ------
     LayoutError
-        If its sums are nested deeper than the kernels' stack.
+        If the program needs a deeper stack than the kernels have.
     """
     depth = deepest = 0
     for code in program:
@@ -57,19 +60,21 @@ def program_array(program: Program) -> Array:
 
 
 def tree_sum(rows: Array, first: int, program: Array, divisor: Array, out: Array) -> None:
-    """Write the tree sum of ``rows[:, first:first + out.size]``, divided by ``divisor``, to ``out``.
+    """Add rows in the order of ``program``, divide by ``divisor``, and write the result to ``out``.
 
-    ``rows`` is two-dimensional and C-contiguous; ``out`` may be one of its rows' slices.
+    The columns ``first`` to ``first + out.size`` of ``rows`` are used, a two-dimensional, C-contiguous array. ``out``
+    may be a slice of one of the rows.
     """
     if program.size:
         kernels.backend(out).fused.tree_sum(rows, first, rows[:0], 0, program, divisor, out, 0, out.size)
 
 
 class Segment:
-    """Describe what one exchange moves: parts of every peer's ranges, and this rank's partial sums over them.
+    """Describe one segment of an exchange: some elements of every peer's ranges, and this rank's partial sums of them.
 
-    ``windows`` are the parts, each with its place in the concatenation of its peer's ranges; ``residuals`` are what
-    earlier messages have left out of them, one array a peer.
+    ``windows`` holds, for each peer, parts of its ranges, each with its position in the concatenation of the ranges.
+    ``counts`` is the number of partial sums of each group, and ``sums`` are the tree programs of this group's ones.
+    ``residuals`` holds, for each peer, the values that earlier compressed messages have left out.
     """
 
     def __init__(
@@ -87,7 +92,7 @@ class Segment:
         self.one = np.ones(1, rows.dtype)
 
     def add(self, peer: int, number: int, out: Array) -> None:
-        """Write partial sum ``number`` over the parts of a peer's ranges to ``out``."""
+        """Compute partial sum ``number`` over the segment's elements that ``peer`` owns, and write it to ``out``."""
         place = 0
         for _, span in self.windows[peer]:
             tree_sum(self.rows, span.start, self.sums[number], self.one, out[place : place + span.size])
@@ -95,7 +100,7 @@ class Segment:
 
 
 class Arriving:
-    """Hold the partial sums of a segment in flight; see :meth:`ExactExchange.begin_segment`."""
+    """Represent a segment whose messages are in flight; see :meth:`ExactExchange.begin_segment`."""
 
     def __init__(
         self, request: Request | None, unpack: Callable[[], Array], window: Sequence[tuple[int, Span]]
@@ -103,11 +108,11 @@ class Arriving:
         self._request, self._unpack, self._window = request, unpack, window
 
     def test(self) -> bool:
-        """Let messages move on and tell whether all have arrived and left."""
+        """Let MPI make progress, and tell whether all messages have been sent and received."""
         return self._request is None or self._request.test()
 
     def pieces(self) -> Iterator[Piece]:
-        """Wait for what arrives, and yield what this rank has to sum."""
+        """Wait for the messages, and yield the received partial sums that this rank has to add."""
         if self._request is not None:
             self._request.wait()
         rows, column = self._unpack(), 0

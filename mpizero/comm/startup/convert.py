@@ -1,4 +1,4 @@
-"""Make a Communicator of what users have: an mpi4py communicator, one of ours, "self", or nothing."""
+"""Convert the argument ``comm`` of public functions to a Communicator."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from mpizero.errors import ArgumentError, CollectiveError, PeerFailure
 def as_communicator(
     comm: Any = None, name: str = "world", *, timeout: float | None = PATIENCE, embedded: bool = False
 ) -> Communicator:
-    """Turn an mpi4py communicator, a Communicator, "self" or None into a Communicator.
+    """Convert an mpi4py communicator, a Communicator, "self" or None to a Communicator.
 
-    Collective over ``comm`` if it is an mpi4py communicator: it is split, never used itself, and the caller closes the
-    result. A Communicator is returned as it is. None is all ranks where a launcher has started several (collective
-    over them, and starts MPI), and one process elsewhere; "self" is this process alone, without MPI. ``timeout`` are
-    the seconds that the ranks have to come to this call, ``embedded`` is :class:`~mpizero.ShardingConfig`'s.
+    An mpi4py communicator is split, never used itself; that is collective over it, and the caller closes the result. A
+    Communicator is returned as it is. None means all ranks if a launcher has started several (collective over them, and
+    starts MPI), else this process alone. "self" means this process alone, without MPI. All ranks must make the call
+    within ``timeout`` seconds. ``embedded`` is the setting of :class:`~mpizero.ShardingConfig`.
 
     Raises
     ------
     TypeError
         If ``comm`` is something else.
     ConfigError
-        If ``comm`` is None, and each of several processes that were started together sees itself alone.
+        If ``comm`` is None and MPI sees another number of processes than the launcher has started.
     """
     if isinstance(comm, Communicator):
         return comm
@@ -47,9 +47,9 @@ def as_communicator(
 
 @contextmanager
 def communicator_of(comm: Any = None) -> Iterator[Communicator]:
-    """Turn ``comm`` into a Communicator, and close it in the end if it had to be made.
+    """Convert ``comm`` to a Communicator for a block, and close it at the end unless it was one already.
 
-    Collective over ``comm``. Within, every error is agreed, so all ranks come to the end together.
+    Collective over ``comm``. In the block, errors must be raised on all ranks together, because closing is collective.
     """
     world = as_communicator(comm)
     try:

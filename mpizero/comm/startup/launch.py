@@ -25,7 +25,7 @@ class MpiFacts:
     vendor, version, library : str
         For example "MPICH", "4.2.3", and the first line of the library's own description.
     mpi4py : str
-        Version of the binding.
+        Version of mpi4py.
     thread_level : str
         "SINGLE", "FUNNELED", "SERIALIZED" or "MULTIPLE".
     """
@@ -38,14 +38,15 @@ class MpiFacts:
 
 
 def world() -> Communicator:
-    """Return a communicator over all processes that were started together, or of one process without MPI.
+    """Return a communicator of all processes that the launcher has started; of one process if MPI is not installed.
 
     Collective over MPI's world; starts MPI. The caller closes the result.
 
     Raises
     ------
     ConfigError
-        If the launcher has started more processes than MPI sees (it belongs to another MPI), or MPI cannot be loaded.
+        If MPI sees another number of processes than the launcher has started (it belongs to another MPI), or the
+        launcher has started several and MPI cannot be loaded.
     """
     launch = Launch.of(os.environ)
     launcher = launch.name or "the launcher"
@@ -70,14 +71,14 @@ def one_process(name: str = "world") -> Communicator:
 
 
 def default_world() -> Any:
-    """Return the default communicator: mpi4py's COMM_WORLD if a launcher has started several ranks, else None.
+    """Return mpi4py's COMM_WORLD, for ``comm=None``, if a launcher has started several ranks; else None.
 
-    Not collective, but starts MPI if there are several. A program that a rank has started is not a rank.
+    Not collective, but starts MPI if there are several ranks. A program that a rank has started is not a rank itself.
 
     Raises
     ------
     ConfigError
-        If each of several processes sees only itself, or MPI has been finalized.
+        If MPI sees another number of processes than the launcher has started, cannot be loaded, or has been finalized.
     """
     launch, loaded = Launch.of(os.environ), sys.modules.get("mpi4py.MPI")
     if not is_rank(os.environ) or (not is_several(os.environ) and (loaded is None or not loaded.Is_initialized())):
@@ -97,7 +98,7 @@ def default_world() -> Any:
 
 
 def _check_size(mpi: Any, launch: Launch, way_out: str = "") -> None:
-    """Raise unless MPI sees as many processes as the launcher says that it has started."""
+    """Raise ConfigError if MPI sees another number of processes than the launcher has started."""
     size = mpi.COMM_WORLD.Get_size()
     if launch.size not in (None, size):
         raise ConfigError(
@@ -108,7 +109,7 @@ def _check_size(mpi: Any, launch: Launch, way_out: str = "") -> None:
 
 
 def mpi_facts() -> MpiFacts | None:
-    """Describe the MPI library, or return None where it cannot be loaded.
+    """Return name, version and thread level of the MPI library; None if it cannot be loaded.
 
     Not collective, but starts MPI.
     """

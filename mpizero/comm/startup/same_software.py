@@ -1,4 +1,4 @@
-"""Compare the software of all ranks and their plans before they start."""
+"""Check, before a training starts, that all ranks have the same software and the same settings."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mpizero.comm.communicator import Communicator
 from mpizero.comm.equality import agree_equal
 from mpizero.comm.startup.launch import mpi_facts
 
-#: HDF5 comes with h5py: one version for both.
+#: Packages whose versions are compared. HDF5 is part of the h5py package.
 _PACKAGES = ("mpizero", "numpy", "mpi4py", "numba", "h5py", "threadpoolctl")
 
 
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
-    """Return the versions of Python, mpizero and the packages below it, "missing" for one that is not installed.
+    """Return the versions of Python, mpizero and the packages that it uses; "missing" if one is not installed.
 
-    Not collective; the caller does not change the result.
+    Not collective. The result is cached, so the caller must not change it.
     """
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
@@ -40,16 +40,16 @@ def _software() -> dict[str, str]:
 
 
 def agree_to_start(comm: Communicator, plans: Callable[[], Mapping[str, Any]]) -> None:
-    """Raise on every rank unless all run the same software and have the same plans.
+    """Raise on every rank unless all ranks run the same software and have the same settings.
 
-    Collective over ``comm``: one message of 32 bytes a rank while they agree. ``plans`` returns values by name, as
-    :func:`mpizero.comm.equality.agree_equal` takes them; ``mpizero train`` calls this with its configuration, and every
-    sharded model with all its settings. It is the first message of both, so ranks with different plans find it
-    out before they begin.
+    Collective over ``comm``: one message of 32 bytes a rank while they are equal. ``plans`` returns the settings by
+    name, as :func:`mpizero.comm.equality.agree_equal` takes them. ``mpizero train`` passes its configuration, and every
+    sharded model passes all its settings. It is the first message of both, so ranks with different settings raise
+    before they begin.
 
     Raises
     ------
     ConfigError
-        Names the first version, setting or parameter that differs, its values and their ranks.
+        If ranks differ; names the first version, setting or parameter that differs, its values and their ranks.
     """
     agree_equal(comm, lambda: {"the software": _software(), **plans()}, "agree to start")
