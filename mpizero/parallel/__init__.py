@@ -1,4 +1,4 @@
-"""Shard models and optimizers over ranks: one engine, one placement table, the strategies by name."""
+"""Shard models and optimizers over ranks: one engine executes all strategies by the rows of a placement table."""
 
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.diagnostics.bad_steps import BadStep, dump_bad_step, read_bad_step

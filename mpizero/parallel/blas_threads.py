@@ -1,4 +1,4 @@
-"""Set the threads of BLAS, and compare its builds over the ranks: both decide bits."""
+"""Set the number of BLAS threads, and warn if ranks use different builds of BLAS: results depend on both."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from mpizero.text import notice
 
 
 def limit_blas_threads(comm: Communicator, threads: int) -> Any:
-    """Limit BLAS to ``threads`` threads, and say so on rank 0 if ranks have different builds of it.
+    """Limit BLAS to ``threads`` threads, and print a warning on rank 0 if ranks have different builds of BLAS.
 
-    Collective over ``comm``. Products of another build or for another core type may have other bits, so the result of
-    a training would depend on where its grains were computed.
+    Collective over ``comm``. Another build of BLAS, or one for another type of CPU core, may round matrix products
+    differently. The result of a training would then depend on which rank computes which grain.
 
     Returns
     -------
     object
-        With ``restore_original_limits()``.
+        Its method ``restore_original_limits()`` sets the numbers of threads from before the call.
 
     Raises
     ------
     ConfigError
-        ``MPIZERO_BLAS`` names a library that a rank cannot use; RemoteError on the others.
+        If ``MPIZERO_BLAS`` names a library that this rank cannot use; the other ranks raise ``RemoteError``.
     """
     with all_ranks(comm, "BLAS"):
         beside = library()
@@ -42,10 +42,10 @@ def limit_blas_threads(comm: Communicator, threads: int) -> Any:
 
 
 def numpy_builds(libraries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Name the BLAS builds that NumPy uses, of all ``libraries`` in this process. Not collective.
+    """Return the names of the BLAS builds that NumPy uses, out of all ``libraries`` in this process. Not collective.
 
-    Other packages (SciPy) bring their own copy, and which rank has loaded them is chance: where NumPy has one of its
-    own, the others do not count.
+    Other packages, SciPy for one, bring their own copy of BLAS, and not every rank may have loaded them. Where NumPy
+    has a BLAS of its own, only that one is named.
     """
     found = [library for library in libraries if library["user_api"] == "blas"]
     home = Path(np.__file__).parent

@@ -1,4 +1,4 @@
-"""Configure sharded models and their optimizers."""
+"""Define ``ShardingConfig``, the settings of sharded models and their optimizers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpizero.optim import DynamicLossScale
 from mpizero.parallel.skipped_steps import BadSteps
 from mpizero.validation import flag, positive, require, whole
 
-#: ``bucket_mb`` is to be tuned.
+#: Value of ``bucket_mb`` that lets the library find the fastest bucket size.
 AUTO = "auto"
 
 
@@ -33,58 +33,61 @@ class ShardingConfig:
     Parameters
     ----------
     comm : mpi4py communicator, InMemoryCommunicator, "self" or None
-        The ranks that train together; the library talks over a communicator of its own. None is all ranks that a
-        launcher has started, one process without a launcher; "self" is this process alone.
+        The ranks that train together; the library makes a communicator of its own from it. None is all ranks that
+        a launcher such as mpiexec has started, or one process without a launcher; "self" is this process alone.
     auto_sync_gradients : bool
         Whether ``compute_gradients`` and ``train`` sum gradients over the ranks. If not, ``train`` leaves this rank's
         gradient pending until ``synchronize_gradients`` and ``optimizer.step()``.
     minimum_parameter_group_size : int
-        Blocks with fewer elements than this travel together with a neighbour (ZeRO-2 and 3).
+        Blocks with fewer elements than this form one unit with a neighbouring block (ZeRO-2 and 3).
     gradient_compression : {None, "bf16", "fp16", "int8", "topk:SHARE"}
-        Sends float32 gradients between nodes (between ranks with private memory) in 16 bits, in 8 bits, or only the
-        share of them with the largest magnitudes ("topk:0.01": one in a hundred); they are still added in float32.
-        What int8 and top-k leave out is kept and sent later. Gives up the equality of bits between layouts.
+        Compresses the float32 gradients that are sent between nodes (between ranks with private memory): to 16 bits,
+        to 8 bits, or to the share of them with the largest magnitudes ("topk:0.01": one in a hundred). They are still
+        added in float32. What int8 and top-k leave out is kept and sent later (error feedback). With compression,
+        results on different numbers of ranks are no longer equal to the bit.
     bucket_mb : float, "auto" or None
         MiB of partial sums of gradients that are in flight between nodes (between ranks with private memory) at
         once; messages take up to twice as much memory. "auto" tries sizes in the first steps of ``train`` and keeps
-        the fastest; None is 2^19 elements. Changes no bit, and no byte on the wire but those with which ranks agree.
+        the fastest; None is 2^19 elements. The size changes neither results nor the bytes of gradients sent; "auto"
+        adds the few bytes with which ranks agree on the size.
     learning_rate : float
-        Of the plain SGD that updates a model without a bound optimizer; > 0.
+        Learning rate of the plain SGD that updates a model to which no optimizer was given; > 0.
     share_node_memory : bool
-        One copy of replicated data per node through MPI-3 shared windows; otherwise every rank has its own.
+        Whether replicated data has one copy per node, in an MPI-3 shared window; otherwise every rank has its own.
     ranks_per_node : int or None
         Simulate nodes of this many consecutive ranks.
     micro_batch : int or None
         Samples computed at once; None is ceil(ceil(global batch / accumulate) / 16).
     accumulate : int
-        Micro-batches folded in order, one after the other, into one grain of ``micro_batch * accumulate`` samples.
+        Micro-batches in one grain. Their gradients are added one after the other; a grain has
+        ``micro_batch * accumulate`` samples.
     threads : int
         Threads of this rank's kernels and BLAS.
     clip : float or None
         Largest global norm of the averaged gradient; None does not clip.
     timeout : float or None
         Seconds after which a rank that is still inside one collective ends the job with a report of every rank's
-        Python line; None watches nothing.
+        Python line; None is no timeout.
     check_every : int
-        Steps between two checks of parameters and optimizer state for memory that has changed by itself; 0 is never.
+        Steps between two checks of parameters and optimizer state for corrupted memory; 0 is never.
     device : {"cpu", "cuda"}
         Where the layers of a model of blocks compute: "cuda" is a GPU, of which the ranks of a node take
         one each in turn (docs/gpu.md).
     optimizer_device : {None, "cpu", "cuda"}
-        Where optimizer state lies and parameters are updated: None is the device of the layers, the host for a user's
-        own optimizer. "cpu" keeps both off GPUs that are too small for them (elsewhere called offloading).
+        Where optimizer state lies and parameters are updated. None is the device of the layers, but the host for an
+        optimizer that the user has written. "cpu" keeps both off GPUs that are too small for them (offloading).
     direct_messages : bool
-        Whether the layers' messages go from GPU to GPU where a probe proves that MPI can; False: always through the
-        host's memory.
+        Whether messages between layers go directly from GPU to GPU, if a trial at the start shows that MPI can do
+        that. If not, they always go through the host's memory.
     bad_steps : BadSteps
-        What becomes of steps that are skipped because a loss or a gradient is not finite: by default a line on standard
-        error about each, and an error after five in a row (docs/bad_numbers.md).
+        What happens when a step is skipped because a loss or a gradient is not finite. The default: each such step is
+        reported on standard error, and five in a row raise an error (docs/bad_numbers.md).
     mixed_precision : {None, "bfloat16", "float16"}
-        Rounds the operands of products on GPUs to 16 bits; they are added in float32, and everything else is in
-        float32. "float16" brings a dynamic loss scale with it, unless the optimizer is given one.
+        Rounds the operands of matrix products on GPUs to 16 bits. The products are added in float32, and everything
+        else is in float32. "float16" also uses a default dynamic loss scale, unless the optimizer was given one.
     embedded : bool
-        Leaves the process alone, which belongs to another program: no hooks, signal handlers, threads, ports or
-        allocator options; errors are exceptions, and no timeout is kept (docs/embedding.md).
+        Whether the process belongs to another program. The library then installs no hooks, signal handlers, threads,
+        ports or allocator options; errors are only exceptions, and there is no timeout (docs/embedding.md).
     """
 
     comm: Any = None
@@ -109,7 +112,7 @@ class ShardingConfig:
     embedded: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse values that mean nothing, each with its name."""
+        """Raise ``ConfigError`` for an invalid value, with the name of the setting."""
         for name in ("minimum_parameter_group_size", "accumulate", "threads", "check_every"):
             self._set(name, require(name, getattr(self, name), whole(int(name != "check_every"))))
         for name in ("micro_batch", "ranks_per_node"):
@@ -148,7 +151,7 @@ class ShardingConfig:
 
     @classmethod
     def default(cls, comm: Any = None) -> Self:
-        """Return the defaults."""
+        """Return a configuration with all default values."""
         return cls(comm=comm)
 
     @classmethod
@@ -163,7 +166,7 @@ class ShardingConfig:
 
     @cached_property
     def communicator(self) -> Communicator:
-        """Return the library's own communicator over ``comm``. The first access is collective."""
+        """Return the library's own duplicate of ``comm``, made at the first access, which is collective."""
         made = as_communicator(self.comm, timeout=self.timeout, embedded=self.embedded)
         if made.size > 1 and self.timeout is not None and not self.is_guest:
             self.__dict__["_watchdog"] = watchdog = Watchdog(made, self.timeout)
@@ -172,18 +175,18 @@ class ShardingConfig:
 
     @property
     def is_guest(self) -> bool:
-        """Tell whether the process belongs to another program: ``embedded``, or MPIZERO_EMBEDDED. Not collective."""
+        """Tell whether the process belongs to another program: ``embedded`` or MPIZERO_EMBEDDED. Not collective."""
         return guard.current().is_guest(self.embedded)
 
     @property
     def grid(self) -> ProcessGrid:
-        """Return the groups of ranks of data parallelism. The first access is collective."""
+        """Return the groups of ranks for data parallelism alone. The first access is collective."""
         return self.grid_of(None)
 
     def grid_of(self, axes: Axes | None, *, private: bool = False) -> ProcessGrid:
         """Return the groups of ranks for ``axes`` (None: data parallelism). The first call for each is collective.
 
-        ``private`` is for a model that does not fit the shared memory.
+        ``private=True`` shares no memory between ranks: for a model that does not fit the nodes' shared memory.
         """
         grids = self._grids
         if (axes, private) not in grids:
@@ -196,7 +199,7 @@ class ShardingConfig:
         return grids[axes, private]
 
     def holds(self, grid: ProcessGrid) -> bool:
-        """Tell whether ``grid`` was made for this configuration since it was closed last. Not collective."""
+        """Tell whether this configuration has made ``grid`` and not closed it since. Not collective."""
         return any(made is grid for made in self._grids.values())
 
     @property
@@ -212,7 +215,7 @@ class ShardingConfig:
         return found
 
     def number_model(self) -> str:
-        """Return the name of a new model of this configuration: "" for the first. Not collective."""
+        """Count a new model of this configuration and return its name: "", "model 2", "model 3". Not collective."""
         number = self.__dict__["_models"] = self.__dict__.get("_models", 0) + 1
         return f"model {number}" if number > 1 else ""
 
@@ -227,7 +230,7 @@ class ShardingConfig:
             self._free()
 
     def _free(self) -> None:
-        """Close without comparing calls: ranks that have left by an error are known to be in step. Collective."""
+        """Close without comparing calls: after an error, ranks come here together with their next model. Collective."""
         made = self.__dict__
         if "_watchdog" in made:
             made.pop("_watchdog").stop()
@@ -245,30 +248,30 @@ class ShardingConfig:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the configuration; after an error, when its ranks make the next model together."""
+        """Close the configuration. After an error this is postponed until its ranks make their next model together."""
         if error is None:
             self.close()
         elif "communicator" in self.__dict__:  # the other ranks may not have raised
             self.communicator.defer_close(self._free)
 
     def loss_scale(self, given: DynamicLossScale | None) -> DynamicLossScale | None:
-        """Return the loss scale to train with: what is given, or else what ``mixed_precision`` needs."""
+        """Return the loss scale to train with: ``given``, or a default one if ``mixed_precision`` is "float16"."""
         return DynamicLossScale() if given is None and self.mixed_precision == "float16" else given
 
     def grain_size(self, global_batch: int) -> int:
-        """Return the samples of a grain of a global batch: a function of the batch alone, never of the ranks."""
+        """Return how many samples a grain has, from the number in the global batch; ranks do not matter."""
         return self.micro_size(global_batch) * self.accumulate
 
     def micro_size(self, global_batch: int) -> int:
-        """Return the samples of a micro-batch of a full grain, which are computed at once."""
+        """Return how many samples a full micro-batch has, from the number in the global batch."""
         return micro_size(global_batch, self.micro_batch, self.accumulate)
 
     def bucket_elements(self, itemsize: int) -> int | None:
-        """Return the elements of a bucket of a given size; None where none is given, or it is to be tuned."""
+        """Return how many elements a bucket has; None if ``bucket_mb`` is None or "auto"."""
         return None if isinstance(self.bucket_mb, str | None) else elements_of(self.bucket_mb, itemsize)
 
     def comparable(self) -> dict[str, Any]:
-        """Return all that must be the same on every rank: not the communicator, nor who is told of bad steps."""
+        """Return the settings that must be equal on every rank: not ``comm``, and only the limit of ``bad_steps``."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         del values["comm"], values["bad_steps"]
         return {**values, "bad_steps.limit": self.bad_steps.limit}
@@ -280,7 +283,7 @@ class ShardingConfig:
 
 
 def micro_size(global_batch: int, micro_batch: int | None, accumulate: int) -> int:
-    """Return the samples of a global batch that are computed at once: ``micro_batch``, or what is taken without it.
+    """Return how many samples a full micro-batch has: ``micro_batch``, or the default for this global batch.
 
     Not collective.
     """

@@ -1,8 +1,8 @@
 """Train a placed model: the one engine that executes every row of the placement table.
 
-[Note: a step] Samples go to the owners of their grains; each rank computes its grains; one small allgather agrees on
-loss, weight and finiteness; owners sum, divide and update their ranges; a barrier (or a gather between groups)
-publishes the parameters.
+[Note: a step] Samples are sent to the ranks that compute their grains. Each rank computes the gradients of its grains.
+One small allgather makes all ranks agree on loss, weight and finiteness. Each rank sums, divides and updates the ranges
+of the parameters that it owns. A barrier within the node (an all-gather between nodes) publishes the new parameters.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mpizero.types import Array, Run
 class Engine(PlacedModel):
     """Train and evaluate a placed model.
 
-    Construction and every public method are collective over ``config.comm``. Parameters are those of
+    Construction and every public method are collective over ``config.comm``. The constructor takes the parameters of
     :class:`PlacedModel`.
     """
 
@@ -44,7 +44,7 @@ class Engine(PlacedModel):
     # ------------------------------------------------------------------ one step
 
     def train(self, x: Any, y: Any) -> StepReport:
-        """Forward, backward, exact reduction, update."""
+        """Run one training step: forward, backward, exact reduction of gradients, update."""
         self._bound()
         sent = self.grid.bytes_sent
         self.tuner.begin()
@@ -58,7 +58,7 @@ class Engine(PlacedModel):
     def _compute(self, x: Any, y: Any, reducer: GradientReducer, *, summed: bool) -> tuple[GlobalBatch, Totals]:
         """Redistribute samples, compute gradients into ``reducer``, and agree on losses and weights.
 
-        ``summed`` tells that the gradients are summed next, which may then begin.
+        ``summed`` says that the gradients are summed over the ranks next; the reduction may then begin meanwhile.
         """
         set_context(step=self.step_number)
         with self.scalars.everyone.trace.joint_task("training step"):
@@ -75,7 +75,7 @@ class Engine(PlacedModel):
                 return batch, self.scalars.agree(None if self.updater is None else self.updater.ask_rate)
 
     def _redistribute(self, x: Any, y: Any, reducer: GradientReducer) -> GlobalBatch:
-        """Bring samples to the ranks that compute their grains, and begin to count."""
+        """Send samples to the ranks that compute their grains, and begin to collect this step's losses and weights."""
         size, micro = self.config.grain_size, self.config.accumulate
         batch = redistribute(self.grid, x, y, size, reducer.owners, micro, asked=self.asked)
         self.compute_device.check_batch(x, y)
@@ -89,7 +89,7 @@ class Engine(PlacedModel):
         return Run(True, seed, self.step_number, first_sample, count=count, epoch=epoch)
 
     def _finish(self, totals: Totals, sent: int, update: Callable[[], Outcome]) -> StepReport:
-        """Update, unless something is not finite, and end the step."""
+        """End the step: call ``update``, unless a loss or gradient is not finite, and return the report of the step."""
         updater = self._bound()
         rate, scale = updater.rate, self.current_loss_scale()
         norm, problems = None, totals.problems
@@ -118,7 +118,7 @@ class Engine(PlacedModel):
         )
 
     def _bound(self) -> Updater:
-        """Return the optimizer, which is plain SGD where none was given."""
+        """Return the updater; if the model has no optimizer yet, bind plain SGD first."""
         if self.updater is None:
             self.bind(optim.SGD(lr=self.config.learning_rate), self.config.loss_scale(None))
         assert self.updater is not None
@@ -127,7 +127,7 @@ class Engine(PlacedModel):
     # ------------------------------------------------------------------ sum and update
 
     def _update(self, totals: Totals) -> Outcome:
-        """Sum, update and publish, in one pass over memory where that can be."""
+        """Sum gradients, update parameters and publish them; sum and update are one pass over memory where possible."""
         updater, divisor = self._bound(), self._divisor(totals)
         ties, peers, waves = self.ties is not None, self.grid.peers.size, self.reducer.waves
         if not fuses_update(updater.optimizer, norm=self._needs_norm, ties=ties, peers=peers, waves=waves):
@@ -145,11 +145,11 @@ class Engine(PlacedModel):
 
     @property
     def _needs_norm(self) -> bool:
-        """Tell whether the sum must be seen before the update: to clip it, or since finite parts may overflow in it."""
+        """Tell whether the norm of the sum is needed before the update: to clip it, or to notice that it overflowed."""
         return needs_norm(self.config, self.exchange.codec, loss_scale=self.loss_scale is not None)
 
     def _reduced(self, reducer: GradientReducer, divisor: Array) -> Array:
-        """Return the averaged gradient, tied uses added, where the updater's pieces look for it."""
+        """Return the averaged gradient, with tied uses added, in the array that the updater reads."""
         updater = self._bound()
         reduced = updater.where_used(reducer.sum(divisor))
         updater.exchange_ties(reduced)
@@ -158,7 +158,7 @@ class Engine(PlacedModel):
         return reduced
 
     def apply(self, reduced: Array) -> Outcome:
-        """Clip and update from a reduced gradient, then publish, unless it is not finite."""
+        """Clip the reduced gradient, update the parameters and publish them; if its norm is not finite, do nothing."""
         updater, norm = self._bound(), None
         with self.timeline.span("optimizer"):
             if self._needs_norm:
@@ -176,13 +176,16 @@ class Engine(PlacedModel):
     # ------------------------------------------------------------------ gradients by hand
 
     def gradients(self, x: Any, y: Any) -> tuple[Totals, Array]:
-        """Return the sums over the global batch and the averaged gradient, where :meth:`apply` takes it."""
+        """Compute gradients without an update; return the totals of the global batch and the averaged gradient.
+
+        :meth:`apply` updates from that gradient.
+        """
         self._bound()
         totals = self._compute(x, y, self.reducer, summed=True)[1]
         return totals, self._on_host(self.reducer, totals)
 
     def local_gradients(self, x: Any, y: Any) -> Totals:
-        """Compute this rank's gradients and leave them in its rows, not yet summed over ranks."""
+        """Compute this rank's gradients and keep them in its row buffer, not yet summed over ranks."""
         return self._compute(x, y, self.rows, summed=False)[1]
 
     def local_sum(self) -> Array:
@@ -201,9 +204,9 @@ class Engine(PlacedModel):
         return reduced
 
     def step(self, totals: Totals, reduce: Callable[[], Array], sent: int) -> StepReport:
-        """Update from the gradient that ``reduce``, which is collective, returns, unless it is not finite.
+        """Update from the gradient that ``reduce`` returns, unless it is not finite. ``reduce`` is collective.
 
-        ``sent`` is what ``grid.bytes_sent`` was before the gradient was computed.
+        ``sent`` is the value of ``grid.bytes_sent`` before the gradient was computed.
         """
         self.scalars.agree_on_rate(self._bound().ask_rate)  # it may have changed since the gradient was agreed on
         reduced = reduce()
@@ -211,13 +214,13 @@ class Engine(PlacedModel):
         return self._finish(totals, sent, lambda: self.apply(self._bound().where_used(reduced)))
 
     def pieces(self) -> tuple[UpdatePiece, ...]:
-        """Return the pieces of this rank's own share."""
+        """Return the pieces of tensors that this rank owns."""
         return tuple(self._bound().trees.own)
 
     # ------------------------------------------------------------------ evaluation
 
     def evaluate(self, x: Any, y: Any) -> tuple[float, float, int | None]:
-        """Return loss sum, weight and correct predictions of all ranks' samples, grain by grain, without training."""
+        """Evaluate without training: return loss sum, weight and number of correct predictions of all samples."""
         batch = self._redistribute(x, y, self.rows)
         with self.scalars.everyone.trace.joint_task("evaluation"):
             scores = self.partitioned.is_last and self.grid.here.tensor == 0  # losses are found here, and count

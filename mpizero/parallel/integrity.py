@@ -1,10 +1,12 @@
-"""Find memory that has changed by itself: state against its own last hash, and copies against each other.
+"""Find corrupted memory: compare the state with its own last hash, and copies of it with each other.
 
-[Note: what a check sees] A rank takes the CRC32 of what it has written right after an update, and again when the next
-update is about to begin, with a forward and a backward pass between: bits that turned over in that time are found and
-named, in shards and copies alike. Then all ranks exchange the numbers: copies of one range (of nodes with memory of
-their own, of tensor ranks that hold a parameter whole, of stages that share a tied one) must have equal ones, which
-finds what turned over in a copy at any time before. A CRC32 sees every change of up to 32 neighbouring bits.
+[Note: what a check sees] Right after an update, a rank computes the CRC32 of the parameters and optimizer state that
+it has written. It computes the CRC32 again just before the next update. In between lie a forward and a backward pass,
+which change no state. If the two differ, bits have flipped in that time. This works for shards and for replicated state.
+Then all ranks exchange their CRC32s. Copies of one range must have equal ones. Copies exist on nodes with memory of
+their own, on tensor ranks that all hold the whole of a parameter, and on pipeline stages that share a tied parameter.
+This comparison also finds bits that flipped at any earlier time. A CRC32 detects every change of up to 32 neighbouring
+bits.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from mpizero.parallel.optimizer.tied_parameters import home_of
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.types import Array, ParameterSpec, Part
 
-#: Damaged ranges that an error names, at most.
+#: The most damaged ranges that an error message names.
 MAX_NAMED = 4
 
 
 class _Tensor(NamedTuple):
-    """Name an array that ranks hold ranges of, and its slice of the whole one."""
+    """Name an array of the model's state, and say which part of the whole tensor it is on tensor ranks."""
 
     kind: str
     name: str
@@ -52,11 +54,14 @@ class _Range(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Hold the ranges of all ranks, cut alike for all copies; equal on every rank but for ``views``."""
+    """List the ranges that all ranks hold, cut at the same places in all copies, so that copies can be compared.
+
+    Equal on every rank except for ``views``, which are this rank's arrays.
+    """
 
     ranges: list[list[_Range]]
     views: list[Array]
-    copies: list[list[tuple[int, int]]]  # (rank, place in its ranges) of everybody who holds one and the same range
+    copies: list[list[tuple[int, int]]]  # for each range that several ranks hold: (rank, index into its ranges)
 
     @property
     def counts(self) -> list[int]:
@@ -71,9 +76,9 @@ class Integrity:
     grid : ProcessGrid
         The ranks.
     store : ParameterStore
-        What this rank holds of the parameters.
+        This rank's part of the parameters.
     every : int
-        Steps between two checks of :meth:`after_step`; 0 is never.
+        :meth:`after_step` takes a hash every so many steps; 0 is never.
     """
 
     def __init__(self, grid: ProcessGrid, store: ParameterStore, every: int) -> None:
@@ -89,16 +94,16 @@ class Integrity:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the last hash: state has been changed on purpose. Not collective, but the same on every rank."""
+        """Drop the last hash, after state was changed on purpose. Not collective, but every rank must call it."""
         self._taken = None
 
     def after_step(self, step: int) -> None:
-        """Take the hash of this rank's state if it is time. Collective over all ranks the first time, then not."""
+        """Take the hash of this rank's state every ``every`` steps. The first time is collective over all ranks."""
         if self.every and step % self.every == 0:
             self._taken = (self.store.version, self._hashes())
 
     def verify(self) -> None:
-        """Check the state if a hash was taken and nothing has changed it on purpose since. Collective then.
+        """Check the state if a hash is kept, that is, if it was not changed on purpose since. A check is collective.
 
         Raises
         ------
@@ -110,12 +115,12 @@ class Integrity:
             self.forget()
 
     def check(self) -> None:
-        """Compare copies, and the state with its last hash where there is one. Collective over all ranks.
+        """Compare copies with each other, and the state with its last hash if one is kept. Collective over all ranks.
 
         Raises
         ------
         IntegrityError
-            On every rank, if something has changed by itself: names tensor, elements and rank.
+            On every rank, if memory is corrupted. It names the tensor, its elements and the rank.
         """
         now, taken = self._hashes(), self._taken
         known = taken is not None and taken[0] == self.store.version
@@ -137,7 +142,7 @@ class Integrity:
         return np.fromiter((crc32(to_host(view).view(np.uint8)) for view in self._planned().views), np.uint32)
 
     def _planned(self) -> _Plan:
-        """Return who holds what. The first call after :meth:`watch` is collective over all ranks."""
+        """Return which rank holds which ranges. The first call after :meth:`watch` is collective over all ranks."""
         if self._plan is None:
             held = list(self._held())
             everyone = self.everyone.allgather_object([rng for rng, _ in held], "what ranks hold")
@@ -159,7 +164,7 @@ class Integrity:
         return self._plan
 
     def _held(self) -> Iterator[tuple[_Range, Array]]:
-        """Yield every range that this rank writes, of its own copy or its node's, with its values."""
+        """Yield every range of state that this rank updates, with its values. They may lie in the node's window."""
         store, updater = self.store, self._updater
         for share in (store.share,) if store.sharded else store.peer_shares:
             for unit, span in zip(store.layout.units, share.spans, strict=True):
@@ -176,7 +181,7 @@ class Integrity:
     # ------------------------------------------------------------------ comparison
 
     def _unpacked(self, gathered: Array, plan: _Plan) -> tuple[list[Array], list[Array]]:
-        """Return the hashes of every rank, and where its state differs from its last one."""
+        """Split the gathered numbers by rank: return every rank's hashes, and its flags of changed ranges."""
         parts = np.split(gathered, np.cumsum(plan.counts)[:-1])
         halves = [(part[: part.size // 2], part[part.size // 2 :]) for part in parts]
         return [first for first, _ in halves], [second for _, second in halves]
@@ -188,7 +193,7 @@ class Integrity:
         damaged: Sequence[tuple[int, int]],
         differing: Sequence[Sequence[tuple[int, int]]],
     ) -> str:
-        """Say what is damaged, on all ranks the same. Collective over all ranks."""
+        """Return the error's text, equal on all ranks, which lists the damaged ranges. Collective over all ranks."""
         hosts = self.everyone.allgather_object(gethostname(), "integrity")
         lines = []
         for rank, place in damaged:
@@ -223,7 +228,7 @@ def _place(rng: _Range) -> str:
 
 
 def _minority(values: dict[int, int], hosts: Sequence[str]) -> str:
-    """Say which ranks differ from the most; of two equally many neither is known to be right."""
+    """Return a text that names the ranks whose copies differ from the majority, or says that there is no majority."""
     counted = Counter(values.values()).most_common()
     if len(counted) > 1 and counted[0][1] == counted[1][1]:
         who = ", ".join(f"{rank} ({hosts[rank]})" for rank in values)

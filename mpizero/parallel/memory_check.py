@@ -1,4 +1,4 @@
-"""Find out whether the shared memory of the nodes has room for a model."""
+"""Check whether a model fits into the shared memory of the nodes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from mpizero.text import notice
 def fits_shared_memory(
     grid: ProcessGrid, layout: FlatLayout, item: int, placement: Placement, config: ShardingConfig
 ) -> bool:
-    """Tell whether parameters and gradients fit the shared memory of every host; if not, say so on rank 0.
+    """Tell whether parameters and gradients fit the shared memory of every host; if not, print a notice on rank 0.
 
-    Collective over all ranks, which get the same answer.
+    Collective over all ranks; all get the same result.
 
     Parameters
     ----------
@@ -39,8 +39,9 @@ def fits_shared_memory(
     placement : Placement
         The row of the placement table.
     config : ShardingConfig
-        Where it leaves the size of grains to the library, the most rows of gradients that a batch can need are
-        counted; otherwise one, and the first step finds out (see :mod:`mpizero.parallel.model.private_fallback`).
+        The settings. If ``micro_batch`` is None, the check counts the most rows that any batch can need; a row is one
+        copy of the whole gradient vector. Otherwise it counts one row, and the first step finds out whether more fit
+        (see :mod:`mpizero.parallel.model.private_fallback`).
     """
     if grid.local_size == 1 and grid.data.size == grid.world.size:
         return True
@@ -69,7 +70,7 @@ def fits_shared_memory(
 
 
 def tell_private(world: Communicator, reason: str) -> None:
-    """Say once, on rank 0 of ``world``, why every rank keeps its own copy of a model. Not collective."""
+    """Print on rank 0 of ``world`` why every rank keeps its own copy of a model. Not collective."""
     if world.rank == 0:
         notice(f"every rank keeps its own copy of the model: {reason}")
 
@@ -77,7 +78,7 @@ def tell_private(world: Communicator, reason: str) -> None:
 def _window_bytes(
     grid: ProcessGrid, layout: FlatLayout, item: int, placement: Placement, config: ShardingConfig
 ) -> int:
-    """Return the bytes of the windows that the ranks of one data group on one node hold together."""
+    """Return the bytes of all shared windows of one data group on one node."""
 
     def window(elements: int) -> int:
         return paged(elements * item)
@@ -93,7 +94,7 @@ def _window_bytes(
 
 
 def _rows(grid: ProcessGrid, config: ShardingConfig) -> int:
-    """Return the most rows of whole gradients that a rank needs, as far as that is known before the first batch."""
+    """Return the most copies of the whole gradient vector that a rank needs, as far as known before the first batch."""
     if config.micro_batch is not None:
         return 1
     counts = [grid.context.size * count for count in range(1, DEFAULT_GRAINS + 1)]

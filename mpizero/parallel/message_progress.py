@@ -1,4 +1,4 @@
-"""Let messages in flight move on while ranks compute."""
+"""Make messages in flight progress while ranks compute."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 
 class MessageProgress:
-    """Poll everything that has messages in flight, between layers, and finish what may not wait.
+    """Poll all messages in flight between layers, and wait for those that other ranks of the node wait for.
 
-    MPI moves most messages only while the rank is inside one of its calls. Whatever leaves messages in flight registers
-    here by name: the parameter store ("parameters"), the gradient buffers ("rows", "waves"), the pipeline
+    MPI moves most messages only while the rank is inside an MPI call. Every object that leaves messages in flight
+    registers here by name: the parameter store ("parameters"), the gradient buffers ("rows", "waves"), the pipeline
     ("pipeline"). Runners call :meth:`poll` between blocks, and the library's layers between the layers they are made
     of. The allocator calls :meth:`finish` before every collective of the node: a rank that blocks there must not keep
     others waiting ([Note: nobody waits for a rank that waits] in ``parallel/parameters/publication.py``).
@@ -20,16 +20,16 @@ class MessageProgress:
         self._finishes: dict[str, Callable[[], object]] = {}
 
     def register(self, name: str, poll: Callable[[], object], finish: Callable[[], object] | None = None) -> None:
-        """Poll, and perhaps finish, something from now on, in place of what had the same name. Not collective.
+        """Register functions that poll and finish some messages; they replace those of the same name. Not collective.
 
         Parameters
         ----------
         name : str
-            What has messages in flight.
+            Name of the object that has messages in flight.
         poll : callable
-            Lets them move on; not collective, and cheap where there are none.
+            Lets its messages progress; not collective, and cheap if there are none.
         finish : callable, optional
-            Waits for those that other ranks of the node wait for.
+            Waits for those of its messages that other ranks of the node wait for.
         """
         self._polls[name] = poll
         if finish is not None:
@@ -37,11 +37,11 @@ class MessageProgress:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of what is polled."""
+        """Return the registered names."""
         return tuple(self._polls)
 
     def poll(self) -> None:
-        """Let messages in flight move on. Not collective."""
+        """Make messages in flight progress. Not collective."""
         for poll in self._polls.values():
             poll()
 
@@ -51,7 +51,7 @@ class MessageProgress:
             finish()
 
     def close(self) -> None:
-        """Finish, and poll nothing from now on. Collective over the data group."""
+        """Finish all messages and remove all registrations. Collective over the data group."""
         self.finish()
         self._polls.clear()
         self._finishes.clear()

@@ -45,7 +45,7 @@ from mpizero.types import BlockModel
 
 
 class PlacedModel:
-    """Hold one rank's part of a model: parameters, gradients and optimizer state, by a row of the placement table.
+    """Hold one rank's part of a model: parameters, gradients and optimizer state, sharded as the strategy says.
 
     Construction and every public method are collective over ``config.comm``.
 
@@ -56,11 +56,11 @@ class PlacedModel:
     config : ShardingConfig
         The ranks and how they work together.
     placement : Placement
-        The row of the strategy.
+        The strategy's row of the placement table.
     parallel_layout : ParallelLayout, optional
-        How the model is cut besides data parallelism; not at all unless given.
+        How the model is split over pipeline, tensor and context ranks. None: it is not split.
     device : int, optional
-        The GPU of the node to compute on; without it the ranks of a node take its GPUs in turn.
+        Number of the node's GPU that this rank computes on. None: the ranks of a node take its GPUs in turn.
     private : bool
         Keep a copy of the model on every rank, although ranks could share memory.
     """
@@ -104,7 +104,7 @@ class PlacedModel:
         self.updater: Updater | None = None
         self.integrity = Integrity(self.grid, self.store, config.check_every)
         self.loss_scale: optim.LossScaleState | None = None
-        #: What a load has left amid two states; the model refuses to be used then.
+        #: Set while a failed load has left the model with some old and some new values: it then refuses to be used.
         self.half_loaded: HalfLoaded | None = None
         self.store.begin(model)
 
@@ -124,7 +124,7 @@ class PlacedModel:
         )
 
     def _take_memory(self) -> None:
-        """Make the arrays of parameters and gradients."""
+        """Allocate the arrays of parameters and gradients, and the objects that exchange them."""
         config, grid, placement = self.config, self.grid, self.placement
         self.memory, self.timeline = Memory(grid.node, MessageProgress()), Timeline()
         self.store = ParameterStore(
@@ -139,7 +139,7 @@ class PlacedModel:
         waves = None
         if assigns_waves(placement, config, grid.data.size):
             waves = WaveBuffer(self.store, views, self.exchange, config.accumulate)
-        #: Whole gradients: of a strategy that sums them at the end of a step, and those that stay local for a while.
+        #: Holds whole gradients: with DDP and ZeRO-1 in every step, otherwise only for ``local_gradients``.
         self.rows = RowBuffer(
             self.store,
             allocator,
@@ -152,7 +152,7 @@ class PlacedModel:
         self.reducer: GradientReducer = waves or self.rows
 
     def _tie_exchange(self) -> Callable[[Sequence[UpdatePiece]], TieExchange] | None:
-        """Return what makes the exchange of parameters that this stage shares with others; None without any."""
+        """Return a function that makes a ``TieExchange``; None if no pipeline stages share a parameter."""
         if not self.partitioned.has_shared_parameters:
             return None
         layouts = {use.stage: self._layout_of(use.stage) for uses in self.partitioned.uses.values() for use in uses}
@@ -166,12 +166,12 @@ class PlacedModel:
     # ------------------------------------------------------------------ changes
 
     def bind(self, optimizer: Any, loss_scale: optim.DynamicLossScale | None = None) -> None:
-        """Give the model an optimizer with fresh state, in place of an earlier one.
+        """Set the model's optimizer, with fresh state; it replaces an earlier optimizer.
 
         Raises
         ------
         ConfigError
-            If a loss scale is asked for a black box, whose backward pass is its own.
+            If a loss scale is given for a black box: the library does not run its backward pass, so cannot scale it.
         """
         if loss_scale is not None and not self.block_model:
             raise ConfigError("a loss scale needs a model of blocks: a black box computes its own gradient")
@@ -185,11 +185,11 @@ class PlacedModel:
         self.integrity.watch(self.updater)
 
     def current_loss_scale(self) -> float:
-        """Return what losses are multiplied by before their backward pass. Not collective."""
+        """Return the factor that losses are multiplied by before the backward pass. Not collective."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def exchange_model(self, model: Any) -> None:
-        """Evaluate ``model``, which has the same parameters, from now on."""
+        """Compute with ``model``, which must have the same parameters, from now on."""
         self.model = model
         self.partitioned = partition_model(
             model, self.grid, self.partitioned.parallel_layout, self.compute_device.group
@@ -197,17 +197,17 @@ class PlacedModel:
         self.runner = self._make_runner()
 
     def reserve(self, samples: int) -> None:
-        """Take the shared memory that a step on ``samples`` samples of all ranks needs."""
+        """Allocate the shared memory for a step whose global batch has ``samples`` samples."""
         self.reducer.reserve(Grains(samples, self.config.grain_size(samples)).count * self.grid.context.size)
 
     @property
     def pristine(self) -> bool:
-        """Tell whether parameters and optimizer state are still those of the start. Not collective."""
+        """Tell whether parameters and optimizer state still have their initial values. Not collective."""
         fresh = self.updater is None or self.updater.fresh
         return self.store.version == 1 and fresh and self.half_loaded is None
 
     def start_over(self) -> None:
-        """Take the start values and forget the optimizer's state."""
+        """Reset parameters and optimizer state to their initial values."""
         self.store.begin(self.model)
         self.store.version = 1
         self.exchange.forget()
@@ -216,6 +216,6 @@ class PlacedModel:
             self.integrity.forget()
 
     def close(self) -> None:
-        """Free the windows, and give BLAS its own number of threads back."""
+        """Free the shared windows, and restore the number of BLAS threads."""
         self._blas_threads.restore_original_limits()
         self.memory.close()

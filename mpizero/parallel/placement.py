@@ -1,4 +1,4 @@
-"""Define the placement table: every strategy is one row, and one engine executes all of them."""
+"""Define the placement table: every strategy is one row, and one engine executes all rows."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ class Placement:
     Attributes
     ----------
     strategy : str
-        The name in metadata.
+        The strategy's name in a model's metadata.
     saved_as : str
-        The name in checkpoints: rows that shard alike have the same, so that a strict layout takes both.
+        The strategy's name in checkpoints. Rows that shard alike have the same one, so that a load which requires
+        the same layout accepts either.
     shard_parameters, shard_gradients, shard_optimizer : bool
-        Whether each owner keeps its part only; otherwise there is one copy per node (per rank with private memory).
+        Whether each rank keeps only the shard that it owns; otherwise there is one copy per node (per rank with
+        private memory).
     one_unit : bool
-        Whether the whole model is one unit; otherwise each block is one.
+        Whether the whole model is one unit; otherwise each block is a unit.
     """
 
     strategy: str
@@ -33,7 +35,7 @@ class Placement:
 
     @property
     def waves(self) -> bool:
-        """Tell whether grains are assigned in waves, so that owners meet them in order and keep no full gradient."""
+        """Tell whether grains are computed in waves, so that no rank keeps a full gradient."""
         return self.shard_gradients
 
 

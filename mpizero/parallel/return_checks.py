@@ -14,19 +14,19 @@ from mpizero.errors import DataError, LayoutError
 from mpizero.names import nearest, shown
 from mpizero.types import Array, Run
 
-#: Kinds of NumPy's types that a number may have: float, int, unsigned, and void as of JAX's bfloat16.
+#: The ``dtype.kind`` codes that a number may have: float, int, unsigned, and void, which JAX's bfloat16 has.
 _NUMBERS = "fiuV"
 _WEIGHT = "how much the samples count, for a plain mean their number; 0 for those that shall not"
 
 
 def samples_text(run: Run) -> str:
-    """Return which samples of the global batch a function was given, for messages. Not collective."""
+    """Return a text for messages: which samples of the global batch a function was given. Not collective."""
     first, last = run.first_sample, run.first_sample + run.count - 1
     return f"samples {first} to {last} of the global batch" if run.count > 1 else f"sample {first}"
 
 
 def named(function: Any, name: str) -> str:
-    """Return the name of a user's function, with where it begins in the source if that is known. Not collective."""
+    """Return the name of a user's function, with its file and line if they are known. Not collective."""
     function = inspect.unwrap(getattr(function, "func", function))  # of a functools.partial, or decorated
     code, own = getattr(function, "__code__", None), getattr(function, "__qualname__", name)
     if code is None:
@@ -39,16 +39,16 @@ def named(function: Any, name: str) -> str:
 def loss_and_weight(
     function: Callable[..., Any], loss: Any, weight: Any, given: Run | None = None, name: str = "loss_and_grad"
 ) -> tuple[float, float]:
-    """Return what ``function`` gave, a loss sum and a weight, as numbers. Not collective.
+    """Check the loss sum and the weight that ``function`` returned, and return them as floats. Not collective.
 
-    ``name`` is what the library calls it, unless it is the ``forward`` of a loss layer.
+    ``name`` is the function's name in error messages; for the ``forward`` of a loss layer it is the layer's class name.
 
-    Infinite and NaN are numbers here: the step is skipped, and says so.
+    Infinities and NaN are accepted here; the step is skipped and reported later.
 
     Raises
     ------
     LayoutError
-        If one is no real number.
+        If the loss or the weight is not a real number.
     DataError
         If the weight is negative.
     """
@@ -94,14 +94,14 @@ def _described(value: Any) -> str:
 
 
 def check_names(function: Callable[..., Any], grads: Mapping[str, Any], trained: Set[str], frozen: Set[str]) -> None:
-    """Check that gradients are those of the trained parameters; those of frozen ones may be among them.
+    """Check that there is a gradient for each trained parameter and no unknown one; frozen ones may have one.
 
     Not collective.
 
     Raises
     ------
     LayoutError
-        If one is missing, or none of a parameter's.
+        If a gradient is missing, or a name is not that of a parameter.
     """
     if grads.keys() == trained:
         return
@@ -125,12 +125,14 @@ def _some(names: Any, most: int = 8) -> str:
 
 
 def gradient(function: Callable[..., Any], name: str, value: Any, view: Array, given: Run) -> Array:
-    """Return the gradient of a parameter that a function gave as an array for ``view``. Not collective.
+    """Check one gradient that a user's function returned, and return it as an array. Not collective.
+
+    It must have the shape of ``view``, into which it is going to be copied.
 
     Raises
     ------
     LayoutError
-        If it has another shape, or is not of floating-point numbers of at least 32 bits.
+        If it has another shape, or is not float32 or float64.
     """
     array = np.asarray(value)
     if array.dtype.kind != "f" or array.itemsize < 4:

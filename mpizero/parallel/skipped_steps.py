@@ -1,4 +1,4 @@
-"""Report skipped steps, and end the training after too many in a row."""
+"""Report skipped steps, and raise an error after too many in a row."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class BadSteps:
     Parameters
     ----------
     limit : int or None
-        Skipped steps in a row after which :class:`~mpizero.errors.NonFiniteError` is raised on every rank; those that
+        Skipped steps in a row after which :class:`~mpizero.errors.NonFiniteError` is raised on every rank. Steps that
         only lower the loss scale are not counted. None never raises.
     warn : bool
-        Whether one rank writes a line about each of them to standard error.
+        Whether one rank writes a line about each skipped step to standard error.
     callback : callable or None
-        Is given the :class:`StepReport` of each of them, on every rank, after the line and before the error. It may
-        call the model's collective methods, since all ranks do the same.
+        Called with the :class:`StepReport` of each skipped step on every rank, after the line is written and before the
+        error is raised. It may call the model's collective methods, since all ranks call it.
 
     Raises
     ------
     ConfigError
-        If a value is none of these.
+        If a value is not one of those above.
     """
 
     limit: int | None = 5
@@ -42,7 +42,7 @@ class BadSteps:
     callback: Callable[[StepReport], object] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values that mean nothing."""
+        """Raise ``ConfigError`` for an invalid value."""
         if self.limit is not None and not is_whole(self.limit, 1):
             raise ConfigError(f"BadSteps: limit={self.limit!r}: expected a whole number >= 1, or None for no limit")
         require("BadSteps: warn", self.warn, flag)
@@ -51,26 +51,26 @@ class BadSteps:
 
 
 class SkippedSteps:
-    """Count the skipped steps of one training, and say what there is to say of each.
+    """Count the skipped steps of one training, report each of them, and raise an error if there are too many.
 
     Parameters
     ----------
     policy : BadSteps
-        How many are too many.
+        What to do about skipped steps, and how many in a row are too many.
     """
 
     def __init__(self, policy: BadSteps) -> None:
         self.policy, self.in_a_row = policy, 0
 
     def see(self, report: StepReport, *, speaks: bool) -> None:
-        """Count a step and do what the policy says; ``speaks`` tells whether this rank writes.
+        """Count a step and, if it was skipped, warn, call the callback and raise as the policy says.
 
-        Not collective; the same on every rank whose report is.
+        ``speaks`` says whether this rank writes the warning. Not collective; ranks with equal reports do the same.
 
         Raises
         ------
         NonFiniteError
-            If that was one too many in a row.
+            If ``policy.limit`` steps in a row have been skipped.
         """
         told = self.told(report)
         if not told:
@@ -82,7 +82,7 @@ class SkippedSteps:
         self.enforce(report, _ADVICE)
 
     def told(self, report: StepReport) -> str:
-        """Count a step and return what to say of it: nothing of a good one. Not collective."""
+        """Count a step and return the warning about it, "" if it was not skipped. Not collective."""
         if not report.skipped:
             self.in_a_row = 0
             return ""
@@ -95,7 +95,7 @@ class SkippedSteps:
         return f"{told} ({self.in_a_row} in a row{ends})"
 
     def enforce(self, report: StepReport, advice: str) -> None:
-        """Raise :class:`NonFiniteError` if the step that was told of last was one too many. Not collective."""
+        """Raise :class:`NonFiniteError` if ``report``, counted last, reaches the limit. Not collective."""
         limit = self.policy.limit
         if limit is not None and self.in_a_row >= limit and report.skipped and not report.backing_off:
             raise NonFiniteError(

@@ -18,9 +18,9 @@ class NonFinite:
     tensor : str
         "loss", "weight", or the name of the parameter whose gradient it is.
     start, stop : int
-        Its grain's samples, as places in the global batch; of a sum that overflows, all samples.
+        Range of its grain's samples in the global batch; all samples, if only the sum over grains overflows.
     message : str
-        What it is, for people.
+        What was found, as readable text.
     """
 
     step: int
@@ -31,7 +31,7 @@ class NonFinite:
     message: str
 
     def __str__(self) -> str:
-        """Return what, on which rank, of which samples."""
+        """Return a text: what was found, on which rank, in which samples."""
         return f"{self.message} on rank {self.rank}, samples {self.start} to {self.stop - 1}"
 
 
@@ -46,24 +46,24 @@ class StepReport:
     loss : float
         Mean loss over the global batch.
     weight : float
-        What it was divided by.
+        The total weight that the sum of losses was divided by.
     learning_rate : float
-        Of this step.
+        Learning rate of this step.
     gradient_norm : float or None
-        Global norm of the averaged gradient before clipping; None when nothing asked for it.
+        Global norm of the averaged gradient before clipping; None if nothing needed it.
     skipped : str or None
-        Why the update was skipped: which rank, tensor and samples were not finite.
+        Why the update was skipped: which rank, tensor and samples were not finite. None: it was not skipped.
     bytes_sent : int
         Bytes this rank sent to other ranks.
     non_finite : tuple of NonFinite
         The grains whose loss or gradient was not finite, the first one first, at most 16; empty unless skipped. The
         same on every rank.
     loss_scale, next_loss_scale : float
-        What the loss was multiplied by, and what the next one will be.
+        The loss scale of this step, and that of the next step.
     bucket_mb : float
-        MiB of sums of gradients that travel at once from now on; 0.0 where none travel.
+        MiB of partial sums of gradients that are in flight at once from now on; 0.0 if gradients are not sent.
     buckets_tried : tuple of float
-        The sizes that were tried, in MiB, where this step was the last trial; else empty.
+        The bucket sizes, in MiB, that ``bucket_mb="auto"`` has tried, if this step was the last trial; else empty.
     """
 
     step: int
@@ -81,13 +81,13 @@ class StepReport:
 
     @property
     def backing_off(self) -> bool:
-        """Tell whether a lower loss scale may be all that a skipped step needed, and the next one has it.
+        """Tell whether the step was skipped only because its loss scale was too large, and the scale is lowered now.
 
-        So it is where every loss was finite: the scale multiplies what goes backward from there.
+        That is assumed if every loss was finite: the scale multiplies the gradients that start at the losses.
         """
         lost = any(bad.tensor in ("loss", "weight") for bad in self.non_finite)
         return bool(self.non_finite) and not lost and self.next_loss_scale < self.loss_scale
 
 
-#: The norm of a gradient, where something asked for it, and what is not finite in a step that is skipped.
+#: Result of an update: the norm of the gradient, if it was needed, and the non-finite values if it was skipped.
 Outcome = tuple[float | None, tuple[NonFinite, ...]]

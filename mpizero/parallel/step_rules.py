@@ -1,4 +1,4 @@
-"""Decide how a training step is done, from its settings alone: the engine and the plans of `mpizero plan` ask here."""
+"""Decide how a training step is done, from its settings alone: for the engine and for the plans of `mpizero plan`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mpizero.parallel.placement import Placement
 
 
 def keeps_gradients_on_device(config: ShardingConfig, ranks: int) -> bool:
-    """Tell whether gradients stay on a GPU: those of a rank that is alone in its data group of ``ranks``.
+    """Tell whether gradients stay on the GPU: if a rank is alone in its data group, that is, ``ranks`` is 1.
 
-    Not with ``optimizer_device="cpu"``, for which they must come to the host.
+    They do not stay there with ``optimizer_device="cpu"``: then they are needed on the host.
     """
     return config.device != "cpu" and config.optimizer_device != "cpu" and ranks == 1
 
@@ -26,17 +26,18 @@ def assigns_waves(placement: Placement, config: ShardingConfig, ranks: int) -> b
 def overlaps_reduction(placement: Placement, peers: int, stages: int, codec: Codec | None) -> bool:
     """Tell whether a model of blocks sums whole rows of gradients, for all peers, during the backward pass.
 
-    Not with compression, whose bits depend on where messages are cut; not in pipelines, whose stages end their last
-    micro-batches at other times; and not where only the owner takes a sum: each would be sent to by all others in turn.
+    It does so only if the optimizer state is replicated. With ZeRO-1 only the owner needs a sum, so all other ranks
+    would send to one rank at a time. It does not with compression, whose results depend on where messages are cut, and
+    not in pipelines, whose stages end their last micro-batches at different times.
 
     Parameters
     ----------
     placement : Placement
-        The row of the strategy.
+        The strategy's row of the placement table.
     peers, stages : int
-        Groups of ranks that exchange sums, and stages of the pipeline.
+        Number of peers that exchange sums, and number of pipeline stages.
     codec : Codec or None
-        How messages are compressed.
+        How messages are compressed; None: they are not.
     """
     replicated = not (placement.waves or placement.shard_optimizer) and peers > 1
     return replicated and stages == 1 and codec is None
@@ -45,8 +46,8 @@ def overlaps_reduction(placement: Placement, peers: int, stages: int, codec: Cod
 def needs_norm(config: ShardingConfig, codec: Codec | None, *, loss_scale: bool) -> bool:
     """Tell whether a step needs the norm of the summed gradient before the update.
 
-    It does to clip the sum, and where finite gradients may have an infinite sum: under a loss scale, and in messages of
-    16 bits that overflow.
+    It needs it to clip the sum, and where finite gradients may have an infinite sum: with a loss scale, and with
+    compression to a 16-bit type that can overflow.
     """
     return config.clip is not None or loss_scale or (codec is not None and codec.overflows)
 
@@ -59,25 +60,26 @@ def fuses_update(optimizer: Any, *, norm: bool, ties: bool, peers: int, waves: b
     optimizer : optimizer
         As :func:`mpizero.optim.adapt` returns it.
     norm : bool
-        Whether the norm of the sum comes first, by :func:`needs_norm`.
+        Whether the norm of the sum is needed before the update: :func:`needs_norm`.
     ties : bool
-        Whether gradients of parameters that several stages share are exchanged before the update.
+        Whether pipeline stages share parameters, whose gradients they exchange before the update.
     peers : int
-        Groups of ranks that exchange sums.
+        Number of peers that exchange sums.
     waves : bool
-        Whether gradients are summed unit by unit, by :func:`assigns_waves`: then nothing travels before the update.
+        Whether gradients are summed unit by unit (:func:`assigns_waves`): then nothing is left to send before the
+        update.
     """
     able = optimizer.elementwise_kernel or optimizer.needs_tensor_norms
     return bool(able) and not norm and not ties and (peers == 1 or waves)
 
 
 def gradient_codec(compression: str | None, itemsize: int) -> Codec | None:
-    """Return the codec of gradient messages; only float32 is compressed.
+    """Return the codec of gradient messages; None without compression, and for gradients that are not float32.
 
     Raises
     ------
     ConfigError
-        There is no such compression.
+        If there is no such compression.
     """
     codec = codec_of(compression)
     return codec if itemsize == 4 else None
@@ -89,7 +91,7 @@ def gathers_units(placement: Placement, groups: int) -> bool:
 
 
 def updated_by(placement: Placement, grid: NodeOrder) -> tuple[int, ...]:
-    """Return the ranks of ``grid.data`` whose ranges this rank updates: with replicated state those of all peers."""
+    """Return the ranks of ``grid.data`` whose shards this rank updates: itself, or all peers if state is replicated."""
     return (grid.data.rank,) if placement.shard_optimizer else grid.peer_ranks
 
 
