@@ -2,7 +2,7 @@
 
 [Note: what a check sees] Right after an update, a rank computes the CRC32 of the parameters and optimizer state that
 it has written. It computes the CRC32 again just before the next update. In between lie a forward and a backward pass,
-which change no state. If the two differ, bits have flipped in that time. This works for shards and for replicated state.
+which change no state. If the two differ, bits have flipped in that time. This works for shards and replicated state.
 Then all ranks exchange their CRC32s. Copies of one range must have equal ones. Copies exist on nodes with memory of
 their own, on tensor ranks that all hold the whole of a parameter, and on pipeline stages that share a tied parameter.
 This comparison also finds bits that flipped at any earlier time. A CRC32 detects every change of up to 32 neighbouring

@@ -1,4 +1,4 @@
-"""Average an array over ranks exactly."""
+"""Average an array over ranks, with the same bits on every number of nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpizero.types import Array
 
 
 def mean_over_ranks(comm: Communicator, values: Array) -> Array:
-    """Return the mean of a 1-D array over the ranks, by the tree over rank numbers. Collective over ``comm``."""
+    """Return the mean of a 1-D array over the ranks, added by the binary tree over ranks. Collective over ``comm``."""
     size = comm.size
     plan = rows_plan([range(rank, rank + 1) for rank in range(size)], [1] * size, size)
     spans = [Span(s.start, s.stop) for s in Partition(values.size, size)]

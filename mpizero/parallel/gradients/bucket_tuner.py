@@ -1,9 +1,9 @@
-"""Choose how much of a gradient travels at once: the bucket size with which steps take least time.
+"""Choose the bucket size for sending gradients: the size with which training steps take the least time.
 
-[Note: buckets] A bucket is what an exchange of gradients has in flight at once: a segment of
-``comm/reduce/exact.py``. Its size says into how many messages an exchange is cut and how much of a unit can travel
-during the backward pass of the next one; bytes and bits are the same with every size. All ranks use the same one in the
-same step, so they make equally many segments.
+[Note: buckets] A bucket is the part of the gradients that is in flight at once: one segment of the exchange in
+``comm/reduce/exact.py``. Its size decides into how many messages an exchange is cut, and how much of one unit can be
+sent during the backward pass of the next unit. It changes neither the bytes sent nor the results. All ranks use the
+same size in the same step, so they make equally many segments.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from mpizero.parallel.config import AUTO, elements_of
 from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.types import Array
 
-#: Sizes that may be tried, in MiB.
+#: Bucket sizes that may be tried, in MiB.
 SIZES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-#: How often each is tried, after steps that only warm up.
+#: How many steps each size is timed in, and how many untimed steps come before.
 ROUNDS, WARM = 3, 1
-#: A smaller size is as good as the best when its steps take at most so many times as long.
+#: A smaller size counts as equally good if its steps take at most this many times as long as the fastest.
 CLOSE = 1.02
 
 
 def worth_trying(largest: int, itemsize: int) -> tuple[float, ...]:
-    """Return the sizes up to the first that holds ``largest`` elements: larger ones would do the same.
+    """Return the sizes up to the first that holds ``largest`` elements: larger sizes would change nothing.
 
     Not collective.
     """
@@ -36,14 +36,14 @@ def worth_trying(largest: int, itemsize: int) -> tuple[float, ...]:
 
 
 def fastest(sizes: Sequence[float], seconds: Array) -> float:
-    """Return the smallest size whose shortest step is close to the shortest of all. Not collective.
+    """Return the smallest size whose shortest step is about as short as the shortest of all. Not collective.
 
     Parameters
     ----------
     sizes : sequence of float
-        What was tried, ascending.
+        The sizes that were tried, ascending.
     seconds : array, shape (rounds, sizes)
-        How long the steps took.
+        How long each step took.
     """
     shortest = seconds.min(axis=0)
     return sizes[int(np.argmax(shortest <= CLOSE * shortest.min()))]
@@ -52,18 +52,18 @@ def fastest(sizes: Sequence[float], seconds: Array) -> float:
 def make_tuner(
     exchange: GradientExchange, everyone: Communicator, largest: int, bucket_mb: float | str | None, itemsize: int
 ) -> BucketTuner:
-    """Return what finds the size of an engine's buckets; it tries none where the size is given.
+    """Return the tuner of an engine's bucket size; unless ``bucket_mb`` is "auto", it does nothing.
 
-    Collective over ``everyone``, if the size is to be found.
+    Collective over ``everyone`` if ``bucket_mb`` is "auto".
 
     Parameters
     ----------
     exchange : GradientExchange
-        Its bucket is tuned.
+        The exchange whose bucket size is tuned.
     everyone : Communicator
         The ranks that train together.
     largest : int
-        The most elements that could travel at once from this rank's group: :attr:`GradientReducer.largest`.
+        The most elements that this rank's node could have in flight at once: :attr:`GradientReducer.largest`.
     bucket_mb : float, str or None
         As ``ShardingConfig.bucket_mb``.
     itemsize : int
@@ -76,20 +76,20 @@ def make_tuner(
 
 
 class BucketTuner:
-    """Try bucket sizes in turns, one a step, and choose one for all ranks.
+    """Try bucket sizes in turns, one size a step, and choose one size for all ranks.
 
     Parameters
     ----------
     exchange : GradientExchange
-        Whose bucket is tuned.
+        The exchange whose bucket size is tuned.
     everyone : Communicator
         The ranks that train together.
     sizes : sequence of float
-        What is tried, in MiB, ascending, the same on every rank; nothing is, if there are not two.
+        The sizes to try, in MiB, ascending, the same on every rank. With fewer than two sizes nothing is tried.
     itemsize : int
         Bytes of an element.
     clock : callable, optional
-        Returns seconds.
+        Returns the time in seconds.
     """
 
     def __init__(
@@ -109,24 +109,24 @@ class BucketTuner:
         self._seconds = np.empty((ROUNDS, len(sizes)))
 
     def begin(self) -> None:
-        """Take the size of the next trial for a step that begins; after the last, leave what was chosen.
+        """Set the size of the next trial before a step begins; do nothing once a size is chosen.
 
-        Not collective, but all ranks do it before the same step.
+        Not collective, but all ranks call it before the same step.
         """
         if not self._chosen:
             self._use(self._sizes[max(0, self._trial) % len(self._sizes)])
             self._begun = self._clock()
 
     def end(self, samples: int) -> tuple[float, ...]:
-        """Note how long an updated step took, and choose after the last trial. Collective over ``everyone`` then.
+        """Record how long a step took; after the last trial, choose a size, which is collective over ``everyone``.
 
-        A step that is not ended, since it was skipped or has failed on all ranks, is tried again. So is one of another
-        number of ``samples`` than the first: it would not compare.
+        This is not called after a step that was skipped or has failed: its size is then tried again. So is the size of
+        a step whose number of ``samples`` differs from the first step's, because their times cannot be compared.
 
         Returns
         -------
         tuple of float
-            The sizes that were tried, if one of them has been chosen now; else empty.
+            The sizes that were tried, if a size has been chosen in this call; else empty.
         """
         if self._chosen:
             return ()

@@ -1,9 +1,9 @@
-"""Exchange gradients between groups of ranks, compressed or not, and keep what compression has left out.
+"""Exchange gradients between peers, compressed or not, and keep what compression has left out (error feedback).
 
-[Note: residuals] A rank keeps what its messages have left out of its partial sums, for the ranges of all its peers;
-with replicated optimizer state also what it has left out of its own reduced gradient, which all peers take. Residuals
-belong to a step as parameters do: a step works on a copy, which counts only when the parameters have been updated, so a
-skipped step leaves them as they were.
+[Note: residuals] A compressed message leaves out a part of the values. The sender keeps that part, the residual, and
+adds it to its next message. A rank has residuals of its partial sums, one for the ranges of each peer. With replicated
+optimizer state it also has one of its own reduced gradient, which it sends to all peers. A step changes only a copy of
+the residuals. The copy replaces them once the parameters have been updated, so a skipped step leaves them unchanged.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from mpizero.parallel.placement import Placement
 from mpizero.parallel.step_rules import gradient_codec
 from mpizero.types import Array
 
-#: What the allocator calls residuals.
+#: The kind under which the allocator counts the memory of residuals.
 RESIDUALS = "residuals"
 
 
 def residual_sizes(totals: Sequence[int], peer: int, codec: Codec | None, *, replicated: bool) -> list[int]:
-    """Return how many values a rank keeps for each of its peers. Not collective.
+    """Return how many residual values a rank keeps for each of its peers. Not collective.
 
     Parameters
     ----------
     totals : sequence of int
         Gradient elements that each peer owns.
     peer : int
-        Which of them keeps.
+        The peer that keeps the residuals.
     codec : Codec or None
-        What packs its messages.
+        Compresses its messages; None: they are not compressed.
     replicated : bool
         Whether reduced gradients are sent to all peers.
     """
@@ -44,18 +44,19 @@ def residual_sizes(totals: Sequence[int], peer: int, codec: Codec | None, *, rep
 
 
 class GradientExchange(ExactExchange):
-    """Deliver partial sums of gradients to their owners, by the compression that the configuration names.
+    """Send partial sums of gradients to their owners, compressed as the configuration says.
 
     Parameters
     ----------
     store : ParameterStore
-        The parameters: who owns which, their type, and memory for residuals and messages. Only float32 is compressed.
+        The parameters: their owners, their type, and the allocator for residuals and messages. Only float32 is
+        compressed.
     placement : Placement
-        Whether all peers keep the whole optimizer state, and so take all reduced gradients.
+        The strategy. It says whether all peers keep the whole optimizer state and so need all reduced gradients.
     compression : str or None
         As ``ShardingConfig.gradient_compression``.
     elements : int or None
-        Elements in flight at once; None takes the default.
+        Elements in flight at once; None is the default.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class GradientExchange(ExactExchange):
         self.compress(compression)
 
     def compress(self, compression: str | None) -> None:
-        """Use another compression from the next step on, without residuals of earlier steps. Not collective.
+        """Change the compression from the next step on, and drop all residuals. Not collective.
 
         All ranks must do the same.
         """
@@ -90,7 +91,7 @@ class GradientExchange(ExactExchange):
 
     @property
     def bucket_mb(self) -> float:
-        """MiB in flight at once; 0.0 where nothing travels. Not collective."""
+        """MiB in flight at once; 0.0 if there is only one peer. Not collective."""
         return 0.0 if self.peers.size == 1 else in_flight(self.elements) * self.dtype.itemsize / 2**20
 
     @property
@@ -100,20 +101,20 @@ class GradientExchange(ExactExchange):
 
     @property
     def owes(self) -> bool:
-        """Whether earlier messages have left something out that is still to be sent by this rank. Not collective."""
+        """Whether this rank has residuals other than 0, which it still has to send. Not collective."""
         return bool(self._kept.any())
 
     # ------------------------------------------------------------------ residuals
 
     def begin(self) -> None:
-        """Begin a step, or begin it anew: what an unfinished one has left is forgotten. Not collective."""
+        """Begin a step with a copy of the residuals; those of an unfinished step are dropped. Not collective."""
         self._next[:] = self._kept
         self._begun = True
 
     def finish(self, factor: float, *, updated: bool) -> None:
-        """End a step: if it has updated the parameters, what it has left is kept from now on. Not collective.
+        """End a step: if it has updated the parameters, keep the residuals that it has left. Not collective.
 
-        ``factor`` is by how much sums will be larger from now on: the ratio of two loss scales.
+        ``factor`` is the next loss scale over the current one: gradients, and so residuals, are larger by it.
         """
         if updated and self._begun:
             self._kept, self._next = self._next, self._kept
@@ -124,19 +125,19 @@ class GradientExchange(ExactExchange):
                     self._kept[self._bounds[peer] : self._bounds[peer + 1]] *= np.float32(factor)
 
     def forget(self) -> None:
-        """Keep nothing. Not collective."""
+        """Set all residuals to 0. Not collective."""
         self._kept[:] = 0
 
     def copy_from(self, other: GradientExchange) -> None:
-        """Take compression and residuals of an exchange between the same ranks. Not collective."""
+        """Take over the compression and the residuals of another exchange between the same ranks. Not collective."""
         if self.compression != other.compression:
             self.compress(other.compression)
         self._kept[:] = other._kept
 
     def left_for(self, peer: int, unit: int | None = None) -> Array:
-        """Return what this step has left out of messages to a peer: of one unit's gradients or of all. Not collective.
+        """Return this step's residuals for a peer: of one unit's gradients, or of all units. Not collective.
 
-        That of the own rank is what is left out of its reduced gradient, which is not larger by any loss scale.
+        For this rank itself it is the residual of its reduced gradient, from which the loss scale is divided out.
         """
         left = self._next[self._bounds[peer] : self._bounds[peer + 1]]
         if unit is None or not left.size:
@@ -146,13 +147,13 @@ class GradientExchange(ExactExchange):
         return left[start : start + sum(span.size for span in share.gradient_spans[unit])]
 
     def residuals(self, unit: int | None = None) -> list[Array]:
-        """Return :meth:`left_for` of every peer; empty without feedback. Not collective."""
+        """Return the residuals for every peer, as :meth:`left_for`; empty without feedback. Not collective."""
         return [self.left_for(peer, unit) for peer in range(len(self.shares))] if self.feedback else []
 
     # ------------------------------------------------------------------ reduced gradients
 
     def replicate(self, row: Array, spans: Sequence[Sequence[Span]]) -> None:
-        """Give what each peer has at its spans of ``row`` to all of them. Collective over the peers."""
+        """All-gather ``row``: send the spans that each peer owns to all peers. Collective over the peers."""
         if self.codec is None or self.peers.size == 1:
             own = [row[s.start : s.stop] for s in spans[self.peers.rank]]
             gather_spans(self.peers, own, row, spans, self.scratch, self.elements)

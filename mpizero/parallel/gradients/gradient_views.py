@@ -1,4 +1,4 @@
-"""View flat gradient buffers by name, and add up the micro-batches of a grain in them."""
+"""Make named views of flat gradient buffers, and add up the micro-batches of a grain in such buffers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mpizero.types import Array
 
 
 class GradientViews:
-    """Name the parts of gradient buffers; frozen parameters get scratch memory whose values nobody reads."""
+    """Make named views of gradient buffers; those of frozen parameters are views of memory that nobody reads."""
 
     def __init__(self, layout: FlatLayout, memory: Allocator, dtype: Any) -> None:
         self.scratch = memory.private("buffers", layout.largest_frozen, dtype)
 
     def unit(self, unit: Unit, buffer: Array) -> dict[str, Any]:
-        """Return nested views, by block, of a buffer that holds the gradient space of ``unit``."""
+        """Return nested views of the gradients in ``buffer``, by block and parameter; it holds those of ``unit``."""
         result = {}
         for block in unit.blocks:
             entries = [entry for entry in unit.entries if entry.block == block]
@@ -37,14 +37,14 @@ def _united(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 class MicroBatchSum:
-    """Add the micro-batches of a grain in order, in one buffer besides the target, made when it is first needed."""
+    """Add the gradients of a grain's micro-batches in order, in a buffer that is allocated when first needed."""
 
     def __init__(self, memory: Allocator, size: int, dtype: Any, accumulate: int) -> None:
         self.memory, self.size, self.dtype = memory, size if accumulate > 1 else 0, dtype
         self.partial: Array = np.empty(0, dtype)
 
     def add(self, target: Array, base: int, number: int) -> None:
-        """Add micro-batch ``number``, whose gradient stands in ``target``, to the running sum."""
+        """Add the gradient of micro-batch ``number``, which is in ``target``, to the running sum at ``base``."""
         if not self.size:
             return
         if not self.partial.size:
@@ -56,6 +56,6 @@ class MicroBatchSum:
             partial += target
 
     def finish(self, target: Array, base: int) -> None:
-        """Write the sum to ``target``."""
+        """Copy the sum at ``base`` to ``target``."""
         if self.partial.size:
             target[:] = self.partial[base : base + target.size]

@@ -1,11 +1,12 @@
-"""Overlap the reduction of gradients between nodes with the backward pass that still computes them (DDP).
+"""Reduce gradients between nodes while the backward pass still computes others (DDP).
 
-[Note: buckets of rows] The row space is cut into buckets from its end: blocks come to the end of their backward pass
-from the last to the first. As soon as every block that reaches into a bucket has ended on this rank, and a barrier says
-the same of its node, the bucket's partial sums are exchanged. The peers share each bucket evenly: were it summed by the
-rank whose share of the flat order it is in, as at the end of a step, all others would send to that one at a time. Then
-each brings its part to all peers, straight to its place in their first rows. One exchange is in flight at a time, and
-any number of gathers, which take no buffers. Every element is summed by its tree, on whichever rank.
+[Note: buckets of rows] A row is one copy of the whole gradient vector. It is cut into buckets from its end, because the
+backward pass goes from the last block to the first. A bucket's partial sums are exchanged as soon as every block in it
+has finished its backward pass on all ranks of the node; a barrier tells that. Each peer sums an equal part of the
+bucket. (A reduction at the end of a step uses the owners of the flat order instead. All elements of one bucket may have
+the same owner, and all other ranks would send to that one.) Then each peer sends its part of the sums to all peers, into
+their first rows. One exchange is in flight at a time, and any number of all-gathers, which need no buffers. Every
+element is added in the order of the tree, so it does not matter which rank adds it.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from mpizero.types import Array
 
 
 class Bucket(NamedTuple):
-    """Describe the part of the row space that travels at once.
+    """Describe a range of the gradient vector that is exchanged at once.
 
     Attributes
     ----------
     start : int
-        Nothing before this place of the row space belongs to it.
+        First element of the bucket in the row.
     parts : tuple of tuple of Span
-        What each peer sums of it; each has as many spans, of which some may be empty.
+        The ranges that each peer sums. All peers have equally many ranges; some may be empty.
     """
 
     start: int
@@ -41,16 +42,16 @@ class Bucket(NamedTuple):
 def cut_buckets(
     spans: Sequence[Sequence[Span]], size: int, counts: Sequence[int], elements: int | None
 ) -> list[Bucket]:
-    """Cut a row space of ``size`` elements into buckets, the last places first. Not collective.
+    """Cut a row of ``size`` elements into buckets, from its end to its start. Not collective.
 
     Parameters
     ----------
     spans : sequence over peers of sequences of Span
-        The ranges of the row space that belong to the peers together.
+        The ranges of the row that each peer owns.
     size : int
         Elements of a row.
     counts : sequence of int
-        Partial sums of each group.
+        Number of partial sums that each peer's node sends.
     elements : int or None
         Elements in flight at once; None is the default of the exchange.
     """
@@ -66,7 +67,7 @@ def cut_buckets(
 
 
 def _shared_evenly(spans: Sequence[Span], peers: int) -> tuple[tuple[Span, ...], ...]:
-    """Cut the concatenation of ``spans`` by the shard rule; each part has a place for each of them."""
+    """Cut the concatenation of ``spans`` by the shard rule: for each peer, return its range of every span."""
     total, parts = sum(span.size for span in spans), []
     for shard in Partition(total, peers):
         own = Span(shard.start, shard.stop)
@@ -80,20 +81,20 @@ def _shared_evenly(spans: Sequence[Span], peers: int) -> tuple[tuple[Span, ...],
 
 
 class OverlappedReduction:
-    """Sum one step's rows over the groups of ranks, bucket by bucket as blocks end.
+    """Sum one step's rows over the peers, bucket by bucket, as blocks end their backward pass.
 
     Parameters
     ----------
     store : ParameterStore
-        The parameters: where their gradients stand in a row, the memory of the node, and the timeline.
+        The parameters: where their gradients are in a row, the memory of the node, and the timeline.
     exchange : GradientExchange
-        Without compression.
+        Sends partial sums; without compression.
     spans : sequence over peers of sequences of Span
-        The ranges of the row space that belong to the peers together.
+        The ranges of the row that each peer owns.
     plan : RowsPlan
-        What each group adds up, and what is added of all groups.
+        Which rows each node adds up, and how the sums of all nodes are added.
     rows : (2-D array, 1-D array)
-        The window of the group, and this rank's first row, which takes the sums over all of ``spans``.
+        The shared window with all rows of the node, and this rank's first row, to which the sums are written.
     """
 
     def __init__(
@@ -122,20 +123,21 @@ class OverlappedReduction:
 
     @property
     def in_flight(self) -> int:
-        """Exchanges and gathers that are not known to have ended. Not collective."""
+        """Number of exchanges and all-gathers that may still be in flight. Not collective."""
         return (self._exchanging is not None) + len(self._gatherings)
 
     def ended(self, blocks: Sequence[str], fold: Callable[[int, int], None]) -> None:
-        """Fold what is final of the row now that ``blocks`` have ended, and begin the buckets inside.
+        """Take note that ``blocks`` have ended: fold the complete part of the row, and exchange the complete buckets.
 
-        Collective over the data group, when all ranks have come to the same place.
+        Collective over the data group; every rank calls it for the same blocks in the same order.
 
         Parameters
         ----------
         blocks : sequence of str
-            Their gradients are written; they may have been named before.
+            Blocks whose gradients are written. A block may be named more than once.
         fold : callable
-            Called with the first place of the row space that is final now, and the place after the last.
+            Called with the range of the row that is newly complete (start, stop). It adds the gradients there to those
+            of earlier grains.
         """
         for block in blocks:
             self._ends.pop(block, None)
@@ -147,13 +149,13 @@ class OverlappedReduction:
             self._begin(self._buckets.pop())
 
     def poll(self) -> None:
-        """Let messages move on. Not collective."""
+        """Make messages in flight progress. Not collective."""
         if self._exchanging is not None:
             self._exchanging[1].test()
         self._gatherings[:] = [gathering for gathering in self._gatherings if not gathering.test()]
 
     def finish(self) -> None:
-        """Begin the rest and wait for all: :attr:`total` then has the sums. Collective over the data group."""
+        """Exchange the remaining buckets, and wait until :attr:`total` has all sums. Collective over the data group."""
         self._final = 0
         while self._buckets:
             self._begin(self._buckets.pop())
@@ -175,7 +177,7 @@ class OverlappedReduction:
         self._timeline.end("reduction", "bucket", begun)
 
     def _arrive(self) -> None:
-        """Wait for the exchange in flight, add up what has come, and begin to give it to all peers."""
+        """Wait for the exchange in flight, add up the partial sums, and begin to send the result to all peers."""
         if self._exchanging is None:
             return
         (bucket, arriving), self._exchanging = self._exchanging, None

@@ -1,7 +1,7 @@
-"""Define what the engine asks of gradients: jobs that write them, and their exact sum over the data ranks.
+"""Define the interface between the engine and gradient buffers: jobs that write gradients, and their exact sum.
 
-Two classes implement it. :class:`~mpizero.parallel.gradients.row_buffer.RowBuffer` keeps whole gradients of contiguous
-grains in rows (DDP, ZeRO-1, and every strategy whose gradients stay local for a while).
+Two classes implement it. :class:`~mpizero.parallel.gradients.row_buffer.RowBuffer` keeps gradients in rows: a row is
+one copy of the whole gradient vector (DDP, ZeRO-1, and every strategy while gradients stay local).
 :class:`~mpizero.parallel.gradients.wave_buffer.WaveBuffer` keeps the gradients of one unit, and sums them into shards
 as soon as the unit's backward pass ends (ZeRO-2 and 3). Both sum by the same tree, so the bits are the same.
 """
@@ -17,23 +17,23 @@ from mpizero.types import Array
 
 
 class Job(NamedTuple):
-    """Describe one micro-batch that a rank takes part in; the jobs of a step are done in order, unit by unit.
+    """Describe one micro-batch that a rank computes, or whose collectives it joins; jobs are done in order.
 
     Attributes
     ----------
     grain : Grain or None
-        The samples; None where the rank has nothing to compute but others need it in their collectives.
+        The samples; None if the rank computes nothing but must join the collectives of the others.
     number : int
-        Which of the grain's micro-batches.
+        Number of the micro-batch in its grain.
     target : callable
         Returns the views that a unit's gradients are written to.
     done : callable
-        Called when they are written; collective over the data group where gradients are sharded.
+        Called when a unit's gradients are written; collective over the data group if gradients are sharded.
     flat : callable
         Returns all gradients of a unit as one array, when they are written.
     ended : callable or None
-        Called with every block whose gradients are complete, before ``done`` of its unit, if that is of use; collective
-        over the data group then, as ``done`` is.
+        Called with every block whose gradients are complete, before ``done`` of its unit; collective over the data
+        group, as ``done`` then is. None: the buffer does not need it.
     """
 
     grain: Grain | None
@@ -45,16 +45,16 @@ class Job(NamedTuple):
 
 
 class SumOperands(NamedTuple):
-    """Hold what a fused update sums by itself.
+    """Hold the arrays from which a fused update sums the gradients by itself.
 
     Attributes
     ----------
     rows : 2-D array
-        The partial sums, in the space in which the updater's pieces know their gradients.
+        The partial sums; the offsets in the updater's pieces refer to one of its rows.
     program : int32 array
-        The tree that sums them.
+        The tree program that sums the rows.
     out : 1-D array
-        One of the rows, which takes the directions of an optimizer that needs norms.
+        One of the rows, to which an optimizer that needs norms (LAMB) writes its update directions.
     """
 
     rows: Array
@@ -70,31 +70,31 @@ class GradientReducer(Protocol):
 
     @property
     def largest(self) -> int:
-        """The most elements that could travel at once, between groups of ranks; 0 where nothing does."""
+        """The most elements that could be in flight between peers at once; 0 if there is only one peer."""
 
     def owners(self, count: int) -> list[int]:
         """Return the rank of ``grid.batch`` that computes each of ``count`` grains. Not collective."""
 
     def reserve(self, count: int) -> None:
-        """Take the memory that a batch of ``count`` grains needs. Collective over all ranks."""
+        """Allocate the memory that a batch of ``count`` grains needs. Collective over all ranks."""
 
     def jobs(self, batch: GlobalBatch, *, summed: bool) -> list[Job]:
-        """Return this rank's micro-batches of a step. Collective over all ranks where their number is a new one.
+        """Return this rank's jobs in a step. Collective over all ranks if the number of grains is a new one.
 
-        ``summed`` tells that :meth:`sum` or :meth:`operands` follows, so that the reduction may begin meanwhile.
+        ``summed`` says that :meth:`sum` or :meth:`operands` follows, so that the reduction may begin meanwhile.
         """
 
     def poll(self) -> None:
-        """Let sums in flight move on. Not collective."""
+        """Make sums in flight progress. Not collective."""
 
     def finish(self) -> None:
         """Wait for the sums that jobs have begun. Collective over the data group."""
 
     def operands(self) -> SumOperands:
-        """Return what a fused update sums, where nothing has to travel before it. Collective over the data group."""
+        """Return what a fused update sums; only if nothing has to be sent before. Collective over the data group."""
 
     def sum(self, divisor: Array) -> Array:
-        """Sum the ranges that this rank owns, divide, and return where they stand. Collective over the data group."""
+        """Sum the ranges that this rank owns, divide, and return their array. Collective over the data group."""
 
     def replicate(self) -> None:
-        """Give the sums to all peers, where they keep the whole optimizer state. Collective over the data group."""
+        """Send the sums to all peers, if they keep the whole optimizer state. Collective over the data group."""

@@ -1,4 +1,7 @@
-"""Keep whole gradients of contiguous grains in rows, and sum them at the end of a step or during it (DDP, ZeRO-1)."""
+"""Keep gradients in rows, copies of the whole gradient vector, and sum the rows of all ranks (DDP, ZeRO-1).
+
+A rank computes contiguous grains. Rows are summed at the end of a step, or during its backward pass.
+"""
 
 from __future__ import annotations
 
@@ -25,27 +28,29 @@ from mpizero.types import Array
 
 
 class RowBuffer:
-    """Add up the gradients of this rank's grains in rows of the whole gradient, in a window that its node shares.
+    """Add up the gradients of this rank's grains in rows: a row is one copy of the whole gradient vector.
 
-    Implements :class:`~mpizero.parallel.gradients.reducer.GradientReducer`. The sum stands in this rank's first row, or
-    in ``shard``.
+    Implements :class:`~mpizero.parallel.gradients.reducer.GradientReducer`. A node has its rows in one shared window.
+    The sum over all ranks is written to this rank's first row, or to ``shard``.
 
     Parameters
     ----------
     store : ParameterStore
         The parameters: layout, ranks, memory, timeline.
     allocator : Allocator
-        Where rows come from: the store's memory, or a GPU's.
+        Allocates rows: in host memory, or on a GPU.
     views : GradientViews
-        Names of the gradients.
+        Makes named views of gradients.
     exchange : GradientExchange
-        Delivers partial sums to their owners.
+        Sends partial sums to their owners.
     accumulate : int
         Micro-batches of a grain.
     by_block : bool
-        Whether every block tells when its gradients are complete, so that the sum may overlap with the backward pass.
+        Whether every block reports when its gradients are complete, so that the sum may overlap with the backward
+        pass.
     shard : callable, optional
-        Returns the array that takes the sums of this rank's ranges, one after the other, in place of its first row.
+        Returns the array to which the sums of this rank's ranges are written, concatenated. None: they are written to
+        its first row.
     """
 
     waves = False
@@ -84,7 +89,7 @@ class RowBuffer:
 
     @property
     def largest(self) -> int:
-        """The most elements that could travel at once: a row, or with an owner of each range what all peers send it."""
+        """The most elements in flight at once: a row if the sum overlaps, else the largest share times the peers."""
         sizes = [sum(span.size for span in ranges) for ranges in self._ranges]
         if len(sizes) == 1:
             return 0
@@ -106,10 +111,10 @@ class RowBuffer:
     # ------------------------------------------------------------------ micro-batches
 
     def jobs(self, batch: GlobalBatch, *, summed: bool) -> list[Job]:
-        """Return this rank's micro-batches, whose gradients are added up as they come.
+        """Return this rank's jobs, which add up the gradients of its micro-batches.
 
-        Collective over all ranks where the number of grains is a new one. If the rows are ``summed`` next, that begins
-        as the last job goes on, where it may: [Note: buckets of rows].
+        Collective over all ranks if the number of grains is a new one. If the rows are ``summed`` next, the sum may
+        begin during the last job: see [Note: buckets of rows] in ``parallel/gradients/overlap.py``.
         """
         self.finish()  # of a step that an error has broken off on all ranks
         self._plan, self.overlapped = None, None
@@ -135,24 +140,27 @@ class RowBuffer:
         return jobs + [absent] * (self.rounds(batch.count) - len(jobs))
 
     def rounds(self, count: int) -> int:
-        """Return how many micro-batches of ``count`` grains every rank must take part in; 0 where nothing is gathered.
+        """Return how many micro-batches of ``count`` grains every rank must join; 0 if parameters are not sharded.
 
         Not collective.
         """
         return -(-count // self.grid.data.size) * self.accumulate if self.store.sharded else 0
 
     def poll(self) -> None:
-        """Let sums in flight move on. Not collective."""
+        """Make sums in flight progress. Not collective."""
         if self.overlapped is not None:
             self.overlapped.poll()
 
     def finish(self) -> None:
-        """Wait for the sums that jobs have begun. Collective over the data group where they were to be."""
+        """Finish the sums that overlap with the backward pass. Collective over the data group if there are any."""
         if self.overlapped is not None:
             self.overlapped.finish()
 
     def _done(self, row: int, number: int, additions: Sequence[tuple[int, int]] | None, unit: Unit) -> None:
-        """Fold one unit's part of a row; ``additions`` come with the last micro-batch of a grain."""
+        """Add one unit's gradients of a micro-batch; after a grain's last one, also add rows to each other.
+
+        ``additions`` are pairs (target row, source row); None before the last micro-batch of a grain.
+        """
         base = self.layout.gradient_bases[unit.index]
         self._fold(row, number, additions, base, base + unit.gradients)
 
@@ -178,14 +186,14 @@ class RowBuffer:
     # ------------------------------------------------------------------ sums
 
     def operands(self) -> SumOperands:
-        """Return the rows of all ranks, of which this rank sums its ranges. Collective over the node."""
+        """Return the rows of all ranks of the node, from which a fused update sums. Collective over the node."""
         self._meet()
         return SumOperands(self.window, program_array(self._current().root), self.row(0))
 
     def sum(self, divisor: Array) -> Array:
         """Sum this rank's ranges and divide by ``divisor``. Collective over the data group.
 
-        What has been summed during the backward pass stands in the first row, for all peers, and is only divided.
+        If the rows were summed during the backward pass, the sums of all peers are in the first row and are divided.
         """
         if self.overlapped is not None:
             for span in (span for spans in self._ranges for span in spans):
@@ -201,12 +209,12 @@ class RowBuffer:
         return result
 
     def replicate(self) -> None:
-        """Give the sums to all peers if they need them and have none yet. Collective over the data group."""
+        """Send the sums to all peers if they need them and do not have them yet. Collective over the data group."""
         if self.exchange.replicated and self.overlapped is None:
             self.exchange.replicate(self.row(0), self._ranges)
 
     def local_sum(self) -> Array:
-        """Return the sum of this rank's grains as a new array: their nodes added in order. Not collective."""
+        """Return the sum of this rank's grains as a new array. Not collective."""
         held = [row for _, row in self._current().folds[self.grid.place].held]
         total = np.zeros(self.layout.gradient_size, self.dtype)
         for number, row in enumerate(held):
@@ -214,12 +222,12 @@ class RowBuffer:
         return total
 
     def _meet(self) -> None:
-        """Return when the rows of all ranks of the node are complete. Collective over the node."""
+        """Wait until the rows of all ranks of the node are complete. Collective over the node."""
         with self.store.timeline.span("reduction", "rows"):
             self.store.memory.barrier("rows")
 
     def _pieces(self) -> tuple[Iterator[Piece], Array]:
-        """Return an iterator over what this rank has to sum, and the program that sums it. Collective."""
+        """Exchange rows: return an iterator over the pieces that this rank sums, and the tree program. Collective."""
         plan, residuals = self._current(), self.exchange.residuals()
         rows = RowsToSum(self.window, self._ranges, plan.group_programs, "gradients", residuals)
         return self.exchange.pieces(rows), program_array(plan.root)
@@ -230,7 +238,7 @@ class RowBuffer:
         return self._plan
 
     def _planned(self, count: int) -> RowsPlan:
-        """Return the plan for ``count`` grains."""
+        """Return the plan of how the gradients of ``count`` grains are added."""
         if count not in self._plans:
             self._plans[count] = rows_plan(contiguous_shares(self.grid, count), self.grid.group_sizes, count)
         return self._plans[count]
@@ -238,7 +246,7 @@ class RowBuffer:
     # ------------------------------------------------------------------ memory
 
     def reserve(self, count: int) -> None:
-        """Take the memory of a batch of ``count`` grains. Collective over all ranks where that is a new number."""
+        """Allocate the rows for a batch of ``count`` grains. Collective over all ranks if that number is a new one."""
         needed = self._planned(count).rows * self.grid.node.size
         if count not in self._reserved:  # some data groups may have room for it that others have to make
             reserved, self._reserved = self._reserved, set()  # where this fails, earlier rows may be gone
@@ -258,7 +266,7 @@ class RowBuffer:
 
 
 def _nothing(unit: Unit) -> None:
-    """Rows need nothing when a unit's backward ends."""
+    """Do nothing: an absent grain has no gradients to add."""
 
 
 def _no_target(unit: Unit) -> Any:

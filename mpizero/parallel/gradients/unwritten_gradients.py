@@ -1,9 +1,10 @@
-"""Find layers that leave a part of their gradients unwritten, or add to what stood there before.
+"""Find layers that leave a part of their gradients unwritten, or add to the old values instead of overwriting them.
 
-[Note: marks] Gradients are written into memory that is used again and again: what a layer leaves out there is of
-another step. So the first step of a model begins with one fixed NaN in every element, of bits that no arithmetic makes
-by itself, and looks for these bits when a block's backward has ended. Adding to such a NaN gives it again. A NaN of
-other bits was computed. Later steps pay nothing; ``MPIZERO_DEBUG=gradients`` looks at every step.
+[Note: marks] Gradients are written into memory that every step uses again. An element that a layer does not write keeps
+the value of an earlier step. Therefore, in the first step of a model, every element is first set to one fixed NaN, the
+mark. Its bits never result from arithmetic on other numbers. When a block's backward pass has ended, the check looks
+for these bits. Adding to the mark gives the mark again, so the check also finds layers that add. A NaN with other bits
+was computed. Later steps are not checked, unless ``MPIZERO_DEBUG=gradients`` is set.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from mpizero.nn.layer import Layer
 from mpizero.parallel.parameters.store import flat_names
 from mpizero.parallel.return_checks import named
 
-#: By bytes of an element: the integer type that shows its bits, and those of a quiet NaN with an arbitrary payload.
+#: By bytes of an element: the unsigned integer type of that size, and the mark, a quiet NaN with an arbitrary payload.
 _MARKS: dict[int, tuple[Any, int]] = {4: (np.uint32, 0x7FCA5C3E), 8: (np.uint64, 0x7FFA5C3E9B71D42F)}
 
 
 class GradientDict(dict[str, Any]):
-    """Hold views that gradients are written to, by name and nested; no name can be bound to another array."""
+    """Hold nested views that gradients are written to, by name; assigning another array to a name is an error."""
 
     __slots__ = ()
 
@@ -34,7 +35,7 @@ class GradientDict(dict[str, Any]):
         super().__init__({name: GradientDict(v) if isinstance(v, Mapping) else v for name, v in views.items()})
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Refuse another array; ``grads[name] += ...`` gives the same one back."""
+        """Raise ``LayoutError`` for another array; ``grads[name] += ...`` assigns the same array, which is allowed."""
         if name not in self:
             raise LayoutError(f"this layer has no parameter {name!r}{nearest(name, self)}: it has {sorted(self)}")
         if value is not self[name]:
@@ -44,26 +45,26 @@ class GradientDict(dict[str, Any]):
             )
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse other arrays."""
+        """Raise ``LayoutError`` for other arrays."""
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy as a plain dictionary."""
+        """Pickle and copy as a plain dictionary."""
         return dict, (dict(self),)
 
 
 class WriteCheck:
-    """Mark gradients before layers write them, and look for what is left: see [Note: marks].
+    """Mark gradients before layers write them, and look for marks that are left: see [Note: marks].
 
     Parameters
     ----------
     layers : mapping of str to layer
-        The blocks.
+        The blocks of this rank's part of the model, by name.
     frozen : frozenset of str
         Global names of parameters whose gradients nobody reads.
     always : bool
-        Whether to look at every step, not only at the first one in which this rank computes.
+        Whether to check every step, not only the first one in which this rank computes.
     """
 
     def __init__(self, layers: Mapping[str, Any], frozen: frozenset[str], *, always: bool) -> None:
@@ -72,7 +73,7 @@ class WriteCheck:
         self._looked = self._found = False
 
     def mark(self, views: Mapping[str, Any]) -> None:
-        """Mark a unit's gradients, given by block. Not collective."""
+        """Write the mark to all elements of a unit's gradients, given by block. Not collective."""
         for block, tree in views.items():
             for _, view in self._trained(block, tree):
                 bits, mark = _MARKS[view.dtype.itemsize]
@@ -80,7 +81,7 @@ class WriteCheck:
         self._looked = True
 
     def missed(self, block: str, views: Any) -> LayoutError | None:
-        """Return what to say of a block that has left marks; None if it has not. Not collective."""
+        """Return the error about a block that has left marks; None if there are none. Not collective."""
         for name, view in self._trained(block, views):
             host = to_host(view)
             bits, mark = _MARKS[host.dtype.itemsize]
@@ -90,7 +91,7 @@ class WriteCheck:
         return None
 
     def end(self, *, failed: bool) -> None:
-        """End a step: unless something was found, or ``failed``, the next one is not looked at. Not collective."""
+        """End a step; if it was checked, did not fail and left no marks, stop checking. Not collective."""
         if self._looked and not (self._found or failed):
             self.on = self.always
         self._looked = self._found = False
@@ -124,7 +125,7 @@ def _owner(layer: Any, name: str) -> tuple[Any, str]:
 
 
 def _method(layer: Any) -> str:
-    """Name the method that writes a layer's gradients, with its place in the source."""
+    """Return the name of the method that writes a layer's gradients, with its file and line."""
     for kind in type(layer).__mro__:
         for method in ("backward_weights", "backward"):
             if method not in vars(kind):

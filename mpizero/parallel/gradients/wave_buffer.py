@@ -1,4 +1,4 @@
-"""Sum the gradients of one unit at a time, wave by wave, into the shards of their owners (ZeRO-2 and 3)."""
+"""Sum the gradients of one unit at a time, in each wave of grains, into the shards of their owners (ZeRO-2 and 3)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mpizero.types import Array
 
 
 class _InFlight(NamedTuple):
-    """Hold partial sums in flight: where their ranges begin in the shard, and how they are added to it."""
+    """Hold partial sums in flight, their start in this rank's shard, and the programs that add them to its stack."""
 
     arriving: Arriving
     base: int
@@ -34,18 +34,20 @@ class _InFlight(NamedTuple):
 
 
 class WaveBuffer:
-    """Keep the gradients of a unit in one of two slots, and the sums of this rank's shard in rows of a stack.
+    """Keep the gradients of the current unit in a slot, and the sums of this rank's shard in a stack.
 
-    Implements :class:`~mpizero.parallel.gradients.reducer.GradientReducer`.
+    Implements :class:`~mpizero.parallel.gradients.reducer.GradientReducer`. A node of several ranks has two slots: one is
+    filled while the other is summed. The stack has a few rows as long as the shard. They hold the nodes of the tree
+    that are not added up yet.
 
     Parameters
     ----------
     store : ParameterStore
         The parameters: layout, ranks, memory, timeline.
     views : GradientViews
-        Names of the gradients.
+        Makes named views of gradients.
     exchange : GradientExchange
-        Delivers partial sums to their owners.
+        Sends partial sums to their owners.
     accumulate : int
         Micro-batches of a grain.
     """
@@ -76,7 +78,7 @@ class WaveBuffer:
 
     @property
     def largest(self) -> int:
-        """The most elements that could travel at once: a unit's gradients of all peers."""
+        """The most elements that could be in flight at once: the largest share of a unit times the number of peers."""
         peers = len(self.shares)
         sizes = [sum(span.size for span in spans) for share in self.shares for spans in share.gradient_spans]
         return peers * max(sizes, default=0) if peers > 1 else 0
@@ -89,7 +91,10 @@ class WaveBuffer:
         """Do nothing: the memory that ranks share is the same for every batch. Not collective."""
 
     def jobs(self, batch: GlobalBatch, *, summed: bool) -> list[Job]:
-        """Return the micro-batches of all waves. Collective over the data group, as the jobs are."""
+        """Return the jobs of all waves, empty ones for waves in which this rank has no grain.
+
+        Collective over the data group, as the jobs are.
+        """
         self.finish()  # of a step that an error has broken off on all ranks
         if batch.count not in self._plans:
             self._plans[batch.count] = wave_plan(batch.count, self.grid.group_sizes)
@@ -115,7 +120,7 @@ class WaveBuffer:
         return self._in_flight is not None
 
     def poll(self) -> None:
-        """Let sums in flight move on. Not collective."""
+        """Make sums in flight progress. Not collective."""
         if self._in_flight is not None:
             self._in_flight.arriving.test()
 
@@ -140,14 +145,14 @@ class WaveBuffer:
         """Do nothing: optimizer state is sharded with the gradients. Not collective."""
 
     def first_row(self) -> Array:
-        """Return the row that takes sums of this rank's shard from elsewhere: of gradients that stayed local."""
+        """Return the first row of the stack, to which the row buffer writes the sums of gradients that stayed local."""
         row: Array = self.stack[0]
         return row
 
     # ------------------------------------------------------------------ a unit
 
     def _current(self, unit: Unit) -> Array:
-        """Return this rank's slot for the gradients of the unit that is computed now."""
+        """Return this rank's part of the current slot, for the gradients of ``unit``."""
         place: Array = self.slots[self._next][self.grid.node.rank][: unit.gradients]
         return place
 
@@ -171,9 +176,9 @@ class WaveBuffer:
     def _reduce(self, unit: Unit, wave: Wave) -> None:
         """Sum one unit's gradients of this wave into the stacks of its owners. Collective over the data group.
 
-        [Note: sums in flight] Between groups of ranks the last segment of a unit's exchange stays in flight while the
-        next unit computes. It is waited for, and added to the stack, before anything else of this buffer: so one
-        segment is in flight at a time, in the order of units and waves.
+        [Note: sums in flight] With several peers, the last segment of a unit's exchange stays in flight while the next
+        unit is computed. Before this buffer begins the next exchange, it waits for that segment and adds it to the
+        stack. So one segment is in flight at a time, in the order of units and waves.
         """
         self.finish()
         self.memory.barrier("unit gradients")
