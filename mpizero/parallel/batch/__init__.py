@@ -1,1 +1,1 @@
-"""The global batch: bring samples to the ranks that compute them, and agree on the scalars of a step."""
+"""Send the samples of a global batch to the ranks that compute them, and agree on losses and weights."""

@@ -1,4 +1,4 @@
-"""Assign the grains of a global batch to ranks: contiguously, or one after the other in waves."""
+"""Assign the grains of a global batch to ranks: a contiguous run each, or in waves of one grain each."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from mpizero.layout.nodes import NodeOrder
 
 
 def contiguous_owners(grid: NodeOrder, count: int) -> list[int]:
-    """Return the rank of ``grid.batch`` that computes each of ``count`` grains: contiguous, node after node.
+    """Return the rank of ``grid.batch`` that computes each of ``count`` grains, in contiguous runs, node after node.
 
-    The ranks of a context group compute a grain together, each its places of the sequence.
+    The ranks of a context group compute a grain together; each computes its places of the sequence.
     """
     owner = [0] * count
     for position, rank in enumerate(_batch_order(grid)):
@@ -19,9 +19,10 @@ def contiguous_owners(grid: NodeOrder, count: int) -> list[int]:
 
 
 def contiguous_shares(grid: NodeOrder, count: int) -> list[range]:
-    """Return the grains of each place of ``grid.data``, as :func:`contiguous_owners` assigns them.
+    """Return the grains of each data rank, in the order of nodes, as :func:`contiguous_owners` assigns them.
 
-    With contexts, ``count`` counts the parts of all grains; a part's number is :func:`grain_part_number`.
+    In context groups each rank's part of a grain counts as a grain. ``count`` is then the number of all parts, and
+    :func:`grain_part_number` is the number of a part.
     """
     contexts, whole = grid.context.size, count // grid.context.size
     shares = []
@@ -33,7 +34,7 @@ def contiguous_shares(grid: NodeOrder, count: int) -> list[range]:
 
 
 def wave_owners(grid: NodeOrder, count: int) -> list[int]:
-    """Return the rank of ``grid.batch`` that computes each of ``count`` grains, one after the other, in waves."""
+    """Return the rank of ``grid.batch`` that computes each of ``count`` grains in waves: one grain a rank in each."""
     order = _batch_order(grid)
     return [order[grain % len(order)] for grain in range(count)]
 
@@ -45,6 +46,7 @@ def _batch_order(grid: NodeOrder) -> tuple[int, ...]:
 def grain_part_number(grain: int, count: int, context: int, contexts: int, *, waves: bool) -> int:
     """Return the number of the part of one of ``count`` grains that one rank of a context group computes.
 
-    In waves the parts of a grain are neighbours, so that one wave has them; otherwise the parts of one rank are.
+    In waves the parts of one grain have successive numbers, so that they are in the same wave. Otherwise the parts of
+    one rank have successive numbers.
     """
     return grain * contexts + context if waves else context * count + grain

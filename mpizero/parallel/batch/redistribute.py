@@ -1,4 +1,4 @@
-"""Bring the samples of a global batch to the ranks that compute their grains."""
+"""Send the samples of a global batch to the ranks that compute their grains."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from mpizero.validation import require, whole
 
 
 class Grain(NamedTuple):
-    """The samples of one grain: in micro-batches, each with the global index of its first sample.
+    """Hold the samples of one grain as micro-batches ``(x, y, global index of the first sample)``.
 
-    ``stop`` is the index after the last.
+    ``stop`` is the global index after the grain's last sample.
     """
 
     number: int
@@ -43,16 +43,16 @@ class Grain(NamedTuple):
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The grains of a global batch that one rank computes.
+    """Hold the grains of a global batch that one rank computes.
 
     Attributes
     ----------
     grains : dict of int to Grain
-        By index.
+        This rank's grains, by their number in the global batch.
     count : int
-        Grains of the whole batch.
+        Number of grains in the global batch.
     samples : int
-        Samples of the whole batch.
+        Number of samples in the global batch.
     """
 
     grains: dict[int, Grain]
@@ -61,7 +61,7 @@ class GlobalBatch:
 
 
 class Asked(NamedTuple):
-    """Describe what a call asks for besides its batch, the same on every rank."""
+    """Hold the arguments of a call besides its batch, which must be the same on every rank."""
 
     epoch: int = 0
     gather: bool = False
@@ -71,7 +71,7 @@ NOTHING_MORE = Asked()
 
 
 class _RankBatch:
-    """Hold this rank's part of a global batch; an error in it is raised when all ranks know."""
+    """Hold this rank's part of a global batch; an error in it is kept, and raised later on all ranks together."""
 
     def __init__(self, x: Any, y: Any, asked: Asked) -> None:
         self.asked, self.problem, self.count = asked, "", 1
@@ -85,7 +85,7 @@ class _RankBatch:
 
     @property
     def number(self) -> int:
-        """A number that differs between what cannot be joined."""
+        """A hash of the arguments and the batch's structure; ranks with different hashes cannot form a global batch."""
         text = f"{self.asked.epoch} {self.asked.gather} {self.tree.form or 'not cut'}"
         return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
 
@@ -94,7 +94,7 @@ class _RankBatch:
         return dict(zip(self.tree.paths, map(_digest, self.tree.leaves), strict=True))
 
     def digest(self) -> int:
-        """Return the checksums of x and y in one number. Not collective."""
+        """Return one number that combines the checksums of x and y. Not collective."""
         both = {"x": 0, "y": 0}
         for path, checksum in self.digests().items():
             both[path[0]] = crc32(checksum.to_bytes(4, "little"), both[path[0]])
@@ -106,18 +106,18 @@ def _digest(array: Array) -> int:
 
 
 def _meet(grid: ProcessGrid, own: _RankBatch) -> Array:
-    """Send the first message of a step: return the samples of every rank of the world.
+    """Exchange the first message of a step, check the batch, and return every rank's number of samples.
 
     Collective over all ranks.
 
     Raises
     ------
     CollectiveMismatch
-        On all ranks, if not all make a step on a batch.
+        On all ranks, if some ranks have called something other than a step on a batch.
     DataError
-        On all ranks, if the ranks of a replica have other samples, naming the first rank that differs from the first of
-        its replica; if a rank's arrays differ in length, or ranks differ in structure, type or shape, or there are no
-        samples, or those of a replica cannot be cut.
+        On all ranks, if the ranks of a replica have different samples, if the arrays of one rank differ in length, if
+        ranks differ in structure, type or shape, if there are no samples, or if a split model's batch cannot be cut
+        into samples.
     """
     replicas = grid.model.size > 1
     table = agree_on_call(grid.world, (own.count, own.number, own.digest() if replicas else 0))
@@ -133,7 +133,7 @@ def _meet(grid: ProcessGrid, own: _RankBatch) -> Array:
 
 
 def _check_replicas(grid: ProcessGrid, own: _RankBatch, digests: Array) -> None:
-    """Check that the ranks of each replica have the same samples. Collective over all ranks only where not."""
+    """Raise ``DataError`` if ranks of one replica have different samples. Collective over all ranks in that case."""
     for rank in range(grid.world.size):
         first = grid.axes.group(rank, GROUPS["model"])[0]
         if digests[rank] != digests[first]:
@@ -147,7 +147,7 @@ def _check_replicas(grid: ProcessGrid, own: _RankBatch, digests: Array) -> None:
 
 
 def _refuse(comm: Communicator, own: _RankBatch) -> NoReturn:
-    """Say which rank's batch is no batch, or how two differ. Collective over all ranks."""
+    """Raise ``DataError`` that says which rank's batch is invalid, or how two differ. Collective over all ranks."""
     tree = own.tree
     arrays = dict(zip(tree.paths, ((str(leaf.dtype), leaf.shape[1:]) for leaf in tree.leaves), strict=True))
     ranks = comm.allgather_object((own.problem, own.asked, tree.uncut, arrays, tree.form), "batch")
@@ -198,33 +198,34 @@ def redistribute(
     *,
     asked: Asked = NOTHING_MORE,
 ) -> GlobalBatch:
-    """Exchange samples so that every rank has those of its grains.
+    """Exchange samples, so that every rank gets the samples of its grains.
 
-    Collective over all ranks; the first message of a step. Rank r's samples follow rank r-1's in the global batch.
-    Nothing travels when every rank already has what it needs.
+    Collective over all ranks; this sends the first message of a step. Rank r's samples follow rank r-1's in the global
+    batch. No samples are sent if every rank already has those it needs.
 
     Parameters
     ----------
     grid : ProcessGrid
-        The ranks; samples go to those of its batch group.
+        The ranks; samples are exchanged in its batch group.
     x, y : array with samples on the first axis, a tree of such arrays, or any other object
-        A batch that cannot be cut is one grain of one sample on its rank, which rank 0 warns of.
+        The samples of this rank. An object that cannot be cut into samples counts as one grain of one sample; rank 0
+        warns about it.
     grain_size : callable
-        Samples of a grain, from the samples of the global batch.
+        Returns the samples in a grain, given the number of samples in the global batch.
     owners : callable
-        The rank that computes each grain, from the number of grains.
+        Returns the rank that computes each grain, given the number of grains.
     micro : int
-        Micro-batches of a full grain.
+        Micro-batches in a full grain.
     asked : Asked
-        What must be the same on all ranks besides.
+        Further arguments that must be the same on all ranks.
 
     Raises
     ------
     CollectiveMismatch
-        On all ranks, if not all make a step.
+        On all ranks, if some ranks have called something other than a step.
     DataError
-        On all ranks, if the batch is empty, or arrays differ in length, or ranks differ in structure, type or shape, or
-        the ranks of a replica have other samples, or those cannot be cut.
+        On all ranks, if the batch is empty, if the arrays of one rank differ in length, if ranks differ in structure,
+        type or shape, or if the ranks of a replica have different samples or samples that cannot be cut.
     """
     comm, own = grid.batch, _RankBatch(x, y, asked)
     counts = _meet(grid, own)[list(grid.axes.group(grid.world.rank, GROUPS["batch"]))].tolist()
@@ -241,7 +242,7 @@ def redistribute(
 
 
 def _warn(uncut: str) -> None:
-    """Say at the line of the user, once, that results depend on the number of ranks. Not collective."""
+    """Warn, with the line of the user's code, that results depend on the number of ranks. Not collective."""
     depth, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "mpizero":
         depth, frame = depth + 1, frame.f_back
@@ -254,10 +255,9 @@ def _warn(uncut: str) -> None:
 
 
 def in_contexts(batch: GlobalBatch, group: Group, *, waves: bool) -> GlobalBatch:
-    """Cut a batch's sequences over a context group: each rank's places of a grain count as a grain of their own.
+    """Cut the sequences of a batch over a context group: this rank keeps its places, which count as grains.
 
-    Not collective. With ``waves`` the parts of a grain are neighbours, so that one wave has them; otherwise the parts
-    of one rank are.
+    Not collective. :func:`grain_part_number` says how ``waves`` numbers these grains.
     """
     from mpizero.nn import cut_batch
 
@@ -277,7 +277,7 @@ def _transfer(grains: Grains, counts: tuple[int, ...], owners: tuple[int, ...], 
 
 
 class _Transfer:
-    """Plan which rank sends which samples to which, from integers that every rank knows."""
+    """Plan which samples each rank sends to which other rank, from integers that all ranks know."""
 
     def __init__(self, grains: Grains, counts: Sequence[int], owners: Sequence[int], rank: int) -> None:
         self.grains, self.rank = grains, rank
@@ -317,7 +317,7 @@ class _Transfer:
         return recv.reshape(sum(self.receives), *array.shape[1:])
 
     def cut(self, tree: SampleTree, accumulate: int) -> dict[int, Grain]:
-        """Cut this rank's samples into grains, and those into micro-batches, ``accumulate`` of a full one."""
+        """Cut this rank's samples into grains, and each full grain into ``accumulate`` micro-batches."""
         found, position = {}, 0
         for g in self.mine:
             parts = []

@@ -1,4 +1,4 @@
-"""Agree on loss, weight and finiteness of every grain, and on the learning rate, in one small message."""
+"""Agree on loss, weight and finiteness of every grain, and on the learning rate, with one small allgather."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from mpizero.parallel.parameters.store import flat_names
 from mpizero.parallel.step_report import NonFinite
 from mpizero.types import Array
 
-#: Marks of a rank, in the low bits of its first row's last word: a value was not finite; a grain raised.
-#: The bits above have its contract number, see comm/recording/registry.py's [Note: one sum].
+#: Flags of a rank in the message, in the low bits of the fourth number: a value was not finite; a grain raised.
+#: The bits above them hold the rank's mismatch term, see comm/recording/registry.py's [Note: one sum].
 _BAD, _FAILED = 1, 2
 _MARK_BITS = 2
 
-#: Grains that are not finite and are told of, at most.
+#: The most non-finite grains that are reported.
 MAX_TOLD = 16
 
 
-#: By bytes of an element: the least and the largest number of full precision.
+#: By bytes of an element: the smallest and the largest normal floating-point number.
 _LIMITS = {size: (float(np.finfo(f"f{size}").tiny), float(np.finfo(f"f{size}").max)) for size in (4, 8)}
 
 
 class Totals(NamedTuple):
-    """Hold sums over the global batch; ``problems`` are its grains that are not finite, the first one first."""
+    """Hold the loss and weight summed over the global batch; ``problems`` lists its non-finite grains in order."""
 
     loss: float
     weight: float
@@ -45,18 +45,18 @@ class Totals(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """The mean loss; NaN where the weight is infinite, since then it is nobody's."""
+        """The mean loss; NaN if the weight is infinite or NaN."""
         return self.loss / self.weight if math.isfinite(self.weight) else math.nan
 
     def divisor(self, scale: float, dtype: np.dtype[Any]) -> Array:
-        """Return what the summed gradient is divided by, of the gradient's type: the weight times the loss scale.
+        """Return the divisor of the summed gradient, in the gradient's type: the weight times the loss scale.
 
         Not collective; the same on every rank.
 
         Raises
         ------
         DataError
-            If that type cannot hold it: the gradient would become zero, or infinite.
+            If the type cannot hold the divisor: the gradient would become zero or infinite.
         """
         divisor, (least, most) = self.weight * scale, _LIMITS[dtype.itemsize]
         if not least <= divisor <= most and math.isfinite(self.weight):
@@ -70,9 +70,9 @@ class Totals(NamedTuple):
 
 
 class _Bad(NamedTuple):
-    """Describe what is not finite in a grain.
+    """Describe the first value of a grain that is not finite.
 
-    Smaller is earlier: loss, weight, gradients from the last block to the first.
+    Objects are ordered by when a value is computed: loss, weight, then gradients from the last block to the first.
     """
 
     kind: int
@@ -85,7 +85,7 @@ _NOTHING = _Bad(9, 0, "", "")
 
 
 def tree_total(values: Array) -> Array:
-    """Add the rows of a (leaves, n) array by the canonical tree over the leaves."""
+    """Add the rows of a (leaves, n) array in the order of the binary tree over their indices."""
     while len(values) > 1:
         pairs = values[: len(values) // 2 * 2]
         summed = pairs[0::2] + pairs[1::2]
@@ -95,7 +95,7 @@ def tree_total(values: Array) -> Array:
 
 
 def rates_differ(step: int, rates: Array) -> ConfigError:
-    """Return the error about learning rates, one a rank, that are not the same. Not collective."""
+    """Return the error for learning rates, one per rank, that are not all the same. Not collective."""
     return ConfigError(
         f"the learning rate of step {step} differs between ranks: {by_ranks([repr(float(rate)) for rate in rates])}; "
         "lr must be a function of the step alone, the same on every rank: not of time, random numbers or the rank"
@@ -103,19 +103,19 @@ def rates_differ(step: int, rates: Array) -> ConfigError:
 
 
 def everyone_of(grid: ProcessGrid) -> Communicator:
-    """Return a communicator of all ranks: the data group where that is all of them. Not collective."""
+    """Return a communicator of all ranks: the data group if it has all ranks, else the world. Not collective."""
     return grid.data if grid.data.size == grid.world.size else grid.world
 
 
 class GrainScalars:
-    """Collect what a rank knows of its grains, then agree.
+    """Collect losses, weights and failures of this rank's grains, then exchange them with all ranks.
 
     Parameters
     ----------
     grid : ProcessGrid
-        The ranks; all of the world agree, since each may hold another part of the model.
+        The ranks. All ranks of the world take part, since each may hold another part of the model.
     layout : FlatLayout
-        What this rank holds of it.
+        The parameters that this rank holds.
     blocks : sequence of str
         The blocks of the whole model, in order of use.
     """
@@ -128,7 +128,7 @@ class GrainScalars:
         self.samples = 0
         self.error: Exception | None = None
         self._late: Exception | None = None
-        #: Is shown the gradients of every micro-batch before anything is added: grain, micro-batch, block and views.
+        #: If set, called with every micro-batch's gradients before they are added: grain, micro-batch, block, views.
         self.watch: Callable[[int, int, str, Any], None] | None = None
         self.frozen = frozenset(e.spec.name for e in layout.entries if e.gradient < 0)
         self._mine: dict[int, list[float]] = {}
@@ -138,7 +138,7 @@ class GrainScalars:
         self._spans: dict[int, Any] = {}
 
     def begin(self, batch: GlobalBatch, step: int = 0) -> None:
-        """Start a new global batch, that of step number ``step``. Not collective."""
+        """Begin the global batch of step number ``step``: drop all earlier records. Not collective."""
         self.count, self.samples, self._step = batch.count, batch.samples, step
         self._per_rank = -(-batch.count // self.grid.data.size)
         self._mine, self._bad, self.error, self._late = {}, {}, None, None
@@ -154,7 +154,7 @@ class GrainScalars:
                 self._bad[grain] = _Bad(kind, 0, what, f"the {what} is not finite")
 
     def fail(self, error: Exception) -> None:
-        """Remember that this rank cannot go on; :meth:`agree` raises the first such on every rank. Not collective."""
+        """Record an error after which this rank computes no more; :meth:`agree` raises it everywhere. Not collective."""
         if isinstance(error, CollectiveError | PeerFailure):
             raise error  # nobody would come to an agreement
         if isinstance(error, MemoryError):
@@ -162,14 +162,15 @@ class GrainScalars:
         self.error = self.error if self.error is not None else error
 
     def fail_later(self, error: Exception) -> None:
-        """Remember an error with which this rank can go on, as ranks of its tensor group do. Not collective.
+        """Record an error after which this rank goes on computing. Not collective.
 
-        It is raised where the ranks agree, unless something else has failed.
+        The other ranks of its tensor group do not see the error and need this rank in their collectives. :meth:`agree`
+        raises it, unless this rank has recorded another error by :meth:`fail`.
         """
         self._late = self._late if self._late is not None else error
 
     def check(self, grain: int, block: str, views: Any) -> None:
-        """Remember the first gradient of a grain that is not finite. Not collective."""
+        """Record the first gradient of a grain that is not finite, if any. Not collective."""
         if grain in self._bad:
             return
         for name, view in flat_names(views):
@@ -179,22 +180,23 @@ class GrainScalars:
                 return
 
     def losses(self) -> dict[int, float]:
-        """Return the loss sums of this rank's grains of the last batch that count. Not collective."""
+        """Return the loss sums of this rank's grains in the last batch, by grain. Not collective."""
         return {grain: record[0] for grain, record in self._mine.items()}
 
     def agree(self, ask_rate: Callable[[], float] | None = None) -> Totals:
-        """Return the sums over all grains, if all ranks would use the same learning rate. Collective over all ranks.
+        """Exchange all records and return the sums over all grains. Collective over all ranks.
 
-        ``ask_rate`` returns that rate; what it raises is like what was given to :meth:`fail`.
+        It also compares the learning rates of the ranks. ``ask_rate`` returns the rate; an error that it raises is
+        recorded by :meth:`fail`.
 
         Raises
         ------
         ConfigError
-            If the rate is not the same, bit for bit, on all ranks; names ranks and values.
+            If the learning rate is not equal to the bit on all ranks. It names ranks and values.
         DataError
-            If the total weight is not above zero: there is nothing to average.
+            If the total weight is not above 0: then there is nothing to average.
         Exception
-            What a rank's own grains raised; on the other ranks a RemoteError that tells it.
+            The error that this rank has recorded; the other ranks raise a ``RemoteError`` that quotes it.
         """
         size, rate = self.everyone.size, self._asked(ask_rate)
         self.error, self._late = self.error if self.error is not None else self._late, None
@@ -226,18 +228,18 @@ class GrainScalars:
         return Totals(float(loss), float(weight), problems)
 
     def agree_on_rate(self, ask_rate: Callable[[], float]) -> None:
-        """Compare the learning rate of a step whose gradient was agreed on before, in the first message of that step.
+        """Compare the learning rates of an optimizer step that follows ``compute_gradients``, in its first message.
 
         Collective over all ranks.
 
         Raises
         ------
         CollectiveMismatch
-            If not all ranks make a step.
+            If some ranks have called something other than a step.
         ConfigError
             As :meth:`agree`.
         Exception
-            What was given to :meth:`fail` on one rank; on the other ranks a RemoteError that tells it.
+            The error given to :meth:`fail` on this rank; the other ranks raise a ``RemoteError`` that quotes it.
         """
         rate = np.array(self._asked(ask_rate), np.float64)
         told = agree_on_call(self.grid.world, (int(rate.view(np.int64)), self.error is not None))
@@ -264,7 +266,7 @@ class GrainScalars:
             raise rates_differ(self._step, rates)
 
     def _named(self) -> tuple[NonFinite, ...]:
-        """Return the grains that are not finite, each with what was so first. Collective over all ranks."""
+        """Return the non-finite grains of all ranks, each with its first such value. Collective over all ranks."""
         mine = sorted((self._spans[g][0], bad, self._told(g, bad)) for g, bad in self._bad.items())[:MAX_TOLD]
         everyone = self.everyone.allgather_object(mine, "not finite")
         found: dict[int, NonFinite] = {}
@@ -277,9 +279,9 @@ class GrainScalars:
         return NonFinite(self._step, self.everyone.rank, bad.tensor, first, stop, bad.message)
 
     def in_the_sum(self, tensor: str, parts: Sequence[Array], norm: float) -> NonFinite:
-        """Tell of finite gradients whose sum, or the squares of whose sum, are not; ``parts`` are this rank's own.
+        """Describe a summed gradient that is not finite, or whose squares overflow, although all its terms were finite.
 
-        Collective over all ranks.
+        Collective over all ranks. ``parts`` are this rank's elements of the averaged gradient of ``tensor``.
         """
         finite = all(np.isfinite(part).all() for part in parts)
         largest = max((float(np.abs(part).max()) for part in parts if part.size), default=-1.0) if finite else np.inf

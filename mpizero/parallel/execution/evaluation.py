@@ -14,7 +14,7 @@ from mpizero.types import Array
 
 
 def _are_scores(prediction: Any, targets: Array) -> bool:
-    """Tell whether predictions are one score a class, and targets numbers of classes."""
+    """Tell whether each prediction is a score per class and each target the number of a class."""
     if not isinstance(prediction, np.ndarray):
         return False
     return prediction.shape[:-1] == targets.shape and targets.dtype.kind in "iu"
@@ -32,18 +32,18 @@ def evaluate(
     runner : Runner
         Runs the model forward.
     scalars : GrainScalars
-        Takes losses, weights and failures.
+        Collects losses, weights and failures.
     rounds : int
-        Forward passes that every rank takes part in.
+        Number of forward passes that every rank must join.
     run_of : callable
-        Gives what a training pass would be told.
+        Returns the ``Run`` of a training pass over the same samples.
     scores : bool
-        Whether the losses of this rank's grains are found here, and count.
+        Whether this rank adds the losses of its grains: it has the last stage, and no other rank adds the same ones.
 
     Returns
     -------
     (float, float, int or None)
-        The last is None where a prediction is not one score a class.
+        The last is None if predictions are not scores of classes.
     """
     right, scored, done = 0, True, 0
     runner.ready()

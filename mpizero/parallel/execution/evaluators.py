@@ -1,4 +1,4 @@
-"""Evaluate one micro-batch of either kind of model, with parameters provided and gradients written unit by unit."""
+"""Compute losses and gradients of one micro-batch, for models of blocks and for black boxes, unit by unit."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mpizero.sampletree import map_arrays, map_leaves
 from mpizero.signatures import takes_run
 from mpizero.types import EVALUATE, BlackBoxModel, BlockModel, Run
 
-#: Provides the views that a unit's gradients are written to.
+#: Returns the views that a unit's gradients are written to.
 GradientTarget = Callable[[Unit], Mapping[str, Any]]
 #: Called when a unit's gradients are complete.
 UnitDone = Callable[[Unit], None]
-#: Called when a block's gradients are complete, before its unit's are, by evaluators that know.
+#: Called when a block's gradients are complete, before those of its whole unit. Black boxes never call it.
 BlockEnded = Callable[[Unit, str], None]
 
 
@@ -32,7 +32,7 @@ class Evaluator(Protocol):
 
     @property
     def store(self) -> ParameterProvider:
-        """Provide the parameters."""
+        """Return the store that provides the parameters."""
 
     def gradients(
         self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone, ended: BlockEnded | None = None
@@ -40,7 +40,7 @@ class Evaluator(Protocol):
         """Write the gradient of the loss sum; return the loss sum and the weight."""
 
     def absent(self, done: UnitDone) -> None:
-        """Take part in every gather of a micro-batch that this rank does not have."""
+        """Join every gather and reduction of a micro-batch that only other ranks have."""
 
     def predict(self, x: Any) -> Any:
         """Return the prediction for this rank's ``x``."""
@@ -49,13 +49,14 @@ class Evaluator(Protocol):
         """Return the loss sum, the weight and the prediction."""
 
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:
-        """Put ``loss`` in the place of the model's own for a while."""
+        """Use ``loss`` instead of the model's own loss inside the context."""
 
 
 class _Passage:
-    """Track what a rank still has to take part in: the gathers of a forward and a backward pass, the ends of units.
+    """Track the collectives that a rank still has to join in one forward and backward pass.
 
-    A rank whose own computation fails, or that has none, goes through the rest all the same: nobody waits for it.
+    These are the gathers of units, and the reductions at the ends of units. A rank whose computation fails, or that has
+    no micro-batch, still joins all of them, so that no other rank waits for it.
     """
 
     def __init__(self, store: ParameterProvider, units: Sequence[Unit], done: UnitDone | None) -> None:
@@ -65,19 +66,19 @@ class _Passage:
         self.ends = deque(backward)
 
     def unit(self, unit: Unit) -> AbstractContextManager[dict[str, Any]]:
-        """Return the parameters of the next unit, while the one after it is gathered. Collective if sharded."""
+        """Gather the next unit and begin to gather the one after it; yield its parameters. Collective if sharded."""
         self.gathers.popleft()
         following = self.gathers[0] if self.gathers else None
         return self.store.unshard(unit, following, by_block=self.report is not None)
 
     def done(self, unit: Unit) -> None:
-        """Report the end of a unit's backward."""
+        """Report that a unit's backward pass has ended."""
         self.ends.popleft()
         if self.report is not None:
             self.report(unit)
 
     def finish(self) -> None:
-        """Take part in the rest. Collective if sharded."""
+        """Join all remaining collectives without computing. Collective if sharded."""
         while self.gathers or self.ends:
             if len(self.ends) > len(self.gathers):  # a unit gathered for its backward, which has not ended
                 self.done(self.ends[0])
@@ -87,7 +88,7 @@ class _Passage:
 
 
 class BlockEvaluator:
-    """Evaluate a model of blocks; each unit is unsharded just before its forward and backward and released after."""
+    """Evaluate a model of blocks; each unit is gathered before its forward and backward pass and freed afterwards."""
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ class BlockEvaluator:
     ) -> tuple[float, float]:
         """Write the gradient of the loss sum; return the loss sum and the weight. Collective if sharded.
 
-        When a layer raises, the rest of the collectives is gone through before the error goes on.
+        If a layer raises, this rank first joins the remaining collectives, then raises the error.
         """
         caches: dict[str, Any] = {}
         d: Any
@@ -156,7 +157,7 @@ class BlockEvaluator:
         return loss, weight
 
     def absent(self, done: UnitDone) -> None:
-        """Take part in every gather of a micro-batch that this rank does not have. Collective if sharded."""
+        """Join every gather and reduction of a micro-batch that only other ranks have. Collective if sharded."""
         _Passage(self.store, self.units, done).finish()
 
     def predict(self, x: Any, run: Run = EVALUATE) -> Any:
@@ -187,7 +188,7 @@ class BlockEvaluator:
 
     @contextmanager
     def using_loss(self, loss: Any) -> Iterator[None]:
-        """Put ``loss`` in the place of the model's own for a while; None changes nothing. Not collective."""
+        """Use ``loss`` instead of the model's own loss inside the context, unless it is None. Not collective."""
         own = self.criterion
         self.criterion = own if loss is None else loss
         try:
@@ -197,7 +198,7 @@ class BlockEvaluator:
 
 
 class BlackBoxEvaluator:
-    """Evaluate a function of all parameters: it needs every unit at once, and gives all gradients at the end."""
+    """Evaluate a black box: a function that needs all parameters at once and returns all gradients together."""
 
     def __init__(self, model: BlackBoxModel, store: ParameterStore) -> None:
         self.model, self.store = model, store
@@ -212,7 +213,7 @@ class BlackBoxEvaluator:
     ) -> tuple[float, float]:
         """Write the gradient of the loss sum; return the loss sum and the weight. Collective if sharded.
 
-        ``ended`` is never called: all gradients come at the end.
+        ``ended`` is never called, because all gradients come at the end.
         """
         left, function = deque(reversed(self.units)), self.model.loss_and_grad
         params = self._parameters()
@@ -237,7 +238,7 @@ class BlackBoxEvaluator:
         return loss, weight
 
     def absent(self, done: UnitDone) -> None:
-        """Take part in every gather of a micro-batch that this rank does not have. Collective if sharded."""
+        """Join every gather and reduction of a micro-batch that only other ranks have. Collective if sharded."""
         self._parameters()
         for unit in reversed(self.units):
             done(unit)
@@ -262,7 +263,7 @@ class BlackBoxEvaluator:
         return result.copy() if shared else result
 
     def loss(self, x: Any, y: Any, run: Run) -> tuple[float, float, Any]:
-        """Return the loss sum, the weight and no prediction. Collective if sharded."""
+        """Return the loss sum, the weight, and None as the prediction. Collective if sharded."""
         params = self._parameters()
         if x is None and y is None:
             return 0.0, 0.0, None
@@ -278,13 +279,13 @@ class BlackBoxEvaluator:
 
     @contextmanager
     def using_loss(self, loss: Any) -> Iterator[None]:
-        """Refuse another loss: a black box contains its own. Not collective."""
+        """Raise ``UnsupportedError`` for another loss: a black box contains its own. Not collective."""
         if loss is not None:
             raise UnsupportedError("a black box computes its own loss: another one cannot be put in its place")
         yield
 
     def _parameters(self) -> dict[str, Any]:
-        """Return all parameters by name: views of the store, or copies that live as long as they are used."""
+        """Return all parameters by name: views of the store, or copies if the store is sharded."""
         with ExitStack() as stack:
             if not self.store.sharded:
                 provided = [(unit, stack.enter_context(self.store.unshard(unit))) for unit in self.units]
@@ -310,9 +311,10 @@ class BlackBoxEvaluator:
 
 
 def _loss_function(model: Any) -> tuple[Callable[..., Any], bool] | None:
-    """Return a function model's loss without a gradient, and whether it takes ``run``; None where it has none.
+    """Return a model's function of the loss without gradients, and whether it takes ``run``; None if there is none.
 
-    A class of the user's own may have a method of this name that returns a mean, or a figure beside the loss.
+    It is used only if the model says ``has_loss``: another class of the user may have a method ``loss`` that returns
+    something else, a mean for example.
     """
     function = model.loss if getattr(model, "has_loss", False) is True else None
     return None if function is None else (function, takes_run(function, "loss", "parameters", "batch"))
@@ -323,7 +325,7 @@ def _kinds(result: Any) -> Any:
 
 
 def _read_only(value: Any) -> Any:
-    """Return views that cannot be written to of arrays, which may be the user's own; anything else as it is."""
+    """Return read-only views of all arrays in ``value``, and anything else unchanged."""
     if not isinstance(value, np.ndarray):
         return map_arrays(_read_only, value)
     view = value.view()
@@ -333,7 +335,7 @@ def _read_only(value: Any) -> Any:
 
 @contextmanager
 def _explained(function: str) -> Iterator[None]:
-    """Say what to do to the error of code that writes to an array that mpizero provides."""
+    """Add advice to the error that a user's function raises when it writes to a read-only array."""
     try:
         yield
     except (ValueError, TypeError, BufferError) as error:
@@ -343,7 +345,7 @@ def _explained(function: str) -> Iterator[None]:
 
 
 def with_next(units: Iterable[Unit]) -> Iterator[tuple[Unit, Unit | None]]:
-    """Yield each unit with the one after it, the last one with None. Not collective."""
+    """Yield pairs of each unit and the next one; the last unit has None. Not collective."""
     listed = list(units)
     return zip(listed, [*listed[1:], None], strict=True) if listed else iter(())
 

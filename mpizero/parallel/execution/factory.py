@@ -1,4 +1,4 @@
-"""Make the runner and evaluator of a rank: for a pipeline stage, a whole model of blocks, or a black box."""
+"""Create a rank's runner and evaluator: for a pipeline stage, a whole model of blocks, or a black box."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_runner(
     device: ComputeDevice,
     loss_scale: Callable[[], float],
 ) -> Runner:
-    """Return the runner of a pipeline stage, of a whole model of blocks, or of a black box. Not collective."""
+    """Create the runner for this rank's pipeline stage, whole model of blocks, or black box. Not collective."""
     kinds: Any = {
         "counts": grid.here.tensor == 0,  # tensor ranks find the same losses
         "agreeable": agreeable_errors(grid),

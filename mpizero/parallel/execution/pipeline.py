@@ -1,8 +1,8 @@
 """Run the micro-batches of a step through the stages of a pipeline, in the order of a schedule.
 
-[Note: pipeline bits] Every chunk meets its micro-batches in ascending order in the forward pass and again in the
-backward pass, and folds gradients through the same jobs as a model in one piece. So neither the number of stages nor
-the schedule changes a bit of the result.
+[Note: pipeline bits] Every chunk runs its micro-batches in ascending order, in the forward pass and again in the
+backward pass. It adds their gradients by the same jobs as an unsplit model. So neither the number of stages nor the
+schedule changes a bit of the result.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from mpizero.parallel.return_checks import loss_and_weight
 from mpizero.sampletree import as_arrays
 from mpizero.types import EVALUATE, Run
 
-#: Instructions whose receives are posted ahead.
+#: Number of instructions, the current one included, whose receives are posted early.
 AHEAD = 4
 _BACKWARD_KINDS = ("backward", "backward_input")
 
 
 @dataclass
 class _Flight:
-    """Hold what a chunk keeps of one micro-batch between its forward and the end of its backward.
+    """Hold the data of one micro-batch on a chunk, from its forward pass to the end of its backward pass.
 
-    ``fail`` is told what a layer raises; the flight then goes on without computing, so that nobody waits for this rank.
+    If a layer raises, ``fail`` is called with the error. The micro-batch's messages still go on, without computing, so
+    that no rank waits for this one.
     """
 
     fail: Callable[[Exception], None]
@@ -53,28 +54,29 @@ class _Flight:
 
 
 class PipelineRunner:
-    """Execute this stage's part of a schedule.
+    """Execute this stage's part of a pipeline schedule.
 
     Parameters
     ----------
     partitioned : PartitionedModel
         This rank's chunks.
     store : ParameterProvider
-        Their parameters, where the layers compute.
+        Provides the chunks' parameters, on the device where the layers compute.
     comm : Communicator
-        The stages, by number.
+        The ranks of this pipeline; rank i is stage i.
     scalars : GrainScalars
-        Takes losses, weights and failures.
+        Collects losses, weights and failures.
     loss_scale : callable
-        Gives the current loss scale.
+        Returns the current loss scale.
     counts : bool
-        Whether the losses of the last chunk, if it is here, are those that count.
+        Whether this rank adds the losses of the last chunk, if it has that chunk. Tensor ranks compute equal losses,
+        and only one of them adds its losses.
     agreeable : tuple of type
-        The errors of layers that can wait until all ranks agree; see :func:`agreeable_errors`.
+        The layer errors that are raised later, when all ranks agree; see :func:`agreeable_errors`.
     compute_device : ComputeDevice, optional
-        Where the layers compute; the host unless given.
+        The device where the layers compute; the host unless given.
     marks : WriteCheck, optional
-        Looks whether layers write their gradients.
+        Checks that layers write all of their gradients.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class PipelineRunner:
     # ------------------------------------------------------------------ a step
 
     def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
-        """Do all jobs, forward and backward. Collective over the pipeline, and the data group if sharded."""
+        """Run forward and backward passes of all jobs. Collective over the pipeline, and the data group if sharded."""
         self._flights = {}
         self.ready()  # stages wait for each other in ways that ranks of a node must not
         watched = [WatchedJob(job, self.scalars, self.store.timeline, self.compute_device, self.marks) for job in jobs]
@@ -143,7 +145,7 @@ class PipelineRunner:
             self._backward_weights(chunk, micro, watched)
 
     def _absent(self, instruction: Instruction, watched: WatchedJob) -> None:
-        """Take part in the gathers and sums of a micro-batch that this replica does not have."""
+        """Join the gathers and reductions of a micro-batch that only other replicas have."""
         forward = instruction.kind == "forward"
         units = self.units[instruction.chunk]
         for unit, following in with_next(units if forward else reversed(units)):
@@ -171,7 +173,7 @@ class PipelineRunner:
             self.scalars.add(watched.job.grain.number, loss, weight)
 
     def _pass_forward(self, chunk: int, micro: int, x: Any, run: Run, flight: _Flight) -> Any:
-        """Take a chunk's input, run it, send its output on; return the output, None if the flight failed."""
+        """Receive a chunk's input, run the chunk and send its output on; return the output, None if it failed."""
         value = x
         if chunk > 0:
             value = self.pipeline_p2p.receive(Route("forward", chunk), micro, key_of(x), self.stage_of[chunk - 1])
@@ -187,14 +189,14 @@ class PipelineRunner:
         return None if flight.failed else value
 
     def _send(self, route: Route, micro: int, x: Any, peer: int, value: Any, flight: _Flight) -> None:
-        """Send what a chunk computed of ``x``, or that it failed."""
+        """Send the result that a chunk computed from samples ``x``, or the message that it failed."""
         with self._computing(flight) as working:
             if working:
                 self.pipeline_p2p.check(route, key_of(x), value)
         self.pipeline_p2p.send(route, micro, key_of(x), peer, None if flight.failed else value)
 
     def _backward(self, chunk: int, micro: int, watched: WatchedJob) -> None:
-        """Run both halves of a chunk's backward pass, unit by unit."""
+        """Run a chunk's backward pass for its input and its weights together, unit by unit."""
         flight, d = self._begin_backward(chunk, micro, watched)
         for unit, following in with_next(reversed(self.units[chunk])):
             with self.store.unshard(unit, following) as params, self._computing(flight) as working:
@@ -226,7 +228,7 @@ class PipelineRunner:
             watched.done(unit)
 
     def _call(self, phase: str, block: str, method: str, *args: Any) -> Any:
-        """Return what a method of a block's layer returns."""
+        """Call a method of a block's layer, record its time, and return its result."""
         clock, bound = self.store.timeline, getattr(self.partitioned.local.blocks[block], method)
         begun = clock.begin()
         result = call_located("block", block, bound, *args)
@@ -273,7 +275,7 @@ class PipelineRunner:
 
     @contextmanager
     def _computing(self, flight: _Flight) -> Iterator[bool]:
-        """Tell whether there is something to compute, and note its failure: the collectives around it go on."""
+        """Yield whether to compute; catch and record a layer's error, so that this rank joins the later collectives."""
         try:
             yield not flight.failed
         except (CollectiveError, PeerFailure):
@@ -286,13 +288,13 @@ class PipelineRunner:
             flight.caches.clear()
 
     def ready(self) -> None:
-        """Have all parameters here. Collective over the data group."""
+        """Wait until all published parameters have arrived. Collective over the data group."""
         self.store.wait()
 
     # ------------------------------------------------------------------ forward alone
 
     def predict(self, x: Any) -> Any:
-        """Return the prediction for this rank's ``x``, the same for all stages. Collective over the pipeline."""
+        """Return the prediction for this rank's ``x``, on every stage. Collective over the pipeline."""
         errors: list[Exception] = []
         own = None if x is None else self.compute_device.put(self.partitioned.own_places(as_arrays(x)))
         value = self._forward_only(own, EVALUATE, errors.append)
@@ -311,9 +313,9 @@ class PipelineRunner:
         return result
 
     def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
-        """Return loss sum, weight and prediction where the last chunk is, nothing elsewhere.
+        """Return loss sum, weight and prediction on the last stage, and ``(0.0, 0.0, None)`` on the others.
 
-        Collective over the pipeline. What a layer raises goes to the scalars.
+        Collective over the pipeline. The error of a layer is given to the scalars, which raise it later.
         """
         x, y = self.compute_device.put(x), self.compute_device.put(y)
         value = self._forward_only(x, run, self.scalars.fail)
@@ -341,7 +343,7 @@ class PipelineRunner:
 
     @contextmanager
     def using_loss(self, loss: Any) -> Iterator[None]:
-        """Put ``loss`` in the place of the model's own for a while; None changes nothing. Not collective."""
+        """Use ``loss`` instead of the model's own loss inside the context, unless it is None. Not collective."""
         own = self.criterion
         self.criterion = own if loss is None else self.partitioned.own_loss(loss)
         try:

@@ -1,4 +1,4 @@
-"""Do the micro-batches of a step one after the other."""
+"""Run the micro-batches of a step one after the other, without a pipeline."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from mpizero.parallel.partition.local_model import PartitionedModel
 from mpizero.sampletree import as_arrays
 from mpizero.types import EVALUATE, Run
 
-#: What a forward pass knows, from the index of its first sample and the number of them.
+#: Returns the ``Run`` of a forward pass, from the index of its first sample and the number of samples.
 RunOf = Callable[[int, int], Run]
 
 
 def agreeable_errors(grid: ProcessGrid) -> tuple[type[Exception], ...]:
-    """Return the errors of layers that can wait until all ranks agree. Not collective.
+    """Return the types of layer errors that are raised later, when all ranks agree. Not collective.
 
-    Where layers are split, other ranks wait inside of the layer that raises, and never come to an agreement. The ranks
-    of a tensor group have the same samples, though, and find the same faults in them.
+    After such an error a rank still joins the collectives of the step. That is impossible with split layers: the other
+    ranks of the group wait inside the layer that raised. The exception is ``DataError`` in a tensor group, whose ranks
+    have the same samples and so all raise it.
     """
     if grid.tensor.size * grid.context.size == 1:
         return (Exception,)
@@ -36,31 +37,31 @@ def agreeable_errors(grid: ProcessGrid) -> tuple[type[Exception], ...]:
 
 
 class Runner(Protocol):
-    """Run forward and backward passes of a step, and forward passes alone."""
+    """Run the forward and backward passes of a training step, and forward passes for predictions."""
 
-    #: The errors of layers that can wait until all ranks agree.
+    #: The types of layer errors that are raised later, when all ranks agree.
     agreeable: tuple[type[Exception], ...]
 
     def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
-        """Do all jobs; loss, weight and failures go to the scalars."""
+        """Run all jobs; give their losses, weights and failures to the scalars."""
 
     def ready(self) -> None:
-        """Have all parameters here. Collective over the data group."""
+        """Wait until all published parameters have arrived. Collective over the data group."""
 
     def predict(self, x: Any) -> Any:
         """Return the prediction for this rank's ``x``."""
 
     def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
-        """Return loss sum, weight and prediction; None for what another rank computes."""
+        """Return loss sum, weight and prediction; without values on ranks where another rank computes them."""
 
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:
-        """Put ``loss`` in the place of the model's own for a while."""
+        """Use ``loss`` instead of the model's own loss inside the context."""
 
 
 class WatchedJob:
-    """Check the gradients of a job as they are completed, and remember the first that is not finite.
+    """Check the gradients of a job as they are completed, and record the first that is not finite.
 
-    Its samples are where the layers compute, and so are the views that gradients are written to.
+    The samples and the views that gradients are written to are on the device where the layers compute.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class WatchedJob:
         return views
 
     def ended(self, unit: Unit, block: str) -> None:
-        """Check and pass on the gradients of a block of a unit that is not complete yet."""
+        """Check the gradients of a block before its unit is complete, and report the block to the job."""
         begun = self.timeline.begin()
         self._check(unit, block, self._written[unit.index][block])
         self._checked.add(block)
@@ -95,7 +96,7 @@ class WatchedJob:
         self.timeline.end("local sums", block, begun)
 
     def done(self, unit: Unit) -> None:
-        """Check and pass on a unit's gradients; those of a unit that was never written go on unchecked."""
+        """Check a unit's gradients, unless they were never written, and report the unit to the job."""
         begun = self.timeline.begin()
         written = self._written.pop(unit.index, {})
         if written:
@@ -107,7 +108,7 @@ class WatchedJob:
         self.timeline.end("local sums", unit, begun)
 
     def _check(self, unit: Unit, block: str, views: Any) -> None:
-        """Check a block's gradients by the ranges they stand in, and by name only where something is wrong."""
+        """Check that a block's gradients are finite: first as flat ranges, and only after a failure by name."""
         if self.job.grain is None:
             return
         flat, ranges = self.job.flat(unit), unit.gradient_ranges[block]
@@ -122,24 +123,24 @@ class WatchedJob:
 
 
 class SequentialRunner:
-    """Run the whole of this rank's model for one micro-batch after the other.
+    """Run this rank's whole model for one micro-batch after the other.
 
     Parameters
     ----------
     evaluator : Evaluator
         Runs one micro-batch.
     scalars : GrainScalars
-        Takes losses, weights and failures.
+        Collects losses, weights and failures.
     partitioned : PartitionedModel
-        Makes of a prediction what one process would give.
+        Assembles whole predictions from those of split layers.
     counts : bool
-        Whether the losses found here are those that count; of ranks that all find the same, one does.
+        Whether this rank adds its losses. Tensor ranks compute equal losses, and only one of them adds its losses.
     agreeable : tuple of type
-        The errors of layers that can wait until all ranks agree; see :func:`agreeable_errors`.
+        The layer errors that are raised later, when all ranks agree; see :func:`agreeable_errors`.
     compute_device : ComputeDevice, optional
-        Where the evaluator computes; the host unless given.
+        The device where the evaluator computes; the host unless given.
     marks : WriteCheck, optional
-        Looks whether layers write their gradients.
+        Checks that layers write all of their gradients.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class SequentialRunner:
         self.marks = marks
 
     def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
-        """Do all jobs in order. Collective if gradients or parameters are sharded."""
+        """Run all jobs in order. Collective if gradients or parameters are sharded."""
         for job in jobs:
             if job.grain is None or self.scalars.error is not None:
                 self.evaluator.absent(job.done)
@@ -185,7 +186,7 @@ class SequentialRunner:
             self.scalars.fail(error)
 
     def ready(self) -> None:
-        """Have all parameters here. Collective over the data group."""
+        """Wait until all published parameters have arrived. Collective over the data group."""
         self.evaluator.store.wait()
 
     def predict(self, x: Any) -> Any:
@@ -200,5 +201,5 @@ class SequentialRunner:
         return loss, weight, None if prediction is None else to_host(self.partitioned.whole_scores(prediction))
 
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:
-        """Put ``loss`` in the place of the model's own for a while. Not collective."""
+        """Use ``loss`` instead of the model's own loss inside the context, unless it is None. Not collective."""
         return self.evaluator.using_loss(self.partitioned.own_loss(loss))

@@ -4,8 +4,8 @@
 backward pass goes from the last block to the first. A bucket's partial sums are exchanged as soon as every block in it
 has finished its backward pass on all ranks of the node; a barrier tells that. Each peer sums an equal part of the
 bucket. (A reduction at the end of a step uses the owners of the flat order instead. All elements of one bucket may have
-the same owner, and all other ranks would send to that one.) Then each peer sends its part of the sums to all peers, into
-their first rows. One exchange is in flight at a time, and any number of all-gathers, which need no buffers. Every
+the same owner, and all other ranks would send to that one.) Then each peer sends its part of the sums to all peers,
+into their first rows. One exchange is in flight at a time, and any number of all-gathers, which need no buffers. Every
 element is added in the order of the tree, so it does not matter which rank adds it.
 """
 

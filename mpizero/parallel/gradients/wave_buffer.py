@@ -36,9 +36,9 @@ class _InFlight(NamedTuple):
 class WaveBuffer:
     """Keep the gradients of the current unit in a slot, and the sums of this rank's shard in a stack.
 
-    Implements :class:`~mpizero.parallel.gradients.reducer.GradientReducer`. A node of several ranks has two slots: one is
-    filled while the other is summed. The stack has a few rows as long as the shard. They hold the nodes of the tree
-    that are not added up yet.
+    Implements :class:`~mpizero.parallel.gradients.reducer.GradientReducer`. A node of several ranks has two slots:
+    one is filled while the other is summed. The stack has a few rows as long as the shard. They hold the nodes of the
+    tree that are not added up yet.
 
     Parameters
     ----------
