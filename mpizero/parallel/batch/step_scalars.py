@@ -154,7 +154,7 @@ class GrainScalars:
                 self._bad[grain] = _Bad(kind, 0, what, f"the {what} is not finite")
 
     def fail(self, error: Exception) -> None:
-        """Record an error after which this rank computes no more; :meth:`agree` raises it everywhere. Not collective."""
+        """Record an error after which this rank computes no more; :meth:`agree` raises it. Not collective."""
         if isinstance(error, CollectiveError | PeerFailure):
             raise error  # nobody would come to an agreement
         if isinstance(error, MemoryError):
